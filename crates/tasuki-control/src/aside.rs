@@ -1,12 +1,13 @@
-//! CPUs on which no node's workers stay. tasukid runs there with all that it starts: they take no time from a driver that is never idle, which would lose it in
-//! slices of milliseconds. A worker goes to its node's CPU when it is ready.
+//! CPUs on which no node's workers stay. tasukid runs there with all processes that it starts. They take no time
+//! from a driver that is never idle, which would lose it in slices of milliseconds. A worker moves to its node's CPU
+//! when it is ready.
 
 use rustix::process::Pid;
 use rustix::thread::CpuSet;
 
 use crate::config::{Config, Node};
 
-/// Those of the CPUs that this thread may use of which no node's workers are told to stay there.
+/// Returns the CPUs that this thread may use and on which no node's workers are told to stay.
 pub fn cpus(config: &Config) -> Vec<u32> {
     let Ok(ours) = rustix::thread::sched_getaffinity(None) else { return Vec::new() };
     let may_use = |cpu: &u32| usize::try_from(*cpu).is_ok_and(|cpu| ours.is_set(cpu));
@@ -14,7 +15,8 @@ pub fn cpus(config: &Config) -> Vec<u32> {
     (0..most).filter(may_use).filter(|&cpu| config.node.iter().all(|node| node.cpu != Some(cpu))).collect()
 }
 
-/// Where a node's processes may run: on its CPU, and on those on which no node's workers stay. Nothing where no node has one for itself, or none is left for it.
+/// Returns where a node's processes may run: on its CPU, and on the CPUs on which no node's workers stay. `None` if
+/// no node has a CPU for itself, or none is left for this one.
 pub fn of(node: &Node, config: &Config, aside: &[u32]) -> Option<CpuSet> {
     let is_divided = config.node.iter().any(|node| node.cpu.is_some());
     let its = set(&{ aside.iter().copied() }.chain(node.cpu).collect::<Vec<_>>());
@@ -28,12 +30,13 @@ fn set(cpus: &[u32]) -> CpuSet {
     set
 }
 
-/// This thread, and whatever it starts, runs on these from now on, if there are any.
+/// Moves this thread, and whatever it starts from then on, to these CPUs, if there are any.
 pub fn stay(cpus: &[u32]) {
     keep(None, cpus);
 }
 
-/// A process of one thread does. One that was killed takes itself apart there, for half a millisecond, and not on the CPU of its successor.
+/// Moves a process of one thread. A killed process takes itself apart there, for half a millisecond, and not on the
+/// CPU of its successor.
 pub fn send(process: Pid, cpus: &[u32]) {
     keep(Some(process), cpus);
 }
@@ -41,7 +44,7 @@ pub fn send(process: Pid, cpus: &[u32]) {
 fn keep(thread: Option<Pid>, cpus: &[u32]) {
     let set = set(cpus);
     if set.count() > 0 {
-        // They are among those that it had; where that is not so any more, it runs where it ran.
+        // These CPUs are among those that it had; if that is no longer so, it runs where it ran.
         let _ = rustix::thread::sched_setaffinity(thread, &set);
     }
 }

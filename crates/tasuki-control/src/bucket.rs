@@ -1,27 +1,27 @@
-//! A token bucket: so many at once, so many a second after that; what is left out is counted.
+//! A token bucket: a number of tokens at once, and one more per interval after that. It counts the refusals.
 
 use std::time::Duration;
 
 /// How much one party may say.
 #[derive(Debug, Clone)]
 pub struct Bucket {
-    /// At once,
+    /// Number of tokens at once.
     most: u32,
-    /// and how long one more takes.
+    /// Time until one more token comes.
     each: Duration,
     left: u32,
-    /// Up to when what has come back was counted.
+    /// Time up to which the tokens that came back are counted.
     since: Duration,
     left_out: u64,
 }
 
 impl Bucket {
-    /// So many at once, and one more after each of these times. Full from `now` on.
+    /// Creates a bucket of `most` tokens, and one more after each `each`. It is full at `now`.
     pub fn new(most: u32, each: Duration, now: Duration) -> Self {
         Bucket { most, each, left: most, since: now, left_out: 0 }
     }
 
-    /// Takes one; false, and counted as left out, if there is none.
+    /// Takes a token. If there is none, counts a refusal and returns false.
     pub fn take(&mut self, now: Duration) -> bool {
         self.fill(now);
         let has = self.left > 0;
@@ -32,14 +32,15 @@ impl Bucket {
         has
     }
 
-    /// What was left out since this was asked last, once there is room again to say so: to be asked before [`Self::take`].
+    /// Returns the refusals since the last call, once there is room again to report them. To be called before
+    /// [`Self::take`].
     pub fn left_out(&mut self, now: Duration) -> Option<u64> {
         self.fill(now);
         let has_room = self.left > 0 && self.left_out > 0;
         has_room.then(|| std::mem::take(&mut self.left_out))
     }
 
-    /// What was left out and not asked for yet, whether there is room or not: of one that says no more.
+    /// Returns the refusals not reported yet, whether there is room or not: for a party that says no more.
     pub fn finish(&mut self) -> u64 {
         std::mem::take(&mut self.left_out)
     }

@@ -1,7 +1,8 @@
-//! Control groups: a node's processes together have bounds, and a worker's stop at one word.
+//! Control groups: a node's processes together have bounds, and one write stops all of a worker's.
 //!
-//! [`Groups`] is what this machine has of them, both kinds: version 2 where it is mounted, version 1's controllers for the rest. Beneath the daemon's own group lie
-//! `tasuki/ID/node-NAME`, with the node's [`Bounds`], and in it a group of each worker, without bounds of its own:
+//! [`Groups`] is what this machine has of them, both kinds: version 2 where it is mounted, version 1's controllers
+//! for the rest. Beneath the daemon's own group lie `tasuki/ID/node-NAME`, with the node's [`Bounds`], and in it a
+//! group of each worker, without bounds of its own:
 //!
 //! ```text
 //! let groups = Groups::find("a name that stays over restarts", None);
@@ -14,11 +15,12 @@
 //! worker.remove();                              // once it is dead
 //! ```
 //!
-//! A frozen process keeps its locks, its memory and its descriptors. `freeze`, `is_frozen` and `thaw` are one system call each, on descriptors that are open already. Whoever
-//! is frozen by version 1 dies only when it is thawed; [`Group::kill`] sees to that.
+//! A frozen process keeps its locks, its memory and its descriptors. `freeze`, `is_frozen` and `thaw` are one system
+//! call each, on descriptors that are open already. A process frozen by version 1 dies only when it is thawed;
+//! [`Group::kill`] sees to that.
 //!
-//! The CPU controller is left alone unless a node has a bound for it: in a group of that a nice value counts among the group's own processes only, and a driver would
-//! no longer go before the programs beside it.
+//! The CPU controller is left alone unless a node has a bound for it. In a group of that controller a nice value
+//! counts among the group's own processes only, and a driver would no longer go before the programs beside it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -33,34 +35,35 @@ use rustix::thread::CpuSet;
 /// What all processes of a node may have together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Bounds {
-    /// Bytes.
+    /// Bytes of memory.
     pub memory: Option<u64>,
-    /// Processes and threads.
+    /// Number of processes and threads.
     pub pids: Option<u32>,
-    /// Hundredths of one CPU.
+    /// CPU time, in hundredths of one CPU.
     pub cpu: Option<u32>,
-    /// Where they may run.
+    /// The CPUs on which they may run.
     pub cpus: Option<CpuSet>,
 }
 
-/// µs in which a bound on CPU time is kept.
+/// Period of a bound on CPU time, in µs.
 const CPU_PERIOD: u64 = 100_000;
 
-/// Of version 1, what we use.
+/// The controllers of version 1 in use.
 const CONTROLLERS: &[&str] = &["memory", "pids", "cpu", "cpuset", "freezer"];
 
-/// The daemon's place in its own group, once it hands controllers on: version 2 does that for groups alone that have no process of their own.
+/// The daemon's place in its own group, once that hands controllers on: version 2 does so only for groups that have
+/// no process of their own.
 const ASIDE: &str = "tasukid";
 
-/// An empty group of another daemon that is older is left over.
+/// An empty group of another daemon is left over once it is older than this.
 const LEFT_FOR: Duration = Duration::from_secs(60);
 
-/// A mounted hierarchy, and where our groups are in it.
+/// A mounted hierarchy, and the place of the daemon's groups in it.
 #[derive(Debug, Clone)]
 struct Hierarchy {
     /// The daemon's own group.
     own: PathBuf,
-    /// What it bounds; of version 2, what it could.
+    /// The controllers it has; for version 2, those that it could have.
     controllers: Vec<String>,
     is_v2: bool,
 }
@@ -71,14 +74,14 @@ impl Hierarchy {
     }
 }
 
-/// What this machine has.
+/// The hierarchies of this machine.
 #[derive(Debug, Clone)]
 pub struct Groups {
     hierarchies: Vec<Hierarchy>,
     id: String,
 }
 
-/// Which controllers exist for us, by what a line of mountinfo and one of /proc/self/cgroup say.
+/// Returns the usable hierarchies, by the lines of mountinfo and of /proc/self/cgroup.
 fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
     let own = |name: Option<&str>| {
         of_us.lines().find_map(|line| {
@@ -103,7 +106,7 @@ fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
         // A container sees a part of the tree, or all paths from there.
         let path = Path::new(&path);
         let below = path.strip_prefix(root).or_else(|_| path.strip_prefix("/")).unwrap_or(path);
-        // Who starts the daemon may have put it aside already, as systemd does (DelegateSubgroup=).
+        // The daemon's starter may have put it aside already, as systemd does (DelegateSubgroup=).
         let below = if is_v2 && below.ends_with(ASIDE) { below.parent().unwrap_or(below) } else { below };
         found.push(Hierarchy { own: Path::new(mount).join(below), controllers: names, is_v2 });
     }
@@ -111,8 +114,8 @@ fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
 }
 
 impl Groups {
-    /// Those of this machine that we may use. `id` tells one daemon's from another's, and stays over its restarts. Of version 2 it may be `named` which is to be ours,
-    /// if not the one that we are in.
+    /// Finds the hierarchies of this machine that the daemon may use. `id` tells one daemon's groups from another's,
+    /// and stays over its restarts. In version 2, `named` replaces the group that the daemon is in.
     pub fn find(id: &str, named: Option<&Path>) -> Self {
         let read = |path: &Path| fs::read_to_string(path).unwrap_or_default();
         let mut all = hierarchies(&read(Path::new("/proc/self/mountinfo")), &read(Path::new("/proc/self/cgroup")));
@@ -128,15 +131,18 @@ impl Groups {
         Groups { hierarchies: all, id: id.to_owned() }
     }
 
-    /// Has the daemon go aside before it starts anybody, who would else be where it was, and in the way of bounds for nodes.
+    /// Moves the daemon aside before it starts any process. Processes it starts would otherwise be where it was, and
+    /// in the way of bounds for nodes.
     pub fn go_aside(&self) {
-        // The root has no type, and may have processes. What the kernel refuses here stands in the way of a node's group, and is said then.
+        // The root has no type, and may have processes. A refusal by the kernel here also bars a node's group, and
+        // is reported then.
         for it in self.hierarchies.iter().filter(|it| it.is_v2 && it.own.join("cgroup.type").exists()) {
             let _ = go_aside(&it.own);
         }
     }
 
-    /// What of this no group of ours could do, as ends of the sentence "this machine has no …".
+    /// Returns which of these bounds, or of the freezer, this machine cannot provide, as ends of the sentence "this
+    /// machine has no …".
     pub fn lacks(&self, bounds: &Bounds) -> Vec<&'static str> {
         let has = |controller: &str| self.hierarchies.iter().any(|it| it.has(controller));
         let mut lacks = Vec::new();
@@ -155,10 +161,10 @@ impl Groups {
         self.hierarchies.iter().any(|it| it.is_v2 || it.has("freezer"))
     }
 
-    /// That of a node, with these bounds: made, or as a daemon before us has left it.
+    /// Returns the group of a node, with these bounds: made, or as an earlier daemon has left it.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// The kernel refuses.
     pub fn node(&self, name: &str, bounds: &Bounds) -> io::Result<Group> {
         let mut group = Group { places: Vec::new(), freezer: None };
         let any_v2 = self.hierarchies.iter().any(|it| it.is_v2);
@@ -182,7 +188,7 @@ impl Groups {
         Ok(group)
     }
 
-    /// Removes what daemons have left in which no process is: ours, and others' that have not just begun.
+    /// Removes groups without processes that daemons have left: this daemon's, and others' that have not just begun.
     pub fn sweep(&self) {
         for it in &self.hierarchies {
             for entry in fs::read_dir(it.own.join("tasuki")).into_iter().flatten().flatten() {
@@ -196,7 +202,7 @@ impl Groups {
     }
 }
 
-/// Removes the groups beneath this one that have no process, and this one; those that have stay.
+/// Removes this group and the groups beneath it, as far as they have no process.
 fn remove_empty(group: &Path, depth: u32) {
     for entry in fs::read_dir(group).into_iter().flatten().flatten() {
         if depth > 0 && entry.file_type().is_ok_and(|kind| kind.is_dir()) {
@@ -206,7 +212,7 @@ fn remove_empty(group: &Path, depth: u32) {
     let _ = fs::remove_dir(group);
 }
 
-/// Controllers that these bounds take.
+/// Returns the controllers that these bounds take.
 fn wanted(bounds: &Bounds) -> Vec<&'static str> {
     let all = [
         ("memory", bounds.memory.is_some()),
@@ -221,7 +227,7 @@ fn is_of_use(it: &Hierarchy, bounds: &Bounds, any_v2: bool) -> bool {
     it.is_v2 || it.has("freezer") && !any_v2 || wanted(bounds).iter().any(|name| it.has(name))
 }
 
-/// Has the groups from `own` down to `parent` hand these controllers on. The daemon goes aside for it.
+/// Has the groups from `own` down to `parent` hand these controllers on. The daemon goes aside if that is needed.
 fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
     if controllers.is_empty() {
         return Ok(());
@@ -241,7 +247,8 @@ fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
     Ok(())
 }
 
-/// Version 1 takes nobody into a group without CPUs and memory: each below `own` gets those of the one around it, if it has none.
+/// Version 1 takes no process into a group without CPUs and memory. Gives each group below `own` those of its
+/// parent, if it has none.
 fn furnish(own: &Path, group: &Path) -> io::Result<()> {
     let mut around = own.to_owned();
     for part in group.strip_prefix(own).unwrap_or(Path::new("")) {
@@ -256,7 +263,7 @@ fn furnish(own: &Path, group: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// This process, and what it starts from then on, leaves `own` for a group in it.
+/// Moves this process, and those it starts from then on, from `own` into a group in it.
 fn go_aside(own: &Path) -> io::Result<()> {
     let aside = own.join(ASIDE);
     fs::create_dir_all(&aside)?;
@@ -295,18 +302,18 @@ struct Place {
     path: PathBuf,
     is_v2: bool,
     freezes: bool,
-    /// It is not the group around this one.
+    /// Whether it is the group's own, and not its parent's.
     is_its: bool,
 }
 
-/// A node's processes, or one worker's.
+/// The group of a node's processes, or of one worker's.
 #[derive(Debug)]
 pub struct Group {
     places: Vec<Place>,
     freezer: Option<Freezer>,
 }
 
-/// By which a group is stopped, and seen to be.
+/// The files that stop a group, and show that it has stopped.
 #[derive(Debug)]
 struct Freezer {
     path: PathBuf,
@@ -315,13 +322,13 @@ struct Freezer {
     folder: File,
     /// `freezer.state`, or `cgroup.freeze`.
     state: File,
-    /// The same, or `cgroup.events`.
+    /// The same file, or `cgroup.events`.
     seen: File,
 }
 
 impl Group {
     fn open_freezer(&mut self) -> io::Result<()> {
-        // Version 2's lets what it has frozen be killed.
+        // Prefer version 2: the frozen processes can be killed.
         let best = self.places.iter().filter(|place| place.freezes).max_by_key(|place| place.is_v2);
         let Some(Place { path, is_v2, .. }) = best else { return Ok(()) };
         let (state, seen) =
@@ -332,13 +339,13 @@ impl Group {
         Ok(())
     }
 
-    /// A group in it, whose bounds are this one's.
+    /// Returns a group in this one, bounded as this one is.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// The kernel refuses.
     pub fn child(&self, name: &str) -> io::Result<Group> {
         let places = self.places.iter().map(|place| {
-            // What bounds alone needs no group of its own.
+            // A hierarchy that bounds alone needs no group of its own.
             let path = if place.freezes { place.path.join(name) } else { place.path.clone() };
             fs::create_dir_all(&path)?;
             Ok(Place { path, is_its: place.freezes, ..*place })
@@ -348,20 +355,21 @@ impl Group {
         Ok(group)
     }
 
-    /// Where a process can be started so that it is of this group from its beginning; in the others it enters by [`Self::doors`].
+    /// Returns the group in which a process can be started so that it is a member from its beginning. It enters the
+    /// others by [`Self::doors`].
     pub fn birthplace(&self) -> Option<BorrowedFd<'_>> {
         self.freezer.as_ref().filter(|it| it.is_v2).map(|it| it.folder.as_fd())
     }
 
-    /// Files into which a process writes 0 to be of this group in all else.
+    /// Returns the files into which a process writes 0 to enter this group in all other hierarchies.
     pub fn doors(&self) -> Vec<PathBuf> {
         self.places.iter().filter(|place| !place.is_v2).map(|place| place.path.join("cgroup.procs")).collect()
     }
 
-    /// Has a process be of this group, and what it starts from then on. It takes some 10 ms.
+    /// Moves a process into this group, with those it starts from then on. It takes some 10 ms.
     ///
     /// # Errors
-    /// What the kernel refuses: it may be dead.
+    /// The kernel refuses: the process may be dead.
     pub fn add(&self, pid: u32) -> io::Result<()> {
         self.places.iter().try_for_each(|place| fs::write(place.path.join("cgroup.procs"), pid.to_string()))
     }
@@ -370,19 +378,19 @@ impl Group {
         self.freezer.as_ref().ok_or_else(|| io::Error::other("no freezer is mounted (cgroup2, or cgroup's freezer)"))
     }
 
-    /// Asks the kernel to stop all of it. It has happened once [`Self::is_frozen`] says so.
+    /// Asks the kernel to stop the whole group. It has stopped once [`Self::is_frozen`] says so.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// The kernel refuses.
     pub fn freeze(&self) -> io::Result<()> {
         let it = self.freezer()?;
         it.state.write_all_at(if it.is_v2 { b"1" } else { b"FROZEN" }, 0)
     }
 
-    /// Whether none of it runs, until it is thawed.
+    /// Returns whether no process of the group runs until it is thawed.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// The kernel refuses.
     pub fn is_frozen(&self) -> io::Result<bool> {
         let it = self.freezer()?;
         let mut text = [0; 64];
@@ -392,25 +400,26 @@ impl Group {
         Ok(text.split(|byte| *byte == b'\n').any(|line| line == frozen))
     }
 
-    /// Has it go on.
+    /// Lets the group run again.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// The kernel refuses.
     pub fn thaw(&self) -> io::Result<()> {
         let it = self.freezer()?;
         it.state.write_all_at(if it.is_v2 { b"0" } else { b"THAWED" }, 0)
     }
 
-    /// Ends all of it, frozen or not; what is frozen runs nothing more in user space. Comes back before all of them are dead.
+    /// Kills the whole group, frozen or not; a frozen process runs nothing more in user space. Returns before all of
+    /// them are dead.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// The kernel refuses.
     pub fn kill(&self) -> io::Result<()> {
         let it = self.freezer()?;
         if it.is_v2 && fs::write(it.path.join("cgroup.kill"), "1").is_ok() {
             return Ok(());
         }
-        // Whatever starts others does not while it is stopped. Each has its signal before any goes on, and takes that first.
+        // A stopped process starts no others. Each has its signal before any goes on, and takes that first.
         self.freeze()?;
         for pid in self.processes()? {
             if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
@@ -420,16 +429,16 @@ impl Group {
         self.thaw()
     }
 
-    /// Which there are.
+    /// Returns the processes of the group.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// The kernel refuses.
     pub fn processes(&self) -> io::Result<Vec<u32>> {
         let text = fs::read_to_string(self.freezer()?.path.join("cgroup.procs"))?;
         Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
     }
 
-    /// Removes it, and those in it, as far as no process is there any more.
+    /// Removes the group, and the groups in it, as far as they have no process any more.
     pub fn remove(&self) {
         for place in self.places.iter().filter(|place| place.is_its) {
             remove_empty(&place.path, 2);
@@ -464,7 +473,8 @@ mod tests {
         assert_eq!(aside[2].own, found[2].own, "one that is aside from its beginning has the same group");
     }
 
-    /// Groups of this machine of one version, which go when the test ends; nothing where there are none.
+    /// Groups of this machine of one version, which go when the test ends. `find` returns `None` where there are
+    /// none.
     struct Ours(Groups);
 
     impl Ours {

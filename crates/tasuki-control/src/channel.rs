@@ -1,4 +1,4 @@
-//! Messages with descriptors, on a unix socket that keeps their bounds: how daemon and worker talk.
+//! Messages with descriptors, on a unix socket that keeps their bounds: the channel between daemon and worker.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -13,20 +13,21 @@ use tasuki_relay::message::{FDS_MAX, MESSAGE_MAX};
 
 use crate::foreign::Foreign;
 
-/// Bytes that one who reads nothing may be sent, as the kernel counts them: a message about another node of a VNI, with its three descriptors, is 766
-/// of them (Linux 6.18), and there are as many such nodes as `NODES_MAX`, who may all be told of at once. The kernel takes it twice.
+/// Bytes that may be under way to a peer that reads nothing, as the kernel counts them. A message about another node
+/// of a VNI, with its three descriptors, is 766 of them (Linux 6.18), and a worker may be told of `NODES_MAX` such
+/// nodes at once. The kernel doubles this value.
 const UNREAD_MAX: usize = 1 << 20;
 
-/// What came in.
+/// A received message.
 #[derive(Debug)]
 pub struct Message {
     /// A packet or a message.
     pub bytes: Vec<u8>,
-    /// What came beside it.
+    /// The descriptors that came with it.
     pub fds: Foreign,
 }
 
-/// Why nothing came in.
+/// Why nothing was received.
 #[derive(Debug, thiserror::Error)]
 pub enum Nothing {
     /// Nothing is there now.
@@ -35,7 +36,7 @@ pub enum Nothing {
     /// The other end is closed.
     #[error("the other end is closed")]
     Closed,
-    /// More than any message of ours has.
+    /// It is longer than any message of Tasuki.
     #[error(
         "a message is longer than {MESSAGE_MAX} bytes or brings more than {FDS_MAX} descriptors; whoever sent it is no part of Tasuki"
     )]
@@ -45,7 +46,8 @@ pub enum Nothing {
     Kernel(io::Error),
 }
 
-/// Both ends of such a socket, the first for who sends much at once. Neither blocks its user unless it waits in poll.
+/// Creates both ends of such a socket. The first has room to send much at once. Neither blocks its user unless it
+/// waits in poll.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) =
         rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
@@ -53,13 +55,13 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// As much as we may have: without CAP_NET_ADMIN that is net.core.wmem_max.
+/// Makes as much room as permitted: without CAP_NET_ADMIN that is net.core.wmem_max.
 fn make_room(socket: &OwnedFd) {
     let forced = rustix::net::sockopt::set_socket_send_buffer_size_force(socket, UNREAD_MAX);
     let _ = forced.or_else(|_| rustix::net::sockopt::set_socket_send_buffer_size(socket, UNREAD_MAX));
 }
 
-/// A place where a daemon that comes later finds a worker.
+/// Listens at a path at which a later daemon finds a worker.
 pub fn listen(path: &std::path::Path) -> io::Result<OwnedFd> {
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
@@ -71,14 +73,15 @@ pub fn listen(path: &std::path::Path) -> io::Result<OwnedFd> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    // Its name has the mode of the socket, less the umask: nothing is changed by a path that somebody may have led elsewhere by then.
+    // The file takes its mode from the socket, less the umask. Changing the mode by path could hit another file by
+    // then.
     rustix::fs::fchmod(&socket, rustix::fs::Mode::from_raw_mode(0o600))?;
     rustix::net::bind(&socket, &rustix::net::SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, 4)?;
     Ok(socket)
 }
 
-/// Connects to such a place.
+/// Connects to a path of [`listen`].
 pub fn connect(path: &std::path::Path) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -98,7 +101,7 @@ pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Res
     rustix::io::retry_on_intr(|| rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut beside, flags)).map(|_| ())
 }
 
-/// The next message. Never waits.
+/// Receives the next message. Never waits.
 pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, Nothing> {
     room.resize(MESSAGE_MAX, 0);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
@@ -119,7 +122,8 @@ pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, No
         }
     }
     let fds = Foreign::new(fds);
-    // The kernel says the same of a message that is too long and of a reader that may have no more descriptors.
+    // The kernel sets the same flag for a message that is too long and for a reader that may have no more
+    // descriptors.
     if got.flags.contains(ReturnFlags::CTRUNC)
         && let Err(errno @ (Errno::MFILE | Errno::NFILE)) = rustix::io::fcntl_dupfd_cloexec(socket, 0)
     {
@@ -134,7 +138,7 @@ pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, No
     Ok(Message { bytes: room[..got.bytes].to_vec(), fds })
 }
 
-/// Descriptors as they are lent to [`send`].
+/// Lends descriptors to [`send`].
 pub fn lend(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
     fds.iter().map(AsFd::as_fd).collect()
 }
@@ -154,7 +158,7 @@ mod tests {
         assert_eq!((&one.bytes[..], one.fds.len()), (&b"{one}"[..], 2));
         assert_eq!(receive(ours.as_fd(), &mut room).unwrap().bytes, b"two");
         drop((theirs, one));
-        // What came with it is closed by another thread.
+        // Another thread closes the descriptors that came with it.
         let limit = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
         let mut end = [rustix::event::PollFd::new(&ours, rustix::event::PollFlags::IN)];
         assert_eq!(rustix::event::poll(&mut end, Some(&limit)), Ok(1));

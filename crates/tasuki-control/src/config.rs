@@ -1,4 +1,5 @@
-//! The configuration: which nodes and NICs there are. One TOML file, in which every word must mean something.
+//! The configuration: the nodes and NICs there are. It is one TOML file, and a key or value that means nothing is an
+//! error.
 
 mod mistake;
 mod sense;
@@ -22,72 +23,67 @@ const SIZES: std::ops::RangeInclusive<u16> = 60..=1514;
 /// KiB of a page of a pool.
 const PAGE_KIB: u32 = 4;
 
-/// Why a configuration is none.
+/// Why a configuration is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// It cannot be read.
     #[error("the configuration {} cannot be read ({why}); name one with --config", path.display())]
     Unreadable {
-        /// Which.
         path: PathBuf,
-        /// Why.
+        /// The kernel's reason.
         why: std::io::Error,
     },
     /// It is no TOML, or has keys that mean nothing.
     #[error("{}:{line}: {what}", path.display())]
     Wrong {
-        /// Which file.
         path: PathBuf,
-        /// Where, from 1.
+        /// Line of the mistake, from 1.
         line: usize,
-        /// What is wrong there, and what is allowed.
+        /// The mistake, and what is allowed there.
         what: String,
     },
     /// It contradicts itself.
     #[error("{}: {what}", path.display())]
     Senseless {
-        /// Which file.
         path: PathBuf,
-        /// What is wrong, and what to do.
+        /// The contradiction, and what to do.
         what: String,
     },
 }
 
-/// All of it.
+/// The whole file.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// Of the daemon.
+    /// Settings of the daemon, under `[daemon]`.
     #[serde(default)]
     pub daemon: Daemon,
-    /// Who may ask it for what.
+    /// The users and groups that may ask the daemon, under `[api]`.
     #[serde(default)]
     pub api: Roles,
-    /// Nodes.
     #[serde(default)]
     pub node: Vec<Node>,
-    /// NICs.
     #[serde(default)]
     pub nic: Vec<Nic>,
 }
 
-/// Of the daemon.
+/// Settings of the daemon.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Daemon {
-    /// A worker that drives and has not looked for work for so long is hung.
+    /// Milliseconds after which a driver that has not looked for work counts as hung.
     pub hang_after_ms: u64,
-    /// How long a giver or a taker may take for its part of a relay.
+    /// Milliseconds a giver or a taker may take for its part of a relay.
     pub deadline_ms: u64,
-    /// How long a worker may take to map a NIC and to check that it understands it.
+    /// Milliseconds a worker may take to map a NIC and to check that it understands it.
     pub prepare_ms: u64,
-    /// Whether a node whose workers keep dying waits for the next.
+    /// Whether a node whose workers keep dying waits before the next worker starts.
     pub restart: Restart,
-    /// What becomes of a worker that cannot be confined, before it begins, as it is to be.
+    /// What becomes of a worker whose process cannot be confined as intended before it begins.
     pub confine: Confine,
-    /// Users, of which each node gets one.
+    /// Range of users, of which each node gets one.
     pub uids: Uids,
-    /// The program that is the worker; without, `tasuki-worker` beside the daemon, or on the PATH.
+    /// The default worker program; if `None`, `tasuki-worker` beside the daemon, or on the PATH.
     pub worker: Option<PathBuf>,
 }
 
@@ -98,7 +94,7 @@ pub enum Restart {
     /// After pauses that grow to a second: see `supervisor::policy`.
     #[default]
     Careful,
-    /// At once, always, for those who kill workers on purpose.
+    /// At once, always, for operators who kill workers on purpose.
     Always,
 }
 
@@ -116,7 +112,7 @@ impl Default for Daemon {
     }
 }
 
-/// What becomes of a worker that cannot be confined as it is to be: docs/design/worker.md says how that is.
+/// What becomes of a worker that cannot be confined as docs/design/worker.md says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Confine {
@@ -124,7 +120,8 @@ pub enum Confine {
     Strict,
     /// It is started, and `tasuki status` says what does not hold.
     BestEffort,
-    /// Nothing is tried before it begins: for tests whose workers are scripts, and a debugger. What its runtime gives up by itself, it gives up.
+    /// The daemon confines nothing before the worker begins: for tests whose workers are scripts, and a debugger.
+    /// The worker's runtime still confines itself.
     Off,
 }
 
@@ -135,7 +132,7 @@ pub struct Uids(u32, u32);
 
 impl Default for Uids {
     fn default() -> Self {
-        // Neither systemd nor adduser, nor what is handed out for containers, has them (systemd's UIDS-GIDS).
+        // Neither systemd nor adduser assigns these, and no container gets them (systemd's UIDS-GIDS).
         Uids(65536, 99999)
     }
 }
@@ -153,12 +150,12 @@ impl TryFrom<String> for Uids {
 }
 
 impl Uids {
-    /// Whether it is one of them.
+    /// Returns whether the range includes a user.
     pub fn has(&self, uid: u32) -> bool {
         (self.0..=self.1).contains(&uid)
     }
 
-    /// All of them, beginning anywhere.
+    /// Returns all users of the range, from a place that `seed` determines.
     pub fn from(self, seed: u32) -> impl Iterator<Item = u32> {
         let count = self.1 - self.0 + 1;
         (0..count).map(move |step| self.0 + (seed % count + step) % count)
@@ -166,17 +163,14 @@ impl Uids {
 }
 
 impl Daemon {
-    /// As a duration.
     pub fn hang_after(&self) -> Duration {
         Duration::from_millis(self.hang_after_ms)
     }
 
-    /// As a duration.
     pub fn deadline(&self) -> Duration {
         Duration::from_millis(self.deadline_ms)
     }
 
-    /// As a duration.
     pub fn prepare(&self) -> Duration {
         Duration::from_millis(self.prepare_ms)
     }
@@ -186,22 +180,24 @@ impl Daemon {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Node {
-    /// How it is called.
+    /// 1 to 24 of the characters a-z, 0-9, - and _, beginning with a letter; unique among the nodes.
     pub name: String,
     /// What its workers do with frames.
     pub work: Work,
     /// The VNI that it has an end of: Ethernet between the nodes of this machine that name the same one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vni: Option<String>,
-    /// Its station address there; without, one that follows from its name.
+    /// Its station address there; without, one derived from its name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<StationAddress>,
-    /// Whether it may send there in addresses that are not its own: `check`, which is usual, or `allow`. An uplink may, and a node with a memif if nothing
-    /// else is said here. An address that another node of the VNI has is refused in any case.
+    /// Whether it may send there from addresses that are not its own: `check`, the default, or `allow`. By default
+    /// an uplink may, and so may a node with a memif. An address that another node of the VNI has is refused in any
+    /// case.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spoof: Option<Spoof>,
-    /// Its addresses of IP there, if what it sends is to be held against them: ARP, neighbour discovery, and the source of IP. All that it has, but for the
-    /// link-local one of IPv6 that follows from its station address. Its frames then go by its worker, and not by the shortcut.
+    /// Its IP addresses there, if its frames are to be checked against them: ARP, neighbour discovery, and the IP
+    /// source. List all that it has, except the link-local IPv6 address that follows from its station address. Its
+    /// frames then go by its worker, and not by the shortcut.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schema(value_type = Vec<String>)]
     pub addresses: Vec<IpAddr>,
@@ -214,42 +210,44 @@ pub struct Node {
     /// Its workers never sleep while they drive a NIC.
     #[serde(default)]
     pub poll: bool,
-    /// The nice value of its workers while they drive a NIC, or are ready to, and sleep when there is nothing to do: -20 to 0. Without, -20, as the kernel's own drivers go
-    /// before programs, but 0 for a program of the user's own.
+    /// The nice value of its workers while they drive a NIC, or are ready to, and sleep when there is nothing to do:
+    /// -20 to 0. Without, -20, as the kernel's own drivers go before programs, but 0 for a program of the user's
+    /// own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nice: Option<i32>,
     /// Whether a second worker stands by while it has a NIC.
     #[serde(default = "yes")]
     pub standby: bool,
-    /// What its processes may have together; without, half of the machine's memory, and 512 processes and threads.
+    /// Bounds on its processes together; without, half of the machine's memory, and 512 processes and threads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bounds: Option<Bounds>,
-    /// The nodes that it trusts: a NIC moves between nodes that trust each other without anybody being ended.
+    /// The nodes that it trusts: a NIC moves between nodes that trust each other without the end of any worker.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub trusts: Vec<String>,
 }
 
-/// What becomes of a frame that is not in the address of the node that sends it.
+/// What becomes of a frame whose source address is not the sending node's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Spoof {
     /// It is dropped.
     Check,
-    /// The address is taken for that of somebody behind the node, as behind a bridge.
+    /// The address is taken for that of a station behind the node, as behind a bridge.
     Allow,
 }
 
-/// Of a node's processes, together.
+/// Bounds on a node's processes together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Bounds {
     /// MiB of memory; without, half of the machine's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u32>,
-    /// Processes and threads; without, 512.
+    /// Number of processes and threads; without, 512.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pids: Option<u32>,
-    /// CPU time, in hundredths of one CPU; without, as much as there is. Its drivers' `nice` then counts within the node alone.
+    /// CPU time, in hundredths of one CPU; without, as much as there is. Its drivers' `nice` then counts within the
+    /// node alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<u32>,
 }
@@ -257,34 +255,35 @@ pub struct Bounds {
 /// Processes and threads of a node.
 const PIDS: u32 = 512;
 
-/// The least nice value: before everybody else's.
+/// The least nice value: before all other processes.
 pub const NICE_MIN: i32 = -20;
 
 impl Node {
-    /// The nice value of its workers while they go before others: 0 where they do not.
+    /// Returns the nice value of its workers while they go before other processes: 0 where they do not.
     pub fn nice(&self) -> i32 {
         let usual = if self.poll || self.program().is_some() { 0 } else { NICE_MIN };
         self.nice.unwrap_or(usual)
     }
 
-    /// What its processes may have together.
+    /// Returns the bounds on its processes together.
     pub fn bounds(&self) -> crate::cgroup::Bounds {
         let bounds = self.bounds.unwrap_or_default();
         let memory = bounds.memory_mib.map_or_else(half_of_memory, |mib| Some(u64::from(mib) << 20));
         crate::cgroup::Bounds { memory, pids: Some(bounds.pids.unwrap_or(PIDS)), cpu: bounds.cpu, cpus: None }
     }
 
-    /// Its TAP, if it has one.
+    /// Returns its TAP, if it has one.
     pub fn tap(&self) -> Option<&Tap> {
         if let Work::Tap(tap) = &self.work { Some(tap) } else { None }
     }
 
-    /// Where it serves memif, if it does.
+    /// Returns the memif that it serves, if it does.
     pub fn memif(&self) -> Option<&Memif> {
         if let Work::Memif(memif) = &self.work { Some(memif) } else { None }
     }
 
-    /// Whether there may be others behind it, with addresses of their own: behind a NIC, a bridge, or a program with a memif, which chooses its own.
+    /// Returns whether there may be stations behind it, with addresses of their own: behind a NIC, a bridge, or a
+    /// program with a memif, which chooses its own.
     pub fn has_others(&self) -> bool {
         match self.spoof {
             Some(Spoof::Allow) => true,
@@ -293,17 +292,17 @@ impl Node {
         }
     }
 
-    /// By what its programs reach it: an interface, or a socket.
+    /// Returns the interface or the socket by which its programs reach it.
     pub fn outlet(&self) -> Option<String> {
         self.tap().map(Tap::label).or_else(|| self.memif().map(Memif::label))
     }
 
-    /// Pages of 4 KiB of its pool.
+    /// Returns the number of 4 KiB pages of its pool.
     pub fn pool_pages(&self) -> u32 {
         self.pool_kib.map_or(POOL_PAGES, |kib| kib / PAGE_KIB)
     }
 
-    /// Its station address on its VNI.
+    /// Returns its station address on its VNI.
     pub fn mac(&self) -> [u8; 6] {
         self.mac.map_or_else(
             || {
@@ -369,37 +368,37 @@ fn yes() -> bool {
     true
 }
 
-/// What a node does with frames: [`message::Work`], as it is written by people.
+/// What a node does with frames: [`message::Work`], as a configuration has it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub enum Work {
-    /// Sends each back.
+    /// Sends each frame back.
     Echo,
-    /// Takes them in.
+    /// Takes frames in.
     Sink,
     /// Answers `ping`.
     Answer(Answer),
     /// Is the NIC of the programs of a network namespace.
     Tap(Tap),
-    /// Serves memif, to a program on DPDK or VPP that so is on the node's VNI.
+    /// Serves memif, to a program on DPDK or VPP, which is thereby on the node's VNI.
     Memif(Memif),
     /// Joins its NIC and its VNI.
     Uplink,
-    /// Sends numbered ones.
+    /// Sends numbered frames.
     #[serde(rename_all = "kebab-case")]
     Source(Source),
-    /// What a program of the user's own does.
+    /// Runs a program of the user's own.
     Program(Program),
 }
 
-/// Of a program of the user's own: see docs/users/own-programs.md.
+/// A program of the user's own: see docs/users/own-programs.md.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Program {
-    /// Where it is, from `/`.
+    /// Its path, from `/`.
     #[schema(value_type = String)]
     pub path: PathBuf,
-    /// What only it understands.
+    /// Text that only the program understands.
     #[serde(default)]
     pub options: String,
     /// Files and folders that it may read, from `/`, as far as its user may.
@@ -411,11 +410,11 @@ pub struct Program {
     pub threads: bool,
 }
 
-/// Of who answers.
+/// Settings of a node that answers `ping`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Answer {
-    /// Its address, without a length: it speaks to nobody first.
+    /// Its address, without a prefix length: it never speaks first.
     #[serde(deserialize_with = "answered_for")]
     #[schema(value_type = String)]
     pub address: Ipv4Addr,
@@ -431,17 +430,17 @@ fn answered_for<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Ipv4Addr, D
     })
 }
 
-/// The interface that a network namespace has instead of the node's NIC. Nodes that name the same one share it: then the NIC can go from one to
-/// the other, and the namespace's programs notice nothing.
+/// The interface that a network namespace has instead of the node's NIC. Nodes that name the same one share it: then
+/// the NIC can go from one to the other, and the namespace's programs notice nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Tap {
-    /// What the interface is called.
+    /// Name of the interface.
     pub name: String,
     /// The namespace: as `ip netns` calls it, or a path from /; without, the daemon's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
-    /// What the interface is given when it is made; without, it is somebody else's business.
+    /// The address that the interface gets when it is made; without, the daemon sets none.
     #[serde(
         default,
         deserialize_with = "address",
@@ -450,35 +449,35 @@ pub struct Tap {
     )]
     #[schema(value_type = Option<String>)]
     pub address: Option<Address>,
-    /// Whether frames between this namespace and others of its VNI may be passed on by the kernel, past their workers.
+    /// Whether the kernel may pass frames between this namespace and others of its VNI, past their workers.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub shortcut: bool,
 }
 
 impl Tap {
-    /// Which one it is.
+    /// Returns the name by which users know it: NAMESPACE:NAME, or NAME in the daemon's own namespace.
     pub fn label(&self) -> String {
         self.netns.iter().map(|netns| format!("{netns}:")).chain([self.name.clone()]).collect()
     }
 }
 
-/// Where a client of memif connects, and what it must know.
+/// The socket at which a client of memif connects, and what the client must know.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Memif {
-    /// The socket, by a path from /.
+    /// Path of the socket, from /.
     #[schema(value_type = String)]
     pub socket: PathBuf,
     /// The number by which the client asks for the port.
     #[serde(default)]
     pub id: u32,
-    /// At most 23 bytes; without, it need not know any.
+    /// The secret that the client must know, at most 23 bytes; without, it needs none.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub secret: String,
 }
 
 impl Memif {
-    /// Which one it is.
+    /// Returns the name by which users know it: the path of its socket.
     pub fn label(&self) -> String {
         self.socket.display().to_string()
     }
@@ -493,17 +492,17 @@ fn address_text<S: serde::Serializer>(address: &Option<Address>, to: S) -> Resul
     to.collect_str(address.as_ref().expect("left out if there is none"))
 }
 
-/// Of a source.
+/// Settings of a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Source {
-    /// A second; 0 for as many as go.
+    /// Frames a second; 0 for as many as possible.
     #[serde(default)]
     pub rate: u64,
-    /// Bytes of each, without check sequence.
+    /// Bytes of each frame, without check sequence.
     #[serde(default = "shortest")]
     pub size: u16,
-    /// To which station address; without, to all.
+    /// Station address to send to; without, all stations.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<StationAddress>,
 }
@@ -528,7 +527,7 @@ impl From<&Work> for message::Work {
 }
 
 impl Node {
-    /// Its own program, if its workers are not the usual one.
+    /// Returns its own program, if its workers do not run the default one.
     pub fn program(&self) -> Option<&Program> {
         match &self.work {
             Work::Program(program) => Some(program),
@@ -541,11 +540,10 @@ impl Node {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Nic {
-    /// How it is called.
     pub name: String,
-    /// Where it is.
+    /// Where the card is: see [`Device`].
     pub device: Device,
-    /// Whose it is at first.
+    /// The node that has it at first.
     pub node: String,
     /// Descriptors in each of its rings; without, 256, or as many as the card can have.
     pub ring: Option<u16>,
@@ -558,13 +556,13 @@ pub struct Nic {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum Device {
-    /// Our own model, which the daemon starts.
+    /// Tasuki's own model, which the daemon starts.
     Sim,
-    /// Whoever serves a card at this socket.
+    /// The process that serves a card at this socket.
     VfioUser(PathBuf),
-    /// A real one, by its PCI address.
+    /// A real card, by its PCI address.
     Vfio(String),
-    /// None: a node's end of the VNI of this name. Nobody writes that.
+    /// No card, but a node's end of the VNI of this name. No configuration can name it.
     Vni(String),
 }
 
@@ -596,14 +594,14 @@ impl fmt::Display for Device {
 }
 
 impl Config {
-    /// Reads and checks it.
+    /// Reads and checks a file.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let text =
             std::fs::read_to_string(path).map_err(|why| ConfigError::Unreadable { path: path.to_owned(), why })?;
         Self::parse(path, &text)
     }
 
-    /// Checks what stands in the file at `path`.
+    /// Checks the text of the file at `path`.
     pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
         let config: Config = toml::from_str(text).map_err(|error| {
             let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
@@ -620,35 +618,35 @@ impl Config {
         }
     }
 
-    /// The node of this name.
+    /// Returns the node of this name.
     pub fn node(&self, name: &str) -> Option<&Node> {
         self.node.iter().find(|node| node.name == name)
     }
 
-    /// Whether the node of this name is on this VNI.
+    /// Returns whether the node of this name is on this VNI.
     pub fn is_on(&self, node: &str, vni: &str) -> bool {
         self.node(node).is_some_and(|node| node.vni.as_deref() == Some(vni))
     }
 
-    /// The TAP of the node of this name, if it has one.
+    /// Returns the TAP of the node of this name, if it has one.
     pub fn tap(&self, node: &str) -> Option<&Tap> {
         self.node(node).and_then(Node::tap)
     }
 
-    /// Whether there are two nodes that do not trust each other.
+    /// Returns whether there are two nodes that do not trust each other.
     pub fn has_strangers(&self) -> bool {
         let names = || self.node.iter().map(|node| node.name.as_str());
         names().any(|one| names().any(|other| !self.trust(one, other)))
     }
 
-    /// Whether both trust each other.
+    /// Returns whether both nodes trust each other. A node trusts itself.
     pub fn trust(&self, one: &str, other: &str) -> bool {
         let trusts = |a, b: &str| self.node(a).is_some_and(|node| node.trusts.iter().any(|name| name == b));
         one == other || (trusts(one, other) && trusts(other, one))
     }
 }
 
-/// The first node whose workers are to stay on a CPU of which `may_use` says that they cannot, as a sentence.
+/// Returns a sentence about the first node whose workers are to stay on a CPU that `may_use` denies.
 pub fn stray_cpu(config: &Config, may_use: impl Fn(u32) -> bool) -> Option<String> {
     let stray = config.node.iter().find_map(|node| Some((node, node.cpu.filter(|cpu| !may_use(*cpu))?)));
     stray.map(|(node, cpu)| {
@@ -656,7 +654,7 @@ pub fn stray_cpu(config: &Config, may_use: impl Fn(u32) -> bool) -> Option<Strin
     })
 }
 
-/// Why what is at `path` cannot be started, as the end of a sentence that begins with the path.
+/// Returns why the file at `path` cannot be started, as the end of a sentence that begins with the path.
 pub fn not_startable(path: &Path) -> Option<&'static str> {
     let found = std::fs::metadata(path);
     match found.map(|found| (found.is_file(), found.permissions().mode() & 0o111 != 0)) {

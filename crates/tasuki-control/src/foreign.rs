@@ -1,5 +1,5 @@
-//! Descriptors that came from another process. To close one can take as long as its file system likes (FUSE and NFS are asked, a socket may linger), so
-//! that is done by threads of their own, never where they were received.
+//! Descriptors that came from another process. Closing one can take as long as its file system likes (FUSE and NFS
+//! are asked, a socket may linger). So threads of their own close them, never the thread that received them.
 
 use std::ops::Deref;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -11,20 +11,19 @@ use rustix::fs::SealFlags;
 
 /// Batches that may wait for the thread that closes.
 const BATCHES_MAX: usize = 256;
-/// Threads that may wait for what they close. Beyond that it stays open: better so than a daemon that waits.
+/// Threads that may wait for a close. Beyond that a descriptor stays open: better so than a daemon that waits.
 const WAITING_MAX: usize = 64;
 
-/// Some of them; closed elsewhere.
+/// Foreign descriptors; another thread closes them.
 #[derive(Debug, Default)]
 pub struct Foreign(Vec<OwnedFd>);
 
 impl Foreign {
-    /// These.
     pub fn new(fds: Vec<OwnedFd>) -> Self {
         Foreign(fds)
     }
 
-    /// The sender is trusted, or it was seen that closing them takes no time.
+    /// Returns them as ordinary descriptors: the sender is trusted, or closing them is known to take no time.
     pub fn trust(mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.0)
     }
@@ -47,7 +46,7 @@ impl Drop for Foreign {
     }
 }
 
-/// The seals of memory, which is the only thing that has some. No file system is asked.
+/// Returns the seals of memory; nothing else has any. No file system is asked.
 pub fn seals(fd: &OwnedFd) -> Option<SealFlags> {
     rustix::fs::fcntl_get_seals(fd).ok()
 }
@@ -68,7 +67,8 @@ fn close(fds: Vec<OwnedFd>) {
     left.into_iter().flatten().for_each(leave_open);
 }
 
-/// While one waits, the others must not be in this process: a child that is just being started would close them, too, and wait as long.
+/// Closes one descriptor in a thread of its own. While one close waits, the other descriptors must not remain in
+/// this process: a child that is just being started would close them, too, and wait as long.
 fn close_one(fd: OwnedFd) {
     static WAITING: AtomicUsize = AtomicUsize::new(0);
     if seals(&fd).is_some() {

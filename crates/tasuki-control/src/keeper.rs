@@ -1,8 +1,8 @@
-//! The keeper: a process that holds descriptors and does nothing else, so that they outlive the daemon and all workers. What they are is text that only
-//! the daemon reads.
+//! The keeper: a process that holds descriptors and does nothing else, so that they outlive the daemon and all
+//! workers. Each comes with a text that only the daemon reads.
 //!
-//! The daemon starts it (`tasukid keep`) with a listening socket of its directory as standard input. One daemon at a time has its ear: the next one is
-//! let in when the connection to the one before it has ended.
+//! The daemon starts it (`tasukid keep`) with a listening socket of its directory as standard input. It serves one
+//! daemon at a time: the next one is let in when the connection to the one before it has ended.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,28 +20,25 @@ use crate::place;
 /// Most entries: a VNI of as many nodes as there can be has a quarter of them.
 const ENTRIES_MAX: usize = 16 * 1024;
 
-/// How often one without a daemon looks whether another could find it.
+/// Interval at which a keeper without a daemon checks whether another could find it.
 const LOOKS_EVERY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// What daemon and keeper say to each other.
+/// The protocol between daemon and keeper.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Word {
-    /// This is to be kept under this name, in place of what was. Beside it: descriptors. From the keeper: this is.
+    /// From the daemon: keep this under this name, in place of what was there, with the descriptors beside it. From
+    /// the keeper: this is kept.
     Keep {
-        /// Its name.
         name: String,
-        /// What it is.
+        /// The text that describes it.
         what: String,
     },
-    /// Nothing is to be kept under this name.
-    Forget {
-        /// Which.
-        name: String,
-    },
-    /// Say what there is.
+    /// Keep nothing under this name.
+    Forget { name: String },
+    /// List all that is kept.
     List,
-    /// That was all.
+    /// End of the list.
     Listed,
     /// Nothing need be kept any more.
     End,
@@ -52,10 +49,10 @@ pub fn say(socket: BorrowedFd<'_>, word: &Word, fds: &[BorrowedFd<'_>]) -> Resul
     channel::send(socket, &serde_json::to_vec(word).expect("plain data"), fds)
 }
 
-/// Keeps what daemons of this directory give it, until it is told to end or nobody could find it any more.
+/// Keeps what daemons of this directory give it, until one tells it to end, or none could find it any more.
 pub fn run(folder: &Path) -> Result<()> {
     let listener = std::io::stdin().as_fd().try_clone_to_owned().context("the keeper has no standard input")?;
-    // From now on it is this process that whoever connects has reached.
+    // From now on a client that connects reaches this process.
     rustix::net::listen(&listener, 4).context("standard input is no listening socket; tasukid starts this")?;
     // The daemon writes to it while a NIC changes hands, and must not lose its CPU to it then.
     let _ = rustix::process::nice(10);
@@ -68,7 +65,7 @@ pub fn run(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The next daemon: a process of our user that has the directory's lock.
+/// Waits for the next daemon: a process of the same user that has the directory's lock.
 fn await_daemon(listener: &OwnedFd, folder: &Path) -> Result<Option<OwnedFd>> {
     loop {
         match rustix::event::poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&LOOKS_EVERY)) {
@@ -86,7 +83,7 @@ fn await_daemon(listener: &OwnedFd, folder: &Path) -> Result<Option<OwnedFd>> {
     }
 }
 
-/// Does what a daemon says for as long as it is there; says whether all is over.
+/// Serves a daemon for as long as it is there. Returns whether the keeper is to end.
 fn serve(daemon: &OwnedFd, kept: &mut BTreeMap<String, (String, Vec<OwnedFd>)>) -> Result<bool> {
     let mut room = Vec::new();
     loop {
@@ -115,13 +112,13 @@ fn serve(daemon: &OwnedFd, kept: &mut BTreeMap<String, (String, Vec<OwnedFd>)>) 
                 }
             }
             Ok(Word::End) => return Ok(true),
-            // More than any daemon has, or none of ours.
+            // More entries than any daemon has, or a word that no daemon sends.
             Ok(Word::Keep { .. } | Word::Listed) | Err(_) => return Ok(false),
         }
     }
 }
 
-/// Sends it when there is room; says whether somebody is there to read it.
+/// Sends a word once there is room. Returns whether the daemon is there to read it.
 fn insist(daemon: &OwnedFd, word: &Word, fds: &[BorrowedFd<'_>]) -> Result<bool> {
     loop {
         match say(daemon.as_fd(), word, fds) {

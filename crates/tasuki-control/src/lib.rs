@@ -1,6 +1,8 @@
-//! The daemon: it starts workers, orders relays, and keeps what must outlive a worker. No packet passes through it, and its death stops none.
+//! The daemon. It starts workers, orders relays, and keeps what must outlive a worker. No packet passes through it,
+//! and its death stops none.
 //!
-//! [`supervisor`] is one thread and one loop; [`api`] is another thread that talks HTTP and puts requests into that loop.
+//! [`supervisor`] is one thread and one loop; [`api`] is another thread that speaks HTTP and puts requests into that
+//! loop.
 
 #![deny(unsafe_code)]
 #![allow(missing_docs, reason = "the audience is ourselves: a comment says what a name cannot")]

@@ -1,4 +1,5 @@
-//! The daemon's log. A disk that is full ends no daemon: lines that cannot be written are counted, and their number is written when there is room.
+//! The daemon's log. A full disk ends no daemon: lines that cannot be written are counted, and their number is
+//! written when there is room.
 
 use std::io::{self, Write};
 use std::sync::atomic::AtomicU64;
@@ -6,7 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use tracing_subscriber::EnvFilter;
 
-/// Lines that could not be written since one could be.
+/// Lines lost since the last one that could be written.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
 /// Standard error, to which writing never fails. Each write is a line.
@@ -33,7 +34,8 @@ impl<W: Write> Write for Log<W> {
     }
 }
 
-/// At most so many characters of what somebody else wrote, without what has a terminal do something or show it in another order.
+/// Returns at most `most` characters of a foreign text, without those that steer a terminal or change the order of
+/// display.
 pub fn plain(text: &str, most: usize) -> String {
     let steers = |c: char| {
         // Unicode 16.0, PropList.txt, Bidi_Control.
@@ -49,11 +51,11 @@ pub fn begin() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
     let colour = io::IsTerminal::is_terminal(&io::stderr());
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colour).with_target(false);
-    // What it says of a line that cannot be written goes to the same place, by a macro that panics.
+    // Its reports of lines that cannot be written go to the same place, by a macro that panics.
     log.log_internal_errors(false).with_writer(|| Log(io::stderr(), &LOST)).init();
 }
 
-/// Says a sentence on standard error, if somebody reads that.
+/// Writes a sentence to standard error, and ignores a failure.
 pub fn say(sentence: &str) {
     let _ = writeln!(io::stderr(), "{sentence}");
 }
@@ -62,7 +64,7 @@ pub fn say(sentence: &str) {
 mod tests {
     use super::*;
 
-    /// A disk with room for so many writes.
+    /// A disk with room for this many writes.
     struct Disk(usize, Vec<u8>);
 
     impl Write for &mut Disk {

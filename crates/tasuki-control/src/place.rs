@@ -1,4 +1,4 @@
-//! The runtime directory: what of the daemon has a name, and that only one daemon uses it.
+//! The runtime directory: the named files of the daemon, and the lock by which only one daemon uses it.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, Write};
@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 
-/// Longest path of a socket that the kernel takes, and the longest name that we put into the directory.
+/// Longest path of a socket that the kernel takes, and the longest name that the daemon puts into the directory.
 const PATH_MAX: usize = 107;
 const NAME_MAX: usize = 40;
-/// How long a daemon may take to be gone after it was killed.
+/// Time a killed daemon may take to be gone.
 const LOCKS_WITHIN: Duration = Duration::from_secs(1);
 
-/// The file that is locked, and says by which process.
+/// The lock file; it contains the pid of the process that holds the lock.
 const LOCK: &str = "tasukid.lock";
 
-/// The directory that is meant where none is named: `TASUKI_DIR`, or the usual place.
+/// Returns the directory used when none is named: `TASUKI_DIR`, or the default place.
 pub fn usual() -> PathBuf {
     if let Some(named) = std::env::var_os("TASUKI_DIR").filter(|named| !named.is_empty()) {
         return named.into();
@@ -29,12 +29,12 @@ pub fn usual() -> PathBuf {
     }
 }
 
-/// Where HTTP is spoken.
+/// Returns the path of the HTTP socket.
 pub fn api_socket(folder: &Path) -> PathBuf {
     folder.join("api.sock")
 }
 
-/// What to do about a directory that cannot be written to.
+/// Says what to do about a directory that cannot be written to.
 pub fn remedy(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
@@ -44,7 +44,8 @@ pub fn remedy(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// Takes a lock. One who was killed has it until the kernel has taken its process apart.
+/// Takes a lock. A killed daemon holds it until the kernel has taken its process apart. Returns whether it was taken
+/// in time.
 fn lock_soon(lock: &File) -> bool {
     let until = Instant::now() + LOCKS_WITHIN;
     while lock.try_lock().is_err() {
@@ -56,12 +57,12 @@ fn lock_soon(lock: &File) -> bool {
     true
 }
 
-/// Where the keeper listens.
+/// Returns the path at which the keeper listens.
 pub fn keeper_socket(folder: &Path) -> PathBuf {
     folder.join("keeper.sock")
 }
 
-/// The process that has the lock of the directory, as it says itself.
+/// Returns the process that has the lock of the directory, as it states itself.
 pub fn holder(folder: &Path) -> Option<u32> {
     std::fs::read_to_string(folder.join(LOCK)).ok()?.trim().parse().ok()
 }
@@ -74,7 +75,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Takes it, and makes it if there is none. Refused while another daemon uses it.
+    /// Takes the directory, and makes it if there is none. Fails while another daemon uses it.
     pub fn take(folder: &Path) -> Result<Self> {
         let folder = std::path::absolute(folder).context("the runtime directory has no name")?;
         let named = folder.display();
@@ -110,17 +111,16 @@ impl Place {
         Ok(Place { folder, _lock: lock })
     }
 
-    /// Its path.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Where a later daemon finds a worker.
+    /// Returns the path at which a later daemon finds a worker.
     pub fn worker_socket(&self, party: u32) -> PathBuf {
         self.folder.join(format!("worker-{party}.sock"))
     }
 
-    /// Takes away what workers have left that are not among these.
+    /// Removes the files left by workers that are not in `living`.
     pub fn forget_workers_but(&self, living: &[u32]) {
         for entry in std::fs::read_dir(&self.folder).into_iter().flatten().flatten() {
             let name = entry.file_name();
@@ -131,12 +131,12 @@ impl Place {
         }
     }
 
-    /// Where the keeper listens.
+    /// Returns the path at which the keeper listens.
     pub fn keeper_socket(&self) -> PathBuf {
         keeper_socket(&self.folder)
     }
 
-    /// Where the model of a NIC serves.
+    /// Returns the path at which the model of a NIC serves.
     pub fn model_socket(&self, nic: &str) -> PathBuf {
         self.folder.join(format!("nic-{nic}.sock"))
     }
@@ -152,7 +152,7 @@ mod tests {
         let dying = Place::take(folder.path()).unwrap();
         let next = std::thread::scope(|scope| {
             let next = scope.spawn(|| Place::take(folder.path()));
-            // Whichever is first, it is taken.
+            // In either order, the lock is taken.
             std::thread::sleep(Duration::from_millis(20));
             drop(dying);
             next.join().unwrap()

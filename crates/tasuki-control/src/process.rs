@@ -1,5 +1,5 @@
-//! Processes by pidfd: ours, and those of a daemon before us. A process is named by its number and the time of its start, which together
-//! are never given twice.
+//! Processes by pidfd: this daemon's, and those of an earlier daemon. A process is named by its number and the time
+//! of its start, which together are never given twice.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,12 +14,11 @@ use serde::{Deserialize, Serialize};
 use crate::cgroup::Group;
 use crate::spawn::{self, Program};
 
-/// Which process.
+/// The name of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Name {
-    /// Its number.
     pub pid: u32,
-    /// When it started, in ticks since the machine did.
+    /// Time of its start, in ticks since the machine started.
     pub start: u64,
 }
 
@@ -28,14 +27,13 @@ pub struct Name {
 pub struct Process {
     name: Name,
     pidfd: OwnedFd,
-    /// Ours to reap; those of a daemon before us are init's.
+    /// Whether this daemon reaps it; init reaps those of an earlier daemon.
     is_ours: bool,
 }
 
 impl Process {
-    /// Starts a program.
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
-        // What is typed into our terminal is for us: workers and cards outlive the daemon.
+        // Input typed into the daemon's terminal is for the daemon alone: workers and cards outlive it.
         command.process_group(0).env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC").env_remove("WATCHDOG_PID");
         let mut child = command.spawn()?;
         Self::of_child(child.id()).inspect_err(|_| {
@@ -44,12 +42,13 @@ impl Process {
         })
     }
 
-    /// Starts a program in this group, if it can be; says whether it is there. It is nowhere else, and not there in a part of its time only.
+    /// Starts a program in this group, if possible. Returns whether the process is in it. It does not enter the
+    /// group's other hierarchies, and is never in the group for a part of its time only.
     pub fn start(program: &Program, group: Option<&Group>) -> io::Result<(Self, bool)> {
         let started = group.and_then(Group::birthplace).map(|place| spawn::start(program, Some(place)));
         let (pid, is_there) = match started {
             Some(Ok(pid)) => (pid, true),
-            // A program that does not start does not start out of a group either, and then it is known to be that.
+            // If this fails, too, the program is the cause, and not the group.
             _ => (spawn::start(program, None)?, false),
         };
         let process = Self::of_child(pid).inspect_err(|_| {
@@ -61,19 +60,19 @@ impl Process {
         Ok((process, is_there))
     }
 
-    /// It may be dead by now, and is ours to reap all the same.
+    /// Opens a child. It may be dead by now, and this daemon reaps it all the same.
     fn of_child(pid: u32) -> io::Result<Self> {
         let (name, pidfd) = Self::open(pid, true)?;
         Ok(Process { name, pidfd, is_ours: true })
     }
 
-    /// One that somebody else started; nothing if it is no more.
+    /// Finds a process that another process started; `None` if it is gone.
     pub fn find(name: Name) -> Option<Self> {
         let (found, pidfd) = Self::open(name.pid, false).ok()?;
         (found == name).then_some(Process { name, pidfd, is_ours: false })
     }
 
-    /// The process that the kernel says is at the other end of a socket.
+    /// Opens the process that the kernel names as the other end of a socket.
     pub fn by_pid(pid: Pid) -> Option<Self> {
         let (name, pidfd) = Self::open(pid.as_raw_nonzero().get().unsigned_abs(), false).ok()?;
         Some(Process { name, pidfd, is_ours: false })
@@ -82,27 +81,26 @@ impl Process {
     fn open(pid: u32, or_dead: bool) -> io::Result<(Name, OwnedFd)> {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
         let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
-        // Read after the pidfd is open: if the start is the one that we look for, so is whom the pidfd means.
+        // Read after the pidfd is open: if the start time matches, the pidfd means the same process.
         Ok((Name { pid, start: start_of(pid, or_dead)? }, pidfd))
     }
 
-    /// Which it is.
     pub fn name(&self) -> Name {
         self.name
     }
 
-    /// Whose it is, while it lives.
+    /// Returns its user, while it lives.
     pub fn uid(&self) -> Option<u32> {
         std::fs::metadata(format!("/proc/{}", self.name.pid)).ok().map(|meta| meta.uid())
     }
 
-    /// Whose the files are that it makes, while it lives.
+    /// Returns the user of the files that it makes, while it lives.
     pub fn fs_uid(&self) -> Option<u32> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.name.pid)).ok()?;
         status.lines().find_map(|line| line.strip_prefix("Uid:"))?.split_whitespace().nth(3)?.parse().ok()
     }
 
-    /// Readable once it is dead.
+    /// Returns its pidfd, which is readable once it is dead.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
@@ -112,22 +110,23 @@ impl Process {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
     }
 
-    /// Has it run on these CPUs from now on, if it is there.
+    /// Moves it to these CPUs, if it is still there.
     pub fn send_to(&self, cpus: &[u32]) {
         let mut pidfd = [PollFd::new(&self.pidfd, PollFlags::IN)];
         let is_dead = rustix::event::poll(&mut pidfd, Some(&Timespec::default())) != Ok(0);
-        // Its number is nobody else's until we, or init, have heard that it is dead.
+        // Its number belongs to no other process until this daemon, or init, has reaped it.
         if let (false, Some(pid)) = (is_dead, i32::try_from(self.name.pid).ok().and_then(Pid::from_raw)) {
             crate::aside::send(pid, cpus);
         }
     }
 
-    /// Asks it to end.
+    /// Asks it to end, by SIGTERM.
     pub fn ask_to_end(&self) {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::TERM);
     }
 
-    /// Waits for its end, if it is ours, and says how it ended, as the end of the sentence "it …". To be asked once.
+    /// Waits for its end, if this daemon reaps it, and returns how it ended, as the end of the sentence "it …". To
+    /// be called once.
     pub fn ended(&mut self) -> String {
         let wait = || rustix::process::waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED);
         let status = self.is_ours.then(|| rustix::io::retry_on_intr(wait).ok().flatten()).flatten();
@@ -139,7 +138,7 @@ impl Process {
     }
 }
 
-/// When a process started, in ticks since the machine did.
+/// Returns when a process started, in ticks since the machine started.
 fn start_of(pid: u32, or_dead: bool) -> io::Result<u64> {
     let line = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let strange = || io::Error::other(format!("/proc/{pid}/stat has another form than we know"));

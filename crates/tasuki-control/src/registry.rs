@@ -1,9 +1,10 @@
-//! What a daemon must know of the one before it, in a file of its runtime directory.
+//! The state that one daemon passes to the next, in a file of its runtime directory.
 //!
-//! What is kept here must outlive the daemon, and not the machine: with the machine all workers are gone, and there is nothing to remember. So
-//! what is written goes to the kernel and is not waited for on its way to a disk.
+//! The content must outlive the daemon, and not the machine: with the machine all workers are gone, and there is
+//! nothing to remember. So writes go to the kernel, and the daemon does not wait for them to reach a disk.
 //!
-//! Where it cannot be written (its disk is full), this daemon goes on with what it has in memory, and writes the file anew when there is room.
+//! If the file cannot be written (its disk is full), this daemon goes on with the content in memory, and writes the
+//! file anew when there is room.
 
 mod mirror;
 
@@ -22,11 +23,11 @@ use crate::supervisor::staging::FileName;
 use crate::{config, place, process};
 use mirror::Mirror;
 
-/// Of what stands in the file.
+/// Version of the file's format.
 const FORMAT: u64 = 1;
-/// Events that are kept.
+/// Number of events kept.
 const EVENTS_MAX: u64 = 1000;
-/// How long a registry that could not be written waits for the next try.
+/// Pause before the next attempt to write a registry that could not be written.
 const PAUSE: Duration = Duration::from_secs(1);
 
 const FACTS: TableDefinition<'_, &str, u64> = TableDefinition::new("facts");
@@ -37,24 +38,22 @@ const FENCES: TableDefinition<'_, u64, u64> = TableDefinition::new("fences");
 const ADDED: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("added");
 const EVENTS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("events");
 
-/// A worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerRecord {
     /// Its number in lease words.
     pub party: u32,
-    /// Which process it is.
+    /// Pid and start time of its process.
     pub process: process::Name,
-    /// Whose that process is, once it has given up what it does not need.
+    /// User ID of the process, once it has given up its excess privileges.
     pub uid: Option<u32>,
-    /// Its node.
     pub node: String,
-    /// Where a daemon finds it.
+    /// The socket at which a daemon finds it.
     pub socket: PathBuf,
-    /// What was started.
+    /// The program that was started.
     pub binary: PathBuf,
-    /// How often the node had been upgraded.
+    /// Number of the node's upgrade that it came with; 0 before the first.
     pub generation: u32,
-    /// What it is not confined with.
+    /// Confinement that it lacks.
     #[serde(default)]
     pub unconfined: Vec<String>,
     /// It is started ahead of an upgrade that wants this very file.
@@ -62,44 +61,41 @@ pub struct WorkerRecord {
     pub staged: Option<FileName>,
 }
 
-/// A NIC.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NicRecord {
     /// Its number in messages.
     pub number: u32,
-    /// Its name.
     pub name: String,
-    /// Where it is.
+    /// The device, as the configuration names it.
     pub device: String,
-    /// Whose it is.
+    /// Name of the node to which it belongs.
     pub node: String,
-    /// The node's number on its VNI, if it is an end of one.
+    /// The node's number on its VNI, if this is an end of one.
     #[serde(default)]
     pub number_on_vni: Option<u16>,
     /// The model that the daemon started.
     pub model: Option<process::Name>,
-    /// The user of its model and its openers.
+    /// User ID of its model and its openers.
     #[serde(default)]
     pub uid: Option<u32>,
-    /// Who made the memory of its device bundle: says which addresses are taken.
+    /// The party that made the memory of its device bundle: its number says which addresses are taken.
     pub made_by: u32,
-    /// The nodes whose workers can write the page of its lease.
+    /// The nodes whose workers can write its lease page.
     #[serde(default)]
     pub page_of: Vec<String>,
-    /// The epoch of its lease when that was last settled,
+    /// Epoch of its lease when that was last settled.
     pub epoch: u32,
-    /// and who held it.
+    /// The worker that held the lease then.
     pub holder: Option<u32>,
 }
 
-/// A node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeRecord {
-    /// What its workers are started from, if not from the usual program.
+    /// The program of its workers, if not the default one.
     pub binary: Option<PathBuf>,
     /// How often it was upgraded.
     pub generation: u32,
-    /// The user that its processes are.
+    /// User ID of its processes.
     #[serde(default)]
     pub uid: Option<u32>,
 }
@@ -109,49 +105,42 @@ pub struct NodeRecord {
 pub struct Event {
     /// Counts up from 1.
     pub number: u64,
-    /// When, in ms since 1970.
+    /// Time of the event, in ms since 1970.
     pub at_ms: u64,
-    /// The node that it is about.
+    /// The node that it concerns.
     pub node: Option<String>,
-    /// The NIC.
+    /// The NIC that it concerns.
     pub nic: Option<String>,
-    /// The worker.
+    /// The worker that it concerns.
     pub worker: Option<u32>,
-    /// What.
+    /// The event in words.
     pub sentence: String,
 }
 
 /// Why there is no registry.
 #[derive(Debug, thiserror::Error)]
 pub enum RegistryError {
-    /// Written by another version.
+    /// Another version wrote it.
     #[error(
         "{} was written by another version of tasukid (format {found}, this one has {FORMAT}); let that version stop its workers (tasuki stop), then remove the file", path.display()
     )]
     Format {
-        /// Which file.
         path: PathBuf,
-        /// What it has.
+        /// Its format.
         found: u64,
     },
     /// It cannot be used.
     #[error(
         "the registry {} cannot be used ({what}); if it is damaged, end the workers that it knows of and remove it", path.display()
     )]
-    Unusable {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        what: String,
-    },
+    Unusable { path: PathBuf, what: String },
     /// Its disk is full, or takes no writes.
     #[error("the registry {} cannot be written ({what}); {}", path.display(), place::remedy(*kind))]
     Unwritable {
-        /// Which file.
         path: PathBuf,
-        /// Why.
+        /// The reason in words.
         what: String,
-        /// The same, for programs.
+        /// The same reason, for programs.
         kind: io::ErrorKind,
     },
 }
@@ -181,45 +170,42 @@ impl StorageBackend for Memory {
     }
 }
 
-/// All that a daemon before this one has written.
+/// All that an earlier daemon has written.
 #[derive(Debug, Default)]
 pub struct Known {
-    /// Workers.
     pub workers: Vec<WorkerRecord>,
-    /// NICs.
     pub nics: Vec<NicRecord>,
-    /// Nodes.
     pub nodes: Vec<(String, NodeRecord)>,
     /// Nodes that were added by hand.
     pub added: Vec<config::Node>,
-    /// Parties that were fenced.
+    /// Numbers of fenced workers.
     pub fenced: Vec<u32>,
     /// The last events, oldest first.
     pub events: Vec<Event>,
-    /// The last party that was given a number.
+    /// The last number given to a party.
     pub last_party: u32,
 }
 
 /// One change.
 #[derive(Debug)]
 pub enum Change {
-    /// A worker is, or is now, this.
+    /// A worker is new, or has changed.
     Worker(WorkerRecord),
-    /// It is no more, and need not be fenced any more.
+    /// A worker is gone, and need not be fenced any more.
     NoWorker(u32),
-    /// A NIC is now this.
+    /// A NIC is new, or has changed.
     Nic(NicRecord),
-    /// A node's end of a VNI is no more.
+    /// A node's end of a VNI is gone.
     NoNic(u32),
-    /// A node is now this.
+    /// A node is new, or has changed.
     Node(String, NodeRecord),
-    /// A node was added by hand,
+    /// A node was added by hand.
     Added(config::Node),
-    /// or removed.
+    /// A node was removed.
     Removed(String),
-    /// A party is fenced.
+    /// A worker is fenced.
     Fence(u32),
-    /// This happened.
+    /// An event happened.
     Event(Event),
     /// Numbers up to this one are given.
     Party(u32),
@@ -229,7 +215,7 @@ pub enum Change {
 #[derive(Debug)]
 pub struct Registry {
     path: PathBuf,
-    /// None while it cannot be written.
+    /// `None` while it cannot be written.
     database: Option<Database>,
     mirror: Mirror,
     trouble: Option<Trouble>,
@@ -242,19 +228,19 @@ struct Trouble {
     not_before: Duration,
 }
 
-/// What people are to hear of a registry.
+/// News about a registry, for users.
 #[derive(Debug, PartialEq, Eq)]
 pub enum News {
     /// From now on it cannot be written, for this reason.
     Broken(String),
-    /// It is whole again.
+    /// It can be written again, and is complete.
     Whole,
 }
 
 type Failed = redb::Error;
 
 impl Registry {
-    /// Opens it, makes it if there is none; what it knows.
+    /// Opens the registry, or makes it if there is none. Returns its content, too.
     pub fn open(folder: &Path) -> Result<(Self, Known), RegistryError> {
         let path = folder.join("registry.redb");
         let failed = |error: Failed| match &error {
@@ -277,8 +263,8 @@ impl Registry {
         Ok((Registry { path, database: Some(database), mirror, trouble: None }, known))
     }
 
-    /// Writes all of `changes`, or keeps them in memory until that can be done; what people are to hear of it. To be called without any when
-    /// [`Registry::not_before`] has come.
+    /// Writes all of `changes`, or keeps them in memory until that succeeds. Returns news for users. The caller
+    /// calls it without any when [`Registry::not_before`] has come.
     pub fn write(&mut self, changes: &[Change], now: Duration) -> Option<News> {
         changes.iter().for_each(|change| self.mirror.apply(change));
         let written = match (&self.database, &self.trouble) {
@@ -292,7 +278,8 @@ impl Registry {
             self.trouble = None;
             return was_broken.then_some(News::Whole);
         };
-        // What has failed once fails for ever: redb wants to be opened anew, and a file of which we do not know what stands in it is left alone.
+        // A database that has failed once fails for ever: redb must open it anew. Leave a file alone whose content
+        // is not known.
         self.database = None;
         let sentence = format!(
             "the registry {} cannot be written ({}); make room there. Until then tasukid keeps in memory what belongs there: do not end it, for a tasukid that comes after it would not know of workers and fences since then",
@@ -304,7 +291,7 @@ impl Registry {
         (!was_broken).then_some(News::Broken(sentence))
     }
 
-    /// Writes a file with all that there is, and puts it where the other was.
+    /// Writes a new file with everything, and puts it in the place of the old one.
     fn begin_anew(&mut self) -> Result<(), Failed> {
         let aside = self.path.with_extension("new");
         let written = open(&aside, true).and_then(|database| {
@@ -312,23 +299,23 @@ impl Registry {
             std::fs::rename(&aside, &self.path)?;
             Ok(database)
         });
-        // What is there of it would be in the way of what there is room for.
+        // A partial file would take up the room that there is.
         self.database = Some(written.inspect_err(|_| drop(std::fs::remove_file(&aside)))?);
         Ok(())
     }
 
-    /// What is wrong, while something is.
+    /// Returns why it cannot be written, while that is so.
     pub fn trouble(&self) -> Option<&str> {
         self.trouble.as_ref().map(|trouble| &trouble.sentence[..])
     }
 
-    /// When it is to be tried again, while something is wrong.
+    /// Returns when to try to write again, while it cannot be written.
     pub fn not_before(&self) -> Option<Duration> {
         self.trouble.as_ref().map(|trouble| trouble.not_before)
     }
 }
 
-/// What is wrong, without what redb calls it.
+/// Returns the error in words, without redb's own name for it.
 fn in_words(error: &Failed) -> String {
     match error {
         Failed::Io(error) => error.to_string(),

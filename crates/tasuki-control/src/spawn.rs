@@ -1,11 +1,14 @@
-//! Starts a program in a control group: its process is in that from its first instruction on, and so is all that it starts. To move a process there later takes the
-//! kernel some 10 ms, in which it may have started others.
+//! Starts a program in a control group. Its process is in the group from its first instruction on, and so is every
+//! process that it starts. To move a process there later takes the kernel some 10 ms, in which it may have started
+//! others.
 //!
 //! # Invariants
 //!
-//! - **C1** Between clone3(2) and execve(2) or _exit(2) the new process calls system calls alone, by wrappers that signal-safety(7) names, on what was made before: another
-//!   thread may have held any lock of the C library or of the allocator when it was cloned, and nobody would ever give that back.
-//! - **C2** All that it passes to the kernel lives until it has become the program or is dead: it has a copy of the memory of [`start`], which does not end in it.
+//! - **C1** Between clone3(2) and execve(2) or _exit(2) the new process makes system calls alone, by wrappers that
+//!   signal-safety(7) names, on data made before. Another thread may have held any lock of the C library or of the
+//!   allocator when it was cloned, and that lock would never be released.
+//! - **C2** All that it passes to the kernel lives until it has become the program or is dead: it has a copy of the
+//!   memory of [`start`], which does not end in it.
 #![allow(unsafe_code, reason = "clone3(2) with a control group, which no library offers (C1, C2)")]
 
 use std::ffi::{CString, OsStr, OsString};
@@ -16,17 +19,17 @@ use std::path::{Path, PathBuf};
 
 use rustix::pipe::PipeFlags;
 
-/// Descriptors from here on are not those of standard input, output and error.
+/// The first descriptor beyond standard input, output and error.
 const FIRST_OTHER: i32 = 3;
 /// CLONE_INTO_CGROUP, for which the library's type is too short.
 const INTO_CGROUP: u64 = 0x2_0000_0000;
-/// What belongs to the daemon and not to what it starts.
+/// Environment variables for the daemon, which the program must not get.
 const NOT_ITS: &[&str] = &["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
 /// What to start, and with what.
 #[derive(Debug)]
 pub struct Program {
-    /// Looked for as the PATH has it, if it has no path of its own.
+    /// Searched for on the PATH if it has a single component.
     pub path: PathBuf,
     /// What follows its name.
     pub args: Vec<OsString>,
@@ -34,7 +37,7 @@ pub struct Program {
     pub stdio: [OwnedFd; 3],
 }
 
-/// Where a program is: as the PATH has it, if it has no path of its own.
+/// Returns the path of a program: as the PATH has it, if it has a single component.
 pub fn find(program: &Path) -> PathBuf {
     let on_path = std::env::var_os("PATH").filter(|_| program.components().count() == 1);
     let found = on_path.and_then(|path| {
@@ -43,10 +46,11 @@ pub fn find(program: &Path) -> PathBuf {
     found.unwrap_or_else(|| program.to_owned())
 }
 
-/// Starts it in a process group of its own, and in this control group of version 2 if there is one; says which process it is. Whoever starts it reaps it.
+/// Starts the program in a process group of its own, and in this control group of version 2 if there is one. Returns
+/// its pid. The caller reaps it.
 ///
 /// # Errors
-/// What the kernel says of it: no such program, no room for a process, or not in this group.
+/// The kernel's reason: no such program, no room for a process, or not in this group.
 pub fn start(program: &Program, group: Option<BorrowedFd<'_>>) -> io::Result<u32> {
     let text = |text: &OsStr| CString::new(text.as_bytes()).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
     let path = text(find(&program.path).as_os_str())?;
@@ -59,7 +63,7 @@ pub fn start(program: &Program, group: Option<BorrowedFd<'_>>) -> io::Result<u32
     let pointers =
         |texts: &[CString]| -> Vec<_> { texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect() };
     let (argv, envp) = (pointers(&args), pointers(&environment));
-    // One that is 0, 1 or 2 already would be closed when the program begins, or by the one before it.
+    // A descriptor that is 0, 1 or 2 already would be closed when the program begins, or by the one before it.
     let stdio = program.stdio.each_ref().map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, FIRST_OTHER));
     let [stdin, stdout, stderr] = stdio;
     let stdio = [stdin?, stdout?, stderr?];
@@ -69,7 +73,7 @@ pub fn start(program: &Program, group: Option<BorrowedFd<'_>>) -> io::Result<u32
     let pid = clone(group, &image, failed.as_fd())?;
     drop(failed);
     let mut errno = [0; 4];
-    // Its end is closed when it is the program.
+    // The pipe's end is closed once the process is the program.
     if rustix::io::retry_on_intr(|| rustix::io::read(&says, &mut errno))? == errno.len() {
         let dead = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
         let _ = rustix::process::waitpid(dead, rustix::process::WaitOptions::empty());
@@ -78,7 +82,7 @@ pub fn start(program: &Program, group: Option<BorrowedFd<'_>>) -> io::Result<u32
     Ok(pid)
 }
 
-/// A new process becomes the program; says which it is.
+/// Clones a process that becomes the program. Returns its pid.
 fn clone(group: Option<BorrowedFd<'_>>, image: &Image<'_>, failed: BorrowedFd<'_>) -> io::Result<u32> {
     // Filters of older containers know no clone3, and without a group fork does.
     let (flags, cgroup) = group.map_or((0, 0), |group| (INTO_CGROUP, u64::from(group.as_raw_fd().unsigned_abs())));
@@ -96,8 +100,8 @@ fn clone(group: Option<BorrowedFd<'_>>, image: &Image<'_>, failed: BorrowedFd<'_
         cgroup,
     };
     let pid = match group {
-        // SAFETY: `how` is as long as it is said to be, and names no memory; without CLONE_VM the new process has a copy of ours, and `begin` alone runs there, which
-        // calls nothing that could wait for another thread (C1).
+        // SAFETY: `how` is as long as stated, and names no memory. Without CLONE_VM the new process has a copy of
+        // our memory, and `begin` alone runs there, which calls nothing that could wait for another thread (C1).
         Some(_) => unsafe { libc::syscall(libc::SYS_clone3, &raw const how, size_of_val(&how)) },
         // SAFETY: as above (C1).
         None => unsafe { libc::fork() }.into(),
@@ -118,7 +122,7 @@ struct Image<'a> {
 }
 
 impl Image<'_> {
-    /// Becomes the program, or says why not and ends.
+    /// Becomes the program, or reports why not and ends.
     fn begin(&self, failed: BorrowedFd<'_>) -> ! {
         let [stdin, stdout, stderr] = self.stdio;
         let stdio = rustix::stdio::dup2_stdin(stdin)
@@ -128,12 +132,12 @@ impl Image<'_> {
             end(failed, errno);
         }
         let _ = rustix::process::setpgid(None, None);
-        // What the daemon blocks or ignores is not for the program.
+        // The program does not inherit the signals that the daemon blocks or ignores.
         let (none, set) = (0_u64, libc::c_long::from(libc::SIG_SETMASK));
         call(libc::SYS_rt_sigprocmask, [set, std::ptr::from_ref(&none) as libc::c_long, 0, 8]);
         // SAFETY: no handler of ours is named, and the call takes no lock (C1).
         unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
-        // What somebody has left open in the daemon, or a library has, is not the program's.
+        // The program gets no descriptor that a caller or a library has left open in the daemon.
         let all = [FIRST_OTHER.into(), u32::MAX.into(), libc::CLOSE_RANGE_CLOEXEC.into(), 0];
         call(libc::SYS_close_range, all);
         // SAFETY: all of them end with a zero, and live as long as this memory does (C1, C2).
@@ -143,13 +147,13 @@ impl Image<'_> {
     }
 }
 
-/// A system call of the new process of which nothing depends.
+/// Makes a system call of the new process whose result does not matter.
 fn call(number: libc::c_long, [a, b, c, d]: [libc::c_long; 4]) {
-    // SAFETY: what an argument points at lives while the call runs, and no memory but that is touched (C1, C2).
+    // SAFETY: the memory an argument points at lives while the call runs, and no other memory is touched (C1, C2).
     unsafe { libc::syscall(number, a, b, c, d) };
 }
 
-/// Says why it is not the program, and ends.
+/// Reports why the process is not the program, and ends it.
 fn end(failed: BorrowedFd<'_>, errno: rustix::io::Errno) -> ! {
     let _ = rustix::io::write(failed, &errno.raw_os_error().to_ne_bytes());
     // SAFETY: nothing of ours runs any more (C1).

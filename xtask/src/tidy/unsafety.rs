@@ -125,7 +125,7 @@ fn unargued(source: &Source, defined: &BTreeSet<&str>) -> Vec<Finding> {
     findings
 }
 
-/// Whether a word is a tag like `M1` or `R12`: one capital message, then digits.
+/// Whether a word is a tag like `M1` or `R12`: one capital letter, then digits.
 fn is_tag(word: &str) -> bool {
     let digits = word.strip_prefix(|c: char| c.is_ascii_uppercase());
     digits.is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit()))

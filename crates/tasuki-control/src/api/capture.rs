@@ -1,5 +1,5 @@
-//! A capture on its way to whoever asked for it: what workers send is looked at and passed on as pcapng. It happens on the thread of HTTP, and nobody
-//! waits for it: what is not read in time is not sent by workers any more, and counted.
+//! A capture on its way to its reader: batches from workers are checked and passed on as pcapng. This runs on the
+//! HTTP thread, and no worker waits for it: if the reader is too slow, workers drop frames and count them.
 
 use std::convert::Infallible;
 use std::io::ErrorKind;
@@ -18,28 +18,28 @@ use super::pcapng;
 use crate::supervisor::door::{Door, Request};
 use crate::supervisor::worker::Words;
 
-/// Bytes that are passed on at a time, or a batch more.
+/// Bytes passed on at a time, or a batch more.
 const ENOUGH: usize = 64 << 10;
 
-/// Bytes of the longest batch of a worker's: the longest frame of a VNI, and what belongs to it.
+/// Bytes of a worker's longest batch: the longest frame of a VNI, and what belongs to it.
 const BATCH_MAX: usize = 128 << 10;
 
-/// Batches that are passed on after the end: as many as may be under way, and no more from somebody who goes on.
+/// Batches passed on after the end: as many as may be under way, and no more from a worker that goes on.
 const LAST: usize = 1 << 13;
 
-/// How long workers may take to begin.
+/// Time workers may take to begin.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What the daemon's loop says of a capture that is under way. When it says nothing any more, the capture is over.
+/// A message from the daemon's loop about a capture under way. When its channel closes, the capture is over.
 #[derive(Debug)]
 pub struct Port {
-    /// What the next port is called,
+    /// Name of the next port.
     pub name: String,
-    /// and its station address, if it is known.
+    /// Station address of the port, if it is known.
     pub mac: Option<[u8; 6]>,
 }
 
-/// The daemon's loop hears when whoever looked on is gone.
+/// Tells the daemon's loop when the reader is gone.
 #[derive(Debug)]
 pub struct Gone {
     door: Door,
@@ -49,7 +49,7 @@ pub struct Gone {
 }
 
 impl Gone {
-    /// Of this capture.
+    /// Creates the notice for this capture.
     pub fn new(door: Door, number: u32) -> Self {
         Gone { door, number, frames: 0, missed: 0 }
     }
@@ -65,49 +65,50 @@ impl Drop for Gone {
 /// A capture that has begun.
 #[derive(Debug)]
 pub struct Begun {
-    /// Its number.
+    /// Number of the capture.
     pub number: u32,
-    /// Where workers' batches come out.
+    /// The receiving end of the workers' batches.
     pub batches: OwnedFd,
-    /// A word for each port: how many frames were missed.
+    /// A word for each port: the number of frames missed.
     pub missed: Arc<Words>,
-    /// What ports there are.
+    /// The ports, as the daemon's loop names them.
     pub ports: UnboundedReceiver<Port>,
-    /// Workers that were told, port by port.
+    /// Number of workers told, counted port by port.
     pub told: usize,
     /// Bytes that are kept of a frame.
     pub snap: u32,
-    /// For its end.
+    /// Tells the loop of the capture's end.
     pub gone: Gone,
 }
 
-/// How far it has come.
+/// How far the capture has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// Under way.
     Runs,
-    /// Nothing new is wanted, and so many batches may be under way still.
+    /// Nothing new is wanted, and this many batches may be under way still.
     Ends(usize),
-    /// All has been said.
+    /// The last block is written.
     Over,
 }
 
 /// The answer's body.
 #[derive(Debug)]
 pub struct Capture {
-    /// A socket that keeps the bounds of messages; that it is connected is nothing to who reads.
+    /// A `SOCK_SEQPACKET` socket: it keeps the bounds of messages, and that it is connected makes no difference to a
+    /// reader.
     batches: UnixDatagram,
     missed: Arc<Words>,
     ports: UnboundedReceiver<Port>,
     snap: u32,
     gone: Gone,
     stage: Stage,
-    /// Frames that are still wanted.
+    /// Frames still wanted.
     most: u64,
     since: u64,
-    /// Of each port.
+    /// Frames of each port.
     counts: Vec<u64>,
-    /// Frames, or none, in messages that were none.
+    /// Number of malformed messages.
     odd: u64,
     /// How often a worker said that it has begun.
     begun: usize,
@@ -121,7 +122,8 @@ fn now_ns() -> u64 {
 }
 
 impl Capture {
-    /// One that ends after `most` frames, when all workers have said that they have begun, or had the time to.
+    /// Begins a capture that ends after `most` frames. Returns when all workers have said that they have begun, or
+    /// after `PATIENCE`.
     pub async fn begin(begun: Begun, most: Option<u64>) -> std::io::Result<Self> {
         let Begun { batches, missed, ports, told, snap, gone, .. } = begun;
         let batches = std::os::unix::net::UnixDatagram::from(batches);
@@ -146,12 +148,12 @@ impl Capture {
             let goes_on = capture.begun < told && capture.stage == Stage::Runs && capture.out.len() < ENOUGH;
             if goes_on { Poll::Pending } else { Poll::Ready(()) }
         });
-        // One that hangs is somebody else's matter.
+        // A worker that hangs is not this module's concern.
         let _ = tokio::time::timeout(PATIENCE, all).await;
         Ok(capture)
     }
 
-    /// Hears of ports, and of the end.
+    /// Handles new ports, and the end.
     fn hear(&mut self, cx: &mut Context<'_>) {
         while let Poll::Ready(said) = self.ports.poll_recv(cx) {
             match said {
@@ -169,7 +171,7 @@ impl Capture {
         }
     }
 
-    /// Takes in what there is, until it is enough to be passed on.
+    /// Collects what is there, until there is enough to pass on.
     fn gather(&mut self, cx: &mut Context<'_>) {
         self.hear(cx);
         while self.out.len() < ENOUGH && self.stage != Stage::Over {
@@ -181,12 +183,13 @@ impl Capture {
         }
     }
 
-    /// The next batch; nothing at the end of all.
+    /// Returns the length of the next batch, or `None` at the end of all.
     fn next(&mut self, cx: &mut Context<'_>) -> Poll<Option<usize>> {
         if let Stage::Ends(left) = &mut self.stage {
             let Some(less) = left.checked_sub(1) else { return Poll::Ready(None) };
             *left = less;
-            // Whatever the runtime knows of it, or would have somebody else do first.
+            // Read directly: the runtime may not know yet that the socket is readable, or may let another task run
+            // first.
             let received = rustix::net::recv(&self.batches, &mut self.room[..], RecvFlags::DONTWAIT);
             return Poll::Ready(received.ok().map(|(len, _)| len).filter(|len| *len > 0));
         }
@@ -194,7 +197,7 @@ impl Capture {
             if ready!(self.batches.poll_recv_ready(cx)).is_err() {
                 return Poll::Ready(None);
             }
-            // What is longer than any batch is cut off, and so is none.
+            // A message longer than any batch is cut off, and so is not a batch.
             match self.batches.try_recv(&mut self.room) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 Ok(0) | Err(_) => return Poll::Ready(None),
@@ -208,7 +211,7 @@ impl Capture {
             self.begun += 1;
             return;
         }
-        // A port is said before any worker hears of it, but maybe since we have looked.
+        // The loop names a port before any worker hears of it, but maybe after the last look.
         self.hear(cx);
         let batch = &self.room[..len];
         let before: u64 = self.counts.iter().sum();
@@ -222,7 +225,7 @@ impl Capture {
         }
     }
 
-    /// The last that is said.
+    /// Writes the last blocks.
     fn close(&mut self) {
         let ports = (0_u32..).zip(&self.counts);
         let missed: Vec<u64> = (0..self.counts.len()).map(|port| self.missed.load(port)).collect();
@@ -238,7 +241,7 @@ impl Capture {
 
 impl Drop for Capture {
     fn drop(&mut self) {
-        // Whoever looked on went before the end: what was seen is known all the same.
+        // The reader left before the end: the counts are known all the same.
         if self.stage != Stage::Over {
             self.close();
         }
@@ -269,7 +272,7 @@ mod tests {
     use super::*;
     use crate::channel;
 
-    /// What the daemon's loop and workers have of a capture.
+    /// The ends of a capture that the daemon's loop and workers have.
     struct Others {
         requests: std::sync::mpsc::Receiver<Request>,
         worker: OwnedFd,
@@ -303,7 +306,7 @@ mod tests {
             rustix::net::send(&self.worker, batch, SendFlags::NOSIGNAL).unwrap();
         }
 
-        /// How many frames there were, and were missed.
+        /// Returns how many frames there were, and how many were missed.
         fn heard(&self) -> (u64, u64) {
             match self.requests.try_recv() {
                 Ok(Request::CaptureOver { number: 7, frames, missed }) => (frames, missed),
@@ -312,7 +315,7 @@ mod tests {
         }
     }
 
-    /// The types of all blocks, to the end.
+    /// Returns the types of all blocks, to the end.
     fn blocks(begun: Begun, most: Option<u64>) -> Vec<u32> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let bytes = runtime.block_on(async {

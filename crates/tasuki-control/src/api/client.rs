@@ -1,4 +1,4 @@
-//! The command line's end.
+//! The command line's end of the API.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::types::Refused;
 use crate::place;
 
-/// Asks the daemon of this runtime directory; its answer.
+/// Sends a request to the daemon of this runtime directory, and returns its answer.
 pub fn ask(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Value> {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_io().build().context("the kernel has no room")?;
@@ -24,7 +24,7 @@ pub fn ask(folder: &Path, method: Method, address: &str, body: Option<&Value>) -
     serde_json::from_slice(&bytes).context("tasukid answers with what is no JSON; rebuild the older of the two")
 }
 
-/// All of an answer.
+/// Returns the whole body of an answer.
 async fn whole(folder: &Path, answer: Response<Incoming>) -> Result<Bytes> {
     Ok(answer.into_body().collect().await.with_context(|| hung_up(folder))?.to_bytes())
 }
@@ -33,10 +33,11 @@ fn hung_up(folder: &Path) -> String {
     format!("the tasukid in {} hung up before it had answered; its log says why", folder.display())
 }
 
-/// The head of an answer that says which capture it is.
+/// The header that gives the number of a capture.
 pub const CAPTURE: &str = "tasuki-capture";
 
-/// Asks the daemon of this runtime directory; the answer, of which more may be to come. What is refused is an error.
+/// Sends a request to the daemon of this runtime directory, and returns its answer, of which more may be to come. A
+/// refusal is an error.
 pub async fn open(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Response<Incoming>> {
     let answer = exchange(folder, method, address, body).await?;
     let status = answer.status();
@@ -77,7 +78,7 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
         .header("content-type", "application/json")
         .body(Full::new(Bytes::from(text)))
         .context("that is no request")?;
-    // Ends with the answer, or with whoever reads it.
+    // Ends with the answer, or with its reader.
     tokio::spawn(connection);
     sender.send_request(request).await.with_context(hung_up)
 }

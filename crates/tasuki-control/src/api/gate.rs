@@ -1,4 +1,4 @@
-//! The way in to the API: roles of callers, bounds on connections, deadlines for requests, and the audit log.
+//! The entrance to the API: roles of callers, bounds on connections, deadlines for requests, and the audit log.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
@@ -27,27 +27,27 @@ use super::roles::{Role, Roles, needed};
 use super::types::Refused;
 use crate::supervisor::door::{Door, Request as Asked};
 
-/// Connections at once,
+/// Connections at once.
 const CONNECTIONS_MAX: usize = 256;
-/// of one user with a role,
+/// Connections of one user with a role.
 const OF_ONE_USER: usize = 64;
-/// and of all users without a role together, so that they cannot keep out users with one.
+/// Connections of all users without a role together, so that they cannot keep out users with one.
 const OF_STRANGERS: usize = 16;
-/// How long somebody may take for the head of a request, and to begin with the next one,
+/// Time a caller may take for the head of a request, and until it begins the next one.
 const HEAD_WITHIN: Duration = Duration::from_secs(5);
-/// and for its body.
+/// Time a caller may take for the body of a request.
 const BODY_WITHIN: Duration = Duration::from_secs(5);
 /// Bytes of a body: a node is much less.
 const BODY_MAX: usize = 64 << 10;
-/// How long a caller may take to read its answer when the daemon ends.
+/// Time a caller may take to read its answer when the daemon ends.
 const LAST: Duration = Duration::from_secs(2);
-/// Lines that one user may have written down at once, and how long one more takes.
+/// Lines that one user may put into the audit log at once, and the time until it may put in one more.
 const LINES: f64 = 20.0;
 const LINE_EVERY: Duration = Duration::from_secs(1);
 /// Users whose lines are counted apart.
 const USERS_MAX: usize = 1024;
 
-/// What all connections share.
+/// The state that all connections share.
 #[derive(Debug, Clone)]
 pub struct Gate(Arc<Inner>);
 
@@ -61,7 +61,7 @@ struct Inner {
     lines: Mutex<BTreeMap<u32, Bucket>>,
 }
 
-/// A connection's place among those that there may be: a user's with a role, or one that users without a role share.
+/// A permit for one connection. Each user with a role has permits of its own; users without a role share theirs.
 struct Seat {
     gate: Gate,
     of: Option<u32>,
@@ -80,7 +80,7 @@ impl Drop for Seat {
 }
 
 impl Gate {
-    /// With these roles, into this loop.
+    /// Creates a gate with these roles, into the loop behind this door.
     pub fn new(roles: Roles, door: Door) -> Self {
         let own = rustix::process::geteuid().as_raw();
         Gate(Arc::new(Inner { roles, own, door, seats: Mutex::default(), lines: Mutex::default() }))
@@ -90,7 +90,7 @@ impl Gate {
         self.0.seats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A place for one more, or why there is none.
+    /// Admits one more connection, or says why not.
     fn seat(&self, peer: &Peer) -> Result<Seat, String> {
         let of = self.0.roles.of(peer, self.0.own).map(|_| peer.uid);
         let mut seats = self.seats();
@@ -103,7 +103,7 @@ impl Gate {
             None if taken >= OF_STRANGERS => {
                 return Err(format!("users without a role have {taken} connections to tasukid, and may have no more"));
             }
-            // The daemon's own user gets in however many others are connected.
+            // The daemon's own user gets in however many other users are connected.
             of if of != Some(self.0.own) && all >= CONNECTIONS_MAX - OF_ONE_USER => {
                 return Err("tasukid has as many connections as it takes; ask again later".to_owned());
             }
@@ -113,7 +113,7 @@ impl Gate {
         Ok(Seat { gate: self.clone(), of })
     }
 
-    /// Writes down who asked for what, and what became of it.
+    /// Writes a request, its caller and its outcome to the audit log.
     fn write_down(&self, peer: &Peer, asked: &str, outcome: &str, is_last: bool) {
         let left_out = {
             let mut lines = self.0.lines.lock().unwrap_or_else(PoisonError::into_inner);
@@ -128,7 +128,7 @@ impl Gate {
         if left_out > 0 {
             sentence += &format!("; {left_out} of this user's before that were left out");
         }
-        // When all ends nobody is left to make an event of it.
+        // The last line goes to the log directly: the loop that makes events has ended.
         match is_last {
             true => tracing::info!("{sentence}"),
             false => self.0.door.put(Asked::Note(sentence)),
@@ -136,7 +136,7 @@ impl Gate {
     }
 }
 
-/// Lines that may be written: so many at once, and one more now and then.
+/// Lines that may be written: a number at once, and one more per interval.
 #[derive(Debug)]
 struct Bucket {
     lines: f64,
@@ -149,7 +149,7 @@ impl Bucket {
         Bucket { lines: LINES, since: now, left_out: 0 }
     }
 
-    /// Whether one more may be written: how many before it were not.
+    /// Takes a line. Returns how many lines before it were left out, or `None` if this one must be, too.
     fn take(&mut self, now: Instant) -> Option<u64> {
         let more = now.saturating_duration_since(self.since).div_duration_f64(LINE_EVERY);
         (self.lines, self.since) = ((self.lines + more).min(LINES), now);
@@ -166,7 +166,8 @@ fn refusal(status: StatusCode, error: String) -> Response {
     (status, axum::Json(Refused { error, relays: Vec::new() })).into_response()
 }
 
-/// Lets a request in, if its caller has the role for it and has sent all of it in time. What changes something or was refused goes into the audit log.
+/// Admits a request if its caller has the role for it and has sent all of it in time. A request that changes
+/// something, or was refused, goes into the audit log.
 pub async fn guard(
     State(gate): State<Gate>,
     Extension(peer): Extension<Arc<Peer>>,
@@ -205,7 +206,7 @@ pub async fn guard(
     answer
 }
 
-/// The sentence for somebody whose role is not enough.
+/// Returns the sentence for a caller whose role is not enough.
 pub fn may_not(peer: &Peer, role: Option<Role>, needed: Role) -> String {
     let has = role.map_or("none".to_owned(), |role| format!("{:?}", role.name()));
     format!(
@@ -219,7 +220,7 @@ fn too_slow(what: &str, within: Duration) -> String {
     format!("the {what} of a request must be here within {} s", within.as_secs())
 }
 
-/// Serves until `over`, and what has begun then to its end, if somebody reads it.
+/// Serves until `over`. Requests that have begun by then run to their end, if their callers read the answers.
 pub async fn serve(listener: UnixListener, router: Router, gate: Gate, over: impl Future<Output = ()>) {
     let mut connections = JoinSet::new();
     let (ends, is_over) = watch::channel(false);
@@ -232,18 +233,18 @@ pub async fn serve(listener: UnixListener, router: Router, gate: Gate, over: imp
                 Ok((stream, _)) => {
                     connections.spawn(converse(stream, router.clone(), gate.clone(), is_over.clone()));
                 }
-                // No descriptors are left, most of the time: others will end.
+                // Most of the time the daemon is out of descriptors: other connections will end.
                 Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
             },
         }
     }
     drop(listener);
     let _ = ends.send(true);
-    // A capture that nobody reads keeps nobody from ending.
+    // A capture that no caller reads does not keep the daemon from ending.
     let _ = tokio::time::timeout(LAST, async { while connections.join_next().await.is_some() {} }).await;
 }
 
-/// One connection, to its end.
+/// Serves one connection, to its end.
 async fn converse(stream: UnixStream, router: Router, gate: Gate, mut is_over: watch::Receiver<bool>) {
     let Ok(peer) = Peer::of(&stream) else { return };
     let _seat = match gate.seat(&peer) {
@@ -273,7 +274,7 @@ async fn converse(stream: UnixStream, router: Router, gate: Gate, mut is_over: w
     }
 }
 
-/// Says why before it hangs up, if that finds room.
+/// Sends the reason before it hangs up, if there is room for it.
 fn hang_up(stream: UnixStream, status: &str, why: &str) {
     let body = serde_json::to_string(&Refused { error: why.to_owned(), relays: Vec::new() }).expect("plain data");
     let len = body.len();

@@ -1,6 +1,6 @@
-//! HTTP on a unix socket: [`types`] are what is said, [`server`] puts it into the daemon's loop, [`client`] is the command line's end. A [`capture`] is
-//! an answer that goes on, in the form of [`pcapng`]. All come in by the [`gate`], which knows each [`peer`] by the kernel's word, and lets it do what its
-//! [`roles`] say.
+//! HTTP on a unix socket. [`types`] are its JSON, [`server`] puts requests into the daemon's loop, and [`client`] is
+//! the command line's end. A [`capture`] is an answer that goes on, in the format of [`pcapng`]. All requests come
+//! in by the [`gate`]: it knows each [`peer`] from the kernel, and permits what its [`roles`] allow.
 
 pub mod capture;
 pub mod client;

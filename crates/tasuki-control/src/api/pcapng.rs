@@ -1,20 +1,21 @@
-//! The form of a capture: what stands around the frames that workers send, which is made here, and those, which are looked at here.
+//! The format of a capture. This module makes the blocks around the frames that workers send, and checks those
+//! frames.
 //!
 //! Source: PCAP Now Generic (pcapng), draft-ietf-opsawg-pcapng. All words are little-endian.
 
 /// Types of blocks: 4.1 Section Header, 4.2 Interface Description, 4.3 Enhanced Packet, 4.6 Interface Statistics.
 const SECTION: u32 = 0x0a0d_0d0a;
 const INTERFACE: u32 = 1;
-/// What frames come in.
+/// Type of the block that holds a frame.
 pub const PACKET: u32 = 6;
-/// What says how many were missed.
+/// Type of the block that says how many frames were missed.
 pub const STATISTICS: u32 = 5;
 
 /// Bytes before a frame in its block, and behind it.
 const BEFORE: usize = 28;
 const BEHIND: usize = 16;
 
-/// The option of a packet block that says which way it went, and its length.
+/// The option of a packet block that gives the frame's direction, and its length.
 const FLAGS: u32 = 2 | 4 << 16;
 
 /// Options of the other blocks.
@@ -30,10 +31,9 @@ mod option {
     pub const ISB_IFDROP: u16 = 5;
 }
 
-/// Ethernet.
 const LINKTYPE_ETHERNET: u32 = 1;
 
-/// Time is counted in powers of ten: nanoseconds.
+/// Resolution of time as a power of ten: nanoseconds.
 const NANOSECONDS: u8 = 9;
 
 struct Block(Vec<u8>);
@@ -67,22 +67,22 @@ impl Block {
     }
 }
 
-/// A time as blocks have it: the high half first.
+/// Returns a time as blocks have it: the high half first.
 fn time(ns: u64) -> [u8; 8] {
     ns.rotate_left(32).to_le_bytes()
 }
 
-/// What a file begins with.
+/// Returns the block that begins a file.
 pub fn section() -> Vec<u8> {
     let mut block = Block::new(SECTION);
     block.word(0x1a2b_3c4d);
-    // Version 1.0, and of no length that is known.
+    // Version 1.0, and an unknown section length.
     [1, u32::MAX, u32::MAX].into_iter().for_each(|word| block.word(word));
     block.option(option::SHB_USERAPPL, concat!("tasuki ", env!("CARGO_PKG_VERSION")).as_bytes());
     block.end()
 }
 
-/// A port.
+/// Returns the block of a port.
 pub fn interface(name: &str, mac: Option<[u8; 6]>, snap: u32) -> Vec<u8> {
     let mut block = Block::new(INTERFACE);
     block.word(LINKTYPE_ETHERNET);
@@ -95,7 +95,7 @@ pub fn interface(name: &str, mac: Option<[u8; 6]>, snap: u32) -> Vec<u8> {
     block.end()
 }
 
-/// What became of a port's frames, and from when to when.
+/// Returns the block with the counts of a port's frames, from one time to another.
 pub fn statistics(interface: u32, [from, to]: [u64; 2], frames: u64, missed: u64) -> Vec<u8> {
     let mut block = Block::new(STATISTICS);
     block.word(interface);
@@ -111,13 +111,13 @@ fn word_at(bytes: &[u8], at: usize) -> Option<u32> {
     bytes.get(at..)?.first_chunk().copied().map(u32::from_le_bytes)
 }
 
-/// What stands in a block's word as a length or a place.
+/// Returns a block's word as a length or a position.
 fn size_at(bytes: &[u8], at: usize) -> Option<usize> {
     word_at(bytes, at).and_then(|word| usize::try_from(word).ok())
 }
 
-/// The first of `batch`, if it is a frame as a worker has to say it: of one of so many ports, no more than `snap` bytes of it, with which way it went, and
-/// nothing else. Its length in the batch, and its port.
+/// Checks the first block of `batch`. A worker must send a frame of one of these ports, at most `snap` bytes of it,
+/// its direction, and nothing else. Returns the block's length in the batch, and the port.
 fn frame(batch: &[u8], interfaces: usize, snap: u32) -> Option<(usize, usize)> {
     let (whole, port, kept) = (size_at(batch, 4)?, size_at(batch, 8)?, size_at(batch, 20)?);
     let is_kept = kept <= size_at(batch, 24)? && kept <= usize::try_from(snap).ok()?;
@@ -129,7 +129,8 @@ fn frame(batch: &[u8], interfaces: usize, snap: u32) -> Option<(usize, usize)> {
     (is_closed && matches!(word_at(batch, behind + 4)?, 1 | 2)).then_some((whole, port))
 }
 
-/// Looks at what a worker has sent, and counts the frames of each port, of up to `most` frames; how many bytes that are. Of nonsense, nothing is.
+/// Checks a worker's batch, and counts the frames of each port, up to `most` frames. Returns how many bytes those
+/// are; `None` if anything in the batch is malformed.
 pub fn accept(batch: &[u8], most: u64, snap: u32, counts: &mut [u64]) -> Option<usize> {
     let mut ports = Vec::new();
     let (mut at, mut taken) = (0, 0);
@@ -145,9 +146,10 @@ pub fn accept(batch: &[u8], most: u64, snap: u32, counts: &mut [u64]) -> Option<
     Some(taken)
 }
 
-/// The block that `bytes` begin with, if all of it is there: its type and its length. An error if there is none.
+/// Returns the type and the length of the block that `bytes` begin with, if all of it is there. An error means that
+/// there is no block.
 pub fn whole_block(bytes: &[u8]) -> Result<Option<(u32, usize)>, Odd> {
-    /// No block of ours is longer.
+    /// No block of Tasuki's is longer.
     const MOST: usize = 1 << 20;
     let (Some(kind), Some(len)) = (word_at(bytes, 0), size_at(bytes, 4)) else { return Ok(None) };
     if !(12..=MOST).contains(&len) || len % 4 != 0 {
@@ -156,12 +158,12 @@ pub fn whole_block(bytes: &[u8]) -> Result<Option<(u32, usize)>, Odd> {
     Ok((bytes.len() >= len).then_some((kind, len)))
 }
 
-/// These are no blocks.
+/// These bytes are no blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("what came is no capture; rebuild the older of tasuki and tasukid")]
 pub struct Odd;
 
-/// How many frames a block of statistics says were missed.
+/// Returns the number of missed frames in a block of statistics.
 pub fn missed(block: &[u8]) -> Option<u64> {
     let mut at = 20;
     loop {
@@ -184,7 +186,7 @@ pub(super) mod tests {
     use pcap_file::pcapng::blocks::interface_statistics::InterfaceStatisticsOption as IsbOption;
     use pcap_file::pcapng::{Block as Read, PcapNgReader};
 
-    /// A frame as workers say it.
+    /// Returns a frame as workers send it.
     pub fn packet(interface: u32, frame: &[u8], len: u32, direction: u32) -> Vec<u8> {
         let kept = u32::try_from(frame.len()).unwrap();
         let whole = u32::try_from(BEFORE + frame.len().next_multiple_of(4) + BEHIND).unwrap();
@@ -229,7 +231,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Each word of a block, changed: only time, and how long the frame was on its wire, may be what they like.
+    /// Each word of a block, changed: only the time, and the frame's length on its wire, may have any value.
     #[test]
     fn what_is_no_frame_is_refused_whole() {
         let sound = packet(0, &[1; 60], 60, 1);
@@ -241,7 +243,7 @@ pub(super) mod tests {
                 let is_time = word == 12 || word == 16;
                 let is_length = word == 24 && value >= 60;
                 let is_other_way = word == sound.len() - 12 && matches!(value, 1 | 2);
-                // As many words, and what fills the last one up is nobody's.
+                // It takes as many words, and the padding of the last one may have any value.
                 let is_filled_up = word == 20 && value == 59;
                 let is_same = batch == two;
                 let mut counts = [0];

@@ -1,8 +1,10 @@
-//! Who is at the other end of a socket: the kernel wrote that down when it connected, so nobody can be another, also by passing the socket on.
+//! The process at the other end of a socket. The kernel recorded it when it connected, so no process can pass for
+//! another, not even by passing the socket on.
 //!
 //! # Invariants
 //!
-//! - **P1** getsockopt(2) writes at most as many bytes as it is told that there are, and says how many; any bytes are `u32`s.
+//! - **P1** getsockopt(2) writes at most as many bytes as it is told that there are, and says how many; any bytes
+//!   are `u32`s.
 #![allow(unsafe_code, reason = "SO_PEERGROUPS, which rustix lacks (P1)")]
 
 use std::io;
@@ -10,24 +12,24 @@ use std::os::fd::{AsFd, AsRawFd};
 
 use crate::log::plain;
 
-/// Groups that there is room for at first; most users have less.
+/// Groups that there is room for at first; most users have fewer.
 const GROUPS: usize = 32;
 
 /// A process and its user, as they were when it connected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// Its user.
+    /// Its user ID.
     pub uid: u32,
-    /// All its groups.
+    /// IDs of all its groups.
     pub groups: Vec<u32>,
-    /// Its number; 0 if it is in a world of processes that we do not see.
+    /// Its pid; 0 if it is in a pid namespace that the daemon does not see.
     pub pid: u32,
-    /// How its program is called, as far as we know: it can call itself anything.
+    /// Name of its program, as far as known: it can call itself anything.
     pub program: String,
 }
 
 impl Peer {
-    /// Who connected this socket.
+    /// Returns the process that connected this socket.
     pub fn of(socket: impl AsFd) -> io::Result<Self> {
         let mut known = [0; 3];
         words(&socket, libc::SO_PEERCRED, &mut known).map_err(|(_, error)| error)?;
@@ -48,7 +50,7 @@ impl Peer {
     }
 }
 
-/// Reads an option of a socket that is made of words; how many there are, also where they do not fit.
+/// Reads a socket option made of words. Returns how many there are, also in the error if they do not fit.
 fn words(socket: &impl AsFd, option: libc::c_int, into: &mut [u32]) -> Result<usize, (usize, io::Error)> {
     let mut len = libc::socklen_t::try_from(size_of_val(into)).unwrap_or(libc::socklen_t::MAX);
     let fd = socket.as_fd().as_raw_fd();

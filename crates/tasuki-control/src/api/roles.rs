@@ -1,11 +1,12 @@
-//! Who may ask the daemon for what. The daemon's own user and root may all; others what `[api]` in the configuration says.
+//! Permissions of the daemon's callers. The daemon's own user and root may do everything; other users what `[api]`
+//! in the configuration says.
 
 use axum::http::Method;
 use serde::Deserialize;
 
 use super::peer::Peer;
 
-/// What somebody may do; each may do what stands before it, too.
+/// What a user may do; each role includes the ones before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Role {
     /// See what there is, and what has happened.
@@ -17,7 +18,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// As it stands in the configuration.
+    /// Returns the role's name in the configuration.
     pub fn name(self) -> &'static str {
         match self {
             Role::Read => "read",
@@ -27,15 +28,15 @@ impl Role {
     }
 }
 
-/// Users and groups that may ask.
+/// Users and groups with a role.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Roles {
-    /// Who may read,
+    /// Users that may read.
     pub read: Vec<Who>,
-    /// who may operate,
+    /// Users that may operate.
     pub operate: Vec<Who>,
-    /// and who may administer.
+    /// Users that may administer.
     pub administer: Vec<Who>,
 }
 
@@ -43,9 +44,9 @@ pub struct Roles {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum Who {
-    /// This user.
+    /// The user with this ID.
     User(u32),
-    /// Whoever is in this group.
+    /// All users in the group with this ID.
     Group(u32),
 }
 
@@ -68,19 +69,19 @@ impl TryFrom<String> for Who {
     }
 }
 
-/// The number of a user or a group, as both files have it: name, password, number.
+/// Returns the number of a user or a group, as both files have it: name, password, number.
 fn number_of(file: &str, name: &str) -> Option<u32> {
     let mut rows = file.lines().map(|line| line.split(':').collect::<Vec<_>>());
     rows.find(|row| row[0] == name)?.get(2)?.parse().ok()
 }
 
 impl Roles {
-    /// Whether anybody but the daemon's own user has one.
+    /// Returns whether any user besides the daemon's own has a role.
     pub fn are_given(&self) -> bool {
         !(self.read.is_empty() && self.operate.is_empty() && self.administer.is_empty())
     }
 
-    /// What somebody may do, if anything; `own` is the daemon's user.
+    /// Returns the caller's role, if it has one; `own` is the daemon's user.
     pub fn of(&self, peer: &Peer, own: u32) -> Option<Role> {
         if peer.uid == 0 || peer.uid == own {
             return Some(Role::Administer);
@@ -96,7 +97,7 @@ impl Roles {
     }
 }
 
-/// What somebody must be to ask this, by the route that it goes to. To name a program takes more: the handler sees to that.
+/// Returns the role that a request needs, by its route. To name a program takes more: the handler checks that.
 pub fn needed(method: &Method, route: &str) -> Role {
     match (method, route) {
         (_, "/v1/nodes/{name}/capture" | "/v1/nics/{name}/capture") => Role::Administer,

@@ -1,4 +1,4 @@
-//! The server's end. Each request is put into the daemon's loop, and answered when that has answered.
+//! The server. It puts each request into the daemon's loop, and answers when the loop has.
 
 use std::future::Future;
 use std::os::unix::net::UnixListener;
@@ -27,7 +27,7 @@ use crate::config;
 use crate::supervisor::captures::Of;
 use crate::supervisor::door::{Door, No, Request};
 
-/// The description of all this.
+/// The OpenAPI description of all routes.
 #[derive(Debug, OpenApi)]
 #[openapi(
     info(
@@ -58,7 +58,7 @@ use crate::supervisor::door::{Door, No, Request};
 )]
 struct Description;
 
-/// The description, as text.
+/// Returns the description as text.
 pub fn description() -> String {
     Description::openapi().to_pretty_json().expect("a description is plain data")
 }
@@ -94,7 +94,7 @@ fn words<T>(body: Result<Json<T>, JsonRejection>) -> Result<T, No> {
     body.map(|Json(body)| body).map_err(|rejection| No::Wrong(plain(&rejection.body_text()).to_owned()))
 }
 
-/// What is wrong with a body, for whoever wrote the command and never saw it as JSON.
+/// Returns the mistake in a body without JSON terms: the author of the command never saw it as JSON.
 fn plain(text: &str) -> &str {
     let text = text.strip_prefix("Failed to deserialize the JSON body into the target type: ").unwrap_or(text);
     text.rsplit_once(" at line 1 column ").map_or(text, |(text, _)| text)
@@ -120,7 +120,7 @@ async fn nics(State(door): State<Door>) -> Answered<Vec<NicView>> {
     ask(&door, Request::Nics).await
 }
 
-/// From which event on.
+/// Query of `/v1/events`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Since {
@@ -153,7 +153,7 @@ async fn upgrade(
     }
 }
 
-/// The user who names a program runs it.
+/// Refuses a program named by a user below `administer`: that user would run it.
 fn may_not_name(peer: &Peer, role: Role) -> No {
     No::Forbidden(gate::may_not(peer, Some(role), Role::Administer))
 }
@@ -231,22 +231,22 @@ async fn vni_stats(State(door): State<Door>, Path(vni): Path<String>) -> Answere
     ask(&door, |answer| Request::VniStats { vni, answer }).await
 }
 
-/// How much is captured.
+/// Query of a capture: how much to capture.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Much {
-    /// Of each frame: all of it, and more than a frame has.
+    /// Bytes of each frame; by default more than a frame has, so all of it.
     #[serde(default = "all")]
     snap: u32,
     count: Option<u64>,
 }
 
-/// As other programs say that all of a frame is kept.
+/// The value by which other programs say that all of a frame is kept.
 fn all() -> u32 {
     262_144
 }
 
-/// What is captured, as it comes.
+/// Answers with the capture, as it comes.
 async fn capture(door: &Door, of: Of, much: Result<Query<Much>, QueryRejection>) -> Response {
     let Much { snap, count } = match much {
         Ok(Query(much)) => much,
@@ -347,7 +347,7 @@ fn router(door: Door, gate: Gate) -> Router {
         .with_state(door)
 }
 
-/// Serves those who have these roles, until `over`.
+/// Serves callers with these roles, until `over`.
 pub fn serve(listener: UnixListener, roles: Roles, door: Door, over: impl Future<Output = ()>) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;

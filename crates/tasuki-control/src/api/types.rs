@@ -1,49 +1,49 @@
-//! What is said over HTTP, as JSON.
+//! The JSON of the HTTP API.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 pub use crate::registry::Event;
 
-/// The daemon and what it has.
+/// The daemon, with its nodes and NICs.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Status {
-    /// Of the daemon.
+    /// Version of the daemon.
     pub version: String,
-    /// Its process.
+    /// Process ID.
     pub pid: u32,
-    /// Since when it runs, in ms.
+    /// For how long it has run, in ms.
     pub up_ms: u64,
-    /// Workers that it took over from the daemon before it.
+    /// Number of workers that it took over from an earlier daemon.
     pub adopted: u32,
     /// What is wrong with the daemon itself.
     #[serde(default)]
     pub trouble: Option<String>,
-    /// Nodes.
+    /// Views of all nodes.
     pub nodes: Vec<NodeView>,
-    /// NICs.
+    /// Views of all NICs.
     pub nics: Vec<NicView>,
 }
 
 /// A node.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct NodeView {
-    /// Its name.
+    /// Name in the configuration, or the one it was added with.
     pub name: String,
-    /// What it does with frames.
+    /// What its workers do with frames, in words.
     pub work: String,
-    /// Its workers, by number.
+    /// Numbers of its workers.
     pub workers: Vec<u32>,
-    /// NICs that are its.
+    /// Names of the NICs that it has.
     pub nics: Vec<String>,
     /// How often it was upgraded.
     pub generation: u32,
-    /// Why it has not the workers that it should have.
+    /// Why it lacks workers that it should have.
     pub trouble: Option<String>,
-    /// Whether somebody captures its frames.
+    /// Whether its frames are being captured.
     #[serde(default)]
     pub captured: bool,
-    /// What its workers are not confined with.
+    /// Confinement that its workers lack.
     #[serde(default)]
     pub unconfined: std::collections::BTreeSet<String>,
 }
@@ -51,11 +51,11 @@ pub struct NodeView {
 /// A VNI.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct VniView {
-    /// Its name.
+    /// Name of the VNI, as its nodes give it.
     pub name: String,
-    /// Nodes that are on it.
+    /// Number of nodes on it.
     pub nodes: u32,
-    /// Bytes of memory that their node memories have taken.
+    /// Bytes of memory that their node memories occupy.
     pub memory: u64,
 }
 
@@ -70,72 +70,73 @@ pub struct VniNodeView {
     pub mac: String,
     /// The interface that its programs have, as NAMESPACE:NAME, or the socket at which they connect by memif.
     pub interface: Option<String>,
-    /// The worker that drives it.
+    /// The worker that drives its end.
     pub worker: Option<u32>,
-    /// Bytes of memory that its node memory has taken.
+    /// Bytes of memory that its node memory occupies.
     pub memory: u64,
-    /// Bytes of the others' memory that its workers may be charged for, at most: pages that are read before they were written. A bound on the memory of
-    /// the node's workers has to leave room for them.
+    /// Bytes of the other nodes' memory that its workers may be charged for, at most: pages that they read before
+    /// they were written. A bound on the memory of the node's workers has to leave room for them.
     #[serde(default)]
     pub chargeable: u64,
-    /// What it and other namespaces sent each other past their workers, if it may.
+    /// Frames that it and other namespaces sent each other past their workers, if it may do so.
     pub shortcut: Option<CrossedView>,
 }
 
-/// Frames that took the shortcut through the kernel, from one namespace of a VNI to another. Segments of up to 64 KiB count as one.
+/// Frames that took the shortcut through the kernel, from one namespace of a VNI to another. Segments of up to 64
+/// KiB count as one.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct CrossedView {
-    /// Those that the node sent,
+    /// Frames that the node sent.
     pub sent: u64,
-    /// and those that it got.
+    /// Frames that the node received.
     pub received: u64,
 }
 
-/// What a node of a VNI has counted of another.
+/// A node's counts of its traffic with another node of its VNI.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct TalkView {
     /// The node that has counted.
     pub node: String,
-    /// The other.
+    /// The other node.
     pub other: String,
     /// Frames sent to the other.
     pub sent: u64,
-    /// Frames received from it.
+    /// Frames received from the other.
     pub received: u64,
-    /// Frames that were not sent since the other had not read a whole ring of them,
+    /// Frames not sent because the other had not read a whole ring of them.
     pub ring_full: u64,
-    /// since it had not read all that one may have of the node's pool,
+    /// Frames not sent because the other had not read all that one node may have of this node's pool.
     pub over_quota: u64,
-    /// or since the pool was full.
+    /// Frames not sent because the pool was full.
     pub pool_full: u64,
-    /// How often all was taken back from the other, since it read nothing for a second.
+    /// How often the node took back everything from the other, which had read nothing for a second.
     pub taken_back: u64,
-    /// Frames received from the other that were in an address that is not its own, and were dropped.
+    /// Frames received from the other and dropped because their source address is not the other's.
     #[serde(default)]
     pub forged: u64,
 }
 
-/// What the end of a node has to say.
+/// The result of removing a node.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Removed {
-    /// All that in a sentence.
+    /// The result in a sentence.
     pub sentence: String,
 }
 
 /// A worker.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct WorkerView {
-    /// Its number. It is never given again.
+    /// Its number, which is never given again.
     pub worker: u32,
-    /// Its process.
+    /// Process ID.
     pub pid: u32,
-    /// Its node.
+    /// Name of the node that it serves.
     pub node: String,
     /// `starting`, `prepares`, `drives`, `stands by`, `staged`, `idle` or `leaves`.
     pub is: String,
     /// The NICs that it drives.
     pub drives: Vec<String>,
-    /// What was started.
+    /// The program that was started.
     pub binary: String,
     /// The node's upgrade that it came with.
     pub generation: u32,
@@ -143,24 +144,24 @@ pub struct WorkerView {
     pub received: u64,
     /// Frames that it has sent.
     pub sent: u64,
-    /// Of numbered frames, those that are missing.
+    /// Numbered frames that are missing.
     pub missing: u64,
-    /// Of numbered frames, those that came twice or late.
+    /// Numbered frames that came twice or late.
     pub late: u64,
     /// Frames that the node's TAP did not take, or that came from it and no card could send.
     pub refused: u64,
-    /// What it could not confine itself with.
+    /// Confinement that it lacks.
     pub unconfined: Vec<String>,
 }
 
 /// A NIC.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct NicView {
-    /// Its name.
+    /// Name of the NIC, as the configuration has it.
     pub name: String,
-    /// Where it is.
+    /// The device, as the configuration names it.
     pub device: String,
-    /// Whose it is.
+    /// Name of the node to which it belongs.
     pub node: String,
     /// The worker that drives it.
     pub worker: Option<u32>,
@@ -170,22 +171,22 @@ pub struct NicView {
     pub epoch: u32,
     /// How often it was taken and driven.
     pub relays: u64,
-    /// How long nobody drove it when it last changed hands.
+    /// For how many ns no worker drove it when it last changed hands.
     pub pause_ns: Option<u64>,
-    /// When whoever drives it had begun to, in ns of `CLOCK_MONOTONIC`.
+    /// When its present driver began to drive, in ns of `CLOCK_MONOTONIC`.
     pub driving_at_ns: Option<u64>,
-    /// Why nobody drives it, or why the last relay did not end as it was to.
+    /// Why no worker drives it, or why the last relay did not end as intended.
     pub trouble: Option<String>,
 }
 
-/// What a NIC's driver has counted.
+/// The counters of a NIC's driver.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Counts {
-    /// The NIC.
+    /// Name of the NIC.
     pub nic: String,
     /// The worker that counted.
     pub worker: u32,
-    /// Name and number, in the driver's order.
+    /// Names and values, in the driver's order.
     pub counts: Vec<(String, u64)>,
 }
 
@@ -193,7 +194,7 @@ pub struct Counts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum DriverStateBy {
-    /// It is read where it lies.
+    /// The successor reads it where it lies.
     Place,
     /// The giver writes it to the daemon's store.
     Store,
@@ -210,7 +211,7 @@ pub struct Upgrade {
     pub state: Option<DriverStateBy>,
 }
 
-/// What is started ahead of an upgrade.
+/// A program to start ahead of an upgrade.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Staging {
@@ -229,7 +230,7 @@ pub enum Method {
     Mbb,
     /// Ring bases, cursors and interrupt are written anew, and nothing else.
     Repoint,
-    /// Reset and start.
+    /// The card is reset and started.
     Cold,
 }
 
@@ -249,9 +250,9 @@ pub enum Inflight {
 pub struct Give {
     /// The node that is to have it.
     pub to: String,
-    /// How; without, the best that card and trust allow.
+    /// The method; without, the best that card and trust allow.
     pub method: Option<Method>,
-    /// Of frames in flight; without, `deliver`.
+    /// What becomes of frames in flight; without, `deliver`.
     pub inflight: Option<Inflight>,
     /// How the driver state travels; without, in place.
     pub state: Option<DriverStateBy>,
@@ -260,57 +261,57 @@ pub struct Give {
 /// How one relay has settled.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Settled {
-    /// The NIC.
+    /// Name of the NIC.
     pub nic: String,
     /// Whether it went where it was to go.
     pub done: bool,
     /// The worker that drives now.
     pub worker: Option<u32>,
-    /// Its process.
+    /// Pid of that worker.
     pub pid: Option<u32>,
-    /// Its node.
+    /// Node of that worker.
     pub node: Option<String>,
-    /// How it went.
+    /// The method of the relay.
     pub method: Method,
-    /// Why this way.
+    /// Why this method.
     pub because: String,
-    /// How long nobody drove, by the stamps of giver and taker.
+    /// For how many ns no worker drove, by the stamps of giver and taker.
     pub pause_ns: Option<u64>,
-    /// All that in a sentence.
+    /// The result in a sentence.
     pub sentence: String,
 }
 
 /// How an upgrade or a handover has settled.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Relayed {
-    /// NIC by NIC.
+    /// The relays, NIC by NIC.
     pub relays: Vec<Settled>,
-    /// All that in a sentence.
+    /// The result in a sentence.
     pub sentence: String,
 }
 
-/// What the end of a capture has to say.
+/// The result of ending a capture.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Ended {
-    /// All that in a sentence.
+    /// The result in a sentence.
     pub sentence: String,
 }
 
-/// What the end of everything has to say.
+/// The result of stopping everything.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Stopped {
-    /// Workers that were ended.
+    /// Number of workers that were ended.
     pub workers: u32,
-    /// All that in a sentence.
+    /// The result in a sentence.
     pub sentence: String,
 }
 
-/// Why something was not done, in a sentence.
+/// Why a request was not carried out.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Refused {
-    /// The sentence.
+    /// The reason, in a sentence.
     pub error: String,
-    /// How far it came, NIC by NIC.
+    /// The relays that had settled by then, NIC by NIC.
     #[serde(default)]
     pub relays: Vec<Settled>,
 }

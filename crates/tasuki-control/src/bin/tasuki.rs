@@ -23,7 +23,7 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// Daemon, nodes and NICs, all at once.
+    /// Show the daemon, nodes and NICs at once.
     Status,
     /// Nodes: systems that own NICs, or are on a VNI.
     #[command(subcommand)]
@@ -34,20 +34,20 @@ enum What {
     /// Workers: the processes that drive NICs.
     #[command(subcommand)]
     Worker(Workers),
-    /// Network cards: those of the daemon, or one without it.
+    /// Network cards: the daemon's, or one without the daemon.
     #[command(subcommand)]
     Nic(NicCommand),
-    /// Frames of a node or a NIC as they come and go, as pcapng: for Wireshark, tcpdump, or a file.
+    /// Capture the frames of a node or a NIC, as pcapng: for Wireshark, tcpdump, or a file.
     Capture(Capture),
-    /// What has happened, oldest first.
+    /// Show the events, oldest first.
     Events {
-        /// Only after the event of this number.
+        /// Only events after this number.
         #[arg(long, default_value_t = 0, value_name = "NUMBER")]
         since: u64,
     },
-    /// Ends all workers, parks their NICs, and ends the daemon.
+    /// End all workers, park their NICs, and end the daemon.
     Stop,
-    /// A model of a network card, as a vfio-user device.
+    /// Run a model of a network card, as a vfio-user device.
     #[command(disable_help_flag = true)]
     Sim {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "nic …")]
@@ -57,22 +57,22 @@ enum What {
 
 #[derive(Debug, Subcommand)]
 enum NicCommand {
-    /// All NICs: whose each is, and how long nobody drove it when it last changed hands.
+    /// List all NICs: the node of each, and how long no worker drove it when it last changed hands.
     List,
-    /// Gives a NIC to another node while packets flow.
+    /// Give a NIC to another node while packets flow.
     Give(Give),
-    /// What a NIC's driver has counted.
+    /// Show what a NIC's driver has counted.
     Counts {
-        /// The NIC.
+        /// Name of the NIC.
         nic: String,
     },
-    /// Says what a card is, without the daemon.
+    /// Show what a card is, without the daemon.
     #[command(disable_help_flag = true)]
     Probe {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "DEVICE")]
         words: Vec<OsString>,
     },
-    /// Frames in and out of a card, without the daemon.
+    /// Send and receive frames by a card, without the daemon.
     #[command(disable_help_flag = true)]
     Run {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "DEVICE …")]
@@ -80,7 +80,7 @@ enum NicCommand {
     },
 }
 
-/// Becomes `program`, which stands beside this one.
+/// Becomes `program`, which lies beside this one.
 fn become_program(program: &str, words: Vec<OsString>) -> Result<Infallible> {
     let path =
         std::env::current_exe().context("the kernel does not say where this program is")?.with_file_name(program);

@@ -20,22 +20,25 @@ use tasuki_control::place::{self, Place};
 use tasuki_control::supervisor::door::Door;
 use tasuki_control::supervisor::{Ended, Parts, Programs, Supervisor};
 
-/// How long the daemon may take until it serves, where it goes into the background.
+/// Time the daemon may take until it serves, if it goes into the background.
 const BEGINS_WITHIN: Duration = Duration::from_secs(30);
 
-/// Starts and watches workers, and has NICs change hands. Told to go (SIGTERM, Ctrl-C), it leaves its workers running; `tasuki stop` ends all.
+/// Starts and watches workers, and relays NICs between them. On SIGTERM or Ctrl-C it leaves its workers running;
+/// `tasuki stop` ends all.
 #[derive(Debug, Parser)]
 #[command(name = "tasukid", version, subcommand_negates_reqs = true, args_conflicts_with_subcommands = true)]
 struct Arguments {
     #[command(subcommand)]
     verb: Option<Verb>,
-    /// Nodes and NICs.
+    /// The configuration of nodes and NICs.
     #[arg(long, value_name = "FILE", required = true)]
     config: Option<PathBuf>,
-    /// Where its sockets and its memory of itself are [default: TASUKI_DIR, or /run/tasuki; not as root $XDG_RUNTIME_DIR/tasuki].
+    /// Runtime directory, for its sockets and its registry [default: TASUKI_DIR, or /run/tasuki; not as root
+    /// $XDG_RUNTIME_DIR/tasuki].
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// The control group of version 2 in which nodes have theirs, and no process is [default: where tasukid is itself].
+    /// The control group of version 2 that holds the nodes' groups, and no process [default: the group of tasukid
+    /// itself].
     #[arg(long, value_name = "DIR")]
     groups: Option<PathBuf>,
     /// Stay in the terminal, and log to it. Without, the log is tasukid.log in DIR.
@@ -45,7 +48,7 @@ struct Arguments {
 
 #[derive(Debug, clap::Subcommand)]
 enum Verb {
-    /// Keeps descriptors, so that they outlive tasukid and all workers. tasukid starts this.
+    /// Keep descriptors, so that they outlive tasukid and all workers. tasukid starts this.
     #[command(hide = true)]
     Keep {
         /// The runtime directory.
@@ -53,7 +56,7 @@ enum Verb {
     },
 }
 
-/// A program beside this one, or on the PATH.
+/// Returns the path of a program beside this one, or on the PATH.
 fn program(name: &str) -> Result<PathBuf> {
     let beside = std::env::current_exe().context("the kernel does not say where this program is")?.with_file_name(name);
     if beside.is_file() {
@@ -64,7 +67,7 @@ fn program(name: &str) -> Result<PathBuf> {
             .map(|folder| folder.join(name))
             .find(|program| program.is_absolute() && program.is_file())
     });
-    // Said when it is to be started, and it may be there by then.
+    // The daemon reports a missing program when it starts it, and it may be there by then.
     Ok(on_path.unwrap_or(beside))
 }
 
@@ -79,23 +82,24 @@ fn programs(config: &Config, file: &Path) -> Result<Programs> {
     Ok(Programs { worker, model: program("tasuki-sim")? })
 }
 
-/// As many descriptors as this process may have, and those that it starts: a node on a VNI has some of every other.
+/// Raises the limit of descriptors to the maximum, for this process and those that it starts: a node on a VNI has
+/// some of every other.
 fn open_many() {
     let limit = rustix::process::getrlimit(Resource::Nofile);
-    // Where it cannot be so, it stays as it is, and whoever has none left says so.
+    // If that fails, the limit stays, and a process that runs out of descriptors reports it.
     let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
-/// Where HTTP is spoken: for this user alone, or for all, of whom the API lets in those who have a role.
+/// Listens for HTTP: for this user alone, or for all users, of whom the API serves those with a role.
 fn listen(folder: &Path, is_for_others: bool) -> Result<UnixListener> {
     let path = place::api_socket(folder);
-    // The lock is ours, so what is there is a dead daemon's.
+    // This daemon has the lock, so the socket there is a dead daemon's.
     let _ = std::fs::remove_file(&path);
     let listener = UnixListener::bind(&path).with_context(|| format!("{} cannot be served at", path.display()))?;
     let mode = if is_for_others { 0o666 } else { 0o600 };
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode))?;
     if is_for_others {
-        // They find the way, and see nothing else on it.
+        // Other users may pass through the directory, and see nothing else in it.
         std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o711))?;
     }
     Ok(listener)
@@ -142,7 +146,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     let ended = supervisor.run();
     let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Stopping]);
     let _ = over.send(());
-    // What waits for an answer hears that nobody will give one.
+    // Callers that wait for an answer see that none will come.
     drop(supervisor);
     let _ = http.join();
     let _ = std::fs::remove_file(place::api_socket(&folder));
@@ -159,10 +163,11 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Starts itself anew in the background, and waits until that serves.
+/// Starts this program anew in the background, and waits until that serves.
 fn go_into_background(folder: &Path) -> Result<()> {
     let log_path = folder.join("tasukid.log");
-    // Its directory is made, and its configuration refused, where somebody sees it.
+    // The caller has checked the configuration, and the directory is made here, while errors still reach the
+    // terminal.
     drop(Place::take(folder)?);
     let log = OpenOptions::new().append(true).create(true).mode(0o600).open(&log_path);
     let log = log.with_context(|| format!("{} cannot be written to", log_path.display()))?;

@@ -19,7 +19,7 @@ use crate::api::types::Status;
 use crate::api::{client, pcapng};
 use crate::place;
 
-/// What is to be captured, and where it goes.
+/// What to capture, and where to write it.
 #[derive(Debug, Args)]
 pub struct Capture {
     /// A node, all of whose ports are captured, or a NIC.
@@ -27,18 +27,18 @@ pub struct Capture {
     /// Write to this file; without, or with -, to standard output, for a pipe.
     #[arg(short, long, value_name = "FILE")]
     pub write: Option<PathBuf>,
-    /// End after so many frames; without, at ^C.
+    /// End after this many frames; without, at ^C.
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
-    /// Keep no more than so many bytes of each frame.
+    /// Keep at most this many bytes of each frame.
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(14..))]
     pub snap: Option<u32>,
-    /// The NIC of that name, where a node has it, too.
+    /// Capture the NIC of that name, even if a node has it, too.
     #[arg(long)]
     pub nic: bool,
 }
 
-/// Passes whole blocks on, and sees what is in them.
+/// Passes whole blocks on, and counts frames and missed frames in them.
 struct Passage {
     out: File,
     unfinished: Vec<u8>,
@@ -81,7 +81,7 @@ impl Passage {
     }
 }
 
-/// The address that is asked.
+/// Returns the HTTP path for the request.
 fn address(folder: &Path, capture: &Capture) -> Result<String> {
     let Capture { name, count, snap, nic, .. } = capture;
     let status: Status = serde_json::from_value(client::ask(folder, Verb::GET, "/v1/status", None)?)
@@ -102,14 +102,15 @@ fn address(folder: &Path, capture: &Capture) -> Result<String> {
     Ok(format!("/v1/{kind}/{}/capture?{}", part(name), words.join("&")))
 }
 
-/// Where it goes.
+/// Opens the output.
 fn output(write: Option<&Path>) -> Result<File> {
     match write.filter(|path| *path != Path::new("-")) {
         Some(path) => {
             let cannot = || format!("{} cannot be written", path.display());
             let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
             let file = file.with_context(cannot)?;
-            // What passes is nobody else's business, also where there was a file. A pipe or a device stays as it is.
+            // Only the file's user may read captured frames, even if the file existed before. A pipe or a device
+            // stays as it is.
             if file.metadata().with_context(cannot)?.is_file() {
                 file.set_permissions(Permissions::from_mode(0o600)).with_context(|| {
                     format!("{} cannot be made its user's alone to read; name another file", path.display())
@@ -122,7 +123,7 @@ fn output(write: Option<&Path>) -> Result<File> {
     }
 }
 
-/// Whether somebody wants the end: the first time it comes out here, and the second time it is this program's.
+/// Returns a socket that a first signal makes readable. The second signal ends this program.
 fn interruptions() -> Result<tokio::net::UnixStream> {
     let (told, hears) = std::os::unix::net::UnixStream::pair().context("the kernel has no sockets left")?;
     for signal in [SIGINT, SIGTERM] {
@@ -160,7 +161,7 @@ pub fn run(reach: &Reach, capture: &Capture) -> Result<()> {
     })?;
     match ended {
         Ok(sentence) => eprintln!("tasuki: {sentence}"),
-        // Who read has seen enough.
+        // The reader of the pipe has seen enough.
         Err(error) if is_closed(&error) => {}
         Err(error) => return Err(error),
     }
@@ -188,7 +189,7 @@ async fn pass(
             },
             _ = interruptions.readable(), if !is_told => {
                 is_told = true;
-                // It may have ended by itself meanwhile.
+                // The capture may have ended by itself meanwhile.
                 let _ = client::open(folder, Verb::DELETE, &format!("/v1/captures/{number}"), None).await;
             }
         }

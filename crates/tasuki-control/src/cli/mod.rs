@@ -1,4 +1,4 @@
-//! The command line's verbs that talk to the daemon.
+//! The subcommands that talk to the daemon.
 
 pub mod capture;
 mod show;
@@ -15,7 +15,7 @@ use crate::api::client;
 use crate::config::Spoof;
 use crate::place;
 
-/// How to reach the daemon, and how to show what it says.
+/// How to reach the daemon, and how to show its answers.
 #[derive(Debug, Clone, Args)]
 pub struct Reach {
     /// The daemon's runtime directory [default: TASUKI_DIR, or /run/tasuki; not as root $XDG_RUNTIME_DIR/tasuki].
@@ -26,32 +26,32 @@ pub struct Reach {
     pub json: bool,
 }
 
-/// What can be asked of the daemon besides workers and NICs.
+/// Subcommands about workers.
 #[derive(Debug, Subcommand)]
 pub enum Workers {
-    /// All workers: what each drives, and what it has counted.
+    /// List all workers: what each drives, and what it has counted.
     List,
-    /// Replaces a node's worker by a fresh one while packets flow.
+    /// Replace a node's worker by a fresh one while packets flow.
     Upgrade(Upgrade),
-    /// Starts the program that an upgrade will want ahead of it: the upgrade then takes what is ready.
+    /// Start ahead of an upgrade the program that it will want: the upgrade then takes a worker that is ready.
     Stage(Stage),
-    /// Ends what is staged for a node.
+    /// End the worker that is staged for a node.
     Unstage {
-        /// The node.
+        /// Name of the node.
         node: String,
     },
 }
 
-/// What can be asked of nodes.
+/// Subcommands about nodes.
 #[derive(Debug, Subcommand)]
 pub enum Nodes {
-    /// All nodes: what each does, and which workers and NICs it has.
+    /// List all nodes: what each does, and which workers and NICs it has.
     List,
-    /// Adds a node while all runs.
+    /// Add a node while the daemon runs.
     Add(Box<Add>),
-    /// Ends a node's workers, and with them its end of a VNI. What it had been given by hand is gone.
+    /// End a node's workers, and with them its end of a VNI. What was given to the node by hand is lost.
     Remove {
-        /// The node.
+        /// Name of the node.
         node: String,
     },
 }
@@ -61,54 +61,58 @@ pub enum Nodes {
 #[command(group(ArgGroup::new("outlet").required(true).args(["netns", "memif", "native"])))]
 #[command(group(ArgGroup::new("handles").requires("native").args(["work", "program"])))]
 pub struct Add {
-    /// What it is to be called.
+    /// Name of the node.
     pub node: String,
-    /// The network namespace whose programs are to be on the VNI: as `ip netns` calls it, or a path from /, such as a container's /proc/PID/ns/net.
+    /// The network namespace whose programs are to be on the VNI: as `ip netns` calls it, or a path from /, such as
+    /// a container's /proc/PID/ns/net.
     #[arg(long, value_name = "NETNS")]
     pub netns: Option<String>,
     /// The socket at which a program on DPDK or VPP connects, as a client of memif.
     #[arg(long, value_name = "SOCKET")]
     pub memif: Option<PathBuf>,
-    /// The node's program is its worker, which gets the frames themselves: say which by --work or --program.
+    /// The node's program is its worker, which gets the frames itself: name it with --work or --program.
     #[arg(long, requires = "handles")]
     pub native: bool,
-    /// What the worker does with frames that come: sends them back, takes them in, or answers ping; or it sends numbered ones.
+    /// What the worker does with frames: sends them back, takes them in, or answers ping; or it sends numbered ones.
     #[arg(long, value_enum)]
     pub work: Option<NativeWork>,
     /// A program of your own that handles frames (docs/users/own-programs.md).
     #[arg(long, value_name = "PATH")]
     pub program: Option<PathBuf>,
-    /// What only that program understands.
+    /// Text that only that program understands.
     #[arg(long, default_value = "", hide_default_value = true, requires = "program")]
     pub options: String,
-    /// Frames that a source sends a second; 0 for as many as go.
+    /// Frames that a source sends a second; 0 for as many as possible.
     #[arg(long, default_value_t = 0, hide_default_value = true, requires = "work")]
     pub rate: u64,
-    /// Bytes of each, without check sequence.
+    /// Bytes of each frame, without check sequence.
     #[arg(long, default_value_t = 60, hide_default_value = true, requires = "work")]
     pub size: u16,
     /// The station address that a source sends to; without, all.
     #[arg(long, value_name = "MAC", requires = "work")]
     pub to: Option<String>,
-    /// The number by which it asks for the port.
+    /// The number by which the client asks for the memif port.
     #[arg(long, default_value_t = 0, conflicts_with_all = ["netns", "native"])]
     pub id: u32,
-    /// The file with what it must know besides, at most 23 bytes: what stands in a command line is everybody's to read.
+    /// The file with the secret that the memif client must know besides, at most 23 bytes: every user can read a
+    /// command line.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["netns", "native"])]
     pub secret_file: Option<PathBuf>,
     /// The VNI: Ethernet between the nodes that name the same one.
     #[arg(long, default_value = "lan")]
     pub vni: String,
-    /// What the interface is called that the programs get; without, as the VNI.
+    /// Name of the interface that the programs get; without, the name of the VNI.
     #[arg(long, value_name = "NAME", conflicts_with_all = ["memif", "native"])]
     pub interface: Option<String>,
-    /// The interface's address, such as 192.0.2.1/24; without, it is yours to set. Of --work answer: the one that it answers for.
+    /// The interface's address, such as 192.0.2.1/24; without, it is yours to set. With --work answer: the address
+    /// that it answers for.
     #[arg(long, conflicts_with = "memif")]
     pub address: Option<String>,
-    /// Its station address; without, one that follows from the node's name.
+    /// Its station address; without, one derived from the node's name.
     #[arg(long)]
     pub mac: Option<String>,
-    /// Whether it may send in addresses that are not its own, as a bridge does [default: check; allow with --memif].
+    /// Whether it may send from addresses that are not its own, as a bridge does [default: check; allow with
+    /// --memif].
     #[arg(long, value_enum)]
     pub spoof: Option<Spoof>,
     /// KiB of memory for frames that the node has sent and that are not read yet [default: 2048].
@@ -117,13 +121,15 @@ pub struct Add {
     /// The CPU that its workers stay on.
     #[arg(long)]
     pub cpu: Option<u32>,
-    /// The nice value of its workers while they may sleep: -20 (before all programs) to 0 (as they) [default: -20; 0 for a program of your own].
+    /// The nice value of its workers while they may sleep: -20 (before all programs) to 0 (as they) [default: -20; 0
+    /// for a program of your own].
     #[arg(long, allow_negative_numbers = true)]
     pub nice: Option<i32>,
-    /// Has no second worker stand by, should the first one die.
+    /// Keep no second worker on stand-by, should the first one die.
     #[arg(long)]
     pub no_standby: bool,
-    /// Has all its frames go by its worker, also those from and to other namespaces, which the kernel would pass on faster.
+    /// Send all its frames by its worker, also those from and to other namespaces, which the kernel would pass on
+    /// faster.
     #[arg(long, conflicts_with_all = ["memif", "native"])]
     pub no_shortcut: bool,
 }
@@ -133,7 +139,7 @@ pub struct Add {
 pub enum NativeWork {
     /// Sends each frame back to where it came from.
     Echo,
-    /// Takes frames in, and accounts for those that are numbered.
+    /// Takes frames in, and accounts for numbered ones.
     Sink,
     /// Sends numbered frames.
     Source,
@@ -141,19 +147,19 @@ pub enum NativeWork {
     Answer,
 }
 
-/// What can be asked of VNIs.
+/// Subcommands about VNIs.
 #[derive(Debug, Subcommand)]
 pub enum Vnis {
-    /// All VNIs: how many nodes each has, and how much memory they take.
+    /// List all VNIs: how many nodes each has, and how much memory they take.
     List,
-    /// Who is on a VNI, and under which station address.
+    /// List the nodes on a VNI, with their station addresses.
     Table {
-        /// The VNI.
+        /// Name of the VNI.
         vni: String,
     },
-    /// What its nodes have sent each other, and what they could not.
+    /// Show what its nodes have sent each other, and what they could not.
     Stats {
-        /// The VNI.
+        /// Name of the VNI.
         vni: String,
     },
 }
@@ -161,20 +167,20 @@ pub enum Vnis {
 /// An upgrade.
 #[derive(Debug, Args)]
 pub struct Upgrade {
-    /// The node.
+    /// Name of the node.
     pub node: String,
     /// Another program than the one that its workers are now.
     #[arg(long, value_name = "BINARY")]
     pub with: Option<PathBuf>,
-    /// How what the successor must know travels: read in place, or by the daemon's store.
+    /// How the successor gets the driver state: it reads it in place, or from the daemon's store.
     #[arg(long, value_enum)]
     pub state: Option<State>,
 }
 
-/// What is started ahead of an upgrade.
+/// A program to start ahead of an upgrade.
 #[derive(Debug, Args)]
 pub struct Stage {
-    /// The node.
+    /// Name of the node.
     pub node: String,
     /// The program that the upgrade will want; without, the one that its workers are now, as its file is now.
     #[arg(long, value_name = "BINARY")]
@@ -210,42 +216,38 @@ pub enum Inflight {
 /// A handover.
 #[derive(Debug, Args)]
 pub struct Give {
-    /// The NIC.
+    /// Name of the NIC.
     pub nic: String,
     /// The node that is to have it.
     #[arg(long, value_name = "NODE")]
     pub to: String,
-    /// How; without, the best that card and trust allow.
+    /// The method; without, the best that card and trust allow.
     #[arg(long, value_enum)]
     pub method: Option<How>,
     /// What becomes of frames that the old owner has not handled.
     #[arg(long, value_enum)]
     pub inflight: Option<Inflight>,
-    /// How what the new owner must know travels: read in place, or by the daemon's store.
+    /// How the new owner gets the driver state: it reads it in place, or from the daemon's store.
     #[arg(long, value_enum)]
     pub state: Option<State>,
 }
 
-/// What is asked of the daemon.
+/// A request to the daemon.
 #[derive(Debug)]
 pub enum Asked {
-    /// All of it.
+    /// The whole status.
     Status,
-    /// Nodes.
     Nodes(Nodes),
-    /// VNIs.
     Vnis(Vnis),
-    /// Workers.
     Workers(Workers),
-    /// NICs.
     NicList,
     /// A handover.
     Give(Give),
-    /// What a NIC's driver has counted.
+    /// What the driver of this NIC has counted.
     Counts(String),
-    /// What has happened since event `since`.
+    /// The events after event `since`.
     Events {
-        /// Which.
+        /// Number of that event.
         since: u64,
     },
     /// The end of everything.
@@ -256,12 +258,12 @@ fn word(value: Option<impl ValueEnum>) -> Value {
     value.and_then(|value| value.to_possible_value()).map_or(Value::Null, |value| json!(value.get_name()))
 }
 
-/// A program's path, from /.
+/// Returns a program's path, from /.
 fn absolute(program: Option<&PathBuf>) -> Result<Option<PathBuf>> {
     program.map(std::path::absolute).transpose().context("that program has no path")
 }
 
-/// A name as a part of an address.
+/// Encodes a name as a part of an address.
 fn part(name: &str) -> String {
     name.bytes()
         .map(|byte| match byte {
@@ -272,7 +274,7 @@ fn part(name: &str) -> String {
 }
 
 impl Add {
-    /// What it does with frames, as a configuration has it.
+    /// Returns what the node does with frames, as a configuration has it.
     fn work_to_json(&self, secret: &str) -> Value {
         let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or(path.clone());
         if let Some(socket) = &self.memif {
@@ -289,7 +291,7 @@ impl Add {
                     json!({ "source": { "rate": rate, "size": size, "to": to } })
                 }
                 Some(NativeWork::Answer) => {
-                    // One address, as it has no programs that would look for the others of a network.
+                    // One address, as it has no programs that would look for the other stations of a network.
                     let address = self.address.as_deref().unwrap_or_default();
                     json!({ "answer": { "address": address.split('/').next() } })
                 }
@@ -304,7 +306,7 @@ impl Add {
         work
     }
 
-    /// As a configuration has it.
+    /// Returns the node, as a configuration has it.
     fn to_json(&self) -> Result<Value> {
         let Add { node, vni, mac, spoof, pool_kib, cpu, nice, no_standby, .. } = self;
         let secret = self.secret_file.as_ref().map_or(Ok(String::new()), |path| {
@@ -317,7 +319,7 @@ impl Add {
     }
 }
 
-/// Asks, and prints the answer.
+/// Sends the request, and prints the answer.
 pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
     let folder = reach.dir.clone().unwrap_or_else(place::usual);
     let get = |address: &str| client::ask(&folder, Verb::GET, address, None);
@@ -357,7 +359,7 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
         false => show::show(asked, value)?,
     };
     match std::io::stdout().write_all(text.as_bytes()) {
-        // Who reads no more knows enough.
+        // A reader that has closed the pipe knows enough.
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
             Err(error).context("what tasukid answers cannot be written")
         }

@@ -1,4 +1,4 @@
-//! What the daemon says, for people.
+//! Renders the daemon's answers for people.
 
 use std::fmt::Write;
 
@@ -19,7 +19,7 @@ fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
         .context("tasukid answers with what this tasuki does not know; rebuild the older of the two")
 }
 
-/// Text for a terminal.
+/// Returns the answer as text for a terminal.
 pub fn show(asked: &Asked, value: Value) -> Result<String> {
     Ok(match asked {
         Asked::Status => status(&read(value)?),

@@ -1,5 +1,6 @@
-//! What the reader of TOML finds wrong, as a sentence for whoever wrote the file: what stands there, and what to write instead. The reader's own words
-//! are those of Rust's types (`expected struct Source`); what is not known here is passed on as it is.
+//! Turns the TOML reader's errors into sentences for the author of the file: they quote the faulty text, and name a
+//! replacement. The reader's own words are those of Rust's types (`expected struct Source`); an error that is not
+//! known here is passed on as it is.
 
 use std::ops::Range;
 
@@ -16,9 +17,9 @@ fn example(work: &str) -> Option<&'static str> {
     EXAMPLES.iter().find(|(name, _)| *name == work).map(|(_, table)| *table)
 }
 
-/// Where something is wrong.
+/// The place of an error.
 struct Place<'a> {
-    /// What stands there.
+    /// The text there.
     found: &'a str,
     /// The key of which it is the value.
     key: Option<&'a str>,
@@ -36,18 +37,18 @@ impl<'a> Place<'a> {
         Place { found, key: key_before(&before[start..]), line }
     }
 
-    /// The key and its value, as they stand there.
+    /// Returns the key and its value, as they stand there.
     fn shown(&self) -> String {
         self.key.map_or_else(|| self.found.to_owned(), |key| format!("{key} = {}", self.found))
     }
 
-    /// What would stand there instead.
+    /// Returns the text to write there instead.
     fn instead(&self, value: &str) -> String {
         self.key.map_or_else(|| value.to_owned(), |key| format!("{key} = {value}"))
     }
 }
 
-/// The key of the value that comes next on a line.
+/// Returns the key of the value that comes next on a line.
 fn key_before(line: &str) -> Option<&str> {
     let (before, _) = line.rsplit_once('=')?;
     let key = before.trim_end().trim_matches('"');
@@ -55,18 +56,18 @@ fn key_before(line: &str) -> Option<&str> {
     Some(&key[at..]).filter(|key| !key.is_empty())
 }
 
-/// The sentence for what the reader says of this place in the text.
+/// Returns the sentence for the reader's `message` about this place in the text.
 pub fn sentence(text: &str, span: Option<Range<usize>>, message: &str) -> String {
     let place = Place::of(text, span.unwrap_or(0..0));
     let message = message.trim().replace('\n', "; ");
     match toml::from_str::<toml::Table>(text) {
         Err(_) => of_toml(&place, &message),
-        // What nobody else knows is a sentence of ours.
+        // A message that `of_word` does not know is a sentence of this crate.
         Ok(_) => of_word(&place, &message).unwrap_or(message),
     }
 }
 
-/// It is no TOML.
+/// Returns the sentence for a text that is no TOML.
 fn of_toml(place: &Place<'_>, message: &str) -> String {
     let Place { found, line, .. } = place;
     match message {
@@ -78,7 +79,7 @@ fn of_toml(place: &Place<'_>, message: &str) -> String {
     }
 }
 
-/// A key or a value is not what may be there.
+/// Returns the sentence for a key or a value that may not be there.
 fn of_word(place: &Place<'_>, message: &str) -> Option<String> {
     if let Some((name, rest)) = named(message, "unknown field `") {
         return Some(format!("the key `{name}` means nothing here; there {}", there_are(rest)));
@@ -110,12 +111,12 @@ fn of_word(place: &Place<'_>, message: &str) -> Option<String> {
     }
 }
 
-/// What begins like this, and then names something in backticks: the name, and what follows it.
+/// If the message begins like this and then names something in backticks, returns the name, and what follows it.
 fn named<'a>(message: &'a str, begins: &str) -> Option<(&'a str, &'a str)> {
     message.strip_prefix(begins)?.split_once('`')
 }
 
-/// What there is, out of `, expected one of ...`.
+/// Returns the names there are, out of `, expected one of ...`.
 fn there_are(rest: &str) -> String {
     let rest = rest.trim_start_matches(", expected ");
     rest.strip_prefix("one of ").map_or_else(|| format!("is {rest}"), |all| format!("are {all}"))
@@ -125,7 +126,7 @@ fn with_example(work: &str) -> String {
     format!("work = {{ {work} = {} }}", example(work).unwrap_or("{ … }"))
 }
 
-/// What stands there is of another type.
+/// Returns the sentence for a value of another type.
 fn of_type(place: &Place<'_>, expected: &str) -> Option<String> {
     let shown = place.shown();
     let bare = place.found.trim_matches('"');
@@ -165,7 +166,7 @@ mod tests {
 
     use super::super::Config;
 
-    /// What stands behind a node's name and work, and what is said of it.
+    /// Lines after a node's name and work, and the sentence for each.
     const OF_A_NODE: &[(&str, &str)] = &[
         ("poll = \"no\"", "poll = \"no\" is neither true nor false; write one of these, without quotes"),
         ("standby = 0", "standby = 0 is neither true nor false; write one of these, without quotes"),
@@ -189,7 +190,7 @@ mod tests {
         ("cpus: 3", "cpus: 3 is no TOML (key with no value, expected `=`); mend this line"),
     ];
 
-    /// The same of its work.
+    /// Values of `work`, and the sentence for each.
     const OF_WORK: &[(&str, &str)] = &[
         ("3", "work = 3 is no work; write work = \"echo\", or a table, as work = { source = { rate = 1000 } }"),
         (
@@ -224,7 +225,7 @@ mod tests {
         ("{ memif = { socket = 3 } }", "socket = 3 is no path; write one from /, in quotes"),
     ];
 
-    /// Of whole files, with the line.
+    /// Whole files, and the sentence for each, with the line.
     const OF_ALL: &[(&str, &str)] = &[
         ("node = 3", "1: node = 3 is no list; write one in brackets"),
         ("[node]\nname = \"red\"\nwork = \"sink\"", "1: [node] can be there more than once; write [[node]]"),

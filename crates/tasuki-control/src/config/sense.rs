@@ -1,4 +1,4 @@
-//! What contradicts itself in a configuration: each as a sentence that says what is wrong and what to do.
+//! Finds contradictions in a configuration: each as a sentence that says what is wrong and what to do.
 
 use std::collections::BTreeSet;
 
@@ -9,21 +9,21 @@ use super::{Config, Device, Memif, NICE_MIN, Node, PAGE_KIB, Program, SIZES, Sou
 
 /// Longest name of a node, a NIC or a VNI.
 const NAME_MAX: usize = 24;
-/// Addresses of IP of a node: a message about it stays short, for there may be a thousand of them unread.
+/// IP addresses of a node, at most: a message about it stays short, as there may be a thousand of them unread.
 const ADDRESSES_MAX: usize = 8;
-/// Bytes of a socket's path (`sun_path` of unix(7), with a zero behind it),
+/// Bytes of a socket's path (`sun_path` of unix(7), with a zero behind it).
 const SOCKET_MAX: usize = 107;
-/// and of memif's secret.
+/// Bytes of memif's secret.
 const SECRET_MAX: usize = 23;
 
 impl Config {
-    /// What contradicts itself.
+    /// Returns the first contradiction.
     pub fn senseless(&self) -> Option<String> {
         let names = |kind: &'static str, all: Vec<&String>| {
             let mut seen = BTreeSet::new();
             all.into_iter().find_map(|name| match () {
                 () if !is_name(name) => Some(format!(
-                    "{kind} {name:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a message"
+                    "{kind} {name:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
                 )),
                 () if !seen.insert(name) => Some(format!("two {kind}s are called {name:?}; give one another name")),
                 () => None,
@@ -62,7 +62,7 @@ impl Config {
             .or(limit)
     }
 
-    /// What is wrong with a node's end of a VNI.
+    /// Returns the fault of a node's end of a VNI, if there is one.
     fn odd_vni(&self, node: &Node) -> Option<String> {
         let named = |what: String| Some(format!("node {:?}: {what}", node.name));
         if let Some(what) = node.memif().and_then(odd_memif) {
@@ -88,7 +88,7 @@ impl Config {
         };
         if !is_name(vni) {
             return named(format!(
-                "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a message"
+                "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
             ));
         }
         if node.work == Work::Uplink && !node.has_others() {
@@ -136,7 +136,7 @@ impl Config {
         let others = || self.node.iter().filter(|other| other.name != node.name);
         let is_later =
             |other: &Node| self.node.iter().skip_while(|it| it.name != node.name).any(|it| it.name == other.name);
-        // Of two on VNIs the later one is odd.
+        // Of two nodes on VNIs the later one is at fault.
         let outlet = node.outlet();
         let same_outlet = |other: &&Node| other.outlet() == outlet && !(other.vni.is_some() && is_later(other));
         if let Some((outlet, other)) = outlet.as_ref().and_then(|outlet| Some((outlet, others().find(same_outlet)?))) {
@@ -152,7 +152,7 @@ impl Config {
         })
     }
 
-    /// What is wrong with a node's TAP: its name, or what others say of the same.
+    /// Returns the fault of a node's TAP: its name, or a contradiction to another node's entry for the same TAP.
     fn odd_tap(&self, node: &Node) -> Option<String> {
         let tap = node.tap()?;
         let named = |what: String| Some(format!("node {:?}, tap: {what}", node.name));
@@ -162,7 +162,7 @@ impl Config {
         if tap.netns.as_ref().is_some_and(|netns| netns.is_empty() || netns.contains('/') && !netns.starts_with('/')) {
             return named("netns is what `ip netns` calls it, or a path from /".to_owned());
         }
-        // On a VNI nobody shares one.
+        // On a VNI no two nodes share one.
         let same = |other: &&Node| {
             node.vni.is_none() && other.vni.is_none() && other.tap().is_some_and(|other| other.label() == tap.label())
         };
@@ -189,7 +189,7 @@ fn is_name(name: &str) -> bool {
         && name.chars().all(plain)
 }
 
-/// What is wrong with how urgent a node's workers are to be.
+/// Returns the fault of a node's nice value, if there is one.
 fn odd_nice(node: &Node) -> Option<String> {
     let nice = node.nice?;
     let what = match () {
@@ -212,7 +212,7 @@ fn size_of_frames(node: &Node) -> Option<String> {
     })
 }
 
-/// What is wrong with where a node serves memif.
+/// Returns the fault of a node's memif settings, if there is one.
 fn odd_memif(memif: &Memif) -> Option<String> {
     let shown = memif.socket.display();
     match () {

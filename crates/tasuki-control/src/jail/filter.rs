@@ -1,7 +1,9 @@
-//! The wide filter of system calls: what a stock worker, or a program of a user's own with threads and children, makes until its runtime confines it further. What is not in
-//! the list is not there (ENOSYS), and libraries do without.
+//! The wide filter of system calls: those that a stock worker, or a user's own program with threads and children,
+//! makes until its runtime confines it further. A call that is not in the list fails with ENOSYS, and libraries do
+//! without.
 //!
-//! No socket is made and none connected: what it speaks with, it was given. No namespace, mount, key, BPF program, io_uring, userfaultfd, trace, or signal to another.
+//! The process makes no socket and connects none: it speaks by those it was given. Namespaces, mounts, keys, BPF
+//! programs, io_uring, userfaultfd, trace, and signals to other processes are barred.
 
 use std::collections::BTreeMap;
 
@@ -10,9 +12,9 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
 };
 
-/// Whatever their arguments are.
+/// Calls permitted with any arguments.
 const CALLS: &[i64] = &[
-    // Descriptors, and files as far as landlock lets it.
+    // Descriptors, and files as far as landlock permits.
     libc::SYS_read,
     libc::SYS_write,
     libc::SYS_readv,
@@ -140,7 +142,7 @@ const CALLS: &[i64] = &[
     libc::SYS_clock_nanosleep,
     libc::SYS_nanosleep,
     libc::SYS_gettimeofday,
-    // By which its runtime gives up the rest.
+    // Calls by which its runtime gives up the rest.
     libc::SYS_capget,
     libc::SYS_capset,
     libc::SYS_seccomp,
@@ -149,7 +151,7 @@ const CALLS: &[i64] = &[
     libc::SYS_landlock_restrict_self,
 ];
 
-/// What only this architecture has.
+/// Calls that only this architecture has.
 #[cfg(target_arch = "x86_64")]
 const OLD_CALLS: &[i64] = &[
     libc::SYS_arch_prctl,
@@ -170,9 +172,9 @@ const OLD_CALLS: &[i64] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const OLD_CALLS: &[i64] = &[];
 
-/// About itself alone: its first argument is 0, or its own number.
+/// Calls about the process itself alone: the first argument is 0, or its own pid.
 const ABOUT_ITSELF: &[i64] = &[libc::SYS_prlimit64, libc::SYS_sched_setaffinity];
-/// Signals.
+/// Signals to the process itself alone.
 const SIGNALS: &[i64] = &[libc::SYS_kill, libc::SYS_tgkill];
 
 /// Commands of `fcntl`, none of which names another process or has a file send signals; F_SETFL is apart.
@@ -194,7 +196,8 @@ const FCNTL: &[i32] = &[
     libc::F_GETPIPE_SZ,
 ];
 
-/// Requests of `ioctl`: whether a descriptor waits, how much there is to read, what a terminal is asked first; and those of VFIO, which have one message.
+/// Requests of `ioctl`: FIONBIO, FIONREAD, TCGETS, which a terminal is asked first, FIONCLEX and FIOCLEX; and those
+/// of VFIO, which share one type.
 const IOCTL: &[u64] = &[0x5421, 0x541b, 0x5401, 0x5450, 0x5451];
 const VFIO_TYPE: u64 = (b';' as u64) << 8;
 
@@ -217,7 +220,8 @@ const PRCTL: &[i32] = &[
     libc::PR_SET_VMA,
 ];
 
-/// Namespaces of its own, by `clone`: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWTIME.
+/// Flags of `clone` for namespaces of its own: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET,
+/// NEWTIME.
 const NAMESPACES: u64 = 0x7e02_0080;
 
 fn one(argument: u8, mask: Option<u64>, value: u64) -> Result<SeccompCondition> {
@@ -229,13 +233,14 @@ fn rule(conditions: Vec<SeccompCondition>) -> Result<SeccompRule> {
     Ok(SeccompRule::new(conditions)?)
 }
 
-/// One of these values.
+/// Returns rules that permit one of these values.
 fn any_of(argument: u8, values: &[i32]) -> Result<Vec<SeccompRule>> {
     values.iter().map(|&value| rule(vec![one(argument, None, u64::from(value.cast_unsigned()))?])).collect()
 }
 
-/// The filter of the process with this number, which keeps it when it becomes its program. `may_schedule` lets it call sched_setattr(2) for itself: a process that
-/// keeps CAP_SYS_NICE must not, for no limit would bind it, and it could make itself real-time.
+/// Returns the filter of the process with this pid, which keeps it when it becomes its program. `may_schedule` lets
+/// it call sched_setattr(2) for itself. A process that keeps CAP_SYS_NICE must not, as no limit would bind it, and
+/// it could make itself real-time.
 pub fn filter(ourselves: u32, may_schedule: bool) -> Result<BpfProgram> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
         CALLS.iter().chain(OLD_CALLS).map(|&call| (call, Vec::new())).collect();
@@ -258,12 +263,12 @@ pub fn filter(ourselves: u32, may_schedule: bool) -> Result<BpfProgram> {
     rules.insert(libc::SYS_prctl, any_of(0, PRCTL)?);
     // clone3, whose flags lie in memory, is not there: libraries take clone then.
     rules.insert(libc::SYS_clone, vec![rule(vec![one(0, Some(NAMESPACES), 0)?])?]);
-    // A datagram socket sends to any name, whom it is connected with or not.
+    // Stream and seqpacket pairs alone: a datagram socket sends to any name, connected or not.
     let unix = || one(0, None, bits(libc::AF_UNIX));
     let kind = |kind: i32| one(1, Some(0xf), bits(kind));
     let pairs = vec![rule(vec![unix()?, kind(libc::SOCK_STREAM)?])?, rule(vec![unix()?, kind(libc::SOCK_SEQPACKET)?])?];
     rules.insert(libc::SYS_socketpair, pairs);
-    // To empty a file takes no right to write it, as landlock before Linux 6.2 sees it.
+    // Landlock before Linux 6.2 lets a process empty a file that it may not write.
     rules.insert(libc::SYS_openat, vec![rule(vec![one(2, Some(bits(libc::O_TRUNC)), 0)?])?]);
     #[cfg(target_arch = "x86_64")]
     rules.insert(libc::SYS_open, vec![rule(vec![one(1, Some(bits(libc::O_TRUNC)), 0)?])?]);

@@ -1,10 +1,13 @@
-//! Confinement, stage one: what a worker's process cannot do from its program's first instruction on, whatever that program is. The daemon starts itself as `tasukid jail`,
-//! which gives up all that a worker does not need, says so on its standard output, waits on its standard input to be told the program, and becomes that. The daemon looks for itself
-//! ([`verify`]), and gives nothing before.
+//! Confinement, stage one: it bounds a worker's process from its program's first instruction on, whatever that
+//! program is. The daemon starts itself as `tasukid jail`. That process gives up all that a worker does not need,
+//! reports this on its standard output, waits on its standard input for its program, and becomes that. The daemon
+//! checks for itself ([`verify`]), and gives nothing before.
 //!
-//! Most of what a start takes is over when it waits: to enter a control group of version 1 takes the kernel up to 12 ms. So one waits for each node (a *cell*).
+//! Most of a start's work is over when it waits: to enter a control group of version 1 takes the kernel up to 12 ms.
+//! So one such process waits for each node (a *cell*).
 //!
-//! Stage two is the runtime's (`tasuki-worker/src/confine.rs`). docs/design/worker.md says what each bars.
+//! Stage two is the runtime's (`tasuki-worker/src/confine.rs`). docs/design/worker.md lists the restrictions of each
+//! stage.
 
 mod filter;
 
@@ -27,43 +30,43 @@ use serde::{Deserialize, Serialize};
 use crate::channel::{self, Nothing};
 use crate::spawn;
 
-/// The word by which tasukid is asked for this.
+/// The argument that has tasukid become a jail.
 pub const WORD: &str = "jail";
 
-/// What landlock is to bar, as of this kernel interface (Linux 6.12).
+/// The landlock interface (ABI) with all restrictions that are wanted (Linux 6.12).
 const LANDLOCK: ABI = ABI::V6;
-/// Where a program's libraries are; it may read those, and run what is there.
+/// Folders of a program's libraries; it may read the files there, and run them.
 const LIBRARIES: &[&str] = &["/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib"];
-/// What a program and its libraries look at when they begin.
+/// Files and folders that a program and its libraries read when they begin.
 const READ: &[&str] = &["/etc/ld.so.cache", "/etc/ld.so.preload", "/proc/self", "/sys/devices/system/cpu"];
 const READ_AND_WRITE: &[&str] = &["/dev/null", "/dev/zero", "/dev/urandom"];
-/// What a program lowers its nice value to at most, as RLIMIT_NICE has it: 20 - nice.
+/// RLIMIT_NICE that permits every nice value: 20 - nice.
 const ANY_NICE: u64 = 40;
 
-/// What is to be given up.
+/// The privileges that a process is to give up, and those that it keeps.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
-    /// What the process is to become at once, and what follows its name; without, it is told.
+    /// The program the process is to become at once, and its arguments; if `None`, it is told.
     pub program: Option<(PathBuf, Vec<String>)>,
-    /// Whose it is to be; without, it stays the daemon's user's.
+    /// The user it is to become; if `None`, it stays the daemon's user.
     pub uid: Option<u32>,
     /// The network namespace to enter.
     pub network: Option<PathBuf>,
-    /// The control groups to enter, beside that in which it is started: files that want a 0.
+    /// The control groups to enter, beside the one in which it is started: files that take a 0.
     pub doors: Vec<PathBuf>,
-    /// It may go before others on its CPU.
+    /// Whether it may go before other processes on its CPU.
     pub urgent: bool,
-    /// Files and folders that it may read,
+    /// Files and folders that it may read.
     pub reads: Vec<PathBuf>,
-    /// and devices that it may use, of which some lock its memory.
+    /// Devices that it may use, of which some lock its memory.
     pub devices: Vec<PathBuf>,
-    /// What cannot be given up ends it.
+    /// Whether it ends if it cannot give something up.
     pub strict: bool,
-    /// What the daemon knows that does not hold.
+    /// Sentences about parts of the confinement that the daemon knows to be missing.
     pub lacks: Vec<String>,
 }
 
-/// What the process is to become; its file comes beside it.
+/// The program that the process is to become; its file comes beside the message.
 #[derive(Debug, Serialize, Deserialize)]
 struct Become {
     program: PathBuf,
@@ -78,7 +81,7 @@ pub fn tell(socket: BorrowedFd<'_>, program: &Path, file: BorrowedFd<'_>) -> rus
     channel::send(socket, &what, &[file])
 }
 
-/// Opens a program's file, for [`tell`]: this file runs, also if its path names another by then.
+/// Opens a program's file, for [`tell`]: this file runs, even if its path names another by then.
 ///
 /// # Errors
 /// It is not there.
@@ -86,24 +89,24 @@ pub fn open_program(program: &Path) -> rustix::io::Result<OwnedFd> {
     open(spawn::find(program), OFlags::PATH)
 }
 
-/// What the jail says to the daemon, a line each: how far it is, or why not.
+/// Messages of the jail to the daemon, a line each: how far it is, or why it goes no further.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Says {
-    /// It waits to be told its program; this does not hold, as sentences.
+    /// It waits for its program; the sentences name the missing confinement.
     Waits(Vec<String>),
-    /// All that holds, holds; this does not, as sentences.
+    /// It is confined as far as possible; the sentences name the missing confinement.
     Confined(Vec<String>),
     /// It ends.
     Failed(String),
 }
 
-/// `tasukid jail TERMS`.
+/// Runs `tasukid jail TERMS`.
 pub fn run(terms: &str) -> ExitCode {
     let sentence = match become_program(terms) {
         Ok(never) => match never {},
         Err(error) => format!("{error:#}"),
     };
-    // Where standard output is the daemon's no more, its duplicate was used.
+    // If standard output is no longer the daemon's, the process has reported by the duplicate.
     say(std::io::stdout(), &Says::Failed(sentence));
     ExitCode::FAILURE
 }
@@ -120,7 +123,7 @@ fn become_program(terms: &str) -> Result<std::convert::Infallible> {
     let says = rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3).context("it has no standard output")?;
     let nowhere = open("/dev/null", OFlags::RDWR).context("/dev/null")?;
     let mut lacks = terms.lacks.clone();
-    // While we may look there.
+    // Open the program while this process may look there.
     let known = terms.program.as_ref().map(|(path, args)| {
         let file = open_program(path).with_context(|| format!("{} cannot be started", path.display()))?;
         anyhow::Ok((path.clone(), args.clone(), file))
@@ -145,7 +148,7 @@ fn become_program(terms: &str) -> Result<std::convert::Infallible> {
     drop(nowhere);
     let mut error = Command::new(&path).args(&args).exec();
     if error.kind() == std::io::ErrorKind::PermissionDenied {
-        // It lies where its user cannot go, in somebody's home for instance.
+        // The program lies where its user cannot go, in a home directory for instance.
         let by_descriptor = format!("/proc/self/fd/{}", program.as_raw_fd());
         error = Command::new(by_descriptor).arg0(&path).args(&args).exec();
     }
@@ -162,7 +165,7 @@ fn is_enough(terms: &Terms, lacks: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Waits for the program. Without a daemon there is none, and it ends.
+/// Waits for the program. Without a daemon there is none, and the process ends.
 fn hear() -> Result<(PathBuf, OwnedFd)> {
     let (socket, mut room) = (std::io::stdin(), Vec::new());
     let message = loop {
@@ -183,14 +186,15 @@ fn open(path: impl AsRef<Path>, flags: OFlags) -> rustix::io::Result<OwnedFd> {
     rustix::fs::open(path.as_ref(), flags | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// Notes what could not be done.
+/// Notes a failed step.
 fn note<E: std::fmt::Display>(lacks: &mut Vec<String>, outcome: Result<(), E>, what: &str) {
     if let Err(error) = outcome {
         lacks.push(format!("{what} ({error})"));
     }
 }
 
-/// Gives up all but the files, which want the program; what cannot be is noted, and whether user and network are its node's own is said. What would leave it root is an error.
+/// Gives up everything but files, for which the program must be known. Notes each failure, and returns whether user
+/// and network are the node's own. It is an error if the process would stay root.
 fn confine(terms: &Terms, lacks: &mut Vec<String>) -> Result<(landlock::RulesetCreated, bool)> {
     for door in &terms.doors {
         note(lacks, std::fs::write(door, "0"), "it uses memory and processes without a bound");
@@ -212,7 +216,7 @@ fn confine(terms: &Terms, lacks: &mut Vec<String>) -> Result<(landlock::RulesetC
         note(lacks, raised, "its nice value stays 0");
     }
     rustix::thread::set_no_new_privs(true).context("the kernel does not bar it from new privileges")?;
-    // While it may: the filter may bar that, and what it becomes keeps them.
+    // Ask now: the filter may bar that call, and the program keeps the slices.
     tasuki_shm::slice::brief();
     let filter = filter::filter(std::process::id(), kept.is_empty())?;
     note(lacks, seccompiler::apply_filter(&filter), "system calls are not barred");
@@ -224,8 +228,9 @@ fn enter(network: &Path) -> Result<()> {
     Ok(rustix::thread::move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network))?)
 }
 
-/// Limits; and which capabilities are to be kept, for want of one of them. By RLIMIT_NICE it can set its own nice value and nothing else; who cannot raise that
-/// (containers without CAP_SYS_RESOURCE) keeps CAP_SYS_NICE, of which the filter leaves what it does with itself.
+/// Sets the limits. Returns the capabilities to keep where a limit cannot replace them. RLIMIT_NICE lets the process
+/// set its own nice value and nothing else. A process that cannot raise that limit (containers without
+/// CAP_SYS_RESOURCE) keeps CAP_SYS_NICE, which the filter restricts to calls about the process itself.
 fn limit(terms: &Terms, lacks: &mut Vec<String>) -> CapabilitySet {
     let set = |resource, to| rustix::process::setrlimit(resource, Rlimit { current: Some(to), maximum: Some(to) });
     note(lacks, set(Resource::Core, 0), "a dump of its memory is possible");
@@ -240,9 +245,10 @@ fn limit(terms: &Terms, lacks: &mut Vec<String>) -> CapabilitySet {
     }
 }
 
-/// From here on it is nobody but this user, of no group but its own; what it keeps of its capabilities is what may be kept, and no program gives it any.
+/// Becomes this user alone, in no group but its own. The process keeps of its capabilities those in `keeps`, and no
+/// program gives it any.
 fn become_user(uid: u32, keeps: CapabilitySet) -> Result<()> {
-    // What a program inherits must be said while the bounding set has it.
+    // Set the inheritable capabilities while the bounding set still has them.
     let ours = rustix::thread::capabilities(None)?;
     rustix::thread::set_capabilities(None, CapabilitySets { inheritable: keeps, ..ours })
         .context("it cannot give up its capabilities")?;
@@ -261,7 +267,8 @@ fn become_user(uid: u32, keeps: CapabilitySet) -> Result<()> {
     rustix::thread::set_thread_res_uid(user, user, user).with_context(what)
 }
 
-/// A program's libraries, what its node's files name, and little else: made while we may look there.
+/// Returns the rules for a program's libraries, its node's files, and little else: made while this process may look
+/// there.
 fn landlock(terms: &Terms) -> Result<landlock::RulesetCreated> {
     let run = AccessFs::Execute | AccessFs::ReadFile | AccessFs::ReadDir;
     let read = AccessFs::ReadFile | AccessFs::ReadDir;
@@ -289,8 +296,9 @@ fn landlock(terms: &Terms) -> Result<landlock::RulesetCreated> {
     Ok(ruleset)
 }
 
-/// Every landlock bars files. What one before Linux 6.12's does not know (truncation, devices' requests, TCP, abstract sockets, signals) is barred by the filter of system calls,
-/// and who `is_apart`, with a user and a network of its own, has nothing there to reach for besides.
+/// Bars files, as every landlock does. The filter of system calls bars the rest that a landlock before Linux 6.12's
+/// does not know: truncation, devices' requests, TCP, abstract sockets, signals. Besides, a process that `is_apart`,
+/// with a user and a network of its own, has nothing there to reach for.
 fn bar_files(ruleset: landlock::RulesetCreated, is_apart: bool) -> Result<()> {
     let status = ruleset.restrict_self()?;
     match status.ruleset {
@@ -301,7 +309,7 @@ fn bar_files(ruleset: landlock::RulesetCreated, is_apart: bool) -> Result<()> {
     }
 }
 
-/// What the kernel says of a process that does not hold, though it should by these terms.
+/// Returns a sentence for each of these terms that, by the kernel's account of the process, does not hold.
 pub fn verify(pid: u32, terms: &Terms) -> Vec<String> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let network = |of: &str| std::fs::read_link(format!("/proc/{of}/ns/net")).ok();
@@ -348,10 +356,10 @@ fn bits(value: &str) -> Option<u64> {
     u64::from_str_radix(value, 16).ok()
 }
 
-/// Reads what the jail has said: nothing unless all of it is there.
+/// Reads the jail's last message; `None` unless all of it is there.
 pub fn said(text: &[u8]) -> Option<Says> {
     let mut lines = text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
-    // What it says last counts: a program that does not start comes after all else.
+    // The last line counts: the failure to start a program comes after all else.
     serde_json::from_slice(lines.next_back()?).ok()
 }
 

@@ -1,11 +1,12 @@
-//! What stands in the registry, in memory: it is written anew from this when its file could not be written for a while.
+//! The content of the registry, in memory. The registry is written anew from this after its file could not be
+//! written for a while.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::{Change, EVENTS_MAX, Event, Known, NicRecord, NodeRecord, WorkerRecord};
 use crate::config;
 
-/// All of it. It grows with what there is now, and not with what was.
+/// The content. It grows with what exists now, and not with what existed.
 #[derive(Debug, Default)]
 pub struct Mirror {
     workers: BTreeMap<u32, WorkerRecord>,
@@ -18,7 +19,7 @@ pub struct Mirror {
 }
 
 impl Mirror {
-    /// Of what a daemon before this one wrote.
+    /// Starts from what an earlier daemon wrote.
     pub fn of(known: &Known) -> Self {
         Mirror {
             workers: known.workers.iter().map(|worker| (worker.party, worker.clone())).collect(),
@@ -31,7 +32,7 @@ impl Mirror {
         }
     }
 
-    /// Follows a change.
+    /// Applies a change.
     pub fn apply(&mut self, change: &Change) {
         match change {
             Change::Worker(worker) => drop(self.workers.insert(worker.party, worker.clone())),
@@ -58,7 +59,7 @@ impl Mirror {
         }
     }
 
-    /// What makes an empty registry this one.
+    /// Returns the changes that make an empty registry this one.
     pub fn changes(&self) -> Vec<Change> {
         let mut all: Vec<Change> = self.fenced.iter().copied().map(Change::Fence).collect();
         all.push(Change::Party(self.last_party));

@@ -1,8 +1,9 @@
-//! Workers of the daemon before this one: they drive on, and are taken over without noticing.
+//! Adopts workers of an earlier daemon: they drive on, and do not notice.
 //!
-//! The registry says who they were; pid and start time say whether they still are, and the kernel who listens at their sockets. What they have, the
-//! keeper has, too, and what they were given: they only say who they are, and how they stand. A worker that does not is ended, for it may drive and
-//! would hear no order.
+//! The registry lists these workers. Pid and start time show whether they still run, and the kernel names the
+//! process that listens at each socket. The keeper has their descriptors and the NICs they were given: they only
+//! identify themselves, and report their state. A worker that does not is ended, as it may drive and would hear no
+//! order.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,7 +25,7 @@ use crate::channel;
 use crate::process::Process;
 use crate::registry::{Change, Known, WorkerRecord};
 
-/// A NIC that is left over, and no node's end of a VNI.
+/// Returns the number of a NIC that is left over, unless it is a node's end of a VNI.
 fn stray(key: &Key, what: &str) -> Option<u32> {
     let Key::Card(nic) = key else { return None };
     let text: CardText = serde_json::from_str(what).ok()?;
@@ -32,7 +33,7 @@ fn stray(key: &Key, what: &str) -> Option<u32> {
 }
 
 impl Supervisor {
-    /// Makes nodes and cards as the configuration has them, and asks those who are still there.
+    /// Makes nodes and cards as the configuration has them, and asks the workers that still run.
     pub(super) fn adopt(&mut self, known: Known, mut found: Found) -> Result<()> {
         let Known { workers, nics, nodes, added, fenced, events, .. } = known;
         self.events = events;
@@ -98,13 +99,13 @@ impl Supervisor {
         Ok(())
     }
 
-    /// A number in messages that no NIC has; none that would make a message of a packet.
+    /// Returns a number for messages that no NIC has, and that never makes a packet look like a message.
     pub(super) fn next_nic(&self, taken: &BTreeSet<u32>) -> Option<u32> {
         let is_free = |number: &u32| !taken.contains(number) && !self.cards.contains_key(number);
         (0..).find(|number| is_free(number) && number & 0xFF != u32::from(b'{'))
     }
 
-    /// What the registry says of a NIC, as far as that is still true.
+    /// Restores the registry's record of a NIC, as far as it is still true.
     fn remember(&self, card: &mut Card, record: &crate::registry::NicRecord, is_driven: bool) -> Result<()> {
         card.model = record.model.and_then(Process::find);
         card.uid = record.uid;
@@ -115,7 +116,7 @@ impl Supervisor {
             if card.kept.is_none() && !record.page_of.is_empty() {
                 card.page_of = record.page_of.iter().cloned().collect();
             }
-            // Where it was given to counts more than where it began, as long as that node is still there.
+            // The node it was given to counts more than the one where it began, as long as that node is still there.
             if self.config.node(&record.node).is_some() {
                 card.node = record.node.clone();
             }
@@ -123,7 +124,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// `its` is what the keeper has of it.
+    /// Adopts a worker. `its` is the keeper's entry for it.
     fn adopt_worker(
         &mut self,
         record: WorkerRecord,
@@ -138,7 +139,7 @@ impl Supervisor {
         watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
         let (ours, theirs) = channel::pair().context("the kernel has no sockets left")?;
         let reached = socket.is_ok();
-        // The kernel says who listens there.
+        // The kernel names the process that listens there.
         let peer = socket.as_ref().ok().and_then(|socket| rustix::net::sockopt::socket_peercred(socket).ok());
         let peer = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
         let is_itself = !reached || peer == Some(process.name().pid);
@@ -204,7 +205,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Workers that have a NIC, and of which the page of its lease is not: they were getting ready for a handover that is over. Whether there were any.
+    /// Ends workers that have a NIC whose lease page is not theirs: they were getting ready for a handover that is
+    /// over. Returns whether there were any.
     fn end_those_off_the_page(&mut self) -> bool {
         let mut over = Vec::new();
         for worker in self.workers.values() {
@@ -218,15 +220,16 @@ impl Supervisor {
         !over.is_empty()
     }
 
-    /// Workers that have a NIC, and their nodes.
+    /// Returns the workers that have a NIC, and their nodes.
     fn members_of(&mut self, nic: u32) -> Vec<(Party, Numbered)> {
         let have = self.workers.values().filter(|worker| worker.nics.contains_key(&nic));
         let have: Vec<(u32, String)> = have.map(|worker| (worker.party(), worker.record.node.clone())).collect();
         have.into_iter().filter_map(|(number, node)| Some((party(number)?, self.node_number(&node)))).collect()
     }
 
-    /// Of a NIC that no living worker has: its node has its page, too. The daemon before us may have died between the two when a stranger was to have the NIC: it is the
-    /// stranger's if that drove it, in memory of its own, and otherwise stays where it was.
+    /// Handles a NIC that no living worker has: its node must have its lease page, too. The earlier daemon may have
+    /// died between the two steps of giving the NIC to an untrusted node. That node keeps the NIC if it drove it, in
+    /// memory of its own; otherwise the NIC stays where it was.
     fn own_page(&mut self, nic: u32, has_driven: bool) {
         let Some(card) = self.cards.get_mut(&nic).filter(|card| !card.page_of.contains(&card.node)) else { return };
         let next = card.page_of.first().filter(|_| has_driven).filter(|node| self.config.node(node).is_some());
@@ -239,7 +242,7 @@ impl Supervisor {
         self.record_nic(nic);
     }
 
-    /// When all have answered, or are dead: the arbiters begin.
+    /// Starts the arbiters once all workers have answered or are dead.
     pub(super) fn go_on_adopting(&mut self) {
         if !self.adopting {
             return;
@@ -253,7 +256,7 @@ impl Supervisor {
             return;
         }
         self.adopting = false;
-        // What nobody has claimed is kept no longer.
+        // Drop the keeper's entries that no worker has claimed.
         self.keep_all();
         crash::point("daemon.adopting");
         let numbers: Vec<u32> = self.cards.keys().copied().collect();
@@ -262,9 +265,9 @@ impl Supervisor {
             let page: Vec<String> = self.cards[&nic].page_of.iter().cloned().collect();
             let page: Vec<Numbered> = page.iter().map(|node| self.node_number(node)).collect();
             let home = self.node_number(&self.cards[&nic].node.clone());
-            // Where the NIC was going to, if that is where its page is.
+            // If the lease page belongs to the node that the NIC was going to, that node is its home.
             let home = if page.contains(&home) { home } else { page.first().copied().unwrap_or(home) };
-            // One that only won the lease has not pointed the card at its memory.
+            // A worker that only won the lease has not pointed the card at its memory.
             let settle = |card: &mut Card| card.lease_page.pause_ns().is_some() && card.settle_memory();
             let has_driven = self.cards.get_mut(&nic).is_some_and(settle);
             if members.is_empty() {
@@ -279,7 +282,7 @@ impl Supervisor {
             let name = card.name().to_owned();
             let inputs = self.do_all(nic, doing);
             inputs.into_iter().for_each(|input| self.tell_arbiter(nic, input));
-            // Of one that came while no daemon was there, those who stand by have not heard.
+            // The stand-bys have not heard of a client that came while no daemon was there.
             self.tell_all_of_client(nic);
             let holder = self.cards[&nic].holder();
             if let Some(drives) = holder.filter(|holder| self.is_staged_now(*holder)) {

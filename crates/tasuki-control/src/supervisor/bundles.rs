@@ -1,4 +1,4 @@
-//! What a worker sends besides words: what NICs and ends of VNIs are made of, and what else it kept for a daemon that came later.
+//! Handles the descriptors that workers send, mainly memory of NICs, and the statements of adopted workers.
 
 use std::os::fd::OwnedFd;
 
@@ -14,7 +14,7 @@ use crate::foreign::{Foreign, seals};
 /// Bytes of memory that a worker makes for a card, at most: half of the addresses that there are for it.
 const MEMORY_MAX: u64 = 128 << 20;
 
-/// How many descriptors belong to a message, if that does not depend on what was said before.
+/// Returns how many descriptors belong to a message, unless that depends on earlier messages.
 pub(super) fn belong(message: &ToDaemon) -> Option<usize> {
     match message {
         ToDaemon::Begun { .. }
@@ -28,9 +28,10 @@ pub(super) fn belong(message: &ToDaemon) -> Option<usize> {
     }
 }
 
-/// Why a NIC cannot be made of this: a worker could not be told of it, also once it lies in memory of a worker's.
+/// Returns why a NIC cannot be made of this bundle: a message to a worker would not hold it, now or once it lies in
+/// memory of a worker's.
 pub(super) fn too_much(nic: u32, name: &str, bundle: &DeviceBundle) -> Option<String> {
-    // With everything that needs room as it may come to be.
+    // Give every field that takes room its largest value.
     let bundle =
         DeviceBundle { lies: Some("\"".repeat(LIES_MAX)), partial: true, made_by: Some(u32::MAX), ..bundle.clone() };
     let fds = bundle.fds + 1;
@@ -44,13 +45,14 @@ pub(super) fn too_much(nic: u32, name: &str, bundle: &DeviceBundle) -> Option<St
     })
 }
 
-/// By what the kernel knows a file.
+/// Returns the kernel's identity of a file: device and inode number.
 fn file_of(stat: &Stat) -> (u64, u64) {
     (stat.st_dev, stat.st_ino)
 }
 
 impl Supervisor {
-    /// The memory that a NIC will lie in once this worker drives it. That is all that a worker may say of a NIC: the way to the card is the opener's.
+    /// Handles the memory that a NIC will lie in once this worker drives it. A worker may change nothing else of a
+    /// NIC: the opener alone provides the connection to the card.
     pub(super) fn has_memory(&mut self, number: u32, nic: u32, lies: String, fds: Foreign) {
         let Some(worker) = self.workers.get(&number) else { return };
         let end = self.cards.get(&nic).is_some_and(|card| card.vni().is_some());
@@ -59,7 +61,7 @@ impl Supervisor {
         }
         let is_target = self.jobs.iter().any(|job| job.target == number && job.is_about(nic));
         let Some(card) = self.cards.get(&nic).filter(|card| is_target && card.holder() != Some(number)) else {
-            // What it prepared for is over.
+            // The relay that it prepared for is over.
             return;
         };
         let Some(kept) = &card.kept else { return };
@@ -75,7 +77,7 @@ impl Supervisor {
         }
     }
 
-    /// What is wrong with memory that a worker of this user has made.
+    /// Returns the fault of memory that a worker of this user has made, if there is one.
     fn odd_memory(&self, kept: &Kept, uid: Option<u32>, lies: &str, fds: &[OwnedFd]) -> Option<&'static str> {
         if fds.len() != kept.bundle.memory {
             return Some("not as many descriptors as the NIC has of memory");
@@ -105,7 +107,8 @@ impl Supervisor {
         (is_twice || is_known).then_some("it is a NIC's already")
     }
 
-    /// A worker of another daemon says who it is, and of which NICs it has something. What those are made of the keeper has.
+    /// Handles an adopted worker's statement of its number, its node, and the NICs that it has. The keeper has their
+    /// device bundles.
     pub(super) fn says_who_it_is(&mut self, number: u32, party: u32, node: &str, nics: &[u32]) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         if !matches!(worker.stage, Stage::Asked(_)) || party != number || node != worker.record.node {
@@ -131,7 +134,7 @@ impl Supervisor {
                 return self.condemn(number, format!("has {name}, of which nothing is left but with it"));
             }
             if let Some(worker) = self.workers.get_mut(&number) {
-                // As far as it goes; who it is it says when the arbiter asks.
+                // For now: it reports its state when the arbiter asks.
                 worker.nics.insert(*nic, Fit::Ready);
             }
         }

@@ -1,7 +1,8 @@
-//! Captures: whoever looks on at a node's ports, or at a NIC. Workers copy frames into a socket of the capture's, whose other end is in the hands of
-//! HTTP (`api/capture.rs`); here is decided which workers do.
+//! Captures of a node's ports, or of a NIC. Workers copy frames into a socket of the capture, and the HTTP thread
+//! (`api/capture.rs`) has its other end. This module decides which workers copy.
 //!
-//! Every worker that has such a port is told, not only who drives it: so whoever takes a port over goes on with the same capture.
+//! Every worker that has such a port is told, not only its driver, so a worker that takes a port over goes on with
+//! the same capture.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,22 +20,23 @@ use crate::api::capture::{Begun, Gone, Port};
 use crate::api::types::Ended;
 use crate::channel;
 
-/// Captures at a time; no more are kept by a worker of one port.
+/// Captures at a time; a worker keeps no more of one port.
 const CAPTURES_MAX: usize = 16;
 
-/// Bytes of the memory in which missed frames are counted, and of a word of it: as many ports as a capture may have.
+/// Bytes of the memory in which missed frames are counted, one word per port; so this many ports fit into a capture.
 const MISSED_LEN: usize = 4096;
 const PORTS_MAX: usize = MISSED_LEN / 8;
 
-/// Bytes of batches that may be under way, where the kernel allows that: a tenth of a second of a link of 1 Gb/s, with what the kernel adds.
+/// Bytes of batches that may be under way, where the kernel allows that: a tenth of a second of a link of 1 Gb/s,
+/// with what the kernel adds.
 const UNDER_WAY: usize = 16 << 20;
 
-/// What is captured.
+/// The subject of a capture.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Of {
     /// All ports of a node.
     Node(String),
-    /// One NIC, whoever has it.
+    /// One NIC, whichever node has it.
     Nic(String),
 }
 
@@ -60,23 +62,24 @@ impl Of {
     }
 }
 
-/// One that was begun and whose reader is not gone.
+/// A capture that has begun and whose reader is still there.
 #[derive(Debug)]
 pub struct Capture {
     of: Of,
     snap: u32,
-    /// Where workers write, and what is said to who reads; nothing once it is to end.
+    /// The socket workers write to, and the channel to the reader; `None` once the capture is to end.
     open: Option<(OwnedFd, UnboundedSender<Port>)>,
     missed: Arc<Words>,
-    /// NICs by their number in what is written.
+    /// NICs by their interface number in the capture.
     ports: Vec<u32>,
-    /// Who was told, of which NIC.
+    /// The workers told, as NIC and worker.
     told: BTreeSet<(u32, u32)>,
 }
 
 impl Supervisor {
-    /// Whether frames of this node are being captured. That begins in [`begin_capture`](Self::begin_capture), and ends in
-    /// [`end_capture`](Self::end_capture) or [`capture_over`](Self::capture_over); house is kept after each.
+    /// Returns whether frames of this node are being captured. That begins in
+    /// [`begin_capture`](Self::begin_capture), and ends in [`end_capture`](Self::end_capture) or
+    /// [`capture_over`](Self::capture_over); `keep_house` runs after each.
     pub(super) fn is_captured(&self, node: &str) -> bool {
         let is_its = |capture: &Capture| {
             let mut cards = self.cards.values().filter(|card| card.node == node);
@@ -85,7 +88,7 @@ impl Supervisor {
         self.captures.values().any(is_its)
     }
 
-    /// Begins one, with as much of each frame.
+    /// Begins a capture of up to `snap` bytes of each frame.
     pub(super) fn begin_capture(&mut self, of: Of, snap: u32) -> Result<Begun, No> {
         if self.stopping.is_some() {
             return Err(No::Ending);
@@ -105,7 +108,7 @@ impl Supervisor {
         }
         let no_room = |what: &dyn std::fmt::Display| No::now(format!("there is no room for a capture: {what}"));
         let (batches, socket) = channel::pair().map_err(|error| no_room(&error))?;
-        // As much as we may: with less, more is missed where who reads is slow.
+        // As much as the kernel permits: with less, a slow reader misses more.
         if rustix::net::sockopt::set_socket_send_buffer_size_force(&socket, UNDER_WAY).is_err() {
             let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, UNDER_WAY);
         }
@@ -119,14 +122,14 @@ impl Supervisor {
             Capture { of: of.clone(), snap, open, missed: missed.clone(), ports: Vec::new(), told: BTreeSet::new() };
         self.captures.insert(number, capture);
         self.note(of.about(), format!("{} is being captured (capture {number})", of.name()));
-        // Whoever is told that it has begun counts on seeing all from then on.
+        // A caller that hears it has begun counts on every frame from then on.
         self.fit_detours();
         self.fit_captures();
         let told = self.captures.get(&number).map_or(0, |capture| capture.told.len());
         Ok(Begun { number, batches, missed, ports, told, snap, gone: Gone::new(self.door.clone(), number) })
     }
 
-    /// Somebody wants to see the end of it: no more is copied, and who reads gets what is under way.
+    /// Ends a capture on request: workers stop copying, and the reader gets the batches under way.
     pub(super) fn end_capture(&mut self, number: u32) -> Result<Ended, No> {
         let Some(capture) = self.captures.get_mut(&number).filter(|capture| capture.open.is_some()) else {
             return Err(No::Unknown(format!("there is no capture {number}")));
@@ -137,10 +140,10 @@ impl Supervisor {
         Ok(Ended { sentence })
     }
 
-    /// Whoever looked on is gone.
+    /// Handles a reader that is gone.
     pub(super) fn capture_over(&mut self, number: u32, frames: u64, missed: u64) {
         if self.captures.get(&number).is_some_and(|capture| capture.open.is_some()) {
-            // It cannot fail: it is there.
+            // This cannot fail: the capture exists.
             let _ = self.end_capture(number);
         }
         let Some(capture) = self.captures.remove(&number) else { return };
@@ -149,7 +152,7 @@ impl Supervisor {
         self.note(capture.of.about(), sentence);
     }
 
-    /// Has those workers write who have a port that is captured, and no others.
+    /// Has the workers copy that have a captured port, and no others.
     pub(super) fn fit_captures(&mut self) {
         let Supervisor { captures, cards, workers, nodes, .. } = self;
         for (number, capture) in captures {
@@ -185,13 +188,13 @@ impl Supervisor {
                 }
                 if known.is_none() {
                     let mac = card.kept.as_ref().and_then(|kept| kept.bundle.mac);
-                    // If nobody hears it, we are about to hear that.
+                    // If the reader is gone, the loop is about to hear of that.
                     let _ = said.send(Port { name: card.name().to_owned(), mac });
                     capture.ports.push(nic);
                 }
                 let message = ToWorker::Capture { nic, capture: *number, interface, snap: capture.snap };
                 let sent = worker.write(&message, &[socket.as_fd(), capture.missed.region().fd()]);
-                // One that has no room now is told when house is kept next; one that is dead, or dying, need not be.
+                // A worker without room now is told when `keep_house` runs next; a dead or dying worker need not be.
                 if matches!(sent, Ok(()) | Err(Errno::PIPE | Errno::CONNRESET)) {
                     capture.told.insert((nic, party));
                 }

@@ -19,48 +19,49 @@ use crate::config;
 use crate::jail::{self, Says, Terms};
 use crate::process::Process;
 
-/// Of what an opener or a model says, so much is heard,
+/// Bytes that the daemon reads of an opener's or a model's output.
 const SAYS_MAX: usize = 16 << 10;
-/// and so much of it told.
+/// Characters of that output which the daemon passes on.
 const SENTENCE_MAX: usize = 1000;
 
 /// The lease word and the stamps beside it.
 #[derive(Debug)]
 pub struct LeasePage {
-    /// All words.
+    /// All words of the page.
     pub words: Words,
     lease: Lease<Span<Line>>,
 }
 
 impl LeasePage {
-    /// A new one: a lease that nobody ever had.
+    /// Creates a page with a lease that no party ever had.
     pub fn create() -> Result<Self, RegionError> {
         Self::of(Words::create("tasuki lease page", lease_page::LEN)?)
     }
 
-    /// One that a worker kept.
+    /// Adopts a page that an earlier daemon made.
     pub fn adopt(memory: OwnedFd) -> Result<Self, RegionError> {
         Self::of(Words::adopt(memory, lease_page::LEN)?)
     }
 
     fn of(words: Words) -> Result<Self, RegionError> {
-        // It is first written while nobody drives.
+        // The first write comes while no worker drives: fault the page in now.
         words.region().populate();
         let line = words.region().span(lease_page::LEASE_LINE, 1)?;
         Ok(LeasePage { words, lease: Lease::new(line) })
     }
 
-    /// What the lease word says.
+    /// Returns the tenure in the lease word.
     pub fn tenure(&self) -> Tenure {
         of_shm(self.lease.tenure())
     }
 
-    /// Who holds it, if that is a worker.
+    /// Returns the worker that holds the lease, or `None` if no party or the arbiter holds it.
     pub fn holder(&self) -> Option<u32> {
         self.tenure().holder.filter(|party| *party != ARBITER).map(|party| party.0.get())
     }
 
-    /// The arbiter's compare-and-swap: it takes, or passes what it has taken.
+    /// Does the arbiter's compare-and-swap: takes the lease, or passes on a lease it has taken. The error is the
+    /// word found instead.
     pub fn swap(&self, from: Tenure, to: Tenure) -> Result<(), Tenure> {
         let swapped = match to.holder {
             Some(taker) => self.lease.take(to_shm(from), taker.0),
@@ -69,12 +70,12 @@ impl LeasePage {
         swapped.map(|_| ()).map_err(|Lost { now }| of_shm(now))
     }
 
-    /// Says this from the first, on a page that nobody else has read yet.
+    /// Writes the first word of a page that no other process has read yet.
     fn begin_with(&self, word: Tenure) {
         self.words.store(lease_page::LEASE_LINE / size_of::<u64>(), word.to_word());
     }
 
-    /// How long nobody drove when it last changed hands.
+    /// Returns for how many nanoseconds no worker drove when the lease last changed hands.
     pub fn pause_ns(&self) -> Option<u64> {
         let (stopped, driving) = (self.words.load(lease_page::STOPPED_AT), self.words.load(lease_page::DRIVING_AT));
         (stopped != 0).then(|| driving.checked_sub(stopped)).flatten()
@@ -89,47 +90,46 @@ fn to_shm(tenure: Tenure) -> tasuki_shm::lease::Tenure {
     tasuki_shm::lease::Tenure { holder: tenure.holder.map(|party| -> NonZeroU32 { party.0 }), epoch: tenure.epoch }
 }
 
-/// How far the daemon has come with opening it.
+/// How far the daemon has come with opening a NIC.
 #[derive(Debug)]
 pub enum Opening {
     /// Not begun; not before this time.
     NotBefore(Duration),
-    /// Its model was started, then, and is not known to be confined yet.
+    /// Its model started at this time, and is not known to be confined yet.
     Model(Duration),
-    /// Somebody opens it.
+    /// A process is opening it.
     Opener(Opener),
-    /// Its device bundle is here.
+    /// The daemon has its device bundle.
     Open,
 }
 
 /// The process that opens a device.
 #[derive(Debug)]
 pub struct Opener {
-    /// It.
     pub process: Process,
-    /// The way to it.
+    /// The daemon's end of the socket to it.
     pub socket: OwnedFd,
-    /// What it says to people.
+    /// Its output for users.
     pub speech: Speech,
-    /// Why it was of no use, if we know better than it.
+    /// Why it failed, if the daemon knows better than the opener.
     pub why: Option<String>,
-    /// The number that its addresses come from.
+    /// Number of the party from which the addresses of its memory derive.
     pub party: u32,
     /// When it began.
     pub since: Duration,
 }
 
-/// What a process says that a card takes: its jail a line, and then it to people.
+/// Output of a process that a card needs: one line from its jail, then sentences for users.
 #[derive(Debug)]
 pub struct Speech {
     pipe: std::io::PipeReader,
     heard: Vec<u8>,
-    /// What it was started under, if it was.
+    /// The terms it was started under, if any.
     terms: Option<Box<Terms>>,
 }
 
 impl Speech {
-    /// Of a process that says it here, and is started under these.
+    /// Creates the pipe of a process that is started under these terms. Returns the process's end, too.
     pub fn new(terms: Option<Terms>) -> std::io::Result<(Self, std::io::PipeWriter)> {
         let (pipe, theirs) = std::io::pipe()?;
         rustix::io::ioctl_fionbio(&pipe, true)?;
@@ -144,7 +144,8 @@ impl Speech {
         }
     }
 
-    /// Whether this process is the program by now, confined as it was to be; why not, if that is not so.
+    /// Returns whether the process runs its program by now, confined as intended. The error says why it is not
+    /// confined.
     pub fn is_confined(&mut self, process: &Process) -> Result<bool, String> {
         self.hear();
         let Some(terms) = &self.terms else { return Ok(true) };
@@ -163,7 +164,7 @@ impl Speech {
         }
     }
 
-    /// The last that it said, once it is dead.
+    /// Returns the last sentence of a process, once it is dead.
     pub fn last(&mut self) -> Option<String> {
         self.hear();
         let text = String::from_utf8_lossy(&self.heard);
@@ -179,94 +180,94 @@ impl Speech {
 /// A device bundle and its descriptors.
 #[derive(Debug)]
 pub struct Kept {
-    /// What it is.
     pub bundle: DeviceBundle,
-    /// Of it.
+    /// Descriptors of the bundle.
     pub fds: Vec<OwnedFd>,
-    /// Who made its memory.
+    /// Number of the party that made the NIC's memory.
     pub made_by: u32,
 }
 
-/// Memory that a worker made, and how it says that it lies.
+/// Memory that a worker made, and its layout as the worker describes it.
 #[derive(Debug)]
 pub struct Memory {
-    /// For workers.
+    /// The layout, for workers to read.
     pub lies: String,
-    /// Of it.
+    /// Descriptors of the memory.
     pub fds: Vec<OwnedFd>,
 }
 
 impl Kept {
-    /// The NIC lies in memory of this worker from now on. The way to it stays.
+    /// Moves the NIC to memory of this worker. The descriptors that lead to the card stay.
     fn move_to(&mut self, party: u32, Memory { lies, fds }: Memory) {
         self.fds.truncate(self.fds.len().saturating_sub(self.bundle.memory));
         self.fds.extend(fds);
         (self.bundle.lies, self.bundle.made_by, self.made_by) = (Some(lies), Some(party), party);
     }
 
-    /// The same as somebody gets it who is to drive the NIC from memory of its own: the message, and how many descriptors go with it.
+    /// Returns the bundle for a worker that is to drive the NIC from memory of its own, and how many descriptors go
+    /// with it.
     pub fn apart(&self) -> Option<(DeviceBundle, usize)> {
         let fds = self.fds.len().checked_sub(self.bundle.memory).filter(|_| self.bundle.memory > 0)?;
         Some((DeviceBundle { fds, partial: true, ..self.bundle.clone() }, fds))
     }
 }
 
-/// A NIC.
 #[derive(Debug)]
 pub struct Card {
-    /// In messages.
+    /// Number of the NIC in messages.
     pub number: u32,
-    /// What the configuration says.
+    /// The NIC's entry in the configuration.
     pub config: config::Nic,
-    /// Whose it is now.
+    /// The node that has it now.
     pub node: String,
-    /// The node's number on its VNI, if it is an end of one and has been opened.
+    /// The node's number on its VNI, if this is an end of a VNI and has been opened.
     pub number_on_vni: Option<u16>,
     /// The lease and the stamps.
     pub lease_page: LeasePage,
-    /// The nodes whose workers can write it; all of them trust each other.
+    /// The nodes whose workers can write the lease page; they all trust each other.
     pub page_of: BTreeSet<String>,
-    /// The one that takes its place when this node has the NIC: the node does not trust those that can write the other.
+    /// The page that replaces the lease page when this node gets the NIC: the node does not trust the nodes that can
+    /// write the present page.
     pub coming_lease_page: Option<(String, LeasePage)>,
-    /// How often the page that the keeper knows as the coming one took the lease page's place. Only daemons and the keeper have this memory, so no worker can say
-    /// that it did.
+    /// How often the page that the keeper knows as the coming one replaced the lease page. Only daemons and the
+    /// keeper have this memory, so no worker can say that it did.
     pub turns: Words,
-    /// What it is made of.
+    /// Its device bundle.
     pub kept: Option<Kept>,
-    /// Its memory once this worker drives it.
+    /// Memory that the NIC lies in once this worker drives it.
     pub coming: Option<(u32, Memory)>,
     /// How far it is open.
     pub opening: Opening,
-    /// Openers that failed.
+    /// Number of openers that failed.
     pub failures: usize,
-    /// How often it was opened anew since somebody drove it.
+    /// How often it was opened anew since a worker last drove it.
     pub renewals: usize,
-    /// Its model, if it is ours,
+    /// Its model, if the daemon runs one.
     pub model: Option<Process>,
-    /// and what that says, if this daemon has started it.
+    /// Output of the model, if this daemon started it.
     pub speech: Option<Speech>,
-    /// The user of its model and its openers.
+    /// User ID of its model and its openers.
     pub uid: Option<u32>,
     /// Its arbiter, once there is a worker to ask.
     pub arbiter: Option<Arbiter>,
-    /// The deadline that is set: its number and when it is over.
+    /// The deadline that is set: its number, and when it expires.
     pub watch: Option<(u32, Duration)>,
-    /// Who is to be kept from it.
+    /// Workers to keep from the NIC.
     pub condemned: BTreeSet<u32>,
-    /// What the arbiter has said last, if nobody has heard it yet.
+    /// The last relay outcome, if no job has read it yet.
     pub said: Option<RelayOutcome>,
-    /// The method of the relay that is under way.
+    /// Method of the relay under way.
     pub method: method::Method,
-    /// The page that the lease was on before, while a relay is under way.
+    /// The lease's previous page, while a relay is under way.
     pub past: Option<LeasePage>,
-    /// How a relay is meant that is under way, if its giver is to be fenced.
+    /// Plan of the relay under way, if its giver is to be fenced.
     pub plan: Option<tasuki_relay::wire::Plan>,
-    /// Why nobody drives it, or why the last relay failed.
+    /// Why no worker drives it, or why the last relay failed.
     pub trouble: Option<String>,
 }
 
 impl Card {
-    /// One that is not open.
+    /// Creates a NIC that is not open.
     pub fn new(number: u32, config: config::Nic) -> Result<Self, RegionError> {
         Ok(Card {
             number,
@@ -296,12 +297,11 @@ impl Card {
         })
     }
 
-    /// Its name.
     pub fn name(&self) -> &str {
         &self.config.name
     }
 
-    /// The worker that holds the lease. A word that names somebody that cannot hold it names nobody.
+    /// Returns the worker that holds the lease. If the word names a party that cannot hold it, no worker does.
     pub fn holder(&self) -> Option<u32> {
         let can = |holder: &u32| {
             let named = NonZeroU32::new(*holder).map(tasuki_relay::Party);
@@ -310,32 +310,34 @@ impl Card {
         self.lease_page.holder().filter(can)
     }
 
-    /// From here on the lease is on the page that was made for this node, and says this.
+    /// Moves the lease to the page made for this node, with `word` in it. Returns whether there was one.
     pub fn turn_page(&mut self, node: &str, word: Tenure) -> bool {
         let Some((_, lease_page)) = self.coming_lease_page.take_if(|(of, _)| of == node) else { return false };
         lease_page.begin_with(word);
-        // How long nobody drove is counted over both. How the card was left the old node says: it is believed for how long ago its partner was asked to pause.
+        // The pause is counted over both pages. The old node states how the card was left: the daemon believes it
+        // about how long ago its partner was asked to pause.
         for stamp in [lease_page::STOPPED_AT, lease_page::RELAYS, lease_page::LEFT] {
             lease_page.words.store(stamp, self.lease_page.words.load(stamp));
         }
-        // To give it back takes as long as a few frames, and nobody drives.
+        // Keep the old page for now: giving it back takes as long as a few frames, and no worker drives meanwhile.
         self.past = Some(std::mem::replace(&mut self.lease_page, lease_page));
         self.page_of = BTreeSet::from([node.to_owned()]);
         true
     }
 
-    /// Whether no relay is under way.
+    /// Returns whether no relay is under way.
     pub fn is_settled(&self) -> bool {
         let state = self.arbiter.as_ref().map(Arbiter::state);
         matches!(state, Some(State::Steady | State::Parked))
     }
 
-    /// Whether it was a model of ours that is no more: then the daemon knows better than its worker what that means.
+    /// Returns whether the card was a model of the daemon's that is gone: the daemon then knows the reason better
+    /// than its worker.
     pub fn has_lost_its_model(&self) -> bool {
         self.config.device == config::Device::Sim && self.model.is_none()
     }
 
-    /// What the choice of a method wants to know.
+    /// Returns the abilities of the card on which the choice of a method depends.
     pub fn can(&self) -> Option<method::Card> {
         let can = self.kept.as_ref()?.bundle.can;
         let repointing = match (can.repoint, can.pauses) {
@@ -346,20 +348,21 @@ impl Card {
         Some(method::Card { own_memory: can.in_place, spare_queue: can.spare_queue, repointing, fenced: can.fenced })
     }
 
-    /// What a worker is told that is to be ready for it.
+    /// Returns the order for a worker that is to get ready for the NIC.
     pub fn prepare(&self, purpose: Use, method: method::Method) -> Option<Order> {
         let DeviceBundle { kind, version, .. } = self.kept.as_ref()?.bundle;
         Some(Order::Prepare { purpose, method, kind, version, carries: Positions::default() })
     }
 
-    /// Descriptors of the lease page and of the device bundle, as many as are to travel.
+    /// Returns the descriptors of the lease page and of the device bundle, as many as are to travel.
     pub fn lend(&self, count: usize, to: &str) -> Vec<std::os::fd::BorrowedFd<'_>> {
         let bundle = self.kept.iter().flat_map(|kept| &kept.fds).take(count);
         let coming = self.coming_lease_page.as_ref().filter(|(of, _)| of == to).map(|(_, lease_page)| lease_page);
         std::iter::once(coming.unwrap_or(&self.lease_page).words.region().fd()).chain(bundle.map(AsFd::as_fd)).collect()
     }
 
-    /// A relay has settled: if whoever has memory of its own drives now, the NIC is made of that. Whether that is so.
+    /// Settles the memory after a relay: if a worker with memory of its own drives now, the NIC lies in that.
+    /// Returns whether the driver made the NIC's memory.
     pub fn settle_memory(&mut self) -> bool {
         let holder = self.holder();
         let coming = self.coming.take_if(|(party, _)| Some(*party) == holder);
@@ -369,7 +372,8 @@ impl Card {
         self.kept.as_ref().is_some_and(|kept| Some(kept.made_by) == holder)
     }
 
-    /// Nobody can go on with it: it is as at the very beginning, with this lease page, and is to be opened.
+    /// Gives the NIC up, as no worker can go on with it: resets it to its initial state, with this lease page, so
+    /// that it is opened anew.
     pub fn give_up(&mut self, lease_page: LeasePage, now: Duration) {
         self.opening = Opening::NotBefore(now + super::policy::retry(self.renewals));
         self.renewals = self.renewals.saturating_add(1);
@@ -379,7 +383,7 @@ impl Card {
         self.condemned.clear();
     }
 
-    /// This worker will not drive it, or not again: nothing will come of its memory.
+    /// Drops the memory this worker made for the NIC: it will not drive it, or not again.
     pub fn forget_memory_of(&mut self, party: u32) {
         self.coming.take_if(|(of, _)| *of == party);
     }

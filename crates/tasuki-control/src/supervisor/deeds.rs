@@ -1,4 +1,4 @@
-//! What an arbiter says, done.
+//! Carries out the decisions of arbiters.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
@@ -16,26 +16,28 @@ use super::{About, Supervisor, now};
 use crate::cgroup::Group;
 use crate::registry::Change;
 
-/// A process that has not stopped after this long is waited for until it is dead; it takes some 50 µs for each of its CPUs.
+/// Longest time to wait for a process to freeze; it takes some 50 µs for each of its CPUs. If it has not stopped by
+/// then, the daemon waits for its death.
 const FREEZES: std::time::Duration = std::time::Duration::from_millis(1);
 
-/// One that has not stopped after this long may wait for our CPU.
+/// A process that has not stopped after this long may be waiting for the daemon's CPU.
 const YIELDS: std::time::Duration = std::time::Duration::from_micros(200);
 
-/// A process that died in a talk with a device is not waited for by the next one, but a frozen one is.
+/// Longest time that a worker stays frozen during a relay. The next driver does not wait for a process that died
+/// while it talked to a device, but does wait for a frozen one.
 pub(super) const STANDS: std::time::Duration = std::time::Duration::from_millis(2);
 
-/// A worker that stands frozen, and is still to be ended.
+/// A frozen worker that the daemon has yet to end.
 #[derive(Debug)]
 pub(super) struct Frozen {
-    /// For the sake of this NIC.
+    /// The NIC for whose sake it is frozen.
     nic: u32,
     number: u32,
     because: String,
     pub since: std::time::Duration,
 }
 
-/// A stand-by that stands frozen while its node's driver lets go, and is fenced then.
+/// A stand-by that stays frozen while its node's driver releases the NIC, and is fenced then.
 #[derive(Debug)]
 pub(super) struct Ahead {
     nic: u32,
@@ -43,10 +45,10 @@ pub(super) struct Ahead {
     pub since: std::time::Duration,
 }
 
-/// How much longer than usual a card may take that starts anew: it negotiates its link.
+/// Time beyond the usual for a card that starts anew: it negotiates its link.
 const COLD: std::time::Duration = std::time::Duration::from_secs(10);
 
-/// A worker as the arbiter names it.
+/// Returns a worker's number as arbiters use it.
 pub(super) fn party(number: u32) -> Option<Party> {
     NonZeroU32::new(number).map(Party)
 }
@@ -67,9 +69,9 @@ impl Supervisor {
         }
     }
 
-    /// Does what an arbiter says, in its order; what the arbiter is to hear of it.
+    /// Carries out an arbiter's decisions in order. Returns the inputs that the arbiter gets in return.
     pub(super) fn do_all(&mut self, nic: u32, doing: Vec<Do>) -> Vec<Input> {
-        // Each takes a moment to stop; all of them do at once.
+        // Freeze them all first: each takes a moment to stop, and they stop at the same time.
         let fences =
             || doing.iter().filter_map(|what| if let Do::Fence(party) = what { Some(party.0.get()) } else { None });
         fences().for_each(|number| self.freeze(number));
@@ -104,15 +106,16 @@ impl Supervisor {
         None
     }
 
-    /// The lease goes to the page of a node that those who could write the last one do not trust.
+    /// Moves the lease to the page of a node that is not trusted by the nodes that could write the last page.
     fn renew(&mut self, nic: u32, node: Node, word: Tenure) {
         let knows_both = self.knows(&[Key::Card(nic), Key::Page(nic)]);
         let name = self.node_numbers.iter().find(|(_, number)| **number == node.0).map(|(name, _)| name);
         let Some(card) = self.cards.get_mut(&nic) else { return };
         let turned = name.is_some_and(|name| card.turn_page(name, word));
         debug_assert!(turned, "a worker that can be chosen was given a page");
-        // From here on the taker can take, and unmap the old memory: the next daemon must not give that to the old node again. Where the keeper has both pages, a
-        // store tells the next daemon; a message takes the taker's time.
+        // From here on the taker can take the lease and unmap the old memory: the next daemon must not give that
+        // memory to the old node again. If the keeper has both pages, one store tells the next daemon. A message to
+        // the keeper would cost the taker time.
         if knows_both {
             card.turns.count(0);
         } else {
@@ -131,10 +134,11 @@ impl Supervisor {
         if order == Order::Leave {
             let is_last = worker.nics.is_empty() && worker.stage == Stage::Begun;
             if is_last {
-                // It ends with its last NIC: nobody may count on it from here on.
+                // The worker ends with its last NIC: do not count on it from here on.
                 worker.stage = Stage::Leaving(now());
             }
-            // To take itself apart keeps it, and the CPU, busy: whoever has asked for the relay does not wait for that.
+            // Taking itself apart keeps the worker, and the CPU, busy: the caller of the relay need not wait for
+            // that.
             return self.goodbyes.push((party, nic, is_last));
         }
         let sent = worker.order(nic, order);
@@ -148,7 +152,7 @@ impl Supervisor {
         self.has_sent(party, order, sent);
     }
 
-    /// Has those leave who were told to.
+    /// Sends the pending leave orders.
     pub(super) fn say_goodbye(&mut self) {
         for (party, nic, is_last) in std::mem::take(&mut self.goodbyes) {
             let Some(worker) = self.workers.get_mut(&party) else { continue };
@@ -169,13 +173,13 @@ impl Supervisor {
                 Order::Release { .. } => "daemon.release",
                 _ => "daemon.order",
             }),
-            // It is dead or dying, and its pidfd will say so.
+            // The worker is dead or dying, and its pidfd will report that.
             Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
             Err(errno) => self.condemn(party, format!("does not take orders ({errno})")),
         }
     }
 
-    /// A worker has said what it had no right to say: it is ended, and nobody else is harmed.
+    /// Ends a worker that reported something it had no right to report; no other worker is harmed.
     fn breach(&mut self, nic: u32, number: u32, because: &str) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
         card.condemned.insert(number);
@@ -183,30 +187,31 @@ impl Supervisor {
         self.condemn(number, format!("said of {name} what it had no right to say ({because})"));
     }
 
-    /// The control group of a worker that is not dying already.
+    /// Returns the control group of a worker that is not dying already.
     fn group(&self, number: u32) -> Option<&Group> {
         self.workers.get(&number).filter(|worker| worker.stage != Stage::Condemned)?.group.as_ref()
     }
 
-    /// Stops a worker and all that it has started, if the machine lets us: it goes on only to die.
+    /// Freezes a worker and all processes that it has started, if the machine permits. It resumes only to die.
     fn freeze(&self, number: u32) {
-        // Where that fails, its death is waited for.
+        // If that fails, the daemon waits for its death.
         let _ = self.group(number).map(Group::freeze);
     }
 
-    /// Wakes the worker that is to take from those that are being fenced, or will be: it is awake when they are.
+    /// Wakes the worker that is to take over from workers that are, or will be, fenced: it is awake when they are.
     fn call_taker(&mut self, nic: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
         let next = card.arbiter.as_ref().and_then(Arbiter::next);
         if let Some((next, plan)) = next.zip(card.plan.filter(|plan| plan.fenced))
             && let Some(worker) = self.workers.get_mut(&next.0.get())
         {
-            // It comes all the same without, a little later.
+            // Without the message it comes all the same, a little later.
             let _ = worker.plan(nic, plan);
         }
     }
 
-    /// Has the stand-bys of a driver stop that is about to let go for a stranger: they are fenced then, and only the driver is to be waited for.
+    /// Freezes the stand-bys of a driver that is about to release the NIC to an untrusted node. They are fenced
+    /// after that, and only the driver's release has to be waited for.
     fn freeze_ahead(&mut self, nic: u32) {
         let arbiter = self.cards.get(&nic).and_then(|card| card.arbiter.as_ref());
         let others = arbiter.map(Arbiter::fenced_next).unwrap_or_default();
@@ -218,14 +223,14 @@ impl Supervisor {
         }
     }
 
-    /// Has them go on, if they were not fenced meanwhile.
+    /// Resumes stand-bys that were not fenced meanwhile.
     fn thaw_ahead(&mut self, which: impl Fn(&Ahead) -> bool) {
         for it in self.ahead.extract_if(.., |it| which(it)).collect::<Vec<_>>() {
             let _ = self.group(it.number).map(Group::thaw);
         }
     }
 
-    /// Whether it runs no instruction any more, though it may not be dead yet.
+    /// Returns whether the worker runs no instruction any more, though it may not be dead yet.
     fn is_frozen(&self, number: u32) -> bool {
         let Some(group) = self.group(number) else { return false };
         let since = std::time::Instant::now();
@@ -240,8 +245,8 @@ impl Supervisor {
         false
     }
 
-    /// Keeps it from the NIC. One that stands frozen is recorded and killed once nothing is urgent: a daemon that comes before that finds it frozen. Of any other the end
-    /// is waited for. The dead need no fence.
+    /// Keeps a worker from the NIC. The daemon records and kills a frozen worker once nothing is urgent; a daemon
+    /// that comes before that finds it frozen. For any other worker it waits for the end. The dead need no fence.
     fn fence(&mut self, nic: u32, party: Party) -> Option<Input> {
         let number = party.0.get();
         if party == ARBITER || !self.workers.contains_key(&number) {
@@ -261,20 +266,23 @@ impl Supervisor {
         None
     }
 
-    /// Whether somebody is about to take from those that stand frozen: whatever else the daemon does takes a CPU from the taker, or from its card.
+    /// Returns whether a worker is about to take over from frozen ones. Any other work of the daemon takes a CPU
+    /// from the taker, or from its card.
     pub(super) fn is_pressing(&self) -> bool {
         self.frozen.iter().any(|it| !self.is_over(it))
     }
 
-    /// Whether somebody drives, or it may hold what the taker waits for.
+    /// Returns whether the frozen worker may be ended: a worker drives the NIC again, or the frozen one may hold
+    /// something that the taker waits for.
     fn is_over(&self, it: &Frozen) -> bool {
         let is_settled = self.cards.get(&it.nic).is_none_or(|card| card.watch.is_none());
         is_settled || it.since + STANDS <= now()
     }
 
-    /// Ends those that were frozen once that is over; apart from the CPUs of the nodes, for to die takes them longer than a pause may.
+    /// Ends frozen workers once `is_over` says so. They die on CPUs that belong to no node, as dying takes
+    /// longer than a pause may.
     pub(super) fn end_frozen(&mut self) {
-        // One may hold what a driver waits for that lets go.
+        // A frozen stand-by may hold something that the releasing driver waits for.
         self.thaw_ahead(|it| it.since + STANDS <= now());
         let (over, rest) = std::mem::take(&mut self.frozen).into_iter().partition(|it| self.is_over(it));
         self.frozen = rest;
@@ -286,14 +294,14 @@ impl Supervisor {
         }
     }
 
-    /// Kills a worker that must not go on, after that is recorded (Y6).
+    /// Kills a worker that must not go on, after recording that (Y6).
     pub(super) fn condemn(&mut self, number: u32, because: String) {
         if self.rule_out(number) {
             self.execute(number, &because);
         }
     }
 
-    /// Nobody is to count on it from here on. Whether anybody did.
+    /// Stops counting on a worker. Returns whether the daemon counted on it before.
     fn rule_out(&mut self, number: u32) -> bool {
         let Some(worker) = self.workers.get_mut(&number).filter(|worker| worker.stage != Stage::Condemned) else {
             return false;
@@ -304,15 +312,16 @@ impl Supervisor {
         true
     }
 
-    /// Records that it is fenced, then kills it.
+    /// Records that a worker is fenced, then kills it.
     fn execute(&mut self, number: u32, because: &str) {
         let Some(worker) = self.workers.get(&number) else { return };
         crash::point("daemon.fencing");
-        // Whoever is killed is fenced, recorded or not; only a daemon that dies before the worker does would not know.
+        // A killed worker is fenced, recorded or not. The record matters only if the daemon dies before the worker
+        // does.
         let news = self.registry.write(&[Change::Fence(number)], now());
         crash::point("daemon.fence-recorded");
         worker.process.kill();
-        // So that nothing of what it has started goes on where it stopped.
+        // Nothing the worker has started may go on where it stopped.
         let _ = worker.group.as_ref().map(Group::kill);
         crash::point("daemon.fence-killed");
         let node = worker.record.node.clone();
@@ -320,7 +329,7 @@ impl Supervisor {
         self.tell_of_registry(news);
     }
 
-    /// A relay has settled.
+    /// Handles the end of a relay.
     fn settled(&mut self, nic: u32, told: RelayOutcome) {
         let leaves = self.cards.get(&nic).is_some_and(|card| self.leaves(&card.node));
         let Some(card) = self.cards.get_mut(&nic) else { return };
@@ -331,7 +340,7 @@ impl Supervisor {
         self.thaw_ahead(|it| it.nic == nic);
         let Some(card) = self.cards.get_mut(&nic) else { return };
         let holder = card.holder();
-        // That nobody was left is over once somebody drives.
+        // `NobodyLeft` is over once a worker drives.
         let why = told.why.filter(|why| holder.is_none() || *why != Reason::NobodyLeft);
         card.trouble = why.map(|why| why.to_string());
         if let Some(node) = holder.and_then(|holder| self.workers.get(&holder)).map(|worker| worker.record.node.clone())
@@ -342,7 +351,7 @@ impl Supervisor {
         let (name, node) = (card.name().to_owned(), card.node.clone());
         let tenure = card.lease_page.tenure();
         let pause = card.lease_page.pause_ns().filter(|_| card.lease_page.words.load(lease_page::RELAYS) > 1);
-        // At the very beginning nobody is ready yet, and at the end nobody is to be, which is no news.
+        // At the very beginning no worker is ready yet, and at the end none is meant to be: neither is news.
         let is_going_on = why == Some(Reason::NobodyLeft) && self.goes_on(nic);
         let is_news = (tenure.epoch > 1 && !leaves && !is_going_on) || holder.is_some();
         let sentence = match (holder, why) {
@@ -361,7 +370,7 @@ impl Supervisor {
         crash::point("daemon.settled");
     }
 
-    /// Has the registry know a NIC as it is.
+    /// Records a NIC in the registry as it is.
     pub(super) fn record_nic(&mut self, nic: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
         let tenure = card.lease_page.tenure();
@@ -384,7 +393,7 @@ impl Supervisor {
         self.keep(Key::Coming(nic));
     }
 
-    /// The stamp of when a driver that died let go: now that it is known.
+    /// Stamps the time at which a dead driver stopped driving: now, as its death is known.
     pub(super) fn stamp_death(&self, nic: u32, number: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
         if card.holder() == Some(number) {
@@ -393,7 +402,7 @@ impl Supervisor {
     }
 }
 
-/// Nanoseconds, as people read them.
+/// Formats nanoseconds for people.
 pub fn time(ns: u64) -> String {
     let (whole, unit) = match ns {
         0..10_000 => return format!("{ns} ns"),

@@ -1,4 +1,4 @@
-//! How requests from other threads come into the daemon's loop.
+//! Brings requests of other threads into the daemon's loop.
 
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -17,28 +17,28 @@ use crate::config;
 /// Where the answer to a request goes.
 pub type Answer<T> = oneshot::Sender<Result<T, No>>;
 
-/// Why a request is not, or was not, done. Each has its sentence.
+/// Why a request is not, or was not, carried out, as a sentence.
 #[derive(Debug)]
 pub enum No {
     /// There is no such thing.
     Unknown(String),
-    /// It is not asked rightly.
+    /// The request is malformed.
     Wrong(String),
     /// It was tried, or cannot be tried now.
     Failed {
         /// Why.
         sentence: String,
-        /// How far it came.
+        /// Relays that had settled by then.
         relays: Vec<Settled>,
     },
-    /// Whoever asks may not.
+    /// The caller lacks permission.
     Forbidden(String),
-    /// The daemon ends.
+    /// The daemon is ending.
     Ending,
 }
 
 impl No {
-    /// That it cannot be done now.
+    /// Returns the refusal of a request that cannot be carried out now.
     pub fn now(sentence: impl Into<String>) -> Self {
         No::Failed { sentence: sentence.into(), relays: Vec::new() }
     }
@@ -56,7 +56,7 @@ impl From<No> for Refused {
     }
 }
 
-/// What may be asked.
+/// A request to the loop.
 #[derive(Debug)]
 #[expect(missing_docs, reason = "each is the route of the same name")]
 pub enum Request {
@@ -117,18 +117,18 @@ pub enum Request {
         number: u32,
         answer: Answer<Ended>,
     },
-    /// Whoever looked on is gone; from the answer itself.
+    /// The reader of a capture is gone; sent by the HTTP answer itself.
     CaptureOver {
         number: u32,
         frames: u64,
         missed: u64,
     },
     Stop(Answer<Stopped>),
-    /// Something that people are to find among the events.
+    /// A sentence to put among the events.
     Note(String),
 }
 
-/// The way in.
+/// The entrance to the loop.
 #[derive(Debug, Clone)]
 pub struct Door {
     requests: Sender<Request>,
@@ -136,7 +136,7 @@ pub struct Door {
 }
 
 impl Door {
-    /// One whose requests come out at `requests`, and whose bell rings when they do.
+    /// Creates a door that puts requests into `requests` and rings its bell for each.
     pub fn new(requests: Sender<Request>) -> std::io::Result<Self> {
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Door { requests, bell: Arc::new(bell) })
@@ -144,12 +144,12 @@ impl Door {
 
     /// Puts a request in.
     pub fn put(&self, request: Request) {
-        // If the loop has ended, whoever waits for the answer hears so: its sender is gone.
+        // If the loop has ended, the caller that waits for the answer sees that: its sender is dropped.
         let _ = self.requests.send(request);
         let _ = rustix::io::write(&*self.bell, &1_u64.to_ne_bytes());
     }
 
-    /// What rings.
+    /// Returns the bell.
     pub fn bell(&self) -> &rustix::fd::OwnedFd {
         &self.bell
     }

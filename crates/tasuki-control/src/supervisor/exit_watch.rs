@@ -1,7 +1,8 @@
-//! Learning early that a worker is no more.
+//! Learns early that a worker has ended.
 //!
-//! A process that was killed takes itself apart before its pidfd tells: half a millisecond, in which nobody drives its NIC. But the kernel marks the
-//! robust futex in the worker's heartbeat (`message::heartbeat::LIFE`) as soon as its thread begins to end. A thread of ours sleeps on each, and says so.
+//! A killed process takes itself apart before its pidfd reports the death: half a millisecond in which no worker
+//! drives its NIC. But the kernel marks the robust futex in the worker's heartbeat (`message::heartbeat::LIFE`) as
+//! soon as its thread begins to end. A thread of the daemon sleeps on each futex, and reports the mark.
 
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,10 +19,10 @@ use tasuki_shm::region::Span;
 use super::Supervisor;
 use super::worker::Words;
 
-/// How long a worker's futex is left alone that was not marked as its own yet.
+/// Pause before the next look at a futex that its worker has not yet marked as its own.
 const YET: Duration = Duration::from_millis(50);
 
-/// Where it is told.
+/// The pipe that reports ended workers.
 #[derive(Debug)]
 pub struct ExitWatch {
     told: std::io::PipeReader,
@@ -43,17 +44,17 @@ impl ExitWatch {
         self.told.as_fd()
     }
 
-    /// Has it told when worker `number`, whose heartbeat this is, ends.
+    /// Starts watching for the end of worker `number`, whose heartbeat this is.
     pub fn watch(&self, number: u32, heartbeat: &Words) {
         let (Some(life), tell) = (life(heartbeat), Arc::clone(&self.tell)) else { return };
-        // Without a thread its pidfd tells.
+        // Without a thread, the pidfd reports the death.
         let _ = std::thread::Builder::new().name(format!("exit of {number}")).spawn(move || {
             await_end(&life[0]);
             let _ = rustix::io::write(&*tell, &number.to_ne_bytes());
         });
     }
 
-    /// Those who have ended.
+    /// Returns the workers that have ended.
     fn take(&mut self) -> Vec<u32> {
         let mut bytes = [0; 4 * 64];
         let len = self.told.read(&mut bytes).unwrap_or(0);
@@ -69,12 +70,12 @@ fn await_end(life: &AtomicU32) {
             return;
         }
         let yet = (word == 0).then(|| YET.try_into().expect("50 ms"));
-        // Whatever it says: the word is looked at again.
+        // Ignore the result: the loop reads the word again.
         let _ = futex::wait(life, futex::Flags::empty(), word, yet.as_ref());
     }
 }
 
-/// Ends the thread that waits for a worker that is gone by now, whether the kernel has marked its futex or not.
+/// Ends the thread that watches a worker which is gone by now, whether the kernel has marked its futex or not.
 pub fn close(heartbeat: &Words) {
     if let Some(life) = life(heartbeat) {
         life[0].fetch_or(heartbeat::ENDED, AcqRel);
@@ -83,13 +84,14 @@ pub fn close(heartbeat: &Words) {
 }
 
 impl Supervisor {
-    /// Threads have ended, as the kernel says or as they do: who says so and lives is killed for it, before anybody acts on it.
+    /// Handles ended threads, reported by the kernel or by the workers themselves. A worker that claims it and lives
+    /// is killed before the daemon acts on it.
     pub(super) fn lives_ended(&mut self) {
         for number in self.exit_watch.take() {
             let Some(worker) = self.workers.get(&number) else { continue };
             worker.process.kill();
             self.driver_ended(number);
-            // Whoever was told to take over needs that CPU now.
+            // The successor needs that CPU now.
             if let Some(worker) = self.workers.get(&number) {
                 worker.process.send_to(&self.aside);
             }

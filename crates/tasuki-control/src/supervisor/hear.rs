@@ -1,6 +1,7 @@
-//! What workers say, and that they say nothing any more.
+//! Handles messages from workers, and their ends.
 //!
-//! A worker is no friend: what it says is checked against what the daemon can see itself, and whoever breaks the protocol is ended.
+//! The daemon does not trust workers: it checks each message against its own knowledge, and ends a worker that
+//! breaks the protocol.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -22,13 +23,13 @@ use crate::foreign::Foreign;
 use crate::log::plain;
 use crate::registry::Change;
 
-/// Messages of one worker that are heard before anybody else is.
+/// Messages of one worker that the daemon reads before it turns to another.
 const AT_ONCE: usize = 64;
-/// Characters of a sentence of a worker's that people see.
+/// Characters of a worker's sentence that users see.
 const SENTENCE_MAX: usize = 1000;
-/// Sentences about what it could not confine itself with.
+/// Sentences about confinement that a worker lacks.
 const UNCONFINED_MAX: usize = 16;
-/// Characters of the name of something that it counts.
+/// Characters of the name of a worker's counter.
 const COUNT_NAME_MAX: usize = 64;
 
 impl Supervisor {
@@ -44,7 +45,7 @@ impl Supervisor {
         }
     }
 
-    /// It has closed its end: it is ending, or it does not want to hear us.
+    /// Handles a worker that has closed its end: it is ending, or ignores the daemon.
     fn deaf(&mut self, number: u32) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let _ = rustix::event::epoll::delete(&self.epoll, &worker.socket);
@@ -83,13 +84,13 @@ impl Supervisor {
         if !worker.given.contains(&nic) {
             return self.condemn(number, format!("speaks of NIC {nic}, which it was not given"));
         }
-        // Of a NIC that went with its node there is nothing left to say.
+        // The NIC went with its node: ignore the report.
         let (Some(card), Some(party)) = (self.cards.get(&nic), party(number)) else { return };
         let word = card.lease_page.tenure();
         let weighed = card.arbiter.as_ref().map(|arbiter| arbiter.weigh(&self.table.authority, party, report, word));
         match (report, weighed) {
             (_, Some((Verdict::Stale, _)) | None) => return,
-            // The arbiter says what becomes of it.
+            // The arbiter decides how to treat a breach.
             (_, Some((Verdict::Breach, _))) => {}
             (Report::Ready, _) => _ = worker.nics.insert(nic, Fit::Ready),
             (Report::Unfit(reason) | Report::Failed { reason, .. }, _) => {
@@ -98,13 +99,14 @@ impl Supervisor {
                 let about = About { node: Some(&node), nic: Some(&name), worker: Some(number) };
                 self.note(about, format!("worker {number} cannot take {name}: {reason}"));
             }
-            // A daemon before us gave it this, and died before it had it prepare, or before it heard that it cannot.
+            // An earlier daemon gave the worker this NIC. It died before it had the worker prepare, or before it
+            // heard that the worker cannot.
             (Report::Hello { standing: Standing::Idle | Standing::Unfit, .. }, _)
                 if worker.nics.get(&nic) == Some(&Fit::Ready) && worker.record.node == card.node =>
             {
                 if let Some(prepare) = card.prepare(Use::Takeover, Method::Keep) {
                     worker.nics.insert(nic, Fit::Preparing(now()));
-                    // If it is dead, its pidfd says so.
+                    // If the worker is dead, its pidfd reports that.
                     let _ = worker.order(nic, prepare);
                 }
             }
@@ -129,7 +131,7 @@ impl Supervisor {
         }
     }
 
-    /// A sentence for people; more than so many are counted instead.
+    /// Passes a worker's sentence on to users. Sentences beyond the worker's limit are only counted.
     fn has_told(&mut self, number: u32, nic: Option<u32>, sentence: &str) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let node = worker.record.node.clone();
@@ -141,7 +143,7 @@ impl Supervisor {
         let its = |nic: &u32| worker.given.contains(nic);
         let card = nic.filter(its).and_then(|nic| self.cards.get_mut(&nic));
         let name = card.map(|card| {
-            // What whoever drives it has to say of it stands with the NIC until it changes hands.
+            // The driver's sentence stays with the NIC until it changes hands.
             if card.holder() == Some(number) && !card.has_lost_its_model() {
                 card.trouble = Some(sentence.clone());
             }
@@ -176,7 +178,7 @@ impl Supervisor {
         self.note(About::worker(&node, number), format!("worker {number} of node {node} has begun ({binary})"));
     }
 
-    /// From here on it gets orders.
+    /// Marks a worker as one that accepts orders.
     pub(super) fn hears_orders(&mut self, number: u32) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         (worker.stage, worker.has_begun) = (Stage::Begun, true);
@@ -184,14 +186,15 @@ impl Supervisor {
         worker.record.uid = worker.process.uid();
         self.changes.push(Change::Worker(worker.record.clone()));
         if let Some(node) = self.nodes.get_mut(&worker.record.node) {
-            // Its program begins, whatever became of others.
+            // The node's program does begin, whatever became of other workers.
             node.trouble = None;
             node.deaths.retain(|death| death.had_begun);
         }
         crash::point("daemon.begun");
     }
 
-    /// The driver state that a giver stored goes to the taker, once for each time that the daemon asked this worker for it. The taker checks the memory.
+    /// Forwards the driver state that a giver stored to the taker, once for each time the daemon asked this worker
+    /// for it. The taker checks the memory.
     fn forward_driver_state(&mut self, number: u32, nic: u32, fds: &Foreign) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let Some(at) = worker.asked.driver_states.iter().position(|asked| *asked == nic) else {
@@ -209,7 +212,7 @@ impl Supervisor {
         }
     }
 
-    /// What a worker has counted, to those who asked when it drove the NIC.
+    /// Sends a worker's counts to the callers that asked when it drove the NIC.
     fn counted(&mut self, number: u32, nic: u32, counts: &[(String, u64)]) {
         if !self.workers.get(&number).is_some_and(|worker| worker.asked.counts) {
             return self.was_not_asked(number, "counts");
@@ -224,7 +227,8 @@ impl Supervisor {
         }
     }
 
-    /// A worker wrote a message for which this daemon did not ask. The daemon before this one may have asked an adopted worker: its message is dropped.
+    /// Handles a message that this daemon did not ask for. An earlier daemon may have asked an adopted worker: its
+    /// message is dropped. Any other worker is ended.
     fn was_not_asked(&mut self, number: u32, what: &str) {
         let is_adopted = self.workers.get(&number).is_some_and(|worker| worker.is_adopted);
         if !is_adopted {
@@ -232,12 +236,13 @@ impl Supervisor {
         }
     }
 
-    /// Its thread runs no more, and its process is about to be dead: whoever comes after it need not wait for that.
+    /// Handles the end of a driver's thread. Its process is about to be dead, and a successor need not wait for
+    /// that.
     pub(super) fn driver_ended(&mut self, number: u32) {
-        // What it said last is heard before its death is.
+        // Read its last messages before handling its death.
         self.worker_says(number);
         if let Some(worker) = self.workers.get_mut(&number) {
-            // Nobody is to count on it while its process takes its end.
+            // Do not count on the worker while its process ends.
             worker.deaf.get_or_insert(now());
         }
         let held = |card: &super::card::Card| card.holder() == Some(number) && !card.condemned.contains(&number);
@@ -250,13 +255,13 @@ impl Supervisor {
         }
     }
 
-    /// Its process is dead.
+    /// Handles the death of a worker's process.
     pub(super) fn worker_ended(&mut self, number: u32) {
         if self.cell_ended(number) {
             return;
         }
         crash::point("daemon.death");
-        // What it said last is heard before its death is.
+        // Read its last messages before handling its death.
         self.jail_says(number);
         self.worker_writes(number);
         self.worker_says(number);
@@ -283,7 +288,7 @@ impl Supervisor {
         }
         self.cards.values_mut().for_each(|card| card.forget_memory_of(number));
         let how = worker.process.ended();
-        // What it has started ends with it.
+        // Kill all processes that the worker has started.
         if let Some(group) = &worker.group {
             let _ = group.kill();
             group.remove();
@@ -296,11 +301,11 @@ impl Supervisor {
         let had_no_part =
             matches!(worker.stage, Stage::Leaving(_)) || worker.stage == Stage::Begun && worker.nics.is_empty();
         let was_meant = had_no_part && how == "ended" || self.stopping.is_some();
-        // Who was fenced for a relay's sake has done nothing wrong.
+        // A worker fenced for a relay has done nothing wrong.
         let for_relay = worker.stage == Stage::Condemned && self.jobs.iter().any(|job| job.fences(&node_name));
         let is_candidate = worker.record.staged.is_some() || self.jobs.iter().any(|job| job.target == number);
         if !was_meant && !for_relay && !is_candidate {
-            // A SIGKILL of somebody else's says nothing of its program.
+            // A SIGKILL from elsewhere says nothing about the node's program.
             let was_killed = how == "was killed by signal 9" && worker.stage != Stage::Condemned;
             self.has_lost_a_worker(&node_name, worker.has_begun || was_killed);
         }
@@ -315,7 +320,7 @@ impl Supervisor {
         self.note(About::worker(&node_name, number), format!("worker {number} of node {node_name} {how}{early}"));
     }
 
-    /// Looks at the hearts of those who drive, and asks those who sleep.
+    /// Checks the heartbeats of drivers, and asks sleeping workers for an answer.
     pub(super) fn look_at_hearts(&mut self) {
         let (now, limit) = (now(), self.config.daemon.hang_after());
         let mut silent = Vec::new();
@@ -331,13 +336,13 @@ impl Supervisor {
                 Some(_) => {}
                 None if drives && !sleeps && worker.heart.silent(now, limit) => silent.push(*number),
                 None if (sleeps || !drives) && now.saturating_sub(worker.heard) >= PROBE => {
-                    // Any NIC does: what counts is that an answer comes.
+                    // Any NIC does: all that counts is that an answer comes.
                     ask.extend(worker.nics.keys().next().map(|nic| (*number, *nic)));
                     worker.heard = now;
                 }
                 None => {}
             }
-            // While it slept nothing moved, and that was right.
+            // A worker that sleeps or does not drive rightly shows no progress: start its record anew.
             if sleeps || !drives {
                 worker.heart = Heartbeat::new(now);
             }

@@ -1,4 +1,5 @@
-//! What a worker's process is started under: stage one of confinement ([`crate::jail`]). It is given its socket and nothing else until the kernel says that this holds.
+//! Stage one of confinement ([`crate::jail`]) of a worker's process. The process gets its socket and nothing else
+//! until the kernel confirms the confinement.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -23,60 +24,58 @@ use crate::jail::{self, Says, Terms};
 use crate::process::Process;
 use crate::spawn::Program;
 
-/// Of what a jail says, so much is read.
+/// Bytes of a jail's messages that the daemon reads.
 const SAYS_MAX: usize = 16 << 10;
-/// After one that waited for a program has ended by itself, the node has none for so long.
+/// How long a node goes without a waiting process after one has ended by itself.
 const FURNISHED: Duration = Duration::from_secs(1);
 
-/// What a worker will be told once it is confined.
+/// The messages a worker gets once it is confined.
 #[derive(Debug)]
 pub struct Unsaid {
-    /// The program that its process is to become, if it is not that already, and that program's file;
+    /// The program its process is to become, if it is not that already, and the program's file.
     pub program: Option<(PathBuf, OwnedFd)>,
-    /// The first message,
+    /// The first message.
     pub begin: Begin,
-    /// the node's program state and the worker's listening socket,
+    /// The node's program state and the worker's listening socket.
     pub fds: [OwnedFd; 2],
-    /// and its TAP, or where it serves memif.
+    /// Its TAP, or the socket at which it serves memif.
     pub outlet: Option<(String, OwnedFd)>,
 }
 
-/// A process that is not its program yet, as far as is known.
+/// A process that is not known to be its program yet.
 #[derive(Debug)]
 pub struct Jailing {
     /// Its standard output, until it becomes the program.
     says: std::io::PipeReader,
     said: Vec<u8>,
     terms: Terms,
-    /// The kernel has said that the terms hold, as far as it says; this does not, as sentences.
+    /// Set once the kernel has been asked about the terms: a sentence for each that does not hold.
     verified: Option<Vec<String>>,
 }
 
-/// What starts a process, without its standard input and error.
+/// The means to start a process, except its standard input and error.
 #[derive(Debug)]
 struct Start {
-    /// Its path and arguments.
+    /// Path and arguments.
     command: (PathBuf, Vec<OsString>),
     /// Its standard output.
     stdout: OwnedFd,
-    /// What is to be heard of its jail, if it begins in one.
+    /// Its jail, if it begins in one.
     jailing: Option<Jailing>,
-    /// Its control group.
     group: Option<Group>,
 }
 
-/// A process for a worker with this number, and what is its from its beginning.
+/// A process for a worker with this number, and its resources from the beginning.
 #[derive(Debug)]
 pub struct Cell {
-    /// The worker's,
+    /// Number of the worker.
     pub number: u32,
-    /// and its
     pub process: Process,
-    /// Our end of its standard input.
+    /// The daemon's end of its standard input.
     pub socket: OwnedFd,
-    /// Where a daemon that comes later finds it,
+    /// Path at which a later daemon finds it.
     pub path: PathBuf,
-    /// and the socket that listens there.
+    /// The socket that listens at that path.
     pub listener: OwnedFd,
     /// See [`Worker`].
     pub lines: Option<Lines>,
@@ -84,12 +83,12 @@ pub struct Cell {
     pub jailing: Option<Jailing>,
     /// See [`Worker`].
     pub group: Option<Group>,
-    /// What it may lock.
+    /// Bytes it may lock.
     pub memlock: u64,
 }
 
 impl Cell {
-    /// Ends one that was told no program.
+    /// Ends a process that was told no program.
     fn end(self) {
         let Cell { mut process, path, group, .. } = self;
         process.kill();
@@ -100,16 +99,16 @@ impl Cell {
     }
 }
 
-/// What a node's processes have together.
+/// Resources that the processes of a node share.
 #[derive(Debug, Default)]
 pub struct Ward {
-    /// Their bounds,
+    /// The group that bounds them.
     group: Option<Group>,
-    /// a network in which there is nothing,
+    /// An empty network.
     network: Option<Unnamed>,
-    /// and a process in its jail that waits for a program.
+    /// A process in its jail that waits for a program.
     cell: Option<Cell>,
-    /// When there may be the next one.
+    /// Earliest time for the next such process.
     not_before: Duration,
 }
 
@@ -121,7 +120,8 @@ impl Drop for Ward {
 }
 
 impl Supervisor {
-    /// A user of nobody else's, for `whom`: the one that it has, if that may be.
+    /// Returns a user ID of its own for `whom`: the one that it has, if that is in the range; `None` if the daemon
+    /// is not root.
     fn uid_for(&self, whom: &str, has: Option<u32>) -> Option<u32> {
         let range = self.config.daemon.uids;
         if !rustix::process::geteuid().is_root() {
@@ -133,13 +133,13 @@ impl Supervisor {
             .flatten()
             .collect::<BTreeSet<u32>>();
         has.filter(|uid| range.has(*uid)).or_else(|| {
-            // Another daemon's node of this name has another.
+            // Another daemon's node of this name has another user.
             let whole = format!("{}/{whom}", self.place.folder().display());
             range.from(crc32c::crc32c(whole.as_bytes())).find(|uid| taken.insert(*uid))
         })
     }
 
-    /// A node's user: the same as long as the node is known.
+    /// Returns a node's user: the same as long as the node is known.
     fn uid_of(&mut self, name: &str) -> Option<u32> {
         let has = self.nodes.get(name)?.record.uid;
         let uid = self.uid_for(name, has)?;
@@ -151,7 +151,8 @@ impl Supervisor {
         Some(uid)
     }
 
-    /// Where nodes are to have bounds, the daemon leaves the group that those come from, and whom it starts is where it is.
+    /// Finds the control groups. If nodes are to have bounds, the daemon moves out of the group that contains the
+    /// nodes' groups, and the processes it starts follow it.
     pub(super) fn find_groups(&mut self, named: Option<PathBuf>) {
         let id = format!("{:08x}", crc32c::crc32c(self.place.folder().as_os_str().as_encoded_bytes()));
         let groups = self.groups.insert(Groups::find(&id, named.as_deref()));
@@ -161,14 +162,14 @@ impl Supervisor {
         }
     }
 
-    /// What a node's processes may have together.
+    /// Returns the bounds on a node's processes together.
     fn bounds_of(&self, name: &str) -> Option<Bounds> {
         let node = self.config.node(name)?;
         let cpus = crate::aside::of(node, &self.config, &self.aside);
         Some(Bounds { cpus, ..node.bounds() })
     }
 
-    /// The nodes' CPUs are divided otherwise from now on.
+    /// Applies a new division of CPUs among the nodes.
     pub(super) fn divide_anew(&mut self) {
         self.nodes.values_mut().for_each(|node| node.ward.group = None);
         let workers = self.workers.values().filter(|worker| worker.group.is_some());
@@ -182,7 +183,7 @@ impl Supervisor {
         }
     }
 
-    /// The control group of a worker, in its node's.
+    /// Returns the control group of a worker, in its node's.
     fn group_for(&mut self, name: &str, number: u32) -> std::io::Result<Group> {
         let none = || std::io::Error::other("there is no such node");
         let bounds = match self.config.daemon.confine {
@@ -197,7 +198,7 @@ impl Supervisor {
         ward.group.as_ref().ok_or_else(none)?.child(&format!("worker-{number}"))
     }
 
-    /// A worker of the daemon before this one is in its group, or is now.
+    /// Puts an earlier daemon's worker into its group, unless it is there already.
     pub(super) fn regroup(&mut self, number: u32) {
         let Some(worker) = self.workers.get(&number) else { return };
         let (node, pid) = (worker.record.node.clone(), worker.process.name().pid);
@@ -208,7 +209,7 @@ impl Supervisor {
         }
     }
 
-    /// What a fresh worker of this node is started under, and its control group.
+    /// Returns the terms a fresh worker of this node starts under, and its control group.
     fn terms_for(&mut self, name: &str, number: u32) -> Result<(Terms, Option<Group>)> {
         let config = self.config.node(name).context("there is no such node")?;
         let (urgent, reads) = (config.nice() < 0, config.program().map(|program| program.files.clone()));
@@ -253,8 +254,8 @@ impl Supervisor {
         Ok((terms, group))
     }
 
-    /// What opens a card, or is a model of one, begins like this: as a user of the card's own. Who opens `devices` of the machine stays the daemon's user,
-    /// without its capabilities, and is confined as far as that goes.
+    /// Builds the command that starts an opener or a model of a card: as a user of the card's own. An opener of the
+    /// machine's `devices` stays the daemon's user, without its capabilities, and is confined as far as that goes.
     pub(super) fn start_apart(
         &mut self,
         nic: u32,
@@ -296,7 +297,7 @@ impl Supervisor {
         Ok((command, Some(terms)))
     }
 
-    /// What starts a worker, and what is to be heard of its jail; where there is none, it is this program at once.
+    /// Returns the means to start a worker. Without a jail the process is this program at once.
     fn start_for(&mut self, name: &str, number: u32, program: &Path) -> Result<Start> {
         if self.config.daemon.confine == Confine::Off {
             let stdout = nowhere()?;
@@ -312,7 +313,8 @@ impl Supervisor {
         Ok(Start { command, stdout: stdout.into(), jailing, group })
     }
 
-    /// A process for the node's next worker: that which waits, or a fresh one. Without a jail it is this program at once.
+    /// Returns a process for the node's next worker: the waiting one, or a fresh one. Without a jail it is this
+    /// program at once.
     pub(super) fn process_for(&mut self, name: &str, program: &Path) -> Result<Cell> {
         let waiting = self.nodes.get_mut(name).and_then(|node| node.ward.cell.take());
         waiting.map_or_else(|| self.begin_process(name, program), Ok)
@@ -324,7 +326,7 @@ impl Supervisor {
         let listener = channel::listen(&path).with_context(|| format!("{} cannot be listened at", path.display()))?;
         let (socket, theirs) = channel::pair().context("the kernel has no sockets left")?;
         let Start { command: (file, args), stdout, jailing, group } = self.start_for(name, number, program)?;
-        // A log that has no room is no reason to go without a worker.
+        // A worker starts even if there is no room for its log.
         let (lines, stderr) = match Lines::create(&path) {
             Ok((lines, its)) => (Some(lines), its.into()),
             Err(_) => (None, nowhere()?),
@@ -339,7 +341,7 @@ impl Supervisor {
                 return Err(error);
             }
         };
-        // On a machine with version 1 alone the jail enters by its doors.
+        // On a machine with version 1 alone, the jail enters the group by its doors.
         let enters = |group: &Group| group.birthplace().is_none() || group.add(process.name().pid).is_ok();
         let group = group.filter(|group| is_there || jailing.is_some() && enters(group));
         let memlock = self.memlock(process.name().pid);
@@ -360,28 +362,28 @@ impl Supervisor {
         let Some(node) = self.nodes.get_mut(name) else { return };
         match begun {
             Ok(cell) => node.ward.cell = Some(cell),
-            // A worker that is started without it says why.
+            // A worker that starts without it reports why.
             Err(error) => tracing::debug!("no cell for node {name}: {error:#}"),
         }
     }
 
-    /// The numbers of those that wait.
+    /// Returns the numbers of the waiting processes.
     pub(super) fn cells(&self) -> impl Iterator<Item = u32> + '_ {
         self.nodes.values().filter_map(|node| Some(node.ward.cell.as_ref()?.number))
     }
 
-    /// One that waited has ended. Whether there was one.
+    /// Handles the end of a waiting process. Returns whether there was one of this number.
     pub(super) fn cell_ended(&mut self, number: u32) -> bool {
         let is_it = |cell: &Cell| cell.number == number;
         let wards = self.nodes.values_mut().map(|node| &mut node.ward);
         let Some(ward) = { wards }.find(|ward| ward.cell.as_ref().is_some_and(is_it)) else { return false };
-        // A worker that is started without one says why that cannot be.
+        // A worker that starts without one reports why that cannot be.
         ward.not_before = now() + FURNISHED;
         ward.cell.take().into_iter().for_each(Cell::end);
         true
     }
 
-    /// A jail has said something, or has become the program, or has ended.
+    /// Handles a jail that has said something, has become the program, or has ended.
     pub(super) fn jail_says(&mut self, number: u32) {
         let waiting = self.nodes.values_mut().filter_map(|node| node.ward.cell.as_mut());
         let cell = { waiting }.find(|cell| cell.number == number);
@@ -406,19 +408,19 @@ impl Supervisor {
         }
     }
 
-    /// A worker's process has become its program, or has ended.
+    /// Handles a worker's process that has become its program, or has ended.
     fn jail_is_over(&mut self, number: u32, said: Option<Says>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let verified = worker.jailing.take().and_then(|jailing| jailing.verified);
         match (said, verified) {
             (Some(Says::Confined(lacks)), Some(found)) => worker.lacks = lacks.into_iter().chain(found).collect(),
             (Some(Says::Failed(sentence)), _) => self.is_not_confined(number, &sentence),
-            // It is dead: its pidfd says so.
+            // The process is dead: its pidfd reports that.
             _ => tracing::debug!("the jail of worker {number} says nothing"),
         }
     }
 
-    /// Tells a worker what it is, unless its process is not known to be confined, or not as it must be.
+    /// Sends a worker its first message, once its process is known to be confined as it must be.
     pub(super) fn let_begin(&mut self, number: u32) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let Some(jailing) = &worker.jailing else { return worker.tell_what_it_is() };
@@ -444,19 +446,19 @@ impl Supervisor {
     }
 }
 
-/// Where a process that the daemon starts finds it.
+/// Returns the path at which a process that the daemon starts finds the network.
 fn path_of(network: &Unnamed) -> PathBuf {
     format!("/proc/{}/fd/{}", std::process::id(), network.as_fd().as_raw_fd()).into()
 }
 
-/// Where what a worker writes is lost.
+/// Opens `/dev/null`, for output to discard.
 pub(super) fn nowhere() -> Result<OwnedFd> {
     let nowhere = std::fs::OpenOptions::new().write(true).open("/dev/null");
     Ok(nowhere.context("/dev/null cannot be opened")?.into())
 }
 
 impl Jailing {
-    /// Reads on; whether it will say no more.
+    /// Reads the jail's new messages. Returns whether none will follow.
     fn read(&mut self) -> bool {
         let mut text = [0; 1024];
         loop {
@@ -470,10 +472,10 @@ impl Jailing {
 }
 
 impl Worker {
-    /// Sends the first message, and what belongs to it, once.
+    /// Sends the first message, and the descriptors that belong to it, once.
     pub(super) fn tell_what_it_is(&mut self) {
         if let Some(Unsaid { program, begin, fds: [program_state, listener], outlet }) = self.unsaid.take() {
-            // If it is dead already, its pidfd says so.
+            // If the worker is dead already, its pidfd reports that.
             let _ = program.map(|(path, file)| jail::tell(self.socket.as_fd(), &path, file.as_fd()));
             super::tend::tell_what_it_is(self, begin, [&program_state, &listener], outlet);
         }

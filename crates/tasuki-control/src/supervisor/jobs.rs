@@ -1,8 +1,8 @@
-//! Upgrades and handovers that somebody asked for: from the request to the answer.
+//! Upgrades and handovers on request: from the request to the answer.
 //!
-//! An upgrade starts a fresh worker, has it prepare every NIC that the node has, and then relays one NIC after the other. A handover has a worker
-//! of the other node prepare one NIC. Until the taker has said that it is ready the giver is told nothing, so whatever goes wrong before that
-//! costs nothing.
+//! An upgrade starts a fresh worker, has it prepare every NIC of the node, and then relays one NIC after the other.
+//! A handover has a worker of the other node prepare one NIC. The daemon tells the giver nothing until the taker has
+//! said that it is ready, so a failure before that costs nothing.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -22,48 +22,49 @@ use crate::api::types::{DriverStateBy, Give, Inflight, Relayed, Settled, Stopped
 use crate::config::not_startable;
 use crate::registry::Change;
 
-/// How much longer than all its limits together a job may take.
+/// Time a job may take beyond the sum of its limits.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// How often a handover is tried again whose taker came too late. A machine that is busy for once is not so the next time; one that always is will not be helped.
+/// How often the daemon retries a handover whose taker came too late. A machine that was busy once will not be the
+/// next time; retries do not help one that is always busy.
 const LATE_MOST: u32 = 4;
 
-/// Not a worker's number: the one that is to have the NIC is still waited for.
+/// No worker has this number: the job still waits for a worker to give the NIC to.
 const NOBODY: u32 = 0;
 
-/// What is asked for.
+/// A request under way.
 #[derive(Debug)]
 pub struct Job {
     purpose: Use,
-    /// Whether it only brings together what one worker should have, at one that is there.
+    /// Whether the job only brings the two sides of an uplink together, at a worker that already runs.
     mends: bool,
-    /// Whether it only has somebody get ready.
+    /// Whether the job only gets a worker ready.
     stages: bool,
     /// The node that is to have the NICs.
     node: String,
     /// The node that loses its NIC's driver to a fence.
     fenced_node: Option<String>,
-    /// The worker that is to have them.
+    /// The worker that is to have the NICs.
     pub target: u32,
-    /// Of an upgrade: another program.
+    /// For an upgrade: another program.
     with: Option<PathBuf>,
-    /// NICs that are still to go there.
+    /// NICs still to be relayed.
     todo: VecDeque<u32>,
-    /// Whether the arbiter of the first of them was asked, and who drove then.
+    /// `Some` once the arbiter of the first NIC was asked; inside, the worker that drove then.
     asked: Option<Option<u32>>,
     asked_for: Option<Method>,
     fence_first: bool,
     inflight: message::Inflight,
     store: bool,
     done: Vec<Settled>,
-    /// How often its taker came too late, so that frames had come to the old owner meanwhile.
+    /// How often the taker came too late, so that frames had reached the old owner meanwhile.
     late: u32,
-    /// The method by which its taker refused the card, and why.
+    /// The method by which the taker refused the card, and why.
     refused: Option<(Method, Reason)>,
-    /// Who drove the card that was refused.
+    /// The driver of the card that was refused.
     gave: Option<u32>,
     since: Duration,
-    /// Since when somebody is looked for who could have it.
+    /// Since when the job has looked for a worker to give the NIC to.
     looks_since: Duration,
     answer: Option<Answer<Relayed>>,
 }
@@ -94,55 +95,57 @@ impl Job {
         }
     }
 
-    /// One that nobody asked for: of an uplink, these go to a worker that has the rest, or could have all.
+    /// Creates a job without a caller: it moves these NICs of an uplink to a worker that has the rest, or could have
+    /// all.
     pub fn mending(node: &str, nics: VecDeque<u32>, to: u32) -> Self {
         Job { mends: true, ..Job::new(Use::Upgrade, node, to, nics) }
     }
 
-    /// One that has a worker get ready for these.
+    /// Creates a job that gets a worker ready for these NICs.
     pub fn staging(node: &str, worker: u32, nics: VecDeque<u32>) -> Self {
         Job { stages: true, ..Job::new(Use::Upgrade, node, worker, nics) }
     }
 
-    /// The node that is to have the NICs.
+    /// Returns the node that is to have the NICs.
     pub fn node(&self) -> &str {
         &self.node
     }
 
-    /// Whether a NIC is still to go.
+    /// Returns whether the job has yet to relay this NIC.
     pub fn is_about(&self, nic: u32) -> bool {
         self.todo.contains(&nic)
     }
 
-    /// Whether a worker of this node is to be given nothing of a NIC, because those that have it are to be fenced.
+    /// Returns whether workers of `node` must get nothing of a NIC, because the job fences those of its workers that
+    /// have it.
     pub fn keeps_away(&self, nic: u32, node: &str) -> bool {
         self.is_about(nic) && self.fences(node)
     }
 
-    /// The NIC whose relay is under way.
+    /// Returns the NIC whose relay is under way.
     pub fn asked(&self) -> Option<u32> {
         self.asked.and(self.todo.front().copied())
     }
 
-    /// Whether it has a worker of this node fenced, as a part of the plan.
+    /// Returns whether the job's plan includes a fence of a worker of this node.
     pub fn fences(&self, node: &str) -> bool {
         self.fenced_node.as_deref() == Some(node)
     }
 }
 
-/// Which there are, as the end of a sentence.
+/// Returns the names there are, as the end of a sentence.
 pub(super) fn there_are(names: impl Iterator<Item = impl AsRef<str>>) -> String {
     let names: Vec<_> = names.map(|name| name.as_ref().to_owned()).collect();
     if names.is_empty() { "there is none".to_owned() } else { format!("there are: {}", names.join(", ")) }
 }
 
-/// What was found, of a sentence that says what to do about it as well.
+/// Returns the part of a reason before its first semicolon: the finding, without the advice.
 fn finding(why: Reason) -> String {
     let sentence = why.to_string();
     sentence.split(';').next().unwrap_or_default().to_owned()
 }
 
-/// What a step of a job has led to.
+/// The result of one step of a job.
 enum Step {
     Wait,
     Again,
@@ -154,7 +157,7 @@ impl Supervisor {
     pub(super) fn answer_requests(&mut self) {
         let mut count = [0; 8];
         let _ = rustix::io::read(self.door.bell(), &mut count);
-        // What cannot be answered truly is not answered yet.
+        // Requests wait until the daemon can answer them truthfully.
         if self.adopting {
             return;
         }
@@ -229,7 +232,8 @@ impl Supervisor {
         }
     }
 
-    /// One relay of a node, or of a NIC, at a time.
+    /// Checks that no other job relays this node or one of these NICs, that the node stays, and that the daemon is
+    /// not stopping.
     pub(super) fn is_free(&self, node: &str, nics: &[u32]) -> Result<(), No> {
         if self.stopping.is_some() {
             return Err(No::Ending);
@@ -247,7 +251,7 @@ impl Supervisor {
         }
     }
 
-    /// The NICs that a worker of another program would have, if it can be started now.
+    /// Returns the NICs a worker of another program would have, if that program can be started now.
     pub(super) fn nics_to_upgrade(&self, node: &str, with: Option<&Path>) -> Result<VecDeque<u32>, No> {
         if !self.nodes.contains_key(node) {
             return Err(self.no_node(node));
@@ -274,7 +278,7 @@ impl Supervisor {
             )));
         }
         if let Some(node) = self.nodes.get_mut(node) {
-            // Somebody has looked at what they died of.
+            // The caller has looked at the causes of these deaths.
             (node.deaths, node.not_before, node.trouble) = (Vec::new(), Duration::ZERO, None);
             node.mending = Default::default();
         }
@@ -322,7 +326,7 @@ impl Supervisor {
                 choice.method
             )));
         }
-        // Who is not there yet is waited for.
+        // If there is no such worker yet, the job waits for one.
         let target = self.taker_of(&give.to).map_err(No::now)?.unwrap_or(NOBODY);
         Ok(Job {
             fenced_node: (!is_trusted).then_some(from),
@@ -337,7 +341,7 @@ impl Supervisor {
         })
     }
 
-    /// The worker of a node that can be given a NIC now, if there is one.
+    /// Returns the worker of a node that can be given a NIC now, if there is one.
     fn taker_of(&self, node: &str) -> Result<Option<u32>, String> {
         let serves = |number: &&u32| self.workers[number].serves();
         let staff = self.staff_of(node);
@@ -408,7 +412,7 @@ impl Supervisor {
         let job = &self.jobs[at];
         let limits = &self.config.daemon;
         let worker = self.workers.get(&target);
-        // Who is dying is waited for, and whoever gets the NIC then too: the answer says who that is.
+        // Wait until a dying worker is dead, and then until the NIC has a driver: the answer names that driver.
         let settles = job.asked().and_then(|nic| self.cards.get(&nic)).is_some_and(|card| !card.is_settled());
         if worker.is_some_and(|worker| !worker.counts()) || worker.is_none() && settles {
             return Step::Wait;
@@ -440,7 +444,7 @@ impl Supervisor {
         match worker.nics.get(&nic) {
             None => match self.attach(nic, target, purpose, choice.method) {
                 true => Step::Again,
-                // Others are to let go of it first.
+                // Other workers must let go of the NIC first.
                 false => Step::Wait,
             },
             Some(Fit::Preparing(since)) if now().saturating_sub(*since) > limits.prepare() => {
@@ -453,7 +457,7 @@ impl Supervisor {
                 Step::Again
             }
             Some(Fit::Ready) if card.holder() == Some(target) => {
-                // Its driver died in the middle of this, and it was there.
+                // The driver died meanwhile, and the target took over as a stand-by.
                 self.note_outcome(at, nic, None);
                 Step::Again
             }
@@ -462,12 +466,14 @@ impl Supervisor {
                     self.ask_arbiter(at, nic, choice.method);
                     Step::Again
                 }
-                // All of the old node that had it are fenced, and none of its others is given it meanwhile.
+                // All workers of the old node that had the NIC are fenced, and its other workers do not get it
+                // meanwhile.
                 Some(State::Parked) if job.refused.is_some() => {
                     self.ask_arbiter(at, nic, choice.method);
                     Step::Again
                 }
-                // Something else is under way; of a NIC that nobody drives it gets the lease without being asked.
+                // Something else is under way. If no worker drives the NIC, the target gets the lease without a
+                // request.
                 _ => Step::Wait,
             },
         }
@@ -483,7 +489,7 @@ impl Supervisor {
         }
     }
 
-    /// Whether a NIC that its taker has refused is being given the next way.
+    /// Returns whether a job tries the next method for a NIC that its taker has refused.
     pub(super) fn goes_on(&self, nic: u32) -> bool {
         self.jobs.iter().any(|job| job.is_about(nic) && job.refused.is_some())
     }
@@ -500,7 +506,7 @@ impl Supervisor {
         let ask = Ask { purpose: job.purpose, to, method, kind, version, carries: Positions::default() };
         job.asked = Some(driver);
         (card.said, card.method, card.plan) = (None, method, plan.fenced.then_some(plan));
-        // Both sides must know how it is meant before either is ordered to do it.
+        // Both sides must know the plan before either gets its order.
         for side in [driver, Some(job.target)].into_iter().flatten() {
             if let Some(worker) = self.workers.get_mut(&side) {
                 let _ = worker.plan(nic, plan);
@@ -521,7 +527,8 @@ impl Supervisor {
         }
         let why = card.said.take().and_then(|told| told.why);
         if let Some(driver) = driver.filter(|_| self.jobs[at].store) {
-            // What the giver stored it sent before it let go, but the taker may have been heard first.
+            // The giver sent the stored driver state before it let go, but the daemon may have heard the taker
+            // first.
             self.worker_says(driver);
         }
         let Some(card) = self.cards.get(&nic) else { return Step::Wait };
@@ -532,7 +539,8 @@ impl Supervisor {
         Step::Fail(why.map_or_else(|| "it was refused; tasuki events says by whom".to_owned(), |why| why.to_string()))
     }
 
-    /// Whether the NIC is driven as before, because its taker came too late, and that was not so too often.
+    /// Returns whether the NIC is driven as before because its taker came too late, and has not come too late too
+    /// often.
     fn was_late(&self, at: usize) -> bool {
         let job = &self.jobs[at];
         let Some(card) = job.asked().and_then(|nic| self.cards.get(&nic)) else { return false };
@@ -541,8 +549,9 @@ impl Supervisor {
         why == Some(Reason::FramesCame) && is_back && job.late < LATE_MOST
     }
 
-    /// Whether nobody drives the NIC, because its taker does not believe the card: its last owner, who is not trusted and is fenced, left something that cannot
-    /// be undone, or so that the taker finds it late. By which method, and why. Who asked for this very method is told so.
+    /// Returns the method and the reason if no worker drives the NIC because its taker does not trust the card. The
+    /// last owner, which is untrusted and fenced, left something that cannot be undone, or left it so that the taker
+    /// finds it late. If the caller asked for this very method, returns `None`, and the caller gets the reason.
     fn was_refused(&self, at: usize) -> Option<(Method, Reason)> {
         let job = &self.jobs[at];
         let card = job.asked().and_then(|nic| self.cards.get(&nic))?;
@@ -552,12 +561,13 @@ impl Supervisor {
         (is_odd && may && card.is_settled() && card.holder().is_none()).then_some((card.method, why))
     }
 
-    /// Gives it once more: by the same way, for the next time somebody may be quicker, or by the next.
+    /// Tries the relay again: by the same method, as the taker may be quicker the next time, or by the next method.
     fn try_again(&mut self, at: usize) {
         let job = &mut self.jobs[at];
         let (Some(nic), target, node) = (job.asked(), job.target, job.node.clone()) else { return };
         (job.asked, job.looks_since) = (None, now());
-        // It was told to leave the NIC, or is now. If that was its last one it ends, and another comes.
+        // The target was told to leave the NIC, or is told now. If that was its last NIC it ends, and another worker
+        // comes.
         self.dismiss(nic, target);
         let job = &mut self.jobs[at];
         if !self.workers.get(&target).is_some_and(super::worker::Worker::serves) {
@@ -578,7 +588,8 @@ impl Supervisor {
         self.note(About::worker(&node, target), sentence);
     }
 
-    /// Whether a worker that never had this NIC stands by for each other one of its node, whose workers are all to be fenced.
+    /// Returns whether, for each other NIC of the node, a worker stands by that never had this one. The workers of
+    /// the node that had it are all to be fenced.
     fn others_are_cared_for(&self, at: usize, nic: u32) -> bool {
         let Some(node) = self.jobs[at].fenced_node.as_deref() else { return true };
         let is_ready = |other: u32| {
@@ -592,20 +603,21 @@ impl Supervisor {
         self.others_of(node, nic).all(is_ready)
     }
 
-    /// The other NICs of a node that somebody drives.
+    /// Returns the other NICs of a node that a worker drives.
     fn others_of<'a>(&'a self, node: &'a str, nic: u32) -> impl Iterator<Item = u32> + 'a {
         let driven = self.cards.values().filter(|card| card.kept.is_some() && card.holder().is_some());
         driven.filter(move |card| card.node == node && card.number != nic).map(|card| card.number)
     }
 
-    /// Whether a NIC of this node is about to go to a node that does not trust it, and others stay, for which a worker is needed that never had that one.
+    /// Returns whether a NIC of this node is about to go to a node that does not trust it while other NICs stay. The
+    /// other NICs need a worker that never had the NIC that goes.
     pub(super) fn needs_a_worker_more(&self, node: &str) -> bool {
         let goes = |job: &&Job| job.fences(node);
         let nics = self.jobs.iter().filter(goes).filter_map(|job| job.todo.front().copied());
         { nics }.any(|nic| self.others_of(node, nic).next().is_some())
     }
 
-    /// A NIC has gone where it was to go.
+    /// Records that a NIC has reached its target.
     fn note_outcome(&mut self, at: usize, nic: u32, from: Option<u32>) {
         let settled = self.outcome(at, nic, from, None);
         let job = &mut self.jobs[at];
@@ -674,7 +686,7 @@ impl Supervisor {
             let record = node.record.clone();
             self.changes.push(Change::Node(name.clone(), record));
             crash::point("daemon.upgraded");
-            // Givers are done. Who stood by does so until somebody of the new program can.
+            // Givers are done. A stand-by stays one until a worker of the new program can stand by.
             let generation = self.nodes[&name].record.generation;
             let over = self.workers.values().filter(|worker| {
                 worker.record.node == name
@@ -701,7 +713,7 @@ impl Supervisor {
     fn fail(&mut self, mut job: Job, why: &str) {
         let (nic, answer, name, target) = (job.todo.front().copied(), job.answer.take(), job.node.clone(), job.target);
         let (purpose, mends, stages, from) = (job.purpose, job.mends, job.stages, job.asked.flatten());
-        // What it looks like now, by the job that is to be forgotten.
+        // `outcome` reads the job from the list: put it back for a moment.
         self.jobs.push(job);
         let at = self.jobs.len() - 1;
         let failed = nic.filter(|nic| !stages && self.cards.contains_key(nic));
@@ -727,7 +739,7 @@ impl Supervisor {
         }
     }
 
-    /// Workers that have what a NIC is made of, and that its node does not trust, are ended: the NIC did not go there.
+    /// Ends workers that have the NIC's device bundle but are not trusted by its node: the NIC did not go to them.
     fn end_strangers(&mut self, nic: Option<u32>) {
         let Some(card) = nic.and_then(|nic| self.cards.get(&nic)) else { return };
         let (name, node) = (card.name().to_owned(), card.node.clone());
@@ -740,7 +752,7 @@ impl Supervisor {
         }
     }
 
-    /// What happened to a worker that is no more: the first that was noted of it after it began.
+    /// Returns how a worker ended: the first event noted of it after it began.
     fn why_gone(&self, number: u32) -> String {
         let of_it = self.events.iter().filter(|event| event.worker == Some(number));
         let told = of_it.map(|event| &event.sentence).find(|sentence| !sentence.contains("has begun"));
@@ -776,7 +788,7 @@ impl Supervisor {
             }
             return;
         }
-        // Cards are switched off when nobody drives them any more.
+        // Switch cards off once no worker drives them any more.
         self.end_cards(is_late);
         if self.cards.values().any(|card| card.model.is_some()) {
             return;

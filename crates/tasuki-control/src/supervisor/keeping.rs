@@ -1,8 +1,8 @@
-//! The daemon's side of the [`crate::keeper`]: each descriptor that must outlive the daemon is given to it before anybody else has it, and the
-//! next daemon takes it from there.
+//! The daemon's side of the [`crate::keeper`]. The daemon deposits each descriptor that must outlive it before it
+//! gives the descriptor to any other process. The next daemon takes it from there.
 //!
-//! What is to be kept is named by a `Key`; what that is now is looked up when it is said. So it may be named as often as one likes, and a keeper that
-//! was started anew is told everything.
+//! A `Key` names a thing to keep; the daemon looks up its present state when it tells the keeper. So a key may be
+//! marked any number of times, and a keeper that was started anew is told everything.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -21,62 +21,61 @@ use crate::channel::{self, Nothing};
 use crate::keeper::{self, Word};
 use crate::process::Process;
 
-/// How long a keeper may take to say what it has.
+/// Time a keeper may take to list its entries.
 const SAYS_WITHIN: Duration = Duration::from_secs(10);
-/// From one try to start one to the next.
+/// Pause between two attempts to start a keeper.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// What is kept.
+/// The name of something kept.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Key {
     /// A NIC's lease page and device bundle.
     Card(u32),
-    /// The page that will take the place of its lease page.
+    /// The page that will replace a NIC's lease page.
     Page(u32),
-    /// The memory that it will lie in.
+    /// The memory that a NIC will lie in.
     Coming(u32),
     /// A node's program state.
     ProgramState(String),
-    /// A worker's heartbeat, and what it was given.
+    /// A worker's heartbeat, and the NICs it was given.
     Worker(u32),
-    /// A TAP.
     Tap(String),
-    /// Where clients of memif connect.
+    /// The listening socket for clients of memif.
     Memif(String),
     /// The client that is connected there.
     Client(String),
 }
 
-/// Of a NIC.
+/// Text of a NIC's entry in the keeper.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct CardText {
     pub name: String,
     pub device: String,
     pub made_by: u32,
-    /// Whose the page of its lease is,
+    /// The nodes whose workers can write its lease page.
     pub page_of: BTreeSet<String>,
-    /// and how often it was turned until this one came.
+    /// How often the lease page had been replaced when this one came.
     pub turns: u64,
     pub bundle: message::DeviceBundle,
 }
 
-/// Of memory that comes.
+/// Text of the entry for memory that a NIC will move to.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct ComingText {
     pub party: u32,
     pub lies: String,
 }
 
-/// What a daemon before us has left with the keeper.
+/// Entries that an earlier daemon left with the keeper.
 pub(super) type Found = BTreeMap<Key, (String, Vec<OwnedFd>)>;
 
-/// The keeper, and what it is still to be told.
+/// The keeper, and the keys it has yet to be told of.
 #[derive(Debug, Default)]
 pub(super) struct Keeping {
     way: Option<Way>,
     due: BTreeSet<Key>,
-    /// What a daemon before us has left there.
+    /// Keys that an earlier daemon left there.
     left: Vec<Key>,
     not_before: Duration,
     pub trouble: Option<String>,
@@ -89,7 +88,7 @@ struct Way {
 }
 
 impl Way {
-    /// That of a daemon before us, if it is there.
+    /// Connects to the keeper of an earlier daemon, if there is one.
     fn find(path: &std::path::Path) -> Option<Self> {
         let socket = channel::connect(path).ok()?;
         let peer = rustix::net::sockopt::socket_peercred(&socket).ok()?;
@@ -99,7 +98,7 @@ impl Way {
 
     fn start(folder: &std::path::Path, path: &std::path::Path) -> Result<Self> {
         let listener = channel::listen(path).with_context(|| format!("{} cannot be listened at", path.display()))?;
-        // Also if our own file was replaced by a newer one meanwhile.
+        // This works even if a newer file has replaced the daemon's own meanwhile.
         let mut command = Command::new("/proc/self/exe");
         command.arg0("tasukid").arg("keep").arg(folder);
         command.stdin(Stdio::from(listener)).stdout(Stdio::null()).stderr(Stdio::null());
@@ -108,7 +107,7 @@ impl Way {
         Ok(Way { socket, process })
     }
 
-    /// All that it has.
+    /// Returns all that the keeper has.
     fn list(&self) -> Result<Found> {
         let until = now() + SAYS_WITHIN;
         let (mut found, mut room) = (Found::new(), Vec::new());
@@ -117,7 +116,7 @@ impl Way {
             match channel::receive(self.socket.as_fd(), &mut room) {
                 Ok(message) => match serde_json::from_slice(&message.bytes)? {
                     Word::Keep { name, what } => {
-                        // What another version kept, of which we know nothing, goes.
+                        // Drop entries of another version, whose keys this one does not know.
                         if let Ok(key) = serde_json::from_str(&name) {
                             found.insert(key, (what, message.fds.trust()));
                         }
@@ -138,7 +137,7 @@ impl Way {
 }
 
 impl Supervisor {
-    /// Finds the keeper of a daemon before us, or starts one; what it has.
+    /// Finds the keeper of an earlier daemon, or starts one. Returns its entries.
     pub(super) fn begin_keeping(&mut self) -> Found {
         let Some(way) = Way::find(&self.place.keeper_socket()) else {
             self.start_keeper();
@@ -187,7 +186,7 @@ impl Supervisor {
         }
     }
 
-    /// It says nothing unasked: its end is closed.
+    /// Handles a keeper whose end is closed: it never sends anything unasked.
     pub(super) fn keeper_says(&mut self) {
         let Some(Way { socket, mut process }) = self.keeping.way.take() else { return };
         drop(socket);
@@ -196,7 +195,7 @@ impl Supervisor {
         self.note(About::default(), format!("the keeper {how}; another is told everything anew"));
     }
 
-    /// Starts one if there is none. Not while something is urgent.
+    /// Starts a keeper if there is none. Not while something is urgent.
     pub(super) fn mend_keeper(&mut self) {
         if self.keeping.way.is_none() && now() >= self.keeping.not_before {
             self.start_keeper();
@@ -204,12 +203,12 @@ impl Supervisor {
         }
     }
 
-    /// What is named so is to be kept as it is now, if there is such a thing.
+    /// Marks this key: the keeper is to have its present state, if there is such a thing.
     pub(super) fn keep(&mut self, key: Key) {
         self.keeping.due.insert(key);
     }
 
-    /// Everything is to be kept as it is now, and nothing else.
+    /// Marks everything: the keeper is to have the present state of all, and nothing else.
     pub(super) fn keep_all(&mut self) {
         if self.adopting {
             return;
@@ -224,12 +223,13 @@ impl Supervisor {
         self.keeping.due = due;
     }
 
-    /// Whether it is still to be told something.
+    /// Returns whether the keeper has yet to be told something.
     pub(super) fn is_depositing(&self) -> bool {
         self.keeping.way.is_none() || !self.keeping.due.is_empty()
     }
 
-    /// Tells the keeper what is due, as far as it has room. What another daemon left stays as it is until all have been adopted.
+    /// Tells the keeper of the keys that are due, as far as it has room. Entries of an earlier daemon stay as they
+    /// are until all workers have been adopted.
     pub(super) fn deposit(&mut self) {
         while let Some(key) = self.keeping.due.first().cloned() {
             if !self.deposit_one(&key) {
@@ -238,7 +238,7 @@ impl Supervisor {
         }
     }
 
-    /// Tells it of one thing; says whether it has room for more.
+    /// Tells the keeper of one key. Returns whether the keeper has room for more.
     pub(super) fn deposit_one(&mut self, key: &Key) -> bool {
         let Some(way) = self.keeping.way.as_ref().filter(|_| !self.adopting) else { return false };
         let name = text(key);
@@ -246,19 +246,20 @@ impl Supervisor {
             Some((what, fds)) => keeper::say(way.socket.as_fd(), &Word::Keep { name, what }, &fds),
             None => keeper::say(way.socket.as_fd(), &Word::Forget { name }, &[]),
         };
-        // If its end is closed, that comes as an event. Else it has no room, or we have none for what is under way.
+        // If the keeper's end is closed, an event reports that. Otherwise it has no room, or the daemon has none for
+        // descriptors under way.
         said.is_ok() && {
             self.keeping.due.remove(key);
             true
         }
     }
 
-    /// Whether the keeper has all of these as they are now.
+    /// Returns whether the keeper has the present state of all these keys.
     pub(super) fn knows(&self, keys: &[Key]) -> bool {
         self.keeping.way.is_some() && !keys.iter().any(|key| self.keeping.due.contains(key))
     }
 
-    /// What there is of that name now.
+    /// Returns the present state of a key: text and descriptors.
     fn kept_as(&self, key: &Key) -> Option<(String, Vec<BorrowedFd<'_>>)> {
         Some(match key {
             Key::Card(nic) => {
@@ -294,7 +295,7 @@ impl Supervisor {
         })
     }
 
-    /// Nothing need be kept any more.
+    /// Ends the keeper: nothing need be kept any more.
     pub(super) fn end_keeper(&mut self) {
         if let Some(Way { socket, mut process }) = self.keeping.way.take() {
             let _ = keeper::say(socket.as_fd(), &Word::End, &[]);
@@ -306,13 +307,14 @@ impl Supervisor {
     }
 }
 
-/// Plain data.
+/// Serialises plain data.
 fn text<T: Serialize>(what: &T) -> String {
     serde_json::to_string(what).expect("plain data")
 }
 
 impl Card {
-    /// What it is made of, if a daemon before us has left that with the keeper. Of a card that is no more there is only a socket that was hung up.
+    /// Restores the device bundle that an earlier daemon left with the keeper, if any. The bundle of a card that is
+    /// gone holds only a hung-up socket, and is dropped.
     pub(super) fn restore(&mut self, found: &mut Found, is_used: bool) {
         use super::card::{Kept, LeasePage, Memory, Opening};
         use super::worker::Words;
@@ -326,7 +328,8 @@ impl Card {
         }
         let lease_page = fds.remove(0);
         let Ok(turned) = Words::adopt(fds.remove(0), size_of::<u64>()) else { return };
-        // Where the count differs, the daemon before us turned to the coming page, and died before it told the keeper.
+        // If the counts differ, the earlier daemon moved the lease to the coming page and died before it told the
+        // keeper.
         let (lease_page, page_of) = match (turned.load(0) == turns, found.remove(&Key::Page(self.number))) {
             (true, _) => (lease_page, page_of),
             (false, Some((node, mut page))) if page.len() == 1 => (page.remove(0), BTreeSet::from([node])),
@@ -343,7 +346,7 @@ impl Card {
     }
 }
 
-/// Whether nobody is at the other end of this socket.
+/// Returns whether the other end of this socket is closed.
 fn is_hung_up(fd: &OwnedFd) -> bool {
     let mut poll = [PollFd::new(fd, PollFlags::empty())];
     let looked = rustix::event::poll(&mut poll, Some(&Timespec::default()));

@@ -1,7 +1,9 @@
-//! What workers write on their standard error: a pipe each, of which the daemon logs whole lines, so many and no more. The log itself nobody else has.
+//! Workers' output on standard error. Each worker has a pipe, of which the daemon logs whole lines, up to a limit.
+//! No worker has the log itself.
 //!
-//! The pipe has a name in the daemon's directory, and a worker's end of it is open for reading, too: while no daemon is there nobody is ended by what it writes, and the next
-//! daemon reads on. Who has written 64 KiB by then waits for that daemon.
+//! The pipe has a name in the daemon's directory, and a worker's end of it is open for reading, too. So no worker
+//! dies of writing while no daemon runs, and the next daemon reads on. A worker that has written 64 KiB by then
+//! waits for that daemon.
 
 use std::fs::{File, OpenOptions};
 use std::io::Read;
@@ -16,15 +18,15 @@ use super::{Supervisor, Token, now, watch};
 use crate::bucket::Bucket;
 use crate::log::plain;
 
-/// Bytes of a line; what is longer is cut.
+/// Bytes of a line; a longer line is cut.
 const LINE_MAX: usize = 1000;
-/// Lines of a worker that are logged at once, and how long one more takes.
+/// Lines of a worker that are logged at once, and the time until one more may be.
 const LINES: u32 = 200;
 const LINE_EVERY: Duration = Duration::from_millis(100);
-/// Bytes that are read of one worker before another has its turn: more than its pipe holds.
+/// Bytes read of one worker before the next has its turn: more than its pipe holds.
 const AT_ONCE: usize = 128 << 10;
 
-/// The daemon's end.
+/// The daemon's end of a worker's pipe.
 #[derive(Debug)]
 pub struct Lines {
     pipe: File,
@@ -32,29 +34,29 @@ pub struct Lines {
     bucket: Bucket,
 }
 
-/// Beside the worker's socket.
+/// Returns the pipe's path, beside the worker's socket.
 fn path_beside(socket: &Path) -> PathBuf {
     socket.with_extension("stderr")
 }
 
-/// Takes the name away of the pipe of a worker that is no more; a daemon that only goes leaves it to the next one.
+/// Removes the name of a dead worker's pipe. A daemon that only exits leaves it to the next one.
 pub fn forget(socket: &Path) {
     let _ = std::fs::remove_file(path_beside(socket));
 }
 
 impl Lines {
-    /// A fresh one for the worker with this socket, and the worker's end.
+    /// Creates a pipe for the worker with this socket. Returns the worker's end, too.
     pub fn create(socket: &Path) -> std::io::Result<(Self, File)> {
         let path = path_beside(socket);
         let _ = std::fs::remove_file(&path);
         rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
         let lines = Self::find(socket)?;
-        // Apart from ours: what it sets of its end, it sets of that alone.
+        // An open file of its own: flags that the worker sets apply to its end alone.
         let its = OpenOptions::new().read(true).write(true).open(path)?;
         Ok((lines, its))
     }
 
-    /// That of a worker of the daemon before this one.
+    /// Opens the pipe of an earlier daemon's worker.
     pub fn find(socket: &Path) -> std::io::Result<Self> {
         let path = path_beside(socket);
         let flags = OFlags::NONBLOCK.bits().cast_signed();
@@ -62,7 +64,7 @@ impl Lines {
         Ok(Lines { pipe, begun: Vec::new(), bucket: Bucket::new(LINES, LINE_EVERY, now()) })
     }
 
-    /// Lines that have come and are to be logged, without what a terminal would obey; whether there may be more at once, and whether there can be more at all.
+    /// Returns the new lines to log, without terminal control characters, and when there may be more.
     fn read(&mut self) -> (Vec<String>, Next) {
         let (mut lines, mut room) = (Vec::new(), [0; 4096]);
         for _ in 0..AT_ONCE / room.len() {
@@ -107,7 +109,6 @@ impl Lines {
     }
 }
 
-/// When there may be more.
 #[derive(Debug, PartialEq, Eq)]
 enum Next {
     Later,
@@ -123,12 +124,12 @@ fn printable(bytes: &[u8]) -> String {
 }
 
 impl Supervisor {
-    /// Has what a worker writes heard.
+    /// Has the loop read a worker's pipe.
     pub(super) fn watch_lines(&self, number: u32, lines: &Lines) -> anyhow::Result<()> {
         watch(&self.epoll, lines.pipe.as_fd(), Token::WorkerWrites(number))
     }
 
-    /// A worker has written something, or can write no more.
+    /// Logs new lines of a worker, and notices the end of its pipe.
     pub(super) fn worker_writes(&mut self, number: u32) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let Some(lines) = &mut worker.lines else { return };
@@ -165,7 +166,7 @@ mod tests {
         }
         let said = lines.read().0;
         assert!((190..300).contains(&said.len()), "{}", said.len());
-        // The next daemon reads on, and nobody is ended by writing meanwhile.
+        // The next daemon reads on, and no worker dies of writing meanwhile.
         drop(lines);
         writeln!(its, "nobody reads this").expect("no daemon is no reason to fail");
         let mut lines = Lines::find(&socket).expect("it has a name");

@@ -1,8 +1,9 @@
-//! Sockets at which programs on DPDK or VPP connect to a node, as clients of memif. The daemon listens and gives every worker of the node the
-//! descriptor; whoever drives the node's end of its VNI lets clients in.
+//! Sockets at which programs on DPDK or VPP connect to a node, as clients of memif. The daemon listens and gives
+//! every worker of the node the descriptor. The driver of the node's end of its VNI accepts clients.
 //!
-//! What a client that is connected is made of lies beside the listening socket, and with every other worker of the node: whoever drives next goes on
-//! with it. Nothing of it is looked at here, for it was made by a stranger; and a worker that lies about it lies to its own node.
+//! The descriptors of a connected client lie beside the listening socket, and with every other worker of the node,
+//! so the next driver goes on with the client. The daemon does not look into them, as a stranger made them; and a
+//! worker that lies about them lies to its own node.
 
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -25,28 +26,28 @@ use crate::{channel, config};
 /// Bytes of a client's name, at most: memif has 32 for it, of which each may have become three.
 const NAME_MAX: usize = 96;
 
-/// A socket, as far as it is there.
+/// A memif socket, as far as it exists.
 #[derive(Debug)]
 pub struct MemifEnd {
     config: config::Memif,
     listener: Option<OwnedFd>,
-    /// Its file, by what the kernel knows it.
+    /// Device and inode number of its file.
     file: Option<(u64, u64)>,
     client: Option<Connected>,
 }
 
-/// A client that is connected.
+/// A connected client.
 #[derive(Debug)]
 struct Connected {
     message: message::Client,
     /// Its socket first.
     fds: Foreign,
-    /// By what that is known.
+    /// Inode number of that socket.
     socket: u64,
 }
 
 impl Connected {
-    /// Says no to what cannot be one.
+    /// Returns `None` if this cannot be a client.
     fn new(message: message::Client, fds: Foreign) -> Option<Self> {
         let regions = message.regions.len();
         if regions > message::REGIONS_MAX
@@ -55,7 +56,7 @@ impl Connected {
         {
             return None;
         }
-        // No file of anybody's file system, which would have to be asked.
+        // A socket, and no file of a file system that would have to be asked.
         rustix::net::sockopt::socket_type(&fds[0]).ok()?;
         let socket = rustix::fs::fstat(&fds[0]).ok()?.st_ino;
         Some(Connected { message, fds, socket })
@@ -67,25 +68,25 @@ impl Connected {
 }
 
 impl MemifEnd {
-    /// That of a node, by its name, not made yet.
+    /// Returns the socket of a node, not made yet, under its label.
     pub fn of(node: &config::Node) -> Option<(String, Self)> {
         let config = node.memif()?.clone();
         Some((config.label(), MemifEnd { config, listener: None, file: None, client: None }))
     }
 
-    /// Where clients connect, if it is there, and by which file.
+    /// Returns for the keeper the listening socket, if it exists, and its file's numbers.
     pub fn to_keep(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
         let file = serde_json::to_string(&self.file).expect("plain data");
         Some((file, vec![self.listener.as_ref()?.as_fd()]))
     }
 
-    /// The client that is connected, as text and descriptors.
+    /// Returns for the keeper the client that is connected, as text and descriptors.
     pub fn client_to_keep(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
         let Connected { message, fds, .. } = self.client.as_ref()?;
         Some((serde_json::to_string(message).expect("plain data"), channel::lend(fds)))
     }
 
-    /// Makes it, if it is not there.
+    /// Makes it, unless it exists.
     pub fn make(&mut self) -> Result<&OwnedFd> {
         let listener = match self.listener.take() {
             Some(listener) => listener,
@@ -98,7 +99,7 @@ impl MemifEnd {
         Ok(self.listener.insert(listener))
     }
 
-    /// Nobody is to connect any more. Not when the daemon goes alone: then it is the next one's.
+    /// Closes the socket to clients. Not when the daemon exits alone: then the next daemon has it.
     pub fn close(self) {
         if self.listener.is_some() {
             let _ = std::fs::remove_file(&self.config.socket);
@@ -106,7 +107,7 @@ impl MemifEnd {
     }
 }
 
-/// A place where clients connect: for the daemon's user alone, until somebody changes the file's owner or mode.
+/// Listens for clients: for the daemon's user alone, until an operator changes the file's owner or mode.
 fn listen(path: &Path) -> Result<OwnedFd> {
     let shown = path.display();
     match std::fs::symlink_metadata(path) {
@@ -124,13 +125,13 @@ fn listen(path: &Path) -> Result<OwnedFd> {
     Ok(listener)
 }
 
-/// By what the kernel knows what is there.
+/// Returns device and inode number of the file at `path`.
 fn file_at(path: &Path) -> Option<(u64, u64)> {
     let there = std::fs::symlink_metadata(path).ok()?;
     Some((there.dev(), there.ino()))
 }
 
-/// Whether anybody answers there.
+/// Returns whether a process serves at `path`.
 fn is_served(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
@@ -139,20 +140,21 @@ fn is_served(path: &Path) -> bool {
     };
     match rustix::net::connect(&socket, &address) {
         Ok(()) | Err(Errno::AGAIN) => true,
-        // It is another kind of socket, and somebody's.
+        // It is another kind of socket, and in use.
         Err(Errno::PROTOTYPE) => true,
         Err(_) => false,
     }
 }
 
 impl Supervisor {
-    /// Takes over those that a daemon before us had, and makes the others, but those of which workers of these nodes have the only descriptor.
+    /// Adopts the sockets of an earlier daemon, and makes the others, except those of which workers of the nodes in
+    /// `living` have the only descriptor.
     pub(super) fn begin_memifs(&mut self, living: &[String], found: &mut Found) {
         self.memifs = self.config.node.iter().filter_map(MemifEnd::of).collect();
         for (label, end) in &mut self.memifs {
             if let Some((file, fds)) = found.remove(&Key::Memif(label.clone())) {
                 end.file = serde_json::from_str(&file).unwrap_or_default();
-                // What somebody has put there in its place, no client finds it by.
+                // If another file has taken its place, clients do not find the listener.
                 let is_found = end.file.is_some() && end.file == file_at(&end.config.socket);
                 end.listener = fds.into_iter().next().filter(|_| is_found);
             }
@@ -164,7 +166,8 @@ impl Supervisor {
             living.iter().filter_map(|node| Some(self.config.node(node)?.memif()?.label())).collect();
         let mut troubles = Vec::new();
         for (label, end) in self.memifs.iter_mut().filter(|(label, _)| !kept.contains(label)) {
-            // Whoever was added by hand is in no file that could be mended; its worker is started when there is one.
+            // A node that was added by hand is in no file that could be mended. Its worker is started once the
+            // socket exists.
             if let Err(error) = end.make() {
                 troubles.push(format!("memif is not served at {label} as yet: {error:#}"));
             }
@@ -172,7 +175,7 @@ impl Supervisor {
         troubles.into_iter().for_each(|trouble| self.note(About::default(), trouble));
     }
 
-    /// What a worker of this node is to be given, if it is to serve memif.
+    /// Returns label and descriptor for a worker of this node, if it is to serve memif.
     pub(super) fn memif_for(&mut self, node: &str) -> Result<Option<(String, OwnedFd)>> {
         let Some(label) = self.config.node(node).and_then(config::Node::memif).map(config::Memif::label) else {
             return Ok(None);
@@ -183,7 +186,7 @@ impl Supervisor {
         Ok(Some((label, listener)))
     }
 
-    /// The memif at which a worker serves clients by way of an end: its own node's, or none.
+    /// Returns the memif at which a worker serves clients by way of an end: its own node's, or none.
     fn memif_of(&mut self, number: u32, nic: u32) -> Option<&mut MemifEnd> {
         let node = &self.workers.get(&number)?.record.node;
         let is_its = |card: &Card| card.vni().is_some() && card.config.node == *node;
@@ -192,8 +195,9 @@ impl Supervisor {
         self.memifs.get_mut(&label)
     }
 
-    /// A worker serves a client, or has heard of one that another serves: the node's other workers are to know it, too. What whoever drives says
-    /// counts more; one who has just passed the lease is heard by whoever has it.
+    /// Handles a worker's report of a client that it serves, or has heard of: the node's other workers are to know
+    /// the client, too. The driver's report counts more; a report from a worker that has just passed the lease goes
+    /// to the worker that has it.
     pub(super) fn has_client(&mut self, number: u32, nic: u32, client: message::Client, fds: Foreign) {
         let holder = self.cards.get(&nic).and_then(|card| card.holder());
         let Some(end) = self.memif_of(number, nic) else {
@@ -211,12 +215,12 @@ impl Supervisor {
             return self.tell_others_of_client(nic, number);
         }
         if let Some(worker) = holder.and_then(|holder| self.workers.get(&holder)) {
-            // If it does not hear it, the client finds its socket closed.
+            // If the driver does not hear of it, the client finds its socket closed.
             let _ = connected.tell(worker, nic);
         }
     }
 
-    /// A client is there no more.
+    /// Handles a worker's report that a client is gone.
     pub(super) fn has_client_no_more(&mut self, number: u32, nic: u32, socket: u64) {
         let Some(end) = self.memif_of(number, nic) else { return };
         if end.client.take_if(|client| client.socket == socket).is_none() {
@@ -225,7 +229,7 @@ impl Supervisor {
         self.keep_client(number);
         for worker in self.workers.values().filter(|worker| worker.party() != number && worker.nics.contains_key(&nic))
         {
-            // Who does not hear it finds out when it goes on.
+            // A worker that does not hear of it finds out when it goes on.
             let _ = worker.write(&ToWorker::NoClient { nic, socket }, &[]);
         }
     }
@@ -236,20 +240,20 @@ impl Supervisor {
         label.into_iter().for_each(|label| self.keep(Key::Client(label)));
     }
 
-    /// Tells all workers of an end but one of the client that is connected there.
+    /// Tells all workers of an end except `but` about the client that is connected there.
     fn tell_others_of_client(&mut self, nic: u32, but: u32) {
         let has_it = |worker: &&Worker| worker.nics.contains_key(&nic) && worker.party() != but;
         let others: Vec<u32> = self.workers.values().filter(has_it).map(Worker::party).collect();
         others.into_iter().for_each(|number| self.tell_client(nic, number));
     }
 
-    /// The same to those who do not drive.
+    /// Tells all workers of an end that do not drive it about the client.
     pub(super) fn tell_all_of_client(&mut self, nic: u32) {
         let holder = self.cards.get(&nic).and_then(|card| card.holder());
         self.tell_others_of_client(nic, holder.unwrap_or(0));
     }
 
-    /// Tells a worker that has been given an end of the client that is connected there, if there is one.
+    /// Tells a worker that was given an end about the client that is connected there, if any.
     pub(super) fn tell_client(&mut self, nic: u32, number: u32) {
         let Some(client) = self.memif_of(number, nic).and_then(|end| end.client.take()) else { return };
         let told = self.workers.get(&number).map_or(Ok(()), |worker| client.tell(worker, nic));
@@ -261,7 +265,7 @@ impl Supervisor {
         }
     }
 
-    /// Nobody is to connect any more.
+    /// Closes all sockets to clients.
     pub(super) fn close_memifs(&mut self) {
         std::mem::take(&mut self.memifs).into_values().for_each(MemifEnd::close);
     }

@@ -1,27 +1,29 @@
-//! The daemon's loop: one thread, one epoll, and all that the daemon decides. It keeps every descriptor that must outlive a worker.
+//! The daemon's loop: one thread, one epoll, and every decision the daemon makes. It keeps every descriptor that
+//! must outlive a worker.
 //!
-//! - [`policy`] when a dead worker is replaced (pure)
-//! - [`deeds`] what an arbiter says, done: orders, swaps, fences
-//! - [`hear`] what workers say
-//! - [`keeping`] what outlives the daemon, with the keeper
-//! - [`bundles`] what they send besides words
-//! - [`tend`] nodes get the workers that they should have
-//! - [`jails`] what a worker's process is started under
-//! - [`lines`] what workers write on their standard error
-//! - [`jobs`] upgrades and handovers that somebody asked for
-//! - [`staging`] programs that are started ahead of an upgrade
-//! - [`split`] uplinks whose two sides have come to two workers
-//! - [`open`] cards out of their boxes, and models
-//! - [`vnis`] Ethernet between nodes: who is on it, and what outlives workers of that
-//! - [`memifs`] where programs on DPDK or VPP connect
-//! - [`nodes`] nodes that are added and removed while all runs
-//! - [`taps`] what network namespaces have instead of NICs
-//! - [`shortcuts`] how they reach each other past their workers
-//! - [`captures`] whoever looks on
-//! - [`adopt`] workers of the daemon before this one
-//! - [`view`] what people see of all that
+//! - [`policy`]: when a dead worker is replaced (a pure function)
+//! - [`deeds`]: carries out an arbiter's decisions: orders, swaps, fences
+//! - [`hear`]: messages from workers
+//! - [`keeping`]: descriptors that outlive the daemon, held by the keeper
+//! - [`bundles`]: descriptors that workers send
+//! - [`tend`]: gives nodes the workers they should have
+//! - [`jails`]: the confinement a worker's process starts under
+//! - [`lines`]: workers' output on standard error
+//! - [`jobs`]: upgrades and handovers on request
+//! - [`staging`]: programs started ahead of an upgrade
+//! - [`split`]: uplinks whose two sides have come to two workers
+//! - [`open`]: opens cards, and runs models of cards
+//! - [`vnis`]: Ethernet between nodes: the members, and the memory that outlives their workers
+//! - [`memifs`]: sockets at which programs on DPDK or VPP connect
+//! - [`nodes`]: adds and removes nodes while the daemon runs
+//! - [`taps`]: the interfaces that network namespaces have instead of NICs
+//! - [`shortcuts`]: how namespaces reach each other past their workers
+//! - [`captures`]: packet captures
+//! - [`adopt`]: adopts workers of an earlier daemon
+//! - [`view`]: the views of all that for users
 //!
-//! The way from a death to the order to take touches no file and starts nothing: what is to be written and tended comes after it.
+//! Between a death and the order to take, the daemon touches no file and starts no process. Registry writes and new
+//! workers come afterwards.
 
 pub mod adopt;
 pub mod bundles;
@@ -75,23 +77,23 @@ use worker::{Words, Worker};
 
 /// Bytes of a node's program state.
 const PROGRAM_STATE_LEN: usize = 64 << 10;
-/// Events that are kept at hand.
+/// Number of events kept in memory.
 const EVENTS_MAX: usize = 1000;
-/// How often a worker that sleeps is asked whether it lives.
+/// Interval at which the daemon asks a sleeping worker whether it lives.
 const PROBE: Duration = Duration::from_secs(1);
-/// How long a worker may take to begin, to answer a new daemon, or to end.
+/// Time a worker may take to begin, to answer a new daemon, or to end.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Now, on the clock that all stamps are of.
+/// Returns the time of `CLOCK_MONOTONIC`, the clock of all stamps.
 pub fn now() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// What an event of epoll is about.
+/// The source of an epoll event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Token {
-    /// First of all: whoever waits for a dead driver's lease waits no longer than it must.
+    /// Sorts first, so that a successor waits for a dead driver's lease no longer than it must.
     LivesEnd,
     WorkerEnd(u32),
     JailSays(u32),
@@ -149,16 +151,16 @@ struct Node {
     record: NodeRecord,
     program_state: Words,
     deaths: Vec<Death>,
-    /// When there may be a fresh worker.
+    /// Earliest time at which a fresh worker may start.
     not_before: Duration,
     trouble: Option<String>,
-    /// Of an uplink.
+    /// Attempts to mend a split; uplinks only.
     mending: split::Mending,
     ward: jails::Ward,
 }
 
 impl Node {
-    /// One that has no worker yet.
+    /// Creates a node without workers.
     fn new(record: NodeRecord) -> Result<Self> {
         let program_state =
             Words::create("tasuki program state", PROGRAM_STATE_LEN).context("no memory for a node's program state")?;
@@ -178,7 +180,7 @@ impl Node {
 /// Programs that the daemon starts.
 #[derive(Debug, Clone)]
 pub struct Programs {
-    /// The usual worker, which is also who opens devices.
+    /// The default worker; it also opens devices.
     pub worker: PathBuf,
     /// The model of a card.
     pub model: PathBuf,
@@ -187,24 +189,23 @@ pub struct Programs {
 /// How the loop ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// The daemon was told to go; its workers go on.
+    /// The daemon was told to exit; its workers keep running.
     Alone,
     /// Everything was stopped.
     Everything,
 }
 
-/// The daemon.
 #[derive(Debug)]
 pub struct Supervisor {
     config: Config,
-    /// CPUs that may be used,
+    /// CPUs that may be used.
     may_use: Vec<u32>,
-    /// and those of them that are no node's.
+    /// CPUs of `may_use` that belong to no node.
     aside: Vec<u32>,
     programs: Programs,
     place: Place,
     registry: Registry,
-    /// What is to be written when nothing is more urgent.
+    /// Registry changes to write when nothing is more urgent.
     changes: Vec<Change>,
     table: arbiter::Table,
     epoll: rustix::fd::OwnedFd,
@@ -212,9 +213,9 @@ pub struct Supervisor {
     door: Door,
     signals: UnixStream,
     exit_watch: ExitWatch,
-    /// The network of openers and models, in which there is nothing.
+    /// An empty network namespace for openers and models.
     apart: Option<tasuki_tap::namespace::Unnamed>,
-    /// Looked for when there is the first worker to confine.
+    /// Control groups; [`Supervisor::begin`] looks for them.
     groups: Option<Groups>,
     workers: BTreeMap<u32, Worker>,
     cards: BTreeMap<u32, Card>,
@@ -226,58 +227,58 @@ pub struct Supervisor {
     memifs: BTreeMap<String, memifs::MemifEnd>,
     leaving: Vec<nodes::Leaving>,
     keeping: keeping::Keeping,
-    /// NICs, by number, that are in the configuration no more.
+    /// Numbers of NICs that the configuration no longer has.
     strays: std::collections::BTreeSet<u32>,
     captures: BTreeMap<u32, captures::Capture>,
     last_capture: u32,
     jobs: Vec<Job>,
-    /// Requests for counts: of which NIC, at which worker, since when.
+    /// Requests for counts: the NIC, the worker asked, and when.
     counting: Vec<(u32, u32, Duration, Answer<crate::api::types::Counts>)>,
     stopping: Option<(Duration, u32, Option<Answer<crate::api::types::Stopped>>)>,
     events: Vec<Event>,
     last_event: u64,
     last_party: u32,
-    /// Nodes as arbiters name them.
+    /// The numbers by which arbiters know nodes.
     node_numbers: BTreeMap<String, u32>,
     since: Duration,
     adopted: u32,
-    /// Whether workers of another daemon are still to be heard.
+    /// Whether workers of an earlier daemon have yet to answer.
     adopting: bool,
     room: Vec<u8>,
     ended: Option<Ended>,
-    /// Workers that are still to be ended.
+    /// Frozen workers that the daemon has yet to end.
     frozen: Vec<deeds::Frozen>,
-    /// Stand-bys that stand frozen because their driver is about to be fenced.
+    /// Stand-bys that stay frozen because their driver is about to be fenced.
     ahead: Vec<deeds::Ahead>,
-    /// Events that are still to stand in the log.
+    /// Events not yet written to the log.
     unlogged: Vec<Event>,
-    /// NICs whose lease went to another page, of which the registry does not know yet.
+    /// NICs whose lease moved to another page; the registry does not know yet.
     renewed: Vec<u32>,
-    /// Workers that are still to hear that they leave a NIC, and whether that was their last one.
+    /// Leave orders still to send: worker, NIC, and whether it is the worker's last NIC.
     goodbyes: Vec<(u32, u32, bool)>,
 }
 
-/// What a supervisor is made of.
+/// The parts of a supervisor.
 #[derive(Debug)]
 pub struct Parts {
     /// Nodes and NICs.
     pub config: Config,
-    /// What is started.
+    /// Programs to start.
     pub programs: Programs,
     /// The runtime directory.
     pub place: Place,
-    /// The control group in which nodes have theirs; without, the daemon's own.
+    /// The control group that holds the nodes' groups; if `None`, the daemon's own.
     pub groups: Option<PathBuf>,
-    /// Where requests come in.
+    /// The entrance for requests from other threads.
     pub door: Door,
-    /// Where they come out.
+    /// The receiving end of the door's requests.
     pub requests: Receiver<Request>,
-    /// A byte comes in when the daemon is told to go.
+    /// Receives a byte when the daemon is told to exit.
     pub signals: UnixStream,
 }
 
 impl Supervisor {
-    /// Begins: takes over what a daemon before it has left running.
+    /// Starts the daemon: it takes over all that an earlier daemon left running.
     pub fn begin(parts: Parts) -> Result<Self> {
         let Parts { config, programs, place, groups, door, requests, signals } = parts;
         let (may_use, aside) = (crate::aside::cpus(&Config::default()), crate::aside::cpus(&config));
@@ -341,9 +342,9 @@ impl Supervisor {
         Ok(supervisor)
     }
 
-    /// Runs until it is told to go.
+    /// Runs until the daemon is told to exit.
     pub fn run(&mut self) -> Result<Ended> {
-        // What a worker says while a NIC changes hands is heard at once, also beside a busy program.
+        // While a NIC changes hands, the daemon must read workers' messages at once, even beside a busy program.
         tasuki_shm::slice::brief();
         let mut events = Vec::with_capacity(64);
         let mut watchdog = Watchdog::begin(now());
@@ -395,7 +396,7 @@ impl Supervisor {
         }
     }
 
-    /// What can wait until whatever was urgent is done.
+    /// Does the work that can wait until all urgent work is done.
     fn keep_house(&mut self) {
         if self.is_pressing() {
             return;
@@ -405,12 +406,12 @@ impl Supervisor {
             self.go_on_stopping();
         } else {
             self.go_on_adopting();
-            // Whoever waits for an answer has it before anything is done that can wait.
+            // Answer waiting callers before any work that can wait.
             self.go_on_with_jobs();
             self.say_goodbye();
             self.go_on_opening();
             self.fit_vnis();
-            // Before anybody else has it.
+            // The keeper must have the new ends before any worker does.
             self.deposit();
             self.go_on_with_jobs();
             self.say_goodbye();
@@ -425,14 +426,14 @@ impl Supervisor {
             self.fit_captures();
         }
         self.flush();
-        // Last: registry and keeper know by now whose the NIC is, should this daemon die over it.
+        // Last: if the daemon dies while it ends them, registry and keeper already know which node has the NIC.
         self.end_frozen();
         self.flush();
     }
 
-    /// Writes what is to be written.
+    /// Writes pending log lines and registry changes.
     fn flush(&mut self) {
-        // A line in the log takes 7 µs, which the caller of an upgrade would wait for.
+        // A log line takes 7 µs, and the caller of an upgrade would wait for it.
         for Event { node, nic, worker, sentence, .. } in std::mem::take(&mut self.unlogged) {
             tracing::info!(node, nic, worker, "{sentence}");
         }
@@ -444,7 +445,7 @@ impl Supervisor {
         self.tell_of_registry(news);
     }
 
-    /// Tells people when the registry cannot be written, and when it can be again.
+    /// Notes when the registry cannot be written, and when it can be again.
     fn tell_of_registry(&mut self, news: Option<News>) {
         match news {
             None => {}
@@ -455,7 +456,7 @@ impl Supervisor {
         }
     }
 
-    /// Notes that something happened.
+    /// Records an event.
     fn note(&mut self, about: About<'_>, sentence: impl Into<String>) {
         let sentence = sentence.into();
         self.last_event += 1;
@@ -476,7 +477,7 @@ impl Supervisor {
         self.events.push(event);
     }
 
-    /// A number that no worker ever had, and whose addresses nobody of NIC memory uses now.
+    /// Returns a number that no worker ever had and whose addresses no present NIC memory uses.
     fn next_party(&mut self) -> u32 {
         let taken: Vec<u32> = self
             .workers
@@ -493,17 +494,17 @@ impl Supervisor {
     }
 }
 
-/// How many stretches of addresses there are for memory that somebody makes for a card.
+/// Number of address ranges for memory that a process makes for a card.
 const SLOTS: u32 = 13;
-/// Of each. The first ends, and the last begins, where a 32-bit card reaches and no machine has its interrupts.
+/// Bytes per range. All ranges lie where a 32-bit card reaches and no machine has its interrupts.
 const SLOT_LEN: u64 = 256 << 20;
 
-/// Where a card may see memory that this party makes.
+/// Returns the address (IOVA) at which a card may see memory that this party makes.
 fn iova_of(party: u32) -> u64 {
     SLOT_LEN * u64::from(1 + party % SLOTS)
 }
 
-/// What an event is about.
+/// The subject of an event.
 #[derive(Debug, Clone, Copy, Default)]
 struct About<'a> {
     node: Option<&'a str>,

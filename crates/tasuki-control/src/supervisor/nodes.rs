@@ -1,5 +1,6 @@
-//! Nodes that are added and removed while all runs. They are remembered for the daemon that comes after this one, until they are removed or it
-//! stops everything and starts anew with nobody to adopt: what stands in the configuration counts more.
+//! Adds and removes nodes while the daemon runs. The registry remembers added nodes for the next daemon until they
+//! are removed, or until the daemon stops everything and starts anew with no worker to adopt. The configuration
+//! counts more.
 
 use tasuki_relay::message::ToWorker;
 
@@ -13,7 +14,7 @@ use crate::api::types::{NodeView, Removed};
 use crate::config::{self, Config};
 use crate::registry::{Change, NodeRecord};
 
-/// A node that is to be no more: it is when its workers are.
+/// A node being removed: it is gone once its workers have ended.
 #[derive(Debug)]
 pub struct Leaving {
     node: String,
@@ -21,7 +22,7 @@ pub struct Leaving {
 }
 
 impl Supervisor {
-    /// Nodes that were added by hand, when a daemon before us ran.
+    /// Adds the nodes that were added by hand while an earlier daemon ran.
     pub(super) fn add_nodes_of_before(&mut self, added: Vec<config::Node>) {
         for node in added {
             let name = node.name.clone();
@@ -38,7 +39,7 @@ impl Supervisor {
         }
     }
 
-    /// The configuration with one more node.
+    /// Returns the configuration with one more node.
     fn with_node(&self, node: config::Node) -> Result<Config, String> {
         if self.config.node(&node.name).is_some() {
             return Err(format!(
@@ -51,7 +52,6 @@ impl Supervisor {
         config.senseless().map_or(Ok(config), Err)
     }
 
-    /// Adds a node.
     pub(super) fn add_node(&mut self, node: config::Node) -> Result<NodeView, No> {
         if self.stopping.is_some() {
             return Err(No::Ending);
@@ -95,7 +95,7 @@ impl Supervisor {
         }
         self.record_node(&node, true);
         self.note(About::node(&name), format!("node {name} was added"));
-        // Whoever hears that it is there finds it there, whatever becomes of this daemon.
+        // A caller that hears of the node must find it there, whatever becomes of this daemon.
         self.flush();
         self.node_view(&name).ok_or(No::Ending)
     }
@@ -179,12 +179,12 @@ impl Supervisor {
         }
     }
 
-    /// Whether a node is to be no more.
+    /// Returns whether a node is being removed.
     pub(super) fn leaves(&self, name: &str) -> bool {
         self.leaving.iter().any(|leaving| leaving.node == name)
     }
 
-    /// Nodes whose workers have ended are no more.
+    /// Removes the nodes whose workers have ended.
     pub(super) fn go_on_removing(&mut self) {
         let has_workers = |leaving: &Leaving| self.workers.values().any(|worker| worker.record.node == leaving.node);
         let (rest, gone): (Vec<_>, Vec<_>) = std::mem::take(&mut self.leaving).into_iter().partition(has_workers);
@@ -210,7 +210,7 @@ impl Supervisor {
         }
     }
 
-    /// Has the registry know of a node that was added, or that it is no more.
+    /// Records in the registry that a node was added, or is gone.
     fn record_node(&mut self, node: &config::Node, is_there: bool) {
         self.changes.push(match is_there {
             true => Change::Added(node.clone()),

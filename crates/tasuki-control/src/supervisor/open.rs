@@ -1,4 +1,4 @@
-//! Cards out of their boxes. Who opens a device has privileges, and ends when the card runs; who drives it never has any.
+//! Opens cards. The opener of a device has privileges, and ends once the card runs; its driver never has any.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
@@ -21,14 +21,14 @@ use crate::config::{self, Confine, Device};
 use crate::jail::Terms;
 use crate::process::Process;
 
-/// A word of a model's wire by which it would reach for something of the machine.
+/// Returns an option in a model's wire that would give it something of the machine.
 fn out_of_reach(wire: &[String]) -> Option<&str> {
     let words = ["--tap", "--dgram", "--pcap"];
     let reaches = |word: &&String| words.contains(&word.split('=').next().unwrap_or_default());
     wire.iter().find(reaches).map(String::as_str)
 }
 
-/// Starts a process whose words are heard: those of its jail, and those to people.
+/// Starts a process that the daemon listens to: first its jail, then its sentences for users.
 fn speaking(command: &mut Command, stdin: OwnedFd, terms: Option<Terms>) -> Result<(Process, Speech)> {
     let stdout_is_jails = terms.is_some();
     let (speech, theirs) = Speech::new(terms).context("the kernel has no pipes left")?;
@@ -37,7 +37,7 @@ fn speaking(command: &mut Command, stdin: OwnedFd, terms: Option<Terms>) -> Resu
     Ok((Process::spawn(command)?, speech))
 }
 
-/// Connects to a card's server, which may be anybody's: who takes no connection is not waited for.
+/// Connects to a card's server, which may be any process. Does not wait for one that accepts no connection.
 fn connect(path: &Path) -> Result<OwnedFd> {
     let at = path.display();
     let file = path.metadata();
@@ -54,7 +54,7 @@ fn connect(path: &Path) -> Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Whether it is the card that a worker cannot go on with, and not the worker that cannot go on.
+/// Returns whether the card, and not the worker, is the reason that the worker cannot take the NIC.
 fn is_of_the_card(reason: &Reason) -> bool {
     matches!(
         reason,
@@ -96,8 +96,8 @@ impl Supervisor {
         }
     }
 
-    /// A NIC that nobody drives, and with which no worker of its node can go on from where its last driver left it: it is opened anew. Nobody else could help it, and
-    /// a person could do no more.
+    /// Reopens a NIC that no worker drives and no worker of its node can continue to drive from its last driver's
+    /// state. Reopening is the only remedy, also for an operator.
     fn begin_anew(&mut self) {
         let numbers: Vec<u32> = self.cards.keys().copied().collect();
         for nic in numbers {
@@ -116,7 +116,7 @@ impl Supervisor {
         }
     }
 
-    /// Why no worker of its node can go on with a NIC that nobody drives, if the card is why.
+    /// Returns why no worker of its node can take a NIC that no worker drives, if the card is the reason.
     fn is_lost(&self, nic: u32) -> Option<Reason> {
         let card = self.cards.get(&nic).filter(|card| card.is_parked() && card.vni().is_none())?;
         let is_open = matches!(card.opening, Opening::Open) && card.kept.is_some() && !card.has_lost_its_model();
@@ -170,14 +170,14 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Who opens the card waits until its model serves.
+    /// Starts the card's opener once its model serves.
     fn look_for_model(&mut self, nic: u32, since: Duration) -> Result<()> {
         let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
         let (Some(model), Some(speech)) = (&card.model, &mut card.speech) else { return Ok(()) };
         match speech.is_confined(model) {
             Ok(true) => self.start_opener(nic),
             Ok(false) if now().saturating_sub(since) < PATIENCE => Ok(()),
-            // It says why, when it has ended.
+            // The model reports the reason once it has ended.
             _ => {
                 model.kill();
                 Ok(())
@@ -200,7 +200,7 @@ impl Supervisor {
         }
         let joins = |node: &config::Node| node.name == card.config.node && node.work == config::Work::Uplink;
         if self.config.node.iter().any(joins) {
-            // What is for nodes of the VNI is none of the card's addresses.
+            // Frames for nodes of the VNI bear none of the card's addresses.
             args.push("--promiscuous".to_owned());
         } else if has_taps {
             // A kernel asks for its neighbours by multicast.
@@ -221,7 +221,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Gives an opener, which is confined by now, the way to a card's server, which is no part of us.
+    /// Gives an opener, which is confined by now, the connection to a card's server, which is no part of Tasuki.
     fn show_way(&mut self, nic: u32) -> Result<()> {
         let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
         let path = match &card.config.device {
@@ -279,7 +279,7 @@ impl Supervisor {
             let name = card.config.name.clone();
             return self.note(About::nic(&name), why);
         }
-        // It was just started: what a driver of before found of its link says nothing of it.
+        // The card was just started: an earlier driver's finding about its link no longer counts.
         card.lease_page.words.store(lease_page::LINK, 0);
         card.kept = Some(Kept { bundle, fds, made_by });
         card.trouble = None;
@@ -350,7 +350,7 @@ impl Supervisor {
             if let Opening::Opener(opener) = &card.opening {
                 opener.process.kill();
             }
-            // Nobody holds a connection to it any more.
+            // No process holds a connection to it any more.
             card.kept = None;
             match &card.model {
                 Some(model) if is_late => model.kill(),

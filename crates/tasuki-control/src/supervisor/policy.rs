@@ -1,15 +1,16 @@
-//! When a worker that died is replaced: a pure function of when workers of its node died. No node is ever given up.
+//! When a dead worker is replaced: a pure function of when workers of its node died. The daemon never gives a node
+//! up.
 //!
-//! | what happened                                       | a fresh worker           | because                                             |
+//! | deaths                                              | a fresh worker           | because                                             |
 //! |-----------------------------------------------------|--------------------------|-----------------------------------------------------|
 //! | 1 or 2 deaths within 10 s                           | at once                  | driver and stand-by may die of one accident         |
-//! | 3, 4, 5, 6                                          | after 0.1, 0.2, 0.4, 0.8 s | it may be the same again: machine and log get time |
-//! | 7 and more                                          | after 1 s                | nobody waits longer for a node than that            |
+//! | 3, 4, 5, 6                                          | after 0.1, 0.2, 0.4, 0.8 s | the cause may persist: machine and log get time  |
+//! | 7 and more                                          | after 1 s                | no caller waits longer for a node than that         |
 //! | 7 and more in a row that never began                | after 1.6, 3.2, 6.4, 10 s | the program must be mended, and may be any time    |
-//! | any number that began, with `restart = "always"`    | at once                  | somebody kills workers on purpose                   |
+//! | any number that began, with `restart = "always"`    | at once                  | an operator kills workers on purpose                |
 //!
-//! A pause counts from the last death. What else fails and is tried again (a device that does not open, an uplink that stays split) waits by the
-//! same numbers, up to 10 s.
+//! A pause counts from the last death. Other failures that are retried (a device that does not open, an uplink that
+//! stays split) wait by the same numbers, up to 10 s.
 
 use std::time::Duration;
 
@@ -17,31 +18,31 @@ use crate::config::Restart;
 
 /// How far back a death counts.
 pub const LATELY: Duration = Duration::from_secs(10);
-/// So many at once are one accident: a driver and its stand-by.
+/// This many deaths at once are one accident: a driver and its stand-by.
 const ACCIDENT: usize = 2;
-/// So many deaths lately are trouble, which people are told.
+/// This many recent deaths are trouble, and users see it.
 const STORM: usize = 6;
-/// So many in a row that never began are trouble, too.
+/// This many in a row that never began are trouble, too.
 const STILLBORN: usize = 3;
 /// The first pause; each is twice the one before.
 const PAUSE: Duration = Duration::from_millis(100);
-/// The longest that a node waits for a program that begins.
+/// Longest wait of a node whose program begins.
 pub const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// The longest that anything waits for another try.
+/// Longest wait before any retry.
 pub const RETRY_MAX: Duration = Duration::from_secs(10);
-/// Deaths of a node that are worth remembering: with more, all pauses are the longest already.
+/// Deaths of a node worth remembering: with more, all pauses are the longest already.
 const DEATHS_MAX: usize = 32;
 
 /// The end of a worker that was not meant to end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Death {
-    /// When, on the caller's clock.
+    /// Time of death, on the caller's clock.
     pub at: Duration,
-    /// Whether it had said that it hears orders.
+    /// Whether the worker had reported that it accepts orders.
     pub had_begun: bool,
 }
 
-/// What people are told of a node whose workers die.
+/// The trouble, shown to users, of a node whose workers die.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trouble {
     /// Its program ends before it hears an order.
@@ -50,14 +51,14 @@ pub enum Trouble {
     Dies,
 }
 
-/// Remembers a death.
+/// Appends a death, and drops the oldest beyond `DEATHS_MAX`.
 pub fn remember(deaths: &mut Vec<Death>, death: Death) {
     deaths.push(death);
     let extra = deaths.len().saturating_sub(DEATHS_MAX);
     deaths.drain(..extra);
 }
 
-/// From when on there may be a fresh worker after these deaths, oldest first.
+/// Returns the time from which a fresh worker may start after these deaths, oldest first.
 pub fn due(restart: Restart, deaths: &[Death]) -> Duration {
     let Some(last) = deaths.last() else { return Duration::ZERO };
     let lately = match restart {
@@ -67,12 +68,12 @@ pub fn due(restart: Restart, deaths: &[Death]) -> Duration {
     last.at + pause(lately, PAUSE_MAX).max(pause(stillborn(deaths), RETRY_MAX))
 }
 
-/// How long to wait after something has failed so often in a row.
+/// Returns how long to wait after this many failures in a row.
 pub fn retry(failures: usize) -> Duration {
     if failures == 0 { Duration::ZERO } else { pause(failures.saturating_add(ACCIDENT), RETRY_MAX) }
 }
 
-/// What is wrong with a node after these deaths, if anything is.
+/// Returns what is wrong with a node after these deaths, if anything is.
 pub fn trouble(deaths: &[Death], now: Duration) -> Option<Trouble> {
     if stillborn(deaths) >= STILLBORN {
         return Some(Trouble::NeverBegins);
@@ -171,7 +172,7 @@ mod tests {
             let Some(last) = history.last().copied() else { return Ok(()) };
             let mut more = history.clone();
             more.push(Death { had_begun, ..last });
-            // A worker that began ends a row of those that did not: what counts then is the storm alone.
+            // A worker that began ends a row of workers that did not: then the storm alone counts.
             prop_assume!(!had_begun || last.had_begun);
             prop_assert!(due(Restart::Careful, &more) >= due(Restart::Careful, &history));
         }

@@ -1,4 +1,4 @@
-//! Shortcuts: for each VNI what its namespaces reach each other by, through the kernel and past their workers.
+//! Shortcuts: for each VNI, how its namespaces reach each other through the kernel and past their workers.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -13,7 +13,7 @@ use crate::config;
 /// A namespace's place on a VNI.
 #[derive(Debug)]
 pub struct OnVni {
-    /// Which.
+    /// Name of the VNI.
     pub vni: String,
     /// Whether it may take the shortcut.
     pub may: bool,
@@ -21,20 +21,21 @@ pub struct OnVni {
 }
 
 impl OnVni {
-    /// That of a node which is a namespace on one.
+    /// Returns the place of a node that is a namespace on a VNI.
     pub fn of(node: &config::Node) -> Option<Self> {
-        // Only workers look at addresses of IP.
+        // Only workers look at IP addresses.
         let may = node.tap()?.shortcut && node.addresses.is_empty();
         Some(OnVni { vni: node.vni.clone()?, may, mac: node.mac() })
     }
 }
 
-/// Those of all VNIs.
+/// The shortcuts of all VNIs.
 #[derive(Debug, Default)]
 pub struct Shortcuts(BTreeMap<String, Shortcut>);
 
 impl Shortcuts {
-    /// Gives a namespace an interface and a veth end; and returns what its worker reads and writes.
+    /// Gives a namespace an interface and a veth end. Returns the veth end and the descriptor that its worker reads
+    /// and writes.
     pub fn connect(
         &mut self,
         on: &OnVni,
@@ -45,12 +46,14 @@ impl Shortcuts {
         self.with(&on.vni, Shortcut::new, |shortcut| shortcut.connect(place, name, address, on.mac))
     }
 
-    /// Goes on with the veth end beside a TAP, also where its namespace may take the shortcut no more: then all its frames go by its worker.
+    /// Adopts the veth end beside a TAP, even if its namespace may no longer take the shortcut: then all its frames
+    /// go by its worker.
     pub fn adopt(&mut self, on: &OnVni, device: &OwnedFd) -> Result<VethEnd, TapError> {
         self.with(&on.vni, || Shortcut::around(device), |shortcut| shortcut.adopt(device, on.mac, on.may))
     }
 
-    /// Does this with a VNI's. One that has to be made for it stays if that works out, and leaves nothing behind otherwise.
+    /// Works on a VNI's shortcut. One that has to be made for it stays if the work succeeds, and leaves nothing
+    /// behind otherwise.
     fn with<T>(
         &mut self,
         vni: &str,
@@ -66,12 +69,12 @@ impl Shortcuts {
         Ok(done)
     }
 
-    /// Takes away the veth ends that nobody drives and no node has.
+    /// Removes veth ends that no worker drives and no node has.
     pub fn sweep(&self) -> Result<(), TapError> {
         self.0.values().try_for_each(|shortcut| shortcut.sweep().map(drop))
     }
 
-    /// Nobody is on this VNI any more.
+    /// Drops the shortcut of a VNI that no node is on any more.
     pub fn forget(&mut self, vni: &str) {
         self.0.remove(vni);
     }

@@ -1,16 +1,17 @@
-//! An uplink whose NIC and end of a VNI are driven by two workers passes nothing on. Deaths of workers and of the daemon in the middle of an upgrade
-//! lead there, for each lease goes its own way. Who is to have both is a pure function of who holds what and who could:
+//! An uplink whose NIC and VNI end are driven by two workers passes nothing on. Deaths of workers, or of the daemon
+//! in the middle of an upgrade, lead there, as each lease goes its own way. Which worker gets both is a pure
+//! function of the present holders and of the workers that could drive:
 //!
 //! | NIC and end are driven by              | can drive both                                 | then             | because                                          |
 //! |----------------------------------------|------------------------------------------------|------------------|--------------------------------------------------|
 //! | one worker                             |                                                | nothing          | frames pass                                      |
-//! | one of them by nobody, or it changes hands |                                            | it is waited for | the arbiter decides that first                   |
-//! | two                                    | workers of the node's program                  | both go to one   | first who has one already, then who is longest there |
-//! | two                                    | such a worker perhaps, which prepares          | it is waited for | an upgrade that failed is not to come true by this |
+//! | one without a driver, or changing hands |                                               | wait             | the arbiter decides that first                   |
+//! | two                                    | workers of the node's program                  | both go to one   | first a worker that has one already, then the oldest |
+//! | two                                    | such a worker perhaps, which prepares          | wait             | an upgrade that failed is not to come true by this |
 //! | two                                    | only one of another program                    | both go there    | rather that than nothing                         |
-//! | two                                    | nobody                                         | it is told       | only somebody who looks at the reasons can help  |
+//! | two                                    | no worker                                      | report it        | only an operator who looks at the reasons can help |
 //!
-//! That is tried as often, and after such pauses, as a worker is replaced ([`policy`]).
+//! The daemon retries as often, and after such pauses, as it replaces a worker ([`policy`]).
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -27,22 +28,22 @@ use crate::config::Work;
 /// A NIC of an uplink, or its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Side {
-    /// Its number.
+    /// Number of the NIC.
     pub nic: u32,
-    /// The worker that drives it, and lives.
+    /// The living worker that drives it.
     pub holder: Option<u32>,
-    /// Whether no relay of it is under way, and somebody drives it.
+    /// Whether no relay of it is under way, and a worker drives it.
     pub is_steady: bool,
 }
 
 /// A worker of an uplink.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hand {
-    /// Its number.
+    /// Number of the worker.
     pub worker: u32,
-    /// Whether it is of the node's present program.
+    /// Whether it runs the node's present program.
     pub is_staff: bool,
-    /// How far it has come with what it was given.
+    /// How far it has come with the NICs it was given.
     pub fits: BTreeMap<u32, Fit>,
 }
 
@@ -51,31 +52,31 @@ impl Hand {
         side.holder == Some(self.worker)
     }
 
-    /// Whether it drives all sides, or could at once.
+    /// Returns whether it drives all sides, or could at once.
     fn can(&self, sides: &[Side]) -> bool {
         sides.iter().all(|side| self.holds(side) || self.fits.get(&side.nic) == Some(&Fit::Ready))
     }
 
-    /// Whether it has not said of any side that it cannot take that.
+    /// Returns whether it has reported no side that it cannot take.
     fn is_fit(&self, sides: &[Side]) -> bool {
         !sides.iter().any(|side| matches!(self.fits.get(&side.nic), Some(Fit::Unfit(_))))
     }
 }
 
-/// What follows.
+/// The decision on an uplink.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Then {
-    /// Nothing: one worker has both.
+    /// Nothing to do: one worker has both.
     Whole,
-    /// Nothing yet.
+    /// Nothing to do yet.
     Wait,
     /// This worker is to have both.
     To(u32),
-    /// Nobody can drive both, nor will.
+    /// No worker can drive both, nor will.
     Nobody,
 }
 
-/// What is to become of an uplink.
+/// Decides how to treat an uplink.
 pub fn decide(sides: &[Side], hands: &[Hand]) -> Then {
     if sides.iter().any(|side| !side.is_steady) {
         return Then::Wait;
@@ -98,21 +99,22 @@ pub fn decide(sides: &[Side], hands: &[Hand]) -> Then {
     to.map_or(Then::Nobody, |hand| Then::To(hand.worker))
 }
 
-/// Who is to be given what nobody drives yet, for whoever is ready first drives: whoever drives something already, unless it cannot drive the rest.
+/// Returns the worker that is to get the sides without a driver, as the first worker that is ready drives. It is a
+/// worker that drives a side already, unless it cannot drive the rest.
 pub fn joiner(sides: &[Side], hands: &[Hand]) -> Option<u32> {
     let mut fit = hands.iter().filter(|hand| hand.is_fit(sides));
     let holder = fit.clone().find(|hand| sides.iter().any(|side| hand.holds(side)));
     holder.or_else(|| fit.next()).map(|hand| hand.worker)
 }
 
-/// What was done about an uplink that is split.
+/// The attempts to mend a split uplink.
 #[derive(Debug, Default)]
 pub struct Mending {
-    /// How often it was tried to bring the two together, since it was whole last,
+    /// Attempts to bring the two sides together since it was last whole.
     tries: usize,
-    /// and when it may be tried again.
+    /// Earliest time for the next attempt.
     not_before: Duration,
-    /// It was told that nobody can drive both.
+    /// Whether users were told that no worker can drive both.
     is_told: bool,
 }
 
@@ -138,14 +140,14 @@ impl Supervisor {
         its.map(hand).collect()
     }
 
-    /// Has the NIC and the end of an uplink come to one worker again.
+    /// Brings the NIC and the end of an uplink to one worker again.
     pub(super) fn mend(&mut self, name: &str) {
         if self.config.node(name).is_none_or(|node| node.work != Work::Uplink) {
             return;
         }
         let (sides, hands) = (self.sides_of(name), self.hands_of(name));
         let nics: Vec<u32> = sides.iter().map(|side| side.nic).collect();
-        // An upgrade takes one after the other.
+        // An upgrade relays one after the other.
         if self.is_free(name, &nics).is_err() {
             return;
         }
@@ -180,7 +182,7 @@ impl Supervisor {
         self.jobs.push(Job::mending(name, others, worker));
     }
 
-    /// Which of its workers drives what.
+    /// Says which worker drives which side.
     fn how_split(&self, name: &str, sides: &[Side]) -> String {
         let drives = |side: &Side| Some(format!("worker {} drives {}", side.holder?, self.cards[&side.nic].name()));
         let who: Vec<String> = sides.iter().filter_map(drives).collect();
@@ -202,17 +204,17 @@ mod tests {
     const PREPARING: Fit = Fit::Preparing(Duration::ZERO);
     const UNFIT: Fit = Fit::Unfit(Reason::CardGone);
 
-    /// Held by these workers.
+    /// Returns two sides held by these workers.
     fn sides(nic: u32, end: u32) -> [Side; 2] {
         [(NIC, nic), (END, end)].map(|(nic, holder)| Side { nic, holder: Some(holder), is_steady: true })
     }
 
-    /// A worker of the present program, and how far it is with NIC and end.
+    /// Returns a worker of the present program, and how far it is with NIC and end.
     fn staff(worker: u32, fits: [Fit; 2]) -> Hand {
         Hand { worker, is_staff: true, fits: [NIC, END].into_iter().zip(fits).collect() }
     }
 
-    /// One of another.
+    /// Returns a worker of another program.
     fn old(worker: u32, fits: [Fit; 2]) -> Hand {
         Hand { is_staff: false, ..staff(worker, fits) }
     }
@@ -292,8 +294,8 @@ mod tests {
         }
     }
 
-    /// However far everybody is: who is to have both can drive both, and if such a worker is of the node's program no other is chosen; where nobody can,
-    /// nobody is chosen.
+    /// However far each worker is: the chosen worker can drive both, and no worker of another program is chosen
+    /// while one of the node's program can. If no worker can, none is chosen.
     #[test]
     fn who_is_to_have_both_can_drive_both() {
         let fits = [READY, PREPARING, UNFIT];
@@ -304,7 +306,7 @@ mod tests {
         for ((one, two, three), is_staff) in of_three.flat_map(|fits| [(fits, true), (fits, false)]) {
             let sides = sides(5, 3);
             let mut hands = [staff(3, one), staff(4, two), Hand { is_staff, ..staff(5, three) }];
-            // Whoever holds something was ready for it.
+            // A holder of a side was ready for it.
             hands[2].fits.insert(NIC, READY);
             hands[0].fits.insert(END, READY);
             let both = |hand: &Hand| hand.fits.values().all(|fit| *fit == READY);
@@ -313,7 +315,7 @@ mod tests {
                 Then::To(worker) => {
                     let to = hands.iter().find(|hand| hand.worker == worker).expect("one of them");
                     assert!(both(to) && (to.is_staff || !able(true)), "{hands:?}");
-                    // Then it is whole, and nothing more is done.
+                    // Then the uplink is whole, and nothing more is done.
                     assert_eq!(decide(&self::sides(worker, worker), &hands), Then::Whole);
                     "to one"
                 }

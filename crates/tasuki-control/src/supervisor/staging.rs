@@ -1,8 +1,9 @@
-//! Programs that are started ahead of the upgrade that wants them: `tasuki worker stage`.
+//! Programs started ahead of the upgrade that wants them: `tasuki worker stage`.
 //!
-//! A staged worker is ready for every NIC of its node, and stands by for nobody's death: nobody has asked yet for what it is to drive. An upgrade takes it if it is the very
-//! program that the upgrade wants ([`FileName`]); with that is over what else is a start's: process, confinement, mapping. The registry says that it is staged, so a daemon that comes
-//! later goes on with it.
+//! A staged worker is ready for every NIC of its node, but takes over from no worker that dies, as no upgrade has
+//! asked for its program yet. An upgrade takes it if it runs the very program that the upgrade wants ([`FileName`]).
+//! That saves the other parts of a start: process, confinement, mapping. The registry records that it is staged, so
+//! a later daemon goes on with it.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -17,21 +18,22 @@ use crate::api::types::{Relayed, Staging};
 use crate::registry::{Change, WorkerRecord};
 use crate::spawn;
 
-/// A file as it was when it was started. One that was replaced, or written to, has another name, though it has the same path.
+/// The identity of a program file when it was started. A file that was replaced, or written to, has another, though
+/// it has the same path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileName {
     device: u64,
     inode: u64,
     size: u64,
-    /// When it was last written to, and when anything of it was last changed.
+    /// When its contents last changed, and when anything of it last changed: seconds and nanoseconds.
     changed: [(i64, i64); 2],
 }
 
 impl FileName {
-    /// That of the file that is at this path now; looked for as a program is.
+    /// Returns the identity of the file that is at this path now, looked up as a program is.
     ///
     /// # Errors
-    /// It cannot be looked at.
+    /// The file's metadata cannot be read.
     pub fn of(path: &Path) -> std::io::Result<Self> {
         let meta = std::fs::metadata(spawn::find(path))?;
         let changed = [(meta.mtime(), meta.mtime_nsec()), (meta.ctime(), meta.ctime_nsec())];
@@ -40,19 +42,20 @@ impl FileName {
 }
 
 impl Supervisor {
-    /// The worker that is staged for a node, if one is and lives.
+    /// Returns the living worker that is staged for a node, if there is one.
     pub(super) fn staged_of(&self, node: &str) -> Option<&Worker> {
         let is_it = |worker: &&Worker| worker.record.node == node && worker.record.staged.is_some() && worker.counts();
         self.workers.values().find(is_it)
     }
 
-    /// The same, if it is of the program that is at this path now.
+    /// Returns the staged worker, if it runs the program that is at this path now.
     pub(super) fn staged_as(&self, node: &str, binary: &Path) -> Option<u32> {
         let staged = self.staged_of(node).filter(|staged| staged.record.staged == FileName::of(binary).ok());
         staged.map(Worker::party)
     }
 
-    /// Starts the program that an upgrade will want. One that is staged already is left, and of another program it is ended.
+    /// Starts the program that an upgrade will want. A staged worker of that program stays; one of another program
+    /// is ended.
     pub(super) fn begin_staging(&mut self, node: &str, Staging { with }: Staging) -> Result<Job, No> {
         let nics = self.nics_to_upgrade(node, with.as_deref())?;
         let binary = self.program_of(node, with.clone());
@@ -73,12 +76,12 @@ impl Supervisor {
         Ok(Job::staging(node, worker, nics))
     }
 
-    /// Whether it is staged, and no upgrade has taken it.
+    /// Returns whether a worker is staged, and no upgrade has taken it.
     pub(super) fn is_staged_now(&self, number: u32) -> bool {
         self.workers.get(&number).is_some_and(|worker| worker.record.staged.is_some())
     }
 
-    /// Has the registry know whether a worker is staged.
+    /// Records in the registry whether a worker is staged.
     pub(super) fn is_staged(&mut self, number: u32, staged: Option<FileName>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         worker.record.staged = staged;
@@ -86,7 +89,7 @@ impl Supervisor {
         self.changes.push(Change::Worker(worker.record.clone()));
     }
 
-    /// A staged worker drives: the daemon before us did not finish its upgrade.
+    /// Handles a staged worker that drives: the earlier daemon did not finish its upgrade.
     pub(super) fn was_upgraded_to(&mut self, number: u32) {
         self.is_staged(number, None);
         let Some(worker) = self.workers.get(&number) else { return };
@@ -99,12 +102,13 @@ impl Supervisor {
         self.changes.push(Change::Node(name, record));
     }
 
-    /// Whether a worker is what it was to be, and not what somebody has put there while it started.
+    /// Returns whether a worker runs the program that was to be staged, and not a file put at that path while it
+    /// started.
     pub(super) fn is_the_staged(&self, number: u32) -> bool {
         self.workers.get(&number).is_some_and(|worker| worker.record.staged == FileName::of(worker.binary()).ok())
     }
 
-    /// It is ready for all NICs of its node.
+    /// Handles a staged worker that is ready for all NICs of its node.
     pub(super) fn has_staged(&mut self, node: &str, target: u32, answer: Option<Answer<Relayed>>) {
         let Some(worker) = self.workers.get(&target) else { return };
         let binary = worker.binary().display();
@@ -117,7 +121,7 @@ impl Supervisor {
         }
     }
 
-    /// Ends what is staged for a node, if anything is; who it was.
+    /// Ends the worker staged for a node, if there is one, and returns its number.
     pub(super) fn end_staged(&mut self, node: &str) -> Option<u32> {
         let number = self.staged_of(node)?.party();
         self.is_staged(number, None);

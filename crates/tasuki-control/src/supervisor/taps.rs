@@ -1,6 +1,7 @@
-//! TAPs: the interfaces that network namespaces have instead of nodes' NICs. The daemon makes them, gives every worker of their nodes the
-//! descriptor, and sees that each has the station address of the NIC that it stands for, for that is what the card lets in. One that stands for
-//! the end of a VNI has a [veth end](super::shortcuts) besides, if it can have one.
+//! TAPs: the interfaces that network namespaces have instead of nodes' NICs. The daemon makes them and gives every
+//! worker of their nodes the descriptor. It also gives each the station address of the NIC that it stands for, as
+//! the card lets in frames for that address. A TAP that stands for the end of a VNI has a [veth
+//! end](super::shortcuts) besides, if it can have one.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,30 +20,30 @@ use super::shortcuts::{Crossed, OnVni, Shortcuts, VethEnd};
 use super::{About, Supervisor, now};
 use crate::config;
 
-/// How often it is asked whether a veth end's namespace is there.
+/// Interval at which the daemon asks whether a veth end's namespace is there.
 const VETH_ENDS_EVERY: Duration = Duration::from_secs(1);
 
-/// A TAP, as far as there is one.
+/// A TAP, as far as it exists.
 #[derive(Debug)]
 pub struct TapEnd {
     config: config::Tap,
-    /// What stands before each frame.
+    /// The header before each frame.
     before: Before,
     /// Where it may have a veth end, or has one from before.
     on: Option<OnVni>,
     veth_end: Option<VethEnd>,
     device: Option<OwnedFd>,
-    /// Its other side, or what is plugged into that.
+    /// Its other side, or the interface plugged into that.
     interface: Option<Interface>,
-    /// The station address that it was given, or was to be given in vain.
+    /// The station address that it was given, or could not be given.
     mac: Option<[u8; 6]>,
 }
 
 impl TapEnd {
-    /// That of a node, by its label, not made yet.
+    /// Returns the TAP of a node, not made yet, under its label.
     pub fn of(node: &config::Node) -> Option<(String, Self)> {
         let config = node.tap()?.clone();
-        // A card takes finished frames only; a VNI those that the next kernel may finish.
+        // A card takes finished frames only; a VNI also frames that the next kernel may finish.
         let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
         let on = OnVni::of(node);
         Some((config.label(), TapEnd { config, before, on, veth_end: None, device: None, interface: None, mac: None }))
@@ -52,12 +53,12 @@ impl TapEnd {
         self.config.netns.as_deref().map_or(Namespace::Own, Namespace::named)
     }
 
-    /// Its descriptor, if it is there.
+    /// Returns its descriptor, if it exists.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.device.as_ref().map(AsFd::as_fd)
     }
 
-    /// Makes it, if it is not there. What comes with it is why it has no veth end, if it was to have one.
+    /// Makes it, unless it exists. Also returns why it has no veth end, if it was to have one.
     pub fn make(&mut self, shortcuts: &mut Shortcuts) -> Result<(&OwnedFd, Option<String>), TapError> {
         let mut why = None;
         let device = match self.device.take() {
@@ -97,7 +98,7 @@ impl TapEnd {
         )
     }
 
-    /// What the daemon before this one had; says why it has no veth end, if it was to have one.
+    /// Adopts an earlier daemon's TAP. Returns why it has no veth end, if it was to have one.
     fn adopt(&mut self, device: OwnedFd, shortcuts: &mut Shortcuts) -> Option<String> {
         if self.device.is_some() {
             return None;
@@ -128,11 +129,11 @@ impl TapEnd {
         self.veth_end.as_mut().map_or(Ok(()), |veth_end| veth_end.set_mac(mac))
     }
 
-    /// Takes it away as far as it does not go with its descriptors.
+    /// Removes the parts that do not go with its descriptors.
     pub fn close(self) {
         match (self.veth_end, self.device) {
             (Some(veth_end), _) => veth_end.remove(),
-            // It may have one that could not be adopted.
+            // It may have a veth end that could not be adopted.
             (None, Some(device)) => remove_beside(&device),
             (None, None) => {}
         }
@@ -140,14 +141,15 @@ impl TapEnd {
 }
 
 impl Supervisor {
-    /// Takes over those TAPs that a daemon before us had, and makes the others, but those of which workers of these nodes have the only descriptor.
+    /// Adopts the TAPs of an earlier daemon, and makes the others, except those of which workers of the nodes in
+    /// `living` have the only descriptor.
     pub(super) fn begin_taps(&mut self, living: &[String], found: &mut Found) -> Result<()> {
         self.taps = self.config.node.iter().filter_map(TapEnd::of).collect::<BTreeMap<_, _>>();
         for label in self.taps.keys().cloned().collect::<Vec<_>>() {
             let device = found.remove(&Key::Tap(label.clone())).and_then(|(_, fds)| fds.into_iter().next());
             device.into_iter().for_each(|device| self.adopt_tap(&label, device));
         }
-        // Of those that are in the configuration no more, what does not go with the descriptor is taken away.
+        // Of TAPs no longer in the configuration, remove the parts that do not go with the descriptor.
         for (key, (_, fds)) in found.iter() {
             if let (Key::Tap(_), Some(device)) = (key, fds.first()) {
                 remove_beside(device);
@@ -157,7 +159,8 @@ impl Supervisor {
         let living: Vec<String> = living.iter().filter(|node| !has_it(node)).cloned().collect();
         let kept: Vec<String> = living.iter().filter_map(|node| Some(self.config.tap(node)?.label())).collect();
         let mut troubles = Vec::new();
-        // Namespaces that are to reach each other have to be where those are whom a daemon before us connected: they wait for those.
+        // Namespaces that are to reach each other must be connected where an earlier daemon connected the others:
+        // the new ones wait for those.
         let waits = |tap: &TapEnd| {
             tap.on.as_ref().is_some_and(|on| on.may && living.iter().any(|node| self.config.is_on(node, &on.vni)))
         };
@@ -168,7 +171,8 @@ impl Supervisor {
             match tap.make(&mut self.shortcuts) {
                 Ok((_, None)) => {}
                 Ok((_, Some(why))) => troubles.push(why),
-                // Whoever was added by hand is in no file that could be mended; its worker is started when there is one.
+                // A node that was added by hand is in no file that could be mended. Its worker is started once the
+                // TAP exists.
                 Err(error) if is_on_vni => troubles.push(format!("node {node:?} has no TAP {label} as yet: {error}")),
                 Err(error) => return Err(error).with_context(|| format!("node {node:?} has no TAP {label}")),
             }
@@ -177,13 +181,13 @@ impl Supervisor {
         Ok(())
     }
 
-    /// What the daemon before this one had.
+    /// Adopts the TAP that an earlier daemon had.
     fn adopt_tap(&mut self, label: &str, device: OwnedFd) {
         let why = self.taps.get_mut(label).and_then(|tap| tap.adopt(device, &mut self.shortcuts));
         why.into_iter().for_each(|why| self.note(About::default(), why));
     }
 
-    /// What a worker of this node is to be given, if it is to have a TAP.
+    /// Returns label and descriptor for a worker of this node, if it is to have a TAP.
     pub(super) fn tap_for(&mut self, node: &str) -> Result<Option<(String, OwnedFd)>> {
         let Some(label) = self.config.tap(node).map(config::Tap::label) else { return Ok(None) };
         let tap = self.taps.get_mut(&label).with_context(|| format!("there is no TAP {label}"))?;
@@ -194,7 +198,7 @@ impl Supervisor {
         Ok(Some((label, device)))
     }
 
-    /// Of a namespace that is captured the worker sees all frames.
+    /// Sends all frames of a captured namespace by way of its worker.
     pub(super) fn fit_detours(&mut self) {
         let nodes = self.config.node.iter().filter(|node| node.vni.is_some());
         let labels: Vec<(String, bool)> =
@@ -207,31 +211,32 @@ impl Supervisor {
         }
     }
 
-    /// Nobody is to drive them any more.
     pub(super) fn close_taps(&mut self) {
         std::mem::take(&mut self.taps).into_values().for_each(TapEnd::close);
     }
 
-    /// Looks whether namespaces are there still. A worker sees that of a TAP in its namespace, and not of one beside a veth end.
+    /// Checks whether namespaces are still there. A worker sees that of a TAP in its namespace, and not of one
+    /// beside a veth end.
     pub(super) fn look_at_veth_ends(&mut self) {
         if now().saturating_sub(self.veth_ends_looked_at) < VETH_ENDS_EVERY {
             return;
         }
         self.veth_ends_looked_at = now();
         for tap in self.taps.values_mut() {
-            // Whose veth end is gone has no TAP either: what becomes of it then is its worker's to say.
+            // If the veth end is gone, so is the TAP: its worker reports the consequences.
             tap.veth_end.take_if(|veth_end| !veth_end.is_there()).into_iter().for_each(VethEnd::remove);
         }
     }
 
-    /// Frames that a node sent and got past its worker, if it has a veth end.
+    /// Returns the frames that a node sent and received past its worker, if it has a veth end.
     pub(super) fn crossed(&self, node: &str) -> Option<Crossed> {
         let tap = self.taps.get(&self.config.tap(node).filter(|tap| tap.shortcut)?.label())?;
         tap.veth_end.as_ref().map(VethEnd::crossed)
     }
 
-    /// Every TAP has the station address of the NIC that it stands for, or is about to. That of an end of a VNI is the configuration's, whatever
-    /// a worker says: where its veth end has it, no other node gets what is sent there (W1).
+    /// Gives every TAP the station address of the NIC that it stands for, or is about to. The address of a VNI end
+    /// comes from the configuration, whatever a worker says: while its veth end has it, no other node receives the
+    /// frames sent there (W1).
     pub(super) fn fit_taps(&mut self) {
         if self.taps.is_empty() {
             return;
@@ -257,7 +262,7 @@ impl Supervisor {
         }
     }
 
-    /// A TAP stands for one NIC.
+    /// Checks that the node's TAP would stand for one NIC only.
     pub(super) fn may_have(&self, node: &str, nic: u32) -> Result<(), No> {
         let label = |node: &str| self.config.tap(node).map(config::Tap::label);
         let Some(tap) = label(node) else { return Ok(()) };

@@ -1,5 +1,5 @@
-//! Nodes get the workers that they should have: one, and one that stands by while the node has a NIC. Which of the two drives is the arbiter's
-//! business.
+//! Gives nodes the workers they should have: one, and a second that stands by while the node has a NIC. Which of the
+//! two drives is the arbiter's decision.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -27,13 +27,13 @@ use crate::config::{Device, Work, not_startable};
 use crate::jail;
 use crate::registry::{Change, WorkerRecord};
 
-/// A worker that is about to be ready is so within this time, on a machine that is not too busy.
+/// A worker about to be ready is ready within this time, on a machine that is not too busy.
 const SOON: Duration = Duration::from_millis(500);
 
-/// What a worker may lock where there are devices that reach its memory by themselves.
+/// Bytes a worker may lock where devices access its memory by themselves.
 const MEMLOCK: u64 = 512 << 20;
 
-/// The first message, and what belongs to it.
+/// Sends the first message, and the descriptors that belong to it.
 pub(super) fn tell_what_it_is(
     worker: &Worker,
     begin: Begin,
@@ -43,11 +43,11 @@ pub(super) fn tell_what_it_is(
     let heartbeat = worker.heartbeat.as_ref().expect("just made").region().fd();
     let (label, device) = outlet.unzip();
     let fds = [heartbeat, program_state.as_fd(), listener.as_fd()].into_iter().chain(device.iter().map(OwnedFd::as_fd));
-    // If it is dead already, its pidfd says so.
+    // If the worker is dead already, its pidfd reports that.
     let _ = worker.write(&ToWorker::Begin(Begin { tap: label, ..begin }), &fds.collect::<Vec<_>>());
 }
 
-/// Whether workers may have this nice value: by a privilege, or by RLIMIT_NICE.
+/// Returns whether workers may have this nice value: by a privilege, or by RLIMIT_NICE.
 fn may_be_nice(nice: i32) -> bool {
     let capable = rustix::thread::capabilities(None).is_ok_and(|ours| ours.effective.contains(CapabilitySet::SYS_NICE));
     let limit = rustix::process::getrlimit(Resource::Nice).current;
@@ -65,8 +65,9 @@ impl Supervisor {
             self.retire_surplus(name);
             self.mend(name);
         }
-        // Starting a process takes this loop longer than all else that it does: not while a NIC waits for a driver, nor when a worker has
-        // closed its end, for a dying process does that a moment before its pidfd says that it is dead.
+        // Starting a process takes this loop longer than everything else it does. So it starts none while a NIC
+        // waits for a driver. Nor does it when a worker has closed its end: a dying process does so a moment before
+        // its pidfd reports the death.
         let is_calm = |card: &super::card::Card| card.arbiter.is_none() || card.is_settled() || card.is_not_urgent();
         if self.cards.values().all(is_calm) && self.workers.values().all(|worker| worker.deaf.is_none()) {
             names.iter().for_each(|name| self.staff(name));
@@ -77,7 +78,8 @@ impl Supervisor {
         self.end_the_slow();
     }
 
-    /// Whether a worker of this node is about to be ready for a NIC that nobody drives: starting another would keep it waiting.
+    /// Returns whether a worker of this node is about to be ready for a NIC that no worker drives: starting another
+    /// would delay it.
     fn is_awaited(&self, name: &str) -> bool {
         let is_soon = |since: Duration| now().saturating_sub(since) < SOON;
         let comes = |number: u32, nic: u32| match (self.workers[&number].stage, self.workers[&number].nics.get(&nic)) {
@@ -90,14 +92,14 @@ impl Supervisor {
         { parked }.any(|card| staff.iter().any(|number| comes(*number, card.number)))
     }
 
-    /// How many workers a node should have.
+    /// Returns how many workers a node should have.
     fn should_have(&self, node: &str) -> usize {
         let has_nic = self.cards.values().any(|card| card.node == node);
         let stands_by = self.config.node(node).is_some_and(|node| node.standby);
         1 + usize::from(has_nic && stands_by) + usize::from(self.needs_a_worker_more(node))
     }
 
-    /// Workers of the node's present program that are to stay, by number.
+    /// Returns the workers of the node's present program that are to stay, by number.
     pub(super) fn staff_of(&self, node: &str) -> Vec<u32> {
         let generation = self.nodes.get(node).map_or(0, |node| node.record.generation);
         let of_node = |worker: &&Worker| {
@@ -106,7 +108,7 @@ impl Supervisor {
         self.workers.values().filter(of_node).map(Worker::party).collect()
     }
 
-    /// Whether it holds a lease, or is about to.
+    /// Returns whether the worker holds a lease, or is about to.
     pub(super) fn is_needed(&self, number: u32) -> bool {
         let is_about_to = self.jobs.iter().any(|job| job.target == number);
         is_about_to || self.cards.values().any(|card| card.holder() == Some(number) || card.is_under_way_for(number))
@@ -118,7 +120,7 @@ impl Supervisor {
         { of_node }.all(|card| worker.nics.get(&card.number) == Some(&Fit::Ready) || card.holder() == Some(number))
     }
 
-    /// Who is of an older program goes when enough of the present one are ready; who is too many goes.
+    /// Retires workers of an older program once enough of the present one are ready, and surplus workers.
     fn retire_surplus(&mut self, node: &str) {
         let (wanted, staff) = (self.should_have(node), self.staff_of(node));
         let ready = staff.iter().filter(|number| self.ready_on_all(**number)).count();
@@ -129,7 +131,7 @@ impl Supervisor {
         let mut leave: Vec<u32> =
             self.workers.values().filter(old).filter(|_| ready >= wanted).map(Worker::party).collect();
         let too_many = staff.len().saturating_sub(wanted);
-        // Who cannot take a NIC goes first, then who came last.
+        // Workers that cannot take a NIC go first, then the youngest.
         let mut surplus: Vec<u32> = staff.into_iter().filter(|number| !self.is_needed(*number)).collect();
         surplus.sort_by_key(|number| (self.ready_on_all(*number), std::cmp::Reverse(*number)));
         leave.extend(surplus.into_iter().take(too_many));
@@ -140,7 +142,7 @@ impl Supervisor {
         }
     }
 
-    /// Has a worker that drives nothing end.
+    /// Tells a worker that drives nothing to end.
     pub(super) fn retire(&mut self, number: u32) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         if !worker.counts() {
@@ -158,7 +160,7 @@ impl Supervisor {
         crash::point("daemon.retired");
     }
 
-    /// Has a worker let go of what it has of a NIC that it does not drive.
+    /// Tells a worker to release its resources of a NIC that it does not drive.
     pub(super) fn dismiss(&mut self, nic: u32, number: u32) {
         let arbiter = self.cards.get_mut(&nic).and_then(|card| card.arbiter.as_mut());
         let Some((arbiter, party)) = arbiter.zip(party(number)) else { return };
@@ -169,7 +171,7 @@ impl Supervisor {
         }
     }
 
-    /// Starts who is missing.
+    /// Starts the missing workers.
     fn staff(&mut self, name: &str) {
         let missing = self.should_have(name).saturating_sub(self.staff_of(name).len());
         if self.nodes.get(name).is_none_or(|node| node.not_before > now()) {
@@ -185,7 +187,8 @@ impl Supervisor {
         }
     }
 
-    /// A worker of a node died that was not meant to: says when there may be another, and tells people when that is news.
+    /// Handles the death of a worker that was not meant to die: sets when another may start, and notes trouble with
+    /// the node if that is news.
     pub(super) fn has_lost_a_worker(&mut self, name: &str, had_begun: bool) {
         let (restart, now) = (self.config.daemon.restart, now());
         let Some(node) = self.nodes.get_mut(name) else { return };
@@ -199,7 +202,7 @@ impl Supervisor {
         }
     }
 
-    /// What is wrong with a node, for people.
+    /// Returns a node's trouble, as a sentence for users.
     pub(super) fn trouble_of(&self, name: &str) -> Option<String> {
         let node = self.nodes.get(name)?;
         let dies = || policy::trouble(&node.deaths, now()).map(|trouble| in_words(name, trouble));
@@ -211,21 +214,22 @@ impl Supervisor {
         let Some(node) = self.nodes.get_mut(name) else { return };
         let is_news = node.trouble.as_ref() != Some(&sentence);
         node.trouble = Some(sentence.clone());
-        // A program that is not there may be there soon: it is being built, or installed.
+        // A missing program may soon be there: it is being built, or installed.
         node.not_before = now() + Duration::from_secs(1);
         if is_news {
             self.note(About::node(name), sentence);
         }
     }
 
-    /// What a worker of a node is started from: what somebody names, what the node was upgraded to, what is configured, or the usual worker.
+    /// Returns the program for a worker of a node: the one the caller names, else the one the node was upgraded to,
+    /// else the configured one, else the default worker.
     pub(super) fn program_of(&self, name: &str, named: Option<PathBuf>) -> PathBuf {
         let upgraded = || self.nodes.get(name)?.record.binary.clone();
         let own = || Some(self.config.node(name)?.program()?.path.clone());
         named.or_else(upgraded).or_else(own).unwrap_or_else(|| self.programs.worker.clone())
     }
 
-    /// Starts a worker for a node, and tells it what it is.
+    /// Starts a worker for a node, and sends its first message once the process is confined.
     pub(super) fn start_worker(&mut self, name: &str, binary: Option<PathBuf>, wanted: bool) -> Result<u32> {
         let node = self.nodes.get(name).context("there is no such node")?;
         let config = self.config.node(name).context("there is no such node")?.clone();
@@ -236,7 +240,7 @@ impl Supervisor {
         };
         let node = self.nodes.get(name).context("there is no such node")?;
         let binary = self.program_of(name, binary);
-        // Without a path it is looked for where programs are.
+        // A name without a path is looked up in `PATH`.
         if let Some(why) = not_startable(&binary).filter(|_| binary.is_absolute()) {
             anyhow::bail!("{} {why}", binary.display());
         }
@@ -258,7 +262,7 @@ impl Supervisor {
             unconfined: Vec::new(),
             staged: None,
         };
-        // Recorded before it is told anything: a daemon that comes later must find whoever can drive.
+        // Record the worker before telling it anything: a later daemon must find every worker that can drive.
         self.changes.push(Change::Worker(record.clone()));
         self.flush();
         crash::point("daemon.worker-recorded");
@@ -323,7 +327,7 @@ impl Supervisor {
         Ok(number)
     }
 
-    /// What a worker may lock; raised for it, if we may.
+    /// Returns the bytes a worker may lock, and raises its limit to that if permitted.
     pub(super) fn memlock(&self, pid: u32) -> u64 {
         let is_needed = self.config.nic.iter().any(|nic| matches!(nic.device, Device::Vfio(_)));
         if !is_needed {
@@ -336,7 +340,7 @@ impl Supervisor {
         MEMLOCK
     }
 
-    /// Every worker of a node gets every NIC of the node; whoever has another and does not drive it lets go of it.
+    /// Gives every worker of a node every NIC of the node. Has it release any other NIC that it does not drive.
     fn attach_to_nics(&mut self, name: &str) {
         let staff = self.staff_of(name).into_iter();
         let serving: Vec<u32> = staff.filter(|number| self.workers[number].serves()).collect();
@@ -362,7 +366,8 @@ impl Supervisor {
         }
     }
 
-    /// Of an uplink: who is to drive both its NIC and its end. Nobody else is given what nobody drives yet.
+    /// Returns the worker of an uplink that is to drive both its NIC and its end. No other worker gets a side that
+    /// is not driven yet.
     fn joiner_of(&self, name: &str, serving: &[u32]) -> Option<u32> {
         self.config.node(name).filter(|node| node.work == Work::Uplink)?;
         let mut hands = self.hands_of(name);
@@ -370,15 +375,16 @@ impl Supervisor {
         split::joiner(&self.sides_of(name), &hands)
     }
 
-    /// Whether somebody drives it who lives.
+    /// Returns whether a living worker drives the NIC.
     fn is_held(&self, nic: u32) -> bool {
         let holder = self.cards.get(&nic).and_then(|card| card.holder());
         holder.is_some_and(|holder| self.workers.contains_key(&holder))
     }
 
-    /// Gives a worker what it needs to drive a NIC, and has it prepare. Nothing is given to it while it could harm those who have the NIC.
+    /// Gives a worker the descriptors to drive a NIC, and has it prepare. Gives it nothing while it could harm the
+    /// workers that have the NIC.
     pub(super) fn attach(&mut self, nic: u32, number: u32, purpose: Use, method: Method) -> bool {
-        // Who has left it may be given it again.
+        // Send pending leave orders first: a worker that has left the NIC may get it again.
         self.say_goodbye();
         if !self.has_page(nic, number) {
             return false;
@@ -390,7 +396,7 @@ impl Supervisor {
         else {
             return false;
         };
-        // Who has memory of its own sees nothing of the old owner's.
+        // A worker with memory of its own sees nothing of the old owner's.
         let is_trusted = self.config.trust(&card.node, &worker.record.node);
         let trust = if is_trusted { Trust::Full } else { Trust::None };
         let apart = kept.apart().filter(|_| method.is_apart(trust));
@@ -415,7 +421,7 @@ impl Supervisor {
         crash::point("daemon.attached");
         let first = card.arbiter.is_none();
         match sent {
-            // Its pidfd says that it is dead, or will.
+            // The worker is dead, or will be: its pidfd reports that.
             Ok(()) | Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
             Err(errno) => {
                 self.condemn(number, format!("does not take what it needs ({errno})"));
@@ -433,7 +439,8 @@ impl Supervisor {
         true
     }
 
-    /// Whether there is a page for the lease that this worker can have: that of those who have the NIC, or one of its node's own.
+    /// Returns whether there is a lease page that this worker can have: that of the workers that have the NIC, or
+    /// one of its own node.
     fn has_page(&mut self, nic: u32, number: u32) -> bool {
         let its = self.workers.get(&number).map(|worker| (worker.record.node.clone(), worker.record.staged.is_some()));
         let Some((node, is_staged)) = its else { return false };
@@ -467,13 +474,13 @@ impl Supervisor {
         true
     }
 
-    /// A node, as arbiters name it.
+    /// Returns the number by which arbiters know the node.
     pub(super) fn node_number(&mut self, name: &str) -> Node {
         let next = u32::try_from(self.node_numbers.len()).unwrap_or(u32::MAX);
         Node(*self.node_numbers.entry(name.to_owned()).or_insert(next))
     }
 
-    /// Who does not begin, prepare or end in time is ended.
+    /// Ends workers that do not begin, prepare or end in time.
     pub(super) fn end_the_slow(&mut self) {
         let (now, prepare) = (now(), self.config.daemon.prepare());
         let late = |since: Duration, limit: Duration| now.saturating_sub(since) >= limit;
@@ -504,7 +511,7 @@ impl Supervisor {
         }
     }
 
-    /// When the loop must look again, though nothing happens.
+    /// Returns when the loop must look again even if no event comes.
     pub(super) fn next_due(&self) -> Duration {
         let hearts = self.workers.values().any(Worker::serves).then(|| now() + self.config.daemon.hang_after() / 4);
         let watches = self.cards.values().filter_map(|card| card.watch.map(|(_, at)| at));
@@ -528,7 +535,7 @@ impl Supervisor {
         all.min().unwrap_or_else(|| now() + Duration::from_secs(3600))
     }
 
-    /// What the clock says.
+    /// Handles expired deadlines, checks heartbeats and veth ends, and answers late requests for counts.
     pub(super) fn due(&mut self) {
         let now = now();
         let over: Vec<(u32, u32)> = self
@@ -567,18 +574,18 @@ fn in_words(name: &str, trouble: Trouble) -> String {
 }
 
 impl super::card::Card {
-    /// Whether nobody drives, and nobody could.
+    /// Returns whether no worker drives the NIC, and none could.
     pub(super) fn is_parked(&self) -> bool {
         self.arbiter.as_ref().map(Arbiter::state) == Some(State::Parked)
     }
 
-    /// Whether somebody drives, whatever else is under way.
+    /// Returns whether a worker drives the NIC, whatever else is under way.
     fn is_not_urgent(&self) -> bool {
         let state = self.arbiter.as_ref().map(Arbiter::state);
         matches!(state, Some(State::Finding | State::Preparing | State::Clearing))
     }
 
-    /// Whether a relay is under way after which this worker may drive.
+    /// Returns whether a relay is under way after which this worker may drive.
     fn is_under_way_for(&self, number: u32) -> bool {
         use tasuki_relay::arbiter::Is;
         let Some(arbiter) = &self.arbiter else { return false };

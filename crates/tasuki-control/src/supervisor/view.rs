@@ -1,4 +1,4 @@
-//! What people see.
+//! What users see: the views of the API.
 
 use tasuki_relay::arbiter::State;
 use tasuki_relay::message::{heartbeat, lease_page};
@@ -22,7 +22,7 @@ impl Supervisor {
         }
     }
 
-    /// What is wrong with the daemon itself.
+    /// Returns what is wrong with the daemon itself.
     fn trouble(&self) -> Option<String> {
         let troubles: Vec<&str> = self.registry.trouble().into_iter().chain(self.keeping.trouble.as_deref()).collect();
         (!troubles.is_empty()).then(|| troubles.join("\n"))
@@ -114,7 +114,7 @@ impl Supervisor {
     }
 }
 
-/// What a node does with frames, in words.
+/// Says what a node does with frames.
 fn work_of(node: &config::Node) -> String {
     let what = match &node.work {
         Work::Echo => "echo".to_owned(),

@@ -1,8 +1,9 @@
-//! VNIs: for each the directory that all its nodes read, and the node memories of those nodes, which outlive workers. A node's end of one is to the rest
-//! of the daemon a card: it is opened (its node memory is made), has a lease, and changes hands by the same relays.
+//! VNIs. Each has a directory that all its nodes read, and the node memories of those nodes, which outlive workers.
+//! To the rest of the daemon a node's end of a VNI is a card: it is opened (its node memory is made), has a lease,
+//! and changes hands by the same relays.
 //!
-//! Which nodes there are is said in an order that loses no frame: a node is known to the others before its address is in the directory, and not
-//! forgotten before the address is gone from there.
+//! The order in which the daemon publishes nodes loses no frame. The other nodes know a node before its address is
+//! in the directory, and forget it only after the address is gone from there.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -31,37 +32,36 @@ use crate::config::{self, Device, StationAddress};
 /// Addresses that a directory has room for.
 const ADDRESSES: usize = 2 * NODES_MAX as usize;
 
-/// Where among a device bundle's descriptors the node memory and the bell are.
+/// Positions of the node memory and the bell among a device bundle's descriptors.
 const CONTROL: usize = 1;
 const POOL: usize = 2;
 const BELL: usize = 4;
 
-/// A VNI.
 #[derive(Debug)]
 pub struct Net {
     memory: Region,
     directory: Directory<Span<Line>>,
     members: BTreeMap<u16, Member>,
-    /// A number that was free is not given again before the others are through.
+    /// A number that became free is not given again before all others were.
     next: u16,
 }
 
-/// A node on it.
+/// A node on a VNI.
 #[derive(Debug)]
 struct Member {
     node: String,
     nic: u32,
     mac: [u8; 6],
-    /// Its addresses of IP, if they are known.
+    /// Its IP addresses, if they are known.
     addresses: Vec<IpAddr>,
-    /// There may be others behind it, whose addresses are learnt.
+    /// Stations may lie behind it, whose addresses are learnt.
     is_uplink: bool,
-    /// For the others.
+    /// For the other nodes.
     node_memory: NodeMemoryFds,
     bell: OwnedFd,
 }
 
-/// How a node's end of a VNI is called.
+/// Returns the name of a node's end of a VNI.
 pub fn end_name(node: &str, vni: &str) -> String {
     format!("{node}@{vni}")
 }
@@ -79,7 +79,7 @@ impl Net {
         Ok(tasuki_shm::region::read_only(self.memory.fd())?)
     }
 
-    /// Says who there is.
+    /// Publishes the nodes and uplinks in the directory.
     fn publish(&mut self) {
         let mut nodes = NodeSet::default();
         self.members.keys().for_each(|number| nodes.insert(*number));
@@ -91,22 +91,22 @@ impl Net {
     }
 }
 
-/// Tells a worker of another node.
+/// Tells a worker about another node: its node memory, bell, and addresses.
 fn introduce(worker: &Worker, nic: u32, number: u16, member: &Member) -> Result<(), Errno> {
     let [control, pool] = member.node_memory.fds();
-    // One for itself: who shares an end can make it block for all.
+    // A bell of its own: workers that share an open file can make it block for all.
     let bell = tasuki_shm::wake::open_anew(member.bell.as_fd()).map_err(|_| Errno::MFILE)?;
     let addresses = member.addresses.clone();
     worker.write(&ToWorker::Neighbour { nic, number, addresses }, &[control, pool, bell.as_fd()])
 }
 
-/// Whether a message is lost to somebody who lives: who is dead or dying is told by its pidfd.
+/// Returns whether a living worker missed the message. A dead or dying worker's pidfd reports its death.
 pub(super) fn is_lost(sent: Result<(), Errno>) -> bool {
     sent.is_err_and(|errno| !matches!(errno, Errno::PIPE | Errno::CONNRESET))
 }
 
 impl Supervisor {
-    /// The card that a node's end of a VNI is.
+    /// Returns the card that stands for a node's end of a VNI, or `None` if the node is on none.
     pub(super) fn end_of(&self, node: &config::Node, number: u32) -> Result<Option<Card>> {
         let Some(vni) = &node.vni else { return Ok(None) };
         let device = Device::Vni(vni.clone());
@@ -120,7 +120,7 @@ impl Supervisor {
         Ok(Some(Card::new(number, nic).context("no memory for the lease page of a node's end of a VNI")?))
     }
 
-    /// A number on a VNI that no node has or is remembered to have had.
+    /// Returns a number on a VNI that no node has or is remembered to have had.
     fn number_on(&self, vni: &str) -> Result<u16> {
         let is_taken =
             |number: u16| self.cards.values().any(|card| card.vni() == Some(vni) && card.number_on_vni == Some(number));
@@ -131,7 +131,7 @@ impl Supervisor {
         })
     }
 
-    /// Makes a node's memory: what opening is to a card.
+    /// Makes a node's memory, as opening does for a card.
     pub(super) fn make_end(&mut self, nic: u32) -> Result<()> {
         let card = self.cards.get(&nic).context("there is no such end")?;
         let vni = card.vni().context("it is a NIC")?.to_owned();
@@ -174,7 +174,8 @@ impl Supervisor {
         Ok(self.vnis.get_mut(vni).expect("just made"))
     }
 
-    /// Every end that is open is a member of its VNI. Those that a daemon before us made come together, so that nobody is missed meanwhile.
+    /// Makes every open end a member of its VNI. Ends that an earlier daemon made join together, so that no node is
+    /// missing meanwhile.
     pub(super) fn fit_vnis(&mut self) {
         if self.adopting {
             return;
@@ -187,7 +188,8 @@ impl Supervisor {
         for nic in &joined {
             missed.extend(self.tell_of(*nic, &joined));
         }
-        // Whoever is given a directory finds all in it: frames for several go to whom it names as nodes.
+        // A worker must find all nodes in the directory it is given: frames for several go to the nodes that it
+        // names.
         let vnis: BTreeSet<&str> = joined.iter().filter_map(|nic| self.cards.get(nic)?.vni()).collect();
         self.vnis.iter_mut().filter(|(name, _)| vnis.contains(name.as_str())).for_each(|(_, net)| net.publish());
         for nic in &joined {
@@ -196,7 +198,7 @@ impl Supervisor {
         self.condemn_those_without(missed);
     }
 
-    /// Whoever has missed a message would send into nothing for ever.
+    /// Ends workers that missed a message: they would send into nothing for ever.
     fn condemn_those_without(&mut self, missed: impl IntoIterator<Item = u32>) {
         for number in missed {
             self.condemn(number, "does not take what it must know of its VNI".to_owned());
@@ -235,7 +237,7 @@ impl Supervisor {
             fd.try_clone().context("a descriptor cannot be copied; raise LimitNOFILE= of tasukid")
         };
         let node_memory = NodeMemoryFds { control: copy(CONTROL)?, pool: copy(POOL)? }.to_read()?;
-        // As its neighbours will: what cannot be read is nobody's.
+        // Map it as its neighbours will: memory that cannot be read does not join.
         PeerNodeMemory::map(&node_memory).context("its node memory cannot be read")?;
         let bell = copy(BELL)?;
         let net = self.net(&vni)?;
@@ -245,10 +247,10 @@ impl Supervisor {
         net.next = net.next.max((number + 1) % NODES_MAX);
         net.members.insert(number, Member { node, nic, mac, addresses, is_uplink, node_memory, bell });
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
-        // It was that which is over.
+        // The trouble was the failure to join, which is over.
         card.trouble = None;
         if let Some(kept) = &mut card.kept {
-            // The interface has the address that the directory has, whatever it was given before.
+            // The interface has the address in the directory, whatever it was given before.
             kept.bundle.mac = Some(mac);
             if let Some(place) = kept.fds.get_mut(vni::DIRECTORY) {
                 *place = directory;
@@ -258,8 +260,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Tells the workers of all others of a new member, and its own, if there are any already, of all others that did not `join` at the same time;
-    /// says who has missed it.
+    /// Tells the workers of all other members about a new one. Tells its own workers, if there are any already,
+    /// about all members that did not join at the same time (`joined`). Returns the workers that missed a message.
     fn tell_of(&self, nic: u32, joined: &[u32]) -> Vec<u32> {
         let Some((net, number, us)) = self.membership(nic) else { return Vec::new() };
         let misses = |worker: &&Worker| {
@@ -278,7 +280,8 @@ impl Supervisor {
         self.workers.values().filter(misses).map(Worker::party).collect()
     }
 
-    /// Gives the workers of a new member, if there are any already, the directory, and says to them who there is: nobody else. Says who has missed it.
+    /// Gives the workers of a new member, if there are any already, the directory and the list of its nodes. Returns
+    /// the workers that missed it.
     fn tell_directory(&self, nic: u32) -> Vec<u32> {
         let Some((net, ..)) = self.membership(nic) else { return Vec::new() };
         let kept = self.cards.get(&nic).and_then(|card| card.kept.as_ref());
@@ -293,14 +296,14 @@ impl Supervisor {
         self.workers.values().filter(has_it).filter(misses).map(Worker::party).collect()
     }
 
-    /// An end's VNI, its number there, and what is known of it.
+    /// Returns an end's VNI, its number there, and its entry as a member.
     fn membership(&self, nic: u32) -> Option<(&Net, u16, &Member)> {
         let card = self.cards.get(&nic)?;
         let (net, number) = (self.vnis.get(card.vni()?)?, card.number_on_vni?);
         Some((net, number, net.members.get(&number)?))
     }
 
-    /// Tells a worker that was given an end who else there is.
+    /// Tells a worker that was given an end about all other members.
     pub(super) fn tell_neighbours(&mut self, nic: u32, number: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
         let Some(net) = card.vni().and_then(|vni| self.vnis.get(vni)) else { return };
@@ -313,7 +316,7 @@ impl Supervisor {
         }
     }
 
-    /// A node's end is no more: nobody sends there, and then nobody knows it.
+    /// Removes a node's end: first no node sends there, then no node knows it.
     pub(super) fn leave(&mut self, nic: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
         let Some((vni, number)) = card.vni().map(str::to_owned).zip(card.number_on_vni) else { return };
@@ -343,7 +346,7 @@ impl Supervisor {
         })
     }
 
-    /// All VNIs.
+    /// Returns all VNIs.
     pub(super) fn vni_views(&self) -> Vec<VniView> {
         let view = |(name, net): (&String, &Net)| VniView {
             name: name.clone(),
@@ -353,7 +356,7 @@ impl Supervisor {
         self.vnis.iter().map(view).collect()
     }
 
-    /// Who is on a VNI, and under which address.
+    /// Returns the nodes on a VNI, with their addresses.
     pub(super) fn vni_table(&self, name: &str) -> Result<Vec<VniNodeView>, No> {
         let net = self.net_by_name(name)?;
         let view = |(number, member): (&u16, &Member)| VniNodeView {
@@ -371,15 +374,16 @@ impl Supervisor {
         Ok(net.members.iter().map(view).collect())
     }
 
-    /// Bytes of the memory of its neighbours for which a node's workers may be charged, at most: what they read before it was written, or after it was
-    /// punched out. A bound on a node's memory is set to so much more than what is meant for itself, and before a neighbour is introduced.
+    /// Returns for how many bytes of its neighbours' memory a node's workers may be charged, at most: pages they
+    /// read before they were written, or after they were punched out. The bound on a node's memory is set higher by
+    /// this much, before a neighbour is introduced.
     pub(super) fn chargeable(&self, node: &str) -> u64 {
         let Some(vni) = self.config.node(node).and_then(|node| node.vni.as_ref()) else { return 0 };
         let others = self.config.node.iter().filter(|other| other.name != node && other.vni.as_ref() == Some(vni));
         others.map(|other| readable_len(other.pool_pages())).sum()
     }
 
-    /// What each node of a VNI has counted of each other, as it stands in their node memories.
+    /// Returns the counts that each node of a VNI keeps of each other node, from their node memories.
     pub(super) fn vni_stats(&self, name: &str) -> Result<Vec<TalkView>, No> {
         let net = self.net_by_name(name)?;
         let mut talks = Vec::new();
@@ -388,7 +392,7 @@ impl Supervisor {
                 .map_err(|error| No::now(format!("what node {} has counted cannot be read: {error}", member.node)))?;
             for (other, its) in net.members.iter().filter(|(other, _)| *other != number) {
                 let line = node_memory.line_of(*other);
-                // Word 0 says how far its ring was read.
+                // Word 0 is the read position of its ring.
                 let [received, sent, ring_full, over_quota, pool_full, taken_back, forged] =
                     [1, 2, 3, 4, 5, 6, 7].map(|word| line.load(0, word));
                 let talk = TalkView {
@@ -412,7 +416,7 @@ impl Supervisor {
 }
 
 impl Card {
-    /// The VNI, if it is a node's end of one.
+    /// Returns the VNI, if this is a node's end of one.
     pub fn vni(&self) -> Option<&str> {
         match &self.config.device {
             Device::Vni(name) => Some(name),
@@ -425,7 +429,7 @@ fn text(vni: &str, number: u16) -> String {
     serde_json::to_string(&vni::Text { vni: vni.to_owned(), number }).expect("plain data")
 }
 
-/// Bytes of memory that a node memory has taken.
+/// Returns the bytes of memory that a node memory occupies.
 fn bytes_of(node_memory: &NodeMemoryFds) -> u64 {
     let blocks = |fd| rustix::fs::fstat(fd).map_or(0, |stat| stat.st_blocks.unsigned_abs());
     node_memory.fds().into_iter().map(blocks).sum::<u64>() * 512

@@ -21,7 +21,7 @@ use crate::channel;
 use crate::process::Process;
 use crate::registry::WorkerRecord;
 
-/// A memory that daemon and worker share: its words.
+/// The words of a memory that the daemon and a worker share.
 #[derive(Debug)]
 pub struct Words {
     region: Region,
@@ -29,13 +29,13 @@ pub struct Words {
 }
 
 impl Words {
-    /// New ones.
+    /// Creates a memory of `len` bytes.
     pub fn create(name: &str, len: usize) -> Result<Self, RegionError> {
         let region = Region::create(name, len, tasuki_shm::region::Pages::Small)?;
         Self::of(region)
     }
 
-    /// Those that another process kept.
+    /// Adopts a memory that another process kept. It is an error if that is shorter than `len` bytes.
     pub fn adopt(memory: OwnedFd, len: usize) -> Result<Self, RegionError> {
         let region = Region::adopt(memory)?;
         if region.len() < len {
@@ -49,136 +49,132 @@ impl Words {
         Ok(Words { region, words })
     }
 
-    /// What stands in word `index`.
+    /// Returns word `index`.
     pub fn load(&self, index: usize) -> u64 {
         self.words[index].load(Relaxed)
     }
 
-    /// Writes it.
+    /// Writes word `index`, with release ordering.
     pub fn store(&self, index: usize, value: u64) {
         self.words[index].store(value, Release);
     }
 
-    /// Adds 1 to it.
+    /// Adds 1 to word `index`.
     pub fn count(&self, index: usize) {
         self.words[index].fetch_add(1, Release);
     }
 
-    /// The memory.
     pub fn region(&self) -> &Region {
         &self.region
     }
 }
 
-/// How far it has come with a NIC.
+/// How far a worker has come with a NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fit {
-    /// It maps and checks, since then.
+    /// It maps and checks, since this time.
     Preparing(Duration),
-    /// It could go on at once.
+    /// It could drive at once.
     Ready,
     /// It cannot take this NIC.
     Unfit(Reason),
 }
 
-/// How it stands with the daemon.
+/// A worker's stage of life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// It was started, then, and has not said that it hears orders.
+    /// It was started at this time, and has not reported that it accepts orders.
     Starting(Duration),
-    /// A daemon before us started it, and it was asked, then, what it has.
+    /// An earlier daemon started it; this daemon asked it at this time for its state.
     Asked(Duration),
-    /// It hears orders.
+    /// It accepts orders.
     Begun,
-    /// It was told to end, then.
+    /// It was told to end at this time.
     Leaving(Duration),
     /// It was killed, and is not known to be dead.
     Condemned,
 }
 
-/// Sentences that a worker may tell people at once, and how long one more takes.
+/// Sentences a worker may pass to users at once, and the time until it may pass one more.
 const TELLS: u32 = 50;
 const TELLS_EVERY: Duration = Duration::from_millis(500);
 
-/// How much one may tell that has told nothing yet.
+/// Returns the allowance of a worker that has said nothing yet.
 pub fn tells(now: Duration) -> Bucket {
     Bucket::new(TELLS, TELLS_EVERY, now)
 }
 
-/// A worker.
 #[derive(Debug)]
 pub struct Worker {
-    /// What the registry has of it.
+    /// Its record in the registry.
     pub record: WorkerRecord,
-    /// Its process.
     pub process: Process,
-    /// The way to it.
+    /// The daemon's end of the channel to it.
     pub socket: OwnedFd,
-    /// Nothing while it is asked for it.
+    /// Its heartbeat; `None` while the daemon asks for it.
     pub heartbeat: Option<Words>,
-    /// Of it.
+    /// The daemon's record of that heartbeat.
     pub heart: Heartbeat,
-    /// Since when an answer is waited for that shows that it lives, and when it was last asked.
+    /// When the daemon asked it for the answer that shows it lives, if that is still due.
     pub probe: Option<Duration>,
-    /// When it was last heard.
+    /// When the daemon last heard from it, or last asked it.
     pub heard: Duration,
-    /// How it stands.
     pub stage: Stage,
-    /// The NICs that it was given, by number.
+    /// The NICs that it has, by number.
     pub nics: BTreeMap<u32, Fit>,
-    /// Whether it has ever said that it hears orders.
+    /// Whether it has ever reported that it accepts orders.
     pub has_begun: bool,
-    /// Those that it was ever given.
+    /// The NICs that it was ever given.
     pub given: BTreeSet<u32>,
-    /// What it was not confined with before it began: stage one.
+    /// Confinement it lacks from before it began: stage one.
     pub lacks: Vec<String>,
-    /// Its process is being confined.
+    /// Set while its process is being confined.
     pub jailing: Option<Jailing>,
-    /// What it is told once that is so.
+    /// Its first message, until the process is confined.
     pub unsaid: Option<Unsaid>,
-    /// What it writes on its standard error.
+    /// Its output on standard error.
     pub lines: Option<Lines>,
-    /// How much it may tell people.
+    /// Its allowance of sentences for users.
     pub tells: Bucket,
-    /// Its control group, in its node's: see [`crate::cgroup`]. Nothing where the machine has none for us.
+    /// Its control group, in its node's: see [`crate::cgroup`]. `None` if the machine has none for the daemon.
     pub group: Option<Group>,
-    /// Since when it runs no more, or has closed its end: it is ending, or does not want to hear us.
+    /// Since when its thread has ended, or it has closed its end: it is ending, or ignores the daemon.
     pub deaf: Option<Duration>,
-    /// A daemon before us started it.
+    /// An earlier daemon started it.
     pub is_adopted: bool,
-    /// Somebody asked for it, by name of an upgrade or a handover.
+    /// An upgrade or a handover asked for it by name.
     pub wanted: bool,
     /// Messages that it may write because this daemon asked for them.
     pub asked: Asked,
 }
 
-/// Messages that a worker may write only if it was asked for them.
+/// Messages that a worker may write only when asked.
 #[derive(Debug, Default)]
 pub struct Asked {
     /// NICs whose driver state it is to store, once for each time that it was asked.
     pub driver_states: Vec<u32>,
-    /// Whether it was ever asked what it has counted. One answer for each NIC that it drives is due then.
+    /// Whether it was ever asked for counts. One answer for each NIC that it drives is due then.
     pub counts: bool,
 }
 
 impl Worker {
-    /// Its number.
+    /// Returns its number.
     pub fn party(&self) -> u32 {
         self.record.party
     }
 
-    /// It has a NIC, as far as this.
+    /// Records how far it has come with a NIC.
     pub fn has(&mut self, nic: u32, fit: Fit) {
         self.given.insert(nic);
         self.nics.insert(nic, fit);
     }
 
-    /// Whether it hears orders and is to stay.
+    /// Returns whether it accepts orders and is not ending.
     pub fn serves(&self) -> bool {
         self.stage == Stage::Begun && self.deaf.is_none()
     }
 
-    /// Whether it is meant to serve, now or soon.
+    /// Returns whether it is meant to serve, now or soon.
     pub fn counts(&self) -> bool {
         self.deaf.is_none() && matches!(self.stage, Stage::Begun | Stage::Starting(_) | Stage::Asked(_))
     }
@@ -194,7 +190,7 @@ impl Worker {
         self.post(&message::frame(nic, order.to_bytes()), &[])
     }
 
-    /// Says how the next order about a NIC is meant.
+    /// Sends the plan for the next order about a NIC.
     pub fn plan(&self, nic: u32, plan: Plan) -> Result<(), Errno> {
         self.post(&message::frame(nic, plan.to_bytes()), &[])
     }
@@ -207,7 +203,6 @@ impl Worker {
         Ok(())
     }
 
-    /// Its program.
     pub fn binary(&self) -> &PathBuf {
         &self.record.binary
     }

@@ -119,7 +119,7 @@ fn a_worker_that_says_what_its_state_does_not_allow_is_ended() {
     }
 }
 
-/// Green has two NICs and trusts nobody. It gives one away. After that no process is left that ever had that NIC,
+/// Green has two NICs and trusts no node. It gives one away. After that no process is left that ever had that NIC,
 /// least of all its stand-by. The new owner's stand-by comes from its own node.
 ///
 /// row: T51

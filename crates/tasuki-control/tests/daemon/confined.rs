@@ -315,7 +315,7 @@ const NOBODYS: u32 = 61_237;
 /// The error says what to write into the configuration; with that written, it says which confinement is then
 /// missing.
 ///
-/// rows: none, for it is nobody's attack
+/// rows: none, for it is no attack
 #[test]
 fn a_tasukid_that_is_not_roots_begins_only_where_it_is_told_that_less_will_do() {
     need_hostile!();

@@ -64,7 +64,7 @@ fn started(rig: &Rig, word: &str) -> Option<u32> {
     pids.find(is_it)
 }
 
-/// Whatever their card's server does to them, they can do no more harm than a program of stage one, row: T33
+/// Their card's server may do anything to them: they can do no more harm than a program of stage one, row: T33
 #[test]
 fn a_model_and_what_opens_a_card_are_confined() {
     need_storm!();
