@@ -1,26 +1,28 @@
-//! The envelope of a driver state: what stands around a driver's bytes, so that whoever opens it knows that they are those that were written.
+//! The envelope of a driver state: fields around a driver's bytes by which a reader knows that they are the bytes
+//! that were written.
 //!
-//! | bytes   | what                                                                                  |
+//! | bytes   | contents                                                                              |
 //! |---------|---------------------------------------------------------------------------------------|
-//! | 0..4    | `DRIVER_STATE`                                                                                |
+//! | 0..4    | mark: four ASCII letters                                                              |
 //! | 4..8    | CRC-32C of all that follows, the envelope's own fields included                       |
 //! | 8..12   | version of the envelope, 1                                                            |
-//! | 12..16  | kind: whose driver state it is (vendor and device of the card that the driver is named for)   |
+//! | 12..16  | kind of the driver state: vendor and device of the card that the driver is named for  |
 //! | 16..20  | version of the driver's layout                                                        |
 //! | 20..24  | epoch of the lease in which it was written                                            |
-//! | 24..28  | length of what follows                                                                |
+//! | 24..28  | length of the driver's bytes                                                          |
 //! | 28..32  | zero                                                                                  |
 //! | 32..    | the driver's bytes                                                                    |
 //!
-//! In the machine's byte order, which a driver state never leaves. The mark is written last: an envelope that a writer died over has none.
+//! All fields are in the machine's byte order; a driver state never leaves the machine. The mark is written last: an
+//! envelope whose writer died has no mark.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Of the envelope.
+/// Version of the envelope.
 pub const VERSION: u32 = 1;
-/// Bytes of it, before the driver's.
+/// Length of the envelope before the driver's bytes, in bytes.
 pub const HEAD: usize = size_of::<Head>();
-/// More than any driver writes, in bytes: a length beyond it is no length.
+/// Maximum length of a driver's bytes: no driver writes as many, so a longer length is invalid.
 pub const LEN_MAX: usize = 1 << 20;
 
 const MAGIC: u32 = u32::from_ne_bytes(*b"SASH");
@@ -39,105 +41,105 @@ struct Head {
 }
 
 const _: () = assert!(HEAD == 32);
-/// The checksum covers all from here on.
+/// Offset in bytes from which the checksum covers everything.
 const COVERED: usize = 8;
 
 /// A driver state in its envelope.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DriverState<'b> {
-    /// Whose it is.
+    /// Kind of the driver state: its driver.
     pub kind: u32,
-    /// Of the driver's layout.
+    /// Version of the driver's layout.
     pub version: u32,
-    /// In which it was written.
+    /// Epoch in which it was written.
     pub epoch: u32,
-    /// The driver's.
+    /// The driver's bytes.
     pub bytes: &'b [u8],
 }
 
-/// Why a driver state could not be written.
+/// A driver state could not be written for lack of room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "a driver state of {len} bytes needs {need} with its envelope, and there are {have} (a driver's driver state has at most {LEN_MAX}); make the NIC's driver state memory larger"
 )]
 pub struct NoRoom {
-    /// Bytes of the driver's.
+    /// Length of the driver's bytes.
     pub len: usize,
-    /// With the envelope.
+    /// Length with the envelope, in bytes.
     pub need: usize,
-    /// There are.
+    /// Bytes available.
     pub have: usize,
 }
 
-/// Why a driver state is not to be used. The giver still has what it wrote, and can go on.
+/// Reason why a driver state must not be used. The giver still has the state that it wrote, and can go on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NotADriverState {
-    /// Nothing was written, or not to its end.
+    /// No driver state was written, or not to its end.
     #[error(
         "no driver state stands there ({have} bytes, mark {mark:#010x}): nobody wrote one to its end; let the giver go on, or start the card anew"
     )]
     Absent {
-        /// Bytes there.
+        /// Number of bytes there.
         have: usize,
-        /// What stands for a mark.
+        /// Value in the place of the mark.
         mark: u32,
     },
-    /// Shorter than it says.
+    /// The driver state is shorter than its length field says.
     #[error(
         "the driver state says that it has {says} bytes, and {have} are there; it was cut, or is damaged: let the giver go on, or start the card anew"
     )]
     Cut {
-        /// What it says.
+        /// Length that it says, in bytes.
         says: u32,
-        /// What is there.
+        /// Number of bytes there.
         have: usize,
     },
-    /// Not what was written.
+    /// The bytes are not those that were written.
     #[error(
         "the driver state is damaged: its checksum is {is:#010x} and should be {should:#010x}; let the giver go on, or start the card anew"
     )]
     Damaged {
-        /// Of what stands there.
+        /// Checksum of the bytes there.
         is: u32,
-        /// As the envelope says.
+        /// Checksum in the envelope.
         should: u32,
     },
-    /// Of a later version, undamaged.
+    /// The envelope is of a later version, and undamaged.
     #[error(
         "the driver state has an envelope of version {version}, and this program opens {VERSION}; upgrade, or hand the NIC over by the store"
     )]
     Envelope {
-        /// Which.
+        /// Version of the envelope.
         version: u32,
     },
-    /// Of another driver or another version of it.
+    /// The driver state is of another driver, or of another version of its layout.
     #[error(
         "the driver state is of {kind:#010x} version {version}, and {want_kind:#010x} version {want_version} is wanted; hand the NIC over by the store, or cold"
     )]
     Other {
-        /// Whose it is.
+        /// Kind of the driver state.
         kind: u32,
-        /// Of which version.
+        /// Version of the driver's layout.
         version: u32,
-        /// Whose it should be.
+        /// Kind that is wanted.
         want_kind: u32,
-        /// And of which.
+        /// Version that is wanted.
         want_version: u32,
     },
-    /// Written in another tenure: an older one stands there.
+    /// The driver state was written in another tenure: it is an old one.
     #[error(
         "the driver state was written in epoch {epoch}, and the lease was passed in epoch {want}; its giver did not write one: let it go on, or start the card anew"
     )]
     Stale {
-        /// When it was written.
+        /// Epoch in which it was written.
         epoch: u32,
-        /// When it should have been.
+        /// Epoch in which it should have been written.
         want: u32,
     },
 }
 
 impl<'b> DriverState<'b> {
-    /// Writes it to `memory`, the mark last; says how many bytes it takes.
+    /// Writes the envelope to `memory`, the mark last. Returns the number of bytes written.
     pub fn write(&self, memory: &mut [u8]) -> Result<usize, NoRoom> {
         let (len, have) = (self.bytes.len(), memory.len());
         let need = HEAD.saturating_add(len);
@@ -153,7 +155,8 @@ impl<'b> DriverState<'b> {
         Ok(need)
     }
 
-    /// What stands in `memory`, which may be longer. It must be a copy that nobody else can write.
+    /// Reads an envelope from `memory`, which may be longer. `memory` must be a copy that no other process can
+    /// write.
     pub fn read(memory: &'b [u8]) -> Result<Self, NotADriverState> {
         let absent = |mark| NotADriverState::Absent { have: memory.len(), mark };
         let (head, rest) = Head::read_from_prefix(memory).map_err(|_| absent(0))?;
@@ -173,7 +176,8 @@ impl<'b> DriverState<'b> {
         Ok(DriverState { kind: head.kind, version: head.version, epoch: head.epoch, bytes })
     }
 
-    /// [`read`](Self::read) by a driver that wants this kind and version, of the tenure in which the lease was passed.
+    /// [`read`](Self::read) for a driver that wants this kind and version, from the tenure in which the lease was
+    /// passed.
     pub fn read_as(memory: &'b [u8], kind: u32, version: u32, epoch: u32) -> Result<&'b [u8], NotADriverState> {
         let driver_state = DriverState::read(memory)?;
         if (driver_state.kind, driver_state.version) != (kind, version) {
@@ -254,7 +258,8 @@ mod tests {
 
     #[test]
     fn two_bits_flipped_are_noticed_too() {
-        // CRC-32C has a Hamming distance of 4 or more up to 2³¹ bits; a short one can be tried out.
+        // CRC-32C has a Hamming distance of 4 or more up to 2³¹ bits; for a short message the test can try all
+        // pairs.
         let memory = written(1, 2, 3, &[0x5a; 16], 0);
         let bits = memory.len() * 8;
         for (first, second) in (0..bits).flat_map(|first| (first + 1..bits).map(move |second| (first, second))) {

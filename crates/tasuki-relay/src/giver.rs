@@ -1,11 +1,12 @@
-//! The side that holds the lease: a worker that drives a device until it is told to let go.
+//! The side that holds the lease: a worker that drives a device until it is ordered to release it.
 //!
-//! Its data path looks once a burst whether a release was ordered: one load of a word that names the epoch to be released, beside
-//! the lease. What follows in place is [`Action::WriteDriverState`] (the cursors) and [`Action::Pass`] (one compare-and-swap).
+//! Once a burst its data path checks whether a release was ordered, by one load of a word beside the lease that
+//! names the epoch to release. Then follow [`Action::WriteDriverState`] (in place: the cursors) and [`Action::Pass`]
+//! (one compare-and-swap).
 
 use crate::table::{All, Row, Then::*};
 
-/// Where a giver stands.
+/// State of a giver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum State {
     /// It holds the lease and drives the device.
@@ -14,20 +15,20 @@ pub enum State {
     Stopping,
     /// It has stopped, and passes the lease.
     Passing,
-    /// The lease is passed. From here on it is a taker that is ready.
+    /// It has passed the lease. From here on it is a taker that is ready.
     Passed,
-    /// It was replaced, and touches the device no more.
+    /// It was replaced, and no longer touches the device.
     Out,
 }
 
-/// What happens to a giver.
+/// Event at a giver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// The arbiter orders it to let go of the epoch that it holds.
+    /// The arbiter orders it to release the epoch that it holds.
     Release,
     /// The arbiter takes that order back.
     Recall,
-    /// The burst has ended and the card is as the method wants it.
+    /// The burst has ended and the card is in the state that the method wants.
     Stopped,
     /// The card does not stop.
     Stuck,
@@ -35,26 +36,26 @@ pub enum Event {
     Won,
     /// Its compare-and-swap failed.
     Lost,
-    /// The word names another epoch than its own.
+    /// The lease word names another epoch than its own.
     Replaced,
 }
 
-/// What a giver does.
+/// Action of a giver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Action {
     /// End the burst; have the card stop where the method wants that.
     Stop,
-    /// Go on driving, from what it has in hand.
+    /// Go on driving, from the pending frames.
     Resume,
     /// Write the cursors to the driver state.
     WriteDriverState,
-    /// Compare-and-swap: from its own tenure to nobody's.
+    /// Compare-and-swap: from its own tenure to a free lease.
     Pass,
-    /// Let go of the device without touching it.
+    /// Drop the device without touching it.
     Yield,
     /// Tell the arbiter that it has passed the lease.
     SayReleased,
-    /// Tell the arbiter that it keeps it, and why.
+    /// Tell the arbiter that it keeps the lease, and why.
     SayKept,
     /// Tell the arbiter that it was replaced.
     SayReplaced,
@@ -71,7 +72,7 @@ impl All for Event {
     };
 }
 
-/// The table.
+/// The giver's table.
 #[rustfmt::skip]
 pub const TABLE: &[Row<State, Event, Action>] = {
     use Action::*;

@@ -1,33 +1,34 @@
-//! When a worker that lives counts as hung. The time comes in as a value.
+//! Decides when a living worker counts as hung. The caller passes the time in.
 
 use std::time::Duration;
 
-/// How often a worker says that it lives, at least.
+/// Longest interval between two beats of a worker.
 pub const BEAT: Duration = Duration::from_millis(1);
 
-/// What is known of a worker's heart.
+/// Heartbeat of a worker, as far as it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Heartbeat {
-    /// Its count of bursts, as it last changed.
+    /// Count of bursts, at its last change.
     bursts: u64,
-    /// When that was, on the caller's clock.
+    /// Time of that change, on the caller's clock.
     at: Duration,
 }
 
 impl Heartbeat {
-    /// Of a worker that is alive now.
+    /// Starts with a worker that is alive now.
     pub fn new(now: Duration) -> Self {
         Heartbeat { bursts: 0, at: now }
     }
 
-    /// It says that it has looked `bursts` times for work. A count that does not move is no beat: somebody else may be saying it.
+    /// Notes the worker's report that it has looked `bursts` times for work. A count that does not move is no beat:
+    /// another process may be reporting it.
     pub fn beat(&mut self, now: Duration, bursts: u64) {
         if bursts != self.bursts {
             *self = Heartbeat { bursts, at: now };
         }
     }
 
-    /// Whether it has been silent for `limit`. A clock that goes back proves nothing.
+    /// Returns whether the worker has been silent for `limit`. A clock that goes back proves nothing.
     pub fn silent(&self, now: Duration, limit: Duration) -> bool {
         now.saturating_sub(self.at) >= limit
     }

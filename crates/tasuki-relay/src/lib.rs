@@ -1,19 +1,23 @@
-//! Handing a NIC over: one protocol with three uses. Pure state machines; whoever drives them has the memory, the sockets and the clock.
+//! Handing a NIC over: one protocol with three uses. The crate holds pure state machines; their callers hold the
+//! memory, the sockets and the clock.
 //!
-//! | use      | what it is                          | who begins                                              |
-//! |----------|-------------------------------------|---------------------------------------------------------|
-//! | upgrade  | the same node, a new worker         | somebody asks                                           |
-//! | handover | another node                        | somebody asks                                           |
-//! | takeover | the same node, the holder is no more | the arbiter, from a pidfd or a heartbeat that stays out |
+//! | use      | purpose                                   | initiator                                      |
+//! |----------|-------------------------------------------|------------------------------------------------|
+//! | upgrade  | the same node, a new worker               | a person or a policy asks                      |
+//! | handover | another node                              | a person or a policy asks                      |
+//! | takeover | the same node, whose holder died or hangs | the arbiter, by a pidfd or a missing heartbeat |
 //!
 //! # Rules
 //!
-//! - **Y1** The lease word decides, never a timeout: a deadline makes the arbiter try a compare-and-swap, and nothing else.
-//! - **Y2** A worker takes the lease only from the very word that an order named, so an order that comes late is void.
-//! - **Y3** Only workers that have stopped, died or been fenced lose the lease: the first pass it, from the others the arbiter seizes it.
-//! - **Y4** The driver state is written before the lease is passed, and read after it was won.
-//! - **Y5** A machine does all that a row says before it hears of anything else.
-//! - **Y6** Whoever was fenced never drives again, and a fence is recorded before it is put up.
+//! - **Y1** The lease word decides, never a timeout: a deadline makes the arbiter try a compare-and-swap, and
+//!   nothing else.
+//! - **Y2** A worker takes the lease only from the very word that an order named, so a late order is void.
+//! - **Y3** Only workers that have stopped, died or been fenced lose the lease: workers that have stopped pass it;
+//!   from the others the arbiter seizes it.
+//! - **Y4** The giver writes the driver state before it passes the lease; the taker reads it after it has won the
+//!   lease.
+//! - **Y5** A machine carries out all actions of a row before it hears the next input.
+//! - **Y6** A fenced worker never drives again, and the arbiter records a fence before it puts it up.
 
 #![forbid(unsafe_code)]
 
@@ -30,57 +34,58 @@ pub mod taker;
 pub mod wire;
 pub mod worker;
 
-/// A holder of the lease, by the number that stands in its word.
+/// Holder of a lease, by its number in the lease word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Party(pub NonZeroU32);
 
-/// The daemon. It holds the lease of a device that nobody drives.
+/// The daemon. It holds the lease of a device that no worker drives.
 pub const ARBITER: Party = Party(NonZeroU32::MAX);
 
-/// What the lease word says: who holds it, and how often it was taken.
+/// Value of the lease word: the holder, and the number of times the lease was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tenure {
-    /// Nobody while it is passed on.
+    /// Holder of the lease; nothing while it is passed on.
     pub holder: Option<Party>,
-    /// How often it was taken.
+    /// Number of times the lease was taken.
     pub epoch: u32,
 }
 
 impl Tenure {
-    /// Of nobody, in this epoch.
+    /// Returns the tenure of a lease without a holder, in this epoch.
     pub fn free(epoch: u32) -> Self {
         Tenure { holder: None, epoch }
     }
 
-    /// What the word becomes when its holder passes it.
+    /// Returns the tenure after its holder has passed the lease.
     #[must_use]
     pub fn passed(self) -> Self {
         Tenure::free(self.epoch)
     }
 
-    /// What it becomes when `party` takes it.
+    /// Returns the tenure after `party` has taken the lease.
     #[must_use]
     pub fn taken_by(self, party: Party) -> Self {
         Tenure { holder: Some(party), epoch: self.epoch.wrapping_add(1) }
     }
 
-    /// The word of `tasuki_shm::lease`.
+    /// Returns the word as `tasuki_shm::lease` stores it.
     pub fn to_word(self) -> u64 {
         u64::from(self.epoch) << 32 | u64::from(self.holder.map_or(0, |party| party.0.get()))
     }
 
-    /// The reverse of [`to_word`](Self::to_word).
+    /// Reverses [`to_word`](Self::to_word).
     #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
     pub fn from_word(word: u64) -> Self {
         Tenure { holder: NonZeroU32::new(word as u32).map(Party), epoch: (word >> 32) as u32 }
     }
 }
 
-/// How the last driver ended, and so what is true of its device.
+/// How the last driver ended, which says in what state its device is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum After {
-    /// It stopped and wrote its driver state.
+    /// The driver stopped and wrote its driver state.
     Passed,
-    /// It died or was fenced in the middle of something, or nobody knows: the rings have the truth, as its last store left them.
+    /// The driver died or was fenced in the middle of its work, or its end is unknown. The rings hold the truth, as
+    /// its last store left them.
     Lost,
 }

@@ -1,6 +1,7 @@
-//! Which way a NIC goes to another node: a pure function of what the card can do, whom one trusts, and what was asked for.
+//! The way in which a NIC goes to another node: a pure function of the card's abilities, the trust between the
+//! nodes, and the request.
 //!
-//! | method  | what changes                                         | what it needs                                                          |
+//! | method  | changes                                              | needs                                                                  |
 //! |---------|------------------------------------------------------|------------------------------------------------------------------------|
 //! | keep    | the right to drive                                   | rings in the NIC's own memory, and trust: both nodes have that memory  |
 //! | mbb     | steering, to a queue that runs already               | a queue to spare, and trust: all queues of a card reach the same memory |
@@ -38,7 +39,8 @@ impl std::fmt::Display for Method {
 }
 
 impl Method {
-    /// Whether the new owner has memory of its own for the card. From a node that is not trusted it has that by `cold`, too.
+    /// Returns whether the new owner has memory of its own for the card. If the nodes do not trust each other, this
+    /// is so with `cold`, too.
     pub fn is_apart(self, trust: Trust) -> bool {
         match self {
             Method::Keep => false,
@@ -53,55 +55,55 @@ impl Method {
 pub enum Repointing {
     /// Base and cursor registers are written while its units are off, and the partner is asked to pause (82574).
     Paused,
-    /// The same, with a card that cannot ask for a pause: what comes meanwhile is lost (RTL8139).
+    /// As `Paused`, but the card cannot ask for a pause: frames that arrive meanwhile are lost (RTL8139).
     Unpaused,
-    /// It cannot.
+    /// The card cannot take other ring bases.
     Never,
 }
 
-/// What a card and its bus can do.
+/// Abilities of a card and its bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Card {
-    /// Its rings and frames are in memory of its own, which another process can map as it is.
+    /// Whether its rings and frames are in memory of its own, which another process can map as it is.
     pub own_memory: bool,
-    /// It has a queue to spare, and traffic can be steered to it.
+    /// Whether it has a queue to spare to which traffic can be steered.
     pub spare_queue: bool,
-    /// Whether its rings can be elsewhere from now on.
+    /// Whether and how its rings can move to other memory.
     pub repointing: Repointing,
-    /// All that an owner can leave in it the next one can undo, or sees, while it runs.
+    /// Whether the next owner can undo, or see, all that an owner can leave in the card, while the card runs.
     pub fenced: bool,
 }
 
-/// What two nodes think of each other.
+/// Trust between two nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Trust {
     /// Each may break the other.
     Full,
-    /// Neither may read what is the other's, nor harm it.
+    /// Neither may read the other's data, nor harm it.
     None,
 }
 
-/// A method, and why this one.
+/// A method, and the reason for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
-    /// How.
+    /// The method.
     pub method: Method,
-    /// Why, as the end of the sentence "the NIC goes by METHOD: ".
+    /// The reason, as the end of the sentence "the NIC goes by METHOD: ".
     pub because: &'static str,
 }
 
-/// Why the method that was asked for is not to be had.
+/// Reason why a requested method is not possible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NotPossible {
     /// The rings are in the old node's memory.
     #[error("keep needs a NIC whose rings are in memory of its own; take repoint or cold")]
     ForeignMemory,
-    /// The old node's memory becomes the new one's.
+    /// The old node's memory would become the new node's.
     #[error(
         "keep between nodes that do not trust each other is not safe: the new node gets the old one's memory, and what the old one has set up stays; take repoint or cold, or declare the nodes trusted"
     )]
     SharedMemory,
-    /// One queue.
+    /// The card has one queue.
     #[error(
         "mbb needs a card with a receive queue to spare to which traffic can be steered, and this one has none; take keep or repoint"
     )]
@@ -111,19 +113,22 @@ pub enum NotPossible {
         "mbb between nodes that do not trust each other is not safe: while both queues run, each node's queue reaches the other's memory; take repoint or cold"
     )]
     SharedReach,
-    /// It cannot be seen what its last owner has left in it.
+    /// The new node cannot see all that the last owner has left in the card.
     #[error(
         "repoint between nodes that do not trust each other needs a card in which the new node can undo, or see, all that the old one has left, and in this one it cannot; take cold"
     )]
     Illegible,
-    /// Its bases are fixed once it runs.
+    /// The ring bases are fixed once the card runs.
     #[error(
         "repoint needs a card whose ring bases can be written while its link stays up, and this one's cannot; take keep or cold"
     )]
     FixedBases,
 }
 
-/// Whether `card` can go by `method` from one node to another.
+/// Returns the reason why `card` can go by `method` from one node to another.
+///
+/// # Errors
+/// The reason why it cannot.
 pub fn possible(card: &Card, trust: Trust, method: Method) -> Result<&'static str, NotPossible> {
     match (method, trust) {
         (Method::Keep, _) if !card.own_memory => Err(NotPossible::ForeignMemory),
@@ -148,7 +153,8 @@ pub fn possible(card: &Card, trust: Trust, method: Method) -> Result<&'static st
     }
 }
 
-/// The method that was asked for, or the best that card and trust allow: what loses nothing first, and of these what changes least.
+/// Returns the requested method, or the best that card and trust allow: first the methods that lose no frames, and
+/// among these the one that changes least.
 pub fn choose(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice, NotPossible> {
     match asked {
         Some(method) => possible(card, trust, method).map(|because| Choice { method, because }),
@@ -156,7 +162,8 @@ pub fn choose(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice
     }
 }
 
-/// The next best, after a taker has looked at the card and refused to go on with it by `refused`. Any card goes `cold`; after that there is nothing.
+/// Returns the next best method, after a taker has looked at the card and refused to go on with it by `refused`. Any
+/// card goes `cold`; after that no method is left.
 pub fn after(card: &Card, trust: Trust, refused: Method) -> Option<Choice> {
     let at = Method::ALL.iter().position(|&method| method == refused)?;
     let rest = Method::ALL.get(at + 1..).filter(|rest| !rest.is_empty())?;
@@ -168,30 +175,31 @@ fn first_of(methods: &[Method], card: &Card, trust: Trust) -> Choice {
     best.unwrap_or(Choice { method: Method::Cold, because: "nothing else is possible" })
 }
 
-/// How a successor gets at the state of its predecessor.
+/// How a successor gets its predecessor's state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum State {
-    /// It reads the driver state where it is.
+    /// It reads the driver state in place.
     InPlace,
     /// The giver writes it to the daemon's store, in the form of another version.
     Store,
 }
 
-/// A driver state's layout that nobody here can turn into one that the successor reads.
+/// The driver state's layout is one that no worker here can convert to one that the successor reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the giver writes driver states of version {writes}, and the successor reads {reads_from} to {reads_to}; go by a version between them, or hand the NIC over cold"
 )]
 pub struct Apart {
-    /// What the giver writes.
+    /// Version that the giver writes.
     pub writes: u32,
-    /// What the successor reads, from this one
+    /// First version that the successor reads,
     pub reads_from: u32,
-    /// to this one.
+    /// and the last.
     pub reads_to: u32,
 }
 
-/// Which way the state goes. In place only where both have one layout: another is read at leisure, from the store.
+/// Chooses the way of the state. It stays in place only if both sides have the same layout; another layout is read
+/// at leisure, from the store.
 pub fn state(writes: u32, reads_from: u32, reads_to: u32, asked_for_store: bool) -> Result<State, Apart> {
     match (reads_from..=reads_to).contains(&writes) {
         false => Err(Apart { writes, reads_from, reads_to }),

@@ -1,46 +1,49 @@
-//! A protocol as a table: what follows when something happens, and why.
+//! A protocol as a table: the consequence of each event in each state, and the reason.
 
 use std::fmt::{Debug, Write as _};
 
-/// What follows.
+/// Consequence of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Then<S: 'static, A: 'static> {
-    /// This state, and these actions, in this order.
+    /// Go to this state, and do these actions in this order.
     Go(S, &'static [A]),
-    /// The state stays as it is.
+    /// Stay in the same state, and do these actions in this order.
     Stay(&'static [A]),
-    /// It cannot be, or must not.
+    /// Refuse the event: it cannot or must not happen here.
     Refuse,
 }
 
-/// One or several states in which the same follows from an event.
+/// States in which an event has the same consequence.
 #[derive(Debug, Clone, Copy)]
 pub struct Row<S: 'static, E, A: 'static> {
-    /// In any of these.
+    /// In any of these states.
     pub from: &'static [S],
-    /// When this happens.
+    /// On this event.
     pub on: E,
     /// This follows.
     pub then: Then<S, A>,
-    /// And why.
+    /// Reason for it.
     pub because: &'static str,
 }
 
-/// All values of a state or of an event.
+/// List of all values of a state or of an event.
 pub trait All: Copy + Eq + Debug + 'static {
-    /// Every one, once.
+    /// Each value, once.
     const ALL: &'static [Self];
 }
 
-/// An event that does not belong into a state.
+/// An event that was refused in a state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("refused: {because}")]
 pub struct Refused {
-    /// Why.
+    /// Reason for the refusal.
     pub because: &'static str,
 }
 
-/// What the table says of a state and an event.
+/// Looks up the next state and the actions for a state and an event.
+///
+/// # Errors
+/// The table refuses the event in this state, or has no row for it.
 pub fn step<S: All, E: All, A: Copy>(rows: &[Row<S, E, A>], state: S, event: E) -> Result<(S, &'static [A]), Refused> {
     let row = rows.iter().find(|row| row.on == event && row.from.contains(&state));
     match row.map(|row| (row.then, row.because)) {
@@ -51,7 +54,8 @@ pub fn step<S: All, E: All, A: Copy>(rows: &[Row<S, E, A>], state: S, event: E) 
     }
 }
 
-/// Pairs that no row has, or more than one: a table must have none.
+/// Returns the pairs that have no row, or more than one, with their number of rows. A complete table has no such
+/// pairs.
 pub fn gaps<S: All, E: All, A>(rows: &[Row<S, E, A>]) -> Vec<(S, E, usize)> {
     let pairs = S::ALL.iter().flat_map(|&state| E::ALL.iter().map(move |&event| (state, event)));
     let counted = pairs.map(|(state, event)| {
@@ -61,7 +65,7 @@ pub fn gaps<S: All, E: All, A>(rows: &[Row<S, E, A>]) -> Vec<(S, E, usize)> {
     counted.filter(|&(_, _, count)| count != 1).collect()
 }
 
-/// The table as a document shows it.
+/// Formats the table as a document shows it.
 pub fn to_markdown<S: All, E: All, A: Debug>(rows: &[Row<S, E, A>]) -> String {
     let mut text = "| state | event | next | actions | because |\n|---|---|---|---|---|\n".to_owned();
     for row in rows {
@@ -85,7 +89,7 @@ mod tests {
     use super::*;
     use crate::{arbiter, giver, taker};
 
-    /// Every state and event has a row, and one only.
+    /// Every state and event has exactly one row.
     #[test]
     fn the_tables_are_total() {
         assert_eq!(gaps(giver::TABLE), []);

@@ -1,19 +1,21 @@
-//! The side that is to hold the lease: a new worker, a stand-by, another node's worker, or a giver that is to take it back.
+//! The side that is to hold the lease: a new worker, a stand-by, another node's worker, or a giver that is to take
+//! the lease back.
 //!
-//! While it waits it looks at one word, the lease: spinning on a core of its own, parked on the giver's.
+//! While it waits it reads one word, the lease word: it spins if it has a core of its own, and sleeps if it shares
+//! the giver's.
 
 use crate::table::{All, Row, Then::*};
 
-/// Where a taker stands.
+/// State of a taker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum State {
-    /// It has begun and nothing was asked of it.
+    /// It has started and has received no order.
     Idle,
-    /// It maps the memory and the registers, and checks that it understands the driver state's kind and version.
+    /// It maps the memory and the registers, and checks that it reads the driver state's kind and version.
     Preparing,
     /// It could go on at once.
     Ready,
-    /// It was told to take, and waits until the word is the one that the order named.
+    /// It was ordered to take, and waits until the lease word is the word that the order named.
     Waiting,
     /// It has tried the compare-and-swap.
     Taking,
@@ -25,53 +27,53 @@ pub enum State {
     Returning,
     /// It cannot take this device.
     Failed,
-    /// It was told to leave.
+    /// It was ordered to leave.
     Left,
 }
 
-/// What happens to a taker.
+/// Event at a taker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Event {
     /// The arbiter orders it to prepare.
     Prepare,
-    /// All is mapped and understood.
+    /// Everything is mapped and understood.
     Prepared,
     /// Something is missing or not understood.
     Unfit,
     /// The arbiter orders it to take the lease from a certain word.
     Take,
-    /// The word is that one.
+    /// The lease word is that word.
     Free,
-    /// The word is neither that one nor the one before it.
+    /// The lease word is neither that word nor the one before it.
     Moved,
     /// Its compare-and-swap succeeded.
     Won,
     /// Its compare-and-swap failed.
     Lost,
-    /// The driver state is whole and the card is as it says.
+    /// The driver state is whole and matches the card.
     Sound,
-    /// It is not.
+    /// The driver state is damaged or does not match the card.
     Broken,
-    /// The arbiter orders it to wait no longer.
+    /// The arbiter orders it to stop waiting.
     StandDown,
     /// The arbiter needs it no more.
     Leave,
 }
 
-/// What a taker does.
+/// Action of a taker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Map everything, and look at kind and version of the driver state.
+    /// Map everything, and check kind and version of the driver state.
     Map,
-    /// Look at the word until it is the one that the order named, or has moved on.
+    /// Watch the lease word until it is the word that the order named, or has moved on.
     Look,
     /// Compare-and-swap: from the word that the order named to its own tenure.
     Take,
     /// Read and check the driver state, or the rings if the last driver was lost.
     Read,
-    /// Look at the rings once, whether something rang or not.
+    /// Look at the rings once, even if no bell has rung.
     LookOnce,
-    /// Compare-and-swap: from its own tenure to nobody's.
+    /// Compare-and-swap: from its own tenure to a free lease.
     Pass,
     /// End.
     Go,
@@ -81,7 +83,7 @@ pub enum Action {
     SayUnfit,
     /// Tell the arbiter that it drives.
     SayTaken,
-    /// Tell the arbiter that it waits for nothing any more.
+    /// Tell the arbiter that it waits for no lease any more.
     SayLost,
     /// Tell the arbiter that it has held the lease and given it back, and why.
     SayFailed,
@@ -101,7 +103,7 @@ impl All for Event {
     };
 }
 
-/// The table.
+/// The taker's table.
 #[rustfmt::skip]
 pub const TABLE: &[Row<State, Event, Action>] = {
     use Action as A;

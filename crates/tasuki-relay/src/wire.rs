@@ -1,6 +1,6 @@
-//! What daemon and workers say to each other: packets of 32 bytes, little-endian, on a unix socket that keeps their bounds.
+//! Packets between the daemon and workers: 32 bytes, little-endian, on a unix socket that keeps their bounds.
 //!
-//! | bytes   | what                                                                                        |
+//! | bytes   | contents                                                                                    |
 //! |---------|---------------------------------------------------------------------------------------------|
 //! | 0..4    | `TRL` and a zero byte                                                                       |
 //! | 4..6    | version                                                                                     |
@@ -9,8 +9,9 @@
 //! | 12..16  | two small numbers: a use and a method, how the last driver ended, a standing, a reason      |
 //! | 16..32  | two numbers that the kind explains                                                          |
 //!
-//! The first eight bytes will never change their meaning. What a kind does not use is zero, or the packet is refused.
-//! Descriptors travel beside a packet; it says by [`Position`] which they are, in the order of their positions.
+//! The first eight bytes will never change their meaning. Fields that a kind does not use are zero, or the packet is
+//! refused. Descriptors travel beside a packet; it names them by [`Position`], and they come in the order of their
+//! positions.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -20,34 +21,34 @@ use crate::message::Inflight;
 use crate::method::Method;
 use crate::table::All;
 
-/// Of the packets.
+/// Version of the packets.
 pub const VERSION: u16 = 1;
-/// Bytes in a packet.
+/// Length of a packet, in bytes.
 pub const LEN: usize = 32;
 
 const MAGIC: [u8; 4] = *b"TRL\0";
 
-/// What a relay is for.
+/// Use of a relay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Use {
     /// The same node, a new worker.
     Upgrade,
-    /// The same node, whose holder is no more.
+    /// The same node, whose holder has died or was fenced.
     Takeover,
     /// Another node.
     Handover,
 }
 
-/// What a descriptor is. Those of a packet come in this order, each once.
+/// Kind of a descriptor. The descriptors of a packet come in this order, each once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Position {
     /// The line with the lease word and the word of orders.
     Lease,
     /// The memory of the driver state.
     DriverState,
-    /// The device, or the connection to whoever serves it.
+    /// The device, or the connection to its server.
     Device,
-    /// What gives the device its view of memory.
+    /// The descriptor that gives the device its view of memory.
     Iommu,
     /// The rings.
     Rings,
@@ -66,36 +67,36 @@ impl All for Position {
     };
 }
 
-/// Which descriptors come along.
+/// Set of the descriptors that come with a packet.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Positions(u8);
 
 impl Positions {
-    /// These.
+    /// Returns the set of these positions.
     pub fn of(positions: &[Position]) -> Self {
         Positions(positions.iter().fold(0, |bits, &position| bits | 1 << position as u8))
     }
 
-    /// In the order in which the descriptors come.
+    /// Iterates over the positions, in the order in which the descriptors come.
     pub fn iter(self) -> impl Iterator<Item = Position> {
         Position::ALL.iter().copied().filter(move |&position| self.0 & 1 << position as u8 != 0)
     }
 
-    /// The first that is needed and did not come.
+    /// Returns the first position of `needed` that is not in the set.
     pub fn lacks(self, needed: &[Position]) -> Option<Position> {
         needed.iter().copied().find(|&position| self.0 & 1 << position as u8 == 0)
     }
 }
 
-/// Why a worker cannot do, or did not do, what it was told.
+/// Reason why a worker cannot do, or did not do, what it was ordered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum Reason {
-    /// Memory may not be locked.
+    /// The worker may not lock enough memory.
     #[error("the worker may lock {may} bytes and needs {needs}; raise RLIMIT_MEMLOCK")]
     MemLock {
-        /// Its limit.
+        /// Limit of the worker, in bytes.
         may: u64,
-        /// What the device's memory takes.
+        /// Need of the device's memory, in bytes.
         needs: u64,
     },
     /// A descriptor did not come.
@@ -103,37 +104,37 @@ pub enum Reason {
         "the worker did not get descriptor {position} of the device; daemon and worker do not fit together: rebuild the older"
     )]
     Missing {
-        /// Its [`Position`].
+        /// [`Position`] of the descriptor.
         position: u64,
     },
-    /// It does not read this driver state.
+    /// The worker does not read this driver state.
     #[error(
         "the worker does not read driver states of kind {kind:#x} version {version}; hand the NIC over by the store, or cold"
     )]
     OtherDriverState {
-        /// Whose it is.
+        /// Kind of the driver state: its driver.
         kind: u64,
-        /// Of which version.
+        /// Version of the driver state.
         version: u64,
     },
-    /// What it read is not what was written.
+    /// The bytes read are not the bytes that were written.
     #[error("the driver state is damaged: its checksum is {is:#x} and should be {should:#x}; the giver goes on")]
     DamagedDriverState {
-        /// What the bytes have.
+        /// Checksum of the bytes.
         is: u64,
-        /// What the envelope says.
+        /// Checksum in the envelope.
         should: u64,
     },
-    /// The driver state is not true of the device.
+    /// The driver state does not match the device.
     #[error("the driver state is not true of the device ({value:#x}); the giver goes on")]
     WrongDriverState {
-        /// What stands there.
+        /// Value that does not match.
         value: u64,
     },
     /// The card does not stop.
     #[error("the card did not stop within {limit_ms} ms; it stays with its owner")]
     CardStuck {
-        /// How long the worker waited.
+        /// Time that the worker waited, in ms.
         limit_ms: u64,
     },
     /// The card is gone.
@@ -142,13 +143,13 @@ pub enum Reason {
     /// The arbiter took its order back.
     #[error("the order was taken back before the lease was passed")]
     Recalled,
-    /// It did not answer by the deadline.
+    /// The worker did not answer by the deadline.
     #[error("the worker did not answer by the deadline; look at what it does, or raise the limit")]
     Late,
-    /// It died.
+    /// The worker died.
     #[error("the worker died; its log says of what")]
     Died,
-    /// Nobody is left.
+    /// No worker is left that could drive the device.
     #[error("nobody is left who could drive the device: it is parked; start a worker for its node")]
     NobodyLeft,
     /// A descriptor is of another kind or size.
@@ -156,7 +157,7 @@ pub enum Reason {
         "descriptor {position} of the device is not what it should be; daemon and worker do not fit together: rebuild the older"
     )]
     Odd {
-        /// Its [`Position`].
+        /// [`Position`] of the descriptor.
         position: u64,
     },
     /// Between giver and taker the card went on receiving, into memory that the taker does not have.
@@ -164,28 +165,29 @@ pub enum Reason {
         "frames came before the worker could point the card at its memory, and stay with the old owner; ask again, or see why the machine was so slow"
     )]
     FramesCame,
-    /// The card's last owner, who is not trusted, has left something in it that cannot be undone while it runs.
+    /// The card's last owner, who is not trusted, has left something in the card that cannot be undone while the
+    /// card runs.
     #[error("the card's last owner has left something in it that only a reset undoes ({value:#x}); hand it over cold")]
     LeftBehind {
-        /// What stands there.
+        /// Value that was found in the card.
         value: u64,
     },
-    /// It does not go on from what its predecessor remembered.
+    /// The program does not go on from its predecessor's state.
     #[error(
         "the program does not read the state of kind {kind:#x} version {version} that the one before it keeps; have it convert that, or upgrade with another"
     )]
     OtherState {
-        /// Of which kind it is.
+        /// Kind of that state.
         kind: u64,
-        /// Of which version.
+        /// Version of that state.
         version: u64,
     },
-    /// The rings are too short for it.
+    /// The rings are too short for the program.
     #[error("the NIC's rings have {has} descriptors, and the program needs {needs}; raise the NIC's `ring`")]
     ShortRing {
-        /// Descriptors in each.
+        /// Number of descriptors in each ring.
         has: u64,
-        /// Those that it needs at least.
+        /// Number of descriptors that the program needs at least.
         needs: u64,
     },
     /// A code that this version does not know.
@@ -242,18 +244,18 @@ impl Reason {
     }
 }
 
-/// What a worker says of itself to a daemon that does not know it.
+/// A worker's standing, as it reports it to a daemon that does not know it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Standing {
-    /// Nothing was asked of it.
+    /// The worker has received no order.
     Idle,
-    /// It could go on at once.
+    /// The worker could go on at once.
     Ready,
-    /// It waits for the lease.
+    /// The worker waits for the lease.
     Waiting,
-    /// It holds it.
+    /// The worker holds the lease.
     Holding,
-    /// It cannot take this device.
+    /// The worker cannot take this device.
     Unfit,
 }
 
@@ -264,57 +266,57 @@ impl All for Standing {
     };
 }
 
-/// From the daemon to a worker.
+/// Order from the daemon to a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Order {
     /// Say who you are.
     Who,
-    /// Map all this, and see whether you understand such a driver state.
+    /// Map all this, and check whether you read such a driver state.
     Prepare {
-        /// What for.
+        /// Use of the relay.
         purpose: Use,
-        /// How.
+        /// Method of the relay.
         method: Method,
-        /// Whose driver state.
+        /// Kind of the driver state: its driver.
         kind: u32,
-        /// Of which version.
+        /// Version of the driver state.
         version: u32,
-        /// What comes along.
+        /// Descriptors that come with the packet.
         carries: Positions,
     },
-    /// Let go of the lease that you hold in this epoch.
+    /// Release the lease that you hold in this epoch.
     Release {
-        /// Which.
+        /// Epoch of the lease.
         epoch: u32,
     },
-    /// That order is taken back.
+    /// The order to release this epoch is taken back.
     Recall {
-        /// Which.
+        /// Epoch of the lease.
         epoch: u32,
     },
-    /// Take the lease from nobody, in this epoch and no other.
+    /// Take the lease when it has no holder, in this epoch and no other.
     Take {
-        /// Which.
+        /// Epoch of the lease.
         epoch: u32,
         /// How the last driver ended.
         after: After,
-        /// The epoch in which the driver state was written, where that driver passed the lease.
+        /// Epoch in which the driver state was written, if that driver passed the lease.
         wrote: u32,
     },
-    /// Wait for nothing any more.
+    /// Stop waiting for the lease.
     StandDown,
-    /// You are not needed any more.
+    /// Leave the device: you are not needed any more.
     Leave,
 }
 
-/// From a worker to the daemon.
+/// Report from a worker to the daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Report {
     /// Who I am.
     Hello {
-        /// Where I stand.
+        /// Standing of the worker.
         standing: Standing,
-        /// In which epoch.
+        /// Epoch of the tenure that the worker last knew.
         epoch: u32,
     },
     /// I could go on at once.
@@ -323,76 +325,76 @@ pub enum Report {
     Unfit(Reason),
     /// I have passed the lease that I held in this epoch.
     Released {
-        /// Which.
+        /// Epoch of the lease.
         epoch: u32,
     },
-    /// I keep it.
+    /// I keep the lease.
     Kept {
-        /// In which epoch.
+        /// Epoch of the lease.
         epoch: u32,
-        /// Why.
+        /// Reason why I keep it.
         reason: Reason,
     },
-    /// I hold the lease and drive, in this epoch.
+    /// I hold the lease in this epoch and drive.
     Taken {
-        /// Which.
+        /// Epoch of the lease.
         epoch: u32,
     },
-    /// I wait for no lease any more: the one of this epoch is not to be had.
+    /// I wait for no lease any more: I could not take the lease of this epoch.
     Lost {
-        /// Which.
+        /// Epoch of the lease.
         epoch: u32,
-        /// Whether I could take another.
+        /// Whether I could take another lease.
         ready: bool,
     },
     /// I held the lease in this epoch, and passed it back unused.
     Failed {
-        /// Which.
+        /// Epoch of the lease.
         epoch: u32,
-        /// Why.
+        /// Reason why I passed it back.
         reason: Reason,
     },
-    /// I was replaced, and touch nothing any more.
+    /// I was replaced, and no longer touch the device.
     Replaced {
-        /// The epoch that I held.
+        /// Epoch that I held.
         epoch: u32,
     },
 }
 
-/// Bytes that are no packet of ours.
+/// Reason why bytes are not a packet of ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
-    /// Not so many.
+    /// The length is wrong.
     #[error("a packet of the relay has {LEN} bytes, and this one {have}; whoever sent it is no part of Tasuki")]
     Length {
-        /// How many there are.
+        /// Number of bytes.
         have: usize,
     },
-    /// Not of ours.
+    /// The relay's mark is missing.
     #[error("a packet without the relay's mark came in; whoever sent it is no part of Tasuki")]
     Foreign,
-    /// Another version.
+    /// The version is another.
     #[error(
         "a packet of relay version {version} came in, and this program speaks {VERSION}; rebuild the older of the two"
     )]
     Version {
-        /// Which.
+        /// Version of the packet.
         version: u16,
     },
-    /// A kind that this direction does not have.
+    /// This direction has no such kind.
     #[error("a packet of kind {kind} came in, which nobody sends this way in version {VERSION}")]
     Kind {
-        /// Which.
+        /// Kind of the packet.
         kind: u16,
     },
-    /// A number that means nothing there.
+    /// A field has a value without a meaning.
     #[error("a packet of kind {kind} came in whose {field} is {value:#x}, which means nothing")]
     Field {
-        /// Of this kind.
+        /// Kind of the packet.
         kind: u16,
-        /// Which number.
+        /// Name of the field.
         field: &'static str,
-        /// What it is.
+        /// Value of the field.
         value: u64,
     },
 }
@@ -433,12 +435,12 @@ impl Packet {
         Malformed::Field { kind: self.kind.get(), field, value }
     }
 
-    /// One of `all`, by its place.
+    /// Returns the element of `all` at the position `value`.
     fn one_of<T: All>(&self, field: &'static str, value: u16) -> Result<T, Malformed> {
         T::ALL.get(usize::from(value)).copied().ok_or_else(|| self.wrong(field, value.into()))
     }
 
-    /// Its reason, which must be written as we would write it.
+    /// Returns the packet's reason. It must be encoded as we would encode it.
     fn reason(&self) -> Result<Reason, Malformed> {
         let reason = Reason::from_parts(self.code.get(), self.a.get(), self.b.get());
         match reason.to_parts() == (self.code.get(), self.a.get(), self.b.get()) {
@@ -461,7 +463,7 @@ impl All for After {
 }
 
 impl Order {
-    /// As bytes.
+    /// Returns the order as a packet.
     pub fn to_bytes(self) -> [u8; LEN] {
         let plain = |kind, epoch| Packet::bytes(kind, epoch, 0, 0, 0, 0);
         match self {
@@ -478,7 +480,7 @@ impl Order {
         }
     }
 
-    /// What stands in `bytes`.
+    /// Parses an order.
     pub fn parse(bytes: &[u8]) -> Result<Self, Malformed> {
         let packet = Packet::read(bytes)?;
         let epoch = packet.epoch.get();
@@ -504,18 +506,20 @@ impl Order {
     }
 }
 
-/// How a relay is meant, told to both sides before either is ordered to do its part. A packet, for a message takes as long to read as a hundred frames.
+/// The plan of a relay. The daemon sends it to both sides before it orders either to do its part. It is a packet,
+/// for a message takes as long to read as a hundred frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Plan {
-    /// How; an upgrade is a `keep` within the node.
+    /// Method of the relay; an upgrade is a `keep` within the node.
     pub method: Method,
-    /// Whether it goes to another node.
+    /// Whether the NIC goes to another node.
     pub handover: bool,
-    /// What becomes of frames in flight.
+    /// Fate of frames in flight.
     pub inflight: Inflight,
-    /// The driver state goes by the store: the giver writes it as bytes, to [`ToDaemon::DriverState`](crate::message::ToDaemon::DriverState), before it passes the lease.
+    /// Whether the driver state goes through the store. The giver then writes it as bytes, to
+    /// [`ToDaemon::DriverState`](crate::message::ToDaemon::DriverState), before it passes the lease.
     pub store: bool,
-    /// The taker does not trust the giver, which is fenced once it has passed the lease.
+    /// Whether the taker does not trust the giver, which is fenced once it has passed the lease.
     pub fenced: bool,
 }
 
@@ -525,7 +529,7 @@ impl Plan {
     const STORE: u64 = 4;
     const FENCED: u64 = 8;
 
-    /// As bytes.
+    /// Returns the plan as a packet.
     pub fn to_bytes(self) -> [u8; LEN] {
         let Plan { method, handover, inflight, store, fenced } = self;
         let drops = inflight == Inflight::Drop;
@@ -534,7 +538,7 @@ impl Plan {
         Packet::bytes(9, 0, method as u16, 0, bits, 0)
     }
 
-    /// What stands in `bytes`.
+    /// Parses a plan.
     pub fn parse(bytes: &[u8]) -> Result<Self, Malformed> {
         let packet = Packet::read(bytes)?;
         if packet.kind.get() != 9 {
@@ -553,7 +557,7 @@ impl Plan {
 }
 
 impl Report {
-    /// As bytes.
+    /// Returns the report as a packet.
     pub fn to_bytes(self) -> [u8; LEN] {
         let plain = |kind, epoch| Packet::bytes(kind, epoch, 0, 0, 0, 0);
         let why = |kind, epoch, reason: Reason| {
@@ -573,7 +577,7 @@ impl Report {
         }
     }
 
-    /// What stands in `bytes`.
+    /// Parses a report.
     pub fn parse(bytes: &[u8]) -> Result<Self, Malformed> {
         let packet = Packet::read(bytes)?;
         let epoch = packet.epoch.get();
@@ -602,7 +606,7 @@ fn high(word: u64) -> u32 {
     low(word >> 32)
 }
 
-/// What a kind does not use must be zero: there is one way to say a thing.
+/// Returns `message` if the packet is its only encoding: unused fields must be zero.
 fn exactly<M>(message: M, packet: &Packet, again: [u8; LEN]) -> Result<M, Malformed> {
     match again == *packet.as_bytes() {
         true => Ok(message),

@@ -1,6 +1,7 @@
-//! A worker's part of the relay: giver and taker joined, with the tenure that they speak of.
+//! A worker's part of the relay: giver and taker joined, with the tenure to which their orders and reports refer.
 //!
-//! Whoever drives it does what [`Worker::hear`] returns, in that order, and hears nothing else before it is done (Y5).
+//! The caller carries out the actions that [`Worker::hear`] returns, in that order, and passes in no other input
+//! before that is done (Y5).
 
 use crate::giver;
 use crate::table::{self, Refused, Row};
@@ -8,21 +9,21 @@ use crate::taker;
 use crate::wire::{Order, Reason, Report, Standing};
 use crate::{After, Party, Tenure};
 
-/// On which side of the relay a worker is.
+/// Side of the relay on which a worker is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Side {
     /// It holds the lease.
     Giver(giver::State),
-    /// It does not.
+    /// It does not hold the lease.
     Taker(taker::State),
 }
 
 /// A worker's two tables.
 #[derive(Debug, Clone)]
 pub struct Tables {
-    /// While it holds the lease.
+    /// Table while it holds the lease.
     pub giver: Vec<Row<giver::State, giver::Event, giver::Action>>,
-    /// While it does not.
+    /// Table while it does not hold the lease.
     pub taker: Vec<Row<taker::State, taker::Event, taker::Action>>,
 }
 
@@ -32,36 +33,36 @@ impl Default for Tables {
     }
 }
 
-/// What a worker hears.
+/// Input of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Input {
-    /// From the arbiter.
+    /// An order from the arbiter.
     Order(Order),
-    /// How its compare-and-swap went: the word as it is now, whether it won.
+    /// Outcome of its compare-and-swap of the lease word.
     Swapped {
-        /// Whether it did.
+        /// Whether the swap succeeded.
         won: bool,
     },
-    /// What the lease word says. On the data path only where it is not what it was.
+    /// The lease word. The data path passes it in only if it has changed.
     Word(Tenure),
-    /// The burst has ended, and the card is as the method wants it.
+    /// The burst has ended, and the card is in the state that the method wants.
     Stopped,
     /// The card does not stop.
     Stuck(Reason),
-    /// All is mapped and understood.
+    /// Everything is mapped and understood.
     Prepared,
     /// Something is missing or not understood.
     Unfit(Reason),
     /// The driver state is whole and true.
     Sound,
-    /// It is not.
+    /// The driver state is damaged or untrue.
     Broken(Reason),
 }
 
-/// What a worker does.
+/// Action of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Do {
-    /// Map everything, and look at kind and version of the driver state. Then [`Input::Prepared`] or [`Input::Unfit`].
+    /// Map everything, and check kind and version of the driver state. Then [`Input::Prepared`] or [`Input::Unfit`].
     Map,
     /// End the burst, and have the card stop. Then [`Input::Stopped`] or [`Input::Stuck`].
     Stop,
@@ -69,32 +70,32 @@ pub enum Do {
     Resume,
     /// Write the driver state of this epoch.
     WriteDriverState {
-        /// Which.
+        /// Epoch of the lease.
         epoch: u32,
     },
-    /// Compare-and-swap of the lease. Then [`Input::Swapped`].
+    /// Compare-and-swap of the lease word. Then [`Input::Swapped`].
     Swap {
-        /// Only if this is what it says.
+        /// Tenure that the word must hold.
         from: Tenure,
-        /// To this.
+        /// New tenure.
         to: Tenure,
     },
-    /// Watch the word, and hear it as [`Input::Word`] until it has led on.
+    /// Watch the lease word, and pass it in as [`Input::Word`] until the worker no longer waits for it.
     Look,
     /// Read the driver state. Then [`Input::Sound`] or [`Input::Broken`].
     Read {
         /// How the last driver ended.
         after: After,
-        /// The epoch in which it was written, if that driver passed the lease.
+        /// Epoch in which the driver state was written, if that driver passed the lease.
         wrote: u32,
     },
-    /// Look at the rings once, whatever has rung.
+    /// Look at the rings once, even if no bell has rung.
     LookOnce,
-    /// Let go of the device without touching it.
+    /// Drop the device without touching it.
     Yield,
     /// End.
     Go,
-    /// Tell the arbiter.
+    /// Send a report to the arbiter.
     Say(Report),
 }
 
@@ -103,37 +104,37 @@ pub enum Do {
 pub struct Worker {
     us: Party,
     side: Side,
-    /// What it holds; or the word from which it is to take; or what it held last.
+    /// Tenure that it holds, or from which it is to take, or that it held last.
     tenure: Tenure,
     after: After,
-    /// The epoch in which the driver state was written that it is to read.
+    /// Epoch in which the driver state was written that it is to read.
     wrote: u32,
     reason: Reason,
 }
 
 impl Worker {
-    /// One that has just begun.
+    /// Creates a worker that has just started.
     pub fn new(us: Party) -> Self {
         let (side, tenure) = (Side::Taker(taker::State::Idle), Tenure::free(0));
         Worker { us, side, tenure, after: After::Lost, wrote: 0, reason: Reason::Recalled }
     }
 
-    /// The first one of a device, which took the lease from nobody and started the card.
+    /// Creates the first worker of a device, which took a free lease and started the card.
     pub fn first(us: Party, tenure: Tenure) -> Self {
         Worker { side: Side::Giver(giver::State::Driving), tenure, ..Worker::new(us) }
     }
 
-    /// On which side it is.
+    /// Returns the side on which the worker is.
     pub fn side(&self) -> Side {
         self.side
     }
 
-    /// Whether it drives: once a burst it asks for nothing but this and the word of orders.
+    /// Returns whether the worker drives. Once a burst it checks only this and the word of orders.
     pub fn drives(&self) -> bool {
         self.side == Side::Giver(giver::State::Driving)
     }
 
-    /// Whether it believes that it holds the lease.
+    /// Returns whether the worker believes that it holds the lease.
     pub fn believes(&self) -> bool {
         use giver::State::{Driving, Passing, Stopping};
         match self.side {
@@ -142,7 +143,7 @@ impl Worker {
         }
     }
 
-    /// What it says to an arbiter that asks.
+    /// Returns the worker's answer to an arbiter that asks who it is.
     pub fn hello(&self) -> Report {
         use taker::State as T;
         let standing = match self.side {
@@ -157,7 +158,8 @@ impl Worker {
         Report::Hello { standing, epoch: self.tenure.epoch }
     }
 
-    /// What follows. What is refused changes nothing; an order that is void is no refusal, and nothing follows.
+    /// Returns the actions that follow from `input`. A refused input changes nothing. A void order is not refused;
+    /// no action follows from it.
     pub fn hear(&mut self, tables: &Tables, input: Input) -> Result<Vec<Do>, Refused> {
         if input == Input::Order(Order::Who) {
             return Ok(vec![Do::Say(self.hello())]);
@@ -177,7 +179,7 @@ impl Worker {
     fn as_giver(&mut self, state: giver::State, input: Input) -> Option<giver::Event> {
         use giver::Event;
         match input {
-            // Of another tenure: void (Y2).
+            // An order about another tenure is void (Y2).
             Input::Order(Order::Release { epoch } | Order::Recall { epoch }) if epoch != self.tenure.epoch => None,
             Input::Order(Order::Release { .. }) => Some(Event::Release),
             Input::Order(Order::Recall { .. }) => {
@@ -223,7 +225,7 @@ impl Worker {
             Input::Swapped { won: false } => Some(Event::Lost),
             Input::Word(now) if state == taker::State::Waiting => match now {
                 now if now == self.tenure => Some(Event::Free),
-                // The giver has not passed it yet, or the arbiter has not.
+                // The giver, or the arbiter, has not passed the lease yet.
                 now if now.epoch == self.tenure.epoch => None,
                 _ => Some(Event::Moved),
             },

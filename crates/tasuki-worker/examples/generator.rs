@@ -1,5 +1,6 @@
-//! A program that sends by itself: numbered frames, as many as `options` say (`count=1000 size=60`), as fast as the card takes them. The number of
-//! the next frame is its state, so each number is sent once and in order, whatever happens to the worker.
+//! A program that sends by itself: numbered frames, as many as `options` say (`count=1000 size=60`), as fast as the
+//! card takes them. Its state is the number of the next frame, so each number is sent once and in order, whatever
+//! happens to the worker.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -34,7 +35,7 @@ impl Program for Generator {
 
     fn turn<N: Transactional>(&mut self, made: &mut Made, turn: &mut Turn<'_, N>) {
         let from = turn.mac().0;
-        // What came is dropped.
+        // Received frames are dropped.
         turn.frames(|_| tasuki_worker::Fate::Dropped);
         while made.0 < self.count
             && let Some(frame) = turn.make(self.size)

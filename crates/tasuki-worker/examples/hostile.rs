@@ -1,12 +1,14 @@
-//! A program that means harm, for the tests of what a node's program can do to others: nothing for you to copy from.
+//! A program that means harm, for the tests of the harm that a node's program can do to others. Do not copy from it.
 //!
-//! `options` are attacks, with `;` between them: `first ATTACK [ARGUMENT]` before the runtime has confined the program (what holds then, tasukid has set), `then ATTACK
-//! [ARGUMENT]` when it is given a NIC. What came of each is a line on standard error. `first card TRICK` goes on for as long as the process runs (`hostile/card.rs`).
+//! `options` are attacks, separated by `;`. `first ATTACK [ARGUMENT]` runs before the runtime has confined the
+//! program, when only tasukid's confinement holds. `then ATTACK [ARGUMENT]` runs when the program is given a NIC.
+//! Each attack prints its outcome as a line on standard error. `first card TRICK` goes on for as long as the process
+//! runs (`hostile/card.rs`).
 //!
 //! # Invariants
 //!
-//! - **H1** An attack is a system call on numbers, on descriptors, or on memory that it has mapped itself and that nothing of Rust's lies in; strings end with a zero, and
-//!   structures live while the call runs.
+//! - **H1** An attack is a system call on numbers, on descriptors, or on memory that it has mapped itself and that
+//!   holds no value of Rust's; strings end with a zero, and structures live while the call runs.
 #![allow(unsafe_code, reason = "a hostile program calls what no library offers (H1)")]
 
 #[path = "hostile/card.rs"]
@@ -17,13 +19,13 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use tasuki_worker::{Fate, Program, Transactional, Turn};
 
-/// A system call.
+/// Makes a system call.
 fn call(call: libc::c_long, [a, b, c, d]: [libc::c_long; 4]) -> libc::c_long {
-    // SAFETY: what an argument points at is alive here, and as the call expects it (H1).
+    // SAFETY: the memory behind an argument is alive here, and as the call expects it (H1).
     unsafe { libc::syscall(call, a, b, c, d) }
 }
 
-/// What came of an attack: 0 or more if the kernel let it pass.
+/// Tries an attack. Returns 0 or more if the kernel let it pass.
 fn try_it(attack: &str, argument: &str) -> libc::c_long {
     let number: libc::c_long = argument.parse().unwrap_or_default();
     let fcntl = |command: libc::c_int, value| call(libc::SYS_fcntl, [0, command.into(), value, 0]);
@@ -152,7 +154,7 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
     }
 }
 
-/// Goes before everybody on its CPU.
+/// Asks for a real-time policy, to run before all others on its CPU.
 fn real_time() -> libc::c_long {
     let asked = libc::sched_attr {
         size: u32::try_from(size_of::<libc::sched_attr>()).expect("small"),
@@ -168,7 +170,7 @@ fn real_time() -> libc::c_long {
     unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const asked, 0) }
 }
 
-/// Has a child that becomes a shell.
+/// Starts a child that becomes a shell.
 fn shell() -> libc::c_long {
     let status = std::process::Command::new("/bin/sh").args(["-c", "exit 0"]).status();
     status.map_or(-1, |status| if status.success() { 0 } else { -1 })
@@ -178,7 +180,7 @@ fn thread() -> libc::c_long {
     std::thread::Builder::new().spawn(|| 7).map_or(-1, |thread| thread.join().unwrap_or(-1))
 }
 
-/// Has children, and those wait, until there are no more; they end with it.
+/// Starts children, which wait, until it can start no more. They end with it.
 fn fork_bomb() -> libc::c_long {
     for _ in 0..1000 {
         // SAFETY: H1; the child makes system calls alone.
@@ -196,7 +198,7 @@ fn fork_bomb() -> libc::c_long {
     1000
 }
 
-/// Writes so many MiB.
+/// Allocates and writes `mib` MiB.
 fn memory_bomb(mib: libc::c_long) -> libc::c_long {
     let len = usize::try_from(mib).unwrap_or_default() << 20;
     std::hint::black_box(vec![1_u8; len]);
@@ -206,7 +208,7 @@ fn memory_bomb(mib: libc::c_long) -> libc::c_long {
 /// Not in libc.
 const F_SETSIG: libc::c_int = 10;
 
-/// Tries all that is meant for now.
+/// Tries all attacks for the moment `now`.
 fn attack(options: &str, now: &str) {
     for order in options.split(';') {
         let words: Vec<&str> = order.split_whitespace().collect();

@@ -1,4 +1,4 @@
-//! A data path of one's own: sends every frame back to where it came from, but those of unwanted kinds, and counts.
+//! A data path of your own: sends every frame back to its sender, except frames of unwanted kinds, and counts.
 //!
 //! Build it, and name it in the configuration of a node:
 //!
@@ -6,15 +6,15 @@
 //! work = { program = { path = "/opt/reflector", options = "drop=0x86dd" } }
 //! ```
 //!
-//! `options` are words: `drop=0x86dd` has frames of an EtherType dropped (again for more); `copy` has frames changed in a copy, as a program must
-//! that changes more than their heads.
+//! `options` are words. `drop=0x86dd` drops frames of an EtherType; repeat it for more. `copy` changes frames in a
+//! copy, as a program must that changes more than their heads.
 
 use std::process::ExitCode;
 
 use tasuki_worker::{Fate, Program, Transactional, Turn};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// What is exact whatever happens to the worker.
+/// Counts that stay exact whatever happens to the worker.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Counts {
@@ -55,7 +55,7 @@ impl Program for Reflector {
             let kind = frame.bytes().get(12..14).map_or(0, |kind| u16::from(kind[0]) << 8 | u16::from(kind[1]));
             counts.frames += 1;
             counts.bytes += frame.bytes().len() as u64;
-            // No frame comes from a group of stations.
+            // A group address cannot be the sender of a frame.
             let is_from_group = frame.bytes().get(6).is_some_and(|first| first & 1 == 1);
             if is_from_group || self.unwanted.contains(&kind) {
                 counts.dropped += 1;
@@ -63,11 +63,11 @@ impl Program for Reflector {
             }
             let bytes = if self.copies { frame.bytes_mut() } else { Some(frame.head_mut()) };
             let Some(bytes) = bytes else {
-                // No slot is free: as if it had never come.
+                // No slot is free: drop the frame.
                 counts.dropped += 1;
                 return Fate::Dropped;
             };
-            // From whom it came becomes whom it is for.
+            // The sender becomes the destination.
             if let Some(addresses) = bytes.first_chunk_mut::<12>() {
                 addresses.rotate_left(6);
             }

@@ -1,5 +1,6 @@
-//! The next version of `reflector`, as an upgrade under traffic: it also counts frames by their length, so its state has another layout. It goes on
-//! from what version 1 counted; the way back is refused, and it drives on.
+//! The next version of `reflector`, for an upgrade under traffic: it also counts frames by their length, so its
+//! state has another layout. It goes on from the counts of version 1. The way back is refused, and this version
+//! drives on.
 
 use std::process::ExitCode;
 
@@ -13,11 +14,11 @@ const KIND: u32 = 0x5ef1_ec70;
 struct Counts {
     frames: u64,
     bytes: u64,
-    /// Of the frames since version 2, those of up to 128 bytes, and of up to 256, 512, 1,024 and more.
+    /// Counts of frames since version 2, of up to 128 bytes, up to 256, 512, 1,024, and more.
     lengths: [u64; 5],
 }
 
-/// What version 1 has.
+/// State of version 1.
 #[derive(FromBytes)]
 #[repr(C)]
 struct CountsOfOne {

@@ -1,12 +1,13 @@
-//! Answers to ARP requests and to ICMP echo requests (`ping`), made of the frame that asks.
+//! Answers to ARP requests and to ICMP echo requests (`ping`), made from the frame that asks.
 //!
-//! All that changes lies in a frame's first 64 bytes, which is what can be undone if the worker dies with the frame in hand.
+//! All changes are in the first 64 bytes of a frame, which can be undone if the worker dies while the frame is
+//! pending.
 
 use std::net::Ipv4Addr;
 
 use tasuki_net::nic::Mac;
 
-/// Where the parts of a frame begin: both protocols directly in Ethernet, IPv4 without options.
+/// Positions of the parts of a frame: both protocols directly in Ethernet, IPv4 without options.
 const KIND: usize = 12;
 const BODY: usize = 14;
 const ARP_LEN: usize = 28;
@@ -20,7 +21,8 @@ const ARP_REPLY: [u8; 2] = [0, 2];
 const PROTOCOL_ICMP: u8 = 1;
 const ECHO_REQUEST: u8 = 8;
 
-/// Makes the answer of `frame`, if it asks something of who has these addresses; otherwise leaves it as it is, and says so.
+/// Turns `frame` into its answer if it asks for the owner of these addresses, and returns true. Otherwise leaves it
+/// unchanged and returns false.
 pub fn answer(frame: &mut [u8], mac: Mac, address: Ipv4Addr) -> bool {
     match frame.get(KIND..BODY) {
         Some([8, 6]) => arp(frame, mac, address.octets()),
@@ -34,7 +36,7 @@ fn arp(frame: &mut [u8], mac: Mac, address: [u8; 4]) -> bool {
     if body[..6] != ARP_HEAD || body[6..8] != ARP_REQUEST || body[24..28] != address {
         return false;
     }
-    // Who asks becomes the target, and we the sender.
+    // The asker becomes the target, and we become the sender.
     body[6..8].copy_from_slice(&ARP_REPLY);
     body.copy_within(8..18, 18);
     body[8..14].copy_from_slice(&mac.0);
@@ -48,16 +50,18 @@ fn echo(frame: &mut [u8], mac: Mac, address: [u8; 4]) -> bool {
         return false;
     }
     let ip = &mut frame[BODY..];
-    // Version 4 and no options; no fragment, of which the kernel has put nothing together; for us; an echo request.
+    // Check for version 4 without options; no fragment, since no kernel has reassembled it; our address; an echo
+    // request.
     let whole = ip[6] & 0x3f == 0 && ip[7] == 0;
     if ip[0] != 0x45 || !whole || ip[9] != PROTOCOL_ICMP || ip[16..20] != address || ip[20..22] != [ECHO_REQUEST, 0] {
         return false;
     }
-    // The same sum, since the same words are in it.
+    // The checksum stays: the header holds the same words in another order.
     let from = [ip[12], ip[13], ip[14], ip[15]];
     ip[12..16].copy_from_slice(&address);
     ip[16..20].copy_from_slice(&from);
-    // The type is one word with the code; the sum changes by as much (RFC 1624), so that what was damaged on its way here stays so.
+    // The type and the code form one word. Adjust the checksum by the same amount (RFC 1624), so that a frame
+    // damaged on its way here stays damaged.
     ip[20] = 0;
     let sum = u32::from(u16::from_be_bytes([ip[22], ip[23]])) + (u32::from(ECHO_REQUEST) << 8);
     let sum = u16::try_from((sum & 0xffff) + (sum >> 16)).expect("a sum of two words carries one bit");
@@ -80,7 +84,7 @@ mod tests {
     const US: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 2);
     const THEM: [u8; 4] = [192, 0, 2, 1];
 
-    /// RFC 1071: 0 if the sum that stands in `bytes` is right.
+    /// Returns the checksum of RFC 1071: 0 if the sum in `bytes` is right.
     fn sum(bytes: &[u8]) -> u16 {
         let words = bytes.chunks(2).map(|word| u32::from(word[0]) << 8 | u32::from(*word.get(1).unwrap_or(&0)));
         let sum: u32 = words.sum();
@@ -105,7 +109,7 @@ mod tests {
 
     #[test]
     fn an_echo_request_is_answered_with_right_sums() {
-        // The second one's sum carries when the type is taken out of it.
+        // The checksum of the second one carries when the type is taken out of it.
         for data in [&b"one, two, three"[..], &[0xf7, 0xff, 0xed, 0xca], &[0; 1400]] {
             let mut frame = echo_request(data);
             assert!(answer(&mut frame, MAC, US));
@@ -125,7 +129,7 @@ mod tests {
         assert_eq!(frame, reply);
     }
 
-    /// Each of these is left alone, to the last byte.
+    /// All of these frames must stay unchanged, to the last byte.
     #[test]
     fn what_is_not_for_us_is_not_answered() {
         let spoilt = |at: usize, value: u8| {
@@ -144,7 +148,7 @@ mod tests {
             spoilt(34, 0),
             spoilt(35, 1),
         ];
-        // A reply, and whatever was cut off.
+        // A reply, and truncated requests.
         frames.push({
             let mut reply = arp_request(US);
             reply[21] = 2;

@@ -1,4 +1,4 @@
-//! One NIC of a worker: what the tables of the relay have it do, each thing in a function of its own, and its part of the data path.
+//! One NIC of a worker: a function for each action of the relay's tables, and the NIC's part of the data path.
 
 mod apart;
 pub mod captured;
@@ -34,54 +34,56 @@ use crate::tap::Tap;
 use crate::vni::Joint;
 use crate::{fail, store};
 
-/// A taker that was called stays awake for the order to take so long.
+/// Time for which a called taker stays awake for the order to take.
 const CALLED: Duration = Duration::from_millis(1);
 
-/// A giver that is to be fenced stays awake for it so long.
+/// Time for which a giver that is about to be fenced stays awake for the fence.
 const FENCED_WITHIN: Duration = Duration::from_millis(2);
 
-/// How long a giver waits for its card to take the frames that it has in hand: where a successor can have them,
+/// Time for which a giver waits for its card to take its pending frames, if a successor can have the rest,
 const LAST_BURST: Duration = Duration::from_millis(1);
 
-/// and where it cannot.
+/// and if a successor cannot.
 const EMPTY_HANDS: Duration = Duration::from_millis(100);
 
-/// What all NICs of a worker share.
+/// State that all NICs of a worker share.
 #[derive(Debug)]
 pub struct Common {
-    /// The relay's.
+    /// The relay's tables.
     pub tables: Tables,
-    /// To the daemon.
+    /// Channel to the daemon.
     pub channel: DaemonChannel,
-    /// The worker's.
+    /// Heartbeat page of this worker.
     pub heartbeat: Heartbeat,
-    /// The node's.
+    /// Program state of the node.
     pub program_state: ProgramState,
-    /// The worker's number.
+    /// Number of this worker as a party to leases.
     pub party: Party,
-    /// The node's TAP, if it has one.
+    /// TAP of the node, if it has one.
     pub tap: Option<&'static Tap>,
-    /// Where clients of memif connect, if the node serves it.
+    /// Socket to which memif clients connect, if the node serves memif.
     pub memif: Option<Memif>,
     /// Whether the node is an uplink,
     pub joins: bool,
-    /// and its end of a VNI, while that is driven here.
+    /// and its end of a VNI, while this worker drives that end.
     pub joint: Option<Rc<RefCell<Joint>>>,
-    /// Where the worker runs.
+    /// CPUs on which the worker runs.
     pub cpus: Cpus,
-    /// Whether one NIC is driven and no more: whoever passes that one has nothing left to do on the node's CPU.
+    /// Whether the worker drives exactly one NIC. When it passes the lease on that NIC, it has no more work on the
+    /// node's CPU.
     pub drives_one: bool,
 }
 
 impl Common {
-    /// To where NICs are driven. They are driven elsewhere rather than not at all.
+    /// Moves the worker to the CPU on which it drives NICs. On failure it drives them on the CPU where it is, and
+    /// tells the daemon.
     pub fn go_home(&mut self) {
         if let Err(error) = self.cpus.go_home() {
             self.channel.tell(None, format!("{error:#}"));
         }
     }
 
-    /// For whoever handles frames of this NIC, which lie there.
+    /// Returns the context in which a handler works on frames of NIC `nic`, which lie in `arena`.
     #[inline]
     pub fn context<'a>(&'a self, arena: &'a Arena, nic: u32) -> HandlerContext<'a> {
         HandlerContext {
@@ -94,109 +96,110 @@ impl Common {
     }
 }
 
-/// What is left to do of a card.
+/// Stage at which this worker has a card.
 enum Card<N: InPlace + Repoint> {
-    /// Nothing is known of it.
+    /// Nothing is prepared.
     Unknown,
-    /// Everything but the driver state.
+    /// Everything is prepared but the driver state.
     Ready(N::Prepared),
-    /// All that is needed to start it anew: from an owner that is not trusted, in memory of our own.
+    /// The bus and memory of our own for a cold start, when the former owner is not trusted.
     Cold(N::Bus, NicMemory),
-    /// It is driven, or could be at once.
+    /// This worker drives the card, or could at once.
     Driven(N),
-    /// A successor has gone on: not touched any more, and taken apart when there is time.
+    /// A successor has gone on. This worker no longer touches the card, and takes it apart when there is time.
     Passed(N),
-    /// Rings in memory of our own, which the card does not know yet.
+    /// Rings in memory of our own. The card does not use them yet.
     Apart(N::Ready),
 }
 
-/// What the daemon gave us of a NIC.
+/// A NIC as the daemon described it to this worker.
 #[derive(Debug)]
 pub struct Given {
-    /// Its number.
+    /// Number of the NIC.
     pub number: u32,
-    /// Its name.
+    /// Name of the NIC.
     pub name: String,
-    /// Where its card may see memory that we make.
+    /// Bus address at which the card may see memory that this worker makes.
     pub iova: u64,
-    /// Whoever has it is not trusted, and will be fenced.
+    /// Whether the present owner is not trusted and will be fenced.
     pub fenced: bool,
-    /// What it is made of.
+    /// Device bundle of the NIC.
     pub bundle: message::DeviceBundle,
-    /// The descriptors of it.
+    /// Descriptors of the device bundle.
     pub fds: Vec<OwnedFd>,
-    /// The lease page.
+    /// Lease page of the NIC.
     pub lease_page: LeasePage,
-    /// What the device bundle says, if it is one that we understand.
+    /// Parsed text of the device bundle, or the reason why this worker does not understand it.
     pub text: Result<Text, Refused>,
 }
 
-/// A NIC that this worker drives, or may be told to.
+/// A NIC that this worker drives or may be ordered to drive.
 pub struct Attachment<N: InPlace + Repoint, D: FrameHandler> {
     given: Given,
     worker: Worker,
-    /// What we hold the lease by, or held last.
+    /// Tenure under which we hold the lease, or last held it.
     tenure: Tenure,
     card: Card<N>,
-    /// What is done with frames.
+    /// Handler of the NIC's frames.
     handler: D,
     burst: Burst,
     arena: Option<Arena>,
-    /// Rung by a giver after it has passed the lease.
+    /// Eventfd that a giver rings after it has passed the lease.
     wake: Option<OwnedFd>,
-    /// Where its driver stands, whoever that is.
+    /// Ledger of the NIC's present driver.
     ledger: Option<Ledger>,
-    /// For the store.
+    /// Driver state for the store.
     driver_state: Box<N::DriverState>,
-    /// How the next order to release is meant, and the driver state that the next order to take is to go by.
+    /// Plan for the next order to release, and the driver state for the next order to take.
     plan: Option<Plan>,
     stored: Option<OwnedFd>,
-    /// With the epoch of the order to take that goes by it: before it is there the lease is not taken.
+    /// Epoch of an order to take that goes by a stored driver state. We do not take the lease before that driver
+    /// state has arrived.
     awaits_driver_state: Option<u32>,
-    /// The driver state of which the order to prepare spoke, and the method.
+    /// Kind and version of the driver state that the order to prepare named, and the method.
     asked: (u32, u32),
     method: Method,
     waits_since: Option<Instant>,
     link_is_up: bool,
-    /// The card is gone, and was said to be.
+    /// Whether the card is gone and we have reported it.
     gone: bool,
-    /// The card is left to a successor with memory of its own.
+    /// Whether the card is released for a successor with memory of its own.
     halted: bool,
-    /// We are fenced once the lease is passed,
+    /// Whether we are fenced once we have passed the lease,
     is_last: bool,
-    /// which was then.
+    /// and when we passed it.
     passed: Option<Instant>,
-    /// The giver is being fenced, after which we are to take.
+    /// When we heard that the giver is being fenced; the order to take comes after that.
     called: Option<Instant>,
-    /// It is noted when the last burst ended, though the lease is not passed yet.
+    /// Whether the end of the last burst is already noted, although the lease is not passed yet.
     stamped: bool,
-    /// What it is made of once its rings are in memory that we have made.
+    /// Device bundle of the NIC once its rings are in memory that we made.
     own: Option<apart::Own>,
-    /// Memory of a former owner's of which the card has not been told yet that it is over.
+    /// Memory of a former owner that the card can still reach.
     old: Option<MemoryLayout>,
-    /// Descriptors of a NIC that is made of others by now.
+    /// Descriptors of the NIC's former device bundle.
     spent: Vec<OwnedFd>,
-    /// Frames that were dropped by order, and nobody has been told of.
+    /// Number of frames that were dropped by order and not yet reported.
     dropped: u64,
-    /// Whoever looks on, while it is not driven.
+    /// Captures of a NIC that is not driven here. While it is driven, its driver holds them.
     captures: Option<Box<Captures>>,
 }
 
-/// A rest of no time.
+/// Timeout of zero.
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
 where
     N::Bus: BundleBus,
 {
-    /// Of a NIC that nothing was asked of yet.
+    /// Creates an attachment that has received no order yet.
     pub fn new(given: Given, common: &Common, told: &D::Told) -> Self {
         Attachment {
             given,
             worker: Worker::new(common.party),
             tenure: Tenure::free(0),
             card: Card::Unknown,
-            // What a predecessor remembered is read when it is over.
+            // The predecessor's program state is read once the predecessor is gone.
             handler: D::new(told),
             burst: Burst::new(),
             arena: None,
@@ -224,23 +227,23 @@ where
         }
     }
 
-    /// Its number.
+    /// Returns the number of the NIC.
     pub fn number(&self) -> u32 {
         self.given.number
     }
 
-    /// Whether it is driven.
+    /// Returns whether this worker drives the NIC.
     #[inline]
     pub fn drives(&self) -> bool {
         self.worker.drives()
     }
 
-    /// Whether the worker was told to leave it.
+    /// Returns whether the daemon ordered the worker to leave the NIC.
     pub fn is_left(&self) -> bool {
         matches!(self.worker.side(), Side::Taker(taker::State::Left))
     }
 
-    /// Whether it is about to be driven from memory of our own: that the daemon which ordered it knows, and no other.
+    /// Returns whether the NIC is about to move to memory of our own. Only the daemon that ordered this knows of it.
     pub fn is_apart(&self) -> bool {
         match self.card {
             Card::Apart(_) => true,
@@ -249,72 +252,74 @@ where
         }
     }
 
-    /// Whether it is driven, or could be at once.
+    /// Returns whether this worker drives the NIC or could do so at once.
     pub fn is_ready(&self) -> bool {
         !self.is_left() && !matches!(self.card, Card::Unknown | Card::Passed(_))
     }
 
-    /// Since when it waits for the lease, if it does.
+    /// Returns the time since which this worker waits for the lease, if it does.
     pub fn waits(&self) -> Option<Instant> {
         self.waits_since
     }
 
-    /// Whether a taker may look at the lease word without a rest: whoever drives stays on another CPU than ours.
+    /// Returns whether a taker may poll the lease word without sleeping: only if the driver stays on another CPU
+    /// than ours.
     pub fn may_spin(&self, cpu: Option<u32>) -> bool {
         matches!((self.given.lease_page.driver_cpu(), cpu), (Some(its), Some(ours)) if its != ours)
     }
 
-    /// Whether it was passed to a node that has us fenced for it: a matter of microseconds.
+    /// Returns whether the lease was passed to a node that has us fenced: the fence is microseconds away.
     pub fn awaits_fence(&self) -> bool {
         self.passed.is_some_and(|since| since.elapsed() < FENCED_WITHIN)
     }
 
-    /// Whether a worker that gets ready for this NIC waits for our CPU.
+    /// Returns whether a worker that prepares for this NIC waits for our CPU.
     pub fn is_awaited(&self) -> bool {
         self.drives() && self.given.lease_page.is_awaited()
     }
 
-    /// How the next order to release is meant.
+    /// Sets the plan for the next order to release.
     pub fn plan(&mut self, plan: Plan) {
-        // Heard once more by a taker that is ready, it says that the giver has let go, and is being fenced.
+        // When a taker that is ready receives the plan again, the giver has released the NIC and is being fenced.
         self.called = (plan.fenced && matches!(self.card, Card::Apart(_))).then(Instant::now);
         self.plan = Some(plan);
     }
 
-    /// Whether an order to take is a matter of microseconds.
+    /// Returns whether an order to take is microseconds away.
     pub fn is_called(&self) -> bool {
         self.called.is_some_and(|since| since.elapsed() < CALLED)
     }
 
-    /// The driver state by which the next order to take is to go.
+    /// Sets the driver state from which the next order to take goes on.
     pub fn stored(&mut self, memory: Option<OwnedFd>) {
         self.stored = memory;
     }
 
-    /// What it has counted, if it is driven.
+    /// Sends the NIC's counts to the daemon, if this worker drives the NIC.
     pub fn tell_counts(&mut self, channel: &mut DaemonChannel) {
         let Card::Driven(nic) = &mut self.card else { return };
         let mut counts: Vec<_> = nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
-        // Of the arena: what grows here is lost for good.
+        // Slots of the arena that the card has. If this count keeps growing, slots are lost for good.
         let slots = self.arena.as_ref().map(Arena::census);
         counts.extend(slots.map(|slots| ("slots_with_card".to_owned(), slots.peer.into())));
         counts.extend(self.handler.counts());
         channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
-    /// Hears something, and does what follows from it.
+    /// Passes an input to the relay's tables and carries out the actions they name, until no input is left.
     pub fn hear(&mut self, common: &mut Common, input: Input) {
         if let Input::Order(Order::Prepare { kind, version, method, .. }) = input {
             (self.asked, self.method) = ((kind, version), method);
         }
         if let Input::Order(Order::Take { epoch, after, .. }) = input {
             self.called = None;
-            // Once only: where that comes to nothing, the lease is granted anew and the ledger says where to go on.
+            // The plan to store counts once. If the relay comes to nothing, the lease is granted anew and the ledger
+            // says where to go on.
             let stores = self.plan.as_mut().is_some_and(|plan| std::mem::take(&mut plan.store));
             self.awaits_driver_state = (stores && after == After::Passed).then_some(epoch);
         }
         if matches!(input, Input::Order(Order::StandDown)) {
-            // What was stored for a relay that came to nothing is not for the next.
+            // A driver state stored for a relay that came to nothing is not valid for the next relay.
             (self.stored, self.awaits_driver_state) = (None, None);
         }
         let mut inputs = VecDeque::from([input]);
@@ -340,7 +345,7 @@ where
             Do::Swap { from, to } => Some(self.swap(common, from, to)),
             Do::Look => {
                 self.get_ready(common);
-                // The word may be the one already.
+                // The lease word may already be the one we wait for.
                 let now = self.given.lease_page.tenure();
                 (!self.is_early(now)).then_some(Input::Word(now))
             }
@@ -366,13 +371,13 @@ where
         }
     }
 
-    /// Maps everything, and looks whether the driver state is one that we read.
+    /// Maps everything, and checks whether this worker reads the driver state.
     fn map(&mut self, common: &mut Common) -> Input {
         fail::point("map.begun");
         let mapped = self.open(common);
         if mapped.is_ok() {
             self.given.lease_page.come(|| common.go_home());
-            // What is run there once is the faster when it counts.
+            // Code that has run once on that CPU is faster when time matters.
             if let Card::Ready(prepared) = &mut self.card {
                 N::rehearse(prepared);
             }
@@ -431,16 +436,16 @@ where
         Ok(())
     }
 
-    /// Whether whoever serves the device has hung up.
+    /// Returns whether the device's server has hung up.
     fn is_hung_up(&self) -> bool {
-        // The way to the card comes after what is the relay's.
+        // The descriptors of the way to the card follow those of the relay.
         let Some(device) = self.given.fds.get(bundle::DEVICE) else { return false };
         let mut poll = [PollFd::new(device, PollFlags::empty())];
         rustix::event::poll(&mut poll, Some(&AT_ONCE)) == Ok(1) && poll[0].revents().contains(PollFlags::HUP)
     }
 
-    /// Ends the burst. What the card does not take in time stays in hand, and comes to the successor as it came to us; but a driver state that is
-    /// stored speaks of none.
+    /// Ends the burst. Frames that the card does not take in time stay pending, and the successor receives them as
+    /// we received them. A stored driver state speaks of no pending frames, so there none may be left.
     fn stop(&mut self, common: &Common) -> Input {
         if let Some(plan) = &self.plan {
             match apart::planned(plan) {
@@ -469,7 +474,7 @@ where
                     return Input::Stuck(Reason::CardStuck { limit_ms });
                 }
                 Ok(0) if Instant::now() > end && is_own => {
-                    // The link is down, or the partner pauses for good: no successor finds them.
+                    // The link is down, or the partner pauses for good. No successor finds these frames.
                     common.heartbeat.add(heartbeat::REFUSED, self.burst.len() as u64);
                     self.burst.clear();
                 }
@@ -481,14 +486,15 @@ where
         Input::Stopped
     }
 
-    /// Commits what is handled: that is what a successor reads in place. For the store, writes the driver state.
+    /// Commits the handled frames, which is the state that a successor reads in place. If the plan says so, also
+    /// writes the driver state for the store.
     fn write_driver_state(&mut self, common: &mut Common, epoch: u32) {
         let plan = self.plan.take();
         let stores = plan.as_ref().is_some_and(|plan| plan.store);
         let leaves = plan.is_some_and(|plan| plan.handover);
         self.is_last = plan.is_some_and(|plan| plan.fenced);
         if self.halted {
-            // Where it stands was committed before the card was stopped, and nobody else reads it.
+            // The position was committed before the card was stopped, and no other process reads it.
             self.close_program_state(&common.program_state);
             fail::point("give.written");
             return;
@@ -496,7 +502,7 @@ where
         self.remember(&common.program_state);
         let Card::Driven(nic) = &mut self.card else { return };
         match stores {
-            // For the store nothing is in hand any more.
+            // A stored driver state speaks of no pending frames.
             true => nic.driver_state(&mut self.driver_state),
             false => self.handler.conclude(nic, &self.burst),
         }
@@ -512,7 +518,7 @@ where
         fail::point("give.written");
     }
 
-    /// What must be remembered exactly is true with the next commit.
+    /// Writes the program state that is valid with the next commit.
     #[inline]
     fn remember(&mut self, program_state: &ProgramState) {
         if let Card::Driven(nic) = &self.card {
@@ -520,7 +526,7 @@ where
         }
     }
 
-    /// Compare-and-swap of the lease.
+    /// Compare-and-swap of the lease word.
     fn swap(&mut self, common: &Common, from: Tenure, to: Tenure) -> Input {
         let gives = to.holder.is_none() && matches!(self.card, Card::Driven(_));
         if gives && !std::mem::take(&mut self.stamped) {
@@ -533,13 +539,14 @@ where
         }
         if won && gives {
             self.passed = self.is_last.then(Instant::now);
-            // A stranger takes when the daemon says so. We stay on this CPU to be fenced: the daemon, which looks whether we stand still, runs on those aside.
+            // A taker that does not trust us takes when the daemon says so, so we ring no bell. We stay on this CPU
+            // to be fenced: the daemon, which checks that we stand still, runs on the CPUs aside.
             if !self.is_last {
                 if let Some(wake) = &self.wake {
-                    // Full it cannot be before it was rung as often as there are numbers.
+                    // The eventfd cannot be full: it would have to be rung as often as its counter has values.
                     let _ = rustix::io::write(wake, &1_u64.to_ne_bytes());
                 }
-                // The taker may wait for this CPU, and what is left to do can wait: it is done aside.
+                // The taker may wait for this CPU. The rest of our work can wait, and runs on the CPUs aside.
                 std::thread::yield_now();
                 if common.drives_one {
                     common.cpus.step_aside();
@@ -555,7 +562,7 @@ where
         Input::Swapped { won }
     }
 
-    /// Takes apart what a successor has gone on with, so that we could go on in our turn.
+    /// Takes apart the driver with which a successor has gone on, so that this worker could go on in its turn.
     fn get_ready(&mut self, common: &mut Common) {
         fail::point("take.waiting");
         self.card = match std::mem::replace(&mut self.card, Card::Unknown) {
@@ -588,7 +595,7 @@ where
     }
 
     fn go_on(&mut self, common: &mut Common, after: After, wrote: u32) -> Result<(), Refused> {
-        // Who has passed it, and is to have it back, has stepped aside.
+        // A giver that is to have the lease back has stepped aside; bring it home.
         common.go_home();
         let gone = |sentence| Refused { reason: Reason::CardGone, sentence };
         let prepared = match std::mem::replace(&mut self.card, Card::Unknown) {
@@ -603,7 +610,7 @@ where
             }
             N::settle(&prepared).map_err(|error| store::refused(&error))?;
         }
-        // To go on is a turn: what a predecessor remembered is true before and after.
+        // Going on is a turn of its own. The predecessor's program state is valid before it and after it.
         let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
         self.handler.go_on(&common.program_state, self.given.number, Some(turns))?;
         self.handler.remember(&common.program_state, self.given.number, turns.wrapping_add(1));
@@ -613,7 +620,7 @@ where
                 self.driver_state = store::read(stored, wrote)?;
                 N::go_on(prepared, &self.driver_state)
             }
-            // Whether its last driver passed it or died, what it left says the same in both cases.
+            // The ledger and rings say the same whether the last driver passed the lease or died.
             None => N::pick_up(prepared),
         };
         let mut nic = nic.map_err(|failed| store::refused(&failed.error))?;
@@ -625,25 +632,26 @@ where
         Ok(())
     }
 
-    /// Looks at the rings, whatever has rung, and says that it drives.
+    /// Looks at the rings once, even if no bell has rung, and reports that this worker drives.
     fn look_once(&mut self, common: &mut Common) {
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return };
         let looked = self.handler.look(nic, &common.context(arena, self.given.number), &mut self.burst);
         self.given.lease_page.driving(common.cpus.cpu());
         fail::point("take.looked");
-        // Answers to what has waited do not wait for what is left to do.
+        // Replies to frames that waited do not wait for the remaining work.
         let looked = looked.and_then(|()| self.send(common));
         if looked.is_ok() {
             self.await_partner(common);
         }
-        // Before anybody hears that we drive: addresses are used again, and what a later taker has mapped there must not be taken for the old.
+        // Do this before any other process hears that we drive. Bus addresses are used again, and memory that a
+        // later taker has mapped there must not be mistaken for the old memory.
         self.forget_old(common);
         if let Err(error) = looked {
             self.lose(common, &error);
         }
     }
 
-    /// Sends what is in hand; says how many frames went.
+    /// Sends the pending frames. Returns the number of frames sent.
     fn send(&mut self, common: &Common) -> Result<usize, NicError> {
         if self.burst.is_empty() {
             return Ok(0);
@@ -665,7 +673,7 @@ where
         }
     }
 
-    /// Passed the lease, and receives, sends and rings as before: what only a fence ends.
+    /// Has a giver that passed the lease receive, send and ring as before. Only a fence ends it.
     #[cfg(feature = "crash-points")]
     fn drive_for_ever(&mut self, common: &mut Common) {
         if let Card::Passed(nic) = std::mem::replace(&mut self.card, Card::Unknown) {
@@ -676,12 +684,13 @@ where
         }
     }
 
-    /// Whether this is the word that is waited for, and the driver state has not come by which it is gone on.
+    /// Returns whether `now` is the word we wait for while the driver state for it has not arrived.
     fn is_early(&self, now: Tenure) -> bool {
         self.stored.is_none() && now.holder.is_none() && self.awaits_driver_state == Some(now.epoch)
     }
 
-    /// What the lease word says, if that is not what we believe.
+    /// Returns the lease word if it differs from the tenure we know. While we wait for the lease, returns it unless
+    /// it is early.
     #[inline]
     pub fn word(&self) -> Option<Input> {
         let now = self.given.lease_page.tenure();
@@ -689,7 +698,7 @@ where
         is_news.then_some(Input::Word(now))
     }
 
-    /// Parks the card, if it is driven.
+    /// Parks the card, if this worker drives it.
     pub fn park(&mut self, common: &mut Common) {
         self.burst.clear();
         self.give_up();

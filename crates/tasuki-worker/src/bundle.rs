@@ -1,7 +1,8 @@
-//! What a NIC is made of, as one worker tells another through the daemon: text that only workers read, and descriptors.
+//! The device bundle of a NIC, which one worker sends to another through the daemon: text that only workers read,
+//! and descriptors.
 //!
-//! Descriptors, in order: the eventfd that a giver rings after it has passed the lease; those of the way to the card and of its memory, as
-//! `tasuki_net::nic::bundle` has them.
+//! Descriptors, in order: the eventfd that a giver rings after it has passed the lease; then those of the way to the
+//! card and of its memory, in the order of `tasuki_net::nic::bundle`.
 
 use std::os::fd::OwnedFd;
 
@@ -16,42 +17,42 @@ use tasuki_shm::region::Region;
 
 use crate::device::Driver;
 
-/// Where, among the descriptors, the way to the card begins.
+/// Position of the first descriptor of the way to the card.
 pub const DEVICE: usize = 1;
 
-/// How many descriptors at the end are of its memory.
+/// Number of descriptors at the end that belong to the NIC's memory.
 const MEMORY: usize = 3;
 
-/// Of the text.
+/// Version of the text.
 const VERSION: u32 = 1;
 
-/// A device bundle's text.
+/// Text of a device bundle.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Text {
-    /// [`VERSION`] of whoever wrote it.
+    /// [`VERSION`] of the worker that wrote the text.
     pub version: u32,
-    /// Which driver drives it.
+    /// Driver of the card.
     pub driver: Driver,
-    /// How it was started, for whoever starts it anew: descriptors in each ring,
+    /// Options with which the card was started, for a worker that starts it anew: descriptors in each ring,
     pub ring: u16,
-    /// whether every frame is let in,
+    /// whether the card accepts every frame,
     pub promiscuous: bool,
-    /// or every multicast,
+    /// or every multicast frame,
     #[serde(default)]
     pub all_multicast: bool,
-    /// and whether its memory is kept clean of frames that were handled.
+    /// and whether its memory is kept clean of handled frames.
     #[serde(default)]
     pub scrub: bool,
-    /// The way to the card, and its memory.
+    /// The way to the card, and the layout of its memory.
     pub nic: bundle::Text,
 }
 
-/// Why a device bundle is refused: for the daemon, and for a person.
+/// Refusal of a device bundle, for the daemon and for a person.
 #[derive(Debug)]
 pub struct Refused {
-    /// For the daemon.
+    /// Reason for the daemon.
     pub reason: Reason,
-    /// For a person.
+    /// Sentence for a person.
     pub sentence: String,
 }
 
@@ -80,20 +81,21 @@ impl From<BundleError> for Refused {
     }
 }
 
-/// A device bundle that was opened.
+/// An opened device bundle.
 #[derive(Debug)]
 pub struct Opened<B> {
-    /// Rung by a giver that has passed the lease.
+    /// Eventfd that a giver rings after it has passed the lease.
     pub wake: OwnedFd,
-    /// Where its driver stands, for us to read.
+    /// Ledger of the NIC's driver, for us to read.
     pub ledger: Ledger,
     /// The way to the card.
     pub bus: B,
-    /// Its memory.
+    /// Memory of the card.
     pub memory: NicMemory,
 }
 
-/// Of a card that runs, for others to go on with: the message, and its descriptors.
+/// Packs the device bundle of a running card, for other workers to go on with. Returns the message and its
+/// descriptors.
 pub fn pack<N: InPlace>(
     nic: &N,
     driver: Driver,
@@ -133,19 +135,19 @@ where
     Ok((bundle, all))
 }
 
-/// What a NIC is made of once its rings are in other memory.
+/// Device bundle of a NIC whose rings have moved to other memory.
 #[derive(Debug)]
 pub struct Moved {
     /// The message,
     pub bundle: message::DeviceBundle,
     /// its descriptors,
     pub fds: Vec<OwnedFd>,
-    /// and what the message says.
+    /// and its text, parsed.
     pub text: Text,
 }
 
 impl Moved {
-    /// What the daemon is told of it: how the memory lies, and its descriptors.
+    /// Returns the parts of the bundle that the daemon must learn: the layout of the memory, and its descriptors.
     pub fn memory(&self) -> std::io::Result<(String, Vec<OwnedFd>)> {
         let memory = &self.fds[self.fds.len() - MEMORY..];
         Ok((
@@ -155,7 +157,8 @@ impl Moved {
     }
 }
 
-/// Of a card whose rings will be in memory that `party` has made: the way to it stays as it is.
+/// Builds the device bundle of a card whose rings will be in memory that `party` has made. The way to the card stays
+/// as it is.
 pub fn moved(
     (bundle, text, fds): (&message::DeviceBundle, &Text, &[OwnedFd]),
     (parts, layout): (Parts, MemoryLayout),
@@ -176,13 +179,14 @@ pub fn moved(
     Ok(Moved { bundle, fds: all, text })
 }
 
-/// The descriptors of a device bundle without those of its memory.
+/// Returns the descriptors of a device bundle without those of its memory.
 fn way<'a>(bundle: &message::DeviceBundle, fds: &'a [OwnedFd]) -> &'a [OwnedFd] {
     let memory = if bundle.partial { 0 } else { bundle.memory };
     &fds[..fds.len().saturating_sub(memory)]
 }
 
-/// What rings, and the way to the card, for who has memory of its own. Nothing is touched, and not one of `fds` is left over.
+/// Opens the bell and the way to the card, for a worker with memory of its own. Touches nothing on the card, and
+/// leaves none of `fds` over.
 pub fn open_way<B: BundleBus>(
     text: &Text,
     bundle: &message::DeviceBundle,
@@ -197,7 +201,7 @@ pub fn open_way<B: BundleBus>(
     Ok((wake, bus))
 }
 
-/// What a device bundle's text says, if it is one of a card that a worker of this version can go on with.
+/// Reads the text of a device bundle, if a worker of this version can go on with its card.
 pub fn read(bundle: &message::DeviceBundle) -> Result<Text, Refused> {
     let device = Position::Device as u64;
     let odd = |sentence| Refused { reason: Reason::Odd { position: device }, sentence };
@@ -221,13 +225,14 @@ pub fn read(bundle: &message::DeviceBundle) -> Result<Text, Refused> {
     Ok(text)
 }
 
-/// The way to the card and its memory, ready for a successor. Nothing is touched, and not one of `fds` is left over.
+/// Opens the way to the card and its memory, ready for a successor. Touches nothing on the card, and leaves none of
+/// `fds` over.
 pub fn open<B: BundleBus>(text: &Text, fds: Vec<OwnedFd>) -> Result<Opened<B>, Refused> {
     let ledger = fds.last().map(OwnedFd::try_clone);
     let mut fds = Fds::new(fds);
     let wake = fds.take(What::Vector)?;
     let (bus, memory) = bundle::unpack(&text.nic, fds)?;
-    // The last one, and memory of the right length: it was just mapped.
+    // The ledger is the last descriptor, and its memory has the right length: it was just mapped.
     let ledger = ledger.and_then(|memory| {
         let region = Region::adopt(memory.ok()?).ok()?;
         region.populate();
@@ -238,21 +243,22 @@ pub fn open<B: BundleBus>(text: &Text, fds: Vec<OwnedFd>) -> Result<Opened<B>, R
 }
 
 impl Text {
-    /// How the card is started anew.
+    /// Returns the options with which the card is started anew.
     pub fn options(&self) -> NicOptions {
         let (promiscuous, all_multicast) = (self.promiscuous, self.all_multicast);
         let filter = Filter { promiscuous, all_multicast, ..Filter::default() };
         NicOptions { ring: self.ring, filter, scrub: self.scrub, ..NicOptions::default() }
     }
 
-    /// Bytes of memory that are locked when a card behind VFIO is started anew.
+    /// Returns the number of bytes of memory that are locked when a card behind VFIO is started anew; 0 for other
+    /// cards.
     pub fn locks(&self) -> u64 {
         let layout = self.nic.memory.layout();
         if is_vfio(self) { (layout.rings_len as u64).saturating_add(layout.slots.len() as u64) } else { 0 }
     }
 }
 
-/// Whether a worker that may lock `may` bytes can have a device reach `needs`.
+/// Checks that a worker that may lock `may` bytes can give a device access to `needs` bytes.
 pub fn may_lock(needs: u64, may: Option<u64>) -> Result<(), Reason> {
     match may {
         Some(may) if may < needs => Err(Reason::MemLock { may, needs }),
@@ -260,12 +266,12 @@ pub fn may_lock(needs: u64, may: Option<u64>) -> Result<(), Reason> {
     }
 }
 
-/// Whether the way to the card is the kernel's.
+/// Returns whether the way to the card is the kernel's VFIO.
 pub fn is_vfio(text: &Text) -> bool {
     matches!(text.nic.bus, BusText::Vfio { .. })
 }
 
-/// What rings when the lease is passed.
+/// Creates the eventfd that a giver rings after it has passed the lease.
 pub fn wake() -> anyhow::Result<OwnedFd> {
     Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }

@@ -1,5 +1,6 @@
-//! The socket to the daemon: messages and packets, in and out. Nobody waits here for a daemon: what its socket does not take is kept until it
-//! does, and a daemon that is gone is waited for at the listening socket.
+//! The socket to the daemon: messages and packets, in and out. The worker never waits here for a daemon. It queues
+//! messages for which the socket has no room, and when the daemon is gone it waits for the next one at the listening
+//! socket.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
@@ -16,34 +17,34 @@ use rustix::process::Uid;
 use tasuki_relay::message::{self, FDS_MAX, MESSAGE_MAX, ToDaemon, ToWorker};
 use tasuki_relay::wire::{Order, Plan, Report};
 
-/// Messages that a daemon leaves unread before it is taken for one that reads nothing any more.
+/// Maximum number of unread messages before the daemon counts as one that reads nothing any more.
 const UNREAD_MAX: usize = 1024;
 
-/// What came in.
+/// Input from the daemon.
 #[derive(Debug)]
 pub enum Heard {
     /// An order about a NIC.
     Order(u32, Order),
-    /// How the next order to release a NIC, or to take it, is meant.
+    /// The plan for the next order to release a NIC or to take it.
     Plan(u32, Plan),
-    /// A message, and what came beside it.
+    /// A message and its descriptors.
     Message(Box<ToWorker>, Vec<OwnedFd>),
-    /// What this is not, as a sentence.
+    /// A message that this worker does not understand, as a sentence that says why.
     Nonsense(String),
 }
 
-/// The socket, and where the next daemon calls.
+/// The socket to the daemon, and the socket at which the next daemon calls.
 #[derive(Debug)]
 pub struct DaemonChannel {
     daemon: Option<OwnedFd>,
     listening: Option<OwnedFd>,
-    /// Whose calls are answered.
+    /// User whose daemons may call, beside root.
     trusted: Uid,
     unsent: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
     buffer: Box<[u8]>,
 }
 
-/// Sends a message; the socket need not have room.
+/// Sends a message with descriptors. With `DONTWAIT` among `flags`, fails if the socket has no room.
 pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[OwnedFd], flags: SendFlags) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -60,7 +61,8 @@ pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[OwnedFd], flags: SendFl
 }
 
 impl DaemonChannel {
-    /// With the daemon that has started us at the other end of `socket`, which must keep the bounds of messages.
+    /// Creates a channel to the daemon that has started us, at the other end of `socket`. The socket must keep the
+    /// bounds of messages.
     pub fn new(socket: OwnedFd) -> Result<Self> {
         let kind = rustix::net::sockopt::socket_type(&socket);
         ensure!(
@@ -72,26 +74,26 @@ impl DaemonChannel {
         Ok(DaemonChannel { daemon: Some(socket), listening: None, trusted, unsent: VecDeque::new(), buffer })
     }
 
-    /// Where the next daemon calls.
+    /// Sets the socket at which the next daemon calls.
     pub fn listen(&mut self, listening: OwnedFd) -> Result<()> {
         rustix::io::ioctl_fionbio(&listening, true).context("the listening socket cannot be used")?;
-        // From now on it is this process that the next daemon has reached, as the kernel tells it.
+        // From now on the kernel names this process to the next daemon as its peer.
         rustix::net::listen(&listening, 4).context("the listening socket cannot be used")?;
         self.listening = Some(listening);
         Ok(())
     }
 
-    /// What becomes readable when there is something to hear, or somebody calls.
+    /// Returns the descriptor that becomes readable when a message arrives, or when a daemon calls.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.daemon.as_ref().or(self.listening.as_ref()).map(AsFd::as_fd)
     }
 
-    /// Whether something waits for room in the daemon's socket.
+    /// Returns whether messages wait for room in the daemon's socket.
     pub fn is_behind(&self) -> bool {
         !self.unsent.is_empty()
     }
 
-    /// Waits for a message: for the first one, before anything else is done.
+    /// Waits for a message. The worker calls this for the first message, before it does anything else.
     pub fn wait(&mut self) -> Result<Heard> {
         loop {
             let socket = self.daemon.as_ref().context("the daemon was gone before it said what this worker is")?;
@@ -106,8 +108,8 @@ impl DaemonChannel {
         }
     }
 
-    /// The next message, if there is one. A daemon that is gone is noticed here, and one that calls is let in if it is root's, or of who
-    /// started us.
+    /// Returns the next message, if there is one. Notices a daemon that is gone. Accepts a daemon that calls if it
+    /// runs as root or as the user that started us.
     pub fn next(&mut self) -> Option<Heard> {
         if self.daemon.is_none() {
             self.daemon = self.let_in();
@@ -116,7 +118,7 @@ impl DaemonChannel {
         match receive(socket.as_fd(), &mut self.buffer) {
             Ok(Some((len, fds, whole))) => return Some(understand(&self.buffer[..len], fds, whole)),
             Err(Errno::AGAIN | Errno::INTR) => {}
-            // It has ended.
+            // The daemon has ended.
             Ok(None) | Err(_) => {
                 self.daemon = None;
                 self.unsent.clear();
@@ -132,13 +134,13 @@ impl DaemonChannel {
         (peer.uid == self.trusted || peer.uid.is_root()).then_some(caller)
     }
 
-    /// Says something, and passes descriptors.
+    /// Sends a message with descriptors, or queues it.
     pub fn write(&mut self, message: &ToDaemon, fds: Vec<OwnedFd>) {
         let bytes = serde_json::to_vec(message).expect("a message of ours has a form as JSON");
         self.put(bytes, fds);
     }
 
-    /// Reports about a NIC.
+    /// Sends a report about a NIC, or queues it.
     pub fn report(&mut self, nic: u32, report: Report) {
         let bytes = message::frame(nic, report.to_bytes());
         if self.unsent.is_empty()
@@ -150,7 +152,7 @@ impl DaemonChannel {
         self.put(bytes.to_vec(), Vec::new());
     }
 
-    /// A sentence for a person.
+    /// Sends a sentence for a person.
     pub fn tell(&mut self, nic: Option<u32>, sentence: String) {
         self.write(&ToDaemon::Told { nic, sentence }, Vec::new());
     }
@@ -160,7 +162,7 @@ impl DaemonChannel {
         self.flush();
     }
 
-    /// Sends what the daemon had no room for before.
+    /// Sends the queued messages for which the daemon's socket now has room.
     pub fn flush(&mut self) {
         let Some(socket) = &self.daemon else {
             self.unsent.clear();
@@ -169,14 +171,15 @@ impl DaemonChannel {
         while let Some((bytes, fds)) = self.unsent.front() {
             match send(socket.as_fd(), bytes, fds, SendFlags::DONTWAIT) {
                 Err(Errno::AGAIN) if self.unsent.len() < UNREAD_MAX => return,
-                // Whatever else is wrong with it is found when it is read from.
+                // Reading from the socket finds any other error.
                 _ => _ = self.unsent.pop_front(),
             }
         }
     }
 }
 
-/// Waits for a message that is one descriptor; nothing at the end, or if it is something else.
+/// Waits for a message that consists of one descriptor. Returns nothing at the end of the stream, or if the message
+/// is something else.
 pub fn receive_one(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
     let mut poll = [rustix::event::PollFd::from_borrowed_fd(socket, rustix::event::PollFlags::IN)];
     rustix::io::retry_on_intr(|| rustix::event::poll(&mut poll, None)).ok()?;
@@ -184,7 +187,8 @@ pub fn receive_one(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
     fds.pop()
 }
 
-/// A message: its bytes, its descriptors, and whether that was all. Nothing at the end.
+/// Receives a message: its length in bytes, its descriptors, and whether it was complete. Returns nothing at the end
+/// of the stream.
 fn receive(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Option<(usize, Vec<OwnedFd>, bool)>, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -1,4 +1,5 @@
-//! What a worker gives up before it hears a first order: everything that it does not need to drive NICs whose descriptors it is given.
+//! Confinement of a worker. Before its first order it gives up all that it does not need to drive NICs whose
+//! descriptors it is given.
 //!
 //! Not `PR_SET_PDEATHSIG`: a worker outlives its daemon.
 
@@ -15,15 +16,16 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
 };
 
-/// Names who a worker is to be once it has given up being root: `UID:GID`. The daemon sets it; without, nobody.
+/// Environment variable with the user and group that a worker becomes when it gives up root: `UID:GID`. The daemon
+/// sets it; the default is nobody (65534).
 pub const IDENTITY: &str = "TASUKI_WORKER_ID";
 
 const NOBODY: (u32, u32) = (65534, 65534);
 
-/// System calls that a worker makes, by what it and its libraries are written to do; every test of a worker runs under this list. Whatever is
-/// called besides kills it.
+/// System calls that a worker makes, by the code of the worker and its libraries. Every test of a worker runs under
+/// this list. Any other call kills the worker.
 const CALLS: &[i64] = &[
-    // The daemon's socket, and that of a device's server.
+    // The daemon's socket, and the socket of a device's server.
     libc::SYS_sendmsg,
     libc::SYS_sendto,
     libc::SYS_recvmsg,
@@ -55,10 +57,10 @@ const CALLS: &[i64] = &[
     libc::SYS_newfstatat,
     libc::SYS_statx,
     libc::SYS_dup,
-    // What a client of memif hands over: whether it is what it has to be.
+    // Checks of the descriptors that a memif client hands over.
     libc::SYS_fstatfs,
     libc::SYS_readlinkat,
-    // Shared memory, and ours.
+    // Shared memory, and our own.
     libc::SYS_memfd_create,
     libc::SYS_ftruncate,
     libc::SYS_fallocate,
@@ -67,7 +69,7 @@ const CALLS: &[i64] = &[
     libc::SYS_munmap,
     libc::SYS_madvise,
     libc::SYS_brk,
-    // Of the language's runtime.
+    // The runtime of the language.
     libc::SYS_getrandom,
     libc::SYS_futex,
     libc::SYS_rt_sigprocmask,
@@ -82,10 +84,11 @@ const CALLS: &[i64] = &[
     libc::SYS_capget,
 ];
 
-/// What opens files and reads them takes; which, stage one says.
+/// System calls to open and read files; stage one says which files.
 const FILES: &[i64] = &[libc::SYS_faccessat, libc::SYS_faccessat2, libc::SYS_getdents64, libc::SYS_readv];
 
-/// What a thread takes, beside `clone`. Of `clone3`, whose flags no filter sees, stage one's says that it is not there, and libraries take the other.
+/// System calls that a thread needs, beside `clone`. A filter cannot see the flags of `clone3`; stage one's filter
+/// answers that the call does not exist, and libraries then use `clone`.
 const THREADS: &[i64] = &[
     libc::SYS_clone3,
     libc::SYS_set_robust_list,
@@ -95,33 +98,36 @@ const THREADS: &[i64] = &[
     libc::SYS_rt_sigpending,
 ];
 
-/// Flags of `clone`: a thread has the first, and none of a namespace (CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWTIME).
+/// Flags of `clone`. A thread has the first, and no namespace flag (`CLONE_NEWNS`, `NEWCGROUP`, `NEWUTS`, `NEWIPC`,
+/// `NEWUSER`, `NEWPID`, `NEWNET`, `NEWTIME`).
 const THREAD: u64 = 0x1_0000;
 const NAMESPACES: u64 = 0x7e02_0080;
 
-/// What a worker keeps of what it could have.
+/// Rights that a worker keeps.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Keeps {
-    /// It may go before others on its CPU: it keeps CAP_SYS_NICE, if it has it, of which the filter of system calls leaves its own nice value and its own CPU.
+    /// The worker may run before other processes on its CPU. It keeps `CAP_SYS_NICE`, if it has it. The filter of
+    /// system calls limits this to the worker's own nice value and its own CPU.
     pub urgent: bool,
-    /// It goes on opening files, to read them: those that stage one leaves it.
+    /// The worker may open files to read them: the files that stage one leaves it.
     pub files: bool,
-    /// It may start threads.
+    /// The worker may start threads.
     pub threads: bool,
 }
 
-/// Requests of `ioctl`: whether a socket waits, and those of VFIO, which all have one message.
+/// Requests of `ioctl`: whether a socket blocks, and the requests of VFIO, which all have one type.
 const FIONBIO: u64 = 0x5421;
 const VFIO_TYPE: u64 = (b';' as u64) << 8;
 
-/// Of `openat`: whoever only reads has none of these.
+/// Flags of `openat` that a reader does not set.
 const NOT_TO_READ: u64 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC).unsigned_abs() as u64;
 
-/// Of a mapping.
+/// Protection flag of a mapping.
 const PROT_EXEC: u64 = libc::PROT_EXEC.unsigned_abs() as u64;
 
-/// Commands of `fcntl`: descriptors, seals, and the lock by which those that share a card's connection take turns. None of them names another process, as F_SETOWN does
-/// (signals to it) or F_NOTIFY and F_SETLEASE (signals because of it). F_SETFL is apart.
+/// Commands of `fcntl`: descriptors, seals, and the lock by which the users of a card's connection take turns. None
+/// of them names another process, as `F_SETOWN` does (signals to it) or `F_NOTIFY` and `F_SETLEASE` (signals because
+/// of it). [`commands`] handles `F_SETFL`.
 const FCNTL: &[i32] = &[
     libc::F_DUPFD_CLOEXEC,
     libc::F_GETFD,
@@ -133,7 +139,7 @@ const FCNTL: &[i32] = &[
     libc::F_GET_SEALS,
 ];
 
-/// What became of it: sentences about what could not be confined, for the daemon.
+/// Outcome of the confinement: sentences for the daemon about what could not be confined.
 #[derive(Debug, Default)]
 pub struct Unconfined(pub Vec<String>);
 
@@ -145,20 +151,20 @@ impl Unconfined {
     }
 }
 
-/// Who to be. Nonsense is no reason to stay root.
+/// Parses the identity to take. Malformed text must not leave the worker root: it becomes nobody.
 fn identity(said: Option<&str>) -> (u32, u32) {
     let ids = said.and_then(|said| {
         let (user, group) = said.split_once(':')?;
         Some((user.parse().ok()?, group.parse().ok()?))
     });
-    // Root, and the number that means "leave it", are nobody to become.
+    // Neither root nor the number that means "leave it unchanged" is an identity to take.
     ids.filter(|&(user, group)| ![0, u32::MAX].contains(&user) && ![0, u32::MAX].contains(&group)).unwrap_or(NOBODY)
 }
 
-/// Gives up what the worker does not need. It may lock `memlock` bytes afterwards.
+/// Gives up the rights that the worker does not need. It may lock `memlock` bytes afterwards.
 ///
 /// # Errors
-/// What must be given up and could not: privileges.
+/// Privileges could not be given up.
 pub fn confine(memlock: u64, keeps: Keeps) -> Result<Unconfined> {
     let mut without = Unconfined::default();
     if let Err(error) = may_lock(memlock) {
@@ -190,11 +196,11 @@ fn give_up_but(kept: CapabilitySet) -> Result<()> {
     rustix::thread::set_capabilities(None, sets).context("the worker could not give up its capabilities")
 }
 
-/// The worker may lock this much, and no more.
+/// Sets the limit of locked memory to `bytes`.
 fn may_lock(bytes: u64) -> rustix::io::Result<()> {
     let limit = |bytes| rustix::process::setrlimit(Resource::Memlock, Rlimit { current: bytes, maximum: bytes });
     limit(Some(bytes)).inspect_err(|_| {
-        // What there is has to do.
+        // Use as much as the hard limit permits.
         let _ = limit(rustix::process::getrlimit(Resource::Memlock).maximum);
     })
 }
@@ -205,7 +211,7 @@ fn become_nobody(keeps: bool) -> Result<()> {
     }
     let (user, group) = identity(std::env::var(IDENTITY).ok().as_deref());
     let (user, group) = (Uid::from_raw(user), Gid::from_raw(group));
-    // Whoever ceases to be root loses all capabilities otherwise; which are kept is chosen next.
+    // Otherwise a process that gives up root loses all capabilities. The caller chooses next which are kept.
     rustix::thread::set_keep_capabilities(keeps)?;
     rustix::thread::set_thread_groups(&[])?;
     rustix::thread::set_thread_res_gid(group, group, group)?;
@@ -213,10 +219,11 @@ fn become_nobody(keeps: bool) -> Result<()> {
     Ok(())
 }
 
-/// What landlock is to bar, as of this kernel interface (Linux 6.12).
+/// Landlock interface whose rights are barred (Linux 6.12).
 const LANDLOCK: ABI = ABI::V6;
 
-/// No file, but to read what stage one leaves if it keeps that, no TCP port, no abstract socket and no signal to anybody outside: landlock.
+/// Bars with landlock: all files, except to read those of stage one if the worker keeps that; TCP ports; abstract
+/// sockets; and signals to processes outside.
 fn no_files(but_those_of_stage_one: bool) -> Result<()> {
     let files = AccessFs::from_all(LANDLOCK);
     let to_read = AccessFs::ReadFile | AccessFs::ReadDir;
@@ -242,7 +249,7 @@ fn no_files(but_those_of_stage_one: bool) -> Result<()> {
     }
 }
 
-/// What a kernel with this interface does not bar.
+/// Returns what a kernel with this landlock interface does not bar.
 fn not_barred(kernels: ABI) -> Vec<String> {
     let files = AccessFs::from_all(LANDLOCK) & !AccessFs::from_all(kernels);
     let ports = AccessNet::from_all(LANDLOCK) & !AccessNet::from_all(kernels);
@@ -252,7 +259,7 @@ fn not_barred(kernels: ABI) -> Vec<String> {
     files.chain(ports).chain(scopes.iter().map(|scope| format!("{scope:?} outside"))).collect()
 }
 
-/// A rule for one argument.
+/// Returns a rule on one argument.
 fn only_if(argument: u8, mask: Option<u64>, value: u64) -> Result<SeccompRule> {
     Ok(SeccompRule::new(vec![condition(argument, mask, value)?])?)
 }
@@ -262,13 +269,14 @@ fn condition(argument: u8, mask: Option<u64>, value: u64) -> Result<SeccompCondi
     Ok(SeccompCondition::new(argument, SeccompCmpArgLen::Dword, op, value)?)
 }
 
-/// What a worker may lock is asked for a device behind VFIO. Of another process of its user the same call would take the limits away.
+/// Permits `prlimit64` for the worker itself, to read only: a device behind VFIO needs to know how much the worker
+/// may lock. On another process of its user the call could lower limits.
 fn only_to_look_at_itself() -> Result<SeccompRule> {
     let sets_nothing = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
     Ok(SeccompRule::new(vec![condition(0, None, 0)?, sets_nothing])?)
 }
 
-/// [`FCNTL`], and F_SETFL but for O_ASYNC: no file sends signals.
+/// Permits [`FCNTL`], and `F_SETFL` without `O_ASYNC`: no file sends signals.
 fn commands() -> Result<Vec<SeccompRule>> {
     let command = |command: i32| u64::from(command.unsigned_abs());
     let mut rules = FCNTL.iter().map(|&it| only_if(1, None, command(it))).collect::<Result<Vec<_>>>()?;
@@ -277,7 +285,7 @@ fn commands() -> Result<Vec<SeccompRule>> {
     Ok(rules)
 }
 
-/// Only the system calls that a worker makes: seccomp.
+/// Permits only the system calls that a worker makes, with seccomp.
 fn only_calls(keeps: Keeps) -> Result<()> {
     let files = FILES.iter().filter(|_| keeps.files);
     let threads = THREADS.iter().filter(|_| keeps.threads);
@@ -294,16 +302,16 @@ fn only_calls(keeps: Keeps) -> Result<()> {
     let ourselves = std::process::id().into();
     rules.insert(libc::SYS_prlimit64, vec![only_to_look_at_itself()?]);
     rules.insert(libc::SYS_fcntl, commands()?);
-    // Nothing that it has written, or was given, becomes code.
+    // No memory that the worker has written or was given becomes code.
     let no_code = || only_if(2, Some(PROT_EXEC), 0);
     rules.insert(libc::SYS_mmap, vec![no_code()?]);
     rules.insert(libc::SYS_mprotect, vec![no_code()?]);
-    // Its own CPU, and nobody else's.
+    // Its own CPU only.
     rules.insert(libc::SYS_sched_setaffinity, vec![only_if(0, None, 0)?]);
-    // Its own nice value, and nobody else's.
+    // Its own nice value only.
     let its_own = vec![condition(0, None, libc::PRIO_PROCESS.into())?, condition(1, None, 0)?];
     rules.insert(libc::SYS_setpriority, vec![SeccompRule::new(its_own)?]);
-    // For whoever aborts, and for a test that kills.
+    // For an abort, and for a test that kills the worker.
     rules.insert(libc::SYS_kill, vec![only_if(0, None, ourselves)?]);
     rules.insert(libc::SYS_tgkill, vec![only_if(0, None, ourselves)?]);
     let filter = SeccompFilter::new(

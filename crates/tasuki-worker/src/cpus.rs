@@ -1,11 +1,13 @@
-//! Where a worker runs, and before whom.
+//! The CPUs on which a worker runs, and its priority there.
 //!
-//! On its node's CPU while it drives a NIC or is ready to, and beside it while it gets ready, and once it has nothing to do. The successor of a driver that is never idle
-//! would take its CPU from it otherwise, in slices of milliseconds.
+//! A worker runs on its node's CPU while it drives a NIC or is ready to. It runs on other CPUs while it prepares,
+//! and once it has nothing to do. Otherwise the successor of a driver that is never idle would take the CPU from
+//! that driver, in slices of milliseconds.
 //!
-//! A driver that sleeps is *urgent* there: it has a nice value below that of the programs beside it. With theirs it is in debt for as long as it has just run, and a frame
-//! that wakes it meanwhile waits for the next tick (EEVDF runs nobody at once who is in debt). A kernel's own driver goes before every program, and so long as it has not
-//! been at work for 2 ms without a rest (softirqs); so does ours.
+//! A driver that sleeps is *urgent* on its CPU: its nice value is below that of the programs beside it. With an
+//! equal nice value it would be in debt for as long as it has just run. A frame that wakes it meanwhile would wait
+//! for the next tick, since EEVDF runs no task at once that is in debt. A kernel's own driver runs before every
+//! program as long as it has not been at work for 2 ms without a rest (softirqs); so does ours.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -13,18 +15,19 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use rustix::thread::CpuSet;
 
-/// How long a worker may be at work without a rest and be urgent still: the kernel's softirqs have as long (MAX_SOFTIRQ_TIME).
+/// Time for which a worker may work without a rest and stay urgent: the kernel's softirqs have as long
+/// (`MAX_SOFTIRQ_TIME`).
 const TOIL: Duration = Duration::from_millis(2);
 
-/// Its CPUs.
+/// CPUs of a worker.
 #[derive(Debug)]
 pub struct Cpus {
     home: Option<(u32, CpuSet)>,
     aside: Option<CpuSet>,
     is_home: Cell<bool>,
-    /// The nice value of who is urgent; 0 where nobody is.
+    /// Nice value of an urgent worker; 0 if the worker is never urgent.
     nice: Cell<i32>,
-    /// Since when it is, without a rest.
+    /// Start of the present stretch of urgent work without a rest; nothing if the worker is not urgent.
     urgent_since: Cell<Option<Instant>>,
 }
 
@@ -38,11 +41,11 @@ fn set(cpus: &[u32]) -> Option<CpuSet> {
 }
 
 impl Cpus {
-    /// For a worker of whose node is said that it stays on `cpu`, that there is room on the CPUs `aside`, and which nice value it has when it is urgent. It is
-    /// there from now on, and is not urgent yet.
+    /// Takes the node's CPU `cpu`, the CPUs `aside` on which there is room, and the nice value of an urgent worker.
+    /// Moves the worker aside, or to `cpu` if there is no CPU aside. The worker is not urgent yet.
     ///
     /// # Errors
-    /// There is no such CPU, or it may not be used.
+    /// There is no such CPU, or the worker may not use it.
     pub fn new(cpu: Option<u32>, aside: &[u32], nice: i32) -> Result<Self> {
         let aside = cpu.and(set(aside));
         let home = cpu
@@ -53,7 +56,7 @@ impl Cpus {
                 anyhow::Ok((cpu, home))
             })
             .transpose()?;
-        // Where it is now is not known.
+        // The CPU on which the worker runs now is not known.
         let (nice, urgent_since) = (Cell::new(nice.min(0)), Cell::new(None));
         let cpus = Cpus { home, aside, is_home: Cell::new(aside.is_some()), nice, urgent_since };
         match cpus.aside {
@@ -63,15 +66,15 @@ impl Cpus {
         Ok(cpus)
     }
 
-    /// The node's CPU, if it has one.
+    /// Returns the node's CPU, if it has one.
     pub fn cpu(&self) -> Option<u32> {
         self.home.map(|(cpu, _)| cpu)
     }
 
-    /// To the node's CPU, for whoever drives a NIC or is about to; urgent from now on.
+    /// Moves a worker that drives a NIC, or is about to, to the node's CPU. The worker is urgent from now on.
     ///
     /// # Errors
-    /// The CPU is no longer there, or may not be used any more.
+    /// The CPU is gone, or the worker may no longer use it.
     pub fn go_home(&self) -> Result<()> {
         self.hurry();
         self.stay_home()
@@ -87,7 +90,8 @@ impl Cpus {
         Ok(())
     }
 
-    /// Away from it, for whoever only takes time from its driver there. Where that cannot be, it stays, and is not urgent.
+    /// Moves a worker away from the node's CPU when it would only take time from the driver there. If that fails,
+    /// the worker stays; it is not urgent in either case.
     pub fn step_aside(&self) {
         self.give_way();
         if let (Some(aside), true) = (&self.aside, self.is_home.get())
@@ -97,33 +101,34 @@ impl Cpus {
         }
     }
 
-    /// Urgent from now on, for whoever drives a NIC or is ready to, and is about to rest. As far as the kernel permits: by CAP_SYS_NICE, or by RLIMIT_NICE.
+    /// Makes a worker urgent that drives a NIC, or is ready to, and is about to rest. It does so as far as the
+    /// kernel permits, by `CAP_SYS_NICE` or by `RLIMIT_NICE`.
     pub fn hurry(&self) {
         if self.nice.get() < 0 && self.urgent_since.get().is_none() {
             match rustix::process::setpriority_process(None, self.nice.get()) {
                 Ok(()) => self.urgent_since.set(Some(Instant::now())),
-                // Nor will it be permitted later.
+                // The kernel will not permit it later either.
                 Err(_) => self.nice.set(0),
             }
         }
     }
 
-    /// As any program.
+    /// Ends the urgency: the worker runs as any other program.
     fn give_way(&self) {
-        // Nobody is ever refused this.
+        // The kernel never refuses this.
         if self.urgent_since.take().is_some() {
             let _ = rustix::process::setpriority_process(None, 0);
         }
     }
 
-    /// To be asked now and then by who is at work: gives way if that has been for long.
+    /// Ends the urgency after too long a stretch of work. A working worker calls this at intervals.
     pub fn toil(&self) {
         if self.urgent_since.get().is_some_and(|since| since.elapsed() > TOIL) {
             self.give_way();
         }
     }
 
-    /// After a rest.
+    /// Starts a new stretch of work after a rest.
     pub fn woken(&self) {
         if self.urgent_since.get().is_some() {
             self.urgent_since.set(Some(Instant::now()));

@@ -1,4 +1,4 @@
-//! Which card: how the command line names it, and the way to it.
+//! The card: its name on the command line, its driver, and the way to it.
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -19,11 +19,13 @@ use tasuki_shm::region::RegionError;
 
 use crate::model::Model;
 
-/// Where the card sees its memory. Any address will do behind an IOMMU; this one is above what firmware reserves.
+/// Bus address at which the card sees its memory. Behind an IOMMU any address will do; this one is above the
+/// addresses that firmware reserves.
 pub const MEMORY_AT: Iova = Iova(1 << 32);
 
-/// Bytes for the rings of any card that we drive, of so many descriptors each: three of 16 bytes, or two of 26, and what is as long with each. No more: whoever takes a
-/// card maps them while nobody drives it.
+/// Returns the number of bytes for the rings of any card that we drive, with `ring` descriptors each. That is three
+/// rings of 16 bytes a descriptor, or two of 26, and the structures that are as long with each. Keep it small: a
+/// taker maps the rings while no worker drives the card.
 fn rings_len(ring: u16) -> usize {
     64 * usize::from(ring) + (32 << 10)
 }
@@ -31,11 +33,11 @@ fn rings_len(ring: u16) -> usize {
 /// A card, as the command line names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Device {
-    /// A real one, by its PCI address.
+    /// A real card, by its PCI address.
     Vfio(Address),
-    /// One that a vfio-user server serves at this socket.
+    /// A card that a vfio-user server serves at this socket.
     VfioUser(PathBuf),
-    /// Our own model, started for us.
+    /// Our own model, which is started for us.
     Sim,
 }
 
@@ -56,13 +58,13 @@ impl FromStr for Device {
     }
 }
 
-/// What is done with a card once the way to it, and its driver, are found.
+/// A job to do with a card once the way to it and its driver are found.
 pub trait Job {
-    /// The card runs; `arena` is where its frames lie.
+    /// Does the job on a running card. Its frames lie in `arena`.
     fn with<N: Nic>(self, nic: N, arena: Arena) -> Result<()>;
 }
 
-/// A driver, and the cards that it drives.
+/// A driver, named after the cards that it drives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Driver {
@@ -82,37 +84,37 @@ const DRIVERS: [(PciId, Driver, &str); 5] = [
     (PciId { vendor: 0x1af4, device: 0x1000 }, Driver::VirtioNet, "virtio network card (transitional), virtio_net"),
 ];
 
-/// The driver of a card, and what the card and the driver are called.
+/// Returns the driver for a card, with a name of the card and the driver.
 pub fn driver_of(id: PciId) -> Option<(Driver, &'static str)> {
     DRIVERS.iter().find(|(known, ..)| *known == id).map(|&(_, driver, name)| (driver, name))
 }
 
 impl Driver {
-    /// Descriptors in a ring of a card for which nobody asked for another number.
+    /// Returns the default number of descriptors in a ring.
     pub fn ring(self) -> u16 {
         match self {
             Driver::E1000e | Driver::VirtioNet => 256,
-            // The most that the card has.
+            // The maximum of the card.
             Driver::Rtl8139 => 64,
         }
     }
 }
 
-/// How the card is started.
+/// Options with which a card is started.
 #[derive(Debug, Default)]
 pub struct Setup {
-    /// Descriptors in each ring, if it matters.
+    /// Descriptors in each ring; nothing for the driver's default.
     pub ring: Option<u16>,
-    /// What is let in.
+    /// Filter for received frames.
     pub filter: Filter,
 }
 
-/// Slots for both rings, for a burst on the way, and some to spare.
+/// Returns a geometry with slots for both rings, for a burst on the way, and some to spare.
 fn slots(ring: u16) -> Geometry {
     Geometry { slot_len: 4096, count: 2 * u32::from(ring) + 128 }
 }
 
-/// The way to a card that a server serves at `path`.
+/// Connects to the server of a card at the socket `path`.
 pub fn connect(path: &Path) -> Result<VfioUser> {
     ensure!(path.exists(), "there is no socket at {}; start the device's server, or correct the path", path.display());
     let is_socket = path.metadata().is_ok_and(|meta| meta.file_type().is_socket());
@@ -125,12 +127,13 @@ pub fn connect(path: &Path) -> Result<VfioUser> {
     })
 }
 
-/// Memory for a card with such rings.
+/// Creates memory for a card with rings of `ring` descriptors, which the card sees at `at`.
 pub fn memory(ring: u16, at: Iova) -> Result<NicMemory, RegionError> {
     NicMemory::create(slots(ring), rings_len(ring), at)
 }
 
-/// Finds the way to the card, starts it and does `job`. `show` is told what the card says it is, and which BARs have memory.
+/// Finds the way to the card, starts it and does `job`. Calls `show` with the card's configuration header and the
+/// numbers of the BARs that have memory.
 pub fn open(device: &Device, setup: &Setup, show: impl FnOnce(&Header, &[u8]), job: impl Job) -> Result<()> {
     match device {
         Device::Vfio(address) => start(Vfio::open(*address)?, setup, show, job),
@@ -145,7 +148,7 @@ pub fn open(device: &Device, setup: &Setup, show: impl FnOnce(&Header, &[u8]), j
 
 fn start<B: Bus>(mut bus: B, setup: &Setup, show: impl FnOnce(&Header, &[u8]), job: impl Job) -> Result<()> {
     let found = Header::read(&mut bus)?;
-    // A BAR that reads as 0 may be one that nobody has given an address, or none.
+    // A BAR that reads as 0 may be absent, or may have no address yet; so ask the bus.
     let bars: Vec<u8> = (0..6).filter(|&index| bus.registers(index).is_ok()).collect();
     show(&found, &bars);
     let Some((driver, _)) = driver_of(found.id) else {

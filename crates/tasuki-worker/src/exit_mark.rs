@@ -1,13 +1,16 @@
-//! How the daemon learns early that this worker is no more.
+//! The exit mark, by which the daemon learns early that this worker has ended.
 //!
-//! A process that is killed takes itself apart before its pidfd tells of it: its memory first, which takes half a millisecond. But the kernel looks at
-//! a thread's robust futexes before that, and marks those that it holds. So the worker's one thread holds one, in its heartbeat.
+//! When a process is killed, its pidfd reports that late: the kernel first frees the memory of the process, which
+//! takes half a millisecond. But before that the kernel walks the robust futexes of each thread, and marks those
+//! that the thread holds. So the worker's one thread holds one, in its heartbeat.
 //!
 //! # Invariants
 //!
-//! - **T1** What is registered with the kernel (the head, the one entry) is never freed and never changed again, and leads to a word of shared memory that is
-//!   mapped until the process ends. The kernel reads it when the thread ends, and writes only the word, and only if our thread's number stands there.
-//! - **T2** Nobody else in this process uses robust futexes: the list that the C library registered for its mutexes is replaced, and stays empty.
+//! - **T1** The structures registered with the kernel (the head, the one entry) are never freed and never changed
+//!   again, and lead to a word of shared memory that is mapped until the process ends. The kernel reads them when
+//!   the thread ends. It writes only the word, and only if the word holds our thread's number.
+//! - **T2** No other code in this process uses robust futexes: the list that the C library registered for its
+//!   mutexes is replaced, and stays empty.
 #![allow(unsafe_code, reason = "a system call for which there is no safe function (T1, T2)")]
 
 use std::sync::atomic::AtomicU32;
@@ -15,11 +18,11 @@ use std::sync::atomic::Ordering::Release;
 
 use tasuki_shm::region::Span;
 
-/// As the kernel has it: `struct robust_list_head`, whose list has one entry, which is beside it.
+/// The kernel's `struct robust_list_head`. Its list has one entry, which lies beside it.
 #[repr(C)]
 struct Head {
     first: *const Entry,
-    /// From an entry to its futex, in bytes.
+    /// Offset from an entry to its futex, in bytes.
     to_futex: libc::c_long,
     pending: *const Entry,
     entry: Entry,
@@ -31,14 +34,15 @@ struct Entry {
     next: *const Head,
 }
 
-/// Bytes of what the kernel knows as the head.
+/// Length in bytes of the kernel's part of the head.
 const HEAD_LEN: usize = 24;
 const _: () = assert!(std::mem::offset_of!(Head, entry) == HEAD_LEN);
 
-/// Somebody may sleep on it: the kernel wakes them.
+/// Flag of a futex on which a thread may sleep: the kernel wakes it.
 const WAITERS: u32 = 0x8000_0000;
 
-/// Has the kernel mark `word` when this thread ends, and wake whoever waits for that. The thread lives as long as the process.
+/// Has the kernel mark `word` when this thread ends, and wake the waiters on it. The thread lives as long as the
+/// process.
 pub fn mark(word: Span<AtomicU32>) -> std::io::Result<()> {
     let word: &'static Span<AtomicU32> = Box::leak(Box::new(word));
     let head = Box::leak(Box::new(Head {

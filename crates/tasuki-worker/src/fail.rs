@@ -1,21 +1,24 @@
-//! Places where a test may have the worker killed, or stopped: between any two steps of a relay, and of a burst.
+//! Crash points: places where a test may have the worker killed or stopped, between any two steps of a relay and of
+//! a burst.
 //!
-//! `TASUKI_CRASH=name:n` in the environment kills the process when it passes the place `name` for the n-th time, as
-//! [`tasuki_shm::crash`] has it, whose places in a driver a worker passes as well. `TASUKI_STOP=name:n` stops it there (SIGSTOP), as a hung
-//! one. Without the feature `crash-points`, which no shipped build has, a place is nothing.
+//! `TASUKI_CRASH=name:n` in the environment kills the process when it passes the crash point `name` for the n-th
+//! time. [`tasuki_shm::crash`] does this; a worker also passes the crash points of its drivers. `TASUKI_STOP=name:n`
+//! stops the process there (SIGSTOP), as if it hung. Without the feature `crash-points`, which no shipped build has,
+//! a crash point does nothing.
 
-/// Whether this worker is to go on driving after it has passed the lease and said so, as one that lies: `TASUKI_GOES_ON` is set.
+/// Returns whether this worker is to go on driving after it has passed the lease and reported that, as a lying
+/// worker would: `TASUKI_GOES_ON` is set.
 #[cfg(feature = "crash-points")]
 pub fn goes_on() -> bool {
     std::env::var_os("TASUKI_GOES_ON").is_some()
 }
 
-/// A place with a name.
+/// Passes the crash point with this name.
 #[cfg(not(feature = "crash-points"))]
 #[inline(always)]
 pub fn point(_name: &'static str) {}
 
-/// A place with a name.
+/// Passes the crash point with this name.
 #[cfg(feature = "crash-points")]
 pub fn point(name: &'static str) {
     use std::sync::OnceLock;

@@ -1,4 +1,5 @@
-//! What an attachment asks of whatever handles the frames of its NIC, or of its end of a VNI: the works of the stock worker, or a program of the user's own.
+//! The interface between an attachment and its frame handler, for a NIC or an end of a VNI. A handler is a work of
+//! the stock worker or a program of the user's own.
 
 use std::cell::RefCell;
 use std::os::fd::BorrowedFd;
@@ -14,60 +15,63 @@ use crate::lease_page::{Heartbeat, ProgramState};
 use crate::tap::Tap;
 use crate::vni::Joint;
 
-/// What there is on a worker's handler context while it handles frames of a NIC.
+/// Context of a handler while it works on frames of a NIC.
 #[derive(Debug, Clone, Copy)]
 pub struct HandlerContext<'a> {
-    /// Where frames lie.
+    /// Arena in which the frames lie.
     pub arena: &'a Arena,
-    /// Of the worker.
+    /// Heartbeat page of the worker.
     pub heartbeat: &'a Heartbeat,
-    /// Of the node.
+    /// Program state of the node.
     pub program_state: &'a ProgramState,
-    /// The NIC's number.
+    /// Number of the NIC.
     pub nic: u32,
-    /// The node's end of a VNI, if the node is an uplink and its end is driven here.
+    /// The node's end of a VNI, if the node is an uplink and this worker drives its end.
     pub joint: Option<&'a RefCell<Joint>>,
 }
 
-/// Frames that a taker handles at first, at most: what waited is answered the sooner, and the rest comes right after.
+/// Maximum number of frames in a taker's first look. Frames that waited are answered sooner this way, and the rest
+/// follows right after.
 pub const FIRST_LOOK: usize = 8;
 
-/// Handling the frames of one NIC.
+/// Handles the frames of one NIC.
 ///
-/// What must be remembered exactly stands in the program state in two copies: one is written before each call of the driver that commits, for the turn
-/// that this call ends. A successor reads the copy of the last turn.
+/// State that must be exact has two copies in the program state. Before each driver call that commits, the handler
+/// writes one copy, for the turn that this call ends. A successor reads the copy of the last turn.
 pub trait FrameHandler: Sized {
-    /// What the worker was told of it.
+    /// Description of the work, from the first message.
     type Told;
 
-    /// What the first message says of it, and the node's TAP, if it has one.
+    /// Reads the work's description from the first message. `tap` is the node's TAP, if it has one.
     ///
     /// # Errors
-    /// A sentence: it is not what this program does.
+    /// A sentence: this program does not do that work.
     fn told(begin: &Begin, tap: Option<&'static Tap>) -> Result<Self::Told>;
 
-    /// Before anything is known of a predecessor.
+    /// Creates a handler before anything is known of a predecessor.
     fn new(told: &Self::Told) -> Self;
 
-    /// Whether it could [go on](Self::go_on), with rings of so many descriptors. A predecessor may be writing into the program state.
+    /// Checks whether the handler could [go on](Self::go_on), with rings of `ring` descriptors. A predecessor may be
+    /// writing to the program state.
     ///
     /// # Errors
-    /// It cannot, and why.
+    /// The reason why it cannot.
     fn may_go_on(program_state: &ProgramState, nic: u32, turns: Option<u64>, ring: u16) -> Result<(), Refused>;
 
-    /// Goes on where a predecessor stopped, of whom `turns` were committed; without, from what was written last: another ledger counts from here on.
+    /// Goes on where a predecessor stopped that has committed `turns` turns. Without `turns`, goes on from the copy
+    /// that was written last: another ledger counts from here on.
     ///
     /// # Errors
-    /// What stands in the program state is not read by this program.
+    /// This program does not read what the program state holds.
     fn go_on(&mut self, program_state: &ProgramState, nic: u32, turns: Option<u64>) -> Result<(), Refused>;
 
-    /// Writes into the program state what is true once turn number `turn` is committed.
+    /// Writes to the program state what is valid once turn number `turn` is committed.
     fn remember(&mut self, program_state: &ProgramState, nic: u32, turn: u64);
 
-    /// Writes what is committed into both copies: another ledger will count when the NIC comes back.
+    /// Writes the committed state to both copies: another ledger will count when the NIC comes back.
     fn close(&self, program_state: &ProgramState, nic: u32);
 
-    /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.
+    /// Receives a burst and sends a burst. Returns the number of frames moved. Frames left in `burst` stay pending.
     fn turn<N: Transactional>(
         &mut self,
         nic: &mut N,
@@ -75,7 +79,7 @@ pub trait FrameHandler: Sized {
         burst: &mut Burst,
     ) -> Result<usize, N::Fault>;
 
-    /// The same, of who is to let go: nothing new is sent.
+    /// Runs a turn of a giver: sends no new frames.
     fn finish<N: Transactional>(
         &mut self,
         nic: &mut N,
@@ -83,7 +87,8 @@ pub trait FrameHandler: Sized {
         burst: &mut Burst,
     ) -> Result<usize, N::Fault>;
 
-    /// The first look at the rings of a card that was taken over, at [`FIRST_LOOK`] frames: nothing is sent yet.
+    /// Looks at the rings of a card for the first time after taking it over, at up to [`FIRST_LOOK`] frames; sends
+    /// nothing yet.
     fn look<N: Transactional>(
         &mut self,
         nic: &mut N,
@@ -91,7 +96,7 @@ pub trait FrameHandler: Sized {
         burst: &mut Burst,
     ) -> Result<(), N::Fault>;
 
-    /// Sends what is in hand, and takes nothing in; says how many frames went.
+    /// Sends the pending frames and receives none. Returns the number of frames sent.
     fn send<N: Transactional>(
         &mut self,
         nic: &mut N,
@@ -99,30 +104,32 @@ pub trait FrameHandler: Sized {
         burst: &mut Burst,
     ) -> Result<usize, N::Fault>;
 
-    /// Ends the last turn, for a successor: what is in `burst` it receives again.
+    /// Ends the last turn for a successor, which receives the frames in `burst` again.
     fn conclude<N: Transactional>(&mut self, nic: &mut N, burst: &Burst);
 
-    /// What is in hand is dropped, by order.
+    /// Drops the pending frames, by order.
     fn drop_hand(&mut self, burst: &mut Burst);
 
-    /// How long until there is something to do though nothing comes.
+    /// Returns the time until there is work without a received frame.
     fn rest(&self) -> Option<Duration>;
 
-    /// What becomes readable when there is something to send.
+    /// Returns the descriptor that becomes readable when there is something to send.
     fn bell(&self) -> Option<BorrowedFd<'static>> {
         None
     }
 
-    /// Whether it does anything now: without the other of two that it joins there is nothing to be done, and nothing is looked at.
+    /// Returns whether the handler can work now. A handler that joins a NIC and an end cannot work without the other
+    /// of the two, and then does not look for frames.
     fn can_work(&self, _: &HandlerContext<'_>) -> bool {
         true
     }
 
-    /// Whether what is in hand was made here: a successor finds it nowhere, and whoever lets go has to send it before.
+    /// Returns whether pending frames were made here. A successor finds such frames nowhere, so a giver has to send
+    /// them before it releases the NIC.
     fn holds_its_own(&self) -> bool {
         false
     }
 
-    /// What it has counted itself, by name.
+    /// Returns the handler's own counts, by name.
     fn counts(&self) -> Vec<(String, u64)>;
 }

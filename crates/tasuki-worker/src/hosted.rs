@@ -1,8 +1,9 @@
 //! A user's own program at work on one NIC: turns that happen wholly or not at all.
 //!
-//! The driver commits what is handled at the end of `transmit` and at the beginning of `receive`. So a turn is receive, handle, transmit, with nothing
-//! in between that commits, and frames go only when the card takes all of them: then one commit says that all frames of the turn are handled, that
-//! those that go are given, and which copy of the state in the program state is valid. Until then all of it is in hand.
+//! The driver commits handled frames at the end of `transmit` and at the beginning of `receive`. So a turn is
+//! receive, handle, transmit, with no commit in between, and frames go only when the card takes all of them. One
+//! commit then says three things: that all frames of the turn are handled, that the frames to send are given to the
+//! card, and which copy of the state in the program state is valid. Until then the whole turn is pending.
 
 use std::time::Duration;
 
@@ -19,30 +20,30 @@ use crate::lease_page::{ProgramState, STATE_WORDS, Written};
 use crate::program::{Program, STATE_MAX, Turn};
 use crate::tap::Tap;
 
-/// Longest rest: the node's loop has other things to look at.
+/// Longest rest: the node's loop has other things to check.
 const REST_MAX: Duration = Duration::from_secs(1);
 
-/// Descriptors that a ring must have, so that it takes a whole burst: one stays free.
+/// Minimum number of descriptors in a ring, so that it takes a whole burst: one descriptor stays free.
 const RING_MIN: u16 = 64;
 const _: () = assert!(RING_MIN as usize > BURST_MAX);
 
-/// A program and what it remembers of a NIC.
+/// A program and its state for one NIC.
 pub struct Hosted<P: Program> {
     program: P,
     state: P::State,
-    /// The state before the turn that is not over yet.
+    /// State before the turn that is not over yet.
     before: P::State,
-    /// Slots that came in the turn that is not over yet, and do not go.
+    /// Slots of frames that arrived in the turn that is not over yet, and do not go.
     kept: Burst,
-    /// Of the frames that go in that turn, by their place: they are in slots of ours.
+    /// Bits by position among the frames to send in that turn: set for a frame in a slot of our own.
     ours: u32,
-    /// Counts what is written into the program state.
+    /// Number of writes to the program state.
     count: u64,
-    /// The turn for which the state stands in the program state, as it is.
+    /// Turn for which the program state holds the present state.
     noted: Option<u64>,
 }
 
-/// What stands in a copy, if this program reads it.
+/// Reads the state in a copy, if this program understands it.
 fn read<P: Program>(written: &Written) -> Result<P::State, Refused> {
     let (kind, version) = written.state;
     if (kind, version) == (0, 0) {
@@ -57,7 +58,7 @@ fn read<P: Program>(written: &Written) -> Result<P::State, Refused> {
     })
 }
 
-/// What stands in the copy that is true after so many turns, or was written last; and how often was written.
+/// Returns the copy that is valid after `turns` turns, or the copy that was written last; and the number of writes.
 fn last(program_state: &ProgramState, nic: u32, turns: Option<u64>) -> Option<(Written, u64)> {
     let [one, other] = [program_state.state(nic, 0)?, program_state.state(nic, 1)?];
     let is_one = turns.map_or(one.count >= other.count, |turns| turns & 1 == 0);
@@ -79,7 +80,7 @@ impl<P: Program> Hosted<P> {
         Written { state: P::STATE, count: self.count, len: bytes.len(), words }
     }
 
-    /// What came is handled; nothing goes yet.
+    /// Handles the received frames; sends none yet.
     #[inline]
     fn handle<N: Transactional>(&mut self, nic: &mut N, context: &HandlerContext<'_>, burst: &mut Burst) {
         let mut turn = Turn::new(nic, context.arena, burst, &mut self.kept);
@@ -89,7 +90,7 @@ impl<P: Program> Hosted<P> {
         fail::point("burst.turned");
     }
 
-    /// Ends the turn before, and takes in what has come.
+    /// Ends the turn before, and receives frames.
     #[inline]
     fn receive<N: Transactional>(
         &mut self,
@@ -114,7 +115,7 @@ impl<P: Program> Hosted<P> {
         burst: &mut Burst,
         is_due: impl FnOnce(&Self) -> bool,
     ) -> Result<usize, N::Fault> {
-        // What found no room goes first: its turn is not over.
+        // Frames that found no room go first: their turn is not over.
         if !burst.is_empty() {
             return self.send(nic, context, burst);
         }
@@ -156,7 +157,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
             let reason = Reason::ShortRing { has: ring.into(), needs: RING_MIN.into() };
             return Err(Refused { reason, sentence: reason.to_string() });
         }
-        // While somebody writes there its words may be of two turns, but they are of one layout.
+        // While a predecessor writes there, the words may be of two turns, but they have one layout.
         let (written, _) = last(program_state, nic, turns).ok_or_else(|| no_room::<P>(nic))?;
         read::<P>(&written).map(drop)
     }
@@ -177,7 +178,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
             self.noted = Some(turn);
             fail::point("state.written");
         }
-        // Only what commits follows this, and nothing is made before it has.
+        // The caller commits next, and makes no frames before that.
         self.kept.clear();
     }
 
@@ -237,7 +238,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
         if burst.is_empty() {
             nic.conclude(burst);
         } else {
-            // That turn does not happen, and what was before it is committed.
+            // That turn does not happen; commit the state before it.
             nic.withdraw();
         }
     }
@@ -246,7 +247,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
         if burst.is_empty() {
             return;
         }
-        // The turn does not happen. No driver knows of what stands in slots of ours.
+        // The turn does not happen. Wipe the slots of our own: no driver knows of their contents.
         (self.state, self.noted) = (self.before, None);
         for (at, frame) in burst.iter_mut().enumerate() {
             if self.ours >> at & 1 == 1 {

@@ -1,5 +1,6 @@
-//! Memory that a worker shares with others: a NIC's lease page, its own heartbeat, its node's program state. All of it can be written by others at any time:
-//! words are loaded once, and mean only what they may mean.
+//! Memory that a worker shares with other processes: a NIC's lease page, its own heartbeat, and its node's program
+//! state. Other processes can write all of it at any time. So each word is loaded once, and no value of a word can
+//! do harm.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
@@ -15,30 +16,30 @@ use tasuki_shm::region::{Region, RegionError, Span};
 use crate::exit_mark;
 use crate::program::STATE_MAX;
 
-/// How long a driver gives way to a worker that comes to its CPU.
+/// Time for which a driver yields to a worker that comes to its CPU.
 const COMES_WITHIN_NS: u64 = 10_000_000;
 
-/// Words of a page.
+/// Number of words in a page.
 const WORDS: usize = lease_page::LEN / 8;
 
-/// Now, on the clock that all processes of the machine share.
+/// Returns the time in ns on the clock that all processes of the machine share (`CLOCK_MONOTONIC`).
 pub fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
-/// Shared memory of at least `len` bytes that nobody can take away.
+/// Maps shared memory of at least `len` bytes that no process can take away.
 fn adopt(memory: OwnedFd, len: usize) -> Result<Region, RegionError> {
     let region = Region::adopt(memory)?;
     if region.len() < len {
         return Err(RegionError::Truncated { have: region.len(), need: len });
     }
-    // A fault costs as much as a burst.
+    // A page fault costs as much as a burst.
     region.populate();
     Ok(region)
 }
 
-/// A NIC's lease page.
+/// Lease page of a NIC.
 #[derive(Debug)]
 pub struct LeasePage {
     lease: Lease<Span<Line>>,
@@ -46,20 +47,21 @@ pub struct LeasePage {
 }
 
 impl LeasePage {
-    /// What the daemon has made.
+    /// Maps the lease page that the daemon has made.
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
         let region = adopt(memory, lease_page::LEN)?;
         Ok(LeasePage { lease: Lease::new(region.span(lease_page::LEASE_LINE * 64, 1)?), words: region.span(0, WORDS)? })
     }
 
-    /// What the lease word says.
+    /// Loads the lease word.
     #[inline]
     pub fn tenure(&self) -> Tenure {
         let lease::Tenure { holder, epoch } = self.lease.tenure();
         Tenure { holder: holder.map(Party), epoch }
     }
 
-    /// Compare-and-swap of the lease; says whether it won. `to` is what a relay has it become: somebody's who takes, or nobody's.
+    /// Swaps the lease word from `from` to `to` and returns whether that succeeded. `to` is a tenure that a relay
+    /// produces: held by the taker, or free.
     pub fn swap(&self, from: Tenure, to: Tenure) -> bool {
         let word = |tenure: Tenure| lease::Tenure { holder: tenure.holder.map(|party| party.0), epoch: tenure.epoch };
         match to.holder {
@@ -68,32 +70,32 @@ impl LeasePage {
         }
     }
 
-    /// The giver has ended its last burst.
+    /// Notes the time at which the giver ended its last burst.
     pub fn stopped(&self) {
         self.words[lease_page::STOPPED_AT].store(now_ns(), Relaxed);
     }
 
-    /// How the giver has left the card, to who points it elsewhere.
+    /// Returns how the giver left the card, for a taker that points the card at other memory.
     pub fn left(&self) -> Left {
         Left(self.words[lease_page::LEFT].load(Acquire))
     }
 
-    /// The giver has left the card so.
+    /// Notes how the giver left the card.
     pub fn leaves(&self, left: Left) {
         self.words[lease_page::LEFT].store(left.0, Release);
     }
 
-    /// Whether the link was found up since the card was started.
+    /// Returns whether the link was found up since the card was started.
     pub fn link_was_up(&self) -> bool {
         self.words[lease_page::LINK].load(Relaxed) == 1
     }
 
-    /// The link was found up; or, of a card that was just started, not yet.
+    /// Notes whether the link was found up; `false` is for a card that was just started.
     pub fn found_link(&self, up: bool) {
         self.words[lease_page::LINK].store(up.into(), Relaxed);
     }
 
-    /// The taker has looked at the rings and drives.
+    /// Notes that the taker has looked at the rings and drives, and on which CPU.
     pub fn driving(&self, cpu: Option<u32>) {
         self.leaves(Left::STOPPED);
         self.words[lease_page::DRIVING_AT].store(now_ns(), Relaxed);
@@ -102,28 +104,29 @@ impl LeasePage {
         self.words[lease_page::RELAYS].store(relays.wrapping_add(1), Release);
     }
 
-    /// Has a worker go to the driver's CPU. It runs there once the driver yields, which [looks](Self::is_awaited) for it; without, once the next tick comes, in
-    /// milliseconds.
+    /// Runs `go`, which moves this worker to the driver's CPU. The worker runs there once the driver yields, and the
+    /// driver [checks](Self::is_awaited) for that. Otherwise it would run at the next tick, milliseconds later.
     pub fn come(&self, go: impl FnOnce()) {
         self.words[lease_page::COMING].store(now_ns() + COMES_WITHIN_NS, Relaxed);
         go();
         self.words[lease_page::COMING].store(0, Relaxed);
     }
 
-    /// Whether a worker waits for the driver's CPU. A word further ahead than [`COMES_WITHIN_NS`] counts for nothing.
+    /// Returns whether a worker waits for the driver's CPU. Ignores a word that is further ahead than
+    /// [`COMES_WITHIN_NS`].
     pub fn is_awaited(&self) -> bool {
         let until = self.words[lease_page::COMING].load(Relaxed);
         until != 0 && until.wrapping_sub(now_ns()) <= COMES_WITHIN_NS
     }
 
-    /// The CPU on which the driver stays, if it does.
+    /// Returns the CPU on which the driver stays, if it stays on one.
     pub fn driver_cpu(&self) -> Option<u32> {
         let word = self.words[lease_page::CPU].load(Relaxed);
         word.checked_sub(1).and_then(|cpu| u32::try_from(cpu).ok())
     }
 }
 
-/// A worker's heartbeat.
+/// Heartbeat of a worker.
 #[derive(Debug)]
 pub struct Heartbeat {
     words: Span<AtomicU64>,
@@ -132,24 +135,24 @@ pub struct Heartbeat {
 }
 
 impl Heartbeat {
-    /// What the daemon has made.
+    /// Maps the heartbeat that the daemon has made.
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
         let region = adopt(memory, heartbeat::LEN)?;
         Ok(Heartbeat { words: region.span(0, WORDS)?, region, looks: 0 })
     }
 
-    /// Has the daemon learn early that this process ends.
+    /// Sets the exit mark up, by which the daemon learns early that this process ends.
     pub fn mark_life(&self) -> std::io::Result<()> {
         exit_mark::mark(self.region.span(8 * heartbeat::LIFE, 1).map_err(std::io::Error::other)?)
     }
 
-    /// How many messages the daemon has put into the socket.
+    /// Returns the number of messages that the daemon has put into the socket.
     #[inline]
     pub fn posts(&self) -> u64 {
         self.words[heartbeat::POSTS].load(Acquire)
     }
 
-    /// It has looked for work once more; says how often.
+    /// Counts one more look for work. Returns the number of looks so far.
     #[inline]
     pub fn look(&mut self) -> u64 {
         self.looks = self.looks.wrapping_add(1);
@@ -157,12 +160,12 @@ impl Heartbeat {
         self.looks
     }
 
-    /// Whether it sleeps on purpose.
+    /// Notes whether the worker sleeps on purpose.
     pub fn asleep(&self, is: bool) {
         self.words[heartbeat::ASLEEP].store(is.into(), Relaxed);
     }
 
-    /// So many frames more.
+    /// Adds `count` to a word; most words count frames.
     #[inline]
     pub fn add(&self, word: usize, count: u64) {
         if count > 0 {
@@ -170,44 +173,45 @@ impl Heartbeat {
         }
     }
 
-    /// This is what a word says now.
+    /// Sets a word.
     #[inline]
     pub fn set(&self, word: usize, value: u64) {
         self.words[word].store(value, Relaxed);
     }
 }
 
-/// A node's program state: memory that outlives workers, for what its work must remember. Of the stock worker's works a line and another for each NIC, by
-/// its number; of a program of the user's own, behind those, [`STATE_PAGE`] words for each.
+/// Program state of a node: memory that outlives workers, for state that its work must keep. The stock worker's
+/// works have two lines for each NIC, by its number. Behind these, a program of the user's own has [`STATE_PAGE`]
+/// words for each NIC.
 #[derive(Debug)]
 pub struct ProgramState {
     words: Span<AtomicU64>,
 }
 
-/// Words of a page of the program state that is one NIC's: two copies of [`COPY`] words.
+/// Words of the program state that one NIC has: two copies of [`COPY`] words.
 const PAGE: usize = 2 * COPY;
 
-/// Words that are remembered of a NIC.
+/// Words that a stock work keeps for a NIC.
 pub const COPY: usize = 8;
 
-/// Where what programs remember begins, in words.
+/// Position of the first word of the states of users' programs.
 const STATES_AT: usize = 2048;
-/// Words of what a program remembers of a NIC: two copies, each of a head and a state.
+/// Words that a program keeps for a NIC: two copies, each of a head and a state.
 const STATE_PAGE: usize = 2 * (STATE_HEAD + STATE_WORDS);
 const STATE_HEAD: usize = 4;
 /// Words of a program's state.
 pub const STATE_WORDS: usize = STATE_MAX / 8;
 
-/// A copy of what a program remembers.
+/// One copy of a program's state, with its head.
 #[derive(Debug, Clone, Copy)]
 pub struct Written {
-    /// Kind and version of the state; zeros where nothing was written.
+    /// Kind and version of the state; zeros if nothing was written.
     pub state: (u32, u32),
-    /// Of two copies that which was written later has more.
+    /// Number of the write: of two copies, the later one has the larger count.
     pub count: u64,
-    /// Bytes of the state.
+    /// Length of the state in bytes.
     pub len: usize,
-    /// It.
+    /// The state; bytes from `len` on have no meaning.
     pub words: [u64; STATE_WORDS],
 }
 
@@ -217,17 +221,17 @@ impl Default for Written {
     }
 }
 
-/// Bytes of a program state.
+/// Length of a program state in bytes.
 const PROGRAM_STATE_LEN: usize = 64 * 1024;
 
 impl ProgramState {
-    /// What the daemon has made.
+    /// Maps the program state that the daemon has made.
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
         let region = adopt(memory, PROGRAM_STATE_LEN)?;
         Ok(ProgramState { words: region.span(0, PROGRAM_STATE_LEN / 8)? })
     }
 
-    /// What stands in a copy of what a program remembers of a NIC; nothing where there is no room for so many NICs.
+    /// Reads one copy of a program's state for a NIC. Returns nothing if there is no room for so many NICs.
     pub fn state(&self, nic: u32, copy: u64) -> Option<Written> {
         let place = self.state_place(nic, copy)?;
         let word = |index: usize| place[index].load(Acquire);
@@ -238,7 +242,7 @@ impl ProgramState {
         Some(Written { state, count: word(1), len, words })
     }
 
-    /// Writes a copy of what a program remembers of a NIC.
+    /// Writes one copy of a program's state for a NIC.
     #[inline]
     pub fn note(&self, nic: u32, copy: u64, written: &Written) {
         let Some(place) = self.state_place(nic, copy) else { return };
@@ -259,7 +263,7 @@ impl ProgramState {
         self.words[..STATES_AT].get(start..start + COPY)
     }
 
-    /// What stands in a copy of a NIC's words; nothing where there is no room for so many NICs.
+    /// Reads one copy of a stock work's words for a NIC. Returns zeros if there is no room for so many NICs.
     pub fn read(&self, nic: u32, copy: u64) -> [u64; COPY] {
         let mut words = [0; COPY];
         let place = self.place(nic, copy).unwrap_or_default();
@@ -267,7 +271,7 @@ impl ProgramState {
         words
     }
 
-    /// Writes a copy of a NIC's words.
+    /// Writes one copy of a stock work's words for a NIC.
     pub fn write(&self, nic: u32, copy: u64, words: [u64; COPY]) {
         let place = self.place(nic, copy).unwrap_or_default();
         place.iter().zip(words).for_each(|(to, from)| to.store(from, Release));

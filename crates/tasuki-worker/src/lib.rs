@@ -1,7 +1,9 @@
-//! The process that drives a node's ports: the stock worker, and what a program of your own needs to be one.
+//! The process that drives a node's ports: the stock worker, and the library from which you build a worker with a
+//! program of your own.
 //!
-//! A [`Program`] handles frames in [turns](Turn) that happen wholly or not at all; [`main`] is all that its `main` does. docs/users/own-programs.md
-//! says what is promised and what is to be kept to, and docs/design/worker.md how it works. The examples are programs to copy from.
+//! A [`Program`] handles frames in [turns](Turn); a turn happens wholly or not at all. Its `main` only calls
+//! [`main`]. docs/users/own-programs.md says what is promised and what a program must keep to; docs/design/worker.md
+//! says how it works. The examples are programs to copy from.
 
 mod answer;
 mod bundle;
@@ -31,7 +33,7 @@ mod vni;
 mod warm;
 mod work;
 
-/// Its code is compiled with the tests.
+/// Compiles the code in that page with the tests.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/users/own-programs.md")]
 struct OwnPrograms;
@@ -42,7 +44,7 @@ pub use program::{Fate, InHand, Program, STATE_MAX, Turn};
 pub use tasuki_net::nic::Mac;
 pub use tasuki_net::port::Transactional;
 
-/// What went wrong, with those of its causes that it does not name itself.
+/// Returns an error as one sentence, with each cause that the sentence does not contain already.
 fn sentence(error: &anyhow::Error) -> String {
     error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said {
         said if said.is_empty() => cause,
@@ -51,10 +53,11 @@ fn sentence(error: &anyhow::Error) -> String {
     })
 }
 
-/// All that a program of your own does in its `main`.
+/// Runs a worker with your program: the whole `main` of a program of your own.
 ///
-/// tasukid starts it with the word `worker`; it then gives up all that it does not need, drives the NICs of its node with a `P` for each, and ends when
-/// it is told to. It needs no privileges and gets no arguments: what `P` must know stands in the node's `options`.
+/// tasukid starts the program with the word `worker`. The program then gives up all rights that it does not need,
+/// drives the NICs of its node with a `P` for each, and ends when the daemon tells it to. It needs no privileges and
+/// gets no arguments: the node's `options` hold what `P` must know.
 pub fn main<P: Program>() -> ExitCode {
     let words: Vec<_> = std::env::args_os().skip(1).collect();
     let done = match &words[..] {
@@ -76,7 +79,7 @@ fn finish(done: anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// The program `tasuki-worker`.
+/// Runs the program `tasuki-worker`.
 #[doc(hidden)]
 pub fn stock() -> ExitCode {
     stock::run()

@@ -1,4 +1,4 @@
-//! The stock worker: see the library.
+//! The stock worker; see the library.
 
 use std::process::ExitCode;
 

@@ -1,5 +1,5 @@
-//! Where clients of memif connect to a node: a listening socket that the daemon has made and keeps. And the client that is connected, as it goes from
-//! one worker of the node to the next.
+//! The socket to which memif clients of a node connect; the daemon makes and keeps it. And the connected client, as
+//! it goes from one worker of the node to the next.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -10,18 +10,18 @@ use tasuki_net::memif::control::{RingPlace, Terms};
 use tasuki_net::memif::refusal::Way;
 use tasuki_relay::message::{Begin, Client, ClientRing};
 
-/// A listening socket, and what a client must know.
+/// A listening socket, and the facts that a client must know.
 #[derive(Debug)]
 pub struct Memif {
     listener: OwnedFd,
-    /// For clients.
+    /// Terms sent to clients.
     pub terms: Terms,
-    /// The daemon keeps what a client is made of, for whoever serves it next.
+    /// Whether the daemon keeps the parts of a client for the worker that serves it next.
     pub keeps: bool,
 }
 
 impl Memif {
-    /// What the daemon has made, and says of it.
+    /// Takes over the listening socket that the daemon has made, with the terms that it sends.
     pub fn over(listener: OwnedFd, begin: &Begin) -> Result<Self> {
         let kind = rustix::net::sockopt::socket_type(&listener);
         ensure!(
@@ -36,13 +36,13 @@ impl Memif {
         Ok(Memif { listener, terms, keeps: memif.keeps })
     }
 
-    /// Another descriptor of it.
+    /// Returns another descriptor of the socket.
     pub fn fd(&self) -> std::io::Result<OwnedFd> {
         self.listener.as_fd().try_clone_to_owned()
     }
 }
 
-/// A client as it travels.
+/// Packs a client into a message and its descriptors.
 pub fn pack(parts: Parts) -> (Client, Vec<OwnedFd>) {
     let Parts { name, socket, regions, to_server: (to_server, bell), to_client: (to_client, clapper) } = parts;
     let ring = |RingPlace { region, offset, log2_size, .. }| ClientRing { region, offset, log2_size };
@@ -51,7 +51,7 @@ pub fn pack(parts: Parts) -> (Client, Vec<OwnedFd>) {
     (client, [socket, bell, clapper].into_iter().chain(memories).collect())
 }
 
-/// The reverse. Nothing of it is checked but that all is there.
+/// Unpacks a client. Checks only that all descriptors are there.
 pub fn unpack(client: Client, fds: Vec<OwnedFd>) -> Result<Parts> {
     let Client { name, regions, to_server, to_client } = client;
     let (count, expected) = (fds.len(), Client::OTHERS + regions.len());

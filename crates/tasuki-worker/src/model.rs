@@ -1,7 +1,7 @@
-//! Our own model of a card, as a process of ours.
+//! Our own model of a card, as a child process.
 //!
-//! Its standard input is the other end of our connection to it, so it ends when we do, however we do, and nothing has a name that could
-//! be left behind.
+//! Its standard input is the other end of our connection to it. So it ends when we end, in whatever way, and no file
+//! name is left behind.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
@@ -10,15 +10,15 @@ use std::process::{Child, Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-/// The program that the model is.
+/// Name of the model's program.
 const PROGRAM: &str = "tasuki-sim";
 
-/// A model that runs for as long as this lives.
+/// A model that runs until this value is dropped.
 #[derive(Debug)]
 pub struct Model(Child);
 
 impl Model {
-    /// Starts it; the connection to it.
+    /// Starts the model. Returns it and the connection to it.
     pub fn start() -> Result<(Self, OwnedFd)> {
         let program = std::env::current_exe()?.with_file_name(PROGRAM);
         ensure!(program.exists(), "there is no {}; build it: cargo build --package tasuki-sim", program.display());
@@ -26,7 +26,7 @@ impl Model {
             .context("the kernel has no pair of sockets for the model")?;
         let mut command = Command::new(&program);
         command.args(["sim", "nic", "--stdin"]).stdin(Stdio::from(its)).stdout(Stdio::null());
-        // Ctrl-C in a terminal is for us: the card outlives its driver.
+        // Ctrl-C in a terminal is for us only: the card outlives its driver.
         command.process_group(0);
         let child = command.spawn().with_context(|| format!("{} does not start", program.display()))?;
         Ok((Model(child), ours))

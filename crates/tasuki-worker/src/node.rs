@@ -1,4 +1,5 @@
-//! The worker: reads what it is, gives up everything else, and then does what it is told, for as long as it is.
+//! The worker: receives the description of its node, gives up all other rights, and then obeys the daemon's orders
+//! until it is told to end.
 
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, OwnedFd};
@@ -29,23 +30,23 @@ use crate::tap::Tap;
 use crate::vni::VniAttachment;
 use crate::{bundle, confine, sentence, store, warm};
 
-/// Looks in vain before a worker that may sleep does,
+/// Number of idle looks before a worker that may sleep does so,
 const IDLE_LOOKS: u32 = 4096;
 
-/// and before one does that asks a kernel at each look, and has the programs of a namespace beside it.
+/// and before a worker does so that asks a kernel at each look and shares its CPU with the programs of a namespace.
 const IDLE_LOOKS_OF_KERNEL: u32 = 8;
 
-/// Looks from one time to the next at which a worker that polls asks the kernel for anything: whether its daemon is there, another calls, or
-/// a card is gone.
+/// Number of looks between two system calls of a worker that polls. With these it checks whether its daemon is
+/// there, whether another daemon calls, and whether a card is gone.
 const ROUND: u64 = 1 << 16;
 
-/// Looks from one time to the next at which a worker asks itself for how long it has been at work.
+/// Number of looks between two checks of how long the worker has worked without a rest.
 const TURNS: u64 = 16;
 
-/// How long a taker looks at the lease word without a rest before it sleeps until it is rung for.
+/// Time for which a taker polls the lease word before it sleeps until the bell rings.
 const SPIN: Duration = Duration::from_millis(20);
 
-/// A NIC, by its driver and the way to it: its data path is compiled for them. Or the node's end of a VNI.
+/// A NIC by its driver and the way to its card, for which its data path is compiled; or the node's end of a VNI.
 enum AnyAttachment<D: FrameHandler> {
     E1000eUser(Box<Attachment<E1000e<VfioUser>, D>>),
     E1000eVfio(Box<Attachment<E1000e<Vfio>, D>>),
@@ -69,17 +70,17 @@ macro_rules! each {
 struct Node<D: FrameHandler> {
     name: String,
     common: Common,
-    /// What is done with frames.
+    /// Description of the frame handler, from the first message.
     told: D::Told,
     attachments: Vec<AnyAttachment<D>>,
     poll: bool,
     idle_looks: u32,
-    /// Messages that were announced when it read last.
+    /// Count of announced messages at the last read.
     read: u64,
     over: bool,
 }
 
-/// Runs a worker, with the daemon at the other end of standard input.
+/// Runs a worker. Standard input is the socket to the daemon.
 pub fn run<D: FrameHandler>() -> Result<()> {
     let socket = std::io::stdin().as_fd().try_clone_to_owned().context("the worker has no standard input")?;
     let mut channel = DaemonChannel::new(socket)?;
@@ -100,13 +101,14 @@ pub fn run<D: FrameHandler>() -> Result<()> {
         "the daemon speaks version {} of the messages, and this worker {SPEECH}; rebuild the older of the two",
         begin.speech
     );
-    // Also to who has asked for this program, and does not see what it writes.
+    // Report the error to the daemon too: the user who asked for this program does not see its standard error.
     let outlet = take_outlet(&begin, &mut fds)?;
     let told = D::told(&begin, outlet.0).inspect_err(|error| channel.tell(None, sentence(error)))?;
     let mut node = Node::<D>::begin(channel, &begin, (told, outlet), fds)?;
-    // Without, the daemon learns of our end by our pidfd, a little later.
+    // Without the exit mark, the daemon learns of our end by our pidfd, a little later.
     let marked = node.common.heartbeat.mark_life().err();
-    // What is waited for by the clock comes within tens of microseconds. Where it cannot be so, it is waited for a little longer.
+    // Timed waits are for events tens of microseconds away. If the kernel refuses the shorter timer slack, they take
+    // a little longer.
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
     slice::brief();
     warm::up();
@@ -118,10 +120,11 @@ pub fn run<D: FrameHandler>() -> Result<()> {
     node.serve()
 }
 
-/// Where the node's programs are: behind a TAP, or clients of memif.
+/// The way to the node's programs: a TAP, or a socket to which memif clients connect.
 type Outlet = (Option<&'static Tap>, Option<Memif>);
 
-/// The last descriptor of the first message, if the node has a TAP or serves memif: whatever is done with its NICs, it is the worker's to its end.
+/// Takes the last descriptor of the first message if the node has a TAP or serves memif. The worker keeps it to its
+/// end, whatever becomes of the node's NICs.
 fn take_outlet(begin: &Begin, fds: &mut Vec<OwnedFd>) -> Result<Outlet> {
     let count = fds.len();
     let has_one = matches!(begin.work, message::Work::Tap | message::Work::Memif);
@@ -190,7 +193,7 @@ impl<D: FrameHandler> Node<D> {
             idle = if moved > 0 { 0 } else { idle.saturating_add(1) };
             let may_sleep = !drives || (!self.poll && idle >= self.idle_looks);
             if may_sleep && self.is_called() {
-                // The giver may be on this CPU, and is stopped when it runs next.
+                // The giver may be on this CPU; it is stopped when it runs next.
                 std::thread::yield_now();
             } else if may_sleep && !self.spins() {
                 self.sleep()?;
@@ -200,8 +203,8 @@ impl<D: FrameHandler> Node<D> {
         Ok(())
     }
 
-    /// One burst of each NIC that is driven, and one look at the word of each that is waited for; says how many frames moved, and whether
-    /// any is driven.
+    /// Runs one burst on each driven NIC, and looks once at the lease word of each NIC that is waited for. Returns
+    /// the number of frames moved, and whether any NIC is driven.
     #[inline]
     fn turn(&mut self) -> (usize, bool) {
         let (mut moved, mut drives) = (0, false);
@@ -219,12 +222,13 @@ impl<D: FrameHandler> Node<D> {
         (moved, drives)
     }
 
-    /// Whether the order to take comes at once.
+    /// Returns whether an order to take is about to arrive.
     fn is_called(&self) -> bool {
         self.attachments.iter().any(|attachment| each!(attachment, attachment => attachment.is_called()))
     }
 
-    /// Whether a lease is waited for that is worth a core; or a fence, which stops a busy process sooner than one that must be woken for it.
+    /// Returns whether waiting is worth a core: for a lease that comes soon, or for a fence, which stops a busy
+    /// process sooner than a process that must be woken for it.
     fn spins(&self) -> bool {
         let cpu = self.common.cpus.cpu();
         let waits = |attachment: &AnyAttachment<D>| each!(attachment, attachment => attachment.waits().is_some_and(|since| attachment.may_spin(cpu) && since.elapsed() < SPIN));
@@ -233,7 +237,7 @@ impl<D: FrameHandler> Node<D> {
             .any(|attachment| waits(attachment) || each!(attachment, attachment => attachment.awaits_fence()))
     }
 
-    /// Sleeps until somebody rings, says something, or calls.
+    /// Sleeps until a bell rings, the daemon sends a message, or a daemon calls.
     fn sleep(&mut self) -> Result<()> {
         self.hear(true);
         let mut rest: Option<Duration> = None;
@@ -258,10 +262,10 @@ impl<D: FrameHandler> Node<D> {
         let bells = self.attachments.iter().filter_map(|attachment| each!(attachment, attachment => attachment.bell()));
         let daemon = self.common.channel.fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN | out));
         let bells = bells.map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN));
-        // That the other end is gone is said unasked.
+        // The kernel reports a hang-up without being asked for it.
         let lines = self.attachments.iter().filter_map(|attachment| each!(attachment, attachment => attachment.line()));
         let lines = lines.map(|line| PollFd::from_borrowed_fd(line, PollFlags::empty()));
-        // What the namespace sends is for whoever drives.
+        // Only the driver reads the frames that the namespace sends.
         let taps = self.attachments.iter().filter_map(|attachment| each!(attachment, attachment => attachment.tap()));
         let taps = taps.map(|tap| PollFd::from_borrowed_fd(tap, PollFlags::IN));
         let mut poll: Vec<_> = daemon.into_iter().chain(bells).chain(lines).chain(taps).collect();
@@ -282,15 +286,15 @@ impl<D: FrameHandler> Node<D> {
         Ok(())
     }
 
-    /// Nobody sleeps any more.
+    /// Ends the sleep of all attachments.
     fn quiesce(&mut self) {
         self.attachments.iter_mut().for_each(|attachment| each!(attachment, attachment => attachment.quiesce()));
     }
 
-    /// Hears everything that was said, and now and then looks at what is not looked at once a burst.
+    /// Handles all messages that have arrived. If `round` is set, also checks what need not be checked once a burst.
     #[cold]
     fn hear(&mut self, round: bool) {
-        // In this order: what is announced was said before.
+        // Keep this order: a message is in the socket before it is announced.
         self.read = self.common.heartbeat.posts();
         while let Some(heard) = self.common.channel.next() {
             match heard {
@@ -333,7 +337,7 @@ impl<D: FrameHandler> Node<D> {
         let awaits_fence = |attachment: &AnyAttachment<D>| each!(attachment, attachment => attachment.awaits_fence());
         match self.attachments.iter().any(|attachment| each!(attachment, attachment => attachment.is_ready())) {
             true => self.common.go_home(),
-            // It would be stopped late there: the daemon, which stops it, runs aside, too.
+            // Aside, the worker would be stopped late: the daemon that stops it runs aside, too.
             false if self.attachments.iter().any(awaits_fence) => {}
             false => self.common.cpus.step_aside(),
         }
@@ -378,7 +382,7 @@ impl<D: FrameHandler> Node<D> {
                     self.common.channel.tell(Some(nic), sentence(&error));
                 }
             }
-            // Of a NIC that is left already nothing is left to end.
+            // A NIC that was left already has no captures left to end.
             ToWorker::NoCapture { nic, capture } => {
                 if let Some(index) = self.index(nic) {
                     each!(&mut self.attachments[index], attachment => attachment.end_capture(capture));
@@ -419,7 +423,7 @@ impl<D: FrameHandler> Node<D> {
         }
     }
 
-    /// Whoever drives a NIC copies its frames to whoever looks on.
+    /// Starts a capture on a NIC: its driver copies frames to the capture's socket.
     fn capture(&mut self, nic: u32, (number, interface, snap): (u32, u32, u32), fds: Vec<OwnedFd>) -> Result<()> {
         let [socket, missed] = <[OwnedFd; 2]>::try_from(fds)
             .ok()
@@ -433,7 +437,7 @@ impl<D: FrameHandler> Node<D> {
         Ok(())
     }
 
-    /// Of a message about a node's end of a VNI.
+    /// Handles a message about the node's end of a VNI.
     fn of_vni(&mut self, nic: u32, then: impl FnOnce(&mut VniAttachment<D>) -> Result<()>) {
         let attachment = self.index(nic).map(|index| &mut self.attachments[index]);
         let done = match attachment {
@@ -477,7 +481,7 @@ impl<D: FrameHandler> Node<D> {
             Some((Driver::E1000e | Driver::Rtl8139, true)) => {
                 AnyAttachment::E1000eVfio(Box::new(Attachment::new(given, common, told)))
             }
-            // One that is not understood is refused by any attachment, with what is wrong with it.
+            // Any attachment refuses a device bundle that it does not understand, and says what is wrong with it.
             Some((Driver::E1000e | Driver::Rtl8139, false)) | None => {
                 AnyAttachment::E1000eUser(Box::new(Attachment::new(given, common, told)))
             }
@@ -485,11 +489,12 @@ impl<D: FrameHandler> Node<D> {
         Ok(())
     }
 
-    /// Says who we are to a daemon that has just begun. What we were to point at memory of our own stays with those who have its old
-    /// memory: of ours the new daemon knows nothing, nor whether the giver had to be fenced.
+    /// Tells a daemon that has just started who we are. First leaves all NICs that were about to move to memory of
+    /// ours; these stay with the workers that have their old memory. The new daemon knows neither our memory nor
+    /// whether the giver had to be fenced.
     fn again(&mut self) {
         for attachment in &mut self.attachments {
-            // Who looked on did so through the daemon before.
+            // The captures came through the former daemon.
             each!(attachment, attachment => attachment.end_captures());
             each!(attachment, attachment => if attachment.is_apart() {
                 attachment.hear(&mut self.common, Input::Order(Order::Leave));

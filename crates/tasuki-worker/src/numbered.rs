@@ -1,55 +1,55 @@
-//! Frames that carry their number, and what became of them. Their layout is that of docs/design/sim.md, so that the model's source and
-//! we understand each other's.
+//! Frames that carry their number, and an account of them. Their layout is that of docs/design/sim.md, so that the
+//! model's source and this worker understand each other's frames.
 
 use tasuki_net::nic::Mac;
 
 const ETHERTYPE: [u8; 2] = [0x88, 0xb5];
 /// "tsk", and the version of the layout.
 const MARK: [u8; 4] = *b"tsk\x01";
-/// Bytes up to and with the number and the time.
+/// Length in bytes up to and including the number and the time.
 const NUMBERED_LEN: usize = 34;
 
-/// Bytes that a frame needs at least, without check sequence (IEEE 802.3, 3.2.8).
+/// Minimum length of a frame in bytes, without check sequence (IEEE 802.3, 3.2.8).
 pub const SHORTEST: u16 = 60;
 
-/// Writes frame number `number` over all of `bytes`, which are [`SHORTEST`] at least.
+/// Writes frame number `number` over all of `bytes`, which must be at least [`SHORTEST`] long.
 pub fn write(bytes: &mut [u8], to: Mac, from: Mac, number: u64) {
     bytes[0..6].copy_from_slice(&to.0);
     bytes[6..12].copy_from_slice(&from.0);
     bytes[12..14].copy_from_slice(&ETHERTYPE);
     bytes[14..18].copy_from_slice(&MARK);
     bytes[18..26].copy_from_slice(&number.to_le_bytes());
-    // No time: nobody here asks how long it took.
+    // The time stays 0: no receiver here measures the latency.
     bytes[26..].fill(0);
 }
 
-/// The number of a frame that was numbered, by whomever.
+/// Returns the number of a numbered frame, from any sender.
 pub fn number(bytes: &[u8]) -> Option<u64> {
     let (kind, rest) = bytes.get(12..NUMBERED_LEN)?.split_first_chunk::<2>()?;
     let (mark, rest) = rest.split_first_chunk::<4>()?;
     (*kind == ETHERTYPE && *mark == MARK).then(|| rest.first_chunk().copied().map(u64::from_le_bytes))?
 }
 
-/// What became of numbered frames.
+/// Account of numbered frames.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Account {
-    /// Numbered frames seen.
+    /// Number of numbered frames seen.
     pub seen: u64,
-    /// Numbers that were passed over, less those that came late.
+    /// Count of numbers that were passed over, less those that arrived late.
     pub missing: u64,
-    /// Frames whose number is below one seen before.
+    /// Count of frames whose number is below one seen before.
     pub late: u64,
-    /// The number that is due.
+    /// Number that is due next.
     pub next: u64,
 }
 
 impl Account {
-    /// Program states a frame.
+    /// Counts a frame with this number.
     pub fn program_state(&mut self, number: u64) {
         self.seen += 1;
         match number.checked_sub(self.next) {
             Some(passed_over) => {
-                // What was before we began to look is nobody's loss.
+                // Numbers before the first frame that we see are not missing.
                 self.missing += if self.seen == 1 { 0 } else { passed_over };
                 self.next = number + 1;
             }

@@ -1,5 +1,5 @@
-//! The opener: it has the rights that a worker has not. It takes a card out of its box, starts it, hands all that it is made of to the daemon,
-//! and ends; the card runs on, and nobody drives it yet.
+//! The opener, which has the rights that a worker has not. It takes a card out of its box, starts it, hands its
+//! device bundle to the daemon, and ends. The card runs on, and no worker drives it yet.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -20,23 +20,24 @@ use tasuki_relay::message::{Can, SPEECH, ToDaemon};
 use crate::device::{self, Device, Driver};
 use crate::{bundle, channel};
 
-/// How long the link is waited for: negotiation takes two to three seconds. Without, the card goes on all the same.
+/// Time for which the opener waits for the link: negotiation takes two to three seconds. After that it goes on
+/// without a link.
 const NEGOTIATION: Duration = Duration::from_secs(5);
 
-/// How a card is opened.
+/// Options with which a card is opened.
 #[derive(Debug)]
 pub struct How {
-    /// Which.
+    /// The card.
     pub device: Device,
-    /// Descriptors in each ring.
+    /// Descriptors in each ring; nothing for the driver's default.
     pub ring: Option<u16>,
-    /// Where the card sees its memory.
+    /// Bus address at which the card sees its memory.
     pub iova: u64,
-    /// Every frame is taken in,
+    /// Whether the card accepts every frame,
     pub promiscuous: bool,
-    /// or every multicast.
+    /// or every multicast frame.
     pub all_multicast: bool,
-    /// Memory is kept clean, for nodes that do not trust each other.
+    /// Whether the memory is kept clean, for nodes that do not trust each other.
     pub scrub: bool,
 }
 
@@ -48,7 +49,8 @@ pub fn open(how: &How) -> Result<()> {
         kind == Ok(SocketType::SEQPACKET),
         "standard input is not the daemon's socket; tasukid starts this, and `tasuki nic probe` looks at a card by hand"
     );
-    // The next daemon opens the card itself, and whoever serves it may serve one at a time.
+    // If the daemon dies, the next daemon opens the card itself, and a card's server may serve only one connection
+    // at a time. So end with the daemon.
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     let (message, fds) = match &how.device {
         Device::Vfio(address) => start(Vfio::open(*address)?, how)?,
@@ -60,7 +62,8 @@ pub fn open(how: &How) -> Result<()> {
         .context("the daemon did not take the card's descriptors")
 }
 
-/// Meets the server of a card at the other end of a connection that the daemon gives to who has given up what it does not need: the server is no part of us.
+/// Connects to the server of a card. The server is no part of Tasuki, so the daemon gives the connection only to a
+/// process that has given up the rights that it does not need.
 fn meet(daemon: BorrowedFd<'_>) -> Result<VfioUser> {
     let message = serde_json::to_vec(&ToDaemon::Begun { speech: SPEECH, reads: Vec::new(), unconfined: Vec::new() })?;
     channel::send(daemon, &message, &[], SendFlags::empty()).context("the daemon is gone")?;

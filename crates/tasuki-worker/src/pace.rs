@@ -1,8 +1,8 @@
-//! How many frames may go out by now.
+//! The number of frames that may be sent by now.
 
 use std::time::{Duration, Instant};
 
-/// Frames at a steady rate, or as fast as they go.
+/// A steady frame rate, or no limit.
 #[derive(Debug)]
 pub struct Pace {
     start: Instant,
@@ -12,27 +12,27 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// `rate` in frames per second from `start` on, or no limit.
+    /// Sets a rate of `rate` frames per second from `start` on, or no limit.
     pub fn new(rate: Option<u64>, start: Instant) -> Self {
         Pace { start, rate: rate.unwrap_or(0), sent: 0 }
     }
 
-    /// How many may be sent at `now` besides those that were, at most `most`. Who was held up may catch up.
+    /// Returns how many more frames may be sent at `now`, at most `most`. A sender that was held up may catch up.
     pub fn due(&self, now: Instant, most: u64) -> u64 {
         if self.rate == 0 {
             return most;
         }
         let due = now.duration_since(self.start).as_nanos() * u128::from(self.rate) / 1_000_000_000;
-        // The first goes out at once.
+        // The first frame goes out at once.
         u64::try_from(due).unwrap_or(u64::MAX).saturating_add(1).saturating_sub(self.sent).min(most)
     }
 
-    /// So many were sent.
+    /// Counts `count` frames as sent.
     pub fn sent(&mut self, count: u64) {
         self.sent += count;
     }
 
-    /// How long until the next is due.
+    /// Returns the time until the next frame is due.
     pub fn rest(&self, now: Instant) -> Duration {
         if self.rate == 0 {
             return Duration::ZERO;

@@ -1,4 +1,4 @@
-//! A user's own program: what it must be, and what it gets each turn.
+//! A user's own program: the trait that it implements, and the frames that it gets in each turn.
 
 use std::time::Duration;
 
@@ -7,107 +7,118 @@ use tasuki_net::port::{Burst, Frame, Transactional};
 use tasuki_shm::arena::{Arena, Slot};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// Most bytes of a program's [state](Program::State).
+/// Maximum length of a program's [state](Program::State), in bytes.
 pub const STATE_MAX: usize = 480;
 
-/// What handles the frames of a node's NICs: one value for each NIC.
+/// Handler of the frames of a node's NICs: one value for each NIC.
 ///
-/// A *turn* is what happens at once: frames come, the program changes, sends or drops each and makes new ones, and its state moves on. It happens
-/// wholly or not at all: if the worker is killed in the middle of it, its successor gets the same frames as they had come, and the state as it
-/// was before. What the program keeps in itself (`self`) is gone with the worker.
+/// A *turn* is one indivisible step. Frames arrive; the program changes, sends or drops each of them and makes new
+/// ones; and its state moves on. A turn happens wholly or not at all: if the worker is killed in the middle of it,
+/// its successor gets the same frames as they arrived, and the state as it was before. Data that the program keeps
+/// in itself (`self`) is gone with the worker.
 ///
-/// A turn is over once the card has been told of the frames that go; whoever is killed after that has done it, and nobody does it again. Work is
-/// to be in frames and state alone: the worker may open no file and no socket.
+/// A turn is over once the driver has told the card of the frames to send. If the worker is killed after that, the
+/// turn has happened and no successor repeats it. A turn must act on frames and state alone: the worker may open no
+/// file and no socket.
 pub trait Program: Sized {
-    /// What a successor must have: plain data of at most [`STATE_MAX`] bytes, all zeros at first. It is exact over upgrade, death and handover, for each
-    /// NIC and each node. A turn in which no frame comes or goes is remembered with the next one in which one does.
+    /// State that a successor must have: plain data of at most [`STATE_MAX`] bytes, all zeros at first. It is exact
+    /// over upgrade, death and handover, for each NIC and each node. The state after a turn without frames is
+    /// remembered with the next turn in which a frame arrives or goes.
     type State: FromBytes + IntoBytes + Immutable + Copy;
 
-    /// Whose states these are, by a number that you choose, and of which version: another when the layout of [`State`](Self::State) is another.
+    /// Kind and version of the state. Choose a number for the kind; change the version when the layout of
+    /// [`State`](Self::State) changes.
     const STATE: (u32, u32);
 
-    /// What the node's `options` ask for. Called for each NIC, and once before: all that the program must not do later (much memory, long tables) is done
-    /// here.
+    /// Creates a program from the node's `options`. It is called for each NIC, and once before. Do here all that the
+    /// program must not do later (much memory, long tables).
     ///
     /// # Errors
-    /// A sentence for whoever wrote the options: what is wrong, and what to write. The worker then ends, and an upgrade to it fails.
+    /// A sentence for the author of the options: what is wrong, and what to write. The worker then ends, and an
+    /// upgrade to it fails.
     fn new(options: &str) -> Result<Self, String>;
 
-    /// The state of another version, or of another program, as it stands in `bytes`. Without a conversion the program is refused, and whoever drives drives on.
+    /// Converts the state in `bytes` from another version or another program. If this returns nothing, the program
+    /// is refused, and the present driver drives on.
     fn convert(kind: u32, version: u32, bytes: &[u8]) -> Option<Self::State> {
         let _ = (kind, version, bytes);
         None
     }
 
-    /// One turn. Called when frames have come, and when [`rest`](Self::rest) is over. A panic ends the worker: its successor gets the same frames.
+    /// Runs one turn. It is called when frames have arrived, and when [`rest`](Self::rest) is over. A panic ends the
+    /// worker; its successor gets the same frames.
     fn turn<N: Transactional>(&mut self, state: &mut Self::State, turn: &mut Turn<'_, N>);
 
-    /// How long until a turn is due though no frame comes; nothing if frames are all that it waits for. Rests longer than a second are cut to that.
+    /// Returns the time until a turn is due without a frame, or nothing if the program waits for frames only. Rests
+    /// longer than a second are cut to a second.
     fn rest(&self, state: &Self::State) -> Option<Duration> {
         let _ = state;
         None
     }
 
-    /// What `tasuki nic counts` shows, by name.
+    /// Returns the counts that `tasuki nic counts` shows, by name.
     fn counts(state: &Self::State) -> Vec<(String, u64)> {
         let _ = state;
         Vec::new()
     }
 }
 
-/// What becomes of a frame that came.
+/// Fate of a received frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It goes out, behind those that came before it.
+    /// The frame goes out, behind the frames that arrived before it.
     Sent,
-    /// It is gone.
+    /// The frame is dropped.
     Dropped,
 }
 
-/// The frames of one turn. Those that came and are not looked at with [`frames`](Self::frames) are dropped.
+/// The frames of one turn. Received frames that the program does not look at with [`frames`](Self::frames) are
+/// dropped.
 #[derive(Debug)]
 pub struct Turn<'a, N: Transactional> {
     nic: &'a mut N,
     arena: &'a Arena,
-    /// Those that came and were not looked at, then those that go.
+    /// Received frames that were not looked at yet, followed by frames to send.
     burst: &'a mut Burst,
     came: usize,
-    /// Slots that came and are not to be written before the turn is over.
+    /// Slots of received frames that must not be written before the turn is over.
     kept: &'a mut Burst,
-    /// Of those that go, by their place: they are ours, and no slot that came.
+    /// Bits by position among the frames to send: set for a frame in a slot of our own, clear for a slot in which a
+    /// frame arrived.
     ours: u32,
 }
 
 const _: () = assert!(tasuki_net::port::BURST_MAX == 32, "a bit of a word for each frame of a burst");
 
 impl<'a, N: Transactional> Turn<'a, N> {
-    /// All that is in `burst` came.
+    /// Creates a turn in which all frames of `burst` have arrived.
     pub(crate) fn new(nic: &'a mut N, arena: &'a Arena, burst: &'a mut Burst, kept: &'a mut Burst) -> Self {
         let came = burst.len();
         Turn { nic, arena, burst, came, kept, ours: 0 }
     }
 
-    /// It is over; which of the frames that go are ours.
+    /// Ends the turn. Returns which of the frames to send are in slots of our own, one bit for each.
     pub(crate) fn end(mut self) -> u32 {
         self.frames(|_| Fate::Dropped);
         self.ours
     }
 
-    /// The NIC's address.
+    /// Returns the station address of the NIC.
     pub fn mac(&self) -> Mac {
         self.nic.station()
     }
 
-    /// Frames that came and were not looked at yet.
+    /// Returns the number of received frames that were not looked at yet.
     pub fn came(&self) -> usize {
         self.came
     }
 
-    /// Looks at each frame that came, oldest first, and decides about it. Afterwards there are none left to look at.
+    /// Calls `decide` for each received frame, oldest first, and sends or drops it accordingly. Afterwards no frames
+    /// are left to look at.
     #[inline]
     pub fn frames(&mut self, mut decide: impl FnMut(&mut InHand<'_, N>) -> Fate) {
         let came = std::mem::take(&mut self.came);
-        // What was made before goes behind those that came.
+        // Frames made before this call go behind the received frames.
         let made = self.ours;
         let (mut go, mut ours) = (0, 0_u32);
         for at in 0..came {
@@ -127,7 +138,7 @@ impl<'a, N: Transactional> Turn<'a, N> {
                     ours |= u32::from(is_ours) << go;
                     go += 1;
                 }
-                // What stands in a copy that does not go is wiped, since no driver knows of it.
+                // Wipe a copy that does not go: no driver knows of its contents.
                 Fate::Dropped if is_ours => {
                     self.burst[at].slot.bytes_mut().fill(0);
                     if let Some(as_it_came) = self.kept.pop() {
@@ -137,18 +148,19 @@ impl<'a, N: Transactional> Turn<'a, N> {
                 Fate::Dropped => {}
             }
         }
-        // Each slot that came is kept at most once, so that all have room.
+        // Each slot in which a frame arrived is kept at most once, so all have room.
         self.kept.extend(self.burst.drain(go..came));
         self.ours = ours | made.checked_shr(u32::try_from(came - go).unwrap_or(0)).unwrap_or(0);
     }
 
-    /// Frames that can still be made in this turn, if there are slots.
+    /// Returns the number of frames that can still be made in this turn, if there are slots.
     pub fn room(&self) -> usize {
         self.burst.remaining_capacity()
     }
 
-    /// A new frame of `len` bytes, all zeros, which goes out behind the others; `len` is without check sequence. Nothing if this turn has
-    /// [no room](Self::room), the NIC has no free slot, or no slot is so long.
+    /// Makes a new frame of `len` bytes, all zeros, which goes out behind the others. `len` does not include the
+    /// check sequence. Returns nothing if this turn has [no room](Self::room), the NIC has no free slot, or no slot
+    /// is long enough.
     pub fn make(&mut self, len: u16) -> Option<&mut [u8]> {
         if self.burst.is_full() {
             return None;
@@ -160,13 +172,14 @@ impl<'a, N: Transactional> Turn<'a, N> {
         self.burst.last_mut().map(|frame| &mut frame.slot.bytes_mut()[..len.into()])
     }
 
-    /// Frames that the node has sent by this NIC before this turn: the number of the next one, if each carries its number. As exact as the state.
+    /// Returns the number of frames that the node has sent by this NIC before this turn. This is the number of the
+    /// next frame if each frame carries its number. It is as exact as the state.
     pub fn sent(&self) -> u64 {
         self.nic.given()
     }
 }
 
-/// A frame that came, and is in hand: it neither has gone nor is dropped.
+/// A received frame that is pending: it is neither sent nor dropped.
 #[derive(Debug)]
 pub struct InHand<'a, N: Transactional> {
     nic: &'a mut N,
@@ -178,15 +191,16 @@ pub struct InHand<'a, N: Transactional> {
 }
 
 impl<N: Transactional> InHand<'_, N> {
-    /// Bytes of a frame's [head](Self::head_mut).
+    /// Length of a frame's [head](Self::head_mut), in bytes.
     pub const HEAD: usize = tasuki_net::nic::ledger::SAVED_LEN;
 
-    /// Its bytes, without check sequence.
+    /// Returns the bytes of the frame, without check sequence.
     pub fn bytes(&self) -> &[u8] {
         self.frame.bytes()
     }
 
-    /// Its first [`HEAD`](Self::HEAD) bytes, or all if it has fewer, to be changed where they lie. What was there is kept for a successor.
+    /// Returns the first [`HEAD`](Self::HEAD) bytes, or the whole frame if it is shorter, to change in place. The
+    /// original bytes are kept for a successor.
     #[inline]
     pub fn head_mut(&mut self) -> &mut [u8] {
         if !self.saved && !self.is_ours {
@@ -197,14 +211,16 @@ impl<N: Transactional> InHand<'_, N> {
         &mut self.frame.slot.bytes_mut()[..len]
     }
 
-    /// All its bytes, to be changed: the first call of this copies it to a slot that nobody else will see. Nothing if the NIC has no free slot.
+    /// Returns all bytes of the frame, to change. The first call copies the frame to a slot that no other process
+    /// sees. Returns nothing if the NIC has no free slot.
     pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
         let len = usize::from(self.frame.len);
         let slot = self.own()?;
         Some(&mut slot.bytes_mut()[..len])
     }
 
-    /// The same, of another length: what is added is zeros. Nothing, and no change, if the NIC has no free slot or no slot is so long.
+    /// Returns all bytes of the frame as [`bytes_mut`](Self::bytes_mut) does, with the length `len`; added bytes are
+    /// zeros. Returns nothing, and changes nothing, if the NIC has no free slot or no slot is long enough.
     pub fn resize(&mut self, len: u16) -> Option<&mut [u8]> {
         let had = usize::from(self.frame.len);
         if usize::from(len) > self.frame.slot.len() {
@@ -218,8 +234,8 @@ impl<N: Transactional> InHand<'_, N> {
         Some(&mut self.frame.slot.bytes_mut()[..len.into()])
     }
 
-    /// A slot of ours with the frame in it. That in which it came is kept as it is until the turn is over, unless its head was changed: then
-    /// a successor has that.
+    /// Returns a slot of our own with the frame in it. The slot in which the frame arrived is kept unchanged until
+    /// the turn is over. If its head was changed before, a successor has the saved head.
     fn own(&mut self) -> Option<&mut Slot> {
         if !self.is_ours {
             let mut slot = self.arena.take()?;

@@ -1,4 +1,4 @@
-//! Drives one NIC: takes frames in, sends frames out, or sends back what comes.
+//! Drives one NIC by hand: receives frames, sends frames, or sends received frames back.
 
 use std::fs::File;
 use std::io::{BufWriter, IsTerminal};
@@ -18,47 +18,47 @@ use tasuki_shm::arena::Arena;
 use crate::numbered::{self, Account};
 use crate::pace::Pace;
 
-/// Looks at the card in vain before going to sleep.
+/// Number of idle looks at the card before it goes to sleep.
 const LOOKS: u32 = 4096;
 
-/// How long the card is left alone by somebody who sleeps, at most: a signal is heard by then.
+/// Longest sleep: it then checks for a signal.
 const NAP: Duration = Duration::from_millis(100);
 
-/// How long the frames that are under way are waited for at the end, and how long the card is left alone meanwhile.
+/// Time for which it waits at the end for frames under way, and its sleep between two looks at the card meanwhile.
 const DRAIN: Duration = Duration::from_millis(500);
 const DRAIN_NAP: Duration = Duration::from_micros(50);
 
-/// What is done with the card.
+/// Work to do with the card.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
-    /// Takes frames in and counts them.
+    /// Receives frames and counts them.
     Sink,
     /// Sends numbered frames.
     Source,
-    /// Sends every frame back to where it came from.
+    /// Sends every frame back to its sender.
     Echo,
 }
 
-/// How it is done.
+/// The work and its parameters.
 #[derive(Debug)]
 pub struct Orders {
-    /// What.
+    /// Kind of work.
     pub work: Work,
-    /// Frames after which it ends; without, a signal ends it.
+    /// Number of frames after which it ends; without, a signal ends it.
     pub count: Option<u64>,
-    /// Frames per second of a source.
+    /// Rate of a source, in frames per second.
     pub rate: Option<u64>,
-    /// Bytes of a source's frames, without check sequence.
+    /// Length of a source's frames in bytes, without check sequence.
     pub size: u16,
-    /// Whom a source's frames are for.
+    /// Destination of a source's frames.
     pub to: Mac,
-    /// Where what comes in is written.
+    /// File to which received frames are written.
     pub pcap: Option<PathBuf>,
-    /// Never sleep.
+    /// Whether it never sleeps.
     pub poll: bool,
 }
 
-/// What has happened.
+/// Counts so far.
 #[derive(Debug, Default)]
 struct Tally {
     received: u64,
@@ -76,11 +76,11 @@ struct Run<'a, N> {
     pace: Pace,
     tally: Tally,
     start: Instant,
-    /// Slots that the card had before anything was sent: those that it receives into.
+    /// Slots that the card had before anything was sent: its slots for receiving.
     posted: u32,
 }
 
-/// Does it until the count is reached or `stop` is set; then says on standard output what happened.
+/// Runs the work until the count is reached or `stop` is set; then prints the counts on standard output.
 pub fn run<N: Nic>(nic: &mut N, arena: Arena, orders: &Orders, stop: &Arc<AtomicBool>) -> Result<()> {
     let pcap = match &orders.pcap {
         Some(path) => {
@@ -100,7 +100,7 @@ pub fn run<N: Nic>(nic: &mut N, arena: Arena, orders: &Orders, stop: &Arc<Atomic
     Ok(())
 }
 
-/// A card that negotiates carries nothing, however long that takes.
+/// Waits until the link is up: a card that still negotiates carries no frames, however long it takes.
 fn wait_for_link<N: Nic>(nic: &mut N, stop: &AtomicBool) -> Result<()> {
     while nic.link() == Link::Down {
         ensure!(
@@ -137,7 +137,7 @@ impl<N: Nic> Run<'_, N> {
         self.orders.count.is_some_and(|count| done >= count)
     }
 
-    /// One burst in and one out; says how many frames moved.
+    /// Receives a burst and sends a burst. Returns the number of frames moved.
     fn turn(&mut self, burst: &mut Burst) -> Result<usize> {
         match self.orders.work {
             Work::Sink => {
@@ -146,7 +146,7 @@ impl<N: Nic> Run<'_, N> {
                 Ok(came)
             }
             Work::Echo => {
-                // What found no room in the last turn goes first, and nothing new is taken until it is gone.
+                // Frames that found no room in the last turn go first. Receive no new frames until they are gone.
                 let came = if burst.is_empty() { self.receive(burst)? } else { 0 };
                 for frame in &mut burst[..came] {
                     turn_round(frame);
@@ -156,7 +156,7 @@ impl<N: Nic> Run<'_, N> {
             Work::Source => {
                 self.fill(burst);
                 let went = self.transmit(burst)?;
-                // Whatever comes is none of a source's business, but must not fill the card's buffer.
+                // A source has no use for received frames, but must not let them fill the card's buffer.
                 let mut came = Burst::new();
                 Ok(went + self.receive(&mut came)?)
             }
@@ -189,7 +189,7 @@ impl<N: Nic> Run<'_, N> {
         Ok(went)
     }
 
-    /// Fills the burst up with as many frames as are due.
+    /// Adds as many frames to the burst as are due.
     fn fill(&mut self, burst: &mut Burst) {
         let left = self.orders.count.map_or(u64::MAX, |count| count - self.tally.sent);
         let most = left.min(BURST_MAX as u64);
@@ -202,7 +202,7 @@ impl<N: Nic> Run<'_, N> {
         }
     }
 
-    /// Sleeps until a frame comes or is due.
+    /// Sleeps until a frame arrives or is due.
     fn rest(&mut self) -> Result<()> {
         if self.orders.poll {
             return Ok(());
@@ -222,11 +222,11 @@ impl<N: Nic> Run<'_, N> {
         }
     }
 
-    /// What is still in the burst, or in the card's ring, goes out if it can.
+    /// Sends the rest of the burst, and lets the card empty its ring, within a time limit.
     fn drain(&mut self, mut burst: Burst) -> Result<()> {
         let until = Instant::now() + DRAIN;
         while self.orders.work != Work::Sink && Instant::now() < until {
-            // Takes back the slots of what was sent, also when nothing is left to send.
+            // Takes back the slots of sent frames, also when nothing is left to send.
             self.transmit(&mut burst)?;
             if burst.is_empty() && self.arena.census().peer <= self.posted {
                 break;
@@ -273,7 +273,7 @@ pub fn turn_round(frame: &mut Frame) {
     }
 }
 
-/// The line that says how far it is, on a terminal.
+/// Progress line on a terminal.
 struct Progress {
     start: Instant,
     last: Instant,
@@ -286,7 +286,7 @@ impl Progress {
         Progress { start, last: start, on_terminal: std::io::stderr().is_terminal(), calls: 0 }
     }
 
-    /// Looks at the clock now and then only.
+    /// Shows the line; reads the clock at every 1024th call only.
     fn now_and_then(&mut self, tally: &Tally) {
         self.calls = self.calls.wrapping_add(1);
         if self.calls.is_multiple_of(1024) {

@@ -1,5 +1,5 @@
-//! The stock worker's command line: the process that drives a node's ports, as tasukid starts it; the opener, which takes a card out of its
-//! box for it; and one NIC by hand, as `tasuki nic` asks.
+//! The stock worker's command line. It has three uses: the process that drives a node's ports, which tasukid starts;
+//! the opener, which takes a card out of its box for that process; and one NIC driven by hand, for `tasuki nic`.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -18,7 +18,7 @@ use crate::open::{self, How};
 use crate::run::{self, Orders, Work};
 use crate::{finish, node, numbered, work};
 
-/// How long a card that is only looked at may take to find its partner: negotiation takes two to three seconds.
+/// Time for which the probe waits for the link: negotiation takes two to three seconds.
 const NEGOTIATION: Duration = Duration::from_secs(4);
 
 /// Drives a node's ports.
@@ -31,39 +31,39 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// One network card.
+    /// Probe or drive one network card.
     #[command(subcommand)]
     Nic(NicCommand),
-    /// Drives a node's NICs for the daemon, whose socket is standard input. tasukid starts it.
+    /// Drive a node's NICs for the daemon, whose socket is standard input. tasukid starts it.
     #[command(hide = true)]
     Worker,
-    /// Starts a card for the daemon, whose socket is standard input, and ends. tasukid starts it.
+    /// Start a card for the daemon, whose socket is standard input, and end. tasukid starts it.
     #[command(hide = true)]
     Open(OpenArguments),
 }
 
 #[derive(Debug, Args)]
 struct OpenArguments {
-    /// vfio:0000:03:00.0 (a PCI address), or vfio-user:PATH (a socket).
+    /// Card: vfio:0000:03:00.0 (a PCI address), or vfio-user:PATH (a socket).
     device: Device,
-    /// Descriptors in each ring; without, 256, or as many as the card can have.
+    /// Descriptors in each ring; default: 256, or as many as the card can have.
     #[arg(long)]
     ring: Option<u16>,
-    /// Where the card sees its memory: an address on a whole page.
+    /// Address at which the card sees its memory; a multiple of the page size.
     #[arg(long, value_parser = address, default_value_t = device::MEMORY_AT.0)]
     iova: u64,
-    /// Take in every frame, not only those for the card.
+    /// Receive every frame, not only those for the card.
     #[arg(long)]
     promiscuous: bool,
-    /// Take in every multicast.
+    /// Receive every multicast frame.
     #[arg(long)]
     all_multicast: bool,
-    /// Keep its memory clean of frames that were handled, for an owner that must not read them.
+    /// Keep the memory clean of handled frames, for an owner that must not read them.
     #[arg(long)]
     scrub: bool,
 }
 
-/// A number, in hexadecimal if it begins with 0x.
+/// Parses a number, in hexadecimal if it begins with 0x.
 fn address(text: &str) -> Result<u64, String> {
     let number = match text.strip_prefix("0x") {
         Some(digits) => u64::from_str_radix(digits, 16),
@@ -74,43 +74,43 @@ fn address(text: &str) -> Result<u64, String> {
 
 #[derive(Debug, Subcommand)]
 enum NicCommand {
-    /// Says what a card is, which driver drives it, its BARs, its link and its address. Resets the card.
+    /// Show a card's name, driver, BARs, address and link. Resets the card.
     Probe {
-        /// vfio:0000:03:00.0 (a PCI address), vfio-user:PATH (a socket), or sim.
+        /// Card: vfio:0000:03:00.0 (a PCI address), vfio-user:PATH (a socket), or sim.
         device: Device,
     },
-    /// Drives a card until the count is reached or it is interrupted, then says what happened.
+    /// Drive a card until the count is reached or a signal interrupts it, then print the counts.
     Run(RunArguments),
 }
 
 #[derive(Debug, Args)]
 struct RunArguments {
-    /// vfio:0000:03:00.0 (a PCI address), vfio-user:PATH (a socket), or sim.
+    /// Card: vfio:0000:03:00.0 (a PCI address), vfio-user:PATH (a socket), or sim.
     device: Device,
     #[command(flatten)]
     work: WorkArguments,
-    /// End after so many frames.
+    /// End after this many frames.
     #[arg(long)]
     count: Option<u64>,
-    /// Send so many frames per second; without, as many as go.
+    /// Send this many frames per second; default: as many as the card takes.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..), conflicts_with_all = ["sink", "echo"])]
     rate: Option<u64>,
-    /// Bytes of a frame that is sent, without check sequence.
+    /// Length of a sent frame in bytes, without check sequence.
     #[arg(long, default_value_t = numbered::SHORTEST, value_parser = sizes(), conflicts_with_all = ["sink", "echo"])]
     size: u16,
-    /// Whom frames that are sent are for: an address such as 52:54:00:12:34:56.
+    /// Destination of sent frames: an address such as 52:54:00:12:34:56.
     #[arg(long, default_value = "ff:ff:ff:ff:ff:ff", value_parser = mac, conflicts_with_all = ["sink", "echo"])]
     to: Mac,
-    /// Write what comes in to FILE.
+    /// Write received frames to FILE.
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
-    /// Never sleep: look at the card all the time.
+    /// Never sleep: poll the card all the time.
     #[arg(long)]
     poll: bool,
-    /// Take in every frame, not only those for the card.
+    /// Receive every frame, not only those for the card.
     #[arg(long)]
     promiscuous: bool,
-    /// Descriptors in each ring; without, 256, or as many as the card can have.
+    /// Descriptors in each ring; default: 256, or as many as the card can have.
     #[arg(long)]
     ring: Option<u16>,
 }
@@ -118,18 +118,18 @@ struct RunArguments {
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 struct WorkArguments {
-    /// Take frames in and count them.
+    /// Receive frames and count them.
     #[arg(long)]
     sink: bool,
     /// Send numbered frames.
     #[arg(long)]
     source: bool,
-    /// Send every frame back to where it came from.
+    /// Send every frame back to its sender.
     #[arg(long)]
     echo: bool,
 }
 
-/// Lengths of frames, without check sequence.
+/// Returns a parser for frame lengths in bytes, without check sequence.
 fn sizes() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(i64::from(numbered::SHORTEST)..=1514)
 }
@@ -160,7 +160,7 @@ impl Job for Probe {
                 println!("link      up, {speed} Mb/s, {duplex} duplex");
             }
         }
-        // It must not go on with memory that is about to be gone.
+        // The card must not go on using memory that is about to be gone.
         nic.park().map_err(NicError::from)?;
         Ok(())
     }
@@ -183,7 +183,7 @@ struct Drive {
 impl Job for Drive {
     fn with<N: Nic>(self, mut nic: N, arena: Arena) -> Result<()> {
         let done = run::run(&mut nic, arena, &self.orders, &self.stop);
-        // It must not go on with memory that is about to be gone.
+        // The card must not go on using memory that is about to be gone.
         let parked = nic.park();
         done.and(parked.map(drop).map_err(|failed| failed.error.into()))
     }
@@ -205,7 +205,7 @@ fn drive(arguments: RunArguments) -> Result<()> {
     device::open(&device, &setup, |_, _| {}, Drive { orders, stop })
 }
 
-/// What the program `tasuki-worker` does.
+/// Runs the program `tasuki-worker`.
 pub fn run() -> ExitCode {
     let done = match Arguments::parse().what {
         What::Nic(NicCommand::Probe { device }) => device::open(&device, &Setup::default(), show, Probe),

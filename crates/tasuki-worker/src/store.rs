@@ -1,4 +1,4 @@
-//! A driver state as bytes, in its envelope: how it goes by the daemon's store.
+//! A driver state as bytes in its envelope, as it goes through the daemon's store.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -11,23 +11,25 @@ use tasuki_relay::wire::Reason;
 use crate::bundle::Refused;
 use crate::lease_page::now_ns;
 
-/// Layouts beyond the driver's own that are read, and the last of which is written. A later one has a field more at its end.
+/// Number of layouts after the driver's own that this worker reads; it writes the last of them. A later layout has
+/// one more field at its end.
 const LATER: u32 = cfg!(feature = "next-driver_state") as u32;
 
-/// Bytes of the field that a later layout has: when the driver state was stored, on the machine's clock.
+/// Length in bytes of the field that a later layout adds: the time at which the driver state was stored, on the
+/// machine's clock.
 const STORED_AT: usize = 8;
 
-/// Whether a driver state of this kind and version can be gone on with.
+/// Returns whether this worker can go on with a driver state of this kind and version.
 pub fn reads<S: DriverState>(kind: u32, version: u32) -> bool {
     kind == S::KIND && (S::VERSION..=S::VERSION + LATER).contains(&version)
 }
 
-/// Versions of the driver states of `S` that are read, from and to.
+/// Returns the kind of the driver states of `S`, and the first and last version that this worker reads.
 pub fn versions<S: DriverState>() -> (u32, u32, u32) {
     (S::KIND, S::VERSION, S::VERSION + LATER)
 }
 
-/// The driver's bytes in the layout that is stored.
+/// Converts the driver's bytes to the layout that is stored. Returns its version and bytes.
 fn to_stored<S: DriverState>(bytes: &[u8]) -> (u32, Vec<u8>) {
     let mut bytes = bytes.to_vec();
     let version = S::VERSION + LATER;
@@ -38,7 +40,7 @@ fn to_stored<S: DriverState>(bytes: &[u8]) -> (u32, Vec<u8>) {
     (version, bytes)
 }
 
-/// The reverse, of a version that is read.
+/// Converts stored bytes of a version that this worker reads to the driver's layout.
 fn from_stored<S: DriverState>(version: u32, bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     if version > S::VERSION && bytes.len() >= STORED_AT + 8 {
@@ -48,7 +50,7 @@ fn from_stored<S: DriverState>(version: u32, bytes: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Memory with the driver state in an envelope, which nobody can change any more.
+/// Writes the driver state in an envelope to new memory, and seals it against any change.
 pub fn write<S: DriverState>(driver_state: &S, epoch: u32) -> Result<OwnedFd> {
     let (version, driver) = to_stored::<S>(driver_state.bytes());
     let mut bytes = vec![0; HEAD + driver.len()];
@@ -66,7 +68,7 @@ pub fn write<S: DriverState>(driver_state: &S, epoch: u32) -> Result<OwnedFd> {
     Ok(memory)
 }
 
-/// The driver state that stands in `memory`, of the tenure in which the lease was passed.
+/// Reads the driver state in `memory`. `wrote` is the epoch of the tenure in which the lease was passed.
 pub fn read<S: DriverState>(memory: OwnedFd, wrote: u32) -> Result<Box<S>, Refused> {
     let bytes = copy(memory.as_fd()).map_err(|error| {
         let reason = Reason::Odd { position: 1 };
@@ -84,7 +86,7 @@ pub fn read<S: DriverState>(memory: OwnedFd, wrote: u32) -> Result<Box<S>, Refus
     S::read(&from_stored::<S>(envelope.version, whole)).map(Box::new).map_err(|error| refused(&error))
 }
 
-/// A copy that nobody else can write, of as many bytes as a driver state can have.
+/// Copies at most as many bytes as a driver state can have, so that no other process can change them.
 fn copy(memory: std::os::fd::BorrowedFd<'_>) -> std::io::Result<Vec<u8>> {
     let mut bytes = vec![0; HEAD + LEN_MAX];
     let mut have = 0;
@@ -112,7 +114,7 @@ fn not_a_driver_state(error: NotADriverState) -> Refused {
     Refused { reason, sentence: error.to_string() }
 }
 
-/// Why a driver did not go on.
+/// Converts a driver's error to the reason why it did not go on.
 pub fn refused(error: &NicError) -> Refused {
     let reason = match *error {
         NicError::OtherDriverState { kind, version, .. } => {

@@ -1,4 +1,5 @@
-//! The TAP of a node: a descriptor, at whose other side a kernel has an interface that is this node's NIC to its programs.
+//! The TAP of a node: a descriptor with a kernel's network interface at its other side. The node's programs use this
+//! interface as the node's NIC.
 
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,31 +14,31 @@ use tasuki_shm::arena::Arena;
 use crate::fail;
 use crate::lease_page::Heartbeat;
 
-/// Bytes of a frame, without check sequence, that no card sends shorter,
+/// Length of the shortest frame that a card sends, in bytes without check sequence,
 pub const SHORTEST: usize = 60;
 
-/// and of one that every card sends.
+/// and of the longest frame that every card sends.
 pub const LONGEST: usize = 1514;
 
-/// What to do when the TAP of a NIC is gone.
+/// Advice to the user when the TAP of a NIC is gone.
 const ALL_ANEW: &str = "make the namespace anew, stop all (tasuki stop) and start tasukid anew";
 
-/// A node's TAP. Frames are written to it by whoever drives the node's NIC, and read from it by nobody else.
+/// A node's TAP. The driver of the node's NIC writes frames to it, and no other process reads frames from it.
 #[derive(Debug)]
 pub struct Tap {
     device: OwnedFd,
-    /// What the daemon calls it.
+    /// Name that the daemon gave it.
     name: String,
-    /// Its interface was taken away: with its namespace, or by somebody,
+    /// Whether its interface is gone: with its namespace, or removed by hand,
     is_gone: Cell<bool>,
-    /// and that was said.
+    /// and whether that was reported.
     is_told: Cell<bool>,
-    /// What to do then.
+    /// Advice to the user for that case.
     help: Cell<&'static str>,
 }
 
 impl Tap {
-    /// What the daemon has made.
+    /// Takes over the TAP that the daemon has made.
     pub fn over(device: OwnedFd, name: String) -> Result<Self> {
         let stat = rustix::fs::fstat(&device).context("the node's TAP cannot be used")?;
         let is_device = FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice;
@@ -46,17 +47,18 @@ impl Tap {
         Ok(Tap { device, name, is_gone: Cell::new(false), is_told: Cell::new(false), help: Cell::new(ALL_ANEW) })
     }
 
-    /// Another descriptor of it.
+    /// Returns another descriptor of the TAP.
     pub fn fd(&self) -> std::io::Result<OwnedFd> {
         self.device.try_clone()
     }
 
-    /// Becomes readable when the namespace sends; of one that is gone it would say so for ever.
+    /// Returns the descriptor that becomes readable when the namespace sends. Returns nothing if the interface is
+    /// gone: the descriptor would be readable for ever.
     pub fn bell(&self) -> Option<BorrowedFd<'_>> {
         (!self.is_gone.get()).then(|| self.device.as_fd())
     }
 
-    /// What a person must know of it, once.
+    /// Returns a sentence for the user if the interface is gone, once.
     pub fn trouble(&self) -> Option<String> {
         let is_news = self.is_gone.get() && !self.is_told.replace(self.is_gone.get());
         is_news.then(|| {
@@ -68,7 +70,7 @@ impl Tap {
         })
     }
 
-    /// Its interface was found to be gone; what to do then.
+    /// Notes that the interface is gone, and the advice to give.
     pub fn lose(&self, help: &'static str) {
         self.is_gone.set(true);
         self.help.set(help);
@@ -80,8 +82,8 @@ impl Tap {
         }
     }
 
-    /// Gives the namespace what came. What it does not take now it does not get: a card whose frames nobody takes away would have its
-    /// partner pause.
+    /// Gives received frames to the namespace. Drops frames that it does not accept at once: a card whose frames
+    /// stay in its ring would have its partner pause.
     #[inline]
     pub fn give(&self, came: &Burst, heartbeat: &Heartbeat) {
         let mut refused = 0;
@@ -98,10 +100,11 @@ impl Tap {
         heartbeat.add(heartbeat::REFUSED, refused);
     }
 
-    /// What the namespace sends, straight into slots of the card's: as much as there is, up to a burst.
+    /// Reads frames that the namespace sends, straight into slots of the card's memory, up to a burst.
     #[inline]
     pub fn take(&self, arena: &Arena, burst: &mut Burst, heartbeat: &Heartbeat) {
-        // Some more than fit into the burst may have to be passed over; not for ever.
+        // Frames of a wrong length are passed over, so more reads than free places may be needed; but not without
+        // end.
         for _ in 0..BURST_MAX {
             if burst.is_full() || self.is_gone.get() {
                 return;
@@ -110,7 +113,7 @@ impl Tap {
             let room = slot.bytes_mut();
             match rustix::io::read(&self.device, &mut *room) {
                 Ok(len) if (1..=LONGEST).contains(&len) => {
-                    // Nothing of what was in the slot goes out behind a short one.
+                    // Zero the padding, so that no old bytes of the slot go out behind a short frame.
                     if let Some(rest) = room.get_mut(len..SHORTEST) {
                         rest.fill(0);
                     }

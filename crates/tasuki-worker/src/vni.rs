@@ -1,8 +1,10 @@
-//! A node's end of a VNI: the relay's tables have it change hands as a NIC does, and whoever drives it passes frames on between the VNI and the
-//! node's network namespace, or a client of memif, or is the node's program itself.
+//! A node's end of a VNI. The lease on an end changes hands by the relay's tables, as the lease on a NIC does.
 //!
-//! There is no driver state. How far a driver had come stands in the node's node memory, which is written before anybody can count on it, so a successor reads
-//! the same whether its predecessor let go or died.
+//! The driver of an end passes frames between the VNI and the node's network namespace, or between the VNI and a
+//! memif client. Or the node's program is the driver itself.
+//!
+//! There is no driver state. A driver's progress is in the node memory, and it is written there before any other
+//! node can rely on it. So a successor reads the same state whether its predecessor passed the lease or died.
 
 mod client;
 mod end;
@@ -43,73 +45,75 @@ use crate::handler::FrameHandler;
 pub use end::Joint;
 use end::{End, Native, Uplink};
 
-/// From one time to the next at which is done what is due now and then.
+/// Interval between two runs of the periodic work ([`VniAttachment::tick`]).
 const TICK: Duration = Duration::from_millis(250);
 
-/// Turns after which the clock is looked at for that.
+/// Number of turns after which `turn` reads the clock to see whether periodic work is due.
 const TURNS: u32 = 256;
 
-/// What to do when the namespace's interface is gone.
+/// Advice to the user when the interface in the namespace is gone.
 const ADD_ANEW: &str = "remove the node and add it anew (tasuki node remove, tasuki node add)";
 
-/// Where among the device bundle's descriptors what is.
+/// Positions of the device bundle's descriptors.
 const WAKE: usize = 0;
 const CONTROL: usize = 1;
 const POOL: usize = 2;
 const BELL_RECEIVER: usize = 3;
 
-/// Where in the node's program state stands what its end's program remembers: a node with an end has no NICs that remember anything.
+/// Index, in the node's program state, of the state of the end's program. A node with an end has no NICs with a
+/// state of their own.
 const PROGRAM_STATE: u32 = 0;
 
-/// Frames that its port takes at once, at least: there is no ring that somebody configures.
+/// Minimum number of frames that the end's port takes at once. An end has no configurable ring.
 const ROOM: u16 = 256;
 
-/// Whether nothing passes the node's frames on: its program is this worker.
+/// Returns whether the node is native: the worker is the node's program, and passes frames to no namespace and no
+/// memif client.
 fn is_native(common: &Common) -> bool {
     common.tap.is_none() && common.memif.is_none()
 }
 
-/// Another node, and which memory it has: the daemon says it again when it has begun anew.
+/// Another node of the VNI and its node memory. A restarted daemon sends it again.
 #[derive(Debug)]
 struct Known {
     node_memory: NodeMemoryFds,
     bell: OwnedFd,
     inode: u64,
-    /// Its addresses of IP, if they are known.
+    /// IP addresses of the node, if they are known.
     own: Own,
 }
 
-/// A node's end of a VNI that this worker drives, or may be told to.
+/// A node's end of a VNI that this worker drives or may be ordered to drive.
 pub struct VniAttachment<D: FrameHandler> {
     given: Given,
     text: Result<vni::Text, Refused>,
     worker: Worker,
-    /// What we hold the lease by, or held last.
+    /// Tenure under which we hold the lease, or last held it.
     tenure: Tenure,
-    /// The device bundle of which the order to prepare spoke.
+    /// Kind and version of the device bundle that the order to prepare named.
     asked: (u32, u32),
     neighbours: BTreeMap<u16, Known>,
     is_ready: bool,
-    /// What is done with frames, if nothing passes them on.
+    /// Handler of the frames of a native node.
     handler: D,
-    /// For a native node: made in advance.
+    /// Memory for the frames of a native node, made in advance.
     frames: Option<Frames>,
     end: Option<End>,
-    /// A client of memif that whoever drives it serves, and which is ours with the lease.
+    /// The memif client that the present driver serves. It becomes ours with the lease.
     client: Option<Inherited>,
-    /// The socket of the client of which the daemon was told last.
+    /// Socket of the client that we last reported to the daemon.
     told_client: Option<u64>,
-    /// What was counted when the heartbeat was told last: given, taken, dropped.
+    /// Counts when the heartbeat was last updated: frames given, taken, dropped.
     told: (u64, u64, u64),
     waits_since: Option<Instant>,
     turns: u32,
     ticked: Instant,
-    /// Whoever looks on, while it is not driven.
+    /// Captures of an end that is not driven here. While it is driven, its port holds them.
     captures: Option<Box<Captures>>,
 }
 
 impl<D: FrameHandler> VniAttachment<D> {
-    /// Of which nothing was asked yet.
+    /// Creates an attachment that has received no order yet.
     pub fn new(given: Given, common: &Common, told: &D::Told) -> Self {
         let text = serde_json::from_str(&given.bundle.text).map_err(|error| Refused {
             reason: Reason::Odd { position: Position::Device as u64 },
@@ -139,71 +143,72 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Its number.
+    /// Returns the number by which the daemon names this end, as it names NICs.
     pub fn number(&self) -> u32 {
         self.given.number
     }
 
-    /// Whether it is driven.
+    /// Returns whether this worker drives the end.
     #[inline]
     pub fn drives(&self) -> bool {
         self.worker.drives()
     }
 
-    /// Whether a worker that gets ready for this end waits for our CPU.
+    /// Returns whether a worker that prepares for this end waits for our CPU.
     pub fn is_awaited(&self) -> bool {
         self.drives() && self.given.lease_page.is_awaited()
     }
 
-    /// Whether the worker was told to leave it.
+    /// Returns whether the daemon ordered the worker to leave the end.
     pub fn is_left(&self) -> bool {
         matches!(self.worker.side(), Side::Taker(taker::State::Left))
     }
 
-    /// Whether it is driven, or could be at once.
+    /// Returns whether this worker drives the end or could do so at once.
     pub fn is_ready(&self) -> bool {
         self.is_ready && !self.is_left()
     }
 
-    /// Whether an order to take is a matter of microseconds.
+    /// Returns whether an order to take is microseconds away: never for an end.
     pub fn is_called(&self) -> bool {
         false
     }
 
-    /// Whether it was passed to a node that has us fenced for it: an end stays with its node.
+    /// Returns whether the lease was passed to a node that has us fenced: never, since an end stays with its node.
     pub fn awaits_fence(&self) -> bool {
         false
     }
 
-    /// Since when it waits for the lease, if it does.
+    /// Returns the time since which this worker waits for the lease, if it does.
     pub fn waits(&self) -> Option<Instant> {
         self.waits_since
     }
 
-    /// Whether it is about to be driven from memory of our own: a node memory stays where it is.
+    /// Returns whether the end is about to move to memory of our own: never, since node memory stays in place.
     pub fn is_apart(&self) -> bool {
         false
     }
 
-    /// How the next order to release is meant: there is one way only.
+    /// Ignores the plan for the next order to release: there is one way only.
     pub fn plan(&mut self, _: Plan) {}
 
-    /// A driver state for the next order to take: there is none.
+    /// Ignores a driver state for the next order to take: an end has none.
     pub fn stored(&mut self, _: Option<OwnedFd>) {}
 
-    /// Whether a taker may look at the lease word without a rest: whoever drives stays on another CPU than ours.
+    /// Returns whether a taker may poll the lease word without sleeping: only if the driver stays on another CPU
+    /// than ours.
     pub fn may_spin(&self, cpu: Option<u32>) -> bool {
         matches!((self.given.lease_page.driver_cpu(), cpu), (Some(its), Some(ours)) if its != ours)
     }
 
-    /// What the lease word says, if that is not what we believe.
+    /// Returns the lease word if it differs from the tenure we know, and always while we wait for the lease.
     #[inline]
     pub fn word(&self) -> Option<Input> {
         let now = self.given.lease_page.tenure();
         (self.waits_since.is_some() || now != self.tenure).then_some(Input::Word(now))
     }
 
-    /// A node of the VNI, or the same with other memory.
+    /// Adds a node of the VNI, or replaces the memory of a known one.
     pub fn meet(&mut self, number: u16, addresses: &[IpAddr], fds: Vec<OwnedFd>) -> Result<()> {
         ensure!(number < NODES_MAX, "the daemon speaks of node {number}, and a VNI has {NODES_MAX}");
         let count = fds.len();
@@ -213,7 +218,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         let inode = rustix::fs::fstat(&control).context("a node's memory cannot be used")?.st_ino;
         let own = addresses.iter().copied().collect::<Own>();
         if let Some(known) = self.neighbours.get_mut(&number).filter(|known| known.inode == inode) {
-            // A daemon that has just begun may know of others.
+            // A daemon that has just started may send other addresses.
             known.own = own.clone();
             self.end.iter_mut().for_each(|end| end.set_own(number, own.clone()));
             return Ok(());
@@ -226,7 +231,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         Ok(())
     }
 
-    /// A node is on the VNI no more.
+    /// Removes a node that has left the VNI.
     pub fn part(&mut self, number: u16) {
         if self.neighbours.remove(&number).is_some()
             && let Some(end) = &mut self.end
@@ -235,13 +240,13 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Nobody else is on the VNI.
+    /// Removes all nodes that are not in `nodes`.
     pub fn keep_only(&mut self, nodes: &[u16]) {
         let gone: Vec<u16> = self.neighbours.keys().copied().filter(|number| !nodes.contains(number)).collect();
         gone.into_iter().for_each(|number| self.part(number));
     }
 
-    /// A daemon that has just begun says anew who has which address.
+    /// Replaces the directory of addresses: a daemon that has just started sends a new one.
     pub fn look_up_in(&mut self, directory: OwnedFd) -> Result<()> {
         let place = self.given.fds.get_mut(vni::DIRECTORY).context("there was no directory before")?;
         *place = directory;
@@ -259,22 +264,22 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Somebody looks on.
+    /// Adds a capture.
     pub fn capture(&mut self, capture: Capture) {
         self.with_captures(|captures| captured::add(captures, capture));
     }
 
-    /// Somebody looks on no more.
+    /// Ends the capture with this number.
     pub fn end_capture(&mut self, number: u32) {
         self.with_captures(|captures| captured::end(captures, number));
     }
 
-    /// Nobody does.
+    /// Ends all captures.
     pub fn end_captures(&mut self) {
         self.with_captures(|captures| *captures = None);
     }
 
-    /// What it has counted, if it is driven.
+    /// Sends the end's counts to the daemon, if the end is driven here.
     pub fn tell_counts(&mut self, channel: &mut DaemonChannel) {
         let Some(end) = &mut self.end else { return };
         let mut counts: Vec<_> = end.counts().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
@@ -284,7 +289,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
-    /// Hears something, and does what follows from it.
+    /// Passes an input to the relay's tables and carries out the actions they name, until no input is left.
     pub fn hear(&mut self, common: &mut Common, input: Input) {
         if let Input::Order(Order::Prepare { kind, version, .. }) = input {
             self.asked = (kind, version);
@@ -307,7 +312,7 @@ impl<D: FrameHandler> VniAttachment<D> {
                 self.stop(common);
                 Some(Input::Stopped)
             }
-            // All that a successor must know is written, or is now.
+            // The data path has written most of the state that a successor needs; this writes the rest.
             Do::WriteDriverState { .. } => {
                 self.conclude(common);
                 None
@@ -334,7 +339,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Looks whether it could go on.
+    /// Checks whether this worker could go on with the end.
     fn map(&mut self, common: &mut Common) -> Input {
         fail::point("map.begun");
         let fits = self.fits(common);
@@ -390,11 +395,11 @@ impl<D: FrameHandler> VniAttachment<D> {
         fail::point("give.stopped");
     }
 
-    /// It is not driven here any more.
+    /// Drops the end: this worker no longer drives it.
     fn drop_end(&mut self, common: &mut Common) {
         if let Some(mut end) = self.end.take() {
             self.captures = end.with_captures(Option::take);
-            // It is a successor's, and ours again if that gives the lease back.
+            // The client belongs to the successor now, and to us again if the successor gives the lease back.
             if let End::Memif(end) = &mut end {
                 self.client = end.release();
             }
@@ -404,7 +409,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// A successor may go on from here.
+    /// Writes the last of the state from which a successor goes on.
     fn conclude(&mut self, common: &Common) {
         match &mut self.end {
             Some(End::Native(native)) => native.conclude(&mut self.handler, common),
@@ -414,7 +419,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         fail::point("give.written");
     }
 
-    /// Looks at the rings, whatever has rung.
+    /// Looks at the rings once, even if no bell has rung.
     fn look_once(&mut self, common: &mut Common) {
         match &mut self.end {
             Some(End::Native(native)) => native.look(&mut self.handler, common),
@@ -422,7 +427,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Compare-and-swap of the lease.
+    /// Compare-and-swap of the lease word.
     fn swap(&mut self, common: &mut Common, from: Tenure, to: Tenure) -> Input {
         let gives = to.holder.is_none() && self.end.is_some();
         if gives {
@@ -434,10 +439,11 @@ impl<D: FrameHandler> VniAttachment<D> {
             fail::point("take.won");
         }
         if won && gives {
-            // Full it cannot be before it was rung as often as there are numbers.
+            // The eventfd cannot be full: it would have to be rung as often as its counter has values.
             let _ = rustix::io::write(&self.given.fds[WAKE], &1_u64.to_ne_bytes());
             fail::point("give.passed");
-            // The memory is a successor's, who may write it already: nothing of ours is written when this is gone.
+            // The memory belongs to a successor, which may already write to it. Dropping the end writes nothing
+            // more.
             self.drop_end(common);
         }
         Input::Swapped { won }
@@ -503,7 +509,7 @@ impl<D: FrameHandler> VniAttachment<D> {
 
     fn add_all(&self, common: &mut Common, mut add: impl FnMut(PeerDescriptor) -> Result<(), RegionError>) {
         for (number, known) in &self.neighbours {
-            // One whose memory cannot be used is nobody's neighbour, and keeps nobody from the others.
+            // A node with unusable memory is left out, so that the end still reaches the other nodes.
             let added = peer_descriptor(*number, known).and_then(|bundle| Ok(add(bundle)?));
             if let Err(error) = added {
                 common
@@ -527,7 +533,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         Ok(Switch::new(self.own_number()?, Lookup::new(directory.claims(0, lines)?)))
     }
 
-    /// One turn in each direction; says how many frames moved.
+    /// Runs one turn in each direction. Returns the number of frames moved.
     #[inline]
     pub fn turn(&mut self, common: &mut Common) -> usize {
         let Some(end) = &mut self.end else { return 0 };
@@ -536,7 +542,7 @@ impl<D: FrameHandler> VniAttachment<D> {
             _ => end.turn(),
         };
         self.turns = self.turns.wrapping_add(1);
-        // The attachment of an uplink's NIC moves the frames that its end drops.
+        // For an uplink, the NIC's attachment moves the frames, and the end's port counts the drops.
         let (now_given, now_taken, now_dropped) = end.moved();
         let (given, taken, dropped) = self.told;
         if (now_given, now_taken, now_dropped) != self.told {
@@ -552,7 +558,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         moved
     }
 
-    /// Does what is due now and then; says how long until it is again, if there is anything left.
+    /// Runs periodic work if it is due. Returns the time until it is due again, or nothing if no work is left.
     fn tick(&mut self) -> Option<Duration> {
         let end = self.end.as_mut()?;
         let now = Instant::now();
@@ -564,7 +570,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         end.tick(now).then_some(TICK)
     }
 
-    /// What is looked at now and then: whether the namespace is there still.
+    /// Checks at intervals whether the namespace's interface still exists.
     pub fn now_and_then(&mut self, common: &mut Common) {
         if let (Some(end), Some(tap)) = (&self.end, common.tap)
             && end.is_gone()
@@ -573,27 +579,27 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Whether it may be slept on.
+    /// Arms the bells. Returns whether the worker may sleep.
     pub fn arm(&mut self, common: &mut Common) -> bool {
         self.tell_news_of_client(common);
         self.end.as_mut().is_none_or(|end| end.arm() == Armed::Idle)
     }
 
-    /// How long until there is something to do though nothing rings.
+    /// Returns how long the worker may sleep before there is work without a bell.
     pub fn rest(&mut self) -> Option<Duration> {
         let due = self.tick();
         let waits = self.end.as_ref().and_then(End::waits);
-        // Who waits for room has nothing else to do.
+        // A handler that waits for room has no other work.
         let works = matches!(self.end, Some(End::Native(_)) if waits.is_none()).then(|| self.handler.rest()).flatten();
         [due, waits, works].into_iter().flatten().min()
     }
 
-    /// What becomes readable when the namespace sends, while that is taken.
+    /// Returns the descriptor that becomes readable when the namespace sends, unless the end waits for room.
     pub fn tap(&self) -> Option<BorrowedFd<'_>> {
         self.end.as_ref().filter(|end| end.waits().is_none()).and_then(End::tap)
     }
 
-    /// What rings for it: other nodes while it is driven, and whoever passes the lease while it is waited for.
+    /// Returns the bell: while the end is driven, other nodes ring it; while we wait for the lease, the giver does.
     pub fn bell(&self) -> Option<BorrowedFd<'_>> {
         match &self.end {
             Some(end) => end.bell(),
@@ -601,12 +607,12 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// What hangs up with whoever serves it: nobody does.
+    /// Returns the connection to a device's server: none, since no server stands behind an end.
     pub fn line(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// It is not slept on any more.
+    /// Ends the sleep that [`arm`](Self::arm) prepared.
     pub fn quiesce(&mut self) {
         match (&mut self.end, self.waits_since) {
             (Some(end), _) => end.wake(),
@@ -617,7 +623,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Ends what is driven: what was sent is there for whoever goes on.
+    /// Stops driving the end. Frames that were sent stay available to a successor.
     pub fn park(&mut self, common: &mut Common) {
         if let Some(End::Memif(end)) = &mut self.end {
             end.dismiss(Refusal::Over);
@@ -635,7 +641,7 @@ fn peer_descriptor(number: u16, known: &Known) -> Result<PeerDescriptor> {
     Ok(PeerDescriptor {
         number,
         node_memory,
-        // The daemon has opened it for us alone.
+        // The daemon opened this descriptor for us alone.
         bell: Clapper::own(copy(&known.bell)?),
         own: known.own.clone(),
     })

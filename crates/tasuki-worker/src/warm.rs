@@ -1,52 +1,57 @@
-//! What a worker has ready before it is needed: a stand-by has run hardly anything of what it runs when it takes a NIC over, and each
-//! page of its program that it touches then for the first time costs a microsecond in which nobody drives.
+//! Warm-up: prepares what a worker needs later. A stand-by has run hardly any of the code that it runs when it takes
+//! a NIC over. Each page of its program that it touches then for the first time costs a microsecond in which no
+//! worker drives.
 //!
 //! # Invariants
 //!
-//! - **W1** The ranges are mappings of this process as the kernel has just listed them, and this process has one thread, which unmaps nothing meanwhile.
-//!   Having pages mapped changes nothing in them.
-//! - **W2** What the allocator is told says when it asks the kernel for memory and gives it back, and changes nothing of what it has handed out. Nobody else
-//!   allocates meanwhile: this process has one thread.
+//! - **W1** The ranges are mappings of this process as the kernel has just listed them, and this process has one
+//!   thread, which unmaps nothing meanwhile. Having pages mapped changes nothing in them.
+//! - **W2** The settings of the allocator say when it asks the kernel for memory and gives it back, and change
+//!   nothing of the memory that it has handed out. No other thread allocates meanwhile: this process has one thread.
 #![allow(unsafe_code, reason = "madvise takes addresses (W1), and mallopt is C (W2)")]
 
 use rustix::mm::Advice;
 
 use crate::lease_page::now_ns;
 
-/// Bytes of heap that are there before they are needed. What a worker allocates once it has begun is less than half of that.
+/// Bytes of heap to have before they are needed. After its start a worker allocates less than half of that.
 const ROOM: usize = 256 << 10;
-/// What is longer than this is nobody's heap.
+/// Anonymous mappings longer than this, in bytes, are not heap.
 const LARGE: usize = 1 << 20;
 
-/// Has the allocator keep what it has: to give memory back to the kernel, and to have it again, takes as long as taking a NIC over does.
+/// Has the allocator keep its memory: giving memory back to the kernel and getting it again takes as long as taking
+/// a NIC over does.
 #[cfg(target_env = "gnu")]
 fn keep_heap() {
     for (what, value) in [(libc::M_TRIM_THRESHOLD, i32::MAX), (libc::M_MMAP_THRESHOLD, 4 << 20)] {
         // SAFETY: it sets two numbers of the allocator, and moves nothing that is in use (W2).
         unsafe { libc::mallopt(what, value) };
     }
-    // Its pages come with those of the heap, all at once: one by one they take three times as long.
+    // The pages of this memory are mapped together with those of the heap: mapped one by one they take three times
+    // as long.
     drop(std::hint::black_box(Vec::<u8>::with_capacity(ROOM)));
 }
 
 #[cfg(not(target_env = "gnu"))]
 fn keep_heap() {}
 
-/// Has the kernel map the program, the heap and the stack, and finds the clock. What cannot be had so is mapped when it is touched.
+/// Has the kernel map the program, the heap and the stack, and resolves the clock function. Pages that cannot be
+/// mapped now are mapped at the first access.
 pub fn up() {
-    // Whoever asks for the time first looks its function up in what the kernel has mapped (the vDSO), which takes as long as all the rest of taking a NIC over.
+    // The first call for the time looks its function up in the kernel's mapping (the vDSO), which takes as long as
+    // all the rest of taking a NIC over.
     std::hint::black_box(now_ns());
     keep_heap();
     let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else { return };
     for (start, len, advice) in maps.lines().filter_map(range) {
         let address = std::ptr::without_provenance_mut(start);
-        // SAFETY: the range is mapped, and what stands there is not changed (W1).
+        // SAFETY: the range is mapped, and its contents are not changed (W1).
         let _ = unsafe { rustix::mm::madvise(address, len, advice) };
     }
 }
 
-/// A line of the list: where a mapping begins, how long it is, and how its pages are had; nothing for those that are mapped already or are not
-/// memory.
+/// Parses a line of the list: start and length of a mapping in bytes, and the advice that maps its pages. Returns
+/// nothing for mappings that are mapped already or are not memory.
 fn range(line: &str) -> Option<(usize, usize, Advice)> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
@@ -56,7 +61,7 @@ fn range(line: &str) -> Option<(usize, usize, Advice)> {
     let is_program = name.starts_with('/') && !name.starts_with("/memfd:") && !name.starts_with("/dev/");
     let len = end.saturating_sub(start);
     let is_writable = rights.starts_with("rw");
-    // What a program or a library begins with as zeroes has no name, nor has what was asked for at large.
+    // The zeroed data of a program or a library has no name, nor have large allocations.
     let is_zeroes = name.is_empty() && is_writable && len <= LARGE;
     let is_ours = is_program || is_zeroes || ["[heap]", "[stack]"].contains(&name);
     let advice = if is_writable { Advice::LinuxPopulateWrite } else { Advice::LinuxPopulateRead };

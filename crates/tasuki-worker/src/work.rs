@@ -1,4 +1,4 @@
-//! What a node does with frames, while it has no guests: the works of the stock worker.
+//! The works of the stock worker: what it does with frames for a node that has no guests.
 
 use std::net::Ipv4Addr;
 use std::os::fd::BorrowedFd;
@@ -18,19 +18,19 @@ use crate::pace::Pace;
 use crate::tap::Tap;
 use crate::{fail, run};
 
-/// Whom a source's frames are for, if nobody says: everybody.
+/// Default destination of a source's frames: broadcast.
 const TO: Mac = Mac([0xff; 6]);
 
-/// What a worker does for its whole life, and with what.
+/// Work of a worker, for its whole life.
 #[derive(Debug, Clone, Copy)]
 pub struct Work {
-    /// What.
+    /// Kind of work, with its parameters.
     pub kind: message::Work,
-    /// The node's TAP, which is the worker's to its end.
+    /// TAP of the node, which the worker keeps to its end.
     pub tap: Option<&'static Tap>,
 }
 
-/// Whether this work must remember anything exactly.
+/// Returns whether this work keeps state that must be exact.
 fn remembers(work: Work) -> bool {
     work.kind == message::Work::Sink
 }
@@ -115,7 +115,7 @@ impl FrameHandler for Job {
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
         match self.work.kind {
-            // What came goes the other way.
+            // Frames from the NIC go to the VNI.
             message::Work::Uplink => Ok(context.joint.map_or(0, |joint| joint.borrow_mut().give(burst))),
             _ => transmit(nic, burst, context.heartbeat),
         }
@@ -159,12 +159,12 @@ pub struct Job {
     work: Work,
     pace: Pace,
     account: Account,
-    /// Received by a source, and nobody's business; or what the TAP gets.
+    /// Frames that a source receives and drops, or frames for the TAP.
     came: Burst,
 }
 
 impl Job {
-    /// Where a predecessor stopped, as the program state says.
+    /// Continues where a predecessor stopped, by the words of its program state.
     fn at(work: Work, program_state: [u64; COPY]) -> Self {
         let rate = match work.kind {
             message::Work::Source { rate, .. } if rate > 0 => Some(rate),
@@ -175,20 +175,21 @@ impl Job {
         Job { work, pace: Pace::new(rate, Instant::now()), account, came: Burst::new() }
     }
 
-    /// Of two copies the one that was written last: accounts only grow.
+    /// Returns the later of two copies: accounts only grow.
     fn latest(copies: [[u64; COPY]; 2]) -> [u64; COPY] {
         let [one, other] = copies;
         one.max(other)
     }
 
-    /// What must be remembered exactly, if anything: it goes into the program state before any call of the driver that commits.
+    /// Returns the state that must be exact, if this work has any. It is written to the program state before each
+    /// driver call that commits.
     #[inline]
     fn words(&self) -> Option<[u64; COPY]> {
         let Account { seen, missing, late, next } = self.account;
         remembers(self.work).then_some([seen, missing, late, next, 0, 0, 0, 0])
     }
 
-    /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.
+    /// Receives a burst and sends a burst. Returns the number of frames moved. Frames left in `burst` stay pending.
     #[inline]
     fn turn<N: Transactional>(
         &mut self,
@@ -205,24 +206,25 @@ impl Job {
                 receive_and_answer(nic, burst, heartbeat, address, BURST_MAX)
             }),
             message::Work::Sink => self.sink(nic, burst, heartbeat, BURST_MAX),
-            // Refused before anything was driven; and whoever serves memif has no NIC.
+            // The worker refused a program's work before it drove anything, and a node that serves memif has no NIC.
             message::Work::Program | message::Work::Memif => Ok(0),
             message::Work::Uplink => self.join(nic, context, burst),
             message::Work::Source { size, to, .. } => self.source(nic, context, burst, (size, to.map_or(TO, Mac))),
             message::Work::Tap => {
                 let came = self.feed_tap(nic, heartbeat, BURST_MAX)?;
-                // What found no room in the last turn goes first.
+                // Frames that found no room in the last turn go first.
                 if let (Some(tap), true) = (self.work.tap, burst.is_empty()) {
                     tap.take(context.arena, burst, heartbeat);
                 }
-                // Also where nothing is to be sent: what the TAP has got must not be given to it by a successor again.
+                // Call this even when there is nothing to send: it commits the frames that the TAP has received, so
+                // that a successor does not give them to the TAP again.
                 let went = if came > 0 || !burst.is_empty() { transmit(nic, burst, heartbeat)? } else { 0 };
                 Ok(came + went)
             }
         }
     }
 
-    /// The same, of who is to let go: nothing new is sent.
+    /// Runs a turn of a giver: sends no new frames.
     fn finish<N: Transactional>(
         &mut self,
         nic: &mut N,
@@ -245,8 +247,9 @@ impl Job {
         }
     }
 
-    /// What came from the NIC goes to the VNI, and what came from there out at the NIC. A worker that is killed between the two ends of that may have done
-    /// it, and its successor does it again: a burst twice at most, each way.
+    /// Passes frames from the NIC to the VNI, and from the VNI to the NIC. If the worker is killed after it has
+    /// passed frames on and before it has committed that, its successor passes them on again: at most one burst
+    /// twice, each way.
     fn join<N: Transactional>(
         &mut self,
         nic: &mut N,
@@ -267,7 +270,7 @@ impl Job {
         if !burst.is_empty() {
             moved += joint.give(burst);
             if !burst.is_empty() {
-                // What goes out would end the turn of what is in hand.
+                // Sending now would end the turn of the pending frames.
                 return Ok(moved);
             }
             fail::point("burst.turned");
@@ -278,7 +281,7 @@ impl Job {
         }
         let went = transmit(nic, &mut self.came, context.heartbeat)?;
         joint.went(went);
-        // What found no room is copied once more when there is some.
+        // Frames that found no room are copied again when there is room.
         self.came.iter_mut().for_each(|frame| frame.slot.bytes_mut()[..frame.len.into()].fill(0));
         self.came.clear();
         Ok(moved + went)
@@ -345,13 +348,13 @@ impl Job {
         }
         let went = transmit(nic, burst, context.heartbeat)?;
         self.pace.sent(went as u64);
-        // Whatever comes is none of a source's business, but must not fill the card's buffer.
+        // A source has no use for received frames, but must not let them fill the card's buffer.
         let came = nic.receive(&mut self.came)?;
         self.came.clear();
         Ok(went + came)
     }
 
-    /// The first look at the rings of a card that was taken over: nothing is sent yet.
+    /// Looks at the rings of a card for the first time after taking it over; sends nothing yet.
     fn look<N: Transactional>(
         &mut self,
         nic: &mut N,
@@ -374,7 +377,7 @@ impl Job {
         }
     }
 
-    /// How long until there is something to do though nothing comes.
+    /// Returns the time until there is work without a received frame.
     fn rest(&self) -> Option<Duration> {
         matches!(self.work.kind, message::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
     }
@@ -387,12 +390,12 @@ fn send_back<N: Transactional>(
     heartbeat: &Heartbeat,
     receive: impl FnOnce(&mut N, &mut Burst, &Heartbeat) -> Result<usize, N::Fault>,
 ) -> Result<usize, N::Fault> {
-    // What found no room in the last turn goes first, and nothing new is taken until it is gone.
+    // Frames that found no room in the last turn go first. Receive no new frames until they are gone.
     let came = if burst.is_empty() { receive(nic, burst, heartbeat)? } else { 0 };
     if burst.is_empty() { Ok(came) } else { Ok(came + transmit(nic, burst, heartbeat)?) }
 }
 
-/// Takes in `most` frames at most, and handles them; says how many have come.
+/// Receives at most `most` frames and handles them. Returns the number received.
 #[inline]
 fn receive_and<N: Transactional>(
     nic: &mut N,
@@ -428,7 +431,7 @@ fn receive_and_turn<N: Transactional>(
     })
 }
 
-/// The answers stay in `burst`; what asks nothing of us is dropped.
+/// Leaves the answers in `burst` and drops frames that ask nothing of us.
 #[inline]
 fn receive_and_answer<N: Transactional>(
     nic: &mut N,
@@ -448,7 +451,7 @@ fn receive_and_answer<N: Transactional>(
     })
 }
 
-/// Sends what is in hand, and takes nothing in; says how many frames went.
+/// Sends the pending frames and receives none. Returns the number of frames sent.
 #[inline]
 fn transmit<N: Transactional>(nic: &mut N, burst: &mut Burst, heartbeat: &Heartbeat) -> Result<usize, N::Fault> {
     let went = nic.transmit(burst)?;

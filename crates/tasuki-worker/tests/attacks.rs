@@ -1,4 +1,5 @@
-//! What a program tries against others once its runtime has confined it (stage two): the kernel ends it, and its victim goes on.
+//! Attacks of a program on other processes once its runtime has confined it (stage two): the kernel ends the
+//! program, and its victim goes on.
 //!
 //! Attacks of docs/design/threat-model.md.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
@@ -12,7 +13,7 @@ use daemon::{Model, Nic, Node, Worker, folder};
 use tasuki_relay::message::Work;
 use tasuki_relay::wire::{Report, Use};
 
-/// A node whose program tries this when it is given its NIC.
+/// Returns a node whose program tries these attacks when it is given its NIC.
 fn hostile(folder: &Path, options: String, first: u32) -> Option<Node> {
     let program = Path::new(env!("CARGO_BIN_EXE_tasuki-worker")).with_file_name("examples").join("hostile");
     if !program.exists() {
@@ -24,12 +25,12 @@ fn hostile(folder: &Path, options: String, first: u32) -> Option<Node> {
     Some(node)
 }
 
-/// What the kernel says that it may open, lock, and so on.
+/// Returns the kernel's limits of the worker: descriptors, locked memory, and so on.
 fn limits(worker: &Worker) -> String {
     std::fs::read_to_string(format!("/proc/{}/limits", worker.process.id())).expect("a child of ours")
 }
 
-/// Each with its row of the threat model.
+/// Each attack with its row of the threat model.
 const ATTACKS: &[(&str, &str)] = &[
     ("T11", "prlimit"),
     ("T11", "prlimit-self"),

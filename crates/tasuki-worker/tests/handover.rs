@@ -1,4 +1,5 @@
-//! A NIC that goes to another node, whose worker has memory of its own: with real processes, under traffic, and with deaths at every step.
+//! Handover of a NIC to another node, whose worker has memory of its own: with real processes, under traffic, and
+//! with deaths at every step.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 #[macro_use]
@@ -15,19 +16,19 @@ use tasuki_relay::wire::{Order, Reason, Report};
 
 const FRAMES: u64 = 20_000;
 const RATE: u64 = 10_000;
-/// Where somebody dies: what a relay takes on a machine that is busy is to be a small part of the whole.
+/// Rate, in frames per second, of tests with deaths: on a busy machine too, the relay must be a small part of the
+/// whole.
 const SLOW: u64 = 2_500;
 
 fn model(folder: &tempfile::TempDir) -> Model {
     Model::start(folder.path(), &["--source", &FRAMES.to_string(), "--rate", &RATE.to_string()])
 }
 
-/// Two nodes.
 fn nodes(folder: &tempfile::TempDir) -> [Node; 2] {
     [Node::new(folder.path(), Work::Echo), Node::beside(folder.path(), Work::Echo, 1000)]
 }
 
-/// How often is tried again what a machine that is busy keeps from being done before a partner's pause is over.
+/// Number of attempts at a relay that a busy machine may keep from finishing before the partner's pause is over.
 const TRIALS: u32 = 20;
 
 /// Has `giver` hand the NIC to a fresh worker of `node`, which has memory of its own.
@@ -73,25 +74,25 @@ fn a_nic_is_pointed_at_the_memory_of_another_node_and_back_under_traffic() {
     }
     pauses.sort_unstable();
     println!("pauses: {:?} in the middle, {:?} at most", pauses[10], pauses[19]);
-    // The card counts for all its drivers: none but the last asks it.
+    // The card counts for all its drivers; only the last one reads the counts.
     driver.until_sent(FRAMES);
     drop((driver, nic));
     nothing_is_lost(&model.report(), FRAMES);
 }
 
-/// Who is killed where.
+/// Crash points at which giver and taker are killed.
 #[derive(Debug, Clone, Copy, Default)]
 struct Deaths {
     giver: Option<&'static str>,
     taker: Option<&'static str>,
 }
 
-/// Who drives in the end.
+/// The driver in the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Driver {
     Taker,
     Giver,
-    /// Of the giver's node.
+    /// A worker of the giver's node.
     Standby,
 }
 
@@ -99,8 +100,8 @@ fn orders(place: Option<&'static str>) -> Vec<(&'static str, String)> {
     place.map(|place| ("TASUKI_CRASH", format!("{place}:1"))).into_iter().collect()
 }
 
-/// Grants the lease, which nobody holds who lives, to whoever can take it: the taker first, then the giver, then the stand-by, as the arbiter
-/// chooses. Says who drives.
+/// Grants the lease, which no living worker holds, in the order in which the arbiter chooses: the taker, then the
+/// giver, then the stand-by. Returns the driver.
 fn recover(nic: &Nic, taker: Option<&mut Worker>, giver: Option<&mut Worker>, standby: &mut Worker) -> Driver {
     let all = [(Driver::Taker, taker), (Driver::Giver, giver), (Driver::Standby, Some(standby))];
     for (who, worker) in all {
@@ -110,7 +111,7 @@ fn recover(nic: &Nic, taker: Option<&mut Worker>, giver: Option<&mut Worker>, st
         loop {
             match worker.report_or_end(nic) {
                 Some(Report::Taken { epoch }) if epoch == passed.epoch + 1 => return who,
-                // A card that is not stopped is none to be pointed elsewhere.
+                // A card that is not stopped cannot be pointed elsewhere.
                 Some(Report::Failed { .. }) => break,
                 Some(Report::Released { .. } | Report::Lost { .. }) => {}
                 None => break,
@@ -121,10 +122,11 @@ fn recover(nic: &Nic, taker: Option<&mut Worker>, giver: Option<&mut Worker>, st
     panic!("nobody drives")
 }
 
-/// A partner that was asked to pause does so for 33 ms. On a machine that is busy a relay with deaths may take longer, and what comes then is lost.
+/// A partner that was asked to pause does so for 33 ms. On a busy machine a relay with deaths may take longer, and
+/// frames that arrive after that are lost.
 const PAUSED: Duration = Duration::from_millis(25);
 
-/// Waits until nothing comes any more: all has, or is lost.
+/// Waits until no more frames arrive: all have arrived, or are lost.
 fn until_quiet(model: &mut Model, driver: &Worker) {
     let (mut seen, mut since) = (driver.heartbeat(heartbeat::SENT), Instant::now());
     while model.process.is_running() && since.elapsed() < Duration::from_secs(3) {
@@ -136,7 +138,8 @@ fn until_quiet(model: &mut Model, driver: &Worker) {
     }
 }
 
-/// Ends the model; how many frames did not come back to it. Those that did came once, in order, and whole.
+/// Ends the model and returns the number of frames that did not come back to it. The others must have come back
+/// once, in order, and whole.
 fn lost(mut model: Model) -> u64 {
     if model.process.is_running() {
         model.process.signal(Signal::TERM);
@@ -147,13 +150,14 @@ fn lost(mut model: Model) -> u64 {
     lost.unwrap_or_else(|| panic!("{report}"))
 }
 
-/// A handover in which these die, and which loses at most so many frames unless the machine kept everybody from running; who drives in the end.
+/// Runs a handover with these deaths. It may lose at most `at_most` frames, unless the machine kept the processes
+/// from running. Returns the driver in the end.
 fn killed(deaths: Deaths, at_most: u64) -> Driver {
     let driver = (0..TRIALS).find_map(|_| kill(deaths, at_most));
     driver.expect("the partner's pause was over each time before the taker was run")
 }
 
-/// The same, once; nothing if frames came before the taker could point the card.
+/// Runs it once. Returns nothing if frames arrived before the taker could point the card.
 fn kill(deaths: Deaths, at_most: u64) -> Option<Driver> {
     let folder = tempfile::tempdir().expect("a place for sockets");
     let count = 5000_u64;
@@ -170,7 +174,7 @@ fn kill(deaths: Deaths, at_most: u64) -> Option<Driver> {
     let began = Instant::now();
     let driver = if own.is_none() {
         assert_eq!(taker.process.end(), None, "{deaths:?}: killed");
-        // Nobody has told the giver anything.
+        // The giver has received no order.
         Driver::Giver
     } else {
         giver.plan_handover(&nic, Method::Repoint, Inflight::Deliver);
@@ -205,7 +209,7 @@ fn kill(deaths: Deaths, at_most: u64) -> Option<Driver> {
     };
     until_quiet(&mut model, drives);
     assert!(drives.heartbeat(heartbeat::SENT) > 100, "{deaths:?}: it drives");
-    // Whoever could not take the card because of what had come meanwhile has said so.
+    // A worker that could not take the card because frames had arrived meanwhile has said so.
     let was_late = taker.told.iter().any(|sentence| sentence.contains("frames have come"));
     drop((giver, taker, standby, nic));
     let lost = lost(model);
@@ -224,7 +228,7 @@ macro_rules! need_places {
     };
 }
 
-/// Frames that a ring has room for.
+/// Number of frames for which a ring has room.
 const RING: u64 = 256;
 
 #[test]

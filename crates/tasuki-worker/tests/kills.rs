@@ -1,4 +1,5 @@
-//! Workers that are killed at every step of a relay and of a burst, under traffic: the wire sees each frame once, in order, as it came.
+//! Workers that are killed at every step of a relay and of a burst, under traffic: the wire sees each frame once, in
+//! order, unchanged.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod daemon;
@@ -10,20 +11,20 @@ use tasuki_relay::After;
 use tasuki_relay::message::{ToDaemon, Work, heartbeat};
 use tasuki_relay::wire::{Order, Report, Use};
 
-/// Frames of the source, and how many it sends in a second.
+/// Number of the source's frames, and its rate in frames per second.
 const FRAMES: u64 = 12_000;
 const RATE: u64 = 6_000;
 
-/// What happens to a worker on its way to the place where it dies.
+/// The way of a worker to the crash point at which it dies; each includes the one before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// It is told to prepare.
+    /// It is ordered to prepare.
     Prepares,
-    /// And to take.
+    /// It is ordered to take.
     Takes,
-    /// And it drives.
+    /// It drives.
     Drives,
-    /// And it is told to let go.
+    /// It is ordered to release.
     Gives,
 }
 
@@ -50,14 +51,14 @@ const PLACES: &[(&str, Way)] = &[
     ("give.said", Way::Gives),
 ];
 
-/// What a worker reports next about `nic`; nothing if it dies instead.
+/// Returns the worker's next report about `nic`, or nothing if it dies instead.
 fn next(worker: &mut Worker, nic: &Nic) -> Option<Report> {
     worker.report_or_end(nic)
 }
 
-/// The plain worker drives again, whatever became of the other, which is dead.
+/// Has the plain worker drive again; the other worker is dead.
 fn take_back(plain: &mut Worker, nic: &Nic) {
-    // It may have been told before, and have taken.
+    // The plain worker may have been ordered to take before, and have taken.
     let holder = nic.tenure().holder;
     if holder == Some(plain.party) {
         return;
@@ -75,7 +76,8 @@ fn take_back(plain: &mut Worker, nic: &Nic) {
     }
 }
 
-/// Sends a worker on its way until it dies at `place` when it passes it for the `nth` time.
+/// Sends a worker on its way until it dies when it passes `place` for the `nth` time. Returns the number of frames
+/// that it sent.
 fn kill(node: &mut Node, nic: &Nic, plain: &mut Worker, (place, way): (&str, Way), nth: u64) -> u64 {
     let mut victim = node.worker(&[("TASUKI_CRASH", format!("{place}:{nth}"))]);
     victim.give(nic);
@@ -92,7 +94,7 @@ fn kill(node: &mut Node, nic: &Nic, plain: &mut Worker, (place, way): (&str, Way
     plain.order(nic, Order::Release { epoch });
     assert_eq!(next(plain, nic), Some(Report::Released { epoch }), "{place}");
     if way != Way::Gives {
-        // Taken or not, it dies by itself; what it says meanwhile is heard.
+        // Taken or not, it dies by itself; read its reports meanwhile.
         while next(&mut victim, nic).is_some() {}
     } else {
         assert_eq!(next(&mut victim, nic), Some(Report::Taken { epoch: epoch + 1 }), "{place}: {:?}", victim.told);
@@ -129,7 +131,7 @@ fn killed_at_every_step(poll: bool) {
     while sent + plain.heartbeat(heartbeat::SENT) < frames * 9 / 10 {
         let place = PLACES[kills % PLACES.len()];
         let nth = 1 + (kills / PLACES.len()) as u64 % 7 * 3;
-        // Places of a relay are passed once.
+        // The crash points of a relay are passed once.
         let nth = if place.1 == Way::Drives { nth } else { 1 };
         sent += kill(&mut node, &nic, &mut plain, place, nth);
         kills += 1;

@@ -1,4 +1,5 @@
-//! `nic probe` and `nic run` as a user has them: real processes, the model beside them, and what must not be left behind.
+//! `nic probe` and `nic run` as a user runs them: real processes, the model beside them, and checks that nothing is
+//! left behind.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod programs;
@@ -18,7 +19,7 @@ fn folder() -> TempDir {
     tempfile::tempdir().expect("a place for sockets")
 }
 
-/// The worker, with nothing in the folder that it may use for its own.
+/// Starts the worker, with an empty folder for its temporary files.
 fn run(words: &[&str], own: &Path) -> Program {
     Program::start(worker().args(words).env("TMPDIR", own))
 }
@@ -27,7 +28,7 @@ fn is_empty(folder: &Path) -> bool {
     folder.read_dir().expect("the folder").next().is_none()
 }
 
-/// The frames in a capture.
+/// Returns the frames in a capture.
 fn frames_of(file: &Path) -> Vec<Vec<u8>> {
     let mut reader = pcap_file::pcap::PcapReader::new(File::open(file).expect("the capture")).expect("a capture");
     let mut frames = Vec::new();
@@ -39,19 +40,19 @@ fn frames_of(file: &Path) -> Vec<Vec<u8>> {
     frames
 }
 
-/// The number of a frame, as docs/design/sim.md has it: behind EtherType and mark.
+/// Returns the number of a frame as docs/design/sim.md lays it out: behind EtherType and mark.
 fn number(frame: &[u8]) -> Option<u64> {
     let number = frame[12..18] == *b"\x88\xb5tsk\x01";
     number.then(|| u64::from_le_bytes(frame[18..26].try_into().expect("eight bytes")))
 }
 
-/// What a summary says that the card has counted.
+/// Returns a count of the card from a summary.
 fn count(said: &str, name: &str) -> Option<u64> {
     let words = said.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     words.into_iter().find(|words| words.first() == Some(&name))?.get(1)?.parse().ok()
 }
 
-/// Shown to be missing once, for all that need it.
+/// Ends a test that needs the model if the model is missing.
 macro_rules! need_model {
     () => {
         let Some(_) = model_program() else {
@@ -90,7 +91,7 @@ fn a_source_on_the_model_sends_as_many_as_it_was_told() {
     assert!(ended.said.contains("sent     300 frames, 30000 bytes"), "{}", ended.said);
     assert_eq!(count(&ended.said, "tx_packets"), Some(300), "more than the ring holds, and the card has sent them all");
     assert!(is_empty(own.path()), "nothing is left behind");
-    // And they were sent, says the model.
+    // The model confirms that they were sent.
     let file = own.path().join("frames.pcap");
     let words = ["--link-up", "10", "--pcap", file.to_str().expect("UTF-8")];
     let mut model = Model::start(own.path(), &words);
@@ -100,7 +101,7 @@ fn a_source_on_the_model_sends_as_many_as_it_was_told() {
     model.program.signal(Signal::INT);
     let ended = model.program.end();
     assert_eq!((ended.code, ended.errors.as_str()), (Some(0), ""));
-    // Among what the card sent is the PAUSE of a card that is parked.
+    // The frames on the wire include the PAUSE frame of a card that is parked.
     let numbers: Vec<_> = frames_of(&file).iter().filter_map(|frame| number(frame)).collect();
     assert_eq!(numbers, (0..300).collect::<Vec<_>>(), "{}", ended.said);
     assert!(!model.socket.exists());
@@ -110,7 +111,7 @@ fn a_source_on_the_model_sends_as_many_as_it_was_told() {
 fn an_echo_sends_back_all_that_a_source_sends() {
     need_model!();
     let place = folder();
-    // 500 frames on their way to a driver that is not run for a second: the ring holds them.
+    // 500 frames arrive while the driver does not run for a second: the ring holds them.
     let model = Model::start(place.path(), &["--source", "1500", "--rate", "500", "--link-up", "10"]);
     let device = format!("vfio-user:{}", model.socket.display());
     let ended = run(&["run", &device, "--echo", "--count", "1500", "--ring", "1024"], place.path()).end();
@@ -148,7 +149,7 @@ fn a_sink_writes_what_it_took_in_and_the_model_calls_nothing_lost() {
     assert!(!model.said.contains("lost") && !model.said.contains("must not"), "{}", model.said);
 }
 
-/// A frame as docs/design/sim.md has it, or one without a number.
+/// Builds a frame as docs/design/sim.md lays it out, or one without a number.
 fn frame(number: Option<u64>) -> Vec<u8> {
     let mut frame = [[0xff; 6], [2, 0, 0, 0, 0, 9]].concat();
     frame.extend([0x88, 0xb5]);
@@ -172,14 +173,14 @@ fn an_interrupt_ends_a_run_with_a_summary_that_says_what_is_missing() {
     let device = format!("vfio-user:{}", model.socket.display());
     let mut program = run(&["run", &device, "--echo"], place.path());
     let mut bytes = [0; 2048];
-    // What comes before somebody receives is lost: asked until it answers.
+    // Frames that arrive before the program receives are lost, so repeat until it answers.
     until("an echo", || {
         let _ = wire.send_to(&frame(None), &its);
         wire.recv(&mut bytes).is_ok()
     });
     for number in [7, 8, 11, 12, 9] {
         until("room on the wire", || wire.send_to(&frame(Some(number)), &its).is_ok());
-        // One after the other, so that it does not matter how long the sockets' queues are.
+        // One after the other, so that the lengths of the sockets' queues do not matter.
         let back = |bytes: &[u8]| bytes[18..26] == number.to_le_bytes() && bytes[14..18] == *b"tsk\x01";
         until("its echo", || wire.recv(&mut bytes).is_ok() && back(&bytes));
         assert_eq!(bytes[..12], [[2, 0, 0, 0, 0, 9], [0xff; 6]].concat(), "turned round");
@@ -188,7 +189,7 @@ fn an_interrupt_ends_a_run_with_a_summary_that_says_what_is_missing() {
     let ended = program.end();
     assert_eq!((ended.code, ended.errors.as_str()), (Some(0), ""));
     assert!(ended.said.contains("numbered 5 frames: 1 missing, 1 late or twice"), "{}", ended.said);
-    // It stays for the next driver, until it is told to end.
+    // The model stays for the next driver, until it is told to end.
     let mut model = model.program;
     assert!(model.is_running());
     model.signal(Signal::TERM);
@@ -342,7 +343,7 @@ fn a_card_that_belongs_to_the_kernel_is_left_to_it() {
     let own = folder();
     let ended = run(&["probe", &format!("vfio:{address}")], own.path()).end();
     assert_eq!((ended.code, ended.said.as_str()), (Some(1), ""));
-    // Which of the two depends on the machine; either names the device and what to do.
+    // Which of the two depends on the machine; either names the device and the remedy.
     let sentence = ended.sentence();
     assert!(sentence.contains(&address), "{sentence}");
     assert!(sentence.contains("is held by the kernel driver") || sentence.contains("is behind no IOMMU"), "{sentence}");

@@ -1,5 +1,6 @@
-//! Programs of the user's own, killed at the steps of a turn: one that fills the card's ring as fast as it goes, one that changes frames in copies,
-//! and one that sends nothing. Each number is on the wire once, in order, and what they count is exact.
+//! Programs of the user's own, killed at the steps of a turn: one that fills the card's ring as fast as it goes, one
+//! that changes frames in copies, and one that sends nothing. Each number is on the wire once, in order, and the
+//! programs' counts are exact.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod daemon;
@@ -11,7 +12,7 @@ use rustix::process::Signal;
 use tasuki_relay::message::{ToWorker, Work, heartbeat};
 use tasuki_relay::wire::Report;
 
-/// Where a driver dies, and how often it passes there before.
+/// Crash points at which a driver dies, and the number of the pass at which it does.
 const PLACES: &[(&str, u32)] = &[
     ("burst.turned", 40),
     ("state.written", 41),
@@ -27,10 +28,10 @@ const PLACES: &[(&str, u32)] = &[
     ("take.booked", 1),
     ("take.looked", 1),
 ];
-/// More than all who are to die can send before they do.
+/// More frames than all workers that are to die can send before they do.
 const COUNT: u64 = 100_000;
 
-/// An example of this crate, where such a test can run.
+/// Returns the path of an example of this crate, if such a test can run here.
 fn program(name: &str) -> Option<PathBuf> {
     if cfg!(not(feature = "crash-points")) {
         println!("skipped: needs the feature crash-points");
@@ -48,7 +49,7 @@ fn program(name: &str) -> Option<PathBuf> {
     Some(path)
 }
 
-/// Where a driver dies that gets a few thousand frames a second.
+/// The same for a driver that gets a few thousand frames a second.
 const SELDOM: &[(&str, u32)] = &[
     ("burst.received", 6),
     ("burst.turned", 7),
@@ -64,10 +65,11 @@ const SELDOM: &[(&str, u32)] = &[
     ("take.booked", 1),
     ("take.looked", 1),
 ];
-/// More than all who are to die can have in hand.
+/// More frames than all workers that are to die can have pending.
 const FRAMES: u64 = 12_000;
 
-/// Has a node with the example `reflector` get so many frames, while its workers die one after the other; what the model says at the end.
+/// Sends [`FRAMES`] frames to a node with the example `reflector`, while its workers die one after the other.
+/// Returns the model's report.
 fn reflected(options: &str) -> Option<String> {
     let program = program("reflector")?;
     let folder = tempfile::tempdir().expect("a folder");
@@ -77,7 +79,7 @@ fn reflected(options: &str) -> Option<String> {
     (node.program, node.options) = (program, options.to_owned());
     let driver = one_after_the_other(&mut node, &nic, SELDOM);
     until("all frames", || node.remembered(0) >= FRAMES);
-    // All are booked, but the last of them may be on their way out.
+    // All frames are counted, but the last of them may be on their way out.
     if !options.contains("drop") {
         let driver = &driver;
         until("the last of them", || {
@@ -102,7 +104,7 @@ fn frames_that_are_changed_in_copies_go_once_whoever_dies() {
     nothing_is_lost(&report, FRAMES);
 }
 
-/// Each worker dies at its place; the last one drives.
+/// Has each worker die at its crash point; the last one drives.
 fn one_after_the_other(node: &mut Node, nic: &Nic, places: &[(&str, u32)]) -> Worker {
     let mut driver: Option<Worker> = None;
     for plan in places.iter().chain(places).map(Some).chain([None]) {
@@ -129,7 +131,7 @@ fn what_finds_no_room_is_sent_once_whoever_dies() {
     (node.program, node.options) = (program, format!("count={COUNT} size=200"));
     let mut driver = one_after_the_other(&mut node, &nic, PLACES);
     until("all that is to be sent", || node.remembered(0) >= COUNT);
-    // What is given to the card is sent before it is parked.
+    // Frames given to the card are sent before it is parked.
     driver.message(&ToWorker::End, &[]);
     assert_eq!(driver.process.end(), Some(0), "{:?}", driver.told);
     drop((driver, nic));

@@ -1,4 +1,4 @@
-//! What a worker refuses, and what it says then: device bundles that are not whole, driver states that are damaged, cards that are gone.
+//! Refusals of a worker and their sentences: incomplete device bundles, damaged driver states, cards that are gone.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 #[macro_use]
@@ -58,7 +58,7 @@ fn a_bundle_that_is_not_whole_is_refused_before_anything_is_touched() {
         assert_eq!(worker.told.len(), 1, "one sentence: {:?}", worker.told);
         assert!(worker.told[0].contains("; "), "what to do is said: {:?}", worker.told);
     }
-    // And it can still be driven.
+    // The card can still be driven.
     let mut worker = node.ready(&nic, &[]);
     taken(worker.grant(&nic));
     worker.until_sent(500);
@@ -86,7 +86,7 @@ fn what_was_stored_for_a_relay_that_came_to_nothing_is_not_read_in_the_next() {
     nothing_is_lost(&model.report(), 2000);
 }
 
-/// The giver stores its driver state; somebody has changed it when it comes to the successor.
+/// The giver stores its driver state, which is changed before it reaches the successor.
 fn stored_and_changed(change: impl Fn(&mut Vec<u8>), why: fn(Reason) -> bool) {
     let folder = folder();
     let model = Model::start(folder.path(), &["--source", "4000", "--rate", "8000"]);
@@ -111,7 +111,7 @@ fn stored_and_changed(change: impl Fn(&mut Vec<u8>), why: fn(Reason) -> bool) {
     nothing_is_lost(&model.report(), 4000);
 }
 
-/// Has the giver let go by the store: the epoch, and the bytes of the driver state.
+/// Has the giver release by the store. Returns the epoch, and the bytes of the driver state.
 fn store(giver: &mut Worker, nic: &Nic) -> (u32, Vec<u8>) {
     let epoch = nic.tenure().epoch;
     giver.plan(nic, true);
@@ -166,7 +166,8 @@ fn an_upgrade_goes_by_the_store() {
         blue.plan(&nic, true);
         blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
         let (_, bytes) = store(&mut red, &nic);
-        // It was rung for, has had turns since, and goes by the driver state, not by what it sees.
+        // The bell has rung and the taker has had turns since. It still waits for the driver state, although the
+        // lease word is free.
         for _ in 0..3 {
             blue.order(&nic, Order::Who);
             let said = blue.report(&nic);
@@ -212,8 +213,8 @@ fn a_card_that_is_gone_is_said_to_be_once_and_nobody_takes_it() {
     }
 }
 
-/// Two real workers, of this version and as the next may be: `TASUKI_OTHER_WORKER` names one that was built with the feature `next-driver_state` if
-/// ours was not, and without it if ours was.
+/// Two real workers, of this version and as the next may be. `TASUKI_OTHER_WORKER` names one that was built with the
+/// feature `next-driver_state` if ours was not, and without it if ours was.
 #[test]
 fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way_round() {
     need_model!();
@@ -232,19 +233,19 @@ fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way
     taken(old.grant(&nic));
     node.program = next;
     let (mut new, mut newer) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
-    // This version's, read by the next.
+    // A driver state of this version, read by the next.
     let (epoch, bytes) = store(&mut old, &nic);
     assert_eq!(DriverState::read(&bytes).map(|driver_state| driver_state.version), Ok(nic.bundle.version));
     new.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&bytes)]);
     new.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     taken(new.report(&nic));
-    // The next version's, read by the next.
+    // A driver state of the next version, read by the next.
     let (epoch, bytes) = store(&mut new, &nic);
     assert_eq!(DriverState::read(&bytes).map(|driver_state| driver_state.version), Ok(nic.bundle.version + 1));
     newer.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&bytes)]);
     newer.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     taken(newer.report(&nic));
-    // The next version's, not read by this one: the giver goes on.
+    // A driver state of the next version, not read by this one: the giver goes on.
     let (epoch, bytes) = store(&mut newer, &nic);
     old.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&bytes)]);
     old.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
@@ -256,7 +257,8 @@ fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way
     nothing_is_lost(&model.report(), 8000);
 }
 
-/// What a worker of a node with a TAP says that is given this in its place, and ends.
+/// Starts a worker of a node with a TAP that is given `tap` in the TAP's place. Returns the sentence with which it
+/// ends.
 fn refused_tap(tap: Option<OwnedFd>) -> String {
     let (talk, its) = Talk::pair();
     let begin = Begin {

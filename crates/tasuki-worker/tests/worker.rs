@@ -1,4 +1,5 @@
-//! A worker as a daemon has it: real processes, real messages and packets, and our model of a card with a source on its wire.
+//! A worker as the daemon sees it: real processes, real messages and packets, and our model of a card with a source
+//! on its wire.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 #[macro_use]
@@ -79,7 +80,7 @@ fn only_who_drives_or_is_ready_to_runs_on_the_nodes_cpu() {
     assert_eq!(red.pass_to(&mut blue, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
     until("the giver is out of the way", || red.process.cpus() == [aside]);
     assert_eq!(blue.process.cpus(), [home]);
-    // It has it back, as after a taker that failed.
+    // The first worker has the lease back, as after a taker that failed.
     let epoch = nic.tenure().epoch;
     assert_eq!(blue.pass_to(&mut red, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
     assert_eq!(red.process.cpus(), [home]);
@@ -114,7 +115,7 @@ fn who_drives_and_sleeps_goes_before_programs_and_gives_way_when_it_does_not_sle
     blue.until_sent(50);
     drop((red, blue, nic));
     nothing_is_lost(&model.report(), 50);
-    // As many frames as go: it never sleeps.
+    // A source at full rate never sleeps.
     let folder = self::folder();
     let model = Model::start(folder.path(), &[]);
     let nic = Nic::open(&model.socket, &[]);
@@ -197,7 +198,7 @@ fn a_worker_outlives_its_daemon_and_the_next_one_finds_it() {
         let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
         let epoch = taken(red.grant(&nic));
         for worker in [&mut red, &mut blue] {
-            // The daemon dies: its sockets close, and the next one has what its keeper has.
+            // The daemon dies: its sockets close, and the next daemon has the state that its keeper has.
             worker.talk = daemon::Talk::pair().0;
             worker.talk = daemon::Talk::call(&worker.path);
         }
@@ -257,7 +258,7 @@ fn a_source_sends_each_number_once_though_its_workers_are_killed() {
         taken(next.grant(&nic));
         driver = next;
     }
-    // What is given to the card is sent before it is parked.
+    // Frames given to the card are sent before it is parked.
     driver.message(&ToWorker::End, &[]);
     assert_eq!(driver.process.end(), Some(0), "{:?}", driver.told);
     drop((driver, nic));
@@ -277,7 +278,7 @@ fn a_worker_that_drives_and_polls_asks_the_kernel_for_nothing() {
     node.poll = true;
     let mut worker = node.ready(&nic, &[]);
     taken(worker.grant(&nic));
-    // Its link is known to be up by then.
+    // By then the worker knows that its link is up.
     until("a while", || worker.heartbeat(heartbeat::LOOKS) > 200_000 && worker.heartbeat(heartbeat::SENT) > 1000);
     let calls = folder.path().join("calls");
     let id = worker.process.id().as_raw_nonzero().to_string();

@@ -1,14 +1,15 @@
-//! Which report is heard of which worker. A report that an honest worker cannot make in any order of events is a breach: it costs that worker its life,
-//! and nobody else anything. A report of a worker to which the device was never given is a breach whatever it says.
+//! Table of authority: the verdict on each report of each worker. A report that an honest worker cannot make in any
+//! order of events is a breach. It costs that worker its life, and no other worker loses anything. Any report of a
+//! worker that was never given the device is a breach.
 
 use super::Is;
 use crate::table::All;
 use crate::wire::Report;
 
-/// What a report says.
+/// Kind of a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Says {
-    /// How it stands.
+    /// Its standing.
     Hello,
     /// It could go on at once.
     Ready,
@@ -29,7 +30,7 @@ pub enum Says {
 }
 
 impl Says {
-    /// Of a report.
+    /// Returns the kind of a report.
     pub fn of(report: Report) -> Self {
         match report {
             Report::Hello { .. } => Says::Hello,
@@ -52,31 +53,31 @@ impl All for Says {
     };
 }
 
-/// What becomes of a report.
+/// Verdict on a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Verdict {
-    /// It is heard.
+    /// The report is heard.
     Hear,
-    /// It was true when it was said, perhaps, and means nothing now.
+    /// The report may have been true when it was sent, and means nothing now.
     Stale,
-    /// The worker has no right to say it.
+    /// The worker has no right to send the report.
     Breach,
 }
 
-/// A row.
+/// A row of the table.
 #[derive(Debug, Clone, Copy)]
 pub struct Rule {
-    /// Of a worker of which this is known.
+    /// For a worker in any of these conditions.
     pub of: &'static [Is],
-    /// When it says this.
+    /// When it sends this report.
     pub says: Says,
-    /// This becomes of it.
+    /// The verdict is this.
     pub then: Verdict,
-    /// And why.
+    /// Reason for the verdict.
     pub because: &'static str,
 }
 
-/// What becomes of a report, and why. What no row allows is a breach.
+/// Returns the verdict on a report, and the reason. A report that no row allows is a breach.
 pub(super) fn verdict(rules: &[Rule], is: Is, says: Says) -> (Verdict, &'static str) {
     let rule = rules.iter().find(|rule| rule.says == says && rule.of.contains(&is));
     rule.map_or((Verdict::Breach, "no rule allows it"), |rule| (rule.then, rule.because))
@@ -134,7 +135,8 @@ pub const AUTHORITY: &[Rule] = {
     ]
 };
 
-/// Pairs that no row has, or more than one: the table must have none.
+/// Returns the pairs that have no row, or more than one, with their number of rows. The table must have no such
+/// pairs.
 #[cfg(test)]
 pub fn gaps(rules: &[Rule]) -> Vec<(Is, Says, usize)> {
     let pairs = Is::ALL.iter().flat_map(|&is| Says::ALL.iter().map(move |&says| (is, says)));
@@ -145,7 +147,7 @@ pub fn gaps(rules: &[Rule]) -> Vec<(Is, Says, usize)> {
     counted.filter(|&(_, _, count)| count != 1).collect()
 }
 
-/// The table as a document shows it.
+/// Formats the table as a document shows it.
 pub fn to_markdown(rules: &[Rule]) -> String {
     let row = |rule: &Rule| {
         let of: Vec<_> = rule.of.iter().map(|is| format!("{is:?}")).collect();

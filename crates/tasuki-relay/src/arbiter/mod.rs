@@ -1,7 +1,9 @@
-//! The daemon's part: it orders relays, learns who died, fences, and seizes a lease that nobody can pass any more.
+//! The daemon's part: the arbiter orders relays, learns of dead workers, fences workers, and seizes a lease that no
+//! worker can pass any more.
 //!
-//! It is never in the way of a packet, and a relay that is under way ends without it. What it forgets when it dies, the lease word and
-//! the workers tell the next one; of its own it needs only the record of whom it has fenced.
+//! It is never in the path of a frame, and a relay that has begun ends without it. If the arbiter dies, the lease
+//! word and the workers tell the next one what it has forgotten. The only record of its own that it needs is the
+//! record of workers that it has fenced.
 
 mod authority;
 mod report;
@@ -17,12 +19,12 @@ use crate::table::{All, Refused, Row, step};
 use crate::wire::{Order, Positions, Reason, Report, Use};
 use crate::{ARBITER, After, Party, Tenure};
 
-/// The two tables of an arbiter: what follows from an event, and which report is heard of which worker.
+/// The two tables of an arbiter: the consequence of each event, and the verdict on each report of each worker.
 #[derive(Debug, Clone)]
 pub struct Table {
-    /// What follows.
+    /// Consequences of events.
     pub rows: Vec<Row<State, Event, Action>>,
-    /// What a worker may say.
+    /// Verdicts on reports of workers.
     pub authority: Vec<Rule>,
 }
 
@@ -32,41 +34,45 @@ impl Default for Table {
     }
 }
 
-/// Most workers that a device can have at a time: one that drives, its stand-by, and those that somebody starts.
+/// Maximum number of workers that a device can have at a time: the driver, its stand-by, and workers that a person
+/// starts.
 pub const MEMBERS_MAX: usize = 8;
 
-/// How often a worker that was told to take may say that it could not, while nobody else did, before it counts as unfit.
+/// Number of times that a worker may be ordered to take the lease and report that it could not, while no other
+/// worker took it, before it counts as unfit.
 const LOST_MOST: u8 = 4;
 
-/// How often in a row the lease word may change under the arbiter's compare-and-swap. Honest workers change it twice: one passes, one takes.
+/// Number of times in a row that the lease word may change under the arbiter's compare-and-swap. Honest workers
+/// change it twice: one passes, one takes.
 const MOVED_MOST: u8 = 8;
 
-/// A node, by a number of the daemon's. Workers of one node may break each other; those of two only if the nodes trust each other.
+/// A node, by a number of the daemon's. Workers of one node may break each other; workers of two nodes only if the
+/// nodes trust each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Node(pub u32);
 
-/// What is known of a worker.
+/// Condition of a worker, as far as the arbiter knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Is {
-    /// It had the device under an arbiter before this one, and has not said how it stands.
+    /// It had the device under an earlier arbiter, and has not reported its standing.
     Unheard,
-    /// It was given what the device is made of, and has not said that it could go on.
+    /// It was given the device bundle, and has not reported that it could go on.
     Given,
     /// It could go on at once.
     Ready,
-    /// It was told to take, and waits.
+    /// It was ordered to take, and waits.
     Waiting,
     /// It holds the lease.
     Holding,
-    /// It has not taken by the deadline.
+    /// It has not taken the lease by the deadline.
     Late,
     /// It cannot take this device.
     Unfit,
-    /// It was told to let go of the device. It may have kept what it was given.
+    /// It was ordered to leave the device. It may have kept the descriptors that it was given.
     Left,
-    /// Its heart does not beat.
+    /// Its heartbeat is missing.
     Silent,
-    /// It is recorded as fenced, and not known to be.
+    /// It is recorded as fenced; whether the fence is up is not known.
     Condemned,
     /// It is kept from the device, for good.
     Fenced,
@@ -75,12 +81,12 @@ pub enum Is {
 }
 
 impl Is {
-    /// Whether it is believed to do what it is told.
+    /// Returns whether the arbiter believes that the worker obeys orders.
     fn live(self) -> bool {
         !matches!(self, Is::Unheard | Is::Silent | Is::Condemned | Is::Fenced | Is::Dead)
     }
 
-    /// Whether it can run no instruction any more.
+    /// Returns whether the worker can run no instruction any more.
     fn is_harmless(self) -> bool {
         matches!(self, Is::Fenced | Is::Dead)
     }
@@ -93,107 +99,109 @@ impl All for Is {
     };
 }
 
-/// Somebody who drives a device, or may.
+/// A worker that drives a device, or may drive it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Member {
-    /// Who.
+    /// Number of the worker.
     pub party: Party,
-    /// Of which node.
+    /// Node of the worker.
     pub node: Node,
-    /// What is known of it.
+    /// Condition of the worker.
     pub is: Is,
-    /// It is staged: it takes the device when somebody asks for that, and does not stand by for anybody's death.
+    /// Whether it is staged: it takes the device when a person asks for that, and does not stand by for another
+    /// worker's death.
     staged: bool,
-    /// How often in a row it was told to take and said that it could not.
+    /// Number of times in a row that it was ordered to take and reported that it could not.
     lost: u8,
 }
 
-/// An upgrade or a handover that somebody asks for.
+/// A request for an upgrade or a handover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Ask {
-    /// Which.
+    /// Upgrade or handover.
     pub purpose: Use,
-    /// Who is to have the device.
+    /// Worker that is to have the device.
     pub to: Party,
-    /// How.
+    /// Method of the relay.
     pub method: Method,
-    /// Whose driver state the giver will write.
+    /// Kind of the driver state that the giver will write: its driver.
     pub kind: u32,
-    /// Of which version.
+    /// Version of that driver state.
     pub version: u32,
-    /// The descriptors that go along.
+    /// Descriptors that go along.
     pub carries: Positions,
 }
 
-/// On which page of memory a worker finds the lease word.
+/// The page of memory on which a worker finds the lease word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Page {
-    /// On that which the workers there are have.
+    /// The page that the present workers have.
     Shared,
-    /// On one of its node's own: a node that it does not trust can write the other.
+    /// A new page of the worker's own node: a node that it does not trust can write the present one.
     Fresh,
 }
 
-/// What the arbiter hears.
+/// Input of the arbiter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Input {
-    /// From a person, or a policy.
+    /// A request from a person or a policy.
     Asked(Ask),
-    /// From a worker, and what the lease word says as it is heard.
+    /// A report from a worker, and the lease word at the time the daemon hears it.
     Report(Party, Report, Tenure),
-    /// Its pidfd says that it has ended.
+    /// The worker's pidfd reports that it has ended.
     Gone(Party),
-    /// A mark in memory that it can write says that it has ended.
+    /// The exit mark, in memory that the worker can write, says that it has ended.
     Ended(Party),
-    /// Its heart has not beaten for too long ([`crate::heartbeat`]).
+    /// The worker's heartbeat has been missing for too long ([`crate::heartbeat`]).
     Silent(Party),
-    /// No store of its reaches the device any more.
+    /// No store of the worker's reaches the device any more.
     Fenced(Party),
-    /// The time of the deadline with this number is over.
+    /// The deadline with this number is over.
     Deadline(u32),
-    /// What the lease word says.
+    /// The lease word.
     Word(Tenure),
-    /// How the compare-and-swap went: it won, or the word is this.
+    /// Outcome of the compare-and-swap: success, or the present word.
     Swapped(Result<(), Tenure>),
 }
 
-/// What the arbiter does.
+/// Action of the arbiter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Do {
-    /// Look at the lease word. Then [`Input::Word`].
+    /// Load the lease word. Then [`Input::Word`].
     Look,
-    /// Send this.
+    /// Send this order.
     Tell(Party, Order),
     /// Set a deadline, in place of the one before. Then perhaps [`Input::Deadline`].
     Watch(u32),
-    /// Record that it is fenced, then fence it. Then [`Input::Fenced`].
+    /// Record the worker as fenced, then fence it. Then [`Input::Fenced`].
     Fence(Party),
-    /// End it: it has said or done what it had no right to.
+    /// End the worker: it has reported or done something to which it had no right.
     Breach(Party, &'static str),
-    /// From here on the lease is on the page of this node, which no node that it does not trust can write, and says this.
+    /// From here on the lease word is on the page of this node, which no node that it does not trust can write.
+    /// Write `word` there.
     Renew {
-        /// Whose.
+        /// Node that owns the page.
         node: Node,
-        /// What the arbiter made of the word on the page before.
+        /// Word that the arbiter left on the page before.
         word: Tenure,
     },
-    /// Compare-and-swap of the lease. Then [`Input::Swapped`].
+    /// Compare-and-swap of the lease word. Then [`Input::Swapped`].
     Swap {
-        /// Only if this is what it says.
+        /// Tenure that the word must hold.
         from: Tenure,
-        /// To this.
+        /// New tenure.
         to: Tenure,
     },
-    /// Tell whoever asked, and the log.
+    /// Tell the requester, and the log.
     Say(RelayOutcome),
 }
 
-/// How a relay ended.
+/// Outcome of a relay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RelayOutcome {
-    /// Who drives now.
+    /// Worker that drives now.
     pub driver: Option<Party>,
-    /// Why that is not who was to.
+    /// Reason why that is not the requested worker.
     pub why: Option<Reason>,
 }
 
@@ -202,22 +210,22 @@ pub struct RelayOutcome {
 pub struct Arbiter {
     state: State,
     members: Vec<Member>,
-    /// Nodes that trust each other, beside those that `give` names.
+    /// Pairs of nodes that trust each other.
     friends: Vec<(Node, Node)>,
-    /// Whose the device is: where a stand-by is looked for.
+    /// Node to which the device belongs: the arbiter looks for a stand-by there.
     home: Node,
-    /// Nodes whose workers can write the page that the lease word is on.
+    /// Nodes whose workers can write the page with the lease word.
     page: Vec<Node>,
     giver: Option<Party>,
     next: Option<Party>,
-    /// Those of whom none may run when the lease is next given.
+    /// Workers of which none may run when the lease is next given.
     fencing: Vec<Party>,
-    /// How often in a row the word was another than it was.
+    /// Number of times in a row that the lease word had changed.
     moved: u8,
-    /// What the lease is believed to be.
+    /// The lease word as the arbiter believes it to be.
     seen: Tenure,
     after: After,
-    /// The epoch of the driver state, where the last driver has passed the lease.
+    /// Epoch of the driver state, if the last driver has passed the lease.
     wrote: u32,
     ask: Option<Ask>,
     why: Option<Reason>,
@@ -225,13 +233,14 @@ pub struct Arbiter {
 }
 
 impl Arbiter {
-    /// One that has just begun, of a device that is `home`'s, and what it must do first. `page` are the nodes whose workers can write the lease word; all of
-    /// them trust each other. `workers` have the device, and the page. `fenced` is the record of those that an arbiter before this one has fenced.
+    /// Creates an arbiter for a device that belongs to `home`, and returns its first actions. `page` are the nodes
+    /// whose workers can write the lease word; all of them trust each other. `workers` have the device and the page.
+    /// `fenced` is the record of workers that an earlier arbiter has fenced.
     pub fn begin(home: Node, page: &[Node], workers: &[(Party, Node)], fenced: &[Party]) -> (Self, Vec<Do>) {
         let is = |party| if fenced.contains(&party) { Is::Condemned } else { Is::Unheard };
         let member = |&(party, node)| Member { party, node, is: is(party), staged: false, lost: 0 };
         let members: Vec<_> = workers.iter().map(member).collect();
-        // The one before may have died between record and fence.
+        // The earlier arbiter may have died between record and fence.
         let first = |member: &Member| match member.is {
             Is::Condemned => Do::Fence(member.party),
             _ => Do::Tell(member.party, Order::Who),
@@ -258,7 +267,7 @@ impl Arbiter {
         (arbiter, asked)
     }
 
-    /// These nodes trust that one, and it trusts them.
+    /// Records that `node` and the nodes in `trusts` trust each other.
     pub fn befriend(&mut self, node: Node, trusts: &[Node]) {
         for friend in trusts.iter().filter(|friend| **friend != node) {
             let pair = (node.min(*friend), node.max(*friend));
@@ -268,7 +277,8 @@ impl Arbiter {
         }
     }
 
-    /// This worker of a node is about to be given what the device is made of. Nothing is given to it where there is no room for one more.
+    /// Prepares to give the device bundle to this worker of a node. Returns the page that the worker gets. Returns
+    /// nothing, and the worker must be given nothing, if there is no room for one more.
     pub fn give(&mut self, party: Party, node: Node) -> Option<Page> {
         let page = self.page_for(node);
         let has_part = [self.giver, self.next, self.seen.holder].contains(&Some(party));
@@ -279,7 +289,7 @@ impl Arbiter {
             Some(_) => return None,
             None => {
                 if self.members.len() == MEMBERS_MAX {
-                    // The dead make room, but for those of whom something is still to be decided.
+                    // Dead and fenced workers make room, except workers about which a decision is still due.
                     let kept = [self.giver, self.next, self.seen.holder];
                     let is_over = |member: &Member| member.is.is_harmless() && !kept.contains(&Some(member.party));
                     let over =
@@ -295,77 +305,79 @@ impl Arbiter {
         Some(page)
     }
 
-    /// This worker takes the device when somebody asks for that, and is not chosen before: it is of a program that nobody has asked for yet.
+    /// Stages this worker: it takes the device when a person asks for it, and is not chosen before. It runs a
+    /// program that no person has asked for yet.
     pub fn stage(&mut self, party: Party) {
         self.members.iter_mut().filter(|member| member.party == party).for_each(|member| member.staged = true);
     }
 
-    /// Which page a worker of this node gets.
+    /// Returns the page that a worker of this node gets.
     pub fn page_for(&self, node: Node) -> Page {
         if self.page.iter().all(|other| self.trust(node, *other)) { Page::Shared } else { Page::Fresh }
     }
 
-    /// Whether it can be that this worker holds the lease.
+    /// Returns whether this worker can possibly hold the lease.
     pub fn may_hold(&self, party: Party) -> bool {
         let on_page = |member: &Member| member.party == party && self.page.contains(&member.node);
         self.members.iter().any(on_page)
     }
 
-    /// Whether each of these nodes may break the other.
+    /// Returns whether each of these nodes may break the other.
     fn trust(&self, one: Node, other: Node) -> bool {
         one == other || self.friends.contains(&(one.min(other), one.max(other)))
     }
 
-    /// Those that must not run while this worker has the device.
+    /// Returns the workers that must not run while this worker has the device.
     fn strangers_to(&self, party: Party) -> Vec<Party> {
         let Some(node) = self.node(party) else { return Vec::new() };
         let harms = |member: &&Member| !member.is.is_harmless() && !self.trust(node, member.node);
         self.members.iter().filter(harms).map(|member| member.party).collect()
     }
 
-    /// Who is to have it next.
+    /// Returns the worker that is to have the device next.
     pub fn next(&self) -> Option<Party> {
         self.next
     }
 
-    /// Those that will be fenced once the giver has let go of it, beside the giver.
+    /// Returns the workers, beside the giver, that will be fenced once the giver has released the device.
     pub fn fenced_next(&self) -> Vec<Party> {
         let Some(next) = self.next.filter(|_| self.state == State::Letting) else { return Vec::new() };
         self.strangers_to(next).into_iter().filter(|party| Some(*party) != self.giver).collect()
     }
 
-    /// Those that can have written the word.
+    /// Returns the workers that can have written the lease word.
     fn writers(&self) -> Vec<Party> {
         let writes = |member: &&Member| !member.is.is_harmless() && self.page.contains(&member.node);
         self.members.iter().filter(writes).map(|member| member.party).collect()
     }
 
-    /// Whose the device is.
+    /// Returns the node to which the device belongs.
     pub fn home(&self) -> Node {
         self.home
     }
 
-    /// Where it stands.
+    /// Returns the state of the arbiter.
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// Who holds the lease, as far as it knows.
+    /// Returns the holder of the lease, as far as the arbiter knows.
     pub fn driver(&self) -> Option<Party> {
         self.giver.filter(|_| self.state == State::Steady)
     }
 
-    /// What it knows of everybody.
+    /// Returns all workers, with their conditions.
     pub fn members(&self) -> &[Member] {
         &self.members
     }
 
-    /// Why the last relay did not end as it was to, or why nobody drives.
+    /// Returns the reason why the last relay did not end as requested, or why no worker drives.
     pub fn why(&self) -> Option<Reason> {
         self.why
     }
 
-    /// Has `party` let go of what it has of the device, unless it drives or is to drive: it has no part in it any more.
+    /// Has `party` leave the device and release all that it has of it, unless it drives, is to drive, or is to be
+    /// fenced.
     pub fn dismiss(&mut self, party: Party) -> Vec<Do> {
         let has_part = [self.giver, self.next].contains(&Some(party)) || self.fencing.contains(&party);
         match self.is(party) {
@@ -377,14 +389,15 @@ impl Arbiter {
         }
     }
 
-    /// This worker is being ended for another reason: it is not chosen any more. What follows from its death follows when it is dead.
+    /// Excludes a worker from choice, since the daemon ends it for another reason. Its death has its consequences
+    /// when it is dead.
     pub fn rule_out(&mut self, party: Party) {
         if ![self.giver, self.next].contains(&Some(party)) {
             self.set(party, Is::Condemned);
         }
     }
 
-    /// What follows. What is refused changes nothing but what is known of who said it.
+    /// Returns the actions that follow from `input`. A refused input changes only what is known of its sender.
     pub fn hear(&mut self, table: &Table, input: Input) -> Result<Vec<Do>, Refused> {
         let mut doing = Vec::new();
         let mut event = self.classify(&table.authority, input, &mut doing);
@@ -407,7 +420,7 @@ impl Arbiter {
     }
 
     fn set(&mut self, party: Party, is: Is) {
-        // The dead and the fenced stay that.
+        // Dead and fenced workers stay so.
         let rank = |is: Is| match is {
             Is::Dead => 3,
             Is::Fenced => 2,
@@ -420,7 +433,7 @@ impl Arbiter {
         }
     }
 
-    /// One row, and what follows from it at once.
+    /// Applies one row. Returns the event that follows from it at once, if any.
     fn follow(&mut self, table: &Table, event: Event, doing: &mut Vec<Do>) -> Result<Option<Event>, Refused> {
         let (next, actions) = step(&table.rows, self.state, event)?;
         if let (Event::Deadline, State::Passing | State::Granting, Some(late)) = (event, self.state, self.next) {
@@ -457,7 +470,7 @@ impl Arbiter {
             Action::Recall => doing.extend(tell(self.giver, Order::Recall { epoch })),
             Action::Take => {
                 if self.giver.is_some() && self.seen.holder == self.giver {
-                    // It is waited for until that one lets go, which is to be told to next.
+                    // The taker waits until the giver releases the lease; the giver is ordered to do so next.
                     (self.after, self.wrote) = (After::Passed, epoch);
                 }
                 let (after, wrote) = (self.after, self.wrote);
@@ -480,7 +493,7 @@ impl Arbiter {
                 return whom.is_empty().then_some(Event::Fenced);
             }
             Action::Seize => {
-                // Y3: from whoever is live only what it has passed.
+                // Y3: from a live holder, seize only a lease that it has passed.
                 let from = if self.live(self.seen.holder) { self.seen.passed() } else { self.seen };
                 self.seen = from;
                 self.fencing.clear();
@@ -504,7 +517,7 @@ impl Arbiter {
         let next = self.next.into_iter().chain(self.giver).chain(at_home).find(can);
         self.next = next;
         let Some(next) = next else {
-            // Of a relay that is under way it is known better.
+            // For a relay under way, the reason is known better.
             self.why = self.why.filter(|_| self.ask.is_some()).or(Some(Reason::NobodyLeft));
             return Event::NobodyLeft;
         };
@@ -512,7 +525,7 @@ impl Arbiter {
         if self.fencing.is_empty() { Event::Chosen } else { Event::ChosenBehindFence }
     }
 
-    /// The next has a page that no node can write that it does not trust.
+    /// Moves the lease to a page that no node can write that the next worker does not trust.
     fn turn_page(&mut self, doing: &mut Vec<Do>) {
         let Some(node) = self.next.and_then(|next| self.node(next)) else { return };
         if self.page_for(node) == Page::Fresh {
@@ -528,7 +541,7 @@ impl Arbiter {
         let leaves =
             old.into_iter().chain(unfit).filter(|party| self.live(Some(*party)) && self.is(*party) != Some(Is::Left));
         for party in leaves.collect::<Vec<_>>() {
-            // Who has left can take nothing, so nobody may choose it.
+            // A worker that has left can take nothing, so it must not be chosen.
             self.set(party, Is::Left);
             doing.push(Do::Tell(party, Order::Leave));
         }
@@ -541,13 +554,14 @@ impl Arbiter {
         (self.giver, self.after, self.moved) = (new, After::Lost, 0);
     }
 
-    /// What an input means, after what it says of somebody was noted.
+    /// Notes what the input says of a worker, and returns the event that it means.
     fn classify(&mut self, authority: &[Rule], input: Input, doing: &mut Vec<Do>) -> Option<Event> {
         match input {
             Input::Asked(ask) => self.asked(ask, doing),
             Input::Report(party, report, word) => self.report(authority, party, report, word, doing),
             Input::Gone(party) => {
-                // While another drives nobody looks at the word, which this one could write to the last.
+                // While another worker drives, no process checks the lease word, which this worker could write until
+                // its end.
                 let could_write = self.may_hold(party) && ![self.giver, self.next].contains(&Some(party));
                 if could_write && self.state == State::Steady {
                     doing.push(Do::Look);
@@ -555,7 +569,7 @@ impl Arbiter {
                 self.set(party, Is::Dead);
                 self.absent(party, Event::GiverGone)
             }
-            // What a worker's own memory says is believed within its node alone.
+            // A worker's own memory is evidence within its node only.
             Input::Ended(party) if self.next.is_some_and(|next| self.strangers_to(next).contains(&party)) => None,
             Input::Ended(party) => {
                 self.set(party, Is::Dead);
@@ -574,7 +588,7 @@ impl Arbiter {
             }
             Input::Deadline(number) if number != self.deadline => None,
             Input::Deadline(_) if self.state == State::Finding => {
-                // It was told to wait no longer, and says nothing: the word decides without it.
+                // The worker was ordered to stop waiting, and does not answer: the lease word decides without it.
                 let waits = self.members.iter_mut().filter(|member| member.is == Is::Waiting);
                 waits.for_each(|member| member.is = Is::Late);
                 self.all_heard()
@@ -586,7 +600,7 @@ impl Arbiter {
                 self.seen = self.seen.passed();
                 Some(Event::PassedOn)
             }
-            // The word is the arbiter's, and only the arbiter changes it.
+            // The arbiter holds the lease, and only the arbiter changes the word.
             Input::Swapped(Err(now)) if self.state == State::Granting => {
                 self.seen = now;
                 Some(self.forged())
@@ -605,12 +619,12 @@ impl Arbiter {
         }
     }
 
-    /// Somebody is to have the device. Where that does not fit it is refused by the table, and nothing may be noted of it then.
+    /// Handles a request. The table refuses a request that does not fit; in that case nothing may be noted of it.
     fn asked(&mut self, ask: Ask, doing: &mut Vec<Do>) -> Option<Event> {
         let is = self.is(ask.to);
         let can = match self.state {
             State::Steady => matches!(is, Some(Is::Given | Is::Ready | Is::Late | Is::Unfit)),
-            // What takes time is to be done already: nobody drives meanwhile.
+            // The worker must be prepared already: no worker drives meanwhile.
             State::Parked => is == Some(Is::Ready),
             _ => return Some(Event::Asked),
         };
@@ -620,14 +634,14 @@ impl Arbiter {
             return None;
         }
         (self.ask, self.next, self.why) = (Some(ask), Some(ask.to), None);
-        // It has prepared for this very day. Behind a fence it is asked once more.
+        // A staged worker has prepared for this request. If workers must be fenced first, it is asked once more.
         let asked = self.members.iter_mut().find(|member| member.party == ask.to);
         let was_staged = asked.is_some_and(|member| std::mem::take(&mut member.staged));
         let at_once = self.state == State::Steady && is == Some(Is::Ready) && self.strangers_to(ask.to).is_empty();
         Some(if was_staged && at_once { Event::AskedStaged } else { Event::Asked })
     }
 
-    /// Somebody is dead, or silent.
+    /// Handles a worker that is dead or silent.
     fn absent(&mut self, party: Party, if_giver: Event) -> Option<Event> {
         match self.state {
             State::Finding => self.all_heard(),
@@ -652,13 +666,14 @@ impl Arbiter {
         (self.state == State::Finding && !self.members.iter().any(waited_for)).then_some(Event::Heard)
     }
 
-    /// The word says what no honest worker writes: all who can have written it are to be fenced, and nobody whom it names for that.
+    /// The lease word holds a value that no honest worker writes. All workers that can have written it are to be
+    /// fenced. That the word names a worker is no reason to fence that worker.
     fn forged(&mut self) -> Event {
         (self.fencing, self.moved) = (self.writers(), 0);
         Event::Forged
     }
 
-    /// Whose the lease is.
+    /// Returns the event that the present lease word means.
     fn look(&mut self, now: Tenure) -> Event {
         self.seen = now;
         self.moved += 1;
@@ -672,7 +687,7 @@ impl Arbiter {
         let has_part = [self.giver, self.next].contains(&Some(holder));
         match self.is(holder) {
             Some(Is::Dead | Is::Fenced) => Event::FreeNow,
-            // All who live and have the page are known: this one died while there was no arbiter.
+            // All living workers that have the page are known: this one died while there was no arbiter.
             None if self.state == State::Finding => Event::FreeNow,
             None => self.forged(),
             Some(_) if !self.may_hold(holder) => self.forged(),

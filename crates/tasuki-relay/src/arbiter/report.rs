@@ -1,4 +1,5 @@
-//! What a worker says, weighed by the table of authority and by the lease word, and what it means.
+//! Reports of workers: the arbiter checks each by the table of authority and by the lease word, and derives its
+//! event.
 
 use super::authority::{Rule, Says, Verdict, verdict};
 use super::{Arbiter, Do, Event, Is, LOST_MOST, State};
@@ -6,7 +7,7 @@ use crate::wire::{Order, Report, Standing};
 use crate::{After, Party, Tenure};
 
 impl Arbiter {
-    /// What becomes of a report, and why, before it is heard.
+    /// Returns the verdict on a report, and the reason, before the report is heard.
     pub fn weigh(&self, authority: &[Rule], party: Party, report: Report, word: Tenure) -> (Verdict, &'static str) {
         let Some(is) = self.is(party) else { return (Verdict::Breach, "it was not given this NIC") };
         match verdict(authority, is, Says::of(report)) {
@@ -41,8 +42,9 @@ impl Arbiter {
         self.absent(party, Event::GiverSilent)
     }
 
-    /// Whether it speaks of a tenure that is over. Taker and giver say by two sockets that one has taken and the other has passed: a giver can be told
-    /// to leave, and be given the device anew, before it is heard.
+    /// Returns whether the report speaks of a tenure that is over. Taker and giver report on two sockets that one
+    /// has taken the lease and the other has passed it. So a giver can be ordered to leave, and be given the device
+    /// anew, before its report is heard.
     fn is_outdated(&self, report: Report) -> bool {
         match report {
             Report::Released { epoch }
@@ -54,7 +56,7 @@ impl Arbiter {
         }
     }
 
-    /// Whether the word denies it: it was the worker's own swap that it speaks of.
+    /// Returns whether the lease word denies the report, which speaks of the worker's own swap.
     fn denies(&self, party: Party, report: Report, word: Tenure) -> bool {
         let holds = word.holder == Some(party) && self.may_hold(party);
         match report {
@@ -69,7 +71,7 @@ impl Arbiter {
     fn heard(&mut self, party: Party, is: Is, report: Report, doing: &mut Vec<Do>) -> Option<Event> {
         let (is_next, is_giver) = (self.next == Some(party), self.giver == Some(party));
         if is == Is::Silent {
-            // It was slow, not hung. Where it stands is not known until it says that it waits for nothing.
+            // The worker was slow, not hung. Its standing is not known until it reports that it waits for nothing.
             self.set(party, Is::Late);
             doing.push(Do::Tell(party, Order::StandDown));
             return None;
@@ -104,7 +106,8 @@ impl Arbiter {
             }
             Report::Taken { epoch } => {
                 self.set(party, Is::Holding);
-                // While others are being fenced the word itself will say so: what is seized after the fence is what was fenced.
+                // While workers are being fenced, the lease word itself will say so: the arbiter seizes after the
+                // fence what the fenced worker held.
                 if is_next && epoch == self.seen.epoch.wrapping_add(1) && self.state != State::Fencing {
                     self.seen = Tenure { holder: Some(party), epoch };
                     return Some(Event::Taken);
@@ -129,7 +132,8 @@ impl Arbiter {
         }
     }
 
-    /// How it stands, from one that an arbiter before this one gave the device. Of the others that is known.
+    /// Notes the standing of a worker that an earlier arbiter gave the device. The standing of other workers is
+    /// known.
     fn stands(&mut self, party: Party, is: Is, standing: Standing, doing: &mut Vec<Do>) -> Option<Event> {
         if is != Is::Unheard {
             return self.all_heard();
@@ -155,7 +159,8 @@ impl Arbiter {
         member.lost = member.lost.saturating_add(u8::from(now && self.state == State::Granting));
         match member.is {
             Is::Unfit => {}
-            // The lease was its alone to take, again and again: others come first from here on.
+            // Only this worker could take the lease, and it failed again and again: other workers come first from
+            // here on.
             _ if member.lost >= LOST_MOST => member.is = Is::Unfit,
             _ if ready => member.is = Is::Ready,
             _ => member.is = Is::Given,
@@ -164,16 +169,16 @@ impl Arbiter {
         now.then_some(Event::Lost).or_else(|| self.all_heard()).or(ready.then_some(Event::SpareReady))
     }
 
-    /// Whether the next begins only when all are fenced that it does not trust.
+    /// Returns whether the next begins only after all workers that it does not trust are fenced.
     fn is_behind_fence(&self) -> bool {
         self.next.is_some_and(|next| !self.strangers_to(next).is_empty())
     }
 
-    /// Whoever held the lease has passed it.
+    /// Notes that the holder has passed the lease.
     fn passed(&mut self, epoch: u32) -> Event {
         self.seen = Tenure::free(epoch);
         if let (State::Letting, Some(next)) = (self.state, self.next) {
-            // It says that it has stopped, and is not believed, nor is anybody else of its node.
+            // The giver's report that it has stopped is not trusted, nor is any other worker of its node.
             self.fencing = self.strangers_to(next);
         }
         Event::Released

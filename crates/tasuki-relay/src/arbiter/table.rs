@@ -2,47 +2,48 @@
 
 use crate::table::{All, Row, Then::*};
 
-/// Where the arbiter stands with one device. The *giver* is who held the lease last; the *next* who is to have it.
+/// State of the arbiter of one device. The *giver* is the worker that held the lease last; the *next* is the worker
+/// that is to have it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum State {
-    /// It has begun, and asks everybody who they are.
+    /// The arbiter has started, and asks all workers who they are.
     Finding,
-    /// Somebody holds the lease, and nothing is ordered.
+    /// A worker holds the lease, and no order is under way.
     Steady,
     /// The next maps and checks.
     Preparing,
-    /// The giver was told to let go, and nobody to take: it is fenced first.
+    /// The giver was ordered to release the lease, and no worker to take it: the giver is fenced first.
     Letting,
-    /// The giver was told to let go, and the next to take.
+    /// The giver was ordered to release the lease, and the next to take it.
     Passing,
-    /// The giver was told to stay after all.
+    /// The giver was ordered to keep the lease after all.
     Recalling,
-    /// The next was told to wait no longer.
+    /// The next was ordered to stop waiting.
     Clearing,
-    /// Somebody who had the lease is being kept from the device.
+    /// A worker that had the lease is being kept from the device.
     Fencing,
-    /// It tries to win the lease itself.
+    /// The arbiter tries to win the lease itself.
     Seizing,
-    /// It holds the lease, and looks for somebody to give it to.
+    /// The arbiter holds the lease, and looks for a worker to give it to.
     Choosing,
-    /// It has passed the lease, and the next was told to take.
+    /// The arbiter has passed the lease, and the next was ordered to take it.
     Granting,
-    /// It holds the lease, for want of anybody else, and has said so.
+    /// The arbiter holds the lease for lack of a worker, and has said so.
     Parked,
 }
 
-/// What happens to the arbiter, as far as the lease is concerned.
+/// Event at the arbiter, as far as the lease is concerned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// All have said who they are, or are dead, or silent.
+    /// Every worker has said who it is, or is dead or silent.
     Heard,
-    /// Somebody asks for an upgrade or a handover.
+    /// A person or a policy asks for an upgrade or a handover.
     Asked,
-    /// Somebody asks for the upgrade for which a worker was staged.
+    /// A person or a policy asks for the upgrade for which a worker was staged.
     AskedStaged,
     /// The next could go on at once.
     Ready,
-    /// The next could, and the giver must be fenced before it does.
+    /// The next could go on, and the giver must be fenced before it does.
     ReadyBehindFence,
     /// The next cannot take this device.
     Unfit,
@@ -50,7 +51,7 @@ pub enum Event {
     Released,
     /// The giver keeps the lease.
     Kept,
-    /// The giver keeps it, and the next waits for nothing.
+    /// The giver keeps the lease, and the next waits for nothing.
     KeptAlone,
     /// The next drives.
     Taken,
@@ -64,62 +65,62 @@ pub enum Event {
     GiverSilent,
     /// The next is dead or silent.
     NextGone,
-    /// Another than the next could go on at once.
+    /// A worker other than the next could go on at once.
     SpareReady,
-    /// The time that was set is over.
+    /// The deadline is over.
     Deadline,
-    /// No store of whom we fenced reaches the device any more.
+    /// No store of a worker that we fenced reaches the device any more.
     Fenced,
-    /// The lease is the arbiter's.
+    /// The arbiter holds the lease.
     Seized,
-    /// It is not, but nobody's, or that of somebody who is dead or fenced.
+    /// The arbiter does not hold the lease; it is free, or its holder is dead or fenced.
     FreeNow,
-    /// The giver has it, and lives.
+    /// The giver holds the lease, and lives.
     HeldByGiver,
-    /// The next has it, and lives.
+    /// The next holds the lease, and lives.
     HeldByNext,
-    /// Somebody has it who is silent or unknown.
+    /// The holder of the lease is silent or unknown.
     HeldBySilent,
-    /// Somebody is left who can take it: the next from now on.
+    /// A worker is left that can take the lease: it is the next from now on.
     Chosen,
-    /// The same, and workers live that must be fenced before: of nodes that it does not trust.
+    /// As `Chosen`, but workers of nodes that the next does not trust are alive and must be fenced before.
     ChosenBehindFence,
-    /// The word says what no honest worker writes.
+    /// The lease word holds a value that no honest worker writes.
     Forged,
-    /// Nobody is.
+    /// No worker is left that can take the lease.
     NobodyLeft,
     /// The arbiter has passed the lease.
     PassedOn,
 }
 
-/// What the arbiter does.
+/// Action of the arbiter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Look at the lease word.
+    /// Load the lease word.
     Look,
-    /// Tell the next to prepare.
+    /// Order the next to prepare.
     Prepare,
-    /// Tell the giver to let go.
+    /// Order the giver to release the lease.
     Release,
-    /// Tell the giver to stay.
+    /// Order the giver to keep the lease.
     Recall,
-    /// Tell the next to take.
+    /// Order the next to take the lease.
     Take,
-    /// Tell the next to wait no longer.
+    /// Order the next to stop waiting.
     StandDown,
     /// Set a deadline.
     Watch,
-    /// Record that those who are to be fenced are, and keep them from the device: they run nothing more.
+    /// Record the workers to be fenced as fenced, and keep them from the device: they run no instruction any more.
     Fence,
-    /// Compare-and-swap: from what the lease was last known to be to the arbiter.
+    /// Compare-and-swap: from the last known lease word to the arbiter.
     Seize,
-    /// Look among the living for somebody who can go on.
+    /// Look among the living workers for one that can go on.
     Choose,
-    /// Compare-and-swap: from the arbiter to nobody.
+    /// Compare-and-swap: from the arbiter to a free lease.
     PassOn,
-    /// The next is the holder; whoever has no part any more is told to leave.
+    /// Note the next as the holder, and order workers that have no part any more to leave.
     Settle,
-    /// Tell whoever asked how it went, and why.
+    /// Tell the requester the outcome, and the reason.
     Say,
 }
 

@@ -50,7 +50,7 @@ fn a_dismissed_worker_is_told_so_and_not_chosen_any_more() {
     assert_eq!(doing, [Do::Say(RelayOutcome { driver: None, why: Some(Reason::NobodyLeft) })]);
 }
 
-/// One that is staged stands by for nobody's death, and begins at once when it is asked for.
+/// A staged worker does not stand by for another worker's death, and begins at once when it is asked for.
 #[test]
 fn a_staged_worker_takes_when_it_is_asked_for_and_not_before() {
     let upgrade = |number| {
@@ -70,7 +70,7 @@ fn a_staged_worker_takes_when_it_is_asked_for_and_not_before() {
     let doing = asked.hear(&table, Input::Report(party(2), Report::Taken { epoch: 2 }, held_by(2, 2))).unwrap();
     assert_eq!(doing[0], Do::Tell(party(1), Order::Leave));
     assert_eq!((asked.driver(), asked.state()), (Some(party(2)), State::Steady));
-    // Who stands by is chosen, and without one nobody.
+    // The arbiter chooses the stand-by, and without one no worker.
     for (dead, next) in [(1, Some(3)), (3, None)] {
         arbiter.hear(&table, Input::Gone(party(dead))).unwrap();
         let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap_or_default();
@@ -85,7 +85,7 @@ fn a_staged_worker_takes_when_it_is_asked_for_and_not_before() {
         (State::Parked, None),
         "a program that nobody asked for does not drive"
     );
-    // Others that stand by are told to prepare once more.
+    // Other stand-bys are ordered to prepare once more.
     let (mut arbiter, table) = steady();
     arbiter.give(party(2), HOME).unwrap();
     says(&mut arbiter, &table, 2, Report::Ready);
@@ -117,7 +117,7 @@ fn a_report_of_a_worker_that_was_given_nothing_is_a_breach() {
     assert_eq!(arbiter.driver(), Some(party(1)), "nobody else loses anything");
 }
 
-/// A stand-by writes into the word before it ends.
+/// A stand-by writes the lease word before it ends.
 #[test]
 fn what_a_standby_has_left_in_the_word_is_found_when_it_is_dead() {
     let (mut arbiter, table) = steady();
@@ -133,7 +133,7 @@ fn what_a_standby_has_left_in_the_word_is_found_when_it_is_dead() {
     }
 }
 
-/// The taker is heard first, and the giver is a worker like any other by then.
+/// The taker is heard first; by then the giver is a worker like any other.
 #[test]
 fn a_giver_that_is_heard_late_was_honest() {
     let (mut arbiter, table) = steady();
@@ -192,7 +192,7 @@ fn a_word_that_changes_without_end_condemns_its_writers() {
     }
 }
 
-/// Finding 1: every process of the old node that had the card is fenced, and the new owner's page is its own.
+/// Finding 1: every process of the old node that had the card is fenced, and the new owner has a page of its own.
 #[test]
 fn a_stranger_gets_the_device_when_nobody_of_the_old_node_can_run() {
     let (mut arbiter, table) = steady();
@@ -205,7 +205,7 @@ fn a_stranger_gets_the_device_when_nobody_of_the_old_node_can_run() {
     says(&mut arbiter, &table, 3, Report::Ready);
     let doing = arbiter.hear(&table, Input::Report(party(1), Report::Released { epoch: 1 }, Tenure::free(1))).unwrap();
     assert_eq!(doing, [Do::Fence(party(1)), Do::Fence(party(2)), Do::Fence(party(4))]);
-    // A mark in memory that the old node can write is no fence.
+    // An exit mark in memory that the old node can write is no fence.
     assert_eq!(arbiter.hear(&table, Input::Ended(party(2))).unwrap(), []);
     assert_eq!(arbiter.hear(&table, Input::Fenced(party(1))).unwrap(), []);
     assert_eq!(arbiter.hear(&table, Input::Gone(party(2))).unwrap(), []);
@@ -220,7 +220,8 @@ fn a_stranger_gets_the_device_when_nobody_of_the_old_node_can_run() {
     assert!(!arbiter.may_hold(party(1)) && arbiter.page_for(HOME) == Page::Fresh);
 }
 
-/// The taker refuses what the last owner has left, and all of that owner's are fenced: from where nobody drives the device goes to who is ready, and to nobody else.
+/// The taker refuses what the last owner has left, and all workers of that owner are fenced. A device that no worker
+/// drives then goes to the requested worker if that is ready, and to no other.
 #[test]
 fn a_device_that_nobody_drives_goes_to_whom_it_is_asked_for_and_who_is_ready() {
     let (mut arbiter, table) = steady();
@@ -240,7 +241,7 @@ fn a_device_that_nobody_drives_goes_to_whom_it_is_asked_for_and_who_is_ready() {
         [Do::Say(RelayOutcome { driver: None, why: Some(reason) })],
         "whoever asked hears what was wrong"
     );
-    // Who is not ready would leave it parked.
+    // A worker that is not ready would leave the device parked.
     assert!(matches!(arbiter.hear(&table, ask(3)).unwrap()[..], [Do::Say(RelayOutcome { driver: None, .. })]));
     assert_eq!(arbiter.state(), State::Parked);
     assert_eq!(arbiter.dismiss(party(3)), [Do::Tell(party(3), Order::Leave)]);

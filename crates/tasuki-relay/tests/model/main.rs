@@ -1,4 +1,4 @@
-//! Giver, taker, stand-by, arbiter and lease word together, with everything that can go wrong, explored to the end.
+//! Giver, taker, stand-by, arbiter and lease word together, with all faults, explored to the end.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 mod mutants;
@@ -12,7 +12,7 @@ use tasuki_relay::ARBITER;
 use tasuki_relay::wire::Use;
 use world::{GIVER, Relay, SPARE, TAKER, party};
 
-/// Explores all that can happen; how many states there are.
+/// Explores all runs. Returns the number of states.
 fn explored(relay: Relay) -> usize {
     let begun = std::time::Instant::now();
     let checker = relay.checker().spawn_dfs().join();
@@ -29,7 +29,8 @@ fn an_upgrade_settles_whatever_two_faults_there_are() {
     explored(Relay::new(Some((Use::Upgrade, false)), 2));
 }
 
-/// A giver that drives another NIC, too, is to stand by for the one that it gave: it is told so while what it says of that is under way.
+/// A giver that also drives another NIC is to stand by for the NIC that it gave. It gets that order while its own
+/// report is under way.
 #[test]
 fn a_giver_that_stands_by_at_once_is_no_liar() {
     explored(Relay::new(Some((Use::Upgrade, false)), 1).giving_again());
@@ -40,7 +41,8 @@ fn a_handover_behind_a_fence_settles_whatever_two_faults_there_are() {
     explored(Relay::new(Some((Use::Handover, true)), 2));
 }
 
-/// The taker refuses what its last owner has left in the device. It is given it anew, and goes on from where nobody drives.
+/// The taker refuses what the last owner has left in the device. It is given the device anew, and goes on from where
+/// no worker drives.
 #[test]
 fn a_device_that_was_refused_is_asked_for_once_more_whatever_two_faults_there_are() {
     let taken = explored(Relay::new(Some((Use::Handover, true)), 2).asking_anew());
@@ -52,7 +54,7 @@ fn a_takeover_settles_whatever_two_faults_there_are() {
     explored(Relay::new(None, 2));
 }
 
-/// A worker that says and stores what it likes harms nobody of another node, and no honest worker is ended for what it says.
+/// A worker that reports and stores any values harms no other node, and no honest worker is ended for its reports.
 #[test]
 fn a_liar_harms_nobody_else() {
     let (upgrade, strangers) = (Some((Use::Upgrade, false)), Some((Use::Handover, true)));
@@ -66,14 +68,14 @@ fn a_liar_harms_nobody_else() {
     }
 }
 
-/// Whatever happens, there is an end to it: no run comes back to where it was.
+/// Every run has an end: no run comes back to a state that it had before.
 #[test]
 fn nothing_goes_round() {
     for relay in
         [Relay::new(Some((Use::Upgrade, false)), 1), Relay::new(Some((Use::Handover, true)), 1), Relay::new(None, 2)]
     {
         let hasher = BuildHasherDefault::<DefaultHasher>::default();
-        // Whether a state is still on the way from the first one to where we are.
+        // Whether a state is still on the way from the first state to the present one.
         let mut on_the_way = HashMap::new();
         let mut ends = HashSet::new();
         let mut stack: Vec<_> = relay.init_states().into_iter().map(|world| (world, false)).collect();
@@ -93,7 +95,7 @@ fn nothing_goes_round() {
             stack.push((world, true));
             stack.extend(next.into_iter().map(|world| (world, false)));
         }
-        // It is not quiet because nothing happens: each can end up with the lease, and so can nobody.
+        // The runs end in different states: each worker can end up with the lease, and so can none.
         for holder in [party(GIVER), party(SPARE)] {
             assert!(ends.contains(&Some(holder)), "{holder:?}: {:?}", relay.ask);
         }

@@ -1,4 +1,5 @@
-//! Tables with a fault in them. The model must find what each does harm to: a mutant that survives is a property that is missing.
+//! Tables with a fault in them. The model must find the harm that each does: if a mutant survives, a property is
+//! missing.
 
 use stateright::{Checker, HasDiscoveries, Model};
 use tasuki_relay::table::{All, Row, Then};
@@ -7,14 +8,14 @@ use tasuki_relay::{arbiter, giver, taker};
 
 use crate::world::Relay;
 
-/// Has something else follow from an event in a state.
+/// Changes the consequence of an event in a state.
 fn change<S: All, E: All, A: Copy>(rows: &mut Vec<Row<S, E, A>>, from: S, on: E, then: Then<S, A>) {
     let only: &'static [S] = S::ALL.iter().position(|state| *state == from).map(|at| &S::ALL[at..=at]).unwrap();
     assert!(rows.iter().any(|row| row.on == on && row.from.contains(&from)), "there is such a row");
     rows.insert(0, Row { from: only, on, then, because: "a mutant" });
 }
 
-/// The properties of which the model finds that they do not hold.
+/// Checks that the model finds a property that does not hold.
 fn caught(name: &str, relay: Relay) {
     let checker = relay.checker().finish_when(HasDiscoveries::Any).spawn_bfs().join();
     let found: Vec<_> = checker.discoveries().into_keys().collect();

@@ -1,4 +1,5 @@
-//! The world of the model: three workers, an arbiter, the lease word, a card whose ring is handled position by position, and faults.
+//! The world of the model: three workers, an arbiter, the lease word, a card whose ring is handled position by
+//! position, and faults.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
@@ -10,13 +11,13 @@ use tasuki_relay::wire::{Order, Positions, Reason, Report, Standing, Use};
 use tasuki_relay::worker::{self, Side, Tables, Worker};
 use tasuki_relay::{ARBITER, After, Party, Tenure, giver, taker};
 
-/// The worker that drives, the one that is to, and the warm stand-by.
+/// The driver, the worker that is to drive, and the warm stand-by.
 pub const WORKERS: usize = 3;
 pub const GIVER: usize = 0;
 pub const TAKER: usize = 1;
 pub const SPARE: usize = 2;
 
-/// To a worker that is to be ready for the death of another.
+/// Returns the order to a worker that is to be ready for the death of another.
 fn stand_by() -> Order {
     let (purpose, method, carries) = (Use::Takeover, Method::Keep, Positions::default());
     Order::Prepare { purpose, method, kind: 0, version: 0, carries }
@@ -30,25 +31,29 @@ fn index(party: Party) -> usize {
     party.0.get() as usize - 1
 }
 
-/// What is explored: a use of the protocol, its tables, and how much goes wrong.
+/// A run to explore: a use of the protocol, its tables, and the number of faults.
 #[derive(Debug, Clone)]
 pub struct Relay {
     pub workers: Tables,
     pub arbiter: arbiter::Table,
-    /// What somebody asks for, once, and whether the taker is of a node that does not trust the giver's; nothing for a takeover.
+    /// The single request, and whether the taker is of a node that does not trust the giver's; nothing for a
+    /// takeover.
     pub ask: Option<(Use, bool)>,
-    /// A worker that says and stores what it likes, and how often it may.
+    /// A worker that reports and stores any values, and how often it may do so.
     pub liar: Option<usize>,
     pub lies: u8,
-    /// How often a worker that is told to leave is given the device anew, as one is that drives another.
+    /// Number of times that a worker that is ordered to leave is given the device anew, as a worker is that drives
+    /// another device.
     pub again: u8,
-    /// How often the taker of another node that has refused the device is given it anew, and asked for once more.
+    /// Number of times that a taker of another node that has refused the device is given it anew, and asked for once
+    /// more.
     pub anew: u8,
-    /// How many faults there may be, of any kind, at any time.
+    /// Number of faults that may happen, of any kind, at any time.
     pub faults: u8,
-    /// Positions of the ring.
+    /// Number of positions of the ring.
     pub positions: u8,
-    /// Whether a driver state is found stale by its epoch. Without it only the positions show what the order of write and pass is for.
+    /// Whether the epoch shows that a driver state is stale. Without it only the positions show why a giver writes
+    /// before it passes.
     pub epochs_checked: bool,
 }
 
@@ -93,7 +98,7 @@ impl Relay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Life {
     Alive,
-    /// It does nothing any more, and is there.
+    /// The process exists and does nothing any more.
     Hung,
     Dead,
 }
@@ -103,28 +108,29 @@ pub enum Life {
 pub struct Process {
     pub worker: Worker,
     pub life: Life,
-    /// Nothing that it stores reaches the device, the driver state or the lease.
+    /// Whether none of its stores reaches the device, the driver state or the lease.
     pub fenced: bool,
     todo: VecDeque<worker::Do>,
     inbox: VecDeque<Order>,
-    /// Behind the order to leave it is given the device anew.
+    /// Whether it is given the device anew after the order to leave.
     is_given_anew: bool,
     outbox: VecDeque<Report>,
-    /// The next position, in its own memory.
+    /// Next position, in its own memory.
     at: u8,
     gone_told: bool,
     silent_told: bool,
-    /// The arbiter's fence is up, and it has not heard so.
+    /// Whether the arbiter has heard that its fence is up.
     fence_told: bool,
 }
 
 impl Process {
-    /// Whether it can do harm: a driver is whoever believes that it holds the lease, and was not fenced.
+    /// Returns whether it can do harm: a driver is a worker that believes that it holds the lease, and was not
+    /// fenced.
     pub fn drives(&self) -> bool {
         self.life != Life::Dead && !self.fenced && self.worker.believes()
     }
 
-    /// Whether it could go on, if somebody told it to.
+    /// Returns whether it could go on if it were ordered to.
     pub fn candidate(&self) -> bool {
         self.life == Life::Alive && !self.fenced && self.worker.side() == Side::Taker(taker::State::Ready)
     }
@@ -143,65 +149,66 @@ pub struct World {
     pub word: Tenure,
     pub processes: Vec<Process>,
     pub daemon: Option<Daemon>,
-    /// Who was recorded as fenced: it survives the daemon.
+    /// Workers that were recorded as fenced; the record survives the daemon.
     record: [bool; WORKERS],
-    /// Whose page the word is on, and who was given the device: the daemon's registry knows.
+    /// Node that owns the page with the lease word, and workers that were given the device, as in the daemon's
+    /// registry.
     pub page: Node,
     given: [bool; WORKERS],
     pub lies: u8,
     pub again: u8,
     anew: u8,
-    /// Whether it may be asked for once more.
+    /// Whether the device may be asked for once more.
     asks: bool,
-    /// Positions that the ring says are done.
+    /// Number of positions that the ring shows as done.
     pub handled: u8,
-    /// What the driver state says, and of which epoch it is.
+    /// Position in the driver state, and its epoch.
     driver_state: (u8, u32),
     pub faults: u8,
-    /// What should not have happened.
+    /// A violation, if one has happened.
     pub wrong: Option<&'static str>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Act {
-    /// The worker does the next thing that it has to do.
+    /// The worker does its next action.
     Do(usize),
-    /// It hears an order.
+    /// The worker hears an order.
     Hear(usize),
-    /// It looks at the lease word.
+    /// The worker reads the lease word.
     Look(usize),
-    /// It handles a position.
+    /// The worker handles a position.
     Drive(usize),
-    /// The arbiter does the next thing that it has to do.
+    /// The arbiter does its next action.
     Decide,
-    /// It hears a worker.
+    /// The arbiter hears a worker.
     Report(usize),
-    /// It learns from a pidfd that a worker is dead.
+    /// The arbiter learns from a pidfd that a worker is dead.
     Gone(usize),
-    /// It misses a heartbeat.
+    /// The arbiter misses a heartbeat.
     Silent(usize),
-    /// It hears that a fence is up.
+    /// The arbiter hears that a fence is up.
     FenceUp(usize),
     Ask,
-    /// The daemon gives a worker that it has told to leave the device anew.
+    /// The daemon gives the device anew to a worker that it has ordered to leave.
     Again(usize),
-    /// A taker that has refused a device which nobody drives is to leave it, and to be given it anew.
+    /// A taker that has refused a device which no worker drives is to leave it, and to be given it anew.
     Dismiss,
-    /// It is ready, and is to have the device.
+    /// That taker is ready, and is to have the device.
     AskAnew,
     Restart,
-    /// Faults. The time that was set is over, whoever was only slow.
+    /// Faults. The deadline is over, although the worker was only slow.
     Deadline,
     Die(usize),
     Hang(usize),
-    /// A heartbeat of somebody who lives is missed.
+    /// The heartbeat of a living worker is missed.
     Slow(usize),
-    /// What the worker does next goes wrong.
+    /// The worker's next action fails.
     Fail(usize),
     DaemonDies,
-    /// The liar says this,
+    /// The liar sends this report,
     Lie(Report),
-    /// or writes this where the lease word is.
+    /// or writes this to the lease word.
     Store(Tenure),
 }
 
@@ -218,7 +225,8 @@ impl Relay {
         let Ok(doing) = process.worker.hear(&self.workers, input) else { return false };
         for doing in doing {
             match doing {
-                // Said at once where nothing is to be done before. Who dies or hangs before it can say so loses what was not heard.
+                // Send the report at once if no action is due before it. A worker that dies or hangs before that
+                // loses the reports that were not heard.
                 worker::Do::Say(report) if process.todo.is_empty() => {
                     process.outbox.extend(world.daemon.is_some().then_some(report));
                 }
@@ -274,7 +282,8 @@ impl Relay {
                 return;
             }
             Do::Swap { from, to } => {
-                // Whoever is fenced finds the lease withdrawn with the rest. A page of another node's is not this word.
+                // A fenced worker finds the lease withdrawn with the rest. A page of another node does not hold this
+                // word.
                 let won = world.word == from && !fenced && world.page == self.node(i);
                 if won {
                     world.word = to;
@@ -339,7 +348,7 @@ impl Relay {
             }
             Do::Breach(whom, because) => {
                 let i = index(whom);
-                // Of its own node a liar can make anybody look like one, by the word.
+                // Within its own node a liar can make any worker look like a liar, by the word.
                 if self.liar.is_none_or(|liar| self.node(liar) != self.node(i)) {
                     world.wrong = Some(because);
                 }
@@ -357,7 +366,7 @@ impl Relay {
         if process.fenced {
             return;
         }
-        // What a liar leaves behind in memory that it may write is its node's trouble.
+        // Memory that a liar may write is its own node's concern.
         if process.at != world.handled && self.liar.is_none() {
             world.wrong = Some("a position was handled twice, or left out");
         }
@@ -375,7 +384,8 @@ impl Relay {
     }
 
     fn restart(&self, world: &mut World) {
-        // Those of another node than the page's were to have it one day, perhaps: their relay is over, and so are they.
+        // Workers of another node than the page's may have been about to get the device. Their relay is over, and
+        // they are ended.
         for i in (0..WORKERS).filter(|&i| world.given[i] && self.node(i) != world.page) {
             world.processes[i].life = Life::Dead;
         }
@@ -386,7 +396,8 @@ impl Relay {
         world.daemon = Some(Daemon { arbiter, todo: doing.into(), deadline: None });
     }
 
-    /// A driver, a stand-by that is ready, somebody who has just begun, and an arbiter that knows them.
+    /// Returns the first state: a driver, a stand-by that is ready, a worker that has just started, and an arbiter
+    /// that knows them.
     fn beginning(&self) -> World {
         let word = Tenure { holder: Some(party(GIVER)), epoch: 1 };
         let processes = (0..WORKERS).map(|i| Process {
@@ -443,7 +454,7 @@ impl Relay {
         world
     }
 
-    /// What happens without a fault.
+    /// Adds the steps that happen without a fault.
     pub fn steps(&self, world: &World, acts: &mut Vec<Act>) {
         for (i, process) in world.processes.iter().enumerate().filter(|(_, process)| process.life == Life::Alive) {
             if !process.todo.is_empty() {
@@ -454,7 +465,7 @@ impl Relay {
                 acts.push(Act::Hear(i));
             }
             let mut worker = process.worker;
-            // On a page that its node does not have yet nothing has been written.
+            // A node's page that is not in use yet is unwritten.
             let word = if world.page == self.node(i) { world.word } else { Tenure::free(0) };
             let sees = worker.hear(&self.workers, worker::Input::Word(word)).is_ok();
             if sees && worker != process.worker && !process.fenced {
@@ -503,7 +514,8 @@ impl Relay {
                 _ => {}
             }
         }
-        // A liar can have everybody wait for what never comes. Otherwise that a deadline is over is a fault.
+        // A liar can have all others wait for something that never comes. Without a liar, a deadline that is over is
+        // a fault.
         if self.liar.is_some() && acts.is_empty() && daemon.deadline.is_some() {
             acts.push(Act::Deadline);
         }
@@ -629,7 +641,7 @@ impl Relay {
         }
     }
 
-    /// What the liar can say and store.
+    /// Adds the reports and words that the liar can send and store.
     fn lies(&self, world: &World, acts: &mut Vec<Act>) {
         let Some(liar) = self.liar.filter(|_| world.lies > 0) else { return };
         let process = &world.processes[liar];
@@ -656,19 +668,19 @@ impl Relay {
         }
     }
 
-    /// Whether a worker runs that its node's stranger must not run beside.
+    /// Returns whether a worker runs beside a driver of a node that does not trust its node.
     fn is_harmed(&self, world: &World) -> bool {
         let runs = |i: &usize| world.processes[*i].life != Life::Dead && !world.processes[*i].fenced;
         let driver = (0..WORKERS).find(|&i| Some(i) != self.liar && world.processes[i].drives());
-        // Until the fence is up the old owner drives, and its stranger gets ready.
+        // Until the fence is up the old owner drives, and the other node's worker prepares.
         let taken = driver.filter(|&i| world.page == self.node(i) && self.node(i) != self.node(GIVER));
         taken.is_some_and(|driver| (0..WORKERS).any(|i| self.node(i) != self.node(driver) && runs(&i)))
     }
 
-    /// Whether all is as it should be when nothing happens any more.
+    /// Returns whether the world is as it should be when nothing happens any more.
     pub fn settled(&self, world: &World) -> bool {
         let Some(daemon) = &world.daemon else { return false };
-        // What a liar makes of its own node's page nobody has to put up with but that node.
+        // The harm that a liar does to its own node's page concerns that node alone.
         if self.liar.is_some_and(|liar| self.node(liar) == world.page) {
             return matches!(daemon.arbiter.state(), arbiter::State::Steady | arbiter::State::Parked);
         }
@@ -688,7 +700,7 @@ impl Relay {
                 drives && alive && daemon.arbiter.driver() == Some(holder)
             }
             arbiter::State::Parked => {
-                // A taker of another node that was not ready when it mattered has no part any more.
+                // A taker of another node that was not ready in time has no part any more.
                 let at_home = |i: &usize| self.node(*i) == daemon.arbiter.home();
                 let nobody = !(0..WORKERS).filter(at_home).any(|i| world.processes[i].candidate());
                 nobody && world.word.holder == Some(ARBITER) && daemon.arbiter.why().is_some()
@@ -735,7 +747,7 @@ impl Model for Relay {
                 !relay.is_harmed(world)
             }),
             Property::always("each position once, from a true driver state", |_, world: &World| world.wrong.is_none()),
-            // Each round that ends where it began takes the lease a time more: a relay that never ends shows here.
+            // Each round that ends where it began takes the lease once more, so a relay that never ends shows here.
             Property::always("nothing goes round and round", |_, world: &World| world.word.epoch < 20),
             Property::always("every relay settles", |relay: &Relay, world: &World| {
                 let mut acts = Vec::new();

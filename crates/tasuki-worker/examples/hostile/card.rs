@@ -1,27 +1,28 @@
-//! What a hostile owner does to its cards behind VFIO, from a thread of its own, until it is stopped: it writes their registers behind its driver's back,
-//! and aims them at memory that is not its own.
+//! Attacks of a hostile owner on its cards behind VFIO. A thread of its own writes their registers behind its
+//! driver's back, and aims them at memory that is not its own, until the process is stopped.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use super::call;
 
-/// A page that its cards reach, with what they are to do.
+/// A page that its cards reach, with descriptors for them.
 #[repr(C, align(4096))]
 struct Page([AtomicU64; 512]);
 
-/// Where they reach it: behind all addresses that tasukid gives to anybody.
+/// Bus address of that page: behind all addresses that tasukid gives to any owner.
 const PAGE_AT: u64 = 7 << 32;
 
-/// Where tasukid has owners have their memory, in both halves of each place (`iova_of`).
+/// Returns the bus addresses of owners' memory that tasukid assigns, in both halves of each place (`iova_of`).
 fn memories() -> impl Iterator<Item = u64> {
     (1..=13).flat_map(|slot: u64| [slot << 28, (slot << 28) + (128 << 20)])
 }
 
-/// Descriptors that a process has at most.
+/// Maximum number of descriptors of a process.
 const FDS: libc::c_long = 128;
 
-// VFIO: MAP_DMA for reading and writing, and where its device's file has BARs and the configuration space.
+// VFIO: `MAP_DMA` for reading and writing, and the offsets of BARs and of the configuration space in the file of a
+// device.
 const MAP_DMA: libc::c_long = 0x3b71;
 const READ_WRITE: u32 = 3;
 const fn region(index: u64) -> u64 {
@@ -32,7 +33,7 @@ const CONFIG: u64 = region(7);
 const THE_82574L: u32 = 0x10d3_8086;
 const VIRTIO_NET: u32 = 0x1041_1af4;
 
-/// A device's file, by number.
+/// The file of a device, by descriptor number.
 #[derive(Clone, Copy)]
 struct Card(libc::c_long);
 
@@ -57,10 +58,10 @@ impl Card {
     }
 }
 
-/// What is done to a card each time.
+/// A trick to play on a card in each round.
 type Trick = fn(Card, &'static Page, u32);
 
-/// Begins, and goes on as long as the process runs.
+/// Starts the thread, which goes on as long as the process runs.
 pub fn torment(trick: &str) -> libc::c_long {
     let (id, trick): (u32, Trick) = match trick {
         "second-queue" => (THE_82574L, second_queue),
@@ -74,7 +75,7 @@ pub fn torment(trick: &str) -> libc::c_long {
         for round in 0_u32.. {
             card = match card {
                 Some(card) if round % 256 > 0 => Some(card),
-                // A descriptor may be another card's by now.
+                // The descriptor may be another card's by now.
                 _ => found(id, page),
             };
             if let Some(card) = card {
@@ -86,7 +87,8 @@ pub fn torment(trick: &str) -> libc::c_long {
     0
 }
 
-/// The card with this vendor and device, if it has come. All that came with it are to reach the page.
+/// Returns the card with this vendor and device, if it has come. Maps the page for all IOMMU containers that the
+/// process has.
 fn found(id: u32, page: &'static Page) -> Option<Card> {
     let card = (3..FDS).map(Card).find(|card| card.is(id))?;
     let map = [
@@ -100,7 +102,7 @@ fn found(id: u32, page: &'static Page) -> Option<Card> {
         high(4096),
     ];
     let map = map.as_flattened().as_ptr() as libc::c_long;
-    // Those that are no containers refuse.
+    // Descriptors that are no containers refuse.
     (3..FDS).for_each(|fd| _ = call(libc::SYS_ioctl, [fd, MAP_DMA, map, 0]));
     Some(card)
 }
@@ -113,14 +115,15 @@ fn high(value: u64) -> [u8; 4] {
     ((value >> 32) as u32).to_le_bytes()
 }
 
-// Of the 82574L, by the names of its data sheet (section 10.1).
+// Registers of the 82574L, by the names of its data sheet (section 10.1).
 const PBA: u64 = 0x1000;
 const TDBAL1: u64 = 0x3900;
 const TDLEN1: u64 = 0x3908;
 const TARC1: u64 = 0x3940;
 
-/// A queue that no driver knows of sends what lies in the memory of each that may be the next owner, as soon as that one switches its own on: its tail is written while it has no
-/// length. Now and then it sends one frame at once, which shows that it can; no more, for the kernel tells of ten faults in five seconds.
+/// Sets up a queue that no driver knows. It is to send the memory of each possible next owner as soon as that owner
+/// switches its own queue on: the tail is written while the queue has no length. At intervals it sends one frame at
+/// once, which shows that it can. It sends no more, for the kernel reports ten faults in five seconds.
 fn second_queue(card: Card, page: &'static Page, round: u32) {
     let at_once = round.is_multiple_of(2048);
     if !at_once && !round.is_multiple_of(8) {
@@ -130,7 +133,7 @@ fn second_queue(card: Card, page: &'static Page, round: u32) {
     let (from, count) = if at_once { ((round / 2048) as usize % all, 1) } else { (0, all) };
     for (at, descriptor) in memories().skip(from).take(count).zip(page.0.as_chunks::<2>().0) {
         descriptor[0].store(at, Relaxed);
-        // 64 bytes, a whole frame, with its check sequence to be added.
+        // 64 bytes, a whole frame; the card adds its check sequence.
         descriptor[1].store(0x0b << 24 | 64, Relaxed);
     }
     card.write32(TDLEN1, if at_once { 512 } else { 0 });
@@ -142,13 +145,13 @@ fn second_queue(card: Card, page: &'static Page, round: u32) {
     card.write32(TDLEN1, 512);
 }
 
-/// A packet buffer without room, which nobody can undo while the card runs.
+/// Sets a packet buffer without room. No owner can undo this while the card runs.
 fn packet_buffer(card: Card, _: &'static Page, _: u32) {
     card.write32(PBA, 2);
 }
 
-// Of a virtio device, in its BAR 4 as QEMU has it: which queue is spoken of, its size, vector, whether it is enabled, and its three addresses
-// (virtio 1.2, 4.1.4.3).
+// Registers of a virtio device, in its BAR 4 as QEMU has it: queue select, and the size, vector, enable and three
+// addresses of that queue (virtio 1.2, 4.1.4.3).
 const COMMON: u64 = region(4);
 const SELECT: u64 = COMMON + 0x16;
 const SIZE: u64 = COMMON + 0x18;
@@ -156,7 +159,7 @@ const VECTOR: u64 = COMMON + 0x1a;
 const ENABLE: u64 = COMMON + 0x1c;
 const ADDRESSES: [u64; 3] = [COMMON + 0x20, COMMON + 0x28, COMMON + 0x30];
 
-/// The queue for commands lies in the memory of who may be the next owner, and rings a vector of the receive queue's.
+/// Puts the control queue in the memory of a possible next owner, and has it ring a vector of the receive queue's.
 fn control_queue(card: Card, _: &'static Page, round: u32) {
     // Not while its own driver sets the device up.
     if round < 1024 || !round.is_multiple_of(64) {

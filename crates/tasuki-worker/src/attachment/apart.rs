@@ -1,5 +1,5 @@
-//! A NIC that goes to another node: to an owner that has memory of its own (`repoint`, `mbb`), or with its memory, of which all that was handled is
-//! wiped (`keep`).
+//! A NIC that goes to another node: to an owner with memory of its own (`repoint`, `mbb`), or together with its
+//! memory, after all handled frames were wiped from it (`keep`).
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -23,16 +23,18 @@ use crate::handler::FrameHandler;
 use crate::lease_page::ProgramState;
 use crate::{device, fail, store};
 
-/// Of the addresses that a worker has for its memory: while the NIC's memory lies in the one half, other memory can be made in the other.
+/// Half the bus addresses that a worker has for its memory, in bytes. While the NIC's memory lies in one half, other
+/// memory can be made in the other half.
 const HALF: u64 = 128 << 20;
 
-/// How long frames may go on coming after the partner was asked to pause, until the card is stopped all the same.
+/// Time for which frames may still arrive after the partner was asked to pause; then the card is stopped all the
+/// same.
 const QUIESCE: Duration = Duration::from_millis(20);
 
-/// How long a giver tries to stop its card: less would be enough, were the machine not busy.
+/// Time for which a giver tries to stop its card. On an idle machine less would be enough.
 const STOP: Duration = Duration::from_secs(1);
 
-/// What a NIC is made of once its rings are in memory that we have made.
+/// Device bundle of a NIC once its rings are in memory that we made.
 #[derive(Debug)]
 pub(super) struct Own {
     moved: Moved,
@@ -50,7 +52,7 @@ fn no_descriptors(error: &anyhow::Error) -> Refused {
     Refused { reason, sentence: format!("the NIC's descriptors cannot be copied ({error:#}); raise RLIMIT_NOFILE") }
 }
 
-/// How traffic gets to an owner that has memory of its own, if this method has it so.
+/// Returns how traffic gets to an owner with memory of its own, if `method` gives it such memory.
 pub(super) fn how(method: Method) -> Option<How> {
     match method {
         Method::Repoint => Some(How::Point),
@@ -59,21 +61,22 @@ pub(super) fn how(method: Method) -> Option<How> {
     }
 }
 
-/// The same of what a giver is to do.
+/// Returns the same for a giver's plan.
 pub(super) fn planned(plan: &Plan) -> Option<How> {
     plan.handover.then_some(plan.method).and_then(how)
 }
 
-/// Where the card may see our memory, if it uses what lies as `now` says.
+/// Returns the bus address for our memory, on a card whose present memory lies as `now` says.
 fn place(iova: u64, now: &MemoryLayout) -> Iova {
     let is_there = (iova..iova.saturating_add(HALF)).contains(&now.rings_at.0);
     Iova(if is_there { iova.saturating_add(HALF) } else { iova })
 }
 
-/// How long a partner that has paused takes to send something, if it has anything to send: our frame that lets it go on, what is left of its pause then, and a frame.
+/// Time within which a paused partner sends its next frame, if it has one: our frame that lets it go on, the rest of
+/// its pause then, and a frame.
 const GOES_ON: Duration = Duration::from_micros(60);
 
-/// Bursts between two questions to a card, at most: a question takes as long as some tens of frames.
+/// Maximum number of bursts between two register reads: a read of the card takes as long as some tens of frames.
 const TURNS: u32 = 8;
 
 impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
@@ -84,12 +87,13 @@ where
         self.given.text.as_ref().ok()
     }
 
-    /// Whether the memory may go to somebody who must not read in it.
+    /// Returns whether the memory may go to an owner that must not read old frames in it.
     pub(super) fn scrubs(&self) -> bool {
         self.text().is_some_and(|text| text.scrub)
     }
 
-    /// Makes memory, has the card's bus know it, and posts rings there. For a card that is to start anew, makes memory and no more.
+    /// Makes memory, maps it for the card's bus, and posts rings there. For a card that is to start anew, only makes
+    /// memory.
     pub(super) fn open_apart(&mut self, party: Party, how: Option<How>, fds: Vec<OwnedFd>) -> Result<(), Refused> {
         let Some(text) = self.text() else { return Ok(()) };
         let (wake, bus) = bundle::open_way::<N::Bus>(text, &self.given.bundle, fds)?;
@@ -121,7 +125,8 @@ where
         Ok(())
     }
 
-    /// What the NIC will be made of once we drive it: the daemon must have it before, for whoever goes on should we die.
+    /// Tells the daemon the NIC's device bundle as it will be once we drive it. The daemon must have it before, for
+    /// the worker that goes on if we die.
     pub(super) fn tell_own(&self, channel: &mut DaemonChannel) {
         let Some(Own { moved, .. }) = &self.own else { return };
         let nic = self.given.number;
@@ -132,10 +137,11 @@ where
         fail::point("map.told");
     }
 
-    /// Starts the card anew: in memory of our own, or in that of an owner that trusts us and can take it back there. What its last driver had not handled is
-    /// lost, and so is what comes before its link is up.
+    /// Starts the card anew: in memory of our own, or in the memory of an owner that trusts us and can take it back
+    /// there. Frames that the last driver had not handled are lost, and so are frames that arrive before the link is
+    /// up.
     pub(super) fn start(&mut self, common: &Common, mut bus: N::Bus, memory: NicMemory) -> Result<(), Refused> {
-        // Memory of our own has a ledger of its own, as below; in the old one the next is counted on from the last.
+        // Memory of our own has a new ledger, as below. In the old memory, the count goes on from the old ledger.
         let old = self.ledger.as_ref().filter(|_| self.own.is_none()).map(Ledger::turns);
         if let Err(refused) = self.handler.go_on(&common.program_state, self.given.number, old) {
             self.own = None;
@@ -143,7 +149,8 @@ where
         }
         self.handler.close(&common.program_state, self.given.number);
         if self.given.fenced {
-            // What a reset of the card itself leaves alone, where the bus knows a stronger one; and who hears its interrupts.
+            // The card's own reset leaves some state alone, so reset by the bus if it has a stronger one. Then
+            // connect the interrupts anew.
             let _ = bus.reset();
             if let Err(error) = bus.renew() {
                 self.own = None;
@@ -166,7 +173,7 @@ where
 
     /// Points the card at our rings.
     pub(super) fn point(&mut self, common: &Common, ready: N::Ready) -> Result<(), Refused> {
-        // What the node remembers of this NIC is from when it last had it, with another ledger.
+        // The node's state for this NIC is from the last time it had it, with another ledger.
         if let Err(refused) = self.handler.go_on(&common.program_state, self.given.number, None) {
             drop(N::give_up(ready));
             self.own = None;
@@ -190,19 +197,19 @@ where
         Ok(())
     }
 
-    /// Drives a card that lies in memory of our own from here on, if we have made some.
+    /// Drives a card; if we made memory for it, the card lies in that memory from here on.
     fn move_in(&mut self, nic: N) {
         if let Some(Own { moved, ledger, arena }) = self.own.take() {
             self.old = self.text().map(|text| text.nic.memory.layout());
             (self.given.bundle, self.given.text) = (moved.bundle, Ok(moved.text));
-            // To close so many takes as long as a few frames, and nobody drives yet.
+            // Closing so many descriptors takes as long as a few frames, and no worker drives yet.
             self.spent = std::mem::replace(&mut self.given.fds, moved.fds);
             (self.ledger, self.arena) = (Some(ledger), Some(arena));
         }
         self.drive(nic);
     }
 
-    /// It comes to nothing: the card reaches our memory no longer.
+    /// Cancels the move: the card no longer reaches our memory.
     pub(super) fn give_up(&mut self) {
         let is_apart = self.is_apart();
         self.own = None;
@@ -211,13 +218,15 @@ where
         }
     }
 
-    /// Sees to what comes first when the partner goes on, if a card has just come to memory of our own: what there is to do besides would be in its way.
+    /// Handles the first frames after the partner goes on, if a card has just come to memory of our own. Other work
+    /// would delay them.
     pub(super) fn await_partner(&mut self, common: &mut Common) {
         let since = Instant::now();
         while self.old.is_some() && since.elapsed() < GOES_ON && self.turn(common) == 0 {}
     }
 
-    /// Keeps the card from memory of the owner before us: it is somebody else's again. What comes meanwhile is seen to between two questions.
+    /// Unmaps the memory of the former owner from the card: it is that owner's again. Handles arriving frames
+    /// between two register reads.
     pub(super) fn forget_old(&mut self, common: &mut Common) {
         self.spent.clear();
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return };
@@ -253,7 +262,7 @@ where
         }
     }
 
-    /// Leaves the card to a successor that has memory of its own.
+    /// Releases the card for a successor with memory of its own.
     pub(super) fn halt(&mut self, common: &Common, how: How) -> Input {
         let drops = self.plan.as_ref().is_some_and(|plan| plan.inflight == Inflight::Drop);
         self.stamped = false;
@@ -266,7 +275,7 @@ where
         let (handler, burst) = (&mut self.handler, &mut self.burst);
         let context = self.arena.as_ref().map(|arena| common.context(arena, self.given.number));
         nic.quiesce(how, |nic| {
-            // What is to be dropped waits until it is.
+            // With an order to drop frames, leave them until the card is quiet; `drain` drops them.
             if let (Some(context), None, false) = (&context, &fault, drops) {
                 handler.remember(context.program_state, context.nic, nic.turns().wrapping_add(1));
                 fault = handler.finish(nic, context, burst).err();
@@ -286,7 +295,7 @@ where
         }
     }
 
-    /// Handles what comes until nothing does, and stops the card; says whether it has.
+    /// Handles frames until no more arrive, and stops the card. Returns whether it stopped.
     fn drain(&mut self, common: &Common, drops: bool) -> Result<bool, NicError> {
         let since = Instant::now();
         while since.elapsed() < STOP {
@@ -305,7 +314,7 @@ where
         Ok(false)
     }
 
-    /// One burst more of who is to let go; says how many frames moved.
+    /// Runs one more burst of a giver. Returns the number of frames moved.
     fn last(&mut self, common: &Common, drops: bool) -> Result<usize, NicError> {
         let had = self.burst.len();
         if drops {
@@ -324,8 +333,8 @@ where
         Ok(came)
     }
 
-    /// Ends the last burst before the NIC's memory is another node's. What has come is handled, for a while, or dropped; and where the other
-    /// is not to read what was, that is wiped.
+    /// Ends the last burst before the NIC's memory goes to another node. Received frames are handled, for a while,
+    /// or dropped. If the other node must not read old frames, they are wiped.
     pub(super) fn stop_clean(&mut self, common: &Common) -> Input {
         let drops = self.plan.as_ref().is_some_and(|plan| plan.inflight == Inflight::Drop);
         self.stamped = false;
@@ -344,10 +353,10 @@ where
         }
     }
 
-    /// Whether nothing is in hand, and nothing of what was handled can be read.
+    /// Sends all pending frames and wipes the handled frames. Returns whether both succeeded.
     fn wipe(&mut self, common: &Common, drops: bool) -> Result<bool, NicError> {
         let scrubs = self.scrubs();
-        // The first takes long, so that the second has little to do, and the last next to nothing.
+        // The first pass takes long, so that the second has little to do, and the last next to nothing.
         for _ in 0..2 {
             if !self.empty_hands(common)? {
                 return Ok(false);
@@ -375,7 +384,7 @@ where
         Ok(true)
     }
 
-    /// Sends what is in hand; says whether all of it went in time.
+    /// Sends the pending frames. Returns whether all went in time.
     fn empty_hands(&mut self, common: &Common) -> Result<bool, NicError> {
         let since = Instant::now();
         while !self.burst.is_empty() {
@@ -386,12 +395,12 @@ where
         Ok(true)
     }
 
-    /// The NIC goes to another node: what this one remembers of it does not depend on a ledger any more that others go on with.
+    /// Makes the node's state for this NIC independent of the ledger, which the other node's workers go on with.
     pub(super) fn close_program_state(&self, program_state: &ProgramState) {
         self.handler.close(program_state, self.given.number);
     }
 
-    /// How many frames were dropped by order.
+    /// Reports the number of frames that were dropped by order.
     pub(super) fn tell_dropped(&mut self, channel: &mut DaemonChannel) {
         match std::mem::take(&mut self.dropped) {
             0 => {}

@@ -1,4 +1,5 @@
-//! Whoever looks on at a NIC: with the driver while there is one, here otherwise, so that a successor has them as soon as it drives.
+//! The captures of a NIC. They are with the driver while there is one, and here otherwise, so that a successor has
+//! them as soon as it drives.
 
 use tasuki_net::capture::{Capture, Captures};
 use tasuki_net::nic::bundle::BundleBus;
@@ -7,12 +8,12 @@ use tasuki_net::nic::{InPlace, Repoint, Scrub};
 use super::{Attachment, Card};
 use crate::handler::FrameHandler;
 
-/// One more, among those that there are.
+/// Adds a capture.
 pub fn add(captures: &mut Option<Box<Captures>>, capture: Capture) {
     captures.get_or_insert_default().add(capture);
 }
 
-/// One is over.
+/// Removes the capture with this number, and the set with its last capture.
 pub fn end(captures: &mut Option<Box<Captures>>, number: u32) {
     if captures.as_mut().is_some_and(|captures| !captures.remove(number)) {
         *captures = None;
@@ -30,27 +31,27 @@ where
         }
     }
 
-    /// Somebody looks on.
+    /// Starts a capture.
     pub fn capture(&mut self, capture: Capture) {
         add(self.captures(), capture);
     }
 
-    /// Somebody looks on no more.
+    /// Ends the capture with this number.
     pub fn end_capture(&mut self, number: u32) {
         end(self.captures(), number);
     }
 
-    /// Nobody does.
+    /// Ends all captures.
     pub fn end_captures(&mut self) {
         *self.captures() = None;
     }
 
-    /// It is about to be driven no more.
+    /// Takes the captures back from a driver that is about to be dropped.
     pub(super) fn keep_captures(&mut self) {
         self.captures = self.captures().take();
     }
 
-    /// It is driven from now on.
+    /// Drives the NIC from now on, and gives the driver the captures.
     pub(super) fn drive(&mut self, mut nic: N) {
         *nic.captures() = self.captures.take();
         self.card = Card::Driven(nic);

@@ -1,4 +1,4 @@
-//! A NIC that is driven: its part of the data path, what is looked at now and then, and how it is slept on.
+//! A driven NIC: its part of the data path, its periodic checks, and its sleep.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
@@ -15,7 +15,7 @@ impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
 where
     N::Bus: BundleBus,
 {
-    /// One burst; says how many frames moved.
+    /// Runs one burst. Returns the number of frames moved.
     #[inline]
     pub fn turn(&mut self, common: &mut Common) -> usize {
         let (Card::Driven(nic), Some(arena), false) = (&mut self.card, &self.arena, self.gone) else { return 0 };
@@ -28,7 +28,8 @@ where
         }
     }
 
-    /// What need not be looked at once a burst: whether the card is there still, and whether its link has come up.
+    /// Checks what need not be checked once a burst: whether the card still exists, and whether its link has come
+    /// up.
     pub fn now_and_then(&mut self, common: &mut Common) {
         if self.gone {
             return;
@@ -39,17 +40,19 @@ where
         self.forget_old(common);
         if let (Card::Driven(nic), false) = (&mut self.card, self.link_is_up) {
             self.link_is_up = nic.link() != Link::Down;
-            // Asks once more: what the driver has told the card since has arrived then, and doorbells are stores again.
+            // A second register read: what the driver has written to the card since has arrived then, and doorbells
+            // are stores again.
             nic.link();
             self.given.lease_page.found_link(self.link_is_up);
         }
     }
 
-    /// Whether it may be slept on.
+    /// Arms the bells. Returns whether the worker may sleep.
     pub fn arm(&mut self, common: &mut Common) -> bool {
-        // Where a namespace goes on sending and the card takes nothing, its link is down: that is slept on. What is in hand then has not come from the card.
+        // If a namespace goes on sending and the card takes nothing, the link is down, and the worker may sleep. Its
+        // pending frames then have not come from the card.
         if self.drives() && !self.gone && !self.burst.is_empty() && !self.handler.holds_its_own() {
-            // Armed, a ring without slots counts what is in hand as handled.
+            // Arming a ring without slots would count the pending frames as handled.
             return false;
         }
         let works =
@@ -72,25 +75,26 @@ where
         }
     }
 
-    /// How long until there is something to do though nothing rings.
+    /// Returns how long the worker may sleep before there is work without a bell.
     pub fn rest(&self) -> Option<Duration> {
         let is_stuck = self.handler.holds_its_own() && !self.burst.is_empty();
         if self.drives() && !self.gone { self.handler.rest().or(is_stuck.then_some(LAST_BURST)) } else { None }
     }
 
-    /// What becomes readable when the node's programs send, while it is driven and all that they sent before is sent.
+    /// Returns the descriptor that becomes readable when the node's programs send: while the NIC is driven and no
+    /// earlier frames are pending.
     pub fn tap(&self) -> Option<BorrowedFd<'_>> {
         let takes = self.drives() && !self.gone && self.burst.is_empty();
         self.handler.bell().filter(|_| takes)
     }
 
-    /// What hangs up when whoever serves the card is no more, while it is driven.
+    /// Returns the descriptor that hangs up when the card's server ends, while the NIC is driven.
     pub fn line(&self) -> Option<BorrowedFd<'_>> {
         let is_used = self.drives() && !self.gone;
         self.given.fds.get(bundle::DEVICE).filter(|_| is_used).map(AsFd::as_fd)
     }
 
-    /// What rings for it: the card's bell while it is driven, and whoever passes the lease while it is waited for.
+    /// Returns the bell: while the NIC is driven, the card rings it; while we wait for the lease, the giver does.
     pub fn bell(&self) -> Option<BorrowedFd<'_>> {
         match &self.card {
             Card::Driven(nic) if self.drives() && !self.gone => Some(nic.fd()),
@@ -99,14 +103,14 @@ where
         }
     }
 
-    /// Forgets that somebody rang who has passed the lease.
+    /// Clears the bell that a giver rang after it passed the lease.
     pub fn quiesce(&self) {
         if let (Some(_), Some(wake)) = (self.waits_since, &self.wake) {
             let _ = rustix::io::read(wake, &mut [0; 8]);
         }
     }
 
-    /// The card does not work any more: nobody else can drive it either.
+    /// Marks the card as gone and reports it. No other worker can drive it either.
     #[cold]
     pub(super) fn lose(&mut self, common: &mut Common, error: &NicError) {
         if !self.gone {

@@ -1,4 +1,5 @@
-//! The client of a node with a memif, as it goes from worker to worker: told to the daemon, and heard of by whoever does not drive.
+//! The client of a node with a memif, as it goes from worker to worker. The driver reports it to the daemon, and
+//! workers that do not drive hear of it.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -14,7 +15,8 @@ use crate::handler::FrameHandler;
 use crate::memif;
 
 impl<D: FrameHandler> VniAttachment<D> {
-    /// A client of memif that another worker of the node serves, or served when it passed the lease to us.
+    /// Takes note of a memif client that another worker of the node serves, or served when it passed the lease to
+    /// us.
     pub fn hear_of_client(&mut self, client: Client, fds: Vec<OwnedFd>) -> Result<()> {
         let inherited = Inherited::new(memif::unpack(client, fds)?);
         match &mut self.end {
@@ -25,12 +27,13 @@ impl<D: FrameHandler> VniAttachment<D> {
         Ok(())
     }
 
-    /// That one is there no more. Of its own, who drives knows best.
+    /// Forgets a client that has gone. A driver ignores this: it knows its own client best.
     pub fn forget_client(&mut self, socket: u64) {
         self.client.take_if(|client| name_of(client.socket()) == socket);
     }
 
-    /// Says who is connected, if that may be another than before. One message at a time: whoever connects and leaves all the time fills no queue.
+    /// Reports the connected client if it may have changed. It queues one message at a time, so that a client that
+    /// connects and leaves all the time fills no queue.
     #[inline]
     pub(super) fn tell_news_of_client(&mut self, common: &mut Common) {
         if let Some(End::Memif(end)) = &mut self.end
@@ -41,7 +44,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Whoever goes on is to know who is connected; one of whom no successor can know has to connect anew.
+    /// Reports the client for a successor. Sends the client away, to connect again, if no successor can know of it.
     pub(super) fn entrust_client(&mut self, common: &mut Common) {
         self.tell_client(common);
         if let Some(End::Memif(end)) = &mut self.end
@@ -52,7 +55,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Says who is connected, if that is another than before.
+    /// Reports the connected client if it has changed.
     fn tell_client(&mut self, common: &mut Common) {
         let Some(End::Memif(end)) = &mut self.end else { return };
         if !common.memif.as_ref().is_some_and(|memif| memif.keeps) {
@@ -83,7 +86,8 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Says to a daemon that has just begun who is connected, or was when it was heard of last.
+    /// Reports to a daemon that has just started the connected client, or the client of which this worker last
+    /// heard.
     pub fn tell_client_again(&mut self, common: &mut Common) {
         self.told_client = None;
         match (&self.end, &self.client) {

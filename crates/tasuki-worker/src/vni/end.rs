@@ -1,4 +1,5 @@
-//! What handles the frames of a node's end of a VNI: what passes them on to the node's programs, or the node's program itself.
+//! The handler of frames at a node's end of a VNI: it passes them on to the node's programs, or it is the node's
+//! program itself.
 
 use std::cell::{RefCell, RefMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -24,16 +25,16 @@ use crate::attachment::Common;
 use crate::handler::{FrameHandler, HandlerContext};
 use crate::tap::{LONGEST, SHORTEST};
 
-/// How long a giver waits for room for what it has in hand; a successor gets it otherwise.
+/// Time for which a giver waits for room for its pending frames; after that a successor gets them.
 const LAST_BURST: Duration = Duration::from_millis(1);
 
-/// A card that sends at all sends a frame of 1,514 bytes within this time (10 Mb/s: 1.2 ms).
+/// Time within which a working card sends a frame of 1,514 bytes (10 Mb/s: 1.2 ms).
 const STUCK_AFTER: Duration = Duration::from_millis(2);
 
-/// How long a frame from an uplink's NIC waits for a node without room, and all behind it.
+/// Time for which a frame from an uplink's NIC, and all frames behind it, wait for a node without room.
 const WAIT: Duration = Duration::from_millis(2);
 
-/// By where the node's programs are.
+/// An end, by the place of the node's programs.
 pub enum End {
     Tap(Box<TapNode<Span<Line>>>),
     Memif(Box<MemifNode<Span<Line>>>),
@@ -45,7 +46,7 @@ pub enum End {
 pub struct Native {
     port: VniPort<Span<Line>>,
     arena: Arena,
-    /// What is in hand.
+    /// Pending frames.
     burst: Burst,
 }
 
@@ -54,19 +55,19 @@ impl Native {
         Native { arena: port.arena().clone(), port, burst: Burst::new() }
     }
 
-    /// One turn; says how many frames moved.
+    /// Runs one turn. Returns the number of frames moved.
     #[inline]
     pub fn turn(&mut self, handler: &mut impl FrameHandler, common: &Common) -> usize {
         let Ok(moved) = handler.turn(&mut self.port, &common.context(&self.arena, PROGRAM_STATE), &mut self.burst);
         moved
     }
 
-    /// The first look at the rings: nothing is sent yet.
+    /// Looks at the rings for the first time; sends nothing yet.
     pub fn look(&mut self, handler: &mut impl FrameHandler, common: &Common) {
         let Ok(()) = handler.look(&mut self.port, &common.context(&self.arena, PROGRAM_STATE), &mut self.burst);
     }
 
-    /// Ends the burst. What finds no room stays in hand, and comes to the successor as it came to us.
+    /// Ends the burst. Frames that find no room stay pending, and the successor receives them as we received them.
     pub fn stop(&mut self, handler: &mut impl FrameHandler, common: &Common) {
         let end = Instant::now() + LAST_BURST;
         while !self.burst.is_empty() {
@@ -77,7 +78,7 @@ impl Native {
         }
     }
 
-    /// Writes what a successor reads.
+    /// Writes the state that a successor reads.
     pub fn conclude(&mut self, handler: &mut impl FrameHandler, common: &Common) {
         handler.remember(&common.program_state, PROGRAM_STATE, self.port.turns().wrapping_add(1));
         handler.conclude(&mut self.port, &self.burst);
@@ -85,7 +86,7 @@ impl Native {
 
     fn arm(&mut self) -> Armed {
         if !self.burst.is_empty() {
-            // It looks again soon, rung for or not.
+            // The worker looks again soon, with or without a bell.
             return if self.port.waits().is_some() { Armed::Idle } else { Armed::Busy };
         }
         let Ok(armed) = self.port.arm();
@@ -93,26 +94,26 @@ impl Native {
     }
 }
 
-/// An uplink's end of a VNI, as the attachment of its NIC has it too: that one moves the frames.
+/// An uplink's end of a VNI, shared with the attachment of its NIC, which moves the frames.
 #[derive(Debug)]
 pub struct Joint {
     port: VniPort<Span<Line>>,
-    /// What came from the VNI and has not gone out,
+    /// Frames from the VNI that have not gone out,
     burst: Burst,
-    /// and since when nothing of it has, as far as that was looked at.
+    /// and the time since which none of them has, if that was checked.
     stuck: Option<Instant>,
-    /// Somebody has moved frames since the last rest.
+    /// Whether the NIC's attachment has moved frames since the last rest.
     pub is_joined: bool,
 }
 
 impl Joint {
-    /// Gives the VNI what came from the NIC, from the front of `burst`; says how much.
+    /// Gives the VNI frames from the NIC, from the front of `burst`. Returns the number of frames given.
     #[inline]
     pub fn give(&mut self, burst: &mut Burst) -> usize {
         self.port.forward(burst, &self.burst)
     }
 
-    /// Takes in what came from the VNI, if what came before has gone; says how much that is.
+    /// Receives frames from the VNI if all earlier frames have gone. Returns the number received.
     #[inline]
     pub fn take(&mut self) -> usize {
         if !self.burst.is_empty() {
@@ -123,12 +124,14 @@ impl Joint {
         came
     }
 
-    /// Whether the card takes nothing: its link is down, or its partner pauses. One that is only busy sends a frame in less than that.
+    /// Returns whether the card takes no frames: its link is down, or its partner pauses. A card that is only busy
+    /// sends a frame in less than that.
     fn is_stuck(&self) -> bool {
         self.stuck.is_some_and(|since| since.elapsed() >= STUCK_AFTER)
     }
 
-    /// Copies what came into slots of the NIC's, oldest first; says how much that is. What no card sends is dropped.
+    /// Copies the received frames into slots of the NIC's, oldest first. Returns the number copied. Drops frames
+    /// longer than any card sends.
     #[inline]
     pub fn fill(&mut self, context: &HandlerContext<'_>, into: &mut Burst) -> usize {
         let before = self.burst.len();
@@ -146,7 +149,7 @@ impl Joint {
         into.len()
     }
 
-    /// So much of it has gone out.
+    /// Removes the first `count` frames, which have gone out.
     #[inline]
     pub fn went(&mut self, count: usize) {
         if count > 0 {
@@ -159,14 +162,14 @@ impl Joint {
 /// The end of an uplink.
 pub struct Uplink {
     joint: Rc<RefCell<Joint>>,
-    /// Its port's descriptor, once more.
+    /// Another descriptor of the port's bell.
     bell_receiver: OwnedFd,
 }
 
 impl Uplink {
-    /// An end, and what the NIC's attachment has of it.
+    /// Creates the end, and the part of it that the NIC's attachment shares.
     pub fn new(mut port: VniPort<Span<Line>>) -> Result<(Self, Rc<RefCell<Joint>>)> {
-        // A switch drops for those who do not read.
+        // A switch drops frames for nodes that do not read, after a wait.
         port.set_patience(WAIT);
         let bell_receiver =
             port.fd().try_clone_to_owned().context("a descriptor cannot be copied; raise RLIMIT_NOFILE")?;
@@ -174,7 +177,7 @@ impl Uplink {
         Ok((Uplink { joint: Rc::clone(&joint), bell_receiver }, joint))
     }
 
-    /// Writes what a successor reads: what has not gone out comes to it again.
+    /// Writes the state that a successor reads. Frames that have not gone out arrive at the successor again.
     pub fn conclude(&self) {
         let Joint { port, burst, .. } = &mut *self.joint.borrow_mut();
         port.conclude(burst);
@@ -186,12 +189,12 @@ impl Uplink {
 
     fn arm(&self) -> Armed {
         let joint = &mut *self.joint.borrow_mut();
-        // Without its NIC it takes nothing: who rings is not heard.
+        // Without its NIC the end receives nothing, so it does not listen for bells.
         if !joint.is_joined {
             return Armed::Idle;
         }
         if !joint.burst.is_empty() {
-            // Nobody rings when the card takes something again.
+            // No bell rings when the card takes frames again.
             joint.stuck.get_or_insert_with(Instant::now);
             return if joint.is_stuck() { Armed::Idle } else { Armed::Busy };
         }
@@ -199,7 +202,7 @@ impl Uplink {
         armed
     }
 
-    /// How soon what is stuck is tried again.
+    /// Returns the time until stuck frames are tried again.
     fn waits(&self) -> Option<Duration> {
         let joint = self.joint.borrow();
         (joint.is_joined && joint.is_stuck()).then_some(LAST_BURST)
@@ -230,13 +233,13 @@ macro_rules! each {
 }
 
 impl End {
-    /// One turn in each direction, where frames are passed on; says how many moved.
+    /// Runs one turn in each direction at an end that passes frames on. Returns the number of frames moved.
     #[inline]
     pub fn turn(&mut self) -> usize {
         each!(self, end => end.turn(), _port => 0)
     }
 
-    /// The last turn of what passes frames on.
+    /// Runs the last turn of an end that passes frames on.
     pub fn finish(&mut self) {
         each!(self, end => end.finish(), _port => ());
     }
@@ -257,12 +260,13 @@ impl End {
         each!(self, end => end.set_switch(switch), port => port.set_switch(switch));
     }
 
-    /// Frames given to the node's programs, taken from them, and dropped. A program of the node's own counts the first two itself.
+    /// Returns the numbers of frames given to the node's programs, taken from them, and dropped. A program of the
+    /// node's own counts the first two itself.
     pub fn moved(&mut self) -> (u64, u64, u64) {
         each!(self, end => (end.given, end.taken, end.dropped.sum()), port => (0, 0, port.dropped.sum()))
     }
 
-    /// What is counted, by name.
+    /// Returns the counts, by name.
     pub fn counts(&mut self) -> Vec<(&'static str, u64)> {
         let mut counts = each!(self, end => vec![("given", end.given), ("taken", end.taken)],
             port => vec![("sent", port.given()), ("turns", port.turns())]);
@@ -275,7 +279,7 @@ impl End {
         counts
     }
 
-    /// Whoever looks on, if anybody does.
+    /// Calls `what` with the end's captures, if it has any.
     pub fn with_captures<R>(&mut self, what: impl FnOnce(&mut Option<Box<Captures>>) -> R) -> R {
         each!(self, end => what(end.vni().captures()), port => what(port.captures()))
     }
@@ -320,12 +324,12 @@ impl End {
         }
     }
 
-    /// What becomes readable when the namespace sends.
+    /// Returns the descriptor that becomes readable when the namespace sends.
     pub fn tap(&self) -> Option<BorrowedFd<'_>> {
         if let End::Tap(end) = self { end.tap() } else { None }
     }
 
-    /// Whether the namespace's interface is gone.
+    /// Returns whether the namespace's interface is gone.
     pub fn is_gone(&self) -> bool {
         matches!(self, End::Tap(end) if end.tap().is_none())
     }

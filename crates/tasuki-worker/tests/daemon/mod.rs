@@ -1,4 +1,5 @@
-//! A small daemon of the tests' own: it speaks the real messages and packets with real workers, which drive our model of a card.
+//! A small daemon for the tests: it exchanges the real messages and packets with real workers, which drive our model
+//! of a card.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
@@ -38,10 +39,9 @@ use tasuki_relay::wire::{Order, Plan, Positions, Reason, Report, Use};
 use tasuki_relay::{ARBITER, After, Party, Tenure};
 use tasuki_shm::region::{Pages, Region, Span};
 
-/// What takes longer than this has gone wrong.
+/// A wait longer than this is a failure.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Waits until `done`.
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let end = Instant::now() + PATIENCE;
     while !done() {
@@ -50,13 +50,13 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// The model, if it was built beside the worker.
+/// Returns the path of the model, if it was built beside the worker.
 pub fn model_program() -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_BIN_EXE_tasuki-worker")).with_file_name("tasuki-sim");
     path.exists().then_some(path)
 }
 
-/// A process that is ended and waited for whatever becomes of the test.
+/// A process that is killed and waited for at the end of the test, whatever becomes of it.
 #[derive(Debug)]
 pub struct Process(Child);
 
@@ -78,7 +78,7 @@ impl Process {
         let _ = self.0.wait();
     }
 
-    /// Waits for its end: its code, or none if a signal ended it.
+    /// Waits for its end. Returns its exit code, or nothing if a signal ended it.
     pub fn end(&mut self) -> Option<i32> {
         until("the end of a process", || self.0.try_wait().expect("a child of ours").is_some());
         self.0.wait().expect("a child of ours").code()
@@ -88,18 +88,17 @@ impl Process {
         self.0.try_wait().expect("a child of ours").is_none()
     }
 
-    /// CPUs that it may run on.
+    /// Returns the CPUs on which it may run.
     pub fn cpus(&self) -> Vec<u32> {
         let set = rustix::thread::sched_getaffinity(Some(self.id())).expect("a child of ours");
         (0..1024).filter(|&cpu| set.is_set(cpu as usize)).collect()
     }
 
-    /// Its nice value.
     pub fn nice(&self) -> i32 {
         rustix::process::getpriority_process(Some(self.id())).expect("a child of ours")
     }
 
-    /// What the kernel says of it.
+    /// Returns a field of its `/proc/PID/status`.
     pub fn status(&self, field: &str) -> String {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap_or_default();
         let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
@@ -123,12 +122,12 @@ impl Drop for Process {
 #[derive(Debug)]
 pub struct Talk(OwnedFd);
 
-/// What a worker said.
+/// Input from a worker.
 #[derive(Debug)]
 pub enum Said {
     Message(ToDaemon, Vec<OwnedFd>),
     Report(u32, Report),
-    /// It hung up.
+    /// The worker hung up.
     End,
 }
 
@@ -152,11 +151,11 @@ impl Talk {
         let mut control = SendAncillaryBuffer::new(&mut space);
         let fds = fds.iter().map(AsFd::as_fd).collect::<Vec<_>>();
         assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(&fds)));
-        // A worker that is dead is what some tests are about.
+        // Some tests are about a dead worker, so ignore errors.
         let _ = rustix::net::sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
     }
 
-    /// The next thing that is said, or nothing within `patience`.
+    /// Returns the next input, or nothing if none arrives within `patience`.
     pub fn hear_within(&self, patience: Duration) -> Option<Said> {
         let mut poll = [PollFd::new(&self.0, PollFlags::IN)];
         let patience = Timespec::try_from(patience).unwrap();
@@ -222,7 +221,7 @@ impl Model {
         Model { process, socket, out }
     }
 
-    /// What it says at its end, which comes when all frames have come back and everybody has left the card.
+    /// Returns its report at its end. It ends when all frames have come back and no process has the card any more.
     pub fn report(mut self) -> String {
         until("the end of the model: frames are missing, or somebody has the card still", || {
             !self.process.is_running()
@@ -234,7 +233,7 @@ impl Model {
     }
 }
 
-/// A NIC as the daemon has it: what the opener made of it, and its lease page.
+/// A NIC as the daemon has it: the opener's device bundle, and the lease page.
 #[derive(Debug)]
 pub struct Nic {
     pub number: u32,
@@ -245,7 +244,7 @@ pub struct Nic {
 }
 
 impl Nic {
-    /// Has it opened.
+    /// Starts an opener for the card and takes its device bundle.
     pub fn open(socket: &Path, arguments: &[&str]) -> Self {
         let (talk, its) = Talk::pair();
         let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki-worker"));
@@ -272,12 +271,13 @@ impl Nic {
         Tenure::from_word(self.words[0].load(Acquire))
     }
 
-    /// Compare-and-swap, as the arbiter has it.
+    /// Compare-and-swap of the lease word, as the arbiter does it.
     pub fn swap(&self, from: Tenure, to: Tenure) -> bool {
         self.words[0].compare_exchange(from.to_word(), to.to_word(), Release, Relaxed).is_ok()
     }
 
-    /// Seizes the lease from whoever is no more, or from nobody, and passes it on: from this word it can be taken.
+    /// Seizes a lease that is free or whose holder is dead, and passes it on. Returns the word from which it can be
+    /// taken.
     pub fn seize(&self) -> Tenure {
         let now = self.tenure();
         let ours = now.taken_by(ARBITER);
@@ -303,7 +303,7 @@ impl Nic {
     }
 }
 
-/// A node: what its workers have in common.
+/// A node: the parts that its workers share.
 #[derive(Debug)]
 pub struct Node {
     pub work: Work,
@@ -336,25 +336,26 @@ impl Node {
         }
     }
 
-    /// Another node of the same machine: no two workers have one number.
+    /// Creates another node of the same machine. Its workers' numbers start at `first`: no two workers may have one
+    /// number.
     pub fn beside(folder: &Path, work: Work, first: u32) -> Self {
         Node { next: first, ..Node::new(folder, work) }
     }
 
-    /// What the program state says of numbered frames that were seen, in the later of its two copies.
+    /// Returns the count of numbered frames seen, from the later of the two copies in the program state.
     pub fn booked(&self, nic: usize) -> u64 {
         let words = words(&self.program_state);
         words[nic * 16].load(Acquire).max(words[nic * 16 + 8].load(Acquire))
     }
 
-    /// The first word of what the node's program remembers, in the later of its two copies.
+    /// Returns the first word of the state of the node's program, from the later of its two copies.
     pub fn remembered(&self, nic: usize) -> u64 {
         let words = words(&self.program_state);
         let copy = |copy: usize| words[2048 + nic * 128 + copy * 64 + 4].load(Acquire);
         copy(0).max(copy(1))
     }
 
-    /// A worker that has begun.
+    /// Starts a worker and waits until it has begun.
     pub fn worker(&mut self, environment: &[(&str, String)]) -> Worker {
         let party = self.next;
         self.next += 1;
@@ -407,7 +408,7 @@ impl Node {
         worker
     }
 
-    /// A worker that is ready to take `nic`.
+    /// Starts a worker and waits until it is ready to take `nic`.
     pub fn ready(&mut self, nic: &Nic, environment: &[(&str, String)]) -> Worker {
         let mut worker = self.worker(environment);
         worker.give(nic);
@@ -423,12 +424,12 @@ pub struct Worker {
     pub process: Process,
     pub talk: Talk,
     pub party: Party,
-    /// Where it listens.
+    /// Path of its listening socket.
     pub path: PathBuf,
     words: Span<AtomicU64>,
     heartbeat: Region,
     heard: VecDeque<(u32, Report)>,
-    /// What it told a person.
+    /// Its sentences for a person.
     pub told: Vec<String>,
     pub unconfined: Vec<String>,
 }
@@ -468,12 +469,12 @@ impl Worker {
         self.message(&message, &nic.copies());
     }
 
-    /// Where the card may see what this worker makes.
+    /// Returns the bus address at which the card may see memory that this worker makes.
     fn iova(&self) -> u64 {
         (1 << 33) + (u64::from(self.party.0.get()) << 28)
     }
 
-    /// Gives it what it needs to drive `nic` from memory of its own, and nothing of the memory that is.
+    /// Gives it all that it needs to drive `nic` from memory of its own, and nothing of the present memory.
     pub fn give_apart(&self, nic: &Nic) {
         let mut fds = nic.copies();
         fds.truncate(fds.len() - nic.bundle.memory);
@@ -485,7 +486,8 @@ impl Worker {
         self.prepare_by(nic, Use::Handover, Method::Repoint);
     }
 
-    /// What the NIC will be made of once this worker drives it from memory of its own; it is ready then. Nothing if it dies.
+    /// Waits until the worker is ready to drive the NIC from memory of its own. Returns the NIC's device bundle
+    /// after that, or nothing if the worker dies.
     pub fn ready_apart(&mut self, nic: &Nic) -> Option<(DeviceBundle, Vec<OwnedFd>)> {
         let mut own = None;
         loop {
@@ -507,7 +509,7 @@ impl Worker {
         }
     }
 
-    /// How it is to let go of `nic` to another node.
+    /// Tells it how to release `nic` to another node.
     pub fn plan_handover(&self, nic: &Nic, method: Method, inflight: Inflight) {
         self.tell_plan(nic, Plan { method, handover: true, inflight, store: false, fenced: false });
     }
@@ -522,12 +524,12 @@ impl Worker {
         self.order(nic, Order::Prepare { purpose, method, kind, version, carries });
     }
 
-    /// The next report about `nic`; what is said besides is noted.
+    /// Returns the next report about `nic`; keeps sentences that arrive before it.
     pub fn report(&mut self, nic: &Nic) -> Report {
         self.report_or_end(nic).unwrap_or_else(|| panic!("the worker ended: {:?}", self.told))
     }
 
-    /// The same, or nothing if it ends instead.
+    /// As [`report`](Self::report), but returns nothing if the worker ends instead.
     pub fn report_or_end(&mut self, nic: &Nic) -> Option<Report> {
         loop {
             match self.talk.hear() {
@@ -542,7 +544,7 @@ impl Worker {
         }
     }
 
-    /// The next message that is none for a person.
+    /// Returns the next message that is not a sentence for a person.
     pub fn hear_message(&mut self) -> (ToDaemon, Vec<OwnedFd>) {
         loop {
             match self.talk.hear() {
@@ -553,19 +555,19 @@ impl Worker {
         }
     }
 
-    /// Grants it the lease of a NIC that nobody drives.
+    /// Grants it the lease of a NIC that no worker drives.
     pub fn grant(&mut self, nic: &Nic) -> Report {
         self.grant_or_end(nic).unwrap_or_else(|| panic!("it has ended: {:?}", self.told))
     }
 
-    /// The same, or nothing if it ends instead.
+    /// As [`grant`](Self::grant), but returns nothing if the worker ends instead.
     pub fn grant_or_end(&mut self, nic: &Nic) -> Option<Report> {
         let passed = nic.seize();
         self.order(nic, Order::Take { epoch: passed.epoch, after: After::Lost, wrote: 0 });
         self.report_or_end(nic)
     }
 
-    /// Has it pass the lease to `next`; what both said.
+    /// Has it pass the lease to `next`. Returns the reports of both.
     pub fn pass_to(&mut self, next: &mut Worker, nic: &Nic) -> (Report, Report) {
         let epoch = nic.tenure().epoch;
         next.order(nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
@@ -582,7 +584,7 @@ impl Worker {
     }
 }
 
-/// What a report of the model says of its source's frames.
+/// Checks the model's report on its source's frames.
 pub fn nothing_is_lost(report: &str, count: u64) {
     assert!(report.contains(&format!("sent {count}, came back {count}, lost 0\n")), "{report}");
     assert!(report.contains("twice 0, out of order 0, damaged 0, from others 0"), "{report}");
@@ -599,7 +601,7 @@ pub fn unfit(report: Report) -> Reason {
 }
 
 impl Worker {
-    /// Whether it has told something to a person.
+    /// Returns whether it has sent a sentence for a person.
     pub fn hears_trouble(&mut self) -> bool {
         while let Some(said) = self.talk.hear_within(Duration::ZERO) {
             match said {
@@ -611,7 +613,7 @@ impl Worker {
         !self.told.is_empty()
     }
 
-    /// Frames that the card has sent, PAUSE frames not counted.
+    /// Returns the number of frames that the card has sent, without PAUSE frames.
     pub fn sent_on_the_wire(&mut self) -> u64 {
         self.message(&ToWorker::Counts, &[]);
         let counts = loop {
@@ -623,7 +625,7 @@ impl Worker {
         count("tx_packets") - count("tx_multicast")
     }
 
-    /// Waits until the card has sent so many.
+    /// Waits until the card has sent `count` frames.
     pub fn until_sent(&mut self, count: u64) {
         let end = Instant::now() + PATIENCE;
         loop {
@@ -637,7 +639,8 @@ impl Worker {
     }
 }
 
-/// What a daemon that has just begun learns from a worker: who it is, and that it has this NIC. What that is made of it has from its keeper.
+/// Plays a daemon that has just started, and checks that the worker says who it is and that it has this NIC. Such a
+/// daemon gets the NIC's device bundle from its keeper.
 pub fn adopt(worker: &mut Worker, nic: &Nic) {
     worker.talk.send(&serde_json::to_vec(&ToWorker::Again { keeps: true }).expect("JSON"), &[]);
     let (message, fds) = worker.hear_message();
@@ -645,12 +648,12 @@ pub fn adopt(worker: &mut Worker, nic: &Nic) {
     assert_eq!((message, fds.len()), (mine, 0));
 }
 
-/// A place for sockets.
+/// Creates a folder for sockets.
 pub fn folder() -> tempfile::TempDir {
     tempfile::tempdir().expect("a place for sockets")
 }
 
-/// How many numbered frames there are in a capture, which come in order, each once.
+/// Returns the number of numbered frames in a capture; they must be in order, each once.
 pub fn numbered_in(capture: &Path) -> u64 {
     let file = std::fs::File::open(capture).expect("the capture");
     let mut reader = pcap_file::pcap::PcapReader::new(file).expect("a capture");

@@ -1,4 +1,4 @@
-//! Programs that are started, waited for, and ended whatever becomes of the test.
+//! Programs that a test starts and waits for. They end with the test, whatever becomes of it.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 
-/// What takes longer than this has gone wrong.
+/// A wait longer than this is a failure.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Waits until `done`.
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let end = Instant::now() + PATIENCE;
     while !done() {
@@ -21,50 +20,50 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// The worker, about to be asked something of a NIC.
+/// Returns the command `tasuki-worker nic`.
 pub fn worker() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki-worker"));
     command.arg("nic");
     command
 }
 
-/// The model, which the whole workspace's tests have built beside the worker. Cargo builds it for its own package's tests, and whoever
-/// tests this package alone has built it before, or not.
+/// Returns the path of the model, if it is there. The tests of the whole workspace have built it beside the worker.
+/// Cargo builds it for the tests of its own package; to test this package alone, build it before.
 pub fn model_program() -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_BIN_EXE_tasuki-worker")).with_file_name("tasuki-sim");
     path.exists().then_some(path)
 }
 
-/// A program that runs for as long as this lives.
+/// A program that runs until this value is dropped.
 pub struct Program {
     child: Child,
     said: Option<JoinHandle<String>>,
     errors: Option<JoinHandle<String>>,
 }
 
-/// How one has ended.
+/// Outcome of a program.
 #[derive(Debug)]
 pub struct Ended {
-    /// None: by a signal.
+    /// Exit code; nothing if a signal ended the program.
     pub code: Option<i32>,
     pub said: String,
     pub errors: String,
 }
 
 impl Ended {
-    /// What it said on standard error: one line, by its name.
+    /// Returns its standard error, which must be one line that begins with its name.
     pub fn sentence(&self) -> &str {
         assert_eq!(self.errors.lines().count(), 1, "one sentence: {}", self.errors);
         assert!(self.errors.starts_with("tasuki: "), "{}", self.errors);
         self.errors.trim_end()
     }
 
-    /// It was refused for this reason, and nothing else was said.
+    /// Checks that it was refused for this reason, and printed nothing else.
     pub fn is_refused(&self, code: i32, why: &str) {
         assert_eq!((self.code, self.said.is_empty()), (Some(code), code == 2 || self.said.is_empty()), "{self:?}");
         assert!(self.errors.contains(why), "{why:?} is not in {}", self.errors);
         assert!(!self.errors.contains("panicked"), "{}", self.errors);
-        // What is wrong with the command line itself is said by what reads it, with the usage.
+        // The command-line parser reports its own errors, with the usage.
         if code == 1 {
             self.sentence();
         }
@@ -86,7 +85,7 @@ impl Program {
         program
     }
 
-    /// Its standard output is not read yet.
+    /// Leaves its standard output unread.
     fn start_with(command: &mut Command) -> Self {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("a program that was built");
@@ -108,7 +107,7 @@ impl Program {
         rustix::process::kill_process(id, signal).expect("a child of ours");
     }
 
-    /// Whether it has a handler of its own for `signal`.
+    /// Returns whether it has a handler of its own for `signal`.
     pub fn handles(&mut self, signal: Signal) -> bool {
         assert!(self.is_running(), "it has ended already");
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.id())).unwrap_or_default();
@@ -117,11 +116,10 @@ impl Program {
         bits >> (signal.as_raw() - 1) & 1 == 1
     }
 
-    /// Waits until it has ended.
     pub fn end(mut self) -> Ended {
         until("the end of a program", || !self.is_running());
         let status = self.child.wait().expect("a child of ours");
-        // What it started may have its pipes, and must not outlive it either.
+        // A child of the program may hold its pipes, and must not outlive it either.
         let is_read = |thread: &Option<JoinHandle<String>>| thread.as_ref().is_none_or(JoinHandle::is_finished);
         until("the end of what it started", || is_read(&self.said) && is_read(&self.errors));
         let text =
@@ -152,7 +150,7 @@ impl Model {
         let mut program = Program::start_with(command.args(["sim", "nic", "--socket"]).arg(&socket).args(words));
         let mut out = BufReader::new(program.child.stdout.take().expect("it was asked for"));
         let mut line = String::new();
-        // It listens when it says where, or it ends.
+        // It listens once it has printed its socket, or it ends.
         out.read_line(&mut line).expect("a pipe");
         program.said = Some(read_all(out));
         assert!(line.contains("an 82574L at"), "{:?}", program.end());
@@ -160,7 +158,7 @@ impl Model {
     }
 }
 
-/// The children of a process, and what they are called.
+/// Returns the children of a process, with their names.
 pub fn children_of(id: u32) -> Vec<(u32, String)> {
     let all = Path::new("/proc").read_dir().expect("/proc").flatten();
     let ids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
@@ -172,12 +170,13 @@ pub fn children_of(id: u32) -> Vec<(u32, String)> {
     .collect()
 }
 
-/// Whether a process is there and not only waiting for somebody to ask how it ended.
+/// Returns whether a process exists and is not a zombie.
 pub fn is_running(id: u32) -> bool {
     stat(id).is_some_and(|(name, state)| name == "tasuki-sim" && state[0] != "Z" && state[0] != "X")
 }
 
-/// What a process is called, and what the kernel says after that: its state, its parent, and more.
+/// Returns the name of a process, and the fields that follow it in the kernel's file: its state, its parent, and
+/// more.
 fn stat(id: u32) -> Option<(String, Vec<String>)> {
     let text = std::fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
     let (name, state) = text.rsplit_once(')')?;
