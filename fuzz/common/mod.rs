@@ -1,4 +1,5 @@
-//! What the fuzz targets share: a source of choices, and a real server with a witness who must not notice anything.
+//! Shared parts of the fuzz targets: a source of choices, and a real server with an honest client, the witness,
+//! which must not notice anything.
 //!
 //! # Invariants
 //!
@@ -22,7 +23,7 @@ pub fn ignore_broken_pipes() {
     }
     const SIGPIPE: i32 = 13;
     const SIG_IGN: usize = 1;
-    // SAFETY: libc's own function and constants, and nobody is in its way (P1).
+    // SAFETY: libc's own function and constants, and no other code handles the signal (P1).
     unsafe { signal(SIGPIPE, SIG_IGN) };
 }
 
@@ -48,7 +49,7 @@ impl<'a> Choices<'a> {
         u16::from_le_bytes([self.byte(), self.byte()])
     }
 
-    /// Any word, with small ones and the edges near at hand.
+    /// Chooses any word; small words and the edges are likely.
     pub fn word(&mut self) -> u64 {
         match self.byte() {
             edge @ 0xf0..=0xff => u64::MAX - u64::from(edge & 7),
@@ -96,7 +97,7 @@ fn serve(request: Request<'_>, kept: &mut Vec<Deferred>) {
     }
 }
 
-/// A real server, and an honest client of its that gets right answers whatever the others do.
+/// A real server, and an honest client of it that gets right answers despite all other clients.
 pub struct World {
     pub server: Server,
     pub path: PathBuf,
@@ -165,14 +166,14 @@ impl World {
         world
     }
 
-    /// What is there is served; nobody waits.
+    /// Serves the pending requests without waiting.
     pub fn turn(&mut self) {
         let kept = &mut self.kept;
         let turn = self.server.turn(Some(Duration::ZERO), |request| serve(request, kept)).expect("the server goes on");
         self.succeeded |= turn == Turn::Succeeded;
     }
 
-    /// Answers what was put off.
+    /// Answers or drops the deferred requests.
     pub fn settle_kept(&mut self, answer: bool) {
         for deferred in std::mem::take(&mut self.kept) {
             match answer {
@@ -186,7 +187,7 @@ impl World {
         }
     }
 
-    /// The witness makes calls, and gets the right answers.
+    /// Makes calls as the witness, and checks the answers.
     pub fn testify(&mut self) {
         self.count += 1;
         let number = self.count.to_le_bytes();
@@ -210,7 +211,7 @@ impl World {
         panic!("an honest request was answered in vain for 10,000 turns");
     }
 
-    /// Turns until nobody but the witness is left.
+    /// Turns until only the witness is left.
     pub fn turn_until_alone(&mut self) {
         for _ in 0..1000 {
             if self.server.clients() == 1 {

@@ -1,6 +1,7 @@
 //! An 82574L that writes anything into its registers, its descriptors and its frames, at any time.
 //!
-//! What must hold: no panic, no endless call, no slot with two, no frame beyond its slot, and no driver state that names what is not the card's.
+//! What must hold: no panic, no endless call, no slot with two holders, no frame beyond its slot, and no driver
+//! state that names anything but the card's.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -18,10 +19,10 @@ const CTRL: u32 = 0x0;
 const STATUS: u32 = 0x8;
 const RCTL: u32 = 0x100;
 const TCTL: u32 = 0x400;
-/// Of the first receive queue; those of the second are 0x100 further on.
+/// Base register of the first receive queue; that of the second is 0x100 further on.
 const RDBAL: u32 = 0x2800;
 const TDBAL: u32 = 0x3800;
-/// From a ring's base register to its others.
+/// Offsets of a ring's other registers from its base register.
 const LEN: u32 = 0x8;
 const HEAD: u32 = 0x10;
 const TAIL: u32 = 0x18;
@@ -30,11 +31,12 @@ const MASTER_ENABLED: u32 = 1 << 19;
 const RECEIVED: u64 = 0b11;
 const SENT: u64 = 1 << 32;
 
-/// A card that keeps all that it knows in its registers.
+/// A card that keeps its whole state in its registers.
 struct Card;
 
 impl Card {
-    /// Writes the second words of the descriptors from a ring's head on, until the tail or so many; says where the head is then.
+    /// Writes the second words of the descriptors from a ring's head on, up to the tail or `most`; then advances the
+    /// head.
     fn go(card: &mut Memory, ring: u32, most: u32, word: impl Fn(u64) -> u64) {
         let base = u64::from(card.register(ring + 4)) << 32 | u64::from(card.register(ring));
         let (count, tail) = (card.register(ring + LEN) / 16, card.register(ring + TAIL));
@@ -61,7 +63,8 @@ impl Part for Card {
     ];
 
     fn new(choices: &mut Choices<'_>) -> (Self, Vec<(u32, u32)>) {
-        // Link up at a gigabit in full duplex, or whatever; bus master requests enabled; the EEPROM was read; an address; a PAUSE sent.
+        // Link up at a gigabit in full duplex, or anything; bus master requests enabled; the EEPROM was read; an
+        // address; a PAUSE sent.
         let status = if choices.below(4) == 0 { u32::from(choices.byte()) } else { 0x83 };
         let registers =
             vec![(STATUS, status), (0x10, 1 << 9), (0x5400, 0x1200_5452), (0x5404, 0x8000_5734), (0x4054, 1)];
@@ -70,7 +73,7 @@ impl Part for Card {
 
     fn wrote(&mut self, card: &mut Memory, offset: u32, value: u32) {
         match offset {
-            // A reset is done at once, and so is the end of bus mastering.
+            // A reset completes at once, and so does the end of bus mastering.
             CTRL => {
                 card.registers.insert(CTRL, value & !(1 << 26));
                 let status = card.register(STATUS) & !MASTER_ENABLED;
@@ -80,7 +83,7 @@ impl Part for Card {
                 if card.sends {
                     self.send(card);
                 }
-                // Or it says so.
+                // Or the card only says that it has sent.
                 card.registers.insert(TDBAL + HEAD, value);
             }
             _ => {}
@@ -100,7 +103,7 @@ impl Part for Card {
         if card.register(TCTL) & 2 == 0 {
             return;
         }
-        // From wherever its head is said to be: all of the ring.
+        // All of the ring, wherever the head register says it is.
         let count = card.register(TDBAL + LEN) / 16;
         let tail = card.register(TDBAL + TAIL);
         let head = if count == 0 { 0 } else { tail.wrapping_add(1) % count };

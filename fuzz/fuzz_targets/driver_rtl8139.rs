@@ -1,6 +1,7 @@
 //! An RTL8139C+ that writes anything into its registers, its descriptors and its frames, at any time.
 //!
-//! What must hold: no panic, no endless call, no slot with two, no frame beyond its slot, and no driver state that names what is not the card's.
+//! What must hold: no panic, no endless call, no slot with two holders, no frame beyond its slot, and no driver
+//! state that names anything but the card's.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -21,19 +22,19 @@ const WHOLE: u64 = 3 << 28;
 /// Most descriptors in a ring.
 const MOST: u64 = 64;
 
-/// Where it stands in its rings.
+/// Position of the card in its rings.
 struct Card {
     receive: u64,
     transmit: u64,
 }
 
 impl Card {
-    /// The address of descriptor `place` of the ring whose base is in these registers.
+    /// Returns the address of descriptor `place` of the ring whose base is in these registers.
     fn at(card: &Memory, base: u32, place: u64) -> u64 {
         (u64::from(card.register(base + 4)) << 32 | u64::from(card.register(base))).wrapping_add(16 * place)
     }
 
-    /// What follows a descriptor.
+    /// Returns the place after a descriptor.
     fn after(place: u64, descriptor: u64) -> u64 {
         if descriptor & END_OF_RING != 0 || place + 1 >= MOST { 0 } else { place + 1 }
     }
@@ -51,7 +52,7 @@ impl Part for Card {
 
     fn wrote(&mut self, card: &mut Memory, offset: u32, value: u32) {
         match offset {
-            // Command: a reset is done at once; a unit that is switched on begins with its first descriptor.
+            // Command: a reset completes at once; a unit that is switched on begins with its first descriptor.
             0x37 => {
                 card.registers.insert(0x37, value & 0xc);
                 self.receive = if value & 8 == 0 { self.receive } else { 0 };
@@ -71,7 +72,7 @@ impl Part for Card {
             if descriptor & OWN == 0 {
                 break;
             }
-            // With its check sequence.
+            // The length includes the check sequence.
             card.store(at, descriptor & END_OF_RING | WHOLE | (u64::from(len) + 4) & 0xf_ffff);
             self.receive = Self::after(self.receive, descriptor);
         }

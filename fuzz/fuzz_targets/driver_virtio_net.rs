@@ -1,6 +1,7 @@
 //! A virtio network device that writes anything into its registers, its rings and its frames, at any time.
 //!
-//! What must hold: no panic, no endless call, no slot with two, no frame beyond its slot, and no driver state that names what is not the device's.
+//! What must hold: no panic, no endless call, no slot with two holders, no frame beyond its slot, and no driver
+//! state that names anything but the device's.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -22,7 +23,7 @@ const ENABLE: u32 = 0x1c;
 const NOTIFY_OFF: u32 = 0x1e;
 const ADDRESSES: u32 = 0x20;
 const RESET: u32 = 0x3a;
-/// The network device's configuration, and where notifications go.
+/// Offsets of the network device's configuration, and of the notifications.
 const NET: u32 = 0x1000;
 const NOTIFY: u32 = 0x2000;
 
@@ -30,7 +31,7 @@ const MAC: u64 = 1 << 5;
 const STATUS: u64 = 1 << 16;
 const COMMANDS: u64 = 3 << 17;
 const VERSION_1: u64 = 1 << 32;
-/// What a device may offer besides: an MTU, commands, indices, queues that can be reset, a speed.
+/// Features that a device may offer besides: an MTU, commands, indices, queue reset, a speed.
 const OPTIONAL: [u64; 5] = [1 << 3, COMMANDS, 1 << 29, 1 << 40, 1 << 63];
 
 /// A queue that the driver has enabled.
@@ -40,12 +41,12 @@ struct Queue {
     descriptors: u64,
     available: u64,
     used_ring: u64,
-    /// Chains used so far.
+    /// Number of chains used so far.
     used: u16,
 }
 
 impl Queue {
-    /// Uses up to `most` chains, and says of each that `len` bytes were written.
+    /// Uses up to `most` chains, and reports `len` written bytes for each.
     fn go(&mut self, card: &Memory, most: u16, len: u32) {
         if self.size == 0 {
             return;
@@ -70,7 +71,7 @@ struct Card {
     features: u64,
     queues: [Queue; 3],
     selected: usize,
-    /// How commands are answered: the answer, which chain is said to be used, and how many too many.
+    /// Answer to commands: the answer, the chain reported as used, and the number of excess ones.
     answer: (u8, u8, u8),
 }
 
@@ -82,7 +83,7 @@ impl Card {
         };
         let (size, [descriptors, available, used_ring]) = (card.register(0x18).into(), [at(0), at(1), at(2)]);
         if self.selected == 2 {
-            // The indices of both sides: whoever changed them under way would have the driver wait five seconds.
+            // The indices of both sides: a change under way would make the driver wait five seconds.
             let places = [available, used_ring].map(|at| usize::try_from((at - MEMORY_AT) / 8).expect("64 bits"));
             card.left_alone = places.into();
         }
@@ -90,7 +91,7 @@ impl Card {
         *queue = Queue { size, descriptors, available, used_ring, used: 0 };
     }
 
-    /// A command was given. It is answered, somehow.
+    /// Answers a command, rightly or wrongly.
     fn obey(&mut self, card: &Memory) {
         let (answer, head, more) = self.answer;
         let queue = &mut self.queues[2];
@@ -176,7 +177,7 @@ impl Part for Card {
     }
 
     fn receive(&mut self, card: &mut Memory, count: u8, len: u16) {
-        // With the header before the frame.
+        // The length includes the header before the frame.
         self.queues[0].go(card, count.into(), u32::from(len) + 12);
     }
 
@@ -184,7 +185,8 @@ impl Part for Card {
         self.queues[1].go(card, u16::MAX, 0);
     }
 
-    /// Whoever looks for the place of notifications elsewhere has its commands unanswered, which costs five seconds each.
+    /// A lie about the place of notifications would leave the driver's commands unanswered, which costs five seconds
+    /// each.
     fn may_lie(&self, offset: u16) -> bool {
         self.features & COMMANDS == 0 || !matches!(offset, 0x48 | 0x58)
     }

@@ -1,6 +1,7 @@
-//! Any packets with any descriptors, said to a real server by those who connect, and to a real client by what it connects to.
+//! Any packets with any descriptors, sent by clients to a real server, and by a server to a real client.
 //!
-//! What must hold: no panic, no hang; the server answers the next one as well as ever, and keeps nothing of who has left.
+//! What must hold: no panic, no hang; the server answers the next client as well as ever, and keeps nothing of a
+//! client that has left.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -18,7 +19,7 @@ use libfuzzer_sys::fuzz_target;
 use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 use tasuki_shm::call::{Ask, Client, Deadline};
 
-/// What one packet is made of.
+/// Contents of one packet.
 struct Saying {
     bytes: Vec<u8>,
     fds: Vec<OwnedFd>,
@@ -59,7 +60,7 @@ fn number(choices: &mut Choices<'_>) -> u32 {
     }
 }
 
-/// A packet of ours, a packet that could be ours, or anything.
+/// Makes a packet of ours, a packet that could be ours, or anything.
 fn saying(choices: &mut Choices<'_>) -> Saying {
     let shape = Shape { ring: 8, arena: 4, replies: 4 };
     let bytes = match choices.below(8) {
@@ -148,7 +149,7 @@ fn to_a_server(choices: &mut Choices<'_>) {
     });
 }
 
-/// Says to the next client what it is told.
+/// A server that sends the next client a given packet.
 struct Mouthpiece {
     path: PathBuf,
     tell: Sender<Saying>,
@@ -164,7 +165,7 @@ impl Mouthpiece {
             loop {
                 let socket = forger::accept(listener.as_fd()).unwrap();
                 let _hello = forger::receive(socket.as_fd());
-                // A client that is hung up on dials again; there is one saying for each.
+                // A disconnected client dials again; there is one packet for each.
                 if let Ok(saying) = told.try_recv() {
                     say(socket.as_fd(), &saying);
                 }
@@ -180,7 +181,7 @@ fn to_a_client(choices: &mut Choices<'_>) {
         tell.send(saying(choices)).unwrap();
         match Client::connect(&*path, &options(8, 4)) {
             Ok(mut client) => {
-                // Where it would find a successor, nobody is.
+                // The path where it would find a successor has no server.
                 let gone = path.with_extension("gone");
                 std::fs::rename(&*path, &gone).unwrap();
                 let outcome = client.call(Ask::new(1_u16, &[1; 100]), Deadline::within(Duration::from_micros(200)));

@@ -1,7 +1,7 @@
-//! A client that connects as it should, then writes anything anywhere in its memory at any time.
+//! A client that connects correctly, then writes anything anywhere in its memory at any time.
 //!
-//! What must hold: the server does not panic, hang or end; a liar is shut out with a verdict that names a rule; an honest
-//! client of the same server gets right answers all the time; when the liar is gone, nothing of its is left.
+//! What must hold: the server does not panic, hang or end. It shuts a liar out with a verdict that names a rule. An
+//! honest client of the same server gets right answers all the time. When the liar is gone, nothing of it is left.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -64,7 +64,7 @@ fn misbehave(end: &mut End, choices: &mut Choices<'_>) {
         }
         9 => end.push_stamped(choices.word(), &[choices.word()]),
         10 => {
-            // As a good client does: fetch, and give a slot back.
+            // Behave like a good client: fetch an entry, and give a slot back.
             if let Some(entry) = end.pop()
                 && choices.below(2) == 0
             {
@@ -94,7 +94,7 @@ fn live(world: &mut World, choices: &mut Choices<'_>) {
             }
             6 => while rustix::io::write(&end.ring_end, &[0; 4096]).is_ok() {},
             7 => {
-                // Gone, and back, with or without what it had.
+                // Leave and return, with or without the former session.
                 let resumes = match choices.below(3) {
                     0 => Some(end.service),
                     1 => Some(u128::from(choices.word())),

@@ -1,6 +1,6 @@
-//! A memif client that says whatever it likes on the control channel, and writes whatever it likes into its own memory, while a node of the same
-//! VNI hands over frames with whatever offload header, and whoever serves it is replaced. Two others exchange frames meanwhile, each of which arrives once, whole and in order; and
-//! whoever connects afterwards is served.
+//! A memif client that sends anything on the control channel, and writes anything into its own memory. Meanwhile a
+//! node of the same VNI hands over frames with any offload header, and the serving worker is replaced. Two other
+//! nodes exchange frames, each of which arrives once, whole and in order. The next client is served.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -31,15 +31,15 @@ const WITNESS: u16 = 2;
 
 struct Attack {
     world: World,
-    /// Who is through with its handshake, and means harm.
+    /// The client after its handshake, with malicious intent.
     client: Option<Client>,
-    /// Who is not.
+    /// The client's channel before its handshake.
     channel: Option<Channel>,
     /// Regions with and without seals, an eventfd, a pipe.
     props: [OwnedFd; 4],
     under_way: VecDeque<Vec<u8>>,
     now: Instant,
-    /// How far it is with a handshake that is nearly right.
+    /// Next step of an almost correct handshake.
     step: u8,
 }
 
@@ -67,12 +67,12 @@ impl Attack {
         assert!(self.world.node.client().is_none(), "who has left is gone");
     }
 
-    /// Says something, in its turn or not, with what belongs to it or something else.
+    /// Sends a message, in its turn or not, with its proper descriptors or others.
     fn speak(&mut self, choices: &mut Choices<'_>) {
         if self.client.is_none() && self.channel.is_none() {
             self.channel = Some(Channel::connect(&self.world.path()));
         }
-        // Mostly what comes next.
+        // Mostly the next step.
         let step = self.step;
         self.step = (step + 1) % 5;
         let kind = match choices.below(16) {
@@ -102,7 +102,7 @@ impl Attack {
             5..7 => vec![self.props[2].as_fd()],
             _ => (0..choices.below(5)).map(|i| self.props[usize::from(i % 4)].as_fd()).collect(),
         };
-        // What belongs to it, more often than not.
+        // More often than not the proper descriptors.
         let with = match bytes.first() {
             Some(5) if !with.is_empty() => vec![self.props[2].as_fd()],
             Some(3 | 6) if with.len() == 1 => vec![],
@@ -112,13 +112,13 @@ impl Attack {
         channel.expect("just seen").send(&bytes, &with);
     }
 
-    /// Writes what it likes where it likes: in the memory of the client that is connected, or in that which is handed over otherwise.
+    /// Writes anything anywhere: into the connected client's memory, or into the memory it will hand over.
     fn scribble(&mut self, choices: &mut Choices<'_>) {
         let Some(client) = &mut self.client else {
             let bytes: Vec<u8> = (0..choices.below(64)).map(|_| choices.byte()).collect();
             let cookie = 0x03e3_1f20_u32.to_le_bytes();
             if choices.below(2) == 0 {
-                // Wherever a ring of a handshake that is nearly right may lie.
+                // Possible places of a ring in an almost correct handshake.
                 for place in 0..4 {
                     let _ = rustix::io::pwrite(&self.props[0], &cookie, place << 12);
                 }
@@ -134,7 +134,7 @@ impl Attack {
             1 | 2 => client.set_head(to_server, client.head(to_server).wrapping_add(ahead)),
             3 => client.set_flags(to_server, choices.short()),
             4 => {
-                // One that is looked at next, with bounds nearly right.
+                // A descriptor that the server reads next, with almost correct bounds.
                 let (whole, buffer) = (u32::try_from(client.shape.len()).expect("it is small"), client.shape.buffer);
                 let any = |word: u64| u32::try_from(word & 0xffff_ffff).expect("32 bits");
                 let slot = u32::from(client.head(to_server).wrapping_add(ahead)) % client.shape.slots();
@@ -166,7 +166,7 @@ impl Attack {
         }
     }
 
-    /// A node hands over a frame that is or is not what it says.
+    /// A node hands over a frame whose offload header may be false.
     fn unfinished(&mut self, choices: &mut Choices<'_>) {
         let len = 14 + usize::from(choices.short()) % 9000;
         let other = self.world.net.node(OTHER.into());
@@ -188,7 +188,7 @@ impl Attack {
         self.world.net.node(OTHER.into()).flush();
     }
 
-    /// What the client sends to the witness is its own business.
+    /// Checks the frames between the honest nodes. Frames from the client to the witness are not checked.
     fn look(&mut self) {
         let mut came = Vec::new();
         let witness = self.world.net.node(WITNESS.into());
@@ -206,7 +206,7 @@ impl Attack {
         for frame in came {
             assert!(Some(&frame) == self.under_way.pop_front().as_ref(), "a frame came changed, twice, or not");
         }
-        // Or it is too slow a reader.
+        // Also take the frames of the other node, which must not become too slow a reader.
         let other = self.world.net.node(OTHER.into());
         other.wake();
         for _ in 0..16 {
@@ -256,7 +256,7 @@ fuzz_target!(|input: &[u8]| {
     attack.look();
     attack.look();
     assert!(attack.under_way.is_empty(), "a frame between honest nodes was lost");
-    // Who comes next finds nothing of it.
+    // The next client finds nothing of this one.
     attack.leave();
     attack.world.turn();
     attack.world.turn();

@@ -1,5 +1,6 @@
-//! A node of a VNI that writes whatever it likes into its own memory, and rings with whatever name. Two others exchange frames meanwhile, one of
-//! them replaced now and then: each frame of theirs arrives once, whole and in order, and nobody panics.
+//! A node of a VNI that writes anything into its own memory, and rings under any name. Two other nodes exchange
+//! frames meanwhile, and one of them is replaced now and then. Each of their frames arrives once, whole and in
+//! order, and no node panics.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -23,12 +24,12 @@ const VICTIM: u16 = 0;
 const WITNESS: u16 = 1;
 const LIAR: u16 = 2;
 
-/// Frames of two honest nodes that are under way, by who sent them.
+/// Frames of two honest nodes that are under way, by sender.
 #[derive(Default)]
 struct UnderWay([VecDeque<Vec<u8>>; 2]);
 
 impl UnderWay {
-    /// Everything that has come to `node`: what the liar sends is its own business.
+    /// Receives and checks everything that has come to `node`, except frames from the liar.
     fn receive(&mut self, node: &mut Vni) {
         node.wake();
         for _ in 0..8 {
@@ -78,13 +79,13 @@ fuzz_target!(|input: &[u8]| {
             }
             5 => under_way.receive(net.node(honest.into())),
             6 => {
-                // Not as late as to have anything of an honest node's taken back.
+                // Too little time for frames of an honest node to be taken back.
                 now += Duration::from_millis(1);
                 net.node(honest.into()).tick(now);
             }
             7 => net.replace(honest.into()),
             8 => {
-                // What it says of itself to the victim: how far it has read, and whether it talks.
+                // The liar's claims to the victim: how far it has read, and whether it talks.
                 let (head, talks) = (choices.word(), choices.word());
                 liar.line_of(honest)[0].word(0).store(head, Relaxed);
                 liar.talks()[0].word(0).store(talks, Relaxed);
@@ -98,7 +99,7 @@ fuzz_target!(|input: &[u8]| {
                 line.word(place % 4 * 2 + 1).store(choices.word(), Relaxed);
             }
             _ => {
-                // A message that is in its turn, with a piece of its choice.
+                // A message in its turn, with a piece of the liar's choice.
                 let index = u64::from(choices.byte());
                 let line = &liar.ring_to(honest)[usize::try_from(index).expect("a byte") / 4];
                 let (place, tag) = (usize::try_from(index % 4).expect("below 4") * 2, choices.word() & 0xffff_ffff);

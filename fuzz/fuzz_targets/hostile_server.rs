@@ -1,6 +1,7 @@
-//! A server that welcomes a client as it should, then writes anything anywhere in its memory at any time, hangs up, and comes back.
+//! A server that welcomes a client correctly, then writes anything anywhere in its memory at any time, hangs up, and
+//! comes back.
 //!
-//! What must hold: the client does not panic or hang; an error names the rule; when all is over, every slot is back.
+//! What must hold: the client does not panic or hang; an error names the rule; in the end, every slot is back.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -19,7 +20,7 @@ use common::{Choices, folder, ignore_broken_pipes, options};
 use libfuzzer_sys::fuzz_target;
 use tasuki_shm::call::{Ask, CallError, Client, Deadline, Failure, Reply, Ticket};
 
-/// Welcomes whoever comes, or turns them away.
+/// Welcomes clients, or turns them away.
 struct Doorman {
     path: PathBuf,
     ends: Receiver<End>,
@@ -51,10 +52,11 @@ impl Doorman {
         Doorman { path, ends, closed }
     }
 
-    /// Turns everybody away from now on, and hangs up on those who were let in.
+    /// Turns all clients away from now on, and disconnects those it has let in.
     fn close(&self) {
         self.closed.store(true, SeqCst);
-        // One after the other: once this one is turned away, whoever came before was let in.
+        // The doorman handles one client after the other: once it turns this one away, it has let all earlier ones
+        // in.
         let _ = forger::receive(forger::dial(&self.path).as_fd());
         while self.ends.try_recv().is_ok() {}
     }
@@ -65,7 +67,7 @@ const SLOTS: u32 = 3;
 struct Scene {
     client: Client,
     end: Option<End>,
-    /// The calls that the server was asked, as far as it has looked.
+    /// Calls that the server has read so far.
     asked: Vec<u64>,
     tickets: Vec<Ticket>,
     replies: Vec<Reply>,
@@ -205,7 +207,7 @@ fn play(doorman: &Doorman, choices: &mut Choices<'_>) {
             _ => scene.server_acts(choices, doorman),
         }
     }
-    // The server is gone for good. Every call gets its end, and every slot comes back.
+    // The server is gone for good. Every call ends, and every slot comes back.
     doorman.close();
     let Scene { mut client, end, tickets, replies, slots, .. } = scene;
     drop(end);
@@ -219,12 +221,12 @@ fn play(doorman: &Doorman, choices: &mut Choices<'_>) {
         }
     }
     drop((replies, slots));
-    // Abandoned calls have no ticket: they end when the client next finds out.
+    // Abandoned calls have no ticket: they end when the client next notices the loss of the server.
     let start = Instant::now();
     loop {
         assert!(start.elapsed() < Duration::from_secs(30), "it never learns that the server is gone");
         let outcome = client.call(Ask::new(1_u16, b"last"), Deadline::within(Duration::from_millis(100)));
-        // It may have answered in advance, with a call id that it guessed.
+        // The server may have answered in advance, with a guessed call id.
         if let Err(failure) = outcome
             && let CallError::ServerGone { .. } | CallError::Expelled(_) | CallError::Broken(_) = failure.why
         {

@@ -1,6 +1,8 @@
-//! A driver that died, or lied, and left anything in its ledger and its rings: its successor picks it up and goes on, or refuses.
+//! A driver that died, or lied, and left anything in its ledger and its rings. Its successor picks the card up and
+//! goes on, or refuses.
 //!
-//! What must hold: no panic, no endless call, and no slot with two: what is received, what is free and what the card has are different slots.
+//! What must hold: no panic, no endless call, and no slot with two holders: received slots, free slots and the
+//! card's slots are disjoint.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -26,7 +28,8 @@ type Card = E1000e<StubBus>;
 
 const RING: usize = 16;
 
-/// Where something stands in a ledger: its head, cursors, what seldom changes, places to undo, slots in descriptors.
+/// (offset, length) of the parts of a ledger: its head, cursors, rarely changed words, places to undo, slots in
+/// descriptors.
 const PARTS: [(u16, u8); 6] = [(0, 4), (8, 16), (32, 255), (288, 128), (416, 255), (1536, 64)];
 
 fn copies(parts: &Parts) -> Parts {
@@ -39,7 +42,7 @@ fn words(memory: &OwnedFd) -> Span<AtomicU64> {
     region.span(0, region.len() / 8).expect("all of it")
 }
 
-/// A little honest traffic: some frames in, some of them out again, and nothing in hand.
+/// Makes a little honest traffic: some frames in, some of them out again, and none in hand at the end.
 fn work(play: &Play, nic: &mut Card, choices: &mut Choices<'_>) {
     let mut burst = Burst::new();
     for round in 0..choices.below(4) {
@@ -53,7 +56,7 @@ fn work(play: &Play, nic: &mut Card, choices: &mut Choices<'_>) {
     }
 }
 
-/// What a successor has in its hands, each slot once.
+/// Collects the frames that a successor receives, and checks that each slot occurs once.
 fn look(play: &Play, arena: &Arena, nic: &mut Card, choices: &mut Choices<'_>) {
     let mut frames: Vec<Frame> = Vec::new();
     for _ in 0..4 {
@@ -85,7 +88,7 @@ fuzz_target!(|data: &[u8]| {
     let options = NicOptions { ring: 16, ..NicOptions::default() };
     let mut nic = Card::start(play.bus(), memory, &options).expect("a well-behaved card");
     work(&play, &mut nic, &mut choices);
-    // Gone without a word: nothing is touched.
+    // The driver dies without warning: it touches nothing.
     drop(nic.stand_down());
     let (ledger, rings) = (words(&parts.ledger), words(&parts.rings));
     for _ in 0..choices.below(24) {

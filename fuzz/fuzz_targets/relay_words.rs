@@ -1,12 +1,13 @@
 //! Any bytes where daemon and worker read packets, messages, and driver states.
 //!
-//! What must hold: no panic; what is read says the same when it is written again; a driver state has the checksum that it says.
+//! What must hold: no panic; a parsed value is the same when it is written again and read; a driver state has the
+//! checksum that it claims.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use tasuki_relay::Tenure;
-use tasuki_relay::message::{self, ToDaemon, ToWorker};
 use tasuki_relay::driver_state::DriverState;
+use tasuki_relay::message::{self, ToDaemon, ToWorker};
 use tasuki_relay::wire::{Order, Plan, Report};
 
 fn packet(bytes: &[u8]) {
@@ -26,7 +27,7 @@ fuzz_target!(|data: &[u8]| {
     let Some((kind, bytes)) = data.split_first() else { return };
     match kind % 5 {
         0 => packet(bytes),
-        // One that gets past the head.
+        // A packet that gets past the head.
         1 => {
             let mut whole = [b"TRL\0".as_slice(), &1_u16.to_le_bytes(), bytes].concat();
             whole.resize(32, 0);

@@ -1,6 +1,7 @@
 //! Both ends of a ring whose other end writes anything at any time.
 //!
-//! What must hold: no panic; nobody believes more than a ring full; what is popped carries the index that was due.
+//! What must hold: no panic; neither end believes in more than a full ring; a popped message carries the index that
+//! was due.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -29,7 +30,7 @@ fuzz_target!(|data: &[u8]| {
     let mut choices = Choices(data);
     let capacity = 1_u32 << choices.below(4);
     let start = [0, 1, u32::MAX, u32::MAX - 3][usize::from(choices.below(4))];
-    // Ours to write: the producer's lines, the consumer's head, a bell. Theirs: the rest.
+    // Our lines to write: the producer's lines, the consumer's head, a bell. The peer's: the rest.
     let (our_lines, our_head) = (lines(capacity as usize), lines(1));
     let (their_lines, their_head, their_bell) = (lines(capacity as usize), lines(1), lines(1));
     their_head[0].word(0).store(start.into(), Relaxed);
@@ -42,7 +43,7 @@ fuzz_target!(|data: &[u8]| {
         let (tail, head) = (tx.tail(), rx.head());
         match choices.below(13) {
             0 => their_head[0].word(0).store(choices.word(), Relaxed),
-            // A head that could be meant.
+            // A plausible head.
             1 => their_head[0].word(0).store(tail.wrapping_sub(choices.below(20).into()).into(), Relaxed),
             2 => {
                 let line = usize::from(choices.byte()) % their_lines.len();

@@ -1,6 +1,8 @@
-//! A vfio-user server that answers anything: every field, every length, with and without descriptors, cut off anywhere.
+//! A vfio-user server that answers anything: every field, every length, with and without descriptors, cut off
+//! anywhere.
 //!
-//! What must hold: the client does not panic, hang or map what could be taken away; it believes nothing after a breach.
+//! What must hold: the client does not panic, hang or map memory that could be taken away; it believes nothing after
+//! a breach.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -19,7 +21,7 @@ use rustix::net::{
 use tasuki_net::nic::bus::{Bus, Header, Iova, Registers, VfioUser};
 use tasuki_shm::region::{Pages, Region};
 
-/// What the client asks, in this order, if all goes well: command and length of the right answer.
+/// Requests of the client, in order, if all goes well: command, and length of the right answer.
 const QUESTIONS: [(u16, usize); 16] = [
     (1, 4),
     (4, 16),
@@ -49,7 +51,7 @@ fn say(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
     let _ = rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags);
 }
 
-/// An answer that is right in most fields, or in none.
+/// Makes an answer that is right in most fields, or in none.
 fn answer(choices: &mut Choices<'_>, number: u16, (command, len): (u16, usize)) -> Vec<u8> {
     let wrong = choices.byte();
     let id = if wrong & 0xf0 == 0x10 { choices.short() } else { number };
@@ -83,7 +85,7 @@ fuzz_target!(|data: &[u8]| {
         let here = number == u16::from(with_fds);
         say(&server, &bytes, if here { &fds } else { &[] });
     }
-    // Then the rest, as it is.
+    // Then the rest of the input, as it is.
     say(&server, choices.0, &[]);
     rustix::net::shutdown(&server, Shutdown::Write).expect("a socket");
 
@@ -100,6 +102,6 @@ fuzz_target!(|data: &[u8]| {
     let _ = bus.map_dma(&memory, Iova(0));
     let _ = bus.unmap_dma(Iova(0), 16384);
     let _ = bus.reset();
-    // It has said all that it had, so in the end it is gone, or has broken a rule.
+    // The server has sent everything. In the end it is gone, or has broken a rule.
     while bus.read_config(0).is_ok() {}
 });

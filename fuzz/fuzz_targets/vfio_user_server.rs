@@ -1,8 +1,10 @@
-//! A vfio-user client that says anything, with and without descriptors, cut anywhere, and stores anything at the doorbells that it gets.
+//! A vfio-user client that sends anything, with and without descriptors, cut anywhere, and stores anything at the
+//! doorbells it gets.
 //!
-//! What must hold: the server does not panic or hang; the device sees only accesses inside of its regions, and memory that does not overlap;
-//! when the liar is gone the device has nothing of it. A third of the inputs meet a device that checks this, the others the model of
-//! a card: an 82574L, which looks at its doorbells between messages, or a virtio network device.
+//! What must hold: the server does not panic or hang. The device sees only accesses inside of its regions, and
+//! memory that does not overlap. When the liar is gone, the device keeps nothing of it. A third of the inputs meet a
+//! device that checks this. The others meet the model of a card: an 82574L, which polls its doorbells between
+//! messages, or a virtio network device.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -28,15 +30,15 @@ use tasuki_sim::{e1000e, virtio_net};
 
 const VECTORS: u32 = 3;
 
-/// Bytes of the memory that doorbells lie in, and what the strict device has there.
+/// Bytes of the memory that holds doorbells, and the strict device's doorbells in it.
 const BELLS_LEN: usize = 4096;
 const BELLS: [(u64, u64); 2] = [(0x100, 0), (0x5000, 128)];
 
-/// A device, and what it does between messages.
+/// A device, and its work between messages.
 trait Fuzzed: Device {
     fn between(&mut self);
 
-    /// Nothing is left of its client.
+    /// Returns whether nothing of its client is left.
     fn is_bare(&self) -> bool;
 }
 
@@ -141,7 +143,7 @@ fn message(command: u16, posted: bool, words: &[u32], rest: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A command of the right shape with fields that may be anything.
+/// Makes a command of the right shape with arbitrary fields.
 fn command(choices: &mut Choices<'_>) -> Vec<u8> {
     let posted = choices.below(4) == 0;
     let mut word = || choices.word() as u32;
@@ -162,9 +164,9 @@ fn command(choices: &mut Choices<'_>) -> Vec<u8> {
         9 => message(13, posted, &[], &[]),
         // The doorbells of a region, mostly of one that has some.
         11 => message(6, posted, &[if word() & 7 == 0 { word() } else { 4096 }, 0, word() & 3, 0], &[]),
-        // The card's memory space and bus master, without which it hears nothing.
+        // Enable the card's memory space and bus mastering; without them it ignores everything.
         12 => message(10, posted, &[4, 0, 7, 4], &[6, 0, 0, 0]),
-        // A register of the card's: most are below 0x6000.
+        // A register of the card; most are below 0x6000.
         13 => {
             let (offset, value) = (word() & 0x5ffc, word().to_ne_bytes());
             message(10, posted, &[offset, 0, 0, 4], &value)
@@ -180,7 +182,7 @@ fn command(choices: &mut Choices<'_>) -> Vec<u8> {
     }
 }
 
-/// Takes in what was answered; doorbells that came along replace older ones.
+/// Receives answers. Doorbells that come with one replace older ones.
 fn hear(socket: &OwnedFd, bells: &mut Option<Memory>) -> bool {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -250,7 +252,8 @@ fn lie(choices: &mut Choices<'_>, device: &mut impl Fuzzed) {
             hear(&client, &mut bells);
         }
     }
-    // What it said is answered before its end is seen, and what it does not read keeps the server from going on.
+    // The server answers all messages before it sees the end. Read the answers, for unread ones keep it from going
+    // on.
     while !over {
         over |= turn(&mut server, device);
         while hear(&client, &mut bells) {}
@@ -258,7 +261,7 @@ fn lie(choices: &mut Choices<'_>, device: &mut impl Fuzzed) {
     }
     assert!(device.is_bare(), "nothing is left of it");
     if let Some(bells) = &bells {
-        // Who is gone rings in vain.
+        // Doorbells of a client that has left do nothing.
         store(bells, choices);
         device.between();
     }

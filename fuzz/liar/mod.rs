@@ -1,7 +1,8 @@
-//! A card that begins as an honest one and lies when the input says so: about its registers, its configuration space, its rings and the
-//! memory of frames; and a driver's user, who calls whatever the input says.
+//! A card that begins honestly and lies when the input says so: about its registers, its configuration space, its
+//! rings and the memory of frames. A user of its driver makes any calls that the input says.
 //!
-//! A lie about a register ends after some reads of it, so that no driver waits for long: how long they wait at all is not looked for here.
+//! A lie about a register ends after some reads of it, so that no driver waits for long. These targets do not check
+//! how long drivers wait.
 #![allow(dead_code, reason = "each target needs another part of it")]
 #![allow(clippy::result_large_err, reason = "a step that fails gives card and memory back")]
 
@@ -16,7 +17,7 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 
 use bus::{Answers, Stub};
 use tasuki_net::nic::bus::Iova;
-use tasuki_net::nic::{Failed, Filter, Mac, Nic, NicError, NicMemory, NicOptions, Parked, DriverState};
+use tasuki_net::nic::{DriverState, Failed, Filter, Mac, Nic, NicError, NicMemory, NicOptions, Parked};
 use tasuki_net::port::{Burst, Frame};
 use tasuki_shm::arena::{Arena, Geometry};
 use tasuki_shm::region::{Region, Span};
@@ -27,49 +28,49 @@ pub const MEMORY_AT: u64 = 1 << 32;
 const SLOTS: Geometry = Geometry { slot_len: 2048, count: 64 };
 const RINGS_LEN: usize = 16 << 10;
 
-/// Calls and lies at most: an input is no longer than it need be.
+/// Most calls and lies per input: longer inputs are useless.
 const STEPS_MAX: u32 = 200;
-/// Each may cost 10 ms, which is how long some drivers let a card send what it has.
+/// Most parks per input. Each may take 10 ms, the time some drivers give a card to send its frames.
 const PARKS_MAX: u32 = 3;
 
 /// The honest part of a card.
 pub trait Part: Sized {
-    /// Its configuration space.
+    /// (offset, word) of its configuration space.
     const CONFIG: &'static [(u16, u32)];
-    /// What a driver reads of it: where lies are worth the trouble.
+    /// Registers that a driver reads, where lies are useful.
     const READ: &'static [u32];
 
-    /// A card, and its registers where they are not 0.
+    /// Makes a card, and its registers that are not 0.
     fn new(choices: &mut Choices<'_>) -> (Self, Vec<(u32, u32)>);
 
-    /// The driver has written a register, which holds that now.
+    /// Called when the driver has written a register, which now holds `value`.
     fn wrote(&mut self, card: &mut Memory, offset: u32, value: u32);
 
-    /// Frames of `len` bytes have come, `count` of them if so many fit.
+    /// Receives `count` frames of `len` bytes, or as many as fit.
     fn receive(&mut self, card: &mut Memory, count: u8, len: u16);
 
-    /// All that is to be sent has been sent.
+    /// Sends all frames that the driver has queued.
     fn send(&mut self, card: &mut Memory);
 
-    /// Whether the configuration space may be lied about there.
+    /// Returns whether lies about the configuration space are allowed there.
     fn may_lie(&self, _offset: u16) -> bool {
         true
     }
 }
 
-/// What the honest part of a card has to do with.
+/// Registers and memory that the honest part of a card uses.
 pub struct Memory {
     pub registers: BTreeMap<u32, u32>,
     pub rings: Span<AtomicU64>,
     frames: Span<AtomicU64>,
-    /// Words of the rings that are not changed in the middle of a call, because it would wait.
+    /// Words of the rings that may not change in the middle of a call, because it would wait.
     pub left_alone: Vec<usize>,
-    /// Whether frames are sent at once.
+    /// Whether the card sends frames at once.
     pub sends: bool,
 }
 
 impl Memory {
-    /// The word of the rings at an address, if one is there.
+    /// Returns the word of the rings at an address, if there is one.
     pub fn word(&self, at: u64) -> Option<&AtomicU64> {
         self.rings.get(usize::try_from(at.checked_sub(MEMORY_AT)? / 8).ok()?)
     }
@@ -84,7 +85,7 @@ impl Memory {
         }
     }
 
-    /// `len` bytes of a word, as the card would write them.
+    /// Writes `len` bytes of a word, as the card would.
     pub fn store_part(&self, at: u64, len: u32, value: u64) {
         let shift = 8 * (at % 8);
         let mask = (u64::MAX >> (64 - 8 * len)) << shift;
@@ -100,7 +101,7 @@ impl Memory {
     }
 }
 
-/// For so many reads something else than what is there.
+/// A false value for a number of reads.
 struct Lie {
     at: u32,
     value: u32,
@@ -113,14 +114,13 @@ struct Inner<P> {
     config: BTreeMap<u16, u32>,
     lies: Vec<Lie>,
     config_lies: Vec<Lie>,
-    /// After so many accesses to a register, a word of the rings changes.
+    /// (number of register accesses until then, index, value) of a word of the rings to change.
     ambush: Option<(u8, usize, u64)>,
 }
 
-/// The card.
 pub struct Liar<P>(RefCell<Inner<P>>);
 
-/// What is answered, if it is lied about.
+/// Takes the lie at this place, if there is one, and counts the read.
 fn lie_at(lies: &mut Vec<Lie>, at: u32) -> Option<u32> {
     let place = lies.iter().position(|lie| lie.at == at)?;
     let lie = &mut lies[place];
@@ -147,7 +147,7 @@ impl<P: Part> Inner<P> {
         }
     }
 
-    /// The input says what changes.
+    /// Makes the change that the input says.
     fn scheme(&mut self, choices: &mut Choices<'_>) {
         #[expect(clippy::cast_possible_truncation, reason = "the low bits will do")]
         match choices.below(6) {
@@ -176,7 +176,7 @@ impl<P: Part> Inner<P> {
             _ => {
                 let at = P::READ[usize::from(choices.byte()) % P::READ.len()];
                 let old = self.memory.register(at);
-                // But not one that is waited for.
+                // But not of a register that the driver waits for.
                 if old != 0 {
                     self.memory.registers.insert(at, old ^ 1 << choices.below(32));
                 }
@@ -236,18 +236,18 @@ impl<P: Part> Answers for Liar<P> {
     }
 }
 
-/// Whoever uses the driver, and what it holds.
+/// The user of the driver, with the frames it holds.
 struct User<P> {
     card: Rc<Liar<P>>,
     arena: Arena,
     held: Vec<Frame>,
-    /// Whether a driver state was believed that no driver has written: then slots may be with nobody.
+    /// Whether a driver accepted a driver state that no driver wrote. Slots may then have no holder.
     misled: bool,
     options: NicOptions,
 }
 
 impl<P: Part> User<P> {
-    /// Each slot is with one only, and those that are ours are those that we hold.
+    /// Asserts that each slot has one holder, and that our slots are those we hold.
     fn account(&self) {
         let census = self.arena.census();
         assert_eq!(census.free + census.owner + census.peer, SLOTS.count);
@@ -268,7 +268,7 @@ impl<P: Part> User<P> {
             Err(error) => {
                 is_the_cards_fault(&error);
                 let came = burst.len();
-                // Nothing has changed, so this has not either.
+                // Nothing has changed, so it fails again.
                 assert!(nic.receive(&mut burst).is_err(), "no more: {error}");
                 assert_eq!(burst.len(), came, "nothing comes with an error");
             }
@@ -276,7 +276,7 @@ impl<P: Part> User<P> {
         for frame in &burst[before..] {
             assert!((14..=frame.slot.len()).contains(&frame.len.into()), "{} bytes in a slot", frame.len);
             assert!(self.arena.owns(&frame.slot));
-            // Whatever stands there can be read.
+            // All its bytes must be readable.
             std::hint::black_box(frame.bytes().iter().fold(0_u8, |sum, byte| sum.wrapping_add(*byte)));
         }
         self.held.extend(burst);
@@ -300,8 +300,8 @@ impl<P: Part> User<P> {
         self.held.extend(burst);
     }
 
-    /// Parks the NIC and resumes it, perhaps with another driver state than it gave. What fails gives card and memory back: with them it is started
-    /// anew.
+    /// Parks the NIC and resumes it, perhaps with another driver state than it gave. A failure gives card and memory
+    /// back, and the NIC is started anew with them.
     fn hand_over<N: Nic<Bus = Stub<Liar<P>>>>(&mut self, nic: N, choices: &mut Choices<'_>) -> Option<N> {
         let failed = match nic.park() {
             Ok(parked) => self.resume(parked, choices),
@@ -315,7 +315,7 @@ impl<P: Part> User<P> {
             .or_else(|Failed { bus, memory, .. }| {
                 let nic = N::start(bus, memory, &self.options);
                 self.account();
-                // A card that starts has what it was given, and nothing of what was.
+                // A started card has its fresh slots, and none from before.
                 self.misled &= nic.is_err();
                 nic
             })
@@ -351,7 +351,7 @@ impl<P: Part> User<P> {
     }
 }
 
-/// What a driver may say that runs: that the card is wrong, not that it is wrong itself.
+/// Asserts that a running driver blames the card, not itself.
 fn is_the_cards_fault(error: &NicError) {
     match error {
         NicError::Gone | NicError::Absurd { .. } | NicError::Stuck { .. } | NicError::Bus(_) => {}

@@ -36,7 +36,6 @@ pub struct Host {
     pub idle_driver: String,
     /// How long an idle CPU of a guest spins before it returns to the host, in ns. Zero makes waking it expensive.
     pub guest_halt_poll_ns: String,
-    /// Memory in MiB.
     pub memory_mib: u64,
     /// Number of 2 MiB pages in the pool.
     pub huge_pages: u64,

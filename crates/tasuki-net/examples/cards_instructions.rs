@@ -1,4 +1,4 @@
-//! How many instructions the drivers of virtio network devices and of the RTL8139C+ need for a packet: to be run under callgrind.
+//! Counts the instructions per packet of the drivers for virtio network devices and the RTL8139C+, under callgrind.
 //!
 //! ```text
 //! cargo build --release -p tasuki-net --example cards_instructions
@@ -6,8 +6,9 @@
 //!     target/release/examples/cards_instructions virtio
 //! ```
 //!
-//! `Collected`, by the number of packets that this program prints, is the figure. The same for `transmit_and_reclaim`, and with `rtl8139`
-//! for the other card. The card is memory that this program writes, whose work is not counted; its registers hold what is written.
+//! The figure is `Collected` divided by the number of packets that this program prints. The same goes for
+//! `transmit_and_reclaim`, and for the other card with `rtl8139`. The card is memory that this program writes, whose
+//! work is not counted; its registers keep the written values.
 
 #[path = "../tests/stub/bus.rs"]
 mod bus;
@@ -30,10 +31,10 @@ use tasuki_shm::region::Span;
 
 const BURSTS: usize = 1000;
 const RING: u16 = 64;
-/// Two descriptors a frame: as many frames as the other card's ring has.
+/// Two descriptors per frame: as many frames as the other card's ring has.
 const SPLIT: u16 = 2 * RING;
 
-/// What is counted: a burst is received, and its slots go back.
+/// The counted part: receives a burst, and frees its slots.
 #[inline(never)]
 fn receive_and_release<N: Nic>(nic: &mut N, burst: &mut Burst) -> usize {
     let count = nic.receive(burst).expect("the stub behaves");
@@ -41,13 +42,14 @@ fn receive_and_release<N: Nic>(nic: &mut N, burst: &mut Burst) -> usize {
     count
 }
 
-/// What is counted: what was sent comes back, and a burst is sent.
+/// The counted part: reclaims sent slots, and sends a burst.
 #[inline(never)]
 fn transmit_and_reclaim<N: Nic>(nic: &mut N, burst: &mut Burst) -> usize {
     nic.transmit(burst).expect("the stub behaves")
 }
 
-/// Configuration space, and registers by BAR offset. Some bits always read as zero: what takes no time.
+/// Configuration space, and registers by BAR offset. The bits of `zero` always read as zero: they stand for
+/// operations that take no time.
 struct Config {
     config: HashMap<u16, u32>,
     registers: RefCell<HashMap<u32, u32>>,
@@ -70,7 +72,7 @@ impl Answers for Config {
 
     #[inline(never)]
     fn write(&self, offset: u32, value: u32) {
-        // A notification is one store on a real bus, and no table.
+        // On a real bus a notification is one store, not a table access.
         if offset < 0x2000 && offset != 0xd9 {
             self.registers.borrow_mut().insert(offset, value);
         }
@@ -81,7 +83,7 @@ impl Answers for Config {
 trait Card {
     /// Fills a burst of receive descriptors.
     fn fill(&mut self);
-    /// Sends all there is.
+    /// Marks all transmit descriptors as sent.
     fn send(&mut self);
 }
 
@@ -104,7 +106,7 @@ struct Rtl(Span<AtomicU64>, usize);
 impl Card for Rtl {
     fn fill(&mut self) {
         for i in (0..BURST_MAX).map(|i| (self.1 + i) % usize::from(RING)) {
-            // First and last segment, 64 bytes; the end of the ring stays.
+            // First and last segment, 64 bytes; the end-of-ring bit stays.
             let end = self.0[2 * i].load(Acquire) & 1 << 30;
             self.0[2 * i].store(end | 0x3000_0040, Release);
         }
@@ -156,7 +158,7 @@ fn main() {
         let bus = stub(&[(0, 0x8139_10ec), (8, 0x20)], &[(0, 2)], |offset| if offset == 0x37 { 0x10 } else { 0 });
         measure(Rtl8139::start(bus, memory, &options).expect("the stub behaves"), Rtl(words, 0), &arena)
     } else {
-        // One queue: 2,048 bytes of descriptors, an available ring, and from the next line on a used ring.
+        // One queue: 2,048 bytes of descriptors, an available ring, and a used ring from the next cache line on.
         let queue = |at: usize| {
             let span = |at, words| memory.rings().span::<AtomicU32>(at, words).expect("both rings");
             (span(at + 2048, 66), span(at + 2048 + 320, 258), 0)
@@ -175,7 +177,7 @@ fn main() {
             (0x6c, 0x1000),
             (0x70, 0x1000),
         ];
-        // Features that are both VERSION_1 and MAC, whichever half is asked for; three queues of 256; an address.
+        // Both feature halves read VERSION_1 and MAC; three queues of 256; an address.
         let registers = [(0x04, 0x21), (0x12, 3), (0x18, 256), (0x1000, 2)];
         let bus = stub(&config, &registers, |_| 0);
         let options = NicOptions { ring: SPLIT, ..options };

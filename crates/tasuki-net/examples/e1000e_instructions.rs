@@ -1,4 +1,4 @@
-//! How many instructions the driver of the 82574 needs for a packet: to be run under callgrind, which counts them.
+//! Counts the instructions per packet of the 82574 driver, under callgrind.
 //!
 //! ```text
 //! cargo build --release -p tasuki-net --example e1000e_instructions
@@ -6,9 +6,10 @@
 //!     target/release/examples/e1000e_instructions receive
 //! ```
 //!
-//! `Collected`, by the number of packets that this program prints, is the figure. The same for `transmit`, with
-//! `--toggle-collect='e1000e_instructions::transmit_and_reclaim'`. The card is a stub in memory, whose work is not counted. With `captured` behind it,
-//! somebody looks on, who reads everything; and how long a packet takes is printed, which means something without callgrind.
+//! The figure is `Collected` divided by the number of packets that this program prints. The same goes for
+//! `transmit`, with `--toggle-collect='e1000e_instructions::transmit_and_reclaim'`. The card is a stub in memory,
+//! whose work is not counted. With `captured` as second argument, a capture of all frames runs. The program also
+//! prints the time per packet, which means something only without callgrind.
 
 #[path = "../tests/stub/mod.rs"]
 mod stub;
@@ -28,7 +29,7 @@ use tasuki_shm::region::{Pages, Region};
 const RING: u16 = 256;
 const BURSTS: usize = 1000;
 
-/// What is counted: a burst is received, and its slots go back.
+/// The counted part: receives a burst, and frees its slots.
 #[inline(never)]
 fn receive_and_release(nic: &mut E1000e<StubBus>, burst: &mut Burst) -> usize {
     let count = nic.receive(burst).expect("the stub behaves");
@@ -36,13 +37,13 @@ fn receive_and_release(nic: &mut E1000e<StubBus>, burst: &mut Burst) -> usize {
     count
 }
 
-/// What is counted: what was sent comes back, and a burst is sent.
+/// The counted part: reclaims sent slots, and sends a burst.
 #[inline(never)]
 fn transmit_and_reclaim(nic: &mut E1000e<StubBus>, burst: &mut Burst) -> usize {
     nic.transmit(burst).expect("the stub behaves")
 }
 
-/// Somebody looks on; where the frames come out.
+/// Starts a capture; returns the socket that its frames come from.
 fn capture(nic: &mut E1000e<StubBus>) -> OwnedFd {
     let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let (batches, socket) = pair.expect("a socket");

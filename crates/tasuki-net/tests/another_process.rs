@@ -1,4 +1,4 @@
-//! A card that one process parked goes on in another, which gets the way to the card, the memory and the driver state over a socket.
+//! A parked card goes on in another process, which receives the bus, the memory and the driver state over a socket.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 #[path = "conformance/mod.rs"]
@@ -32,10 +32,11 @@ use tasuki_shm::region::{Pages, Region, RegionError};
 
 type Card = E1000e<VfioUser>;
 
-/// Set in the other process.
+/// Environment variable that is set in the other process.
 const ROLE: &str = "TASUKI_ANOTHER_PROCESS";
 
-/// What goes before the driver state: what is agreed on the connection, and how many frames the sender has passed on.
+/// Header before the driver state: the limits agreed on the connection, and the number of frames the sender has
+/// passed on.
 type Words = [u32; 4];
 
 /// Hands a parked card over: its connection and its memory as descriptors, its driver state as bytes.
@@ -54,7 +55,7 @@ fn give(socket: &mut UnixStream, (bus, memory, driver_state): Parked<Card>, pass
     socket.write_all(driver_state.bytes()).expect("the other process reads");
 }
 
-/// Takes a card over and goes on with it; says how many frames the giver has passed on.
+/// Takes a card over and resumes it; returns the number of frames that the giver has passed on.
 fn take(socket: &mut UnixStream) -> (Card, tasuki_shm::arena::Arena, u32) {
     let mut bytes = [0; size_of::<Words>()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
@@ -80,7 +81,7 @@ fn take(socket: &mut UnixStream) -> (Card, tasuki_shm::arena::Arena, u32) {
     (Card::resume(bus, memory, &driver_state).expect("the card goes on"), arena, word(3))
 }
 
-/// The other process: sends back what comes, until it is told to give the card back.
+/// Plays the other process: sends back all frames until it is asked for the card.
 fn other_process() {
     let mut socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free"));
     let (mut nic, _, mut passed) = take(&mut socket);
@@ -93,7 +94,7 @@ fn other_process() {
             continue;
         }
         if ready([socket.as_fd()], 0) {
-            // One byte asks for the card; an end of the socket says that nobody wants it any more.
+            // One byte asks for the card; the end of the socket ends this process.
             socket.read_exact(&mut [0]).expect("the first process lives");
             break;
         }
@@ -104,25 +105,25 @@ fn other_process() {
     give(&mut socket, nic.park().expect("the card stops"), passed);
 }
 
-/// Whether any of these is readable within so many seconds.
+/// Returns whether any of `fds` becomes readable within `seconds`.
 fn ready<const N: usize>(fds: [BorrowedFd<'_>; N], seconds: u64) -> bool {
     let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
     let limit = Timespec { tv_sec: seconds.try_into().expect("seconds"), tv_nsec: 0 };
     rustix::event::poll(&mut fds, Some(&limit)).is_ok_and(|ready| ready > 0)
 }
 
-/// A process that is ended with the test.
+/// Process that the test ends.
 struct Other(Child);
 
 impl Drop for Other {
     fn drop(&mut self) {
-        // It has ended already, unless the test failed.
+        // The process has ended already, unless the test failed.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Starts the other process, and says how to talk to it.
+/// Starts the other process; returns it with the socket to it.
 fn start_other(test: &str) -> (Other, UnixStream) {
     let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
     ours.set_read_timeout(Some(PATIENCE)).expect("a timeout above zero");
@@ -163,11 +164,11 @@ fn a_card_goes_to_another_process_and_back_under_traffic_without_a_loss() {
             start_other("a_card_goes_to_another_process_and_back_under_traffic_without_a_loss");
         let parked = bench.take().park().expect("the card stops");
         give(&mut socket, parked, passed);
-        // What the other process has received comes back by the wire, and is what follows what we received.
+        // Frames that the other process received come back by the wire, and follow those that we received.
         while check(bench.world.take(PATIENCE).into_iter().collect()) < passed + 500 {}
         socket.write_all(&[0]).expect("the other process reads");
         let taker = std::thread::spawn(move || take(&mut socket));
-        // It gives no less than it took, so the wire must be emptied meanwhile.
+        // The other process gives no less than it took, so the wire must be emptied meanwhile.
         until("the card", || {
             check(bench.world.take(Duration::from_millis(1)).into_iter().collect());
             taker.is_finished().then_some(())
@@ -242,7 +243,7 @@ fn memory_that_is_not_what_the_driver_state_says_is_refused() {
     let mut twice = driver_state.clone();
     twice.posted[0][0] = twice.posted[0][1];
     refused("a slot twice", parts(), &twice, &of_driver_state);
-    // The card and the memory have felt nothing of that.
+    // Card and memory are unaffected.
     let census = memory.arena().census();
     let adopted = NicMemory::adopt(parts(), &driver_state).expect("the right parts");
     assert_eq!(adopted.arena().census().peer, census.peer);

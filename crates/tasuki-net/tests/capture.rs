@@ -1,4 +1,4 @@
-//! Whoever looks on at a port: what is said of each frame, and that nobody waits for it.
+//! Captures at a port: the record of each frame, and that no port waits for the capture's reader.
 
 #[cfg(test)]
 #[allow(dead_code, reason = "another file of tests uses the rest")]
@@ -22,13 +22,13 @@ mod tests {
 
     use crate::net::{Net, frame, received};
 
-    /// Whoever looks on.
+    /// The reader of a capture.
     struct Onlooker {
         batches: OwnedFd,
         missed: Region,
     }
 
-    /// What it sees: port, direction, time, how long the frame was, and what of it.
+    /// A captured frame: port, direction, time, length of the frame, captured bytes.
     type Seen = (u32, u32, u64, u32, Vec<u8>);
 
     impl Onlooker {
@@ -56,11 +56,11 @@ mod tests {
             let mut bytes = vec![0; 1 << 20];
             let (len, _) = rustix::net::recv(&self.batches, &mut bytes[..], RecvFlags::DONTWAIT).ok()?;
             bytes.truncate(len);
-            // Nothing comes any more where nobody is left to say it.
+            // An empty message means that no writer is left.
             (len > 0).then_some(bytes)
         }
 
-        /// All that has come, as the document of the form has it.
+        /// Parses all records, as the document of the format defines them.
         fn seen(&self) -> Vec<Seen> {
             let mut seen = Vec::new();
             while let Some(batch) = self.message() {
@@ -85,7 +85,7 @@ mod tests {
         u64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos()).unwrap()
     }
 
-    /// Frames as a card's driver has them, of these lengths.
+    /// Makes frames of these lengths, as a card's driver holds them.
     fn frames(arena: &Arena, lens: &[usize]) -> Vec<Frame> {
         let of = |(number, len): (u32, &usize)| {
             let mut slot = arena.take().unwrap();
@@ -129,7 +129,7 @@ mod tests {
             net.node(node).captures().get_or_insert_default().add(capture);
             onlooker
         });
-        // Each way in which a frame can be sent.
+        // Every way of sending a frame.
         let sent: Vec<Vec<u8>> =
             (0..5).zip([60, 61, 1514, 9000, PIECE_MAX - HEADER_LEN]).map(|(n, len)| frame(n, len)).collect();
         let with_header =

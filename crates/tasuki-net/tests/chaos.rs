@@ -1,7 +1,9 @@
-//! Sixty-four nodes, each a process, that send each other frames at random while some join, leave, are killed, stand still and are replaced. Each
-//! frame carries its path; at the end the accounts of both ends agree, and everything that was held is free again.
+//! Sixty-four nodes, each a process, that send each other frames at random while some join, leave, are killed, stop
+//! and are replaced. Each frame carries its path. At the end the accounts of both ends agree, and everything that
+//! was held is free again.
 //!
-//! The seed is printed; `TASUKI_SEED` replays it, as far as the kernel's scheduler lets it. `TASUKI_CHAOS_SECONDS` has it go on for so long.
+//! The test prints its seed; `TASUKI_SEED` replays it, as far as the kernel's scheduler lets it.
+//! `TASUKI_CHAOS_SECONDS` sets the duration.
 
 #[cfg(test)]
 #[allow(dead_code, reason = "other tests use the rest of it")]
@@ -33,17 +35,17 @@ mod tests {
     use crate::chaos::orders::Deed;
     use crate::dice::Dice;
 
-    /// Nodes at most, and fewest.
+    /// Most and fewest nodes.
     const NODES: usize = 64;
     const FEWEST: usize = 40;
 
-    /// What happens to nodes, where nobody says for how long.
+    /// Number of events, unless `TASUKI_CHAOS_SECONDS` sets a duration.
     const EVENTS: u32 = 100;
 
     /// Frames between two events.
     const BETWEEN: u64 = 1500;
 
-    /// Nodes that stand still at a time, and that nobody drives.
+    /// Most nodes that are stopped at a time, and most that no process drives.
     const STILL: usize = 2;
 
     #[test]
@@ -56,7 +58,8 @@ mod tests {
         crate::chaos::node::be(std::io::stdin().as_fd().try_clone_to_owned().unwrap());
     }
 
-    /// Pages of a pool. What a node that stages holds for its next frame can be told of so small a one alone.
+    /// Chooses the pages of a pool. A staging node gets a small one: only then can the test tell how much the node
+    /// holds for its next frame.
     fn pages(dice: &mut Dice, stages: bool) -> u32 {
         let more = dice.below(if stages { 7 } else { 449 });
         64 + u32::try_from(more).unwrap()
@@ -65,9 +68,9 @@ mod tests {
     struct Story {
         daemon: Daemon,
         dice: Dice,
-        /// What has happened how often.
+        /// Number of occurrences of each event.
         told: BTreeMap<&'static str, u32>,
-        /// Who stands still, and how often something had been taken back from it before.
+        /// Stopped nodes, and the number of frames taken back from each before.
         still: Vec<(u32, u64)>,
     }
 
@@ -85,7 +88,7 @@ mod tests {
             self.daemon.members.iter().position(|member| member.id == id)
         }
 
-        /// One that is driven and does not stand still.
+        /// Chooses a node that is driven and not stopped.
         fn one(&mut self) -> usize {
             let is_fit = |member: &Member| member.process.as_ref().is_some_and(|process| !process.is_stopped);
             let fit: Vec<_> = (0..self.daemon.members.len()).filter(|at| is_fit(&self.daemon.members[*at])).collect();
@@ -161,7 +164,7 @@ mod tests {
             (0..members.len()).filter(|at| members[*at].process.is_none()).collect()
         }
 
-        /// Somebody takes over from one that was killed.
+        /// Starts a successor for a node that was killed.
         fn revive(&mut self) {
             if let [at, ..] = self.dead()[..] {
                 let seed = self.dice.next();
@@ -170,7 +173,8 @@ mod tests {
             }
         }
 
-        /// Who stood still until something was taken back from it goes on; now and then it is killed instead.
+        /// Lets nodes go on from which something was taken back while they were stopped; now and then kills one
+        /// instead.
         fn let_go(&mut self, all: bool) {
             for (id, before) in std::mem::take(&mut self.still) {
                 let Some(at) = self.place_of(id) else { continue };
@@ -188,15 +192,15 @@ mod tests {
             }
         }
 
-        /// Frames go.
+        /// Waits while frames flow.
         fn pass(&mut self) {
             let before = self.daemon.came();
-            // Whoever leaves takes along what it has counted.
+            // A node that leaves takes its counts along.
             self.daemon.until("frames come", |daemon| daemon.came() >= before + BETWEEN);
         }
     }
 
-    /// What both ends of a pair say.
+    /// Compares the accounts of both ends of a pair.
     fn compare(daemon: &Daemon, from: &Member, to: &Member) -> Result<[u64; 5], String> {
         let get = |what| daemon.lease_page.get(from.number, to.number, what);
         let (one, all) = (get(Between::One), get(Between::All));
@@ -206,8 +210,8 @@ mod tests {
         let is_right = match (from.kills, to.kills) {
             (0, 0) if late == 0 => (one, all) == (came_one.count.into(), came_all.count.into()),
             (0, 0) => came + late == sent,
-            // A reader's successor finds taken back, too, what the one before had read; a killed sender does not say to whom its last frame for
-            // all had gone already.
+            // A reader's successor also finds taken back what its predecessor had read. A killed sender does not
+            // report which nodes had already received its last frame for all.
             _ => came + late + doubtful >= sent && came <= sent + from.kills,
         };
         if is_right && (late == 0 || taken_back > 0) {
@@ -219,7 +223,7 @@ mod tests {
         ))
     }
 
-    /// The accounts of all pairs agree, once everything has been read.
+    /// Waits until everything has been read, and the accounts of all pairs agree.
     fn settle(daemon: &mut Daemon) {
         let pairs = |daemon: &Daemon| {
             let members = &daemon.members;
@@ -244,13 +248,14 @@ mod tests {
         );
     }
 
-    /// Bytes of control memory that the kernel has allocated.
+    /// Returns the bytes of control memory that the kernel has allocated.
     fn allocated(member: &Member) -> u64 {
         let stat = rustix::fs::fstat(&member.node_memory.control).unwrap();
         u64::try_from(stat.st_blocks).unwrap() * 512
     }
 
-    /// The pages of a node's control memory that there are, and whether anything stands in them; beside that, to whom it says that it talks.
+    /// Returns the allocated pages of a node's control memory, whether each has nonzero bytes, and the node's marks
+    /// of the nodes it talks to.
     fn pages_of(member: &Member) -> (Vec<(u64, bool)>, Vec<u8>) {
         let (mut pages, mut at, memory) = (Vec::new(), 0, &member.node_memory.control);
         while let Ok(data) = rustix::fs::seek(memory, SeekFrom::Data(at)) {
@@ -264,7 +269,8 @@ mod tests {
         (pages, talks)
     }
 
-    /// The bell, counters and the generations of 512 pages; and a line for each other node that there is or was, in whole pages.
+    /// Memory of a silent node: the bell, counters and the generations of 512 pages; and a line for each other node
+    /// that exists or existed, in whole pages.
     fn of_a_silent_node() -> u64 {
         let lines = u64::from(crate::chaos::lease_page::NUMBERS) * 64;
         PAGE_LEN as u64 + lines.next_multiple_of(PAGE_LEN as u64)
@@ -274,7 +280,8 @@ mod tests {
         std::fs::read_dir("/proc/self/fd").unwrap().count()
     }
 
-    /// Descriptors, and mappings of node memories, of a node's process, without those of its neighbours.
+    /// Returns the descriptors of a node's process and its mappings of node memories, without those of its
+    /// neighbours.
     fn of_itself(daemon: &Daemon, member: &Member) -> (usize, usize) {
         let others = daemon.members.len() - 1;
         let folder = format!("/proc/{}", member.process.as_ref().expect("it is driven").pid().as_raw_nonzero());
@@ -296,7 +303,7 @@ mod tests {
         let mut events = 0;
         while until.map_or(events < EVENTS, |until| Instant::now() < until) {
             story.next();
-            // Now and then the next happens at once.
+            // Now and then the next event happens at once.
             if !story.dice.once_in(4) {
                 story.pass();
             }
@@ -311,7 +318,8 @@ mod tests {
         daemon.tell_all(Deed::Quiesce);
         settle(&mut daemon);
         daemon.tell_all(Deed::Rest);
-        // The last frame for all, or where the next would be staged: as much as the longest frame takes.
+        // A node may hold its last frame for all, or room for the next staged one: as much as the longest frame
+        // takes.
         let held = u64::try_from(PIECE_MAX.div_ceil(PAGE_LEN)).unwrap();
         let lack = |member: &Member| {
             let rested = daemon.lease_page.of_node(member.number, Of::Rested).load(SeqCst);

@@ -1,4 +1,4 @@
-//! Every driver of a NIC, on models that nobody here wrote and on our own strict one, does what a driver promises.
+//! Runs the suite of all NIC drivers, on models from others and on our own strict one.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 #[path = "conformance/mod.rs"]
@@ -52,7 +52,7 @@ impl LastOwned for OnQemu<E1000e<QtestBus>> {
         ("the same in queue 1", "the same"),
     ];
 
-    // All of them pass; each takes a tenth of a second, most of which is waited for.
+    // The driver passes all of them; each takes a tenth of a second, mostly waiting.
     const SPARSE: usize = 3;
 
     fn tricks() -> Vec<Trick<RegistersOf<Self>>> {
@@ -63,7 +63,7 @@ suite_last_owner!(e1000e_after_a_hostile_owner_on_qemu, super::OnQemu<super::E10
 
 suite_repoint!(e1000e_repointed_on_our_model, super::OnSim);
 
-/// Of our model, over vfio-user: a server that does not mask INTA#, and rings each time that it is asserted anew.
+/// On our model, over vfio-user: a server that does not mask INTA#, and rings at each new assertion.
 #[test]
 fn a_pin_that_nobody_masks_rings_each_time_that_it_is_asserted() {
     let Some(world) = <OnSim>::new(&memory::<OnSim>(&NicOptions::default())) else { return };
@@ -80,7 +80,7 @@ fn a_pin_that_nobody_masks_rings_each_time_that_it_is_asserted() {
         rustix::io::write(&intx.unmasks, &1_u64.to_ne_bytes()).expect("an eventfd");
         assert_ne!(registers.read32(icr) & cause, 0, "and not, once its cause was read");
     }
-    // Whoever comes while it is asserted learns so.
+    // A client that connects while the pin is asserted is told so.
     registers.write32(ics, cause);
     assert!(qemu::readable(&intx.rings, PATIENCE), "the card asserts it");
     let connection = bus.into_connection().expect("the connection works");

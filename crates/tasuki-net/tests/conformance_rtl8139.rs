@@ -1,8 +1,8 @@
-//! The driver of the RTL8139C+ on QEMU's model does what a driver promises.
+//! Runs the suite of all NIC drivers for the RTL8139C+ on QEMU's model.
 //!
-//! The model never holds a frame back: what comes while its ring is full, or its receiver off, is lost. So the wire here is a
-//! partner that keeps frames to itself while the card has no descriptors for them, as a partner does that is sent PAUSE; and what is
-//! promised of frames that come while a card is parked is left out.
+//! The model never holds a frame back: frames that come while its ring is full, or its receiver off, are lost. So
+//! the wire here is a partner that keeps frames to itself while the card has no descriptors for them, like a partner
+//! that received PAUSE. Promises about frames that come while a card is parked are left out.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 #[path = "conformance/mod.rs"]
@@ -21,20 +21,21 @@ use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::{Mac, NicMemory};
 use tasuki_shm::region::{Region, Span};
 
-/// Where the card is to write its counters for us: behind all that the driver has in its memory for rings.
+/// Bytes in which the card writes its counters for us: behind everything that the driver has in its memory for
+/// rings.
 const TALLY_LEN: usize = 64;
 
 /// QEMU's model.
 struct OnQemu {
     machine: Machine,
-    /// Where the driver has the receive ring.
+    /// The driver's receive ring.
     ring: Span<AtomicU64>,
     tally: Span<AtomicU64>,
     tally_at: Iova,
 }
 
 impl OnQemu {
-    /// Whether the card has a descriptor left.
+    /// Returns whether the card has a descriptor left.
     fn has_room(&self) -> bool {
         // OWN, bit 31 of the first word of each descriptor; EOR, bit 30, is in the last.
         let mut last = false;
@@ -43,7 +44,7 @@ impl OnQemu {
         ring.any(|status| status >> 31 & 1 == 1)
     }
 
-    /// Frames that the card has seen, whether it let them in or not: its own count.
+    /// Returns the card's own count of frames it has seen, whether it let them in or not.
     fn seen(&self) -> u64 {
         let registers = self.bus().registers(1).expect("BAR 1");
         let [low, high] =
@@ -108,9 +109,11 @@ impl World for OnQemu {
     }
 }
 
-// All but `a_hundred_successors_lose_nothing_under_traffic`, `wrong_driver_states_under_traffic_lose_nothing` and
-// `a_parked_nic_touches_no_memory`, in which frames come while the card is parked (tests/rtl8139.rs has its own); and `memory_that_is_too_small_is_refused`, whose rings are longer than this card's; and
-// `interrupts_do_not_block`, of which the bus has none for it.
+// All but these cases:
+// - `a_hundred_successors_lose_nothing_under_traffic`, `wrong_driver_states_under_traffic_lose_nothing` and
+//   `a_parked_nic_touches_no_memory`, in which frames come while the card is parked (tests/rtl8139.rs has its own);
+// - `memory_that_is_too_small_is_refused`, which uses longer rings than this card's;
+// - `interrupts_do_not_block`, because the bus has none for this card.
 suite!(rtl8139_on_qemu, super::OnQemu:
     frames_arrive_whole_and_in_order
     frames_leave_whole_and_in_order

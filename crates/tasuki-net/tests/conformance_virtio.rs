@@ -1,4 +1,5 @@
-//! The driver of virtio network devices on QEMU's model does what a driver promises: with all that the model offers, and with less.
+//! Runs the suite of all NIC drivers for virtio network devices on QEMU's model, with all the features that the
+//! model offers, and with fewer.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 #[path = "conformance/mod.rs"]
@@ -20,7 +21,7 @@ use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{Mac, NicMemory};
 
-/// What is said of a model.
+/// Properties of a model.
 trait Properties {
     const PROPERTIES: &'static str;
 }
@@ -31,13 +32,13 @@ impl Properties for Modern {
     const PROPERTIES: &'static str = "disable-legacy=on,host_mtu=9000";
 }
 
-/// The transitional device, which has the modern interface as well.
+/// The transitional device, which also has the modern interface.
 struct Transitional;
 impl Properties for Transitional {
     const PROPERTIES: &'static str = "disable-legacy=off,disable-modern=off,host_mtu=9000";
 }
 
-/// Without indices of events: flags say who wants to be told.
+/// Without event indices: flags enable notifications.
 struct Flags;
 impl Properties for Flags {
     const PROPERTIES: &'static str = "disable-legacy=on,host_mtu=9000,event_idx=off";
@@ -53,7 +54,7 @@ impl Properties for Kept {
 struct OnQemu<P>(Machine, PhantomData<P>);
 
 impl<P: Properties> OnQemu<P> {
-    /// A fresh device, which can be made to see any of these.
+    /// Makes a fresh device, which can be made to see any of these memories.
     fn with(memories: &[&NicMemory]) -> Option<Self> {
         let properties = format!("mac={},{}", Self::MAC, P::PROPERTIES);
         let regions: Vec<_> = memories.iter().flat_map(|memory| regions(memory)).collect();
@@ -128,7 +129,7 @@ suite!(modern, super::OnQemu<super::Modern>);
 suite!(transitional, super::OnQemu<super::Transitional>);
 suite!(flags, super::OnQemu<super::Flags>);
 
-// All but `a_parked_nic_touches_no_memory`: a device that cannot be stopped goes on with what it has.
+// All but `a_parked_nic_touches_no_memory`: a device that cannot be stopped goes on with its buffers.
 suite!(kept, super::OnQemu<super::Kept>:
     frames_arrive_whole_and_in_order
     frames_leave_whole_and_in_order

@@ -1,4 +1,5 @@
-//! The driver of virtio network devices on QEMU's model with two pairs of queues, which has frames come to the one or the other. Its wire is a TAP with two queues.
+//! The driver of virtio network devices on QEMU's model with two pairs of queues, where frames come to either. Its
+//! wire is a TAP with two queues.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 #[path = "conformance/mod.rs"]
@@ -26,13 +27,13 @@ use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{How, Mac, NicMemory};
 
-/// Queues of the TAP, and pairs of them that the device has.
+/// Number of queues of the TAP, and of queue pairs of the device.
 const QUEUES: u8 = 2;
-/// Longest payload that the kernel's side sends: more than the device's, which is for the device to refuse.
+/// Longest payload that the kernel's side sends: longer than the device's, which must refuse the excess.
 const MTU: &str = "16000";
-/// Bytes for what came and was not read yet.
+/// Bytes for frames that came and were not read yet.
 const ROOM: usize = 32 << 20;
-/// Longest frame that any model sends.
+/// Longest frame that any model sends, in bytes.
 const FRAME_MAX: usize = 65_536;
 
 /// The kernel's side of the TAP.
@@ -40,7 +41,8 @@ const FRAME_MAX: usize = 65_536;
 struct Kernel(OwnedFd);
 
 impl Kernel {
-    /// Makes the TAP, on which nobody but us sends. What it has no room for is refused, not queued and then dropped.
+    /// Makes the TAP, on which only this test sends. The kernel refuses frames without room, instead of queueing and
+    /// dropping them.
     fn new(place: &Place) -> Self {
         let ip = |words: &str| {
             let done = place.ip(&words.split(' ').collect::<Vec<_>>());
@@ -77,7 +79,7 @@ impl Kernel {
         }
     }
 
-    /// Waits for room.
+    /// Sends a frame; waits for room.
     fn send(&self, frame: &[u8]) {
         conformance::until("room on the wire", || self.try_send(frame).then_some(()));
     }
@@ -99,16 +101,16 @@ impl Kernel {
     }
 }
 
-/// QEMU's model with two pairs of queues, with indices of events or without.
+/// QEMU's model with two pairs of queues, with event indices or without.
 struct Pairs<const EVENT_IDX: bool, const STEERS: bool = true> {
-    // Ended before what it is connected to.
+    // Dropped first, so that the machine ends before its wire.
     machine: Machine,
     kernel: Kernel,
     _place: Place,
 }
 
 impl<const EVENT_IDX: bool, const STEERS: bool> Pairs<EVENT_IDX, STEERS> {
-    /// A fresh device, which can be made to see any of these.
+    /// Makes a fresh device, which can be made to see any of these memories.
     fn with(memories: &[&NicMemory]) -> Option<Self> {
         if !place::is_possible() {
             return None;
@@ -135,7 +137,7 @@ impl<const EVENT_IDX: bool, const STEERS: bool> World for Pairs<EVENT_IDX, STEER
     const QUEUES: u8 = 1;
     const MTU_MAX: u16 = 9000;
     const MAC: Mac = Mac([0x52, 0x54, 0x00, 0x12, 0x34, 0x57]);
-    // What it does not take is in the TAP's queue.
+    // Frames that the device does not take stay in the TAP's queue.
     const HOLDS_WHILE_PARKED: bool = true;
 
     fn new(memory: &NicMemory) -> Option<Self> {
@@ -176,8 +178,9 @@ impl<const EVENT_IDX: bool, const STEERS: bool> Twinned for Pairs<EVENT_IDX, STE
 
 impl<const EVENT_IDX: bool, const STEERS: bool> Repointed for Pairs<EVENT_IDX, STEERS> {
     const HOW: How = if STEERS { How::Steer } else { How::Point };
-    // The kernel has a flow come by the queue of the TAP that the last frame of it went out by, and does not wait until the one before is empty (tun_flow_update in its
-    // drivers/net/tun.c). To it all our frames but those of IP are one flow.
+    // The kernel delivers a flow through the TAP queue from which its last frame came, and does not wait until the
+    // earlier queue is empty (tun_flow_update in its drivers/net/tun.c). For the kernel, all our frames but those of
+    // IP are one flow.
     const IN_ORDER: bool = false;
 
     fn with_two(first: &NicMemory, second: &NicMemory) -> Option<Self> {

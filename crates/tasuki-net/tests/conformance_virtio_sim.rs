@@ -1,4 +1,5 @@
-//! The driver of virtio network devices on our own strict model does what a driver promises: with all that the model offers, and with less.
+//! Runs the suite of all NIC drivers for virtio network devices on our own strict model, with all the features that
+//! the model offers, and with fewer.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 #[path = "conformance/mod.rs"]
@@ -15,26 +16,26 @@ use tasuki_net::nic::{How, Mac};
 use tasuki_sim::journal::Class;
 use tasuki_sim::virtio_net::{Device, Options, feature};
 
-/// What a model does not offer.
+/// Features that a model lacks.
 trait Shape: 'static {
     const WITHOUT: u64;
     const HOW: How = How::Point;
 }
 
-/// All is offered.
+/// All features.
 struct Whole;
 impl Shape for Whole {
     const WITHOUT: u64 = 0;
 }
 
-/// All is offered, and what comes is steered to another owner's queue.
+/// All features; received frames are steered to another owner's queue.
 struct Steered;
 impl Shape for Steered {
     const WITHOUT: u64 = 0;
     const HOW: How = How::Steer;
 }
 
-/// Flags say who wants to be told.
+/// Flags enable notifications.
 struct Flags;
 impl Shape for Flags {
     const WITHOUT: u64 = feature::EVENT_IDX;
@@ -46,7 +47,7 @@ impl Shape for Kept {
     const WITHOUT: u64 = feature::RING_RESET;
 }
 
-/// Nothing can be commanded.
+/// No command queue.
 struct Mute;
 impl Shape for Mute {
     const WITHOUT: u64 = feature::CTRL_VQ;
@@ -62,7 +63,7 @@ impl<S: Shape> Modelled for Card<S> {
     const HOW: How = S::HOW;
     const QUEUES: u8 = 1;
     const MTU_MAX: u16 = 9000;
-    // What is at the other end of its wire keeps what the card does not take.
+    // The other end of its wire keeps frames that the card does not take.
     const HOLDS_WHILE_PARKED: bool = true;
 
     fn new(mac: Mac) -> Device {
@@ -85,7 +86,7 @@ impl<S: Shape> Modelled for Card<S> {
     fn check(model: &Device, starts: u64) {
         let journal = &model.journal;
         journal.demand_none(&Class::ALWAYS).unwrap();
-        // Whoever starts it resets it; no successor does.
+        // A driver that starts the device resets it; no successor does.
         assert!(journal.count(Class::Reset) <= starts, "a successor was not content");
     }
 }
@@ -93,7 +94,7 @@ impl<S: Shape> Modelled for Card<S> {
 suite!(whole, super::OnSim<super::Card<super::Whole>>);
 suite!(flags, super::OnSim<super::Card<super::Flags>>);
 
-// All but `a_parked_nic_touches_no_memory`: a device that cannot be stopped goes on with what it has.
+// All but `a_parked_nic_touches_no_memory`: a device that cannot be stopped goes on with its buffers.
 suite!(kept, super::OnSim<super::Card<super::Kept>>:
     frames_arrive_whole_and_in_order
     frames_leave_whole_and_in_order
@@ -118,7 +119,7 @@ suite!(kept, super::OnSim<super::Card<super::Kept>>:
     interrupts_do_not_block
 );
 
-// All but the cases of the filter: without commands all is let in.
+// All but the cases of the filter: without commands the device lets everything in.
 suite!(mute, super::OnSim<super::Card<super::Mute>>:
     frames_arrive_whole_and_in_order
     frames_leave_whole_and_in_order

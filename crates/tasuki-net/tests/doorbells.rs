@@ -1,4 +1,5 @@
-//! Registers of a vfio-user device that are written by storing them to memory: what that may overtake, and whose stores count.
+//! Registers of a vfio-user device that are written by stores to memory: their order with messages, and whose stores
+//! count.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 use std::os::fd::OwnedFd;
@@ -18,7 +19,7 @@ const RDTR: u32 = 0x2820;
 const RDT: u32 = 0x2818;
 const TDT: u32 = 0x3818;
 
-/// A card that moves, and hears messages, only when the test has it do so.
+/// A card that moves, and reads messages, only when the test lets it.
 struct Bench {
     served: Served<Nowhere>,
     server: Server,
@@ -32,7 +33,7 @@ impl Bench {
         (Bench { served, server: Server::over(ours).unwrap() }, theirs)
     }
 
-    /// Does something that waits for answers.
+    /// Executes `act`, which waits for answers, while the card reads messages.
     fn hearing<T: Send>(&mut self, act: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let acting = scope.spawn(act);
@@ -56,7 +57,7 @@ impl Bench {
         })
     }
 
-    /// The tails of the first receive ring and of the first transmit ring, without a message.
+    /// Returns the tails of the first receive ring and of the first transmit ring, without a message.
     fn tails(&mut self) -> (u32, u32) {
         self.served.step();
         let [receive, _, transmit, _] = self.served.card().tails();
@@ -89,7 +90,7 @@ fn a_doorbell_does_not_overtake_a_message() {
     assert_eq!(bench.tails(), (9, 0), "whether the first message was heard is not known");
     assert_eq!(bench.hearing(|| registers.read32(RDTR)), 5);
     assert_eq!(bench.tails(), (10, 0));
-    // What the messages said must not be undone by what lies in the memory since before, and the same value must count again.
+    // Older values in the memory must not undo the messages' values, and storing the same value must count again.
     registers.write32(RDT, 9);
     assert_eq!(bench.tails(), (9, 0));
 }
@@ -116,7 +117,7 @@ fn a_reset_takes_the_doorbells_back_as_well() {
     assert_eq!(bench.tails(), (8, 0), "the same value as before the reset");
     bench.hearing(|| {
         bus.reset().unwrap();
-        // The bus is what lets the card's memory be reached.
+        // The bus enables access to the card's memory.
         bus.registers(0).unwrap();
     });
     assert_eq!(bench.tails(), (0, 0));

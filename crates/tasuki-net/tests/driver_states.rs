@@ -1,5 +1,5 @@
-//! Steps that fail, of all drivers, with a card that only remembers what is written to it: what was touched, whose the slots are then,
-//! and that a fresh start gets over it.
+//! Failing steps of all drivers, with a card that only remembers writes: what a driver touched, who has the slots
+//! then, and whether a fresh start recovers.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 use std::cell::RefCell;
@@ -20,31 +20,31 @@ use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::{Region, Span};
 use zerocopy::FromBytes;
 
-/// What there is to know of a kind of card.
+/// Behaviour of a kind of card.
 #[derive(Debug, Clone, Copy)]
 struct Kind {
     config: &'static [(u16, u32)],
-    /// What registers read as before they are written.
+    /// Values of registers before they are written.
     fresh: &'static [(u32, u32)],
-    /// What all others read as.
+    /// Value of all other registers.
     rest: u32,
-    /// Bits that a register has done with as soon as they are written.
+    /// Bits that a register clears as soon as they are written.
     done: fn(offset: u32) -> u32,
-    /// A register that keeps `park` from ending when it reads so, and what `park` then says.
+    /// A register value that keeps `park` from finishing.
     stuck: Option<(u32, u32)>,
 }
 
-/// A card that remembers what is written to it.
+/// A card that remembers writes.
 #[derive(Debug)]
 struct Echo {
     kind: Kind,
     words: HashMap<u32, u32>,
     config: HashMap<u16, u32>,
-    /// A register that reads so whatever is written.
+    /// A register that always reads as this value.
     stuck: Option<(u32, u32)>,
     gone: bool,
     mapped: Vec<(Iova, usize)>,
-    /// Whatever was done to it but reading.
+    /// Number of accesses other than reads.
     touched: u32,
 }
 
@@ -102,7 +102,7 @@ impl Bus for EchoBus {
     fn map_part(&mut self, Part { len, at, .. }: Part<'_>) -> Result<(), BusError> {
         let mut echo = self.0.borrow_mut();
         let end = at + len as u64;
-        // As a real IOMMU: what is mapped is not mapped once more.
+        // Like a real IOMMU: mapped addresses cannot be mapped again.
         if echo.mapped.iter().any(|&(other, len)| at < other + len as u64 && other < end) {
             return Err(BusError::Dma { at, len, why: "the device has memory there already".to_owned() });
         }
@@ -165,7 +165,7 @@ const E1000E: Kind = Kind {
     stuck: None,
 };
 
-/// An RTL8139C+: identity, revision, BAR 1; its units are off as soon as that is asked for, or stay on.
+/// An RTL8139C+: identity, revision, BAR 1. Its units are off as soon as the driver asks, or stay on.
 const RTL8139: Kind = Kind {
     config: &[(0x00, 0x8139_10ec), (0x08, 0x20), (0x14, 0xf000_0000)],
     fresh: &[(0x00, 0x1200_5452), (0x04, 0x5734)],
@@ -179,7 +179,8 @@ const RTL8139: Kind = Kind {
     stuck: Some((0x37, 0x0c)),
 };
 
-/// A virtio network device: identity, capabilities, and the structures one behind the other; or a queue that is not reset.
+/// A virtio network device: identity, capabilities, and the structures one behind the other; or a queue that is not
+/// reset.
 const VIRTIO: Kind = Kind {
     config: &[
         (0x00, 0x1041_1af4),
@@ -196,7 +197,7 @@ const VIRTIO: Kind = Kind {
         (0x70, 0x1000),
         (0x10, 0xf000_0000),
     ],
-    // No queue for commands: nobody would answer any.
+    // No queue for commands: none would be answered.
     fresh: &[(0x04, 1 << 5 | 1 << 16 | 1 << 8 | 1), (0x12, 3), (0x18, 256), (0x1000, 0x5452), (0x1004, 0x5734)],
     rest: 0,
     done: |offset| match offset {
@@ -218,13 +219,13 @@ fn memory() -> NicMemory {
     NicMemory::create(SLOTS, 8192, Iova(1 << 32)).expect("a little memory")
 }
 
-/// All of the rings, through a mapping of our own.
+/// Returns all words of the rings, through a mapping of our own.
 fn rings(memory: &NicMemory) -> Span<AtomicU64> {
     let copy = memory.rings().fd().try_clone_to_owned().expect("a descriptor is free");
     Region::adopt(copy).expect("memory of ours").span(0, memory.rings().len() / 8).expect("all of it")
 }
 
-/// A card with frames on their way out.
+/// Starts a card, and queues frames on their way out.
 fn started<N: Nic<Bus = EchoBus>>(bus: EchoBus, memory: NicMemory) -> N {
     let arena = memory.arena().clone();
     let mut nic = N::start(bus, memory, &options()).expect("the card starts");
@@ -233,7 +234,7 @@ fn started<N: Nic<Bus = EchoBus>>(bus: EchoBus, memory: NicMemory) -> N {
     nic
 }
 
-/// Nobody but the card has a slot, and it has no more than its rings hold.
+/// Asserts that only the card has slots, and no more than its rings hold.
 #[track_caller]
 fn accounted(memory: &NicMemory) {
     let census = memory.arena().census();
@@ -261,7 +262,7 @@ fn a_wrong_driver_state_touches_nothing<N: Nic<Bus = EchoBus>>(kind: Kind) {
         let mut bytes = driver_state.bytes().to_vec();
         bytes[at] ^= 0x40;
         let wrong = N::DriverState::read_from_bytes(&bytes).expect("as many bytes");
-        // Counters, and what a driver only carries on, may be what they like; they are below.
+        // Counters, and values that a driver only carries on, may be anything; they are tested below.
         if wrong.check(&memory.layout()).is_ok() {
             continue;
         }
@@ -276,7 +277,7 @@ fn a_wrong_driver_state_touches_nothing<N: Nic<Bus = EchoBus>>(kind: Kind) {
         assert_eq!(memory.arena().census(), census, "byte {at}");
     }
     assert!(all() == before, "the rings have changed");
-    // Memory that the driver state is not of.
+    // Memory to which the driver state does not belong.
     let (back, other) = match N::resume(bus, self::memory(), &driver_state) {
         Err(Failed { error: NicError::BrokenDriverState { .. }, bus, memory }) => (bus, memory),
         other => panic!("{:?}", other.err()),
@@ -285,11 +286,11 @@ fn a_wrong_driver_state_touches_nothing<N: Nic<Bus = EchoBus>>(kind: Kind) {
     N::resume(back, memory, &driver_state).expect("the right driver state of the right memory");
 }
 
-/// Bits of a driver state that are flipped one by one are refused or harmless: the driver that goes on with them neither panics nor gets at a
-/// slot that is not its own, and whatever it comes to, the card can be started anew.
+/// Flipping any one bit of a driver state is refused or harmless. A driver that resumes with it does not panic or
+/// reach a foreign slot, and whatever happens, the card can be started anew.
 fn flipped_bits_are_refused_or_harmless<N: Nic<Bus = EchoBus>>(kind: Kind) {
     let (mut refused, mut harmless) = (0, 0);
-    // Every bit of the first bytes, and one bit of each byte of the rest where something stands.
+    // Every bit of the first bytes, and one bit of each nonzero byte of the rest.
     let mut bit = 0;
     let mut parked = None;
     while bit < 8 * N::DriverState::LEN {
@@ -327,7 +328,7 @@ fn flipped_bits_are_refused_or_harmless<N: Nic<Bus = EchoBus>>(kind: Kind) {
 fn a_card_that_fails_can_be_started_anew<N: Nic<Bus = EchoBus>>(kind: Kind) {
     let gone = |bus: &EchoBus, is| bus.0.borrow_mut().gone = is;
     let stick = |bus: &EchoBus, stuck| bus.0.borrow_mut().stuck = stuck;
-    // Gone while it is started, parked, and resumed. It comes back, as a model does that is served again.
+    // Gone while it is started, parked, and resumed. It comes back, like a model that is served again.
     let bus = EchoBus::new(kind);
     gone(&bus, true);
     let failed = N::start(bus.clone(), memory(), &options()).err().expect("a card that is gone");
@@ -349,7 +350,7 @@ fn a_card_that_fails_can_be_started_anew<N: Nic<Bus = EchoBus>>(kind: Kind) {
     assert!(matches!(failed.error, NicError::Gone), "{failed}");
     gone(&bus, false);
     starts_anew::<N>(failed);
-    // One that does not do what it is told.
+    // A card that does not obey.
     let Some(stuck) = kind.stuck else { return };
     let bus = EchoBus::new(kind);
     let nic = started::<N>(bus.clone(), self::memory());
@@ -371,7 +372,7 @@ fn a_card_that_is_another_is_refused_and_the_memory_still_good<N: Nic<Bus = Echo
 
 #[test]
 fn what_a_step_leaves_that_failed_half_way_a_start_gets_over() {
-    // A virtio device that takes no interrupt vector any more.
+    // A virtio device that no longer takes an interrupt vector.
     let bus = EchoBus::new(VIRTIO);
     let (_, memory, driver_state) =
         started::<VirtioNet<EchoBus>>(bus.clone(), self::memory()).park().expect("the card stops");
@@ -380,7 +381,7 @@ fn what_a_step_leaves_that_failed_half_way_a_start_gets_over() {
     assert!(matches!(failed.error, NicError::Absurd { .. }), "{failed}");
     bus.0.borrow_mut().stuck = None;
     starts_anew::<VirtioNet<EchoBus>>(failed);
-    // And one that takes none when it is started: it is kept from the memory.
+    // A device that takes none when it is started: the driver keeps it from the memory.
     let bus = EchoBus::new(VIRTIO);
     bus.0.borrow_mut().stuck = Some((0x1a, 0));
     let failed = VirtioNet::start(bus.clone(), self::memory(), &options()).expect_err("no vector");

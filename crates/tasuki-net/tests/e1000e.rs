@@ -1,4 +1,4 @@
-//! The 82574's driver with a card that answers badly, and what only this card does.
+//! The 82574's driver with a card that answers badly, and the peculiarities of this card.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 mod qemu;
@@ -29,7 +29,7 @@ fn start() -> (Play, E1000e<StubBus>) {
     (play, nic)
 }
 
-/// What the driver says of a second word that the card wrote into the first descriptor.
+/// Returns the driver's result for a second word that the card wrote into the first descriptor.
 fn answer_to(word: u64) -> Result<usize, NicError> {
     let (play, mut nic) = start();
     play.write_back_word(0, word);
@@ -106,7 +106,7 @@ fn frames_with_errors_or_of_several_buffers_are_dropped_and_counted() {
 #[test]
 fn a_descriptor_that_was_not_posted_is_not_believed() {
     let (play, mut nic) = start();
-    // The eighth belongs to us. In order, so that it would be next.
+    // The eighth descriptor belongs to us. They are in order, so it would be next.
     (0..8).for_each(|place| play.write_back(place, 60));
     let mut burst = Burst::new();
     assert_eq!(nic.receive(&mut burst).expect("the frames before are whole"), 7);
@@ -124,7 +124,7 @@ fn a_descriptor_that_is_written_back_twice_is_believed_once() {
     play.write_back(0, 60);
     let mut burst = Burst::new();
     assert_eq!(nic.receive(&mut burst).expect("one good frame"), 1);
-    // It is ours since, and is posted again after the next.
+    // The descriptor is ours since, and is posted again after the next.
     for _ in 0..3 {
         play.write_back(0, 60);
         assert_eq!(nic.receive(&mut burst).expect("nothing more"), 0);
@@ -142,7 +142,7 @@ fn a_descriptor_that_is_written_back_twice_is_believed_once() {
 fn what_was_received_stays_as_it_was_while_it_is_held() {
     let (play, mut nic) = start();
     let mut held = Vec::new();
-    // Twice as many frames as slots would be needed if none came back.
+    // If no slot came back, this would need twice as many as there are.
     for round in 0..40_usize {
         (0..2).for_each(|i| play.write_back((round * 2 + i) % RING, 60));
         let mut burst = Burst::new();
@@ -156,7 +156,7 @@ fn what_was_received_stays_as_it_was_while_it_is_held() {
     slots.sort_unstable();
     slots.dedup();
     assert_eq!(slots.len(), held.len(), "each frame has a slot of its own");
-    // Slots that come back are posted again.
+    // Returned slots are posted again.
     drop(held);
     for _ in 0..2 {
         nic.receive(&mut Burst::new()).expect("nothing is wrong");
@@ -211,7 +211,7 @@ fn a_card_that_goes_is_noticed() {
 #[test]
 fn a_card_may_count_what_it_likes() {
     let (play, mut nic) = start();
-    // Each reading of them: bytes received, errors of two kinds, both of lengths.
+    // All ones at each reading: bytes received, errors of two kinds, both of lengths.
     [0x4088, 0x408c, 0x40ac, 0x40a4, 0x4000, 0x4004].into_iter().for_each(|offset| play.card.set(offset, u32::MAX));
     let count = |nic: &mut E1000e<StubBus>, name| {
         nic.statistics().into_iter().find(|(known, _)| *known == name).map(|(_, count)| count)
@@ -220,7 +220,7 @@ fn a_card_may_count_what_it_likes() {
     assert_eq!(count(&mut nic, "rx_bytes"), Some(u64::MAX), "more than all does not begin anew");
     let errors = count(&mut nic, "rx_errors");
     assert!(errors > count(&mut nic, "rx_length_errors").map(|count| count / 2), "{errors:?}");
-    // And hands on what it has counted.
+    // The driver also hands on its counts.
     let (bus, memory, driver_state) = nic.park().expect("the card stops");
     let mut nic = E1000e::resume(bus, memory, &driver_state).expect("another goes on");
     assert_eq!(count(&mut nic, "rx_bytes"), Some(u64::MAX));
@@ -254,12 +254,12 @@ fn another_card_is_refused_by_name() {
     assert!(error.to_string().contains("8086:1533") && error.to_string().contains("82574"), "{error}");
 }
 
-/// A parked card whose ring was used, and its driver state.
+/// Makes a parked card whose ring was used, and its driver state.
 fn parked() -> (Play, NicMemory, DriverState) {
     let (play, mut nic) = start();
     play.write_back(0, 60);
     assert_eq!(nic.receive(&mut Burst::new()).expect("one good frame"), 1);
-    // The card's heads follow, as a card's do.
+    // Advance the head as a card would.
     play.card.set(RDH, 1);
     let (_, memory, driver_state) = nic.park().expect("the card stops");
     assert!(!play.receives());
@@ -367,13 +367,13 @@ fn a_partner_waits_while_what_came_before_finds_no_place() {
     let arena = memory.arena().clone();
     let mut nic = E1000e::resume(play.bus(), memory, &driver_state).expect("another goes on");
     let waits = || play.card.get(FCRTL) & XONE == 0;
-    // A burst that is full takes nothing in.
+    // A full burst takes nothing in.
     play.write_back(1, 60);
     let mut full = Burst::new();
     fill(&arena, &mut full, BURST_MAX);
     assert_eq!(nic.receive(&mut full).expect("no room"), 0);
     assert!(waits(), "a frame is there");
-    // A ring without slots does not either: what else came is in the card's buffer.
+    // A ring without slots does not either: the other frames are in the card's buffer.
     let hoard: Vec<_> = std::iter::from_fn(|| arena.take()).collect();
     let mut burst = Burst::new();
     (2..8).for_each(|place| play.write_back(place, 60));
@@ -392,7 +392,7 @@ fn a_partner_waits_while_what_came_before_finds_no_place() {
 fn a_giver_asks_sixteen_times_until_it_believes_that_its_partner_is_not_told() {
     let (play, mut nic) = start();
     nic.quiesce(How::Point, |_| ());
-    // Longer than a PAUSE frame may take in three questions: whoever answers for a modelled card may have been asleep.
+    // Longer than a PAUSE frame may take within three polls: the server of a modelled card may have been asleep.
     play.card.slow_down(XOFFTXC, Duration::from_micros(100));
     while !nic.is_quiet() {}
     assert_eq!(play.card.slow_reads(), 16);
@@ -410,7 +410,7 @@ fn in_half_duplex_nobody_is_asked_to_pause() {
     assert_eq!(play.card.get(CTRL) & FLOW, 0);
 }
 
-/// QEMU's card, with a second look at its registers.
+/// Starts QEMU's card.
 fn on_qemu(options: &NicOptions) -> Option<(qemu::Machine, E1000e<qemu::QtestBus>)> {
     let slots = Geometry { slot_len: 4096, count: 1024 };
     let memory = NicMemory::create(slots, 64 << 10, qemu::MEMORY_AT).expect("a little memory");
@@ -423,7 +423,7 @@ fn on_qemu(options: &NicOptions) -> Option<(qemu::Machine, E1000e<qemu::QtestBus
 fn two_queues_are_both_used() {
     let options = NicOptions { queues: 2, ring: 64, ..NicOptions::default() };
     let Some((machine, mut nic)) = on_qemu(&options) else { return };
-    // TCP over IPv4 from ports that differ; the check sums are none of RSS's business.
+    // TCP over IPv4 from different ports; RSS does not look at the check sums.
     for port in 0..32_u8 {
         let mut frame = vec![0x52, 0x54, 0x00, 0x12, 0x34, 0x57, 2, 0, 0, 0, 0, 1, 8, 0];
         frame.extend([0x45, 0, 0, 46, 0, 0, 0, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0x80, port, 0, 80]);
@@ -458,7 +458,7 @@ fn parking_leaves_reset_phy_and_link_alone() {
     assert_eq!(look(), before);
     assert!(matches!(nic.link(), Link::Up { speed: 1000, full_duplex: true }));
     assert!(machine.wire().receive_frame(Duration::ZERO).is_none());
-    // The second look at memory that it was not given.
+    // A further bus does not map memory that QEMU was not told of.
     let other = NicMemory::create(Geometry { slot_len: 4096, count: 8 }, 4096, Iova(0)).expect("a little memory");
     assert!(other.map(&mut machine.bus()).is_err());
 }

@@ -1,5 +1,5 @@
-//! Frames that are finished here are what a reader that knows nothing of us (smoltcp) takes for whole; and no header, whatever it says, does more
-//! harm than to have its frame dropped.
+//! Frames that our code finishes are intact for an independent reader (smoltcp). A bad header of any contents
+//! only gets its frame dropped.
 
 #[cfg(test)]
 mod tests {
@@ -18,7 +18,7 @@ mod tests {
         is_v4: bool,
         protocol: u8,
         tags: usize,
-        /// Words of options: of IPv4, or eights of an extension of IPv6.
+        /// Words of options for IPv4; units of eight bytes of an extension header for IPv6.
         ip_options: usize,
         tcp_options: usize,
         flags: u8,
@@ -83,7 +83,7 @@ mod tests {
             frame.extend([8, 0, 0x40 | u8::try_from(5 + self.ip_options).unwrap(), 0]);
             frame.extend(len.to_be_bytes());
             frame.extend(self.id.to_be_bytes());
-            // Its check sum is wrong, and that of each frame is computed anew.
+            // A wrong check sum: the code must compute it anew for each frame.
             frame.extend([0x40, 0, 64, self.protocol, 0xab, 0xcd, 192, 0, 2, 1, 192, 0, 2, 2]);
             frame.extend(vec![1; 4 * self.ip_options]);
         }
@@ -107,7 +107,7 @@ mod tests {
             if self.protocol == TCP { 16 } else { 6 }
         }
 
-        /// Word by word, and slowly.
+        /// Computes the sum word by word, and slowly.
         fn pseudo(&self, frame: &[u8], len: usize) -> u16 {
             let at = self.network();
             let addresses = if self.is_v4 { &frame[at + 12..at + 20] } else { &frame[at + 8..at + 40] };
@@ -138,7 +138,7 @@ mod tests {
             }
         }
 
-        /// Checks a frame as one who receives it does; gives what stands behind its IP headers.
+        /// Checks a frame as its receiver would; returns the bytes behind its IP headers.
         fn check_ip<'a>(&self, frame: &'a [u8], index: u16) -> (IpAddress, IpAddress, &'a [u8]) {
             let packet = &frame[self.network()..];
             if self.is_v4 {
@@ -227,7 +227,7 @@ mod tests {
             prop_assert!(frames[0][..check] == frame[..check] && frames[0][check + 2..] == frame[check + 2..]);
         }
 
-        /// A header that is none, and bytes that are none.
+        /// Random header bytes, and random frame bytes.
         #[test]
         fn whatever_it_says_nothing_panics_and_little_comes_of_it(
             header in prop::array::uniform10(any::<u8>()),
@@ -279,7 +279,7 @@ mod tests {
         }
     }
 
-    /// Wireshark says of TCP's other zero that it is wrong (RFC 1624); of UDP's first that there is no check sum (RFC 768).
+    /// Wireshark calls TCP's other zero wrong (RFC 1624), and UDP's first zero no check sum (RFC 768).
     #[test]
     fn a_check_sum_of_zero_is_the_zero_that_its_protocol_has() {
         for (protocol, zero) in [(TCP, 0), (UDP, 0xffff)] {
@@ -289,7 +289,7 @@ mod tests {
                 let frames = finished(&segment.offload(gso_type), &segment.frame()).expect("it is finished");
                 u16::from_be_bytes([frames[0][check_at], frames[0][check_at + 1]])
             };
-            // What is added to the sum of all else makes it nothing.
+            // Choose bytes that make the whole sum zero.
             let rest = check(&segment, 0);
             segment.payload[..2].copy_from_slice(&rest.to_be_bytes());
             for gso_type in [0, segment.gso_type()] {

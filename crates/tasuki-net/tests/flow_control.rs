@@ -1,4 +1,4 @@
-//! A driver that is slower than its wire: with flow control nothing is lost, without it is.
+//! A driver that is slower than its wire: with flow control nothing is lost, without it frames are lost.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 mod plugged;
@@ -12,11 +12,11 @@ use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_sim::wire::SourceOptions;
 
-/// Several times what ring and packet buffer hold together.
+/// Number of frames: several times what ring and packet buffer hold together.
 const FRAMES: u64 = 5_000;
 
-/// Receives from a source at line rate, and does not look at the card before the source has either sent everything or been paused. Says how many
-/// frames came, and the driver's statistics.
+/// Receives from a source at line rate, and does not look at the card before the source has either sent everything
+/// or been paused. Returns the number of frames received, and the driver's statistics.
 fn with(flow_control: bool) -> (u64, Vec<(&'static str, u64)>) {
     let (said, ..) = with_card(SourceOptions::line_rate(1_000_000_000, 64), FRAMES, |socket, wire| {
         let memory = NicMemory::create(Geometry { slot_len: 4096, count: 1024 }, 256 << 10, Iova(1 << 32)).unwrap();

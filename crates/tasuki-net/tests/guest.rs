@@ -1,6 +1,7 @@
-//! Cards behind VFIO and an IOMMU. Runs in the guest that `cargo xtask guest` boots, and nowhere else.
+//! Cards behind VFIO and an IOMMU. Runs only in the guest that `cargo xtask guest` boots.
 //!
-//! The guest has an 82574L (QEMU's e1000e) that the kernel's driver holds at first, and a virtio-net and an RTL8139 that nobody drives.
+//! The guest has an 82574L (QEMU's e1000e), which the kernel's driver holds at first, and a virtio-net and an
+//! RTL8139 without a driver.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 mod behind_vfio;
@@ -39,7 +40,7 @@ use tasuki_shm::region::{Pages, Region};
 const E1000E: PciId = PciId { vendor: 0x8086, device: 0x10d3 };
 const VIRTIO_NET: PciId = PciId { vendor: 0x1af4, device: 0x1041 };
 
-/// Makes tests for a driver: the suite of all drivers, and what there is behind VFIO only.
+/// Makes tests for a driver: the suite of all drivers, and the cases specific to VFIO.
 macro_rules! card {
     ($name:ident, $nic:ty) => {
         mod $name {
@@ -63,7 +64,8 @@ impl Card for E1000e<Vfio> {
     const ID: PciId = E1000E;
     const QUEUES: u8 = 2;
     const MTU_MAX: u16 = 9000;
-    // QEMU's model maps what it sends in one piece and drops what lies in two pages that are not neighbours.
+    // QEMU's model maps a frame's buffer in one piece, and drops frames that lie in two pages which are not
+    // neighbours.
     const MTU_SENT: u16 = 4096 - 14;
     const IS_TOUCHY: bool = true;
 }
@@ -91,7 +93,7 @@ impl LastOwned for BehindVfio<E1000e<Vfio>> {
         ),
         ("the same in queue 1", "the same"),
     ];
-    // Each takes its time where all is emulated, and QEMU's card has them all tried by the conformance suite.
+    // Each takes long under emulation, and the conformance suite tries all on QEMU's card.
     const SPARSE: usize = 12;
 
     fn tricks() -> Vec<Trick<RegistersOf<Self>>> {
@@ -157,7 +159,7 @@ fn region(pages: usize) -> Region {
     Region::create("guest", pages * 4096, Pages::Small).unwrap()
 }
 
-/// Whether an eventfd rings within 20 s.
+/// Returns whether an eventfd rings within 20 s.
 fn rings(eventfd: &OwnedFd) -> bool {
     let limit = Timespec { tv_sec: 20, tv_nsec: 0 };
     let rang = rustix::event::poll(&mut [PollFd::new(eventfd, PollFlags::IN)], Some(&limit)).unwrap() == 1;
@@ -165,7 +167,7 @@ fn rings(eventfd: &OwnedFd) -> bool {
     rang
 }
 
-/// The first test, by its name: afterwards the kernel's driver holds nothing any more.
+/// The first test, by its name: afterwards the kernel's driver no longer holds the card.
 #[test]
 fn a_card_held_by_the_kernel_is_ours_by_the_words_of_the_error() {
     let address = find(E1000E);
@@ -217,16 +219,17 @@ fn ids_and_registers_are_read() {
     registers.write32(TDBAL, 0x1234_5670);
     assert_eq!(registers.read32(TDBAL), 0x1234_5670);
     assert!(matches!(bus.registers(4), Err(BusError::NoBar { index: 4 })));
-    // The one with the ports.
+    // The BAR with the I/O ports.
     let _ports = bus.registers(2);
 }
 
-/// On the virtio-net, since QEMU's e1000e knows no reset by its function.
+/// On the virtio-net, because QEMU's e1000e has no function-level reset.
 #[test]
 fn a_reset_resets_and_leaves_the_device_reachable() {
     let mut bus = open(VIRTIO_NET);
     let header = Header::read(&mut bus).unwrap();
-    // Virtio 1.2, 4.1.4: the capability of type 1 says where the common configuration is; 4.1.4.3: the device's status in it.
+    // Virtio 1.2, 4.1.4: the capability of type 1 says where the common configuration is; 4.1.4.3: the device's
+    // status in it.
     let mut capabilities = header.capabilities.iter().filter(|capability| capability.id == Capability::VENDOR);
     let is_common = |bus: &mut Vfio, at: u16| bus.read_config(at).unwrap() >> 24 == 1;
     let common = capabilities.find(|capability| is_common(&mut bus, capability.offset)).unwrap().offset;
@@ -242,8 +245,8 @@ fn a_reset_resets_and_leaves_the_device_reachable() {
     assert_eq!(bus.read_config(4).unwrap() & 0xffff, command);
 }
 
-/// Has the card ring a vector: nothing is pending, the cause "other" goes to the vector (10.2.4.9), is let through (10.2.4.5), and is
-/// set by hand (10.2.4.4).
+/// Makes the card ring a vector: nothing is pending, the cause "other" goes to the vector (10.2.4.9), is let through
+/// (10.2.4.5), and is set by hand (10.2.4.4).
 fn provoke(registers: &impl Registers, vector: u32) {
     registers.write32(IMC, u32::MAX);
     registers.write32(ICR, u32::MAX);
@@ -257,7 +260,7 @@ fn interrupts_arrive_and_more_can_be_had() {
     let mut bus = open(E1000E);
     let registers = bus.registers(0).unwrap();
     bus.reset().unwrap();
-    // A message is a write to memory, so the card must be master of the bus.
+    // A message is a write to memory, so the card must be bus master.
     pci::enable(&mut bus, true).unwrap();
     assert!(matches!(bus.interrupts(6), Err(BusError::FewInterrupts { have: 5, need: 6 })));
     for count in [1, 5] {
@@ -277,7 +280,8 @@ fn interrupts_arrive_and_more_can_be_had() {
     assert!(rings(&vectors[4]), "after a reset they are what they were");
 }
 
-/// Has the card fetch one descriptor (3.3.3: legacy, 64 bytes, with its status wanted back) and says whether it came back done.
+/// Makes the card fetch one descriptor (3.3.3: legacy, 64 bytes, with its status wanted back); returns whether it
+/// came back done.
 fn transmits(registers: &impl Registers, memory: &Region, at: Iova) -> bool {
     let descriptor = memory.span::<AtomicU64>(0, 2).unwrap();
     descriptor[0].store((at + 4096).0, Ordering::Relaxed);
@@ -353,7 +357,7 @@ fn memory_beyond_the_limit_is_refused_with_the_numbers() {
     let before = rustix::process::getrlimit(Resource::Memlock);
     let small = Rlimit { current: Some(64 << 10), maximum: before.maximum };
     rustix::process::setrlimit(Resource::Memlock, small).unwrap();
-    // Root may lock what it likes; a thread that has given that up may not.
+    // Root may lock any amount; a thread that has dropped that capability may not.
     let unprivileged = || {
         let mut sets = rustix::thread::capabilities(None).unwrap();
         sets.effective.remove(CapabilitySet::IPC_LOCK);

@@ -1,5 +1,5 @@
-//! Cards that answer whatever they like, and write whatever they like to the memory of the rings: the drivers end with an error or go on,
-//! they do not panic, and they do not wait for ever.
+//! Cards that return anything, and write anything to the rings' memory: the drivers fail with an error or go on;
+//! they do not panic, and do not wait for ever.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 #[path = "stub/bus.rs"]
@@ -19,15 +19,15 @@ use tasuki_net::port::{Armed, Burst, Frame};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::{Region, Span};
 
-/// A card that has lost its mind.
+/// A card with random answers.
 struct Mad {
-    /// Of a xorshift generator.
+    /// State of a xorshift generator.
     state: u64,
-    /// What was written to its registers, by BAR and offset.
+    /// Values written to its registers, by BAR and offset.
     written: HashMap<u32, u32>,
     config: HashMap<u16, u32>,
     rings: Span<AtomicU64>,
-    /// Of 16 reads, how many answer what was written.
+    /// Number of reads, out of 16, that return the written value.
     sane: u64,
     /// Bits that its registers never have.
     never: fn(offset: u32) -> u32,
@@ -45,7 +45,7 @@ impl Mad {
         self.random() % 16 < self.sane
     }
 
-    /// Something, more often something small.
+    /// Returns a random word, a small one more often.
     fn word(&mut self) -> u32 {
         let (value, kind) = (self.random(), self.random() % 4);
         #[expect(clippy::cast_possible_truncation, reason = "random bits")]
@@ -58,7 +58,7 @@ impl Mad {
         }
     }
 
-    /// Writes somewhere into the rings, now and then.
+    /// Writes to a random place in the rings, from time to time.
     fn scribble(&mut self) {
         if self.is_sane() {
             return;
@@ -98,7 +98,7 @@ impl Answers for RefCell<Mad> {
     }
 }
 
-/// The way to such a card.
+/// The bus to such a card.
 type MadBus = Stub<RefCell<Mad>>;
 
 fn mad(memory: &NicMemory, seed: u64, config: &[(u16, u32)], never: fn(u32) -> u32) -> MadBus {
@@ -118,7 +118,7 @@ fn mad(memory: &NicMemory, seed: u64, config: &[(u16, u32)], never: fn(u32) -> u
 /// Rounds of use, each by another driver.
 const ROUNDS: u32 = 8;
 
-/// Drives the card until something is an error; how far that was.
+/// Drives the card until the first error; returns the number of rounds.
 fn drive<N: Nic<Bus = MadBus>>(seed: u64, config: &[(u16, u32)], never: fn(u32) -> u32) -> u32 {
     let memory =
         NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 8192, Iova(1 << 32)).expect("a little memory");
@@ -129,7 +129,7 @@ fn drive<N: Nic<Bus = MadBus>>(seed: u64, config: &[(u16, u32)], never: fn(u32) 
     for step in 1.. {
         let mut burst = Burst::new();
         let received = nic.receive(&mut burst);
-        // Every frame is a slot of its own, and lies in it.
+        // Every frame has a slot of its own, and fits into it.
         assert!(burst.iter().all(|frame| usize::from(frame.len) <= frame.slot.len()));
         burst.clear();
         burst.extend((0..4).map_while(|_| arena.take()).map(|slot| Frame { slot, len: 60 }));
@@ -175,7 +175,7 @@ const VIRTIO: [(u16, u32); 19] = [
     (0x78, 0),
 ];
 
-/// Bits that a sane RTL8139C+ does not show for long: a reset, running units, a dump of counters.
+/// Returns the bits that a sane RTL8139C+ does not show for long: a reset, running units, a dump of counters.
 fn never_of_rtl8139(offset: u32) -> u32 {
     match offset {
         0x37 => 0x1c,
@@ -186,18 +186,19 @@ fn never_of_rtl8139(offset: u32) -> u32 {
     }
 }
 
-/// Likewise. And no command queue: a card that answers no command costs five seconds, which is as it should be, and too long here.
+/// Returns the same for virtio. There is no control queue: a card that never answers a command costs five seconds,
+/// which is correct, but too long here.
 fn never_of_virtio(offset: u32) -> u32 {
     match offset {
         0x04 => 1 << 17 | 1 << 18,
-        // Queues that are enabled or being reset; notifications beyond their place.
+        // Queues that are enabled or being reset; notification offsets outside their structure.
         0x1c | 0x1e | 0x3a => 0xffff,
         0x1000 => 1,
         _ => 0,
     }
 }
 
-/// How many of the seeds got how far: not started, went on for some rounds, survived all rounds.
+/// Counts the seeds by result: not started, failed after some rounds, survived all rounds.
 fn tally<N: Nic<Bus = MadBus>>(seeds: u64, config: &[(u16, u32)], never: fn(u32) -> u32) -> [usize; 3] {
     let mut tally = [0; 3];
     for seed in 0..seeds {
@@ -215,7 +216,7 @@ fn tally<N: Nic<Bus = MadBus>>(seeds: u64, config: &[(u16, u32)], never: fn(u32)
 #[test]
 fn a_mad_rtl8139_is_an_error_and_no_panic() {
     let tally = tally::<Rtl8139<MadBus>>(170, &RTL8139, never_of_rtl8139);
-    // None of these keeps the driver from starting.
+    // No answer of this card keeps the driver from starting.
     assert!(tally[1] > 0 && tally[2] > 0, "cards of every degree of madness: {tally:?}");
 }
 

@@ -1,4 +1,5 @@
-//! A card that goes on running while its driver is replaced: by turns, under traffic, by a driver with a bus and a memory of its own.
+//! A card runs on while its driver is replaced, in turns and under traffic, by a driver with its own bus and mapping
+//! of the memory.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 mod plugged;
@@ -18,17 +19,17 @@ use tasuki_sim::journal::Class;
 const FRAMES: u64 = 200_000;
 const RATE: u64 = 1_000_000;
 
-/// A card that runs, and a second driver that is ready for it.
+/// Starts a card, and prepares a second driver for it.
 fn start(socket: OwnedFd) -> (Card, <Card as InPlace>::Prepared) {
     let memory = NicMemory::create(Geometry { slot_len: 4096, count: 1024 }, 256 << 10, Iova(1 << 32)).unwrap();
     let again = NicMemory::prepare(memory.parts().unwrap(), &memory.layout()).unwrap();
     let nic = plugged::start(socket, memory, true);
-    // The twin, once the card's BAR is known.
+    // A twin is possible once the card's BAR is known.
     let next = Card::prepare(VfioUser::from_twin(nic.bus().twin().unwrap(), TIMEOUT).unwrap(), again).unwrap();
     (nic, next)
 }
 
-/// Sends back what comes, until `turns` bursts or `left` frames have come and gone; says how many frames that were.
+/// Sends frames back until `turns` bursts or `left` frames have come and gone; returns the number of frames.
 fn echo(nic: &mut Card, turns: u32, left: u64) -> u64 {
     let began = Instant::now();
     let (mut frames, mut moved) = (0, 0);

@@ -1,5 +1,6 @@
-//! A card whose last owner is not trusted: it plays every trick that the data sheet allows, lets go, and is fenced. The next owner works, or refuses the card
-//! and starts it anew; it never reads what that owner meant it to, and nothing of its own is read or written by what that owner has set up.
+//! A card whose last owner is not trusted: it plays every trick that the data sheet allows, releases the card, and
+//! is fenced. The next owner works, or refuses the card and starts it anew. It never reads what that owner planted,
+//! and that owner's settings never read or write its memory.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 mod plugged;
@@ -22,18 +23,18 @@ use tasuki_sim::journal::{Class, Entry};
 use tasuki_sim::wire::Counts;
 
 const RATE: u64 = 100_000;
-/// Frames that the first owner sends back, and those that the second must.
+/// Frames that the first owner sends back, and those that the second must send back.
 const BEFORE: u64 = 64;
 const AFTER: u64 = 300;
 
-/// How long a partner pauses at a gigabit (IEEE 802.3, annex 31B), and a little.
+/// Longest pause of a partner at 1 Gb/s (IEEE 802.3, annex 31B), and a little.
 const LONGEST_PAUSE: Duration = Duration::from_millis(40);
 
-// Registers, by the data sheet's chapter 10.
+// Register offsets from the data sheet, chapter 10.
 const TDBAL1: u32 = 0x3900;
 const TARC1: u32 = 0x3940;
 
-/// Where the memory of each lies.
+/// Bus addresses of each owner's memory.
 const OLD: Iova = Iova(1 << 32);
 const NEW: Iova = Iova(2 << 32);
 
@@ -45,10 +46,10 @@ fn options() -> NicOptions {
     NicOptions { filter: Filter { promiscuous: true, ..Filter::default() }, ..NicOptions::default() }
 }
 
-/// The card's registers and its memory, as the last owner has them when it has let go, and its way to the card.
+/// The last owner's access to the card after the release: the card's registers, its own memory, and its bus.
 type Hostile = tricks::Hostile<<VfioUser as Bus>::Registers>;
 
-/// Sends back what comes, until `left` frames have; where none comes, because the link is down, it waits for that.
+/// Sends frames back until `left` frames are sent; while the link is down, waits for it.
 fn echo(nic: &mut Card, left: u64, mut done: impl FnMut(&mut Card) -> bool) -> u64 {
     let began = Instant::now();
     let mut frames = 0;
@@ -66,7 +67,7 @@ fn echo(nic: &mut Card, left: u64, mut done: impl FnMut(&mut Card) -> bool) -> u
     frames
 }
 
-/// Drives until so many more frames have come, gone, and come back, and one more has woken it.
+/// Drives until `AFTER` more frames have come, gone, and come back, and another one has woken the driver.
 fn works(nic: &mut Card, wire: &Wire) {
     let back = wire.back() + AFTER;
     let (began, mut last) = (Instant::now(), (Instant::now(), 0));
@@ -75,7 +76,7 @@ fn works(nic: &mut Card, wire: &Wire) {
         if last.1 != wire.back() {
             last = (Instant::now(), wire.back());
         } else if last.0.elapsed() > LONGEST_PAUSE {
-            // The frame that lets the partner go on was lost with the link, and this partner is patient beyond measure.
+            // The frame that ends the partner's pause was lost with the link, and this partner would wait for ever.
             wire.end_pause();
             last.0 = Instant::now();
         }
@@ -94,7 +95,7 @@ fn works(nic: &mut Card, wire: &Wire) {
     assert_eq!(rustix::event::poll(&mut fds, Some(&limit)), Ok(1), "nobody is woken");
 }
 
-/// An owner that drives, the next one, which believes nothing of it, and what the first can do to the card besides.
+/// Makes a driving owner, the next one, which trusts nothing of it, and the first one's further access to the card.
 fn owners(socket: OwnedFd) -> (Card, Ready<VfioUser>, Hostile) {
     owners_by(socket, true)
 }
@@ -111,7 +112,7 @@ fn owners_by(socket: OwnedFd, is_fenced: bool) -> (Card, Ready<VfioUser>, Hostil
     (giver, next, Hostile { registers, common: 0, rings, old: OLD, next: NEW })
 }
 
-/// Goes on until nothing is left to do, and leaves the card.
+/// Handles the rest of the frames and releases the card.
 fn let_go(giver: &mut Card) -> Left {
     giver.quiesce(How::Point, |_| ());
     loop {
@@ -122,16 +123,16 @@ fn let_go(giver: &mut Card) -> Left {
     }
 }
 
-/// How it went for the next owner.
+/// Result for the next owner.
 #[derive(Debug, PartialEq)]
 enum Outcome {
-    /// It drives, and the link stayed up.
+    /// It drives the card, and the link stayed up.
     Took,
-    /// It refused the card, for this, and has started it anew.
+    /// It refused the card for this reason, and has started it anew.
     Refused(String),
 }
 
-/// One turn: an owner lets go and does that, and the next one takes.
+/// Does one turn: an owner releases the card and attacks, and the next owner takes it.
 fn turn(attack: impl Fn(&Hostile) + Send + Sync, is_fenced: bool, says_stopped: bool) -> (Outcome, Counts, Vec<Entry>) {
     with_card(RATE, u64::MAX, |socket: OwnedFd, wire: &Wire| {
         let (mut giver, next, hostile) = owners_by(socket, is_fenced);
@@ -140,7 +141,7 @@ fn turn(attack: impl Fn(&Hostile) + Send + Sync, is_fenced: bool, says_stopped: 
         let left = let_go(&mut giver);
         let left = if says_stopped { Left::STOPPED } else { left };
         attack(&hostile);
-        // From here on it is fenced.
+        // From here on the giver is fenced.
         let (_, old) = giver.stand_down();
         match Card::repoint(next, left) {
             Ok(mut nic) => {
@@ -167,7 +168,7 @@ fn fenced(attack: impl Fn(&Hostile) + Send + Sync) -> (Outcome, Counts, Vec<Entr
     turn(attack, true, false)
 }
 
-/// Nothing of the card went where nobody is, and nothing was sent that was not the wire's.
+/// Checks that the card accessed no unmapped memory, and sent no frame that did not come from the wire.
 #[track_caller]
 fn assert_harmless(counts: &Counts, journal: &[Entry]) {
     let astray: Vec<_> = journal.iter().filter(|entry| entry.class == Class::UnmappedDma).collect();
@@ -190,14 +191,15 @@ fn a_card_that_was_left_well_is_taken_and_nothing_is_lost() {
 
 #[test]
 fn a_second_transmit_queue_sends_nothing_of_the_next_owners() {
-    // Whether it says that it has stopped the card, or that it runs: then the card faults before the memory is mapped.
+    // Whether the giver says that the card has stopped, or that it runs: in the latter case the card faults before
+    // the memory is mapped.
     for is_stopped in [true, false] {
         let (outcome, counts, journal) = turn(tricks::second_transmit_queue, true, is_stopped);
         assert_eq!(outcome, Outcome::Took);
         let faults: Vec<_> = journal.into_iter().filter(|entry| is_stopped || entry.place < NEW.0).collect();
         assert_harmless(&counts, &faults);
     }
-    // Between nodes that trust each other nobody looks: this is what is kept away.
+    // Nodes that trust each other do not check: this shows that the trick works without the check.
     let (_, counts, _) = turn(tricks::second_transmit_queue, false, false);
     assert!(counts.foreign + counts.damaged > 0, "the trick works: {counts:?}");
 }
@@ -243,7 +245,7 @@ fn interrupts_that_go_elsewhere_come_back_and_so_does_the_bus() {
         echo(&mut giver, BEFORE, |_| false);
         let left = let_go(&mut giver);
         let (mut bus, old) = giver.stand_down();
-        // All vectors ring what the last owner alone has, and the card is not to be master of the bus.
+        // All vectors ring eventfds that only the last owner has, and the card may not be bus master.
         let mut all = VfioUser::from_twin(bus.twin().unwrap(), TIMEOUT).unwrap();
         drop(all.interrupts(5).unwrap());
         bus.write_config(4, 2).unwrap();
@@ -258,18 +260,19 @@ fn interrupts_that_go_elsewhere_come_back_and_so_does_the_bus() {
 fn whatever_stands_in_any_register_the_next_owner_works_or_refuses() {
     let (mut took, mut refused) = (0, Vec::new());
     for (index, offset) in tricks::registers().into_iter().enumerate() {
-        // All ones; or what looks like an address in the next owner's memory, and a small number.
+        // All ones; or a value like an address in the next owner's memory, and a small number.
         for value in [u32::MAX, [0, 2, 0x0001_0080][index % 3]] {
             let (outcome, counts, journal) = fenced(|hostile| hostile.write(offset, value));
-            // What the card did before it was taken is the last owner's own.
+            // The card's acts before it was taken concern the last owner's memory only.
             let entries: Vec<_> = journal.iter().filter(|entry| entry.place >= NEW.0).copied().collect();
             println!("{offset:#06x} = {value:#x}: {outcome:?}");
-            // PAUSE frames that are taken for none, of the card's own making: FCAL, FCAH and FCT.
+            // With changed FCAL, FCAH and FCT, the card's own PAUSE frames are not recognised, and count as foreign.
             let foreign = if (0x28..=0x30).contains(&offset) { 0 } else { counts.foreign };
-            // And what a head that was moved has the last owner's own ring send once more, or half.
+            // A moved head makes the last owner's ring send frames again, or half of one.
             let is_its_ring = (0x3800..=0x3818).contains(&offset);
             let duplicated = if is_its_ring { 0 } else { counts.duplicated };
-            // And what came while RCTL was the last owner's has its check sequence, or is cut: it waits in the packet buffer.
+            // A frame that came while RCTL was the last owner's has its check sequence, or is cut: it waits in the
+            // packet buffer.
             let damaged = if is_its_ring || offset == 0x100 { 0 } else { counts.damaged };
             assert_harmless(&Counts { foreign, duplicated, damaged, ..counts }, &entries);
             match outcome {
@@ -289,7 +292,7 @@ fn memory_is_not_the_cards_before_its_last_owner_is_fenced() {
         let (mut giver, next, hostile) = owners(socket);
         wire.begin();
         echo(&mut giver, BEFORE, |_| false);
-        // While it drives it aims a queue at the next owner's memory.
+        // While it drives, it points a queue at the next owner's memory.
         let at = hostile.put(128 << 10, &[NEW.0, 0x0b << 24 | 64]);
         hostile.ring(TDBAL1, at, 1);
         hostile.write(TARC1, 0x0400_0403);
@@ -311,7 +314,7 @@ fn who_is_lied_to_about_where_the_card_is_goes_on_and_says_what_it_was_told() {
         wire.begin();
         echo(&mut giver, BEFORE, |_| false);
         let mut lie = let_go(&mut giver);
-        // As if it ran, and had been elsewhere.
+        // As if the card ran, and had been elsewhere in the ring.
         lie.0 = lie.0 & !0xff | 1 << 63 | (lie.0 ^ 1) & 0xff;
         let (_, old) = giver.stand_down();
         let mut next = Card::repoint(next, lie).unwrap();

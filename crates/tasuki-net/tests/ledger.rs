@@ -1,5 +1,5 @@
-//! What a driver that is gone leaves in ledger and rings, and what its successor makes of it. What happens to whole cards under traffic is
-//! in `takeover.rs`.
+//! The ledger and rings that a dead driver leaves, and their use by its successor. `takeover.rs` tests whole cards
+//! under traffic.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 mod stub;
@@ -16,7 +16,7 @@ const RCTL: u32 = 0x100;
 const TCTL: u32 = 0x400;
 const EN: u32 = 1 << 1;
 
-/// A card that runs, and how to get a successor ready.
+/// A running card, and the means to prepare a successor.
 struct Desk {
     play: Play,
     nic: Option<Card>,
@@ -46,7 +46,7 @@ impl Desk {
         Card::prepare(self.play.bus(), (self.parts)()).expect("it is ready")
     }
 
-    /// The driver is no more; its registers are as it left them.
+    /// Ends the driver and lets a successor take over; the registers stay as they were.
     fn takes_over(&mut self) {
         std::mem::forget(self.nic.take());
         self.nic = Some(Card::pick_up(self.prepared()).expect("the successor goes on"));
@@ -63,7 +63,7 @@ fn what_is_in_hand_comes_again_and_what_is_not_does_not() {
     (0..4).for_each(|place| desk.play.write_back(place, 60));
     let mut burst = Burst::new();
     assert_eq!(desk.receive(&mut burst), 4);
-    // Two are handled, two stand in the burst.
+    // Two are handled, two are left in the burst.
     burst.drain(..2);
     assert_eq!(desk.receive(&mut burst), 0);
     let slots: Vec<_> = burst.iter().map(|frame| frame.slot.id().index).collect();
@@ -97,7 +97,7 @@ fn a_frame_that_was_changed_in_hand_comes_as_it_came() {
 fn what_was_saved_of_an_earlier_frame_stays_where_it_is() {
     let mut desk = start();
     let mut burst = Burst::new();
-    // Round and round the ring: each position, and each place for what is saved, is used several times.
+    // Several times round the ring: each position, and each place for saved bytes, is used several times.
     for round in 0..200_usize {
         desk.play.write_back(round % RING, 60);
         while desk.receive(&mut burst) == 0 {}
@@ -109,7 +109,7 @@ fn what_was_saved_of_an_earlier_frame_stays_where_it_is() {
         frame.slot.bytes_mut().fill(7);
         if round % 3 == 0 {
             desk.takes_over();
-            // A handle of a dead process is nothing; here it lives, and must not free what the successor has.
+            // A dead process has no handles; here the handle lives, and must not free the successor's slots.
             std::mem::forget(std::mem::take(&mut burst));
             assert_eq!(desk.receive(&mut burst), 1);
             assert_eq!(burst[0].slot.bytes()[..60], [1; 60], "round {round}");
@@ -134,7 +134,7 @@ fn a_successor_tells_the_card_what_the_dead_one_was_about_to() {
 fn a_card_that_the_dead_one_had_halted_runs_again() {
     let mut desk = start();
     let card = std::rc::Rc::clone(&desk.play.card);
-    // Parked, and whoever had the driver state is gone with it.
+    // The driver parked, and the holder of its driver state is gone with it.
     let parked = desk.nic.take().expect("it runs").park().expect("it stops");
     assert_eq!((card.get(RCTL) & EN, card.get(TCTL) & EN), (0, 0));
     drop(parked);
@@ -176,7 +176,7 @@ fn frames_given_are_counted_over_all_drivers() {
         desk.takes_over();
         assert_eq!(desk.nic().given(), round);
     }
-    // Taking a burst in, and handling it, is a turn each time that something changes, and none when nothing does.
+    // Receiving a burst, and handling it, counts as a turn each time that something changes, and otherwise not.
     for place in [40_usize, 41] {
         let turns = desk.nic().turns();
         desk.play.write_back(place % RING, 60);

@@ -1,5 +1,5 @@
-//! What a driver of a virtio network device that is no more leaves in its ledger, step by step, and what a successor makes of it: on a device that is played
-//! by the test, well or badly.
+//! The ledger that a dead driver of a virtio network device leaves, step by step, and its use by a successor; the
+//! test plays the device, well or badly.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 #[path = "stub/bus.rs"]
@@ -21,15 +21,15 @@ use virtio::{HEADER_LEN, PLAIN, Play, RING_RESET, RX, SLOTS, StubBus, TX};
 
 type Card = VirtioNet<StubBus>;
 
-/// Eight frames.
+/// Descriptors for eight frames.
 const RING: u16 = 16;
 const CHAINS: usize = 8;
 
-/// A device that runs, and how to get a successor ready.
+/// A running device, and the means to prepare a successor.
 struct Desk {
     play: Play,
     nic: Option<Card>,
-    /// Of the driver that runs.
+    /// Arena of the running driver.
     arena: Arena,
     parts: Box<dyn Fn() -> NicMemory>,
 }
@@ -67,7 +67,7 @@ impl Desk {
         Card::pick_up(self.prepared()).map_err(NicError::from)
     }
 
-    /// The driver is no more.
+    /// Ends the driver and lets a successor take over.
     fn takes_over(&mut self) {
         std::mem::forget(self.nic.take());
         self.nic = Some(self.pick_up().expect("the successor goes on"));
@@ -77,7 +77,7 @@ impl Desk {
         self.nic().receive(burst).expect("the device works")
     }
 
-    /// Numbers of the frames that come.
+    /// Returns the numbers of the received frames.
     fn numbers(&mut self) -> Vec<u64> {
         let mut burst = Burst::new();
         self.receive(&mut burst);
@@ -108,7 +108,7 @@ fn what_is_in_hand_comes_again_and_what_is_not_does_not() {
     (0..4).for_each(|number| assert!(desk.play.deliver(number)));
     let mut burst = Burst::new();
     assert_eq!(desk.receive(&mut burst), 4);
-    // Two are handled, two stand in the burst.
+    // Two are handled, two are left in the burst.
     burst.drain(..2);
     assert_eq!(desk.receive(&mut burst), 0);
     std::mem::forget(burst);
@@ -120,7 +120,7 @@ fn what_is_in_hand_comes_again_and_what_is_not_does_not() {
     assert_eq!(desk.play.chains(RX).len(), CHAINS, "and the device has all buffers again");
 }
 
-/// One that was let go while an older one was in hand: nothing comes into its slot before it is handled.
+/// A frame is freed while an older one is pending: no frame is written to its slot before it is handled.
 #[test]
 fn a_frame_that_is_not_handled_is_not_overwritten() {
     for round in 0..20 {
@@ -152,7 +152,7 @@ fn a_frame_that_was_changed_in_hand_comes_as_it_came() {
         }
         frame.slot.bytes_mut().fill(7);
         if round % 3 == 0 {
-            // A handle of a dead process is nothing; here it lives, and must not free what the successor has.
+            // A dead process has no handles; here the handle lives, and must not free the successor's slots.
             std::mem::forget(std::mem::take(&mut burst));
             desk.takes_over();
             assert_eq!(desk.receive(&mut burst), 1);
@@ -163,27 +163,29 @@ fn a_frame_that_was_changed_in_hand_comes_as_it_came() {
     }
 }
 
-/// Words of the ledger.
+/// Returns the words of the ledger.
 fn words(memory: &NicMemory) -> Span<AtomicU64> {
     let program_state = Region::adopt(memory.parts().expect("descriptors are free").ledger).expect("memory of ours");
     program_state.span(0, program_state.len() / 8).expect("all of it")
 }
 
-/// Where the table of each queue begins in the ledger: of four words a chain, its slot, when it was posted, when it was taken back, and bytes.
+/// Indices of each queue's table in the ledger. A chain has four words: its slot, when it was posted, when it was
+/// taken back, and bytes.
 const TABLES: [usize; 2] = [1536, 2560];
 
-/// What a dead driver had posted and not committed is free, also when the index has gone on beyond where it was posted (C3).
+/// Slots that a dead driver had posted and not committed are free, even after the index has gone on beyond the place
+/// where they were posted (C3).
 #[test]
 fn what_was_posted_and_not_committed_is_free_for_good() {
     let mut desk = start(PLAIN);
     let program_state = words(&(desk.parts)());
-    // Nothing to receive into is left.
+    // No slot is left to receive into.
     let held: Vec<_> = std::iter::from_fn(|| desk.arena.take()).collect();
     (0..5).for_each(|number| assert!(desk.play.deliver(number)));
     let mut burst = Burst::new();
     assert_eq!(desk.receive(&mut burst), 5);
     assert_eq!(desk.nic().receive(&mut Burst::new()).expect("the device works"), 0);
-    // As one leaves it who is killed while it posts.
+    // As a driver leaves it that is killed while it posts.
     let table = &program_state[TABLES[0]..TABLES[0] + 4 * CHAINS];
     let free = table.as_chunks::<4>().0.iter().filter(|chain| chain[2].load(Relaxed) > 0);
     let count = (0..).zip(free).map(|(i, chain)| {
@@ -192,7 +194,7 @@ fn what_was_posted_and_not_committed_is_free_for_good() {
     });
     assert_eq!(count.count(), 5);
     std::mem::forget((burst, held, desk.nic.take()));
-    // Whoever comes next has little to post, and ends, too.
+    // Each successor has little to post, and is killed, too.
     for _ in 0..5 {
         desk.nic = Some(desk.pick_up().expect("what the one before left"));
         let mut slots: Vec<_> = std::iter::from_fn(|| desk.arena.take()).collect();
@@ -229,7 +231,8 @@ fn queues_that_the_dead_one_had_reset_are_there_again() {
         let first = 3 * round;
         (first..first + 3).for_each(|number| assert!(desk.play.deliver(number)));
         desk.send(first..first + 3);
-        // Parked, and whoever had the driver state is gone with it. What had come is in the rings, and so is what was to be sent.
+        // The driver parked, and the holder of its driver state is gone with it. The received frames are in the
+        // rings, and so are those to send.
         let parked = desk.nic.take().expect("it runs").park().expect("it stops");
         assert!(!parked.2.is_kept());
         assert!(desk.play.device.queue(RX).is_none() && desk.play.device.queue(TX).is_none());
@@ -237,7 +240,7 @@ fn queues_that_the_dead_one_had_reset_are_there_again() {
         desk.nic = Some(desk.pick_up().expect("the successor goes on"));
         let sent: Vec<_> = desk.play.send().into_iter().map(|[_, _, number]| number).collect();
         assert_eq!(sent, [first, first + 1, first + 2], "once, in order");
-        // And if this one ends before it has received them.
+        // In half of the rounds this driver ends before it has received them.
         if round % 2 == 0 {
             desk.takes_over();
         }
@@ -254,7 +257,8 @@ fn queues_that_the_dead_one_had_reset_are_there_again() {
     }
 }
 
-/// What had come when it was parked is a successor's who dies before it has received it (the driver state was used up).
+/// Frames that had come when the driver was parked go to a later successor if the first dies before it has received
+/// them (the driver state was used up).
 #[test]
 fn what_a_driver_state_says_is_in_the_ledger_as_soon_as_it_was_gone_on_with() {
     for features in [PLAIN, PLAIN | RING_RESET] {
@@ -266,7 +270,7 @@ fn what_a_driver_state_says_is_in_the_ledger_as_soon_as_it_was_gone_on_with() {
         desk.nic = Some(nic);
         desk.takes_over();
         assert_eq!(desk.numbers(), [0, 1, 2, 3, 4]);
-        // The same of one that goes on with a running device.
+        // The same with a successor on a running device.
         (5..8).for_each(|number| assert!(desk.play.deliver(number)));
         let mut driver_state = driver_state::DriverState::blank();
         desk.nic().driver_state(&mut driver_state);
@@ -300,10 +304,11 @@ fn nobody_goes_on_where_nobody_drove() {
     assert!(matches!(error, NicError::BrokenDriverState { .. }), "{error}");
 }
 
-/// A device that has changed its used ring since: a successor believes nothing that its predecessor saw there.
+/// The device has changed its used ring since: a successor trusts nothing that its predecessor read there.
 #[test]
 fn a_successor_is_told_lies_and_finds_them() {
-    // A chain that it has not, one twice, lengths, and more than it had.
+    // A chain that the device does not hold, one beyond the queue, one twice, wrong lengths, and more chains than it
+    // held.
     let lies: [fn(&mut Play, u64); 5] = [
         |play, head| play.use_chain(RX, head + 1, 60 + HEADER_LEN),
         |play, _| play.use_chain(RX, 2 * CHAINS as u64, 60 + HEADER_LEN),
@@ -327,7 +332,8 @@ fn a_successor_is_told_lies_and_finds_them() {
     }
 }
 
-/// What stands in the ledger is a claim (E2): whatever becomes of it, it is refused, or a driver goes on that has each slot once.
+/// The ledger's contents are claims (E2): after any change to it, it is refused, or a driver goes on that has each
+/// slot once.
 #[test]
 fn a_ledger_that_was_changed_is_refused_or_harmless() {
     let (mut refused, mut harmless) = (0, 0);
@@ -373,7 +379,8 @@ fn what_cannot_be_pointed_elsewhere_says_so_and_is_not_touched() {
     assert_eq!(desk.numbers(), [0]);
 }
 
-/// A giver that is killed on its way out, at each step: whoever takes over drives the device with the giver's rings, and nothing that came is lost.
+/// A giver is killed while it releases the device, at each step: its successor drives the device with the giver's
+/// rings, and no received frame is lost.
 #[test]
 fn a_device_that_was_being_left_is_taken_over() {
     for steps in 0..4 {
@@ -410,7 +417,7 @@ fn frames_given_are_counted_over_all_drivers() {
         desk.takes_over();
         assert_eq!(desk.nic().given(), round + 1);
     }
-    // Taking a burst in, and handling it, is a turn each time that something changes, and none when nothing does.
+    // Receiving a burst, and handling it, counts as a turn each time that something changes, and otherwise not.
     for number in [40, 41] {
         let turns = desk.nic().turns();
         assert!(desk.play.deliver(number));
@@ -425,7 +432,8 @@ fn frames_given_are_counted_over_all_drivers() {
     }
 }
 
-/// What a driver that keeps its memory clean has handled is nowhere in it afterwards, and is there without that (`NicOptions::scrub`).
+/// A driver that keeps its memory clean leaves nothing of handled frames in it; another driver does
+/// (`NicOptions::scrub`).
 #[test]
 fn memory_that_is_kept_clean_has_nothing_of_frames_that_were_handled() {
     const SECRET: u64 = 0x7e57_5ec2_e700_0000;
@@ -441,7 +449,7 @@ fn memory_that_is_kept_clean_has_nothing_of_frames_that_were_handled() {
             }
             let mut burst = Burst::new();
             nic.receive(&mut burst).expect("the device works");
-            // Some are sent back, with what was saved of them; others are dropped.
+            // Some are sent back, with their saved part; others are dropped.
             burst.iter().for_each(|frame| nic.save(frame));
             back += burst.len();
             burst.truncate(20);

@@ -1,4 +1,4 @@
-//! A program with a memif on a VNI, as its client is in the protocol's text.
+//! A program with a memif on a VNI, as a client that follows the protocol's text.
 
 #[cfg(test)]
 mod memif {
@@ -37,7 +37,7 @@ mod tests {
         let mut client = connected(&mut world, SHAPE);
         assert_eq!(world.node.client().as_deref(), Some("a test's client"));
         for round in 0..40_u32 {
-            // Rings go round several times.
+            // The positions go round the rings several times.
             let lens = (0..17).map(|i| 14 + (round as usize * 131 + i * 97) % 1600);
             let there: Vec<_> = (0..).zip(lens).map(|(i, len)| frame_to(OTHER, PORT, round * 17 + i, len)).collect();
             let back: Vec<_> = there.iter().map(|frame| frame_to(PORT, OTHER, round, frame.len())).collect();
@@ -97,7 +97,7 @@ mod tests {
             world.turn();
             assert!(Instant::now() < until, "what does not fit is dropped");
         }
-        // It is not waited for; and the other way frames go on.
+        // The node does not wait for it; and frames pass in the other direction.
         assert!(client.send(&frame_to(2, PORT, 9, 100)));
         world.settle();
         assert_eq!(world.at_other(2), [frame_to(2, PORT, 9, 100)]);
@@ -169,7 +169,7 @@ mod tests {
         assert_eq!(world.node.vni().pages_left(), all, "nothing of it is held");
     }
 
-    /// What a kernel hands over: a segment of TCP over IPv4 with `len` bytes of payload.
+    /// Returns a frame as a kernel hands it over: a TCP segment over IPv4 with `len` bytes of payload.
     fn segment(len: usize) -> Vec<u8> {
         let mut frame = frame_to(PORT, OTHER, 0, 54 + len);
         frame[12..14].copy_from_slice(&[8, 0]);
@@ -180,7 +180,7 @@ mod tests {
         frame
     }
 
-    /// Sends a frame behind an offload header.
+    /// Sends a frame with an offload header.
     fn send_unfinished(world: &mut World, header: [u8; 10], frame: &[u8]) {
         let other = world.net.node(OTHER.into());
         let room = other.stage().expect("the pool has room");
@@ -196,7 +196,7 @@ mod tests {
         let mut world = World::new(1);
         let mut client = connected(&mut world, SHAPE);
         let big = segment(60_000);
-        // NEEDS_CSUM, TCP over IPv4, 1448 bytes in each, the check sum at 34 + 16.
+        // NEEDS_CSUM, TCP over IPv4, 1448 bytes per segment, checksum at 34 + 16.
         let header = [1, 1, 54, 0, 0xa8, 5, 34, 0, 16, 0];
         send_unfinished(&mut world, header, &big);
         let came = client.receive();
@@ -210,7 +210,7 @@ mod tests {
             ip.verify_checksum() && tcp.verify_checksum(&ip.src_addr().into(), &ip.dst_addr().into())
         };
         assert!(came.iter().all(|frame| summed(frame)), "all check sums are right");
-        // Not cut, but its check sum is to be computed: what stands there is to be that of the pseudo header.
+        // Not segmented, but without checksum: the field has that of the pseudo header.
         let mut small = segment(1000);
         let pseudo = [0xc000_u32, 0x0201, 0xc000, 0x0202, 6, 1020].iter().sum::<u32>();
         let folded = u16::try_from((pseudo & 0xffff) + (pseudo >> 16)).unwrap();
@@ -220,7 +220,7 @@ mod tests {
         let ip = smoltcp::wire::Ipv4Packet::new_unchecked(&came[0][14..]);
         let tcp = smoltcp::wire::TcpPacket::new_checked(&came[0][34..]).unwrap();
         assert!(tcp.verify_checksum(&ip.src_addr().into(), &ip.dst_addr().into()));
-        // A header that says nothing of the frame.
+        // An offload header that asks for nothing.
         send_unfinished(&mut world, [0; 10], &small);
         assert_eq!(client.receive(), [small.as_slice()], "as it is");
         assert_eq!(world.node.dropped.malformed, 0);
@@ -272,7 +272,7 @@ mod tests {
         let mut world = World::new(1);
         let mut client = connected(&mut world, SHAPE);
         for round in 0..40_u32 {
-            // Some were handled by the former, and others are under way.
+            // The former worker handled some; others are under way.
             let there: Vec<_> = (0..9).map(|i| frame_to(OTHER, PORT, round * 9 + i, 100 + i as usize * 611)).collect();
             let back: Vec<_> = there.iter().map(|frame| frame_to(PORT, OTHER, round, frame.len())).collect();
             assert!(there[..4].iter().all(|frame| client.send(frame)));
@@ -306,7 +306,7 @@ mod tests {
                     world.turn();
                 }
             }
-            // It was told that it need not, or that it has to.
+            // The node asked the client to ring, or told it that it need not.
             assert_eq!(client.flags(true) & 1 == 0, round % 2 == 0);
             client.was_rung();
             world.succeed(false);
@@ -327,7 +327,7 @@ mod tests {
         let mut client = connected(&mut world, SHAPE);
         rustix::io::write(&client.bells[1], &(u64::MAX - 1).to_ne_bytes()).unwrap();
         rustix::fs::fcntl_setfl(&client.bells[1], OFlags::empty()).unwrap();
-        // That of the other ring would block whoever empties it.
+        // The bell of the other ring would block the node when it empties it.
         rustix::fs::fcntl_setfl(&client.bells[0], OFlags::empty()).unwrap();
         assert!(world.send(OTHER, &frame_to(PORT, OTHER, 1, 60)));
         world.settle();

@@ -1,4 +1,4 @@
-//! DPDK's own client at our server: `dpdk-testpmd` sends back whatever a native node of the VNI sends it.
+//! DPDK's own client at our server: `dpdk-testpmd` sends back the frames of a native node of the VNI.
 
 #[cfg(test)]
 mod memif {
@@ -29,7 +29,7 @@ mod tests {
 
     const PROGRAM: &str = "dpdk-testpmd";
 
-    /// How long anything may take.
+    /// Longest wait for anything.
     const LONG: Duration = Duration::from_secs(60);
 
     fn is_there() -> bool {
@@ -41,23 +41,24 @@ mod tests {
         there
     }
 
-    /// Ends when this does.
+    /// A running testpmd; dropping this ends it.
     struct Testpmd {
         child: Child,
-        /// Closed to have it end.
+        /// Closing it ends the program.
         input: Option<ChildStdin>,
         said: Receiver<String>,
         log: Vec<String>,
     }
 
     impl Testpmd {
-        /// A client that swaps the addresses of each frame and sends it back. Without huge pages, so that any machine can.
+        /// Starts a client that swaps the addresses of each frame and sends it back. Without huge pages, so that it
+        /// runs on any machine.
         fn start(folder: &Path, socket: &Path, secret: &str, more: &str) -> Self {
             let vdev = format!(
                 "net_memif0,role=client,id=0,socket={},socket-abstract=no,zero-copy=no,secret={secret}{more}",
                 socket.display()
             );
-            // Both of its threads on whatever CPU is free.
+            // Each of its two threads may run on any CPU.
             let cpus = std::thread::available_parallelism().map_or(1, usize::from) - 1;
             let cores = format!("0@(0-{cpus}),1@(0-{cpus})");
             let mut child = Command::new(PROGRAM)
@@ -87,7 +88,7 @@ mod tests {
             assert!(matches!(self.child.try_wait(), Ok(None)), "it has ended, and said: {}", self.log.join("\n"));
         }
 
-        /// Waits until it has said a line with these words.
+        /// Waits until it has printed a line with these words.
         fn says(&mut self, words: &str) {
             let until = Instant::now() + LONG;
             loop {
@@ -113,7 +114,7 @@ mod tests {
         }
     }
 
-    /// Who drives a node in a thread of its own, and what is known of that elsewhere.
+    /// State shared with the thread that drives a node.
     #[derive(Default)]
     struct Driver {
         over: AtomicBool,
@@ -129,7 +130,7 @@ mod tests {
             self.connected.load(Ordering::Relaxed)
         }
 
-        /// As its worker drives it.
+        /// Drives a node as its worker does.
         fn drive(&self, node: &mut Node, is_over: impl Fn() -> bool) {
             while !is_over() {
                 if node.turn() == 0 && node.arm() == Armed::Idle {
@@ -149,7 +150,8 @@ mod tests {
         }
     }
 
-    /// Has `serve` drive the world's node until `talk` is through, which gets a folder and the node's socket; gives what `serve` says then.
+    /// Lets `serve` drive the world's node until `talk`, which gets a folder and the node's socket, returns. Returns
+    /// the result of `serve`.
     fn beside<T: Send>(
         world: &mut World,
         serve: impl FnOnce(&mut World, &Driver) -> T + Send,
@@ -165,10 +167,10 @@ mod tests {
         })
     }
 
-    /// Lengths of frames that are sent to it.
+    /// Lengths in bytes of the frames sent to it.
     const LENGTHS: [usize; 6] = [60, 64, 300, 1000, 1514, 9000];
 
-    /// A client that sends back what it is sent, started with `more` words, once it does.
+    /// Starts a client with further arguments `more`; returns it once it sends frames back.
     fn forwarder(driver: &Driver, folder: &Path, path: &Path, more: &str, other: &mut Vni) -> Testpmd {
         let address = mac(PORT).map(|byte| format!("{byte:02x}")).join(":");
         let mut testpmd = Testpmd::start(folder, path, SECRET, &format!(",mac={address}{more}"));
@@ -186,7 +188,8 @@ mod tests {
         }
     }
 
-    /// What is sent until something comes back: who is connected may not forward yet, and has posted no buffers.
+    /// Number of the frames sent until one comes back: a connected client may not forward yet, and may have posted
+    /// no buffers.
     const PROBE: u32 = u32::MAX;
 
     fn wait_for_echo(other: &mut Vni, testpmd: &mut Testpmd) {
@@ -203,7 +206,7 @@ mod tests {
         }
     }
 
-    /// Sends numbered frames of these lengths in turn and checks each that comes back.
+    /// Sends numbered frames of these lengths in turn and checks each returned frame.
     fn echo(other: &mut Vni, count: u32, window: usize, lens: &[usize]) {
         let (mut under_way, mut sent, mut back) = (VecDeque::new(), 0, 0);
         let until = Instant::now() + LONG;
@@ -251,7 +254,7 @@ mod tests {
             (world.node.given, world.node.taken, world.node.dropped, world.node.clients)
         };
         let (given, taken, dropped, clients) = beside(&mut world, serve, |driver, folder, path| {
-            // It comes, goes and comes again, with buffers and rings of another size.
+            // It connects, leaves and connects again, with buffers and rings of another size.
             for more in ["", ",rsize=8,bsize=1024"] {
                 let mut testpmd = forwarder(driver, folder, path, more, &mut other);
                 echo(&mut other, 20_000, 64, &LENGTHS);
@@ -265,7 +268,7 @@ mod tests {
             }
         });
         assert!(given >= 40_000 && taken >= 40_000, "{given} {taken} {dropped:?}");
-        // Probes find no buffers as long as nobody forwards.
+        // Until the client forwards, probes find no buffers.
         let others = Dropped { away: 0, no_buffer: 0, ..dropped };
         assert_eq!(others, Dropped::default());
         assert_eq!((clients.attached, clients.left, clients.refused), (2, 2, 0));

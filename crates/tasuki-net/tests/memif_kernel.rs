@@ -1,5 +1,5 @@
-//! Between a namespace, whose kernel hands over segments of 64 KiB without check sums, and a memif client, behind which is another kernel that
-//! checks every frame: what the first left undone was done right.
+//! Traffic between a namespace, whose kernel sends segments of 64 KiB without checksums, and a memif client, behind
+//! which another kernel checks every frame: the node must finish the first kernel's frames correctly.
 
 #[cfg(test)]
 mod memif {
@@ -40,7 +40,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
     const NAP: Duration = Duration::from_millis(20);
 
-    /// An end of the wire, with its addresses.
+    /// Makes one end of the wire, with its addresses.
     fn plug(place: &Place, node: u16, address: &str, before: Before) -> OwnedFd {
         let tap = place.tap_of(mac(node), &format!("192.0.2.{address}/24"), before);
         assert!(place.ip(&["addr", "add", &format!("fd00::{address}/64"), "dev", "nic0", "nodad"]));
@@ -66,7 +66,7 @@ mod tests {
         node.taken
     }
 
-    /// Carries frames between a memif and a TAP, as a bridge does.
+    /// Carries frames between a memif and a TAP, like a bridge.
     fn bridge(client: &mut Client, tap: &OwnedFd, stop: &AtomicBool) {
         let mut frame = vec![0; 1 << 16];
         while !stop.load(Ordering::Relaxed) {
@@ -75,7 +75,7 @@ mod tests {
             let _ = rustix::event::poll(&mut ends, Some(&nap));
             client.was_rung();
             for frame in client.receive() {
-                // A kernel that has no room for it drops it, as a bridge does.
+                // A kernel without room drops the frame, as a bridge does.
                 let _ = rustix::io::write(tap, &frame);
             }
             for _ in 0..16 {
@@ -85,7 +85,7 @@ mod tests {
         }
     }
 
-    /// Sends so many bytes from the first to the second and reads them back.
+    /// Sends `bytes` bytes from the first namespace to the second and reads them back.
     fn connection(places: [&Place; 2], to: &str, bytes: usize) {
         let to: SocketAddr = to.parse().expect("an address");
         let listener = places[1].within(|| TcpListener::bind(to)).expect("it binds");
@@ -109,7 +109,7 @@ mod tests {
         assert!(back.len() == bytes && back.iter().enumerate().all(|(at, byte)| *byte == pattern(at)));
     }
 
-    /// A datagram each way, whose check sum the first kernel leaves.
+    /// Sends a datagram each way; the first kernel leaves its checksum unfinished.
     fn datagram(places: [&Place; 2], to: &str) {
         let to: SocketAddr = to.parse().expect("an address");
         let there = places[1].within(|| UdpSocket::bind(to)).expect("it binds");
@@ -118,7 +118,7 @@ mod tests {
         there.set_read_timeout(Some(Duration::from_secs(1))).expect("it has a limit");
         let (until, mut room) = (Instant::now() + LONG, [0; 2000]);
         loop {
-            // A datagram may be lost: it is sent again.
+            // A datagram may be lost: send again.
             here.send_to(&[7; 1001], to).expect("it is sent");
             if let Ok((len, _)) = there.recv_from(&mut room) {
                 return assert_eq!(room[..len], [7; 1001]);
@@ -160,7 +160,7 @@ mod tests {
                 datagram(both, to);
             }
             for seen in capture.map(Capture::finish).into_iter().flatten() {
-                // The other kernel's own are as it has them.
+                // The other kernel's frames may have its form of zero.
                 let is_ours = matches!(&*seen.from, "192.0.2.1" | "fd00::1");
                 let is_right = matches!(seen.sum, Sum::Good | Sum::None) || !is_ours && seen.sum == Sum::OtherZero;
                 assert!(is_right && seen.header != Sum::Bad, "{seen:?}");

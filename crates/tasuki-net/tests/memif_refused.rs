@@ -1,4 +1,4 @@
-//! What a memif client does that is broken or means harm: it is told why it is sent away, and nobody else notices.
+//! Broken and malicious memif clients: each is sent away with a reason, and others notice nothing.
 
 #[cfg(test)]
 mod memif {
@@ -37,7 +37,7 @@ mod tests {
 
     type Step<'a> = (Vec<u8>, Vec<BorrowedFd<'a>>);
 
-    /// Says all this in turn after INIT; gives the reason for which it is sent away.
+    /// Sends these messages in turn after HELLO; returns the reason for which the server sends the client away.
     fn told(world: &mut World, steps: &[Step<'_>]) -> String {
         let channel = Channel::connect(&world.path());
         world.turn();
@@ -49,7 +49,7 @@ mod tests {
         let reason = channel.reason().unwrap_or_else(|| panic!("it was not sent away: {:?}", world.node.clients));
         world.turn();
         assert_eq!(world.node.clients.why.map(|why| why.to_string()).as_deref(), Some(reason.as_str()), "whole");
-        // Whoever comes next finds everything as it was.
+        // The next client finds the server as it was.
         let next = Channel::connect(&world.path());
         world.turn();
         assert_eq!(next.hear().expect("a greeting").0, HELLO);
@@ -196,12 +196,12 @@ mod tests {
         Client::connect(&path, SHAPE, SECRET, || {
             world.turn();
         });
-        // Nor does one that is through with it count as late.
+        // A client that has finished the handshake does not count as late.
         world.node.tick(Instant::now() + HANDSHAKE);
         assert_eq!(world.node.clients.attached, 1);
     }
 
-    /// Has a client that is connected do something; gives the reason for which it is sent away.
+    /// Lets a connected client do something; returns the reason for which the server sends it away.
     fn caught(what: impl FnOnce(&mut Client)) -> String {
         let mut world = World::new(1);
         let path = world.path();
@@ -217,9 +217,9 @@ mod tests {
         world.settle();
         let reason = client.channel.reason().expect("it is sent away");
         assert_eq!(world.node.client(), None);
-        // But for the flags of the ring that we read.
+        // Except for the flags of the ring that the server reads.
         assert!(client.read(6, memory.len() - 6) == memory[6..], "something was written for it");
-        // Who comes next is served, and what was sent before has arrived.
+        // The next client is served, and frames sent before have arrived.
         let mut next = Client::connect(&path, SHAPE, SECRET, || {
             world.turn();
         });
@@ -247,7 +247,7 @@ mod tests {
             (0xffff, 60, 0, "names region 65535"),
             (0, 60, len - 59, "ends outside of its region"),
             (0, 60, u32::MAX, "ends outside of its region"),
-            // In 32 bits the sum of these is small.
+            // In 32 bits their sum would overflow to a small number.
             (0, u32::MAX, 100, "ends outside of its region"),
             (0, u32::MAX - 10, 60, "ends outside of its region"),
         ];
@@ -261,7 +261,7 @@ mod tests {
             let why = caught(|client| client.describe(false, 0, 0, region, size, offset));
             assert!(why.contains(words) && why.contains("receive"), "{words:?} was expected: {why}");
         }
-        // The second of a frame's buffers as well: nothing is written before all were looked at.
+        // The same for the second of a frame's buffers: the server checks all before it writes any.
         let why = caught(|client| client.describe(false, 1, 0, 3, 2048, 0));
         assert!(why.contains("names region 3"), "{why}");
     }
@@ -302,7 +302,7 @@ mod tests {
 
     #[test]
     fn descriptors_that_were_read_go_on_no_more() {
-        // DPDK's client (22.11) takes NEXT back of none but the first.
+        // DPDK's client (22.11) clears NEXT in none but the first.
         let mut world = World::new(1);
         let path = world.path();
         let mut client = Client::connect(&path, SHAPE, SECRET, || {
@@ -331,7 +331,7 @@ mod tests {
         assert!(!readable(&world.node.fd(), Duration::ZERO), "its bell is not ours any more");
     }
 
-    /// Has a client lie while its worker is replaced; gives the reason for which it is sent away, if it is.
+    /// Lets a client lie while its worker is replaced; returns the reason for which it is sent away, if it is.
     fn lied(lie: impl FnOnce(&Client)) -> Option<String> {
         let mut world = World::new(2);
         let path = world.path();
@@ -349,7 +349,7 @@ mod tests {
         let reason = client.channel.reason();
         assert_eq!(reason.is_some(), world.node.client().is_none());
         assert_eq!(reason.is_some(), client.channel.is_closed(), "for whoever else has it, too");
-        // Others notice nothing of it, and whoever comes next is served.
+        // Other nodes notice nothing, and the next client is served.
         let other = world.net.node(OTHER.into());
         assert!(other.send(2, &frame_to(2, OTHER, 7, 60)).is_ok());
         other.flush();

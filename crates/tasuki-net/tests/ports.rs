@@ -1,4 +1,5 @@
-//! Every kind of node's end, beside every other: what frames are promised on their way from program to program.
+//! A suite for every kind of node beside every other: it checks the guarantees for frames on their way from program
+//! to program.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 #[path = "memif/client.rs"]

@@ -1,4 +1,4 @@
-//! The bus over QEMU's qtest socket, on which the drivers are tested, does itself what a bus promises.
+//! The drivers are tested on a bus over QEMU's qtest socket; here the bus itself is tested.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod intx;
@@ -50,7 +50,7 @@ fn an_interrupt_arrives_at_its_own_eventfd() {
     assert!(matches!(bus.interrupts(6), Err(BusError::FewInterrupts { have: 5, need: 6 })));
     pci::enable(&mut bus, true).expect("the bus works");
     let registers = bus.registers(0).expect("BAR 0");
-    // The 82574's cause "other" to vector 2, and that cause set by software: IVAR, IMS, ICS.
+    // The 82574's cause OTHER to vector 2, and that cause set by software: IVAR, IMS, ICS.
     registers.write32(0xe4, (8 | 2) << 16);
     registers.write32(0xd0, 1 << 24);
     assert!(!qemu::readable(&fds[2], std::time::Duration::ZERO), "nothing has happened yet");

@@ -1,4 +1,4 @@
-//! A card that is pointed at the rings of another owner, under traffic, and back.
+//! A card is pointed at the rings of another owner, under traffic, and back.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 mod plugged;
@@ -23,14 +23,15 @@ fn memory(index: u64) -> NicMemory {
     NicMemory::create(Geometry { slot_len: 4096, count: 1024 }, 256 << 10, Iova((1 + index) << 32)).unwrap()
 }
 
-/// A card that runs, and an owner with memory of its own that is ready for it.
+/// Starts a card, and prepares an owner with memory of its own for it.
 fn start(socket: OwnedFd) -> (Card, Ready<VfioUser>) {
     let nic = plugged::start(socket, memory(0), true);
     let bus = VfioUser::from_twin(nic.bus().twin().unwrap(), TIMEOUT).unwrap();
     (nic, Card::prepare_rings(bus, memory(1), &NicOptions::default(), How::Point, Iova(1 << 32)).unwrap())
 }
 
-/// Sends back what comes, until `done` after a look that found nothing, or `left` frames have come and gone; says how many frames that were.
+/// Sends frames back until `done` returns true after a look that found none, or `left` frames have come and gone;
+/// returns their number.
 fn echo(nic: &mut Card, left: u64, mut done: impl FnMut(&mut Card) -> bool) -> u64 {
     let began = Instant::now();
     let mut frames = 0;
@@ -48,7 +49,7 @@ fn echo(nic: &mut Card, left: u64, mut done: impl FnMut(&mut Card) -> bool) -> u
     frames
 }
 
-/// Goes on until nothing is left to do, and stops the card; says how many frames came meanwhile.
+/// Handles the rest of the frames and stops the card; returns how many frames came meanwhile.
 fn stop(nic: &mut Card) -> u64 {
     let mut frames = 0;
     nic.quiesce(How::Point, |nic| frames += echo(nic, u64::MAX, |_| true));
@@ -60,12 +61,12 @@ fn stop(nic: &mut Card) -> u64 {
     }
 }
 
-/// What a driver must not do that takes over a card which runs.
+/// Returns the journal's entries that a driver must not cause when it takes over a running card.
 fn offences(journal: &[Entry]) -> Vec<&Entry> {
     journal.iter().filter(|entry| Class::COLD.contains(&entry.class) || Class::ALWAYS.contains(&entry.class)).collect()
 }
 
-/// Sends back what is missing of all after so many `frames`, and ends.
+/// Sends back the rest of all frames, after `frames` so far, and ends.
 fn finish(mut nic: Card, next: Ready<VfioUser>, wire: &Wire, frames: u64) {
     assert!(frames < FRAMES, "there was traffic at each turn");
     echo(&mut nic, FRAMES - frames, |_| false);
@@ -74,7 +75,8 @@ fn finish(mut nic: Card, next: Ready<VfioUser>, wire: &Wire, frames: u64) {
     nic.park().unwrap();
 }
 
-/// Nothing is lost, comes twice, out of order or changed, and nobody has done what the card's sheet forbids.
+/// Checks that no frame is lost, comes twice, out of order or changed, and that no driver broke a rule of the card's
+/// data sheet.
 #[track_caller]
 fn assert_flawless(counts: &Counts, journal: &[Entry]) {
     assert_eq!(offences(journal), Vec::<&Entry>::new());
@@ -128,7 +130,7 @@ fn a_giver_takes_its_card_back_from_a_taker_that_is_no_more() {
     let ((), counts, journal) = with_card(1_000_000, FRAMES, |socket, wire| {
         let (mut nic, next) = start(socket);
         stop(&mut nic);
-        // As one that is killed: its memory goes, and the card stays where it was pointed.
+        // As if killed: the taker's memory goes, and the card stays pointed at it.
         drop(Card::repoint(next, nic.left()).unwrap());
         nic.go_back().unwrap();
         wire.begin();
@@ -157,12 +159,13 @@ fn a_taker_that_is_late_is_refused_and_nothing_is_lost() {
             frames += echo(&mut nic, 500, |_| false);
             frames += stop(&mut nic);
             if registers.read32(RCTL) & EN == 0 {
-                // A giver that is not run at the right moment switches the card off, and nobody is too late for that.
+                // A giver that does not run at the right moment switches the card off, and then no taker is too
+                // late.
                 nic.go_back().unwrap();
                 continue;
             }
             late += 1;
-            // Where the giver stopped; the pause may be over already, and the ring full.
+            // Position where the giver stopped; the pause may be over already, and the ring full.
             let (head, began) =
                 (u32::try_from(frames % u64::from(NicOptions::default().ring)).unwrap(), Instant::now());
             wire.end_pause();

@@ -1,4 +1,5 @@
-//! What an owner of a NIC has handled, the next one cannot read, by whichever method the card is handed over: all memory that it gets is searched.
+//! A NIC's next owner cannot read the frames that the previous one handled, by whichever method the card is handed
+//! over: the test searches all memory that the next owner gets.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 mod plugged;
@@ -16,17 +17,17 @@ use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::Region;
 
 const RATE: u64 = 200_000;
-/// So many that every slot has had several, and that the last lie anywhere in the ring.
+/// Enough frames that every slot has had several, and that the last lie anywhere in the ring.
 const FRAMES: u64 = 7_777;
 
-/// What each of the source's frames carries behind its addresses.
+/// Bytes of each of the source's frames behind its addresses.
 const SECRET: [u8; 6] = [0x88, 0xb5, b't', b's', b'k', 1];
 
 fn memory(index: u64) -> NicMemory {
     NicMemory::create(Geometry { slot_len: 4096, count: 640 }, 256 << 10, Iova((1 + index) << 32)).unwrap()
 }
 
-/// How often a secret lies in frames, rings or ledger.
+/// Returns how often the secret is in frames, rings and ledger.
 fn secrets(parts: Parts) -> usize {
     let Parts { rings, frames, ledger } = parts;
     let regions = [rings, frames, ledger].map(|part| Region::adopt(part).unwrap());
@@ -38,16 +39,17 @@ fn secrets(parts: Parts) -> usize {
     found.sum()
 }
 
-/// What the old owner does with what comes.
+/// The old owner's treatment of received frames.
 #[derive(Clone, Copy, PartialEq)]
 enum Inflight {
-    /// Sends it back.
+    /// Send the frame back.
     Deliver,
-    /// Lets it go.
+    /// Drop the frame.
     Drop,
 }
 
-/// Handles frames until `count` have come or `done` says so after a look that found nothing; says how many came. A frame's head is changed, and saved before.
+/// Handles frames until `count` have come, or `done` returns true after a look that found none. Returns how many
+/// came. A frame's head is saved, then changed.
 fn handle(nic: &mut Card, inflight: Inflight, count: u64, mut done: impl FnMut(&mut Card) -> bool) -> u64 {
     let began = Instant::now();
     let mut frames = 0;
@@ -78,7 +80,8 @@ fn start(socket: std::os::fd::OwnedFd, memory: NicMemory, scrub: bool) -> Card {
     nic
 }
 
-/// Hands the memory on with its card (keep); says how many secrets the new owner could read, before it has received anything.
+/// Hands the memory on with its card (keep); returns how many secrets the new owner could read before it has
+/// received anything.
 fn keep(inflight: Inflight, scrub: bool) -> usize {
     let (found, ..) = with_card(RATE, FRAMES, |socket, wire| {
         let giver = memory(0);
@@ -93,7 +96,7 @@ fn keep(inflight: Inflight, scrub: bool) -> usize {
         if scrub {
             nic.wipe_free();
         }
-        // What comes between the one wiping and the other, and is in rings or on its way out.
+        // Frames that come between the two wipes, and are in rings or on their way out.
         came += handle(&mut nic, inflight, FRAMES - came, |_| false);
         assert_eq!(came, FRAMES);
         let began = Instant::now();
@@ -128,7 +131,8 @@ fn memory_that_is_kept_has_nothing_of_frames_that_were_dropped() {
     assert_eq!(keep(Inflight::Drop, true), 0);
 }
 
-/// Points the card at another owner's memory, under traffic; says how many secrets of frames that the giver has handled lie there.
+/// Points the card at another owner's memory, under traffic; returns how many secrets of frames that the giver
+/// handled are there.
 fn repoint(inflight: Inflight) -> usize {
     let (found, ..) = with_card(RATE, FRAMES, |socket, wire| {
         let mut nic = start(socket, memory(0), false);

@@ -1,4 +1,5 @@
-//! The driver of the RTL8139C+ on QEMU's model: what is this card's own. What every card must do is in the conformance suite.
+//! The driver of the RTL8139C+ on QEMU's model: what is particular to this card. The conformance suite has the tests
+//! for every card.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod qemu;
@@ -19,7 +20,7 @@ use zerocopy::{FromBytes, IntoBytes};
 type Card = Rtl8139<QtestBus>;
 
 const MAC: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x57];
-/// Nobody's.
+/// An address that no card here has.
 const OTHER: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x99];
 
 fn options() -> NicOptions {
@@ -30,7 +31,7 @@ fn memory() -> NicMemory {
     NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 4096, MEMORY_AT).expect("a little memory")
 }
 
-/// A started card, with the arena for its frames.
+/// Starts a card; returns it with the arena for its frames.
 fn start(options: &NicOptions) -> Option<(Machine, Card, Arena)> {
     let memory = memory();
     let arena = memory.arena().clone();
@@ -39,7 +40,7 @@ fn start(options: &NicOptions) -> Option<(Machine, Card, Arena)> {
     Some((machine, card, arena))
 }
 
-/// A frame for `to` that can be told from others by `number`.
+/// Returns a frame for `to`, distinguished by `number`.
 fn frame(to: [u8; 6], number: u32, len: usize) -> Vec<u8> {
     let mut frame = [&to[..], &[2, 0, 0, 0, 0, 9], &[0x88, 0xb5], &number.to_be_bytes()].concat();
     frame.extend((frame.len()..len).map(|i| u8::try_from(i % 251).expect("below 251") ^ number.to_le_bytes()[0]));
@@ -59,7 +60,7 @@ fn receive(card: &mut impl Port<Fault = NicError>, count: usize) -> Vec<Vec<u8>>
     frames
 }
 
-/// Waits until the card has received `count` frames since its reset, as its own counters say.
+/// Waits until the card's own counters show `count` received frames since its reset.
 fn until_come(card: &mut Card, count: u64) {
     let deadline = Instant::now() + PATIENCE;
     while statistic(card, "rx_ok") < count {
@@ -99,7 +100,8 @@ fn frames_pass_both_ways_round_and_round_the_rings() {
     }
 }
 
-/// The pin rings for the first frame and is masked then: each time that somebody sleeps it must have been unmasked, the successor's too.
+/// The pin rings for the first frame and is masked then: each driver must unmask it before it sleeps, the successor
+/// too.
 #[test]
 fn each_frame_wakes_who_sleeps_for_it_whoever_drives_the_card() {
     let Some((machine, mut card, _arena)) = start(&options()) else { return };
@@ -109,7 +111,7 @@ fn each_frame_wakes_who_sleeps_for_it_whoever_drives_the_card() {
         let frames = [frame(MAC, 2 * round, 60), frame(MAC, 2 * round + 1, 60)];
         frames.iter().for_each(|frame| machine.wire().send_frame(frame));
         assert!(qemu::readable(&card.fd(), PATIENCE), "frames have come");
-        // In some rounds parked as it is woken, in others while nothing is asserted.
+        // In some rounds the card is parked as it wakes the driver, in others while nothing is asserted.
         if round % 3 == 0 {
             until_come(&mut card, 2 * u64::from(round) + 2);
             let (bus, memory, driver_state) = card.park().expect("the card parks");
@@ -124,7 +126,7 @@ fn each_frame_wakes_who_sleeps_for_it_whoever_drives_the_card() {
     }
 }
 
-/// A way to the card that its interrupt pin does not come along, as where the kernel cannot share it with another device's.
+/// A bus without the card's interrupt pin, as where the kernel cannot share the pin with another device.
 struct Pinless(QtestBus);
 
 impl Bus for Pinless {
@@ -171,7 +173,8 @@ fn a_card_whose_pin_does_not_reach_us_is_polled() {
     }
 }
 
-/// The card forgets where it was in its rings when it is switched on again, so wherever it was, nothing may be lost or doubled.
+/// The card forgets its position in the rings when it is switched on again; wherever it was, no frame may be lost or
+/// doubled.
 #[test]
 fn a_resumed_card_goes_on_wherever_it_stood_in_its_rings() {
     let Some((machine, mut card, arena)) = start(&options()) else { return };
@@ -209,7 +212,7 @@ fn a_resumed_card_goes_on_wherever_it_stood_in_its_rings() {
 #[test]
 fn frames_that_were_not_sent_are_sent_by_the_successor() {
     let Some((machine, mut card, arena)) = start(&options()) else { return };
-    // Behind the driver's back the transmitter is switched off, as when its partner holds it up by PAUSE.
+    // Switch the transmitter off behind the driver's back, as if its partner held it up by PAUSE.
     let registers = machine.bus().registers(1).expect("BAR 1");
     registers.write8(0x37, 1 << 3);
     let frames: Vec<_> = (0..5).map(|i| frame(OTHER, i, 100)).collect();
@@ -226,7 +229,7 @@ fn frames_that_were_not_sent_are_sent_by_the_successor() {
 
 #[test]
 fn a_parked_card_touches_no_memory() {
-    // A ring with room for all that the wire can hold.
+    // A ring with room for all frames that the wire can hold.
     let Some((machine, card, arena)) = start(&NicOptions { ring: 32, ..options() }) else { return };
     let (bus, memory, driver_state) = card.park().expect("the card parks");
     let before = words_of(&memory);
@@ -236,7 +239,7 @@ fn a_parked_card_touches_no_memory() {
     }
     assert!(words_of(&memory) == before, "its memory has changed");
     assert_eq!(arena.census().peer, 32);
-    // What came meanwhile is lost, and what comes after is not.
+    // The frames that came meanwhile are lost, later ones are not.
     let mut card = Card::resume(bus, memory, &driver_state).expect("the card goes on");
     let last = frame(MAC, 99, 60);
     machine.wire().send_frame(&last);
@@ -250,7 +253,7 @@ fn the_filter_lets_in_what_it_says() {
     let mut passes = |filter: Filter, to: [u8; 6]| {
         card.set_filter(&filter).expect("the card works");
         machine.wire().send_frame(&frame(to, 0, 60));
-        // The wire keeps the order: when this one is there, the other would be.
+        // The wire keeps the order: when this frame has come, the other one would have.
         machine.wire().send_frame(&frame(MAC, 1, 60));
         let mut frames = receive(&mut card, 1);
         while frames.last().is_none_or(|last| last[..6] != MAC) {
@@ -308,7 +311,7 @@ fn what_the_card_cannot_do_is_refused_by_name() {
     assert!(matches!(Card::start(machine.bus(), elsewhere, &options()), Err(Failed { error: NicError::Bus(_), .. })));
 }
 
-/// A card that runs, an owner with memory of its own that is ready for it, and the arenas of both.
+/// Starts a card, and prepares an owner with memory of its own for it; returns the arenas of both, too.
 fn start_two() -> Option<(Machine, Card, <Card as Repoint>::Ready, [Arena; 2])> {
     let (first, second) = (memory(), memory_at(Iova(MEMORY_AT.0 + (1 << 30))));
     let both = [regions(&first), regions(&second)].concat();
@@ -322,7 +325,7 @@ fn start_two() -> Option<(Machine, Card, <Card as Repoint>::Ready, [Arena; 2])> 
     Some((machine, card, next, arenas))
 }
 
-/// All that the card could write to.
+/// Returns all memory that the card could write.
 fn words_of(memory: &NicMemory) -> Vec<u64> {
     let words = [memory.rings(), memory.arena().region()].map(|region| {
         // A mapping of our own.
@@ -336,10 +339,10 @@ fn memory_at(at: Iova) -> NicMemory {
     NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 4096, at).expect("a little memory")
 }
 
-/// Many.
+/// A multicast address.
 const GROUP: [u8; 6] = [1, 0, 0x5e, 0, 0, 1];
 
-/// Stops a card of which everything is handled that came; says what came meanwhile.
+/// Stops a card whose received frames are all handled; returns the frames that came meanwhile.
 fn stop(card: &mut Card) -> Vec<Vec<u8>> {
     let (deadline, mut came) = (Instant::now() + PATIENCE, Vec::new());
     card.quiesce(How::Point, |_| ());
@@ -354,7 +357,7 @@ fn stop(card: &mut Card) -> Vec<Vec<u8>> {
     }
 }
 
-/// Each of these frames comes in, to one that sleeps, and goes out.
+/// Checks that each of these frames wakes the sleeping driver, comes in, and goes out.
 fn passes(machine: &Machine, card: &mut Card, arena: &Arena, frames: &[Vec<u8>]) {
     for frame in frames {
         assert_eq!(card.arm().expect("the card works"), Armed::Idle, "nothing has come");
@@ -371,7 +374,7 @@ fn passes(machine: &Machine, card: &mut Card, arena: &Arena, frames: &[Vec<u8>])
 fn owners_take_turns_by_a_soft_reset_and_the_link_stays_up() {
     let Some((machine, mut card, mut next, arenas)) = start_two() else { return };
     for turn in 0..12 {
-        // From elsewhere in the rings each time.
+        // Begin from another position in the rings each time.
         let [arena, other] = [0, 1].map(|i| &arenas[(turn as usize + i) % 2]);
         let frames: Vec<_> =
             (0..1 + turn % 7).map(|i| frame(if i == 2 { GROUP } else { MAC }, 10 * turn + i, 100)).collect();
@@ -413,7 +416,7 @@ fn what_had_come_before_a_card_stops_is_handled_and_what_comes_after_is_lost() {
 fn a_giver_takes_its_card_back() {
     let Some((machine, mut card, next, [arena, _])) = start_two() else { return };
     let frames: Vec<_> = (0..3).map(|number| frame(MAC, number, 60)).collect();
-    // Before it was stopped, when nothing is let in any more, when it is off, and after a taker that is no more.
+    // Before the card was stopped; with its receive filter closed; after it is off; and after a taker that is gone.
     card.quiesce(How::Point, |_| ());
     card.go_back().expect("the card works");
     passes(&machine, &mut card, &arena, &frames);

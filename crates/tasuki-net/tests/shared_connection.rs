@@ -1,4 +1,5 @@
-//! Several processes ask on one connection to a card's server, and are killed in the middle of it: those that are left go on.
+//! Several processes send requests on one connection to a card's server, and are killed while they do: the others go
+//! on.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};
@@ -22,21 +23,22 @@ use tasuki_sim::served::Served;
 use tasuki_sim::vfio_user::Server;
 use tasuki_sim::wire::Nowhere;
 
-/// Set in the other processes: which of them it is.
+/// Set in the other processes: the number of the process.
 const ROLE: &str = "TASUKI_ASKS_ON_A_SHARED_CONNECTION";
-/// How often a process is killed, if not so often as usual.
+/// Number of kills, if not the default of 200.
 const KILLS: &str = "TASUKI_KILLS";
 
 const TEST: &str = "whoever_is_killed_while_it_asks_leaves_the_connection_whole";
 
-/// Registers of the multicast table, which hold what they are given: each process has one. The card's receive address is the same for all.
+/// Registers of the multicast table, which keep their values: each process has one. The card's receive address is
+/// the same for all.
 const MTA: u32 = 0x5200;
 const RAL: u32 = 0x5400;
 const BAR_LEN: u64 = 128 << 10;
-/// Where the processes that are killed have memory mapped, and take it away again.
+/// Where the processes to kill map memory, and unmap it again.
 const MAPPED_AT: Iova = Iova(1 << 40);
 
-/// Asks something of each kind, and whether the answers are the right ones.
+/// Sends a request of each kind, and checks the replies.
 fn ask(bus: &mut VfioUser, registers: &impl Registers, own: u32, round: u32, expected: (u32, u32)) {
     let at = MTA + 4 * own;
     registers.write32(at, round);
@@ -47,7 +49,7 @@ fn ask(bus: &mut VfioUser, registers: &impl Registers, own: u32, round: u32, exp
     assert_eq!(bus.read_config(0).expect("the server answers"), expected.1, "who it is");
 }
 
-/// One of the processes that are killed: asks without end.
+/// Runs as one of the processes to kill: sends requests without end.
 fn asker(own: u32) {
     let mut socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free"));
     let mut bytes = [0; 8];
@@ -79,7 +81,7 @@ fn asker(own: u32) {
     }
 }
 
-/// A process that is killed in the end, whatever happens.
+/// A process that is killed on drop.
 struct Asker(Child);
 
 impl Drop for Asker {
@@ -107,11 +109,12 @@ fn start(own: u32, bus: &VfioUser, expected: (u32, u32)) -> (Asker, UnixStream) 
     (asker, ours)
 }
 
-/// Has two processes ask and kills one after the other, and asks itself all the time. Says how many answers nobody was left for.
+/// Runs two processes that send requests, kills them in turn, and sends requests itself all the time. Returns the
+/// number of replies whose process was dead.
 fn kill_askers(socket: OwnedFd, kills: u32) -> u64 {
     let mut bus = VfioUser::meet(socket, TIMEOUT).expect("a server");
     let registers = bus.registers(0).expect("BAR 0");
-    // Once its address is there.
+    // Wait until the card has its address.
     let deadline = Instant::now() + Duration::from_secs(60);
     while registers.read32(RAL + 4) >> 31 == 0 {
         assert!(Instant::now() < deadline, "the card reads its address");
@@ -122,7 +125,7 @@ fn kill_askers(socket: OwnedFd, kills: u32) -> u64 {
     for kill in 0..kills {
         let index = kill as usize % 2;
         let own = 1 + kill % 2;
-        // It is there once it says so, and then it asks until it is killed, after a while that differs.
+        // It reports when it is ready, and then sends requests until it is killed, after a varying while.
         askers[index].1.read_exact(&mut [0]).expect("it gets ready");
         for _ in 0..kill * 7 % 23 {
             round += 1;
@@ -135,7 +138,7 @@ fn kill_askers(socket: OwnedFd, kills: u32) -> u64 {
         assert_eq!(status.signal(), Some(9), "it asked until it was killed: {status}");
         round += 1;
         ask(&mut bus, &registers, 0, round, expected);
-        // If it had just mapped it.
+        // It may just have mapped it.
         let _ = bus.unmap_dma(Iova(MAPPED_AT.0 + u64::from(own) * 4096), 4096);
         askers[index] = start(own, &bus, expected);
     }

@@ -1,4 +1,4 @@
-//! Real programs in two namespaces, at every MTU; what Wireshark says of the check sums of what they send each other.
+//! Real programs in two namespaces, at every MTU; Wireshark checks the checksums of their frames.
 
 #[cfg(test)]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
@@ -21,7 +21,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(60);
     const FILE: usize = 3 << 20;
 
-    /// A program that ends when this does.
+    /// A running program; dropping this kills it.
     struct Running(Child);
 
     impl Drop for Running {
@@ -31,7 +31,7 @@ mod tests {
         }
     }
 
-    /// Has curl fetch what a web server has, and compares every byte.
+    /// Lets curl fetch a file from a web server, and compares every byte.
     fn fetch(places: [&Place; 2], host: &str, folder: &Path) {
         let mut server = places[1].command("python3");
         server.args(["-m", "http.server", "8000", "--bind", host.trim_matches(['[', ']']), "--directory"]).arg(folder);
@@ -39,7 +39,7 @@ mod tests {
         let mut server = Running(server.expect("it starts"));
         let got = folder.join("got");
         let start = Instant::now();
-        // Until it listens.
+        // Retry until the server listens.
         loop {
             let mut curl = places[0].command("curl");
             curl.args(["-s", "-S", "--noproxy", "*", "--max-time", "60", "-o"]).arg(&got);
@@ -60,7 +60,7 @@ mod tests {
         );
     }
 
-    /// Datagrams of all kinds of lengths, up to what one frame holds and beyond.
+    /// Sends datagrams of many lengths, up to the longest in one frame and beyond.
     fn datagrams(places: [&Place; 2], mtu: usize) {
         let [here, there] = [(places[0], "192.0.2.1:0"), (places[1], "192.0.2.2:7778")]
             .map(|(place, at)| place.within(|| UdpSocket::bind(at)).expect("it binds"));
@@ -74,7 +74,8 @@ mod tests {
         }
     }
 
-    /// None is wrong, neither of those that are whole nor of headers; says how many are of each kind, and how long the longest is.
+    /// Checks that no checksum is wrong, neither of a whole segment nor of a header. Returns the number of good
+    /// ones, of partial ones, and the length of the longest frame.
     fn judge(what: &str, seen: &[Seen]) -> (usize, usize, usize) {
         let wrong = seen.iter().find(|seen| seen.sum == Sum::Bad || seen.header == Sum::Bad);
         assert!(wrong.is_none(), "{what}: {wrong:?}");
@@ -105,7 +106,8 @@ mod tests {
             for (mtu, leaves) in [(9000, true), (1500, true), (1500, false), (1280, true), (576, true), (576, false)] {
                 for (place, address) in places.iter().zip(["fd00::1/64", "fd00::2/64"]) {
                     assert!(place.ip(&["link", "set", "nic0", "mtu", &mtu.to_string()]));
-                    // A kernel that computes its sums itself leaves nothing to be done: what comes can be told to be right.
+                    // With "off", the kernel computes its checksums itself, and received frames can be marked as
+                    // checked.
                     let on = if leaves { "on" } else { "off" };
                     let done =
                         place.command("ethtool").args(["-K", "nic0", "tx", on]).output().expect("ethtool starts");

@@ -1,5 +1,5 @@
-//! A driver that is killed, at every step and at any time, under traffic: whoever comes next finds in ledger and rings where it stood, and
-//! nothing is lost, comes twice or comes as the dead one had changed it.
+//! A driver is killed, at every step and at any time, under traffic. Its successor finds its position in ledger and
+//! rings: no frame is lost, comes twice or comes as the dead driver had changed it.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 mod plugged;
@@ -24,14 +24,15 @@ use tasuki_shm::arena::Geometry;
 use tasuki_shm::crash;
 
 const RATE: u64 = 400_000;
-/// Set in the process that is killed.
+/// Set in the process to kill.
 const ROLE: &str = "TASUKI_TAKEOVER";
 const SLOTS: Geometry = Geometry { slot_len: 4096, count: 640 };
 const RINGS_LEN: usize = 256 << 10;
 const AT: Iova = Iova(1 << 32);
 const SIGKILL: i32 = 9;
 
-/// All that a process needs to drive the card: of the twin only what the others do not know, and the descriptors in their order.
+/// All that a process needs to drive the card: the parts of the twin that other processes do not know, and the
+/// descriptors in order.
 struct DeviceBundle {
     words: Vec<u32>,
     fds: Vec<OwnedFd>,
@@ -89,7 +90,7 @@ impl DeviceBundle {
     }
 }
 
-/// The process that is killed: sends back what comes, turned round. It ends by itself only if something is wrong.
+/// Runs as the process to kill: sends frames back, turned round. It ends by itself only if something is wrong.
 fn drive() -> ! {
     let mut socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free"));
     let (bus, memory) = DeviceBundle::receive(&socket);
@@ -112,11 +113,12 @@ fn drive() -> ! {
     }
 }
 
-/// A process that is ended with the test.
+/// Another process; it ends with the test.
 struct Other(Child, UnixStream);
 
 impl Other {
-    /// Ready to go on, which takes all its time now. It ends itself where `crash` says.
+    /// Starts a process that prepares for the takeover, so that it takes no time later. It kills itself at the crash
+    /// point `crash`.
     fn ready(test: &str, bundle: &DeviceBundle, crash: Option<&str>) -> Other {
         let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
         ours.set_read_timeout(Some(PATIENCE)).expect("a timeout above zero");
@@ -133,7 +135,8 @@ impl Other {
         self.1.write_all(&[1]).expect("it waits for that");
     }
 
-    /// Kills it if it has not killed itself within `patience`; says whether it was killed, and not something wrong.
+    /// Kills the process if it has not killed itself within `patience`; returns whether it was killed, and did not
+    /// fail.
     fn end(mut self, patience: Duration) -> bool {
         let began = std::time::Instant::now();
         while began.elapsed() < patience && self.0.try_wait().expect("a child").is_none() {
@@ -152,7 +155,7 @@ impl Drop for Other {
     }
 }
 
-/// The card, started by a driver that is gone at once; and what the others need.
+/// Starts the card with a driver that is gone at once; returns the bundle for the others.
 fn start(socket: OwnedFd) -> DeviceBundle {
     let memory = NicMemory::create(SLOTS, RINGS_LEN, AT).expect("a little memory");
     let parts = memory.parts().expect("descriptors are free");
@@ -160,7 +163,8 @@ fn start(socket: OwnedFd) -> DeviceBundle {
     DeviceBundle::of(nic.bus(), parts)
 }
 
-/// Has drivers end one after the other as `ends` say, and a last one that stays until all frames are back. Says how many were killed.
+/// Ends drivers one after the other, as `ends` says; the last one stays until all frames are back. Returns how many
+/// were killed.
 fn one_after_the_other(
     test: &str,
     bundle: &DeviceBundle,

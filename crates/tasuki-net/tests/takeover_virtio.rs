@@ -1,5 +1,6 @@
-//! A driver of a virtio network device that is killed, at every step and at any time, while the device goes on in any order: whoever comes next finds in
-//! ledger and rings where it stood, and nothing is lost, comes twice or comes as the dead one had changed it, and no slot is forgotten.
+//! A driver of a virtio network device is killed, at every step and at any time, while the device goes on in any
+//! order. Its successor finds its position in ledger and rings: no frame is lost, comes twice or comes as the dead
+//! driver had changed it, and no slot leaks.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 #[path = "stub/bus.rs"]
@@ -23,16 +24,16 @@ use tasuki_net::port::{Burst, Port, Transactional};
 use tasuki_shm::crash;
 use virtio::{MEMORY_AT, PLAIN, Play, RINGS_LEN, RX, SLOTS, turned_round};
 
-/// Set in the process that is killed: where the memory is.
+/// Set in the process to kill: paths of the memory.
 const MEMORY: &str = "TASUKI_TAKEOVER_VIRTIO";
 const RING: u16 = 64;
 const SIGKILL: i32 = 9;
-/// Places of this driver's, besides those of all.
+/// Crash points of this driver, besides those of all drivers.
 const POINTS: [&str; 4] = ["virtio.adopting", "virtio.taken", "virtio.posting", "virtio.posted"];
-/// Bounds whatever is waited for.
+/// Longest wait for anything.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A device that answers nothing: who goes on has not to ask.
+/// A device that answers nothing: a successor must not ask it.
 struct Mute;
 
 impl Answers for Mute {
@@ -50,7 +51,7 @@ fn prepare([rings, frames, ledger]: [OwnedFd; 3]) -> NicMemory {
     NicMemory::prepare(Parts { rings, frames, ledger }, &layout).expect("the device's memory")
 }
 
-/// The process that is killed: sends back what comes, turned round. It ends by itself only if something is wrong.
+/// Runs as the process to kill: sends frames back, turned round. It ends by itself only if something is wrong.
 fn drive(memory: &str) -> ! {
     let mut socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free"));
     let open = |path| OwnedFd::from(File::options().read(true).write(true).open(path).expect("the test has it"));
@@ -77,11 +78,11 @@ fn drive(memory: &str) -> ! {
     }
 }
 
-/// A process that is ended with the test.
+/// Another process; it ends with the test.
 struct Other(Child, UnixStream);
 
 impl Other {
-    /// Ready to go on. It ends itself where `crash` says.
+    /// Starts a process, ready to take over. It kills itself at the crash point `crash`.
     fn ready(test: &str, memory: &str, crash: Option<&str>) -> Other {
         let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
         ours.set_read_timeout(Some(PATIENCE)).expect("a timeout above zero");
@@ -100,7 +101,7 @@ impl Other {
         self.1.write_all(&[1]).expect("it waits for that");
     }
 
-    /// Kills it; says whether it was killed, by us or by itself, and not something wrong.
+    /// Kills the process; returns whether it was killed, by us or by itself, and did not fail.
     fn end(mut self) -> bool {
         let _ = self.0.kill();
         self.0.wait().expect("a child").signal() == Some(SIGKILL)
@@ -114,7 +115,7 @@ impl Drop for Other {
     }
 }
 
-/// The device under traffic: frames that were delivered, and those that came back.
+/// The device under traffic, with the numbers of frames delivered and of frames returned.
 struct Traffic {
     play: Play,
     delivered: u64,
@@ -122,7 +123,7 @@ struct Traffic {
 }
 
 impl Traffic {
-    /// Something of what the device has to do.
+    /// Does some of the device's work.
     fn go_on(&mut self, deliver: bool) {
         for _ in 0..if deliver { self.play.random(20) } else { 0 } {
             if !self.play.deliver(self.delivered) {
@@ -143,7 +144,7 @@ fn nothing_is_lost(test: &str, ends: impl Iterator<Item = (Option<String>, Durat
     let fds = [&parts.rings, &parts.frames, &parts.ledger];
     let paths = fds.map(|fd| format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd())).join(" ");
     let options = NicOptions { ring: RING, ..NicOptions::default() };
-    // The first one is gone at once.
+    // The first driver is gone at once.
     drop(VirtioNet::start(play.bus(), memory, &options).expect("the device starts"));
     let mut traffic = Traffic { play, delivered: 0, back: 0 };
     let mut ends = ends.peekable();
@@ -173,7 +174,7 @@ fn nothing_is_lost(test: &str, ends: impl Iterator<Item = (Option<String>, Durat
     }
     assert!(other.end(), "killed, not broken");
     println!("{killed} killed, {} frames", traffic.back);
-    // What the last one left: no slot is forgotten.
+    // Check the state that the last driver left: no slot has leaked.
     let memory = prepare(fds.map(|fd| fd.try_clone().expect("a descriptor is free")));
     let arena = memory.arena().clone();
     let prepared = VirtioNet::prepare(traffic.play.bus(), memory).expect("it is ready");
@@ -181,7 +182,7 @@ fn nothing_is_lost(test: &str, ends: impl Iterator<Item = (Option<String>, Durat
     while !traffic.play.chains(virtio::TX).is_empty() {
         traffic.go_on(false);
     }
-    // What was sent is reaped, and the receive ring filled.
+    // The driver reaps the sent frames, and fills the receive ring.
     for _ in 0..2 {
         nic.transmit(&mut Burst::new()).expect("the device works");
         assert_eq!(nic.receive(&mut Burst::new()).expect("the device works"), 0);

@@ -1,4 +1,4 @@
-//! Network namespaces on a VNI: ordinary connections between them, in segments of 64 KiB whose check sums nobody computes.
+//! Network namespaces on a VNI: ordinary connections between them, in segments of 64 KiB without computed checksums.
 
 #[cfg(test)]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
@@ -16,7 +16,7 @@ mod tests {
     use crate::place::two::with_two;
     use crate::place::{Place, pattern};
 
-    /// Sends so many bytes one way and reads them back the other.
+    /// Sends `bytes` bytes one way and reads them back the other.
     fn connection(places: [&Place; 2], bytes: usize) {
         let listener = places[1].within(|| TcpListener::bind("192.0.2.2:7777")).expect("it binds");
         let echo = std::thread::spawn(move || {
@@ -51,7 +51,7 @@ mod tests {
 
     #[test]
     fn a_small_pool_holds_up_a_connection_and_breaks_nothing() {
-        // Hardly two segments.
+        // Room for hardly two segments.
         with_two(80, |places| connection(places, 3_000_000));
     }
 

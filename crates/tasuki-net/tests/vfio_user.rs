@@ -1,4 +1,4 @@
-//! A device over vfio-user: our client and our server together, then our client with servers that lie.
+//! A device over vfio-user: our client with our server, then our client with hostile servers.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 mod cabinet;
@@ -29,7 +29,7 @@ fn word(region: &Region, offset: usize) -> u64 {
     region.span::<AtomicU64>(offset, 1).unwrap()[0].load(Ordering::Acquire)
 }
 
-/// Has the device add one to the word at `at`, and ring vector 0.
+/// Makes the device add one to the word at `at`, and ring vector `vector`.
 fn doorbell(registers: &impl Registers, at: Iova, vector: u32) {
     registers.write32(ADDRESS, u32::try_from(at.0 & 0xffff_ffff).unwrap());
     registers.write32(ADDRESS + 4, u32::try_from(at.0 >> 32).unwrap());
@@ -166,7 +166,7 @@ fn of_memory_that_is_given_together_each_part_has_its_answer() {
     assert!(second.unwrap_err().to_string().contains("has memory there already"));
     bus.unmap_dma(low, 4096).unwrap();
     bus.unmap_dma(high, 4096).unwrap();
-    // A part that no bus could have keeps all of them from being asked for.
+    // If no bus could map one of the parts, none is requested.
     assert!(bus.map_each([low, Iova(1)].map(|at| Part::all(&memory, at))).is_err());
     bus.map_dma(&memory, low).unwrap();
 }
@@ -266,14 +266,14 @@ fn nobody_at_the_path_is_an_error() {
     assert!(refused.to_string().starts_with("connecting to the device's server was refused: "), "{refused}");
 }
 
-/// A server that says what it was told to, whatever it is asked. What it says is in the socket before the client asks, so
+/// A server with prepared output, whatever the client asks. The output is in the socket before the client asks, so
 /// that a test needs no second thread; afterwards the server's end is closed for writing.
 struct Liar {
     socket: OwnedFd,
     client: Option<OwnedFd>,
 }
 
-/// A message: identity, command, flags, error, body.
+/// Builds a message: identity, command, flags, error, body.
 fn message(id: u16, command: u16, flags: u32, errno: u32, body: &[u8]) -> Vec<u8> {
     let size = u32::try_from(16 + body.len()).unwrap();
     sized(id, command, size, flags, errno, body)
@@ -293,14 +293,14 @@ fn words(words: &[u32]) -> Vec<u8> {
 const VERSION: &[u8] = b"\0\0\x01\0{\"capabilities\":{\"max_msg_fds\":8}}\0";
 
 impl Liar {
-    /// Has said nothing yet.
+    /// Makes a server without output.
     fn mute() -> Self {
         let (socket, client) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
         Liar { socket, client: Some(client) }
     }
 
-    /// Has been honest until the device, its configuration space, and up to here message 3.
+    /// Makes a server with honest replies about the device and its configuration space: up to message 3.
     fn honest() -> Self {
         let liar = Liar::mute();
         liar.say(&message(1, 1, 1, 0, VERSION));
@@ -329,7 +329,7 @@ impl Liar {
         VfioUser::meet(self.client.take().unwrap(), TIMEOUT)
     }
 
-    /// What the client has asked so far: command, body, descriptors.
+    /// Returns the client's requests so far: command, body, descriptors.
     fn asked(&self) -> Vec<(u16, Vec<u8>, Vec<OwnedFd>)> {
         let receive = |len: usize| {
             let mut bytes = vec![0; len];
@@ -347,7 +347,7 @@ impl Liar {
             Some((bytes, fds))
         };
         let next = || {
-            // Descriptors come with the first byte.
+            // Descriptors arrive with the first byte.
             let (header, fds) = receive(16)?;
             let size = u32::from_ne_bytes(header[4..8].try_into().unwrap()) as usize;
             let body = if size > 16 { receive(size - 16)?.0 } else { Vec::new() };
@@ -356,7 +356,7 @@ impl Liar {
         std::iter::from_fn(next).collect()
     }
 
-    /// What the client says of this server, when its fourth question is `ask`.
+    /// Returns the client's error about this server when its fourth request is `ask`.
     fn verdict<T>(&mut self, ask: impl FnOnce(&mut VfioUser) -> Result<T, BusError>) -> String {
         let mut bus = self.meet().unwrap();
         let verdict = ask(&mut bus).map(|_| ()).unwrap_err().to_string();
@@ -369,7 +369,7 @@ impl Liar {
 
 const BROKE: &str = "what serves the device broke its protocol: ";
 
-/// What a server says in answer to the question for the configuration space's first word (message 4), and the verdict.
+/// Replies to the request for the configuration space's first word (message 4); returns the client's error.
 fn verdict_on_read(answer: &[u8]) -> String {
     let mut liar = Liar::honest();
     liar.say(answer);
@@ -433,7 +433,7 @@ fn a_server_that_says_nothing_is_gone_after_the_timeout() {
     assert!(matches!(bus.read_config(0), Err(BusError::Silent { .. })));
     assert!(begin.elapsed() >= Duration::from_millis(50));
     assert!(matches!(bus.read_config(0), Err(BusError::Silent { .. })), "and is not waited for again");
-    // Even if it speaks now, it speaks to nobody.
+    // A late reply reaches no client.
     let late = rustix::net::send(&liar.socket, &[0; 16], SendFlags::NOSIGNAL);
     assert_eq!(late, Err(rustix::io::Errno::PIPE));
 }
@@ -445,7 +445,7 @@ fn a_server_that_asks_slowly_has_no_more_time_than_another() {
     let mut bus = VfioUser::meet(liar.client.take().unwrap(), TIMEOUT).unwrap();
     let asked = std::thread::scope(|scope| {
         let asking = scope.spawn(|| {
-            // Each question comes within the time that an answer may take. Who is late is left even earlier.
+            // Each request of the server comes within the reply's timeout, which the requests must not extend.
             let goes = |id: &u16| {
                 std::thread::sleep(TIMEOUT / 4);
                 rustix::net::send(&liar.socket, &message(*id, 11, 0x10, 0, &[0; 16]), SendFlags::NOSIGNAL).is_ok()
@@ -529,7 +529,7 @@ fn a_version_that_is_not_ours_is_a_breach() {
     assert_eq!(meet(&[0; 5000]), format!("{BROKE}its answer to Version has 5000 bytes"));
 }
 
-/// A region as the server describes it when it is asked for BAR 0 (message 4).
+/// Builds a server's description of BAR 0 (message 4).
 fn bar(argsz: u32, flags: u32, rest: &[u32]) -> Vec<u8> {
     message(4, 5, 1, 0, &[words(&[argsz, flags, 0, 32, 0x4000, 0, 0, 0]), words(rest)].concat())
 }
@@ -561,7 +561,8 @@ fn a_bar_that_is_described_wrongly_is_a_breach() {
     );
 }
 
-/// The answers to what follows the description of a BAR: the command register is read and written (messages 5 and 6).
+/// Prepares the replies that follow the description of a BAR: the command register is read and written (messages 5
+/// and 6).
 fn decode(liar: &Liar) {
     liar.say(&message(5, 9, 1, 0, &words(&[4, 0, 7, 4, 0])));
     liar.say(&message(6, 10, 1, 0, &words(&[4, 0, 7, 4])));
@@ -634,7 +635,7 @@ fn a_server_that_has_no_pin_or_refuses_it_is_polled() {
     assert!(matches!(&error, BusError::NoIntX { why } if why.starts_with("its server refuses it (")), "{error}");
 }
 
-/// A server whose device has a pin with these flags, and may assert it: up to here message 6.
+/// Makes a server whose device has a pin with these flags, and may assert it: up to message 6.
 fn has_pin(flags: u32) -> Liar {
     let liar = Liar::honest();
     liar.say(&message(4, 7, 1, 0, &words(&[16, flags, 0, 1])));
@@ -645,7 +646,7 @@ fn has_pin(flags: u32) -> Liar {
 
 #[test]
 fn a_server_that_masks_its_pin_is_told_what_unmasks_it() {
-    // Of these flags, 4 says that it does.
+    // Flag 4 says that the server masks the pin.
     for (flags, actions) in [(1, &[0x24][..]), (1 | 4, &[0x24, 0x14])] {
         let mut liar = has_pin(flags);
         (7..).zip(actions).for_each(|(id, _)| liar.say(&message(id, 8, 1, 0, &[])));

@@ -1,4 +1,4 @@
-//! Our client with a server that nobody here wrote: rust-vmm's `vfio_user`, which Cloud Hypervisor's tests are made of.
+//! Our vfio-user client with an independent server: rust-vmm's `vfio_user`, which Cloud Hypervisor's tests use.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 use std::fs::File;
@@ -15,7 +15,8 @@ use vfio_user::{DmaMapFlags, DmaUnmapFlags, IrqInfo, Server, ServerBackend, Serv
 
 const VECTORS: u32 = 3;
 
-/// Configuration space and one BAR; a write to the BAR's first word adds one to the first word of what it can reach, and rings.
+/// A device with a configuration space and one BAR. A write to the BAR's first word adds one to the first word of
+/// its DMA memory, and rings.
 struct Peer {
     config: [u8; 256],
     bar: [u8; 4096],
@@ -92,7 +93,7 @@ fn region(index: u32, len: u64, mapped: Option<&Region>) -> ServerRegion {
     }
 }
 
-/// A peer that serves one client in a thread, and the memory of its BAR 1.
+/// Serves one client in a thread; returns the memory of its BAR 1, too.
 fn serve() -> (tempfile::TempDir, Region, JoinHandle<()>) {
     let folder = tempfile::tempdir().unwrap();
     let bar1 = Region::create("bar", 8192, Pages::Small).unwrap();
@@ -108,7 +109,7 @@ fn serve() -> (tempfile::TempDir, Region, JoinHandle<()>) {
     peer.config[..8].copy_from_slice(&[0x34, 0x12, 0x78, 0x56, 0, 0, 1 << 4, 0]);
     peer.config[0x34] = 0x40;
     peer.config[0x40..0x44].copy_from_slice(&[0x11, 0, 2, 0]);
-    // Ends with its client.
+    // The thread ends with its client.
     let thread = std::thread::spawn(move || server.run(&mut peer).unwrap());
     (folder, bar1, thread)
 }
@@ -135,7 +136,7 @@ fn our_client_and_a_foreign_server_understand_each_other() {
     let vectors = bus.interrupts(3).unwrap();
     registers.write32(0, 7);
     let mut count = [0; 8];
-    // The read comes after the write, so the interrupt was sent.
+    // The read comes after the write, so the interrupt has been sent.
     assert_eq!(registers.read32(0), 7);
     rustix::io::read(&vectors[2], &mut count).unwrap();
     assert_eq!(u64::from_ne_bytes(count), 1);

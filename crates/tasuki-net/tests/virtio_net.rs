@@ -1,4 +1,5 @@
-//! The driver of virtio network devices on QEMU's model: what is this device's own. What every card must do is in the conformance suite.
+//! The driver of virtio network devices on QEMU's model: what is particular to this device. The conformance suite
+//! has the tests for every card.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod qemu;
@@ -16,14 +17,14 @@ use zerocopy::{FromBytes, IntoBytes};
 type Card = VirtioNet<QtestBus>;
 
 const MAC: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x57];
-/// Without the reset of single queues.
+/// Property that turns the reset of single queues off.
 const KEPT: &str = "queue_reset=off";
 
 fn options() -> NicOptions {
     NicOptions { ring: 16, ..NicOptions::default() }
 }
 
-/// A started card, with the arena for its frames.
+/// Starts a card; returns it with the arena for its frames.
 fn start(properties: &str) -> Option<(Machine, Card, Arena)> {
     let memory = NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 8192, MEMORY_AT).expect("a little memory");
     let arena = memory.arena().clone();
@@ -51,7 +52,7 @@ fn receive(card: &mut Card, count: usize) -> Vec<Vec<u8>> {
     frames
 }
 
-/// What says that it cannot be stopped is true: what comes meanwhile lies in the slots when the successor comes.
+/// A device marked as one that cannot be stopped goes on while parked: the successor finds its frames in the slots.
 #[test]
 fn a_kept_device_goes_on_while_it_is_parked_and_its_successor_finds_what_came() {
     let Some((machine, card, arena)) = start(KEPT) else { return };
@@ -59,7 +60,7 @@ fn a_kept_device_goes_on_while_it_is_parked_and_its_successor_finds_what_came() 
     assert!(driver_state.is_kept());
     let frames: Vec<_> = (0..5).map(frame).collect();
     frames.iter().for_each(|frame| machine.wire().send_frame(frame));
-    // The device's index in the used ring of the receive queue: behind 16 descriptors and the available ring.
+    // The device's index in the used ring of the receive queue, behind 16 descriptors and the available ring.
     let used = memory.rings().span::<std::sync::atomic::AtomicU32>(320, 1).expect("a word");
     let deadline = Instant::now() + PATIENCE;
     while used[0].load(std::sync::atomic::Ordering::Acquire) >> 16 != 5 {
@@ -68,7 +69,7 @@ fn a_kept_device_goes_on_while_it_is_parked_and_its_successor_finds_what_came() 
     let driver_state = DriverState::read_from_bytes(driver_state.as_bytes()).expect("a driver state is plain bytes");
     let mut card = Card::resume(bus, memory, &driver_state).expect("the card goes on");
     assert_eq!(receive(&mut card, 5), frames);
-    // What came is handled with the next call.
+    // The next call commits the received frames.
     assert_eq!(card.receive(&mut Burst::new()).expect("the card works"), 0);
     assert_eq!(arena.census().peer, 8);
 }
@@ -77,7 +78,7 @@ fn a_kept_device_goes_on_while_it_is_parked_and_its_successor_finds_what_came() 
 fn frames_that_had_come_are_the_successors_first_again_and_again() {
     let Some((machine, mut card, arena)) = start("") else { return };
     let frames: Vec<_> = (0..20).map(frame).collect();
-    // Six lie in the rings all the time, of eight that have room.
+    // Six frames are always in the rings, which have room for eight.
     frames[..6].iter().for_each(|frame| machine.wire().send_frame(frame));
     for (round, next) in frames[6..].iter().enumerate() {
         let (bus, memory, driver_state) = card.park().expect("the card parks");
@@ -87,7 +88,7 @@ fn frames_that_had_come_are_the_successors_first_again_and_again() {
         card = Card::resume(bus, memory, &driver_state).expect("the card goes on");
         machine.wire().send_frame(next);
         let mut burst = Burst::new();
-        // One place.
+        // Leave room for one frame in the burst.
         (0..burst.capacity() - 1).for_each(|_| burst.push(Frame { slot: arena.take().expect("a slot"), len: 0 }));
         let deadline = Instant::now() + PATIENCE;
         while card.receive(&mut burst).expect("the card works") == 0 {
@@ -105,7 +106,7 @@ fn a_device_that_was_reset_meanwhile_is_noticed() {
     for properties in ["", KEPT] {
         let Some((machine, card, _arena)) = start(properties) else { return };
         let (bus, memory, driver_state) = card.park().expect("the card parks");
-        // The device's status, in the common configuration that QEMU has at the beginning of BAR 4.
+        // The device status, in the common configuration, which QEMU has at the start of BAR 4.
         let registers = machine.bus().registers(4).expect("BAR 4");
         assert_eq!(registers.read8(0x14), 0xf);
         registers.write8(0x14, 0);

@@ -1,4 +1,4 @@
-//! Nodes of a VNI, in one process: what they promise each other, and what a slow, dead or hostile one costs.
+//! The nodes of a VNI, in one process: their guarantees to each other, and the cost of a slow, dead or hostile node.
 
 #[cfg(test)]
 mod net;
@@ -89,7 +89,7 @@ mod tests {
         net.node(0).flush();
         let (node_memory, _) = PeerNodeMemory::map(&net.node_memory(0)).unwrap();
         let line = node_memory.line_of(1);
-        // Received, sent, and refused since the ring was full.
+        // Frames received, sent, and refused because the ring was full.
         assert_eq!([1, 2, 3].map(|word| line.load(0, word)), [0, 256, 44]);
     }
 
@@ -113,7 +113,7 @@ mod tests {
                 assert_eq!(received(net.node(to)), [(0, sent.clone())]);
             }
         }
-        // What was read is free once somebody looks.
+        // The next tick frees the pages of frames that were read.
         net.node(0).tick(Instant::now());
         assert!(left - net.node(0).pages_left() <= 16, "{} pages are held", left - net.node(0).pages_left());
     }
@@ -139,7 +139,7 @@ mod tests {
                 }
             }
             net.node(0).flush();
-            // Several are under way at a time.
+            // Let several frames be under way at a time.
             if number % 3 == 0 {
                 for (to, expected) in expected.iter_mut().enumerate().skip(1) {
                     assert_eq!(received(net.node(to)), std::mem::take(expected), "up to frame {number}");
@@ -186,7 +186,8 @@ mod tests {
         let mut net = Net::of(4);
         let (mut refused, mut for_all) = (0, 0);
         for number in 0..3000 {
-            // A page each, in turn to one that reads and one that does not: soon no two pages in a row are free.
+            // A page each, in turn to a node that reads and one that does not: soon no two neighbouring pages are
+            // free.
             for to in [1, 2] {
                 let room = net.node(0).stage().unwrap_or_else(|| panic!("frame {number} finds no room"));
                 room[..HEADER_LEN].fill(0);
@@ -215,7 +216,7 @@ mod tests {
         let came = received(net.node(1));
         assert_eq!((came.len(), refused), (256, 3000 - 256), "a ring full, and the rest is counted");
         assert!((0..).zip(&came).all(|(number, (_, bytes))| *bytes == frame(number, 100)));
-        // Once it has read, there are runs again, and long frames go.
+        // Once it has read, there are runs of pages again, and long frames fit.
         for number in 0..500 {
             let sent = frame(number, 60_000);
             let room = net.node(0).stage().expect("nobody holds anything any more");
@@ -239,7 +240,7 @@ mod tests {
         assert!(net.node(0).pages_left() < all);
         net.node(0).tick(start + PATIENCE);
         assert_eq!((net.node(0).pages_left(), net.node(0).counts(1).unwrap().taken_back), (all, 1));
-        // The pages are used again, for somebody else.
+        // The pages are reused for another node.
         let secret = vec![0x5a; 1514];
         (0..200).for_each(|_| net.node(0).send(2, &secret).unwrap());
         net.node(0).flush();
@@ -247,7 +248,7 @@ mod tests {
         let mut late = 0;
         while net.node(1).receive(|incoming| late += u32::from(incoming.copy_to(&mut [0; 2000]).is_err())) > 0 {}
         assert_eq!(late, 100, "each is recognised");
-        // And from then on it is sent to as ever.
+        // From then on it receives as before.
         net.node(0).send(1, &frame(7, 100)).unwrap();
         net.node(0).flush();
         assert_eq!(received(net.node(1)), [(0, frame(7, 100))]);
@@ -257,7 +258,7 @@ mod tests {
     #[test]
     fn a_ring_to_a_node_that_is_gone_costs_a_successor_nothing() {
         let (start, step) = (Instant::now(), Duration::from_millis(100));
-        // Killed while it talks, and when it has said that it does not.
+        // Killed while its ring is in use, and after it has declared the ring unused.
         for ticks in 0..3 {
             let mut net = Net::of(3);
             let before = net.memory(0);
@@ -285,7 +286,7 @@ mod tests {
         assert!(net.node(0).tick(start + step + IDLE), "what is not looked at any more is given back the next time");
         assert!(!net.node(0).tick(start + 2 * step + IDLE));
         assert_eq!(net.memory(0), before);
-        // It can be talked to again, by whoever goes on counting.
+        // The ring can be used again; its counters go on.
         for number in 0..1000 {
             net.node(0).send(1, &frame(number, 100)).unwrap();
             net.node(0).flush();
@@ -342,7 +343,7 @@ mod tests {
         let mut net = Net::of(3);
         let (mut next, mut expected) = ([0_u32; 2], [0_u32; 2]);
         for round in 0..40_u32 {
-            // Some are read, some are not, when their sender is replaced, or their reader.
+            // At the replacement of their sender or reader, some frames are read, some are not.
             for _ in 0..(round * 7 % 60) {
                 net.node(0).send(1, &frame(next[0], 700)).unwrap();
                 next[0] += 1;
@@ -382,7 +383,7 @@ mod tests {
         assert!(held <= 16, "{held} pages are held, and one run is being filled for all");
     }
 
-    /// A node that was an honest one's neighbour, and its memory for somebody to scribble in.
+    /// Ends an honest neighbour of the others; returns its memory, for the test to scribble in.
     fn turned(net: &mut Net, number: usize) -> NodeMemory {
         drop(net.take(number));
         NodeMemory::adopt(net.node_memory(number)).unwrap().0
@@ -487,7 +488,7 @@ mod tests {
     #[test]
     fn a_hundred_nodes_that_all_talk_take_40_mib_beside_their_pools() {
         const NODES: u16 = 100;
-        // In one process each of them has a descriptor of every other's bell.
+        // In one process, each node has a descriptor of every other node's bell.
         let limit = rustix::process::getrlimit(Resource::Nofile);
         let wanted = u64::from(NODES) * u64::from(NODES) * 6 / 5;
         if limit.maximum.is_some_and(|maximum| maximum < wanted) {
@@ -522,7 +523,7 @@ mod tests {
         net.node(0).remove(1);
         assert_eq!(net.node(0).pages_left(), all);
         assert_eq!(net.node(0).send(1, &frame(1, 60)), Err(SendError::NoSuchNode(1)));
-        // Somebody else comes and gets its number.
+        // A new node gets its number.
         net.renew(1);
         for number in 0..600 {
             net.node(0).send(1, &frame(number, 100)).unwrap();
@@ -553,7 +554,8 @@ mod tests {
                     3 => {
                         let others: Vec<_> = (0..4).filter(|it| *it != from).collect();
                         let room = net.node(from.into()).send_to_all(others.clone(), len, false, |room| room.copy_from_slice(&bytes));
-                        // Who got it is counted; where not all did, nobody says who, so that no more is asked here.
+                        // Count the frame if all nodes got it. Otherwise the call does not say which did, so this
+                        // case ends here.
                         match room {
                             Ok(3) => others.iter().for_each(|to| sent[usize::from(from)][usize::from(*to)].push_back(bytes.clone())),
                             Ok(_) => return Ok(()),
@@ -577,7 +579,7 @@ mod tests {
         }
     }
 
-    /// What has come to node 0.
+    /// Waits for frames at node 0 and passes them to `each`.
     fn take(net: &mut Net, mut each: impl FnMut(Incoming<'_>)) {
         let start = Instant::now();
         while net.node(0).receive(&mut each) == 0 {
@@ -586,7 +588,7 @@ mod tests {
         }
     }
 
-    /// A worker that means harm changes what it has posted, between the look at it and the copy.
+    /// A malicious worker changes its posted frame between the check and the copy.
     #[test]
     fn w3_what_was_checked_is_what_goes_on() {
         use std::io::Read;
@@ -630,12 +632,12 @@ mod tests {
         }
     }
 
-    /// What a hostile worker names as a frame may be too short to have addresses.
+    /// A hostile worker may post a frame too short to have addresses.
     #[test]
     fn w3_what_is_too_short_to_have_an_address_is_nobodys() {
         let lines: Arc<[Line]> = (0..directory_lines(8)).map(|_| Line::default()).collect();
         let mut directory = Directory::new(Arc::clone(&lines));
-        // Of which an address could be read that is its own, if what lies behind were looked at.
+        // The address that the bytes behind the frame would give: accepting it as the sender's own would be the bug.
         directory.add([0; 6], 1).unwrap();
         let mut switch = Switch::new(0, Lookup::new(Claims::of(lines)));
         for len in 1..16 {

@@ -196,7 +196,7 @@ pub fn send(cpu: usize) -> Result<()> {
     println!("ready");
     let mut lines = std::io::stdin().lock().lines();
     ensure!(lines.next().transpose()?.is_some(), "it was not told to connect");
-    // The kernel retransmits what is lost before the link is up.
+    // The kernel retransmits segments that are lost before the link is up.
     let mut connection = TcpStream::connect_timeout(&RECEIVER.parse()?, PATIENCE)
         .context("the other end of the card's cable does not answer")?;
     connection.set_nodelay(true)?;

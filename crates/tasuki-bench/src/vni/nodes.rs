@@ -11,7 +11,6 @@ use crate::orders::Fds;
 
 /// Descriptors that the daemon keeps of a node.
 pub struct Kept {
-    /// Memory of the node.
     pub node_memory: NodeMemoryFds,
     /// Bell pipe: the end that the node reads.
     bell_receiver: OwnedFd,

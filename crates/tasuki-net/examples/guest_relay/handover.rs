@@ -1,8 +1,9 @@
-//! Our way: two processes that take turns at a card behind VFIO which runs on.
+//! Our relay: two processes take turns at a running card behind VFIO.
 //!
-//! Each has a way to the card of its own (a twin), made from the descriptors that the first passes to the other. Who drives is decided by a
-//! lease in memory that both share. By `keep` both have the card's memory, and where the giver stopped, the taker reads from the ledger there; by
-//! `repoint` each has memory of its own, at which it points the card when the other has stopped it.
+//! Each has its own access to the card (a twin), made from the descriptors that the first passes to the other. A
+//! lease in shared memory decides which one drives. With `keep`, both have the card's memory, and the taker reads
+//! the giver's position from the ledger there. With `repoint`, each has memory of its own, and points the card there
+//! once the other has stopped it.
 
 use std::fs;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
@@ -34,42 +35,43 @@ type Card = E1000e<Vfio>;
 
 const RING: u16 = 256;
 
-/// Frames, of which rings and bursts have some each.
+/// Frame slots: each ring and burst takes some.
 const SLOTS: Geometry = Geometry { slot_len: 4096, count: 2 * RING as u32 + 128 };
 
-/// Above 4 GiB, where the guest's own memory is not.
+/// Above 4 GiB, where the guest has no memory.
 const MEMORY: MemoryLayout = MemoryLayout { rings_at: Iova(0x2_0000_0000), rings_len: 1 << 20, slots: SLOTS };
 
-/// From one relay to the next.
+/// Time from one relay to the next.
 const BETWEEN: Duration = Duration::from_millis(25);
 
-/// A driver that nobody wakes looks at the time this often.
+/// A sleeping driver checks the time this often.
 const NAP: Duration = Duration::from_millis(5);
 
-/// How the card changes hands.
+/// Way of handing the card over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
     Keep,
     Repoint,
 }
 
-/// What goes before the card's vectors: the descriptors of VFIO, and by `keep` those of the NIC's memory.
+/// Numbers of descriptors before the card's vectors: those of VFIO and, with `keep`, those of the NIC's memory.
 const OF_VFIO: usize = 3;
 const OF_MEMORY: usize = 3;
 
-/// Descriptors that the other process is passed at most: those of VFIO and of the NIC's memory, the lease page, two eventfds, and the card's vectors.
+/// Most descriptors passed to the other process: those of VFIO and of the NIC's memory, the lease page, two
+/// eventfds, and the card's vectors.
 const PASSED: usize = 9;
 const VECTORS_MAX: usize = 8;
 
-/// Memory that both share: the lease, and a few words.
+/// Memory that both processes share: the lease, and a few words.
 struct LeasePage {
     lease: Lease<Span<Line>>,
     words: Span<AtomicU64>,
     region: Region,
 }
 
-/// Words of the lease page, on lines of their own: when the giver stopped, how it left the card, whether there are no more turns, frames that went back, relays, and how
-/// long each took in ns.
+/// Words of the lease page, on cache lines of their own: when the giver stopped, how it left the card, whether the
+/// turns are over, number of frames sent back, number of relays, and the duration of each relay in ns.
 const STOPPED_AT: usize = 8;
 const LEFT: usize = 9;
 const OVER: usize = 16;
@@ -95,7 +97,7 @@ fn now_ns() -> u64 {
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
-/// Whether it becomes readable in time.
+/// Waits up to `limit` until `fd` is readable; returns whether it is.
 fn readable(fd: BorrowedFd<'_>, limit: Duration) -> Fallible<bool> {
     let limit = Timespec::try_from(limit)?;
     match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&limit)) {
@@ -105,14 +107,14 @@ fn readable(fd: BorrowedFd<'_>, limit: Duration) -> Fallible<bool> {
     }
 }
 
-/// Who is ready for a turn.
+/// A driver prepared for its process's next turn.
 enum Next {
     InPlace(Box<<Card as InPlace>::Prepared>),
     Apart(Box<Ready<Vfio>>),
 }
 
 impl Next {
-    /// Ready with memory of its own.
+    /// Prepares with memory of its own.
     fn apart(bus: Vfio, memory: NicMemory) -> Fallible<Self> {
         let ready =
             Card::prepare_rings(bus, memory, &options(), How::Point, MEMORY.rings_at).map_err(|failed| failed.error)?;
@@ -135,20 +137,20 @@ fn options() -> NicOptions {
 struct Worker {
     method: Method,
     us: NonZeroU32,
-    /// What we hold the lease by, while we do.
+    /// Our tenure, while we hold the lease.
     tenure: Option<Tenure>,
     lease_page: LeasePage,
     ours: OwnedFd,
     theirs: OwnedFd,
-    /// Ready for the next turn, but for where the giver stopped.
+    /// The driver for the next turn, complete but for the giver's position.
     next: Option<Next>,
-    /// What the turn after that is made of, by `keep`: a driver that was replaced, or a way that was never used.
+    /// With `keep`, the material for the turn after that: a replaced driver, or an access never used.
     replaced: Option<Card>,
     unused: Option<(Vfio, NicMemory)>,
 }
 
 impl Worker {
-    /// Waits for our turn and takes the card over; nothing if there are no more turns.
+    /// Waits for our turn and takes the card over; returns `None` if the turns are over.
     fn take(&mut self) -> Fallible<Option<Card>> {
         if !readable(self.ours.as_fd(), PATIENCE)? {
             return Err("the other process does not hand the card over".into());
@@ -174,7 +176,7 @@ impl Worker {
         Ok(Some(nic))
     }
 
-    /// Hands the card over, no frame of which is in hand.
+    /// Hands the card over. No frame may be pending.
     fn give(&mut self, mut nic: Card) -> Fallible<()> {
         match self.method {
             Method::Keep => self.lease_page.words[STOPPED_AT].store(now_ns(), Relaxed),
@@ -194,7 +196,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Goes on until nothing is left to do, and leaves the card.
+    /// Quiesces the card, sends back the rest of the frames, and releases the card.
     fn leave(&self, nic: &mut Card) -> Fallible<()> {
         nic.quiesce(How::Point, |_| ());
         let (began, mut burst) = (Instant::now(), Burst::new());
@@ -225,7 +227,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Drives the card for so long, asleep while nothing comes.
+    /// Drives the card for `time`; sleeps while no frame comes.
     fn drive(&self, nic: &mut Card, time: Duration) -> Fallible<()> {
         let began = Instant::now();
         let mut burst = Burst::new();
@@ -252,7 +254,7 @@ fn open() -> Fallible<Vfio> {
     Ok(Vfio::open(address.parse::<Address>()?)?)
 }
 
-/// A way to the card, as descriptors; by `keep`, also to its memory.
+/// Access to the card, as descriptors; with `keep`, also to its memory.
 struct Way(Vec<OwnedFd>);
 
 impl Way {
@@ -262,7 +264,7 @@ impl Way {
         Ok(Way([container, group, device].into_iter().chain(memory).chain(vectors).collect()))
     }
 
-    /// The bus alone, past so many descriptors of memory.
+    /// Opens the bus alone; `memory` is the number of memory descriptors to skip.
     fn bus(&self, memory: usize) -> Fallible<Vfio> {
         let mut fds = self.0.iter().map(OwnedFd::try_clone);
         let mut next =
@@ -281,7 +283,8 @@ impl Way {
     }
 }
 
-/// A process; who drives already is ready for its next turn only when it has had this one, if it has but one memory.
+/// Makes one of the two processes. With `repoint` a process has one memory, so the process that drives first cannot
+/// prepare its next turn until this one is over.
 fn worker(
     (us, method, drives): (NonZeroU32, Method, bool),
     way: &Way,
@@ -303,7 +306,7 @@ fn worker(
     Ok(Worker { method, us, tenure: None, lease_page, ours, theirs, next, replaced: None, unused })
 }
 
-/// The other process, which ends with this one.
+/// The other process; dropping this kills it.
 struct Other(Child);
 
 impl Drop for Other {
@@ -334,7 +337,7 @@ fn start_other(method: Method, way: &Way, lease_page: &LeasePage, eventfds: [&Ow
     Ok(other)
 }
 
-/// The other process: takes its turns until there are no more.
+/// Runs as the other process: takes its turns until they are over.
 pub fn other(method: Method) -> Fallible<()> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let mut stdin = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
@@ -358,7 +361,7 @@ pub fn other(method: Method) -> Fallible<()> {
     Ok(())
 }
 
-/// Has the card change hands `count` times under the bench's stream.
+/// Relays the card `count` times under the bench's stream.
 pub fn relays(method: Method, count: u32) -> Fallible<()> {
     let memory = NicMemory::create(SLOTS, MEMORY.rings_len, MEMORY.rings_at)?;
     let parts = if method == Method::Keep { Some(memory.parts()?) } else { None };
@@ -389,7 +392,7 @@ pub fn relays(method: Method, count: u32) -> Fallible<()> {
     worker.lease_page.words[OVER].store(1, Relaxed);
     rustix::io::write(&worker.theirs, &1_u64.to_ne_bytes())?;
     println!("{SAYS}done");
-    // Until the stream ends.
+    // Wait for the end of the stream.
     let mut before = 0;
     while std::mem::replace(&mut before, worker.lease_page.word(BACK)) != worker.lease_page.word(BACK) {
         worker.drive(&mut nic, SILENCE)?;
@@ -401,7 +404,7 @@ pub fn relays(method: Method, count: u32) -> Fallible<()> {
     }
     nic.park()?;
     drop(other);
-    // QEMU 7.2 ends itself if vectors are switched off within 128 µs of an interrupt.
+    // QEMU 7.2 exits if vectors are switched off within 128 µs of an interrupt.
     std::thread::sleep(Duration::from_millis(5));
     Ok(())
 }

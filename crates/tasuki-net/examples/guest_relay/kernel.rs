@@ -1,4 +1,4 @@
-//! The way of loadable kernel modules: the driver is unloaded, loaded, and its interface brought up.
+//! The relay by loadable kernel modules: unload the driver, load it, and bring its interface up.
 
 use std::fs::{self, File};
 use std::num::NonZeroU32;
@@ -13,30 +13,30 @@ use rustix::net::{AddressFamily, Protocol, RecvFlags, SendFlags, SocketFlags, So
 
 use crate::{AT_REST, Fallible, KIND, SAYS, SILENCE, of_the_card, turn_round, wait};
 
-/// From when the bench has seen a frame of the new driver's to the next relay.
+/// Time from the bench's first frame of the new driver to the next relay.
 const SETTLED: Duration = Duration::from_millis(500);
 
-/// Room for what came and was not read yet, so that no frame is lost for want of it: some seconds' worth.
+/// Bytes of the receive buffer: some seconds' worth, so that no frame is lost for lack of room.
 const ROOM: usize = 32 << 20;
 
-/// What the program that sends frames back shares with whoever changes the driver under it.
+/// State shared by the thread that sends frames back and the thread that changes the driver.
 #[derive(Default)]
 struct Echo {
     relays: AtomicU32,
-    /// How many the bench has seen.
+    /// Number of relays that the bench has seen.
     seen: AtomicU32,
     back: AtomicU64,
     ends: AtomicBool,
 }
 
 impl Echo {
-    /// Sends back what comes. The socket listens at whatever interface there is, so nothing of it must be set up again.
+    /// Sends frames back. The socket is bound to no interface, so it needs no new set-up after a relay.
     fn run(&self, socket: &OwnedFd) -> Fallible<()> {
         let mut bytes = [0; 2048];
         while !self.ends.load(Relaxed) {
             let (len, from) = match rustix::net::recvfrom(socket, &mut bytes[..], RecvFlags::empty()) {
                 Ok((len, _, Some(from))) => (len, from),
-                // Nothing came, or the interface is down.
+                // No frame came, or the interface is down.
                 Ok(_) | Err(Errno::AGAIN | Errno::INTR | Errno::NETDOWN) => continue,
                 Err(errno) => return Err(format!("the socket for frames cannot be read: {errno}").into()),
             };
@@ -45,7 +45,7 @@ impl Echo {
                 self.seen.store(seen, Relaxed);
                 match rustix::net::sendto(socket, frame, SendFlags::empty(), &from) {
                     Ok(_) => _ = self.back.fetch_add(1, Relaxed),
-                    // It is down, or gone: what was to be sent is lost, as it is for any program.
+                    // The interface is down, or gone: the frame is lost, as for any program.
                     Err(Errno::NETDOWN | Errno::NXIO | Errno::NODEV | Errno::NOBUFS) => {}
                     Err(errno) => return Err(format!("a frame cannot be sent back: {errno}").into()),
                 }
@@ -63,7 +63,7 @@ fn socket() -> Fallible<OwnedFd> {
     Ok(socket)
 }
 
-/// The card's interface, once the driver has made it.
+/// Waits for the card's interface, which the driver makes.
 fn interface() -> Fallible<PathBuf> {
     let mut found = None;
     wait("the interface", || {
@@ -79,15 +79,15 @@ fn bring_up(interface: &Path) -> Fallible<()> {
     Ok(fs::write(interface.join("flags"), format!("{:#x}", flags | 1))?)
 }
 
-/// Whether the link is up.
+/// Returns whether the link is up.
 fn carrier(interface: &Path) -> bool {
     fs::read_to_string(interface.join("carrier")).is_ok_and(|carrier| carrier.trim() == "1")
 }
 
-/// How long each step took: unload, load, interface up, link up.
+/// Duration of each step: unload, load, interface up, link up.
 type Steps = [Duration; 4];
 
-/// The driver is unloaded and loaded once. What is sent from the moment on when the old one is gone is the new one's.
+/// Unloads and loads the driver once. Frames sent once the old driver is gone count as the new one's.
 fn relay(module: &Path, echo: &Echo, number: u32) -> Fallible<Steps> {
     let file = File::open(module)?;
     let mut last = Instant::now();
@@ -127,7 +127,7 @@ fn drive(echo: &Echo, count: u32) -> Fallible<Vec<Steps>> {
     Ok(steps)
 }
 
-/// Has the driver unloaded and loaded `count` times under the bench's stream.
+/// Relays the card `count` times under the bench's stream.
 pub fn relays(count: u32) -> Fallible<()> {
     let (echo, socket) = (Echo::default(), socket()?);
     std::thread::scope(|scope| {
@@ -135,7 +135,7 @@ pub fn relays(count: u32) -> Fallible<()> {
         let done = drive(&echo, count);
         if let Ok(steps) = &done {
             println!("{SAYS}done");
-            // Until the stream ends.
+            // Wait for the end of the stream.
             let mut before = 0;
             while std::mem::replace(&mut before, echo.back.load(Relaxed)) != echo.back.load(Relaxed) {
                 std::thread::sleep(SILENCE);

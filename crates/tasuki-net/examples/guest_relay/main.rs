@@ -1,5 +1,6 @@
-//! What runs in the guest of `cargo xtask bench relay`: sends back what comes to the guest's 82574L while the card changes hands again and
-//! again, by the kernel's driver that is unloaded and loaded, or between two processes of ours. The bench is at the other end of the wire.
+//! The guest's program of `cargo xtask bench relay`: it sends back the frames that reach the guest's 82574L while
+//! the card changes hands again and again, by unloading and loading the kernel's driver, or between two processes of
+//! ours. The bench is at the other end of the wire.
 //!
 //! ```text
 //! guest_relay lkm N          the kernel's driver, N times
@@ -7,8 +8,9 @@
 //! guest_relay repoint N      the same, each with memory of its own
 //! ```
 //!
-//! What goes back has the number of the relays so far in the last four bytes of its sender's address: the bench sees on the wire who sent it.
-//! What comes has there how many relays the bench has seen. What is said on standard output the bench reads, line by line, after [`SAYS`].
+//! A returned frame has the number of relays so far in the last four bytes of its source address: the bench sees on
+//! the wire which owner sent it. A frame from the bench has there the number of relays that the bench has seen. The
+//! bench reads this program's standard output, line by line, after [`SAYS`].
 
 mod handover;
 mod kernel;
@@ -20,25 +22,25 @@ use std::time::{Duration, Instant};
 
 use handover::Method;
 
-/// What went wrong, in a sentence.
+/// A result whose error is a sentence for the bench.
 type Fallible<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
-/// Before each line that is for the bench.
+/// Prefix of each line for the bench.
 const SAYS: &str = "relay: ";
 
-/// How long the first owner drives before the first relay: the stream at rest.
+/// Time that the first owner drives before the first relay: the undisturbed stream.
 const AT_REST: Duration = Duration::from_secs(3);
 
-/// So long after the last frame the stream has ended.
+/// Time without a frame after which the stream counts as ended.
 const SILENCE: Duration = Duration::from_secs(2);
 
-/// Whoever waits for longer than this waits in vain.
+/// Longest wait for anything.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The EtherType for experiments, which the bench's frames have.
 const KIND: u16 = 0x88b5;
 
-/// Where frames have it.
+/// Offset of the EtherType in a frame.
 const KIND_AT: usize = 12;
 
 fn main() -> ExitCode {
@@ -62,7 +64,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Turns a frame of the bench's round, and writes into it after how many relays that was; returns how many the bench has seen.
+/// Turns a frame of the bench round and writes the number of relays into it; returns the number that the bench has
+/// seen.
 fn turn_round(frame: &mut [u8], relays: u32) -> Option<u32> {
     if frame.get(KIND_AT..KIND_AT + 2) != Some(&KIND.to_be_bytes()[..]) {
         return None;
@@ -74,7 +77,7 @@ fn turn_round(frame: &mut [u8], relays: u32) -> Option<u32> {
     seen
 }
 
-/// Waits until `met` says so.
+/// Waits until `met` returns true.
 fn wait(what: &str, mut met: impl FnMut() -> Fallible<bool>) -> Fallible<()> {
     let began = Instant::now();
     while !met()? {
@@ -86,7 +89,7 @@ fn wait(what: &str, mut met: impl FnMut() -> Fallible<bool>) -> Fallible<()> {
     Ok(())
 }
 
-/// The folder below `all` that is of the 82574L, if there is one; `device` leads from there to the device.
+/// Returns the folder below `all` that belongs to the 82574L; `device` is the path from there to the device ID.
 fn of_the_card(all: &str, device: &str) -> Fallible<Option<PathBuf>> {
     for folder in std::fs::read_dir(all)? {
         let folder = folder?.path();

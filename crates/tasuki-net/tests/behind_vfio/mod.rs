@@ -1,6 +1,7 @@
 //! Cards behind VFIO in the guest that `cargo xtask guest` boots, as worlds for the suite of all drivers.
 //!
-//! Another card is a line of `CARDS` in xtask/src/guest.rs, and here, in tests/guest.rs, a [`Card`] and a `card!`.
+//! Another card needs a line of `CARDS` in xtask/src/guest.rs, and here, in tests/guest.rs, a [`Card`] and a
+//! `card!`.
 
 mod serial;
 
@@ -21,12 +22,12 @@ use crate::conformance::frames::{assert_same, frames, mixed};
 use crate::conformance::{Bench, PATIENCE, Sender, World, memory, until};
 use crate::qemu::readable;
 
-/// Where the kernel lists what is on the bus.
+/// Returns the folder in which the kernel lists PCI devices.
 pub fn devices() -> PathBuf {
     PathBuf::from("/sys/bus/pci/devices")
 }
 
-/// Where the card is.
+/// Returns the address of the card.
 pub fn find(id: PciId) -> Address {
     let is = |file: &str, device: &PathBuf, number: u16| {
         fs::read_to_string(device.join(file)).is_ok_and(|text| text.trim() == format!("{number:#06x}"))
@@ -37,7 +38,7 @@ pub fn find(id: PciId) -> Address {
     card.file_name().unwrap().to_str().unwrap().parse().unwrap()
 }
 
-/// Does what the sentence of an error says, line by line: `echo A > B; echo C > D`.
+/// Executes the commands in the sentence of an error: `echo A > B; echo C > D`.
 pub fn obey(sentence: &str) {
     let (_, commands) = sentence.split_once(" as root: ").unwrap();
     for command in commands.split("; ").filter(|command| !command.starts_with("modprobe ")) {
@@ -46,7 +47,7 @@ pub fn obey(sentence: &str) {
     }
 }
 
-/// Opens the card, taking it away from whoever has it.
+/// Opens the card, taking it away from its present holder.
 pub fn open(id: PciId) -> Vfio {
     let address = find(id);
     match Vfio::open(address) {
@@ -59,7 +60,8 @@ pub fn open(id: PciId) -> Vfio {
     }
 }
 
-/// Switches the power of the card's slot on or off. (PCI Express 3.0, 7.8.10: Power Controller Control, in the root port above the card.)
+/// Switches the power of the card's slot on or off. (PCI Express 3.0, 7.8.10: Power Controller Control, in the root
+/// port above the card.)
 fn set_power(card: Address, on: bool) {
     const POWER_OFF: u16 = 1 << 10;
     let card = fs::canonicalize(devices().join(card.to_string())).unwrap();
@@ -67,7 +69,7 @@ fn set_power(card: Address, on: bool) {
     let port = OpenOptions::new().read(true).write(true).open(port).unwrap();
     let mut config = [0; 256];
     port.read_exact_at(&mut config, 0).unwrap();
-    // From the first capability to that of PCI Express.
+    // Walk from the first capability to that of PCI Express.
     let mut at = usize::from(config[0x34]);
     while config[at] != 0x10 {
         at = usize::from(config[at + 1]);
@@ -79,7 +81,7 @@ fn set_power(card: Address, on: bool) {
     port.write_all_at(&control.to_le_bytes(), at as u64).unwrap();
 }
 
-/// A card whose slot has no power. It has it again when this is dropped.
+/// A card whose slot has no power. Dropping it restores the power.
 struct Powerless(Address);
 
 impl Powerless {
@@ -95,8 +97,10 @@ impl Drop for Powerless {
     }
 }
 
-/// Has an 82574L's throttle run out: QEMU 7.2 ends itself if MSI-X is switched off, by new vectors, a reset or the last close, before its
-/// main loop has seen to the timer that follows each interrupt by 128 us.
+/// Lets an 82574L's throttle run out.
+///
+/// QEMU 7.2 ends itself if MSI-X is switched off (by new vectors, a reset or the last close) before its main loop
+/// has handled the timer that follows each interrupt by 128 us.
 pub fn calm() {
     let begin = Instant::now();
     while begin.elapsed() < Duration::from_millis(2) {
@@ -105,25 +109,25 @@ pub fn calm() {
     turn_main_loop();
 }
 
-/// Has QEMU's main loop, which moves frames and sees to timers, come round a few times: it answers the monitor, too.
+/// Lets QEMU's main loop, which moves frames and handles timers, run a few times: it answers the monitor, too.
 fn turn_main_loop() {
     (0..4).for_each(|_| serial::ask(r#"{"execute":"query-status"}"#));
 }
 
-/// A driver of a card that the guest has.
+/// The driver of a card of the guest.
 pub trait Card: Nic<Bus = Vfio> {
-    /// What the guest's monitor, and its ports, call the card's wire: its name in xtask/src/guest.rs.
+    /// Name of the card's wire at the guest's monitor and ports: its name in xtask/src/guest.rs.
     const NAME: &'static str;
-    /// Who the card is.
+    /// PCI id of the card.
     const ID: PciId;
-    /// Receive queues that the model has.
+    /// Number of receive queues of the model.
     const QUEUES: u8 = 1;
-    /// Longest payload that the model can do.
+    /// Longest payload of the model, in bytes.
     const MTU_MAX: u16 = 1500;
-    /// Longest payload that the model can send from behind an IOMMU.
+    /// Longest payload that the model can send from behind an IOMMU, in bytes.
     const MTU_SENT: u16 = Self::MTU_MAX;
-    /// Whether QEMU's model ends QEMU when it is closed too early (see [`calm`]), and loses what waits at its wire when its command
-    /// register is written while it is parked, as VFIO does to switch vectors on.
+    /// Whether closing too early ends QEMU (see [`calm`]), and whether a parked card loses frames at its wire when
+    /// its command register is written, as VFIO does to switch vectors on.
     const IS_TOUCHY: bool = false;
 }
 
@@ -134,7 +138,7 @@ impl<N: Card> World for BehindVfio<N> {
     type Nic = N;
     type Bus = Vfio;
 
-    // Above 4 GiB, where the machine's own memory is not, and the IOMMU's other half of an address matters.
+    // Above 4 GiB: the machine's own memory is not there, and the upper half of an IOMMU address matters.
     const MEMORY_AT: Iova = Iova(0x2_0000_0000);
     const QUEUES: u8 = N::QUEUES;
     const MTU_MAX: u16 = N::MTU_MAX;
@@ -142,14 +146,14 @@ impl<N: Card> World for BehindVfio<N> {
     const CANNOT_PULL: Option<&'static str> =
         Some("QEMU answers for the registers of a card that is not there with zeroes, and any real bus with ones");
     const MAC: Mac = Mac([0x52, 0x54, 0x00, 0x12, 0x34, 0x57]);
-    // Its back end keeps a frame that the card does not take.
+    // The back end keeps a frame that the card does not take.
     const HOLDS_WHILE_PARKED: bool = true;
 
     fn new(_: &NicMemory) -> Option<Self> {
         let wire = Wire::of(N::NAME);
         wire.clear();
         let mut world = BehindVfio(wire, N::IS_TOUCHY, PhantomData);
-        // A test that failed may have left it unplugged.
+        // A failed test may have left the card unplugged.
         world.set_link(true);
         Some(world)
     }
@@ -178,7 +182,7 @@ impl<N: Card> World for BehindVfio<N> {
     }
 
     fn let_frames_move(&self, _: &mut Vfio, sent: usize) {
-        // Until the first of them has come to QEMU.
+        // Wait until the first of them has come to QEMU.
         self.0.wait_until_taken(sent.saturating_sub(1) as u64);
         turn_main_loop();
     }
@@ -188,7 +192,7 @@ impl<N: Card> World for BehindVfio<N> {
     }
 }
 
-/// The world goes before its card does.
+/// Drops the world before its card.
 impl<N> Drop for BehindVfio<N> {
     fn drop(&mut self) {
         if self.1 {
@@ -197,7 +201,7 @@ impl<N> Drop for BehindVfio<N> {
     }
 }
 
-/// The successor has nothing of the bus but its descriptors, as if they had come over a socket.
+/// The successor has only the descriptors of the bus, as if they had come over a socket.
 pub fn a_successor_goes_on_by_descriptors<N: Card>() {
     let options = NicOptions { ring: 64, ..NicOptions::default() };
     let Some(mut bench) = Bench::<BehindVfio<N>>::start(&options) else { return };
@@ -207,9 +211,9 @@ pub fn a_successor_goes_on_by_descriptors<N: Card>() {
         let (before, rest) = sent.split_at(50);
         let (waiting, last) = rest.split_at(50);
         assert_same(&bench.bring_in(before), before);
-        // What came is handled with the next call, and the ring is full again.
+        // The next call handles the frames that came, and the ring is full again.
         assert!(bench.poll().is_empty(), "nothing comes twice");
-        // Frames that the successor finds: in the rings, or on the wire.
+        // Frames that the successor finds, in the rings or on the wire.
         let send = |world: &BehindVfio<N>| waiting.iter().for_each(|frame| world.0.send(frame));
         if N::IS_TOUCHY {
             send(&bench.world);
@@ -228,7 +232,7 @@ pub fn a_successor_goes_on_by_descriptors<N: Card>() {
             came.extend(bench.receive());
         }
         assert_same(&came, waiting);
-        // Now nothing is there, and what comes is announced where this one listens.
+        // Now nothing is there, and the next frame's interrupt goes to this successor.
         assert_eq!(bench.nic().arm().unwrap(), Armed::Idle);
         bench.world.0.send(&last[0]);
         assert!(readable(&bench.nic().fd(), PATIENCE), "no interrupt came to the successor");
@@ -238,13 +242,13 @@ pub fn a_successor_goes_on_by_descriptors<N: Card>() {
     }
 }
 
-/// Nobody comes to harm by a card that is there and answers nothing, and it is of use again as soon as it answers.
+/// A card that is present and answers nothing harms no process, and works again as soon as it answers.
 pub fn a_card_without_power_is_refused<N: Card>() {
     let options = NicOptions::default();
     let address = find(N::ID);
     let descriptors = open(N::ID).into_descriptors().unwrap();
     let copy = |descriptor: &OwnedFd| descriptor.try_clone().unwrap();
-    // The kernel does not see to the card until it is back: only then is the last of these closed.
+    // The kernel does not reset the card until it is back: only then is the last of these closed.
     let open_still = [&descriptors.container, &descriptors.group, &descriptors.device].map(copy);
     let bus = Vfio::from_descriptors(descriptors).unwrap();
     let powerless = Powerless::cut(address);

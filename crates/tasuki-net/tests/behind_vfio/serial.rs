@@ -1,4 +1,4 @@
-//! The guest's ways to the outside: ports of a virtio-serial device, which QEMU connects by their names.
+//! Connections from the guest to the outside: ports of a virtio-serial device, which QEMU connects by their names.
 
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
@@ -11,14 +11,15 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::conformance::{PATIENCE, until};
 
-/// Frames under way to the card's end of a wire at most. A port of the guest has room for more.
+/// Most frames under way to the card's end of a wire. A port of the guest has room for more.
 const UNDER_WAY: u64 = 64;
 
-/// A port, which is read and written as if its calls waited. (The driver's own calls would wait for room with interrupts off.)
+/// A port that behaves like a blocking file. (The driver's own blocking calls would wait for room with interrupts
+/// off.)
 struct Port(File);
 
 impl Port {
-    /// The port of this name, once there is one.
+    /// Opens the port of this name, once it exists.
     fn open(name: &str) -> Port {
         let found = || {
             let ports = fs::read_dir("/sys/class/virtio-ports").ok()?;
@@ -66,7 +67,8 @@ impl Write for &Port {
     }
 }
 
-/// The other end of a card's wire. It is there for as long as the process; xtask/src/guest/wire.rs says what it speaks.
+/// The other end of a card's wire. It exists as long as the process does; xtask/src/guest/wire.rs defines its
+/// protocol.
 pub struct Wire {
     port: Port,
     state: Mutex<State>,
@@ -75,18 +77,18 @@ pub struct Wire {
 
 #[derive(Default)]
 struct State {
-    /// Frames sent, and those of them that the card's end has taken.
+    /// Frames sent, and the number of them that the card's end has taken.
     sent: u64,
     taken: u64,
     /// Frames that the card has put on the wire.
     come: VecDeque<Vec<u8>>,
 }
 
-/// The wires that are in use.
+/// The wires in use.
 static WIRES: Mutex<Vec<(&str, &Wire)>> = Mutex::new(Vec::new());
 
 impl Wire {
-    /// The wire of this name.
+    /// Returns the wire of this name.
     pub fn of(name: &'static str) -> &'static Wire {
         let mut wires = WIRES.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, wire)) = wires.iter().find(|(known, _)| *known == name) {
@@ -123,7 +125,7 @@ impl Wire {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until the state is as wanted, for `limit` at most; says whether it is.
+    /// Waits until the state is as wanted, or for `limit`; returns the state.
     fn wait(&self, limit: Duration, wanted: impl Fn(&State) -> bool) -> std::sync::MutexGuard<'_, State> {
         let deadline = Instant::now() + limit;
         let mut state = self.lock();
@@ -136,19 +138,19 @@ impl Wire {
         }
     }
 
-    /// For a fresh card: nothing is under way.
+    /// Clears the wire for a fresh card. No frame may be under way.
     pub fn clear(&self) {
         let mut state = self.wait(PATIENCE, |state| state.taken == state.sent);
         assert_eq!(state.taken, state.sent, "a test before this one has left frames on the wire");
         state.come.clear();
     }
 
-    /// Puts a frame on the wire, if there is room; says whether there was.
+    /// Puts a frame on the wire, if there is room; returns whether there was.
     pub fn try_send(&self, frame: &[u8]) -> bool {
         Self::put(&self.port, &mut self.lock(), frame)
     }
 
-    /// The same, but waits for room.
+    /// Puts a frame on the wire; waits for room.
     pub fn send(&self, frame: &[u8]) {
         let has_room = |state: &State| state.sent - state.taken < UNDER_WAY;
         let sent = Self::put(&self.port, &mut self.wait(PATIENCE, has_room), frame);
@@ -160,28 +162,29 @@ impl Wire {
             return false;
         }
         let len = u32::try_from(frame.len()).expect("a frame").to_be_bytes();
-        // At once, so that it is one buffer to the port's driver.
+        // One write, so that the port's driver gets one buffer.
         port.write_all(&[&len, frame].concat()).expect("the wire's other end is there");
         state.sent += 1;
         true
     }
 
-    /// The next frame that the card has put on the wire, if it comes within `limit`.
+    /// Returns the next frame that the card has put on the wire, if it comes within `limit`.
     pub fn take(&self, limit: Duration) -> Option<Vec<u8>> {
         self.wait(limit, |state| !state.come.is_empty()).come.pop_front()
     }
 
-    /// Waits until the card's end has taken all frames that were sent but `left`.
+    /// Waits until the card's end has taken all but `left` of the sent frames.
     pub fn wait_until_taken(&self, left: u64) {
         let wanted = |state: &State| state.sent - state.taken <= left;
         assert!(wanted(&self.wait(PATIENCE, wanted)), "the card's end takes no frames");
     }
 }
 
-/// QEMU's monitor, once somebody has asked it.
+/// QEMU's monitor, after its first use.
 static MONITOR: Mutex<Option<BufReader<&Port>>> = Mutex::new(None);
 
-/// Asks QEMU's monitor, which speaks JSON: <https://www.qemu.org/docs/master/interop/qmp-spec.html>. Waits for the answer.
+/// Sends a command to QEMU's monitor, which speaks JSON: <https://www.qemu.org/docs/master/interop/qmp-spec.html>.
+/// Waits for the answer.
 pub fn ask(command: &str) {
     let mut monitor = MONITOR.lock().unwrap_or_else(PoisonError::into_inner);
     match &mut *monitor {
@@ -194,7 +197,7 @@ pub fn ask(command: &str) {
     }
 }
 
-/// Waits for the answer, past whatever the monitor says on its own.
+/// Waits for the answer, past the monitor's own messages.
 fn talk(monitor: &mut BufReader<&Port>, command: &str) {
     monitor.get_mut().write_all(format!("{command}\n").as_bytes()).expect("the monitor listens");
     let mut line = String::new();

@@ -1,8 +1,8 @@
-//! A device that is nothing but registers, and serves as what a driver talks to: no NIC.
+//! A device of nothing but registers, for tests of the bus. It is no NIC.
 //!
 //! | BAR | bytes  | what it is                                                                        |
 //! |-----|--------|-----------------------------------------------------------------------------------|
-//! | 0   | 16 KiB | by messages: registers, the doorbell at [`DOORBELL`], the MSI-X table at 0x2000     |
+//! | 0   | 16 KiB | by messages: registers, the doorbell at [`DOORBELL`], the MSI-X table at 0x2000   |
 //! | 1   | 8 KiB  | mapped                                                                            |
 //! | 2   | 12 KiB | its middle page is mapped                                                         |
 #![allow(dead_code, reason = "each test needs another part of it")]
@@ -19,11 +19,11 @@ use tasuki_sim::vfio_user::{self as served, CONFIG, Device, Dma, DmaMemory, MSIX
 
 /// MSI-X vectors.
 pub const VECTORS: u32 = 20;
-/// Where the device is told an address, in two halves.
+/// Registers for an address, in two halves.
 pub const ADDRESS: u32 = 0x08;
-/// A store here: the device adds one to the word at its address, and rings the vector that was stored.
+/// Doorbell: on a store, the device adds one to the word at its address, and rings the vector that was stored.
 pub const DOORBELL: u32 = 0x10;
-/// Reads how often the doorbell failed to reach memory.
+/// Register that counts how often the doorbell failed to reach memory.
 pub const FAULTS: u32 = 0x14;
 const TABLE: usize = 0x2000;
 const MSIX_CAPABILITY: usize = 0x40;
@@ -74,7 +74,7 @@ impl Cabinet {
         u32::from_le_bytes(self.bar0[at as usize..][..4].try_into().unwrap())
     }
 
-    /// The vector rings if MSI-X is enabled and the vector is not masked.
+    /// Rings the vector if MSI-X is enabled and the vector is not masked.
     fn ring(&self, vector: usize) {
         let enabled = self.config[MSIX_CAPABILITY + 3] & 0xc0 == 0x80;
         let unmasked = self.bar0[TABLE + 16 * vector + 12] & 1 == 0;
@@ -128,7 +128,7 @@ impl Device for Cabinet {
             _ => return,
         };
         to[usize::try_from(offset).unwrap()..][..bytes.len()].copy_from_slice(bytes);
-        // The status register is not for writing.
+        // The status register is read-only.
         self.config[6..8].copy_from_slice(&[1 << 4, 0]);
         if (region, offset) == (0, DOORBELL.into()) {
             self.doorbell();
@@ -154,7 +154,7 @@ impl Device for Cabinet {
     }
 }
 
-/// A cabinet that is served by a thread, until the value is dropped.
+/// A cabinet that a thread serves until the value is dropped.
 pub struct Served {
     folder: tempfile::TempDir,
     stop: Arc<AtomicBool>,
@@ -191,7 +191,7 @@ impl Served {
         self.folder.path().join("s")
     }
 
-    /// Ends the server: gives the device, and how many clients have gone from it.
+    /// Ends the server; returns the device, and the number of clients that have left it.
     pub fn end(mut self) -> (Cabinet, u32) {
         self.stop.store(true, Ordering::Release);
         self.thread.take().unwrap().join().unwrap()
@@ -208,19 +208,19 @@ impl Drop for Served {
     }
 }
 
-/// Waits until `fd` is readable, for so many milliseconds at most.
+/// Waits until `fd` is readable, for at most `milliseconds`.
 pub fn wait_readable(fd: impl AsFd, milliseconds: i64) {
     let limit = Timespec { tv_sec: milliseconds / 1000, tv_nsec: milliseconds % 1000 * 1_000_000 };
     let _ = rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit));
 }
 
-/// How often an eventfd rang, waiting up to 20 s for the first time.
+/// Returns how often an eventfd rang; waits up to 20 s for the first ring.
 pub fn rings(eventfd: &OwnedFd) -> u64 {
     wait_readable(eventfd, 20_000);
     rings_now(eventfd)
 }
 
-/// How often an eventfd has rung.
+/// Returns how often an eventfd has rung.
 pub fn rings_now(eventfd: &OwnedFd) -> u64 {
     let mut count = [0; 8];
     match rustix::io::read(eventfd, &mut count) {

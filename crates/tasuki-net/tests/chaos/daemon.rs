@@ -1,5 +1,5 @@
-//! What a daemon is to nodes: it makes their memory, says who has which address, introduces them to each other, and starts somebody else on the
-//! memory of one that was killed.
+//! The daemon of the nodes: it makes their memory, publishes their addresses, introduces them to each other, and
+//! starts a successor on the memory of a killed node.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Command, Stdio};
@@ -22,7 +22,7 @@ use super::path::mac;
 /// Long enough for anything that is not a hang.
 const FOREVER: Duration = Duration::from_secs(60);
 
-/// Waits until it holds.
+/// Waits until `condition` holds.
 pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
@@ -31,11 +31,11 @@ pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// A process that is a node. Killed and reaped when dropped.
+/// Process of a node. Dropping it kills and reaps the process.
 pub struct Process {
     child: std::process::Child,
     socket: OwnedFd,
-    /// No two have the same.
+    /// Unique number of this process.
     key: u64,
     pub is_stopped: bool,
 }
@@ -68,7 +68,7 @@ impl Process {
         self.is_stopped = false;
     }
 
-    /// Waits for its end, which was ordered.
+    /// Waits for the end of the process, which was ordered.
     fn ends(mut self) {
         let status = self.child.wait().expect("it is our child");
         assert!(status.success(), "a node that was told to end {status}");
@@ -82,7 +82,7 @@ impl Drop for Process {
     }
 }
 
-/// A node, as its daemon has it.
+/// The daemon's record of a node.
 pub struct Member {
     pub number: u16,
     pub id: u32,
@@ -91,9 +91,9 @@ pub struct Member {
     pub node_memory: NodeMemoryFds,
     bell_receiver: OwnedFd,
     bell: OwnedFd,
-    /// None drives it after it was killed, until another does.
+    /// Process that drives the node. `None` after a kill, until another process drives it.
     pub process: Option<Process>,
-    /// How many were killed.
+    /// Number of its killed processes.
     pub kills: u64,
 }
 
@@ -108,16 +108,16 @@ impl Member {
         [control, pool, open_anew(self.bell.as_fd()).expect("a bell can be opened anew")]
     }
 
-    /// Its node memory and its bell receiver, for whoever looks at what is left.
+    /// Returns its node memory and its bell receiver, for checks of what is left.
     pub fn give_up(self) -> (u16, u32, NodeMemoryFds, OwnedFd) {
         (self.number, self.pages, self.node_memory, self.bell_receiver)
     }
 }
 
-/// A number that is given again when everybody has heard that nobody has it.
+/// A number that can be reused once all nodes have heard that it is free.
 struct Freed {
     number: u16,
-    /// Who has to: a node, the process that was told, and when.
+    /// Nodes that must hear it: node, process that was told, and serial of the order.
     by: Vec<(u32, Option<u64>, u64)>,
 }
 
@@ -140,7 +140,7 @@ impl Daemon {
         Daemon { lease_page: LeasePage::create(), memory, directory, members: Vec::new(), freed, serial: 0, next_id: 0 }
     }
 
-    /// The set of nodes that get what is for all.
+    /// Publishes the set of nodes that get frames for all.
     fn say_who_is_there(&mut self) {
         let mut nodes = NodeSet::default();
         self.members.iter().for_each(|member| nodes.insert(member.number));
@@ -151,7 +151,7 @@ impl Daemon {
         self.lease_page.of_node(number, Of::Done).load(SeqCst) >= serial
     }
 
-    /// Tells a node something, if there is a process; says which order that was.
+    /// Sends an order to a node, if it has a process; returns the order's serial.
     pub fn tell(&mut self, at: usize, deed: Deed, about: (u16, u32), fds: &[OwnedFd]) -> u64 {
         self.serial += 1;
         if let Some(process) = &self.members[at].process {
@@ -161,7 +161,7 @@ impl Daemon {
         self.serial
     }
 
-    /// The next number that nobody believes to be another's.
+    /// Returns the next number that no node attributes to another.
     fn number(&mut self) -> Option<u16> {
         let has_heard = |(id, told, serial): &(u32, Option<u64>, u64)| {
             let Some(member) = self.members.iter().find(|member| member.id == *id) else { return true };
@@ -174,7 +174,7 @@ impl Daemon {
         Some(self.freed.remove(at).number)
     }
 
-    /// A node comes, if there is a number for it.
+    /// Adds a node, if there is a number for it.
     pub fn join(&mut self, pages: u32, stages: bool, seed: u64) -> bool {
         let Some(number) = self.number() else { return false };
         self.lease_page.clear(number);
@@ -200,7 +200,7 @@ impl Daemon {
             let peer_descriptor = self.members[us].peer_descriptor();
             told.push((at, self.tell(at, Deed::Add, (number, id), &peer_descriptor)));
         }
-        // Who stands still hears of it later, and sends it nothing before.
+        // A stopped node hears of it later, and sends it nothing before.
         for (at, serial) in told {
             let member = &self.members[at];
             if member.process.as_ref().is_some_and(|process| !process.is_stopped) {
@@ -212,7 +212,7 @@ impl Daemon {
         true
     }
 
-    /// Starts a process for a node, which goes on where one before it was killed or has ended.
+    /// Starts a process for a node. It goes on after a killed or ended one.
     pub fn start(&mut self, at: usize, after_death: bool, seed: u64) {
         self.serial += 1;
         let (key, member) = (self.serial, &self.members[at]);
@@ -236,7 +236,7 @@ impl Daemon {
         eventually("a node knows all others", || self.is_done(number, go));
     }
 
-    /// Has a node kill itself where it says. Nobody drives it from then on.
+    /// Makes a node kill itself at the step of `deed`. Afterwards no process drives it.
     pub fn have_die(&mut self, at: usize, deed: Deed) {
         self.tell(at, deed, (0, 0), &[]);
         let child = &mut self.members[at].process.as_mut().expect("who is told to die is there").child;
@@ -244,19 +244,19 @@ impl Daemon {
         self.kill(at);
     }
 
-    /// SIGKILL. Nobody drives the node from then on.
+    /// Sends SIGKILL to a node. Afterwards no process drives it.
     pub fn kill(&mut self, at: usize) {
         self.members[at].process = None;
         self.members[at].kills += 1;
     }
 
-    /// Has the process of a node end, after its last frame.
+    /// Ends the process of a node after its last frame.
     pub fn end(&mut self, at: usize) {
         self.tell(at, Deed::End, (0, 0), &[]);
         self.members[at].process.take().expect("who is told to end is there").ends();
     }
 
-    /// A node is there no more: its address first, then everybody hears of it.
+    /// Removes a node: first its address, then every other node hears of it.
     pub fn remove(&mut self, at: usize) {
         let gone = self.members.remove(at);
         self.directory.remove(mac(gone.id));
@@ -270,7 +270,7 @@ impl Daemon {
         self.freed.push(Freed { number: gone.number, by });
     }
 
-    /// No node has ended that was not told to.
+    /// Asserts that no node has ended without an order.
     pub fn all_live(&mut self) {
         for member in &mut self.members {
             if let Some(process) = &mut member.process {
@@ -280,7 +280,7 @@ impl Daemon {
         }
     }
 
-    /// Waits for something of the nodes, as long as they live.
+    /// Waits for a condition while all nodes live.
     pub fn until(&mut self, what: &str, mut condition: impl FnMut(&Self) -> bool) {
         eventually(what, || {
             self.all_live();
@@ -288,17 +288,17 @@ impl Daemon {
         });
     }
 
-    /// Frames that have come to all that are there.
+    /// Returns the number of frames received by all present nodes.
     pub fn came(&self) -> u64 {
         self.members.iter().map(|member| self.lease_page.of_node(member.number, Of::Came).load(SeqCst)).sum()
     }
 
-    /// How often something was taken back from a node.
+    /// Returns how often something was taken back from a node.
     pub fn taken_back_from(&self, to: u16) -> u64 {
         self.members.iter().map(|from| self.lease_page.get(from.number, to, Between::TakenBack)).sum()
     }
 
-    /// Tells all nodes the same, and waits until they have done it.
+    /// Sends all nodes the same order, and waits until they have carried it out.
     pub fn tell_all(&mut self, deed: Deed) {
         let told: Vec<_> =
             (0..self.members.len()).map(|at| (self.members[at].number, self.tell(at, deed, (0, 0), &[]))).collect();

@@ -1,5 +1,6 @@
-//! What nodes say of themselves, and of whom they sent to and heard: memory that they and the test share, of which each word has one writer at a
-//! time. It outlives a node that is killed, so that its successor goes on counting, and the accounts can be compared at the end.
+//! Reports of nodes about themselves and their peers, in memory that they share with the test. Each word has one
+//! writer at a time. The memory outlives a killed node, so that its successor continues the counts, and the test can
+//! compare the accounts at the end.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering::SeqCst;
@@ -7,54 +8,54 @@ use std::sync::atomic::Ordering::SeqCst;
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::sync::AtomicU64;
 
-/// Numbers that nodes have. More than there are nodes, and few enough that each is given many times.
+/// Numbers for nodes: more than there are nodes, and few enough that each is reused many times.
 pub const NUMBERS: u16 = 72;
 
-/// What a node says of itself.
+/// A node's report about itself.
 #[derive(Debug, Clone, Copy)]
 pub enum Of {
-    /// The last order that it has carried out.
+    /// Serial of the last order that it has carried out.
     Done,
-    /// Frames that came.
+    /// Frames received.
     Came,
     /// Frames for all that it has sent.
     ToAll,
-    /// Frames that it did not send, for want of room,
+    /// Frames not sent for want of room.
     NoRoom,
-    /// and since nobody has the address, or nobody had told it of the node.
+    /// Frames not sent because no node has the address, or the node was not introduced yet.
     Nobody,
-    /// When it has nothing left to do: pages of its pool that nobody holds, and 1.
+    /// Once it has nothing left to do: number of free pages of its pool, plus 1.
     Rested,
 }
 
-/// What the two ends of a pair say of frames from the first to the second.
+/// Reports of both ends of a pair about frames from the first to the second.
 #[derive(Debug, Clone, Copy)]
 pub enum Between {
-    /// The sender: frames for the second alone that were posted, and the number of the last,
+    /// Sender: number of the last frame posted for the second node alone; it equals their count.
     One,
-    /// frames for all that it was to get,
+    /// Sender: number of posted frames for all that the second node was to get.
     All,
-    /// how many of either it could see for certain,
+    /// Sender: how many of either kind the reader could see for certain.
     SeenOne,
     SeenAll,
-    /// those of a killed sender of which nobody knows,
+    /// Sender: frames of a killed predecessor whose visibility is unknown.
     Doubtful,
-    /// how often everything was taken back from the reader.
+    /// Sender: how often everything was taken back from the reader.
     TakenBack,
-    /// The reader: of frames for it alone, how many came, and the number of the last (see [`Tally`]),
+    /// Reader: frames received for it alone, and the number of the last (see [`Tally`]).
     CameOne,
-    /// the same of frames for all,
+    /// Reader: the same for frames for all.
     CameAll,
-    /// frames that were taken back before it read them,
+    /// Reader: frames that were taken back before it read them.
     Late,
-    /// those that it got again after a reader before it was killed.
+    /// Reader: frames that it got again after its predecessor was killed.
     Again,
 }
 
 const OF_NODE: usize = 8;
 const OF_PAIR: usize = 16;
 
-/// How many have come, and the number of the last: one word, so that no death falls between the two.
+/// Number of received frames, and the number of the last: in one word, so that no death falls between the two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tally {
     pub count: u32,
@@ -117,7 +118,7 @@ impl LeasePage {
         self.between(from, to, what).store(value, SeqCst);
     }
 
-    /// A node that nobody knows yet has this number: nothing is said of it, nor by it.
+    /// Clears the reports of and about this number, for a new node.
     pub fn clear(&self, node: u16) {
         let words = |first: usize, count| self.words[first..first + count].iter();
         let own = words(usize::from(node) * OF_NODE, OF_NODE);

@@ -1,4 +1,4 @@
-//! A node: a process that sends to whoever is there, checks each frame that comes, and does what it is told.
+//! A node: a process that sends to any node that exists, checks each received frame, and carries out orders.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::SeqCst;
@@ -22,45 +22,45 @@ use super::orders::{Deed, Order};
 use super::path::{ALL, Path, SHORTEST, mac};
 use crate::dice::Dice;
 
-/// How often a node does what is due now and then.
+/// Interval of a node's periodic work.
 const TICK: Duration = Duration::from_millis(50);
 
-/// Frames that a reader that was killed had read and not said so: a batch.
+/// Most frames that a killed reader had read and not reported: a batch.
 const AGAIN_MAX: u64 = 32;
 
-/// A frame for all that takes pages of its own, so that nothing else lies beside it: as many as the longest.
+/// Length of a frame for all that takes pages of its own, so that it shares none: as many as the longest frame.
 const GOODBYE_LEN: usize = PIECE_MAX - HEADER_LEN;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mood {
-    /// Others are still being added.
+    /// Other nodes are still being added.
     Waits,
     Sends,
-    /// It has one more frame to send, and says by this when it has.
+    /// The node has one more frame to send, and then reports this order done.
     Quiesces(u64),
     Quiet,
-    /// Its time runs ahead, for it does nothing but wait for it.
+    /// The node's clock runs ahead, because it only waits for time to pass.
     Rests(Duration),
 }
 
-/// What it knows of another.
+/// State of another node.
 #[derive(Debug, Clone, Copy)]
 struct Other {
     id: u32,
-    /// Frames that a reader before it had already.
+    /// Frames that a predecessor had received already.
     again: u64,
-    /// One came that none had.
+    /// Whether a frame came that no predecessor had.
     is_fresh: bool,
 }
 
-/// Who checks what comes.
+/// Checks received frames.
 struct Checker {
     us: u16,
     id: u32,
     after_death: bool,
     others: Vec<Option<Other>>,
     buffer: Vec<u8>,
-    /// Frames of one batch after which it kills itself.
+    /// Number of frames of one batch after which it kills itself.
     dies_after: Option<usize>,
 }
 
@@ -72,12 +72,12 @@ pub struct Node {
     stages: bool,
     dice: Dice,
     checker: Checker,
-    /// To whom something was posted that may not be seen yet.
+    /// Nodes to which it posted frames that may not be visible yet.
     unseen: Vec<u16>,
     mood: Mood,
-    /// Nobody was this node before: it has heard of everybody that came and went.
+    /// Whether the node had no predecessor, and so has heard of every join and leave.
     is_first: bool,
-    /// It kills itself after the next frame that it posts.
+    /// Whether it kills itself after the next frame that it posts.
     dies_sending: bool,
 }
 
@@ -86,7 +86,7 @@ fn die() -> ! {
     unreachable!("nobody outlives it")
 }
 
-/// Becomes the node that the test says, and is it until the test says otherwise.
+/// Becomes the node that the test orders, until the test ends it.
 pub fn be(socket: OwnedFd) {
     let (order, fds) = Order::receive(socket.as_fd(), RecvFlags::empty()).expect("the test says who we are");
     assert_eq!(order.deed, Deed::Be);
@@ -130,7 +130,7 @@ impl Node {
         self.lease_page.of_node(self.us(), Of::Done).store(serial, SeqCst);
     }
 
-    /// Until its end is ordered.
+    /// Runs until the test orders its end.
     fn live(&mut self) -> bool {
         let (mut next_tick, mut next_send) = (Instant::now(), Instant::now());
         loop {
@@ -160,12 +160,12 @@ impl Node {
         let most = Timespec::try_from(most).expect("a moment");
         let ends =
             &mut [PollFd::from_borrowed_fd(self.vni.fd(), PollFlags::IN), PollFd::new(&self.socket, PollFlags::IN)];
-        // Whatever ended it: the next look sees.
+        // The cause of the wake-up does not matter: the next look finds out.
         let _ = rustix::event::poll(ends, Some(&most));
         self.vni.wake();
     }
 
-    /// Says no if that was the last.
+    /// Carries out an order; returns false if it was the last.
     fn obey(&mut self, order: &Order, fds: Vec<OwnedFd>) -> bool {
         let number = order.number;
         match order.deed {
@@ -211,7 +211,7 @@ impl Node {
         true
     }
 
-    /// What a node before this one had posted and was not seen to see: nobody knows of it.
+    /// Counts frames that a predecessor posted and did not report as visible: their fate is unknown.
     fn count_doubtful(&self, to: u16) {
         for (posted, seen) in [(Between::One, Between::SeenOne), (Between::All, Between::SeenAll)] {
             let posted = self.lease_page.get(self.us(), to, posted);
@@ -272,7 +272,7 @@ impl Node {
         }
     }
 
-    /// Another node, or one that is not there any more.
+    /// Chooses another node, or one that no longer exists.
     fn somebody(&mut self) -> u32 {
         let others: Vec<_> = self.checker.others.iter().flatten().map(|other| other.id).collect();
         match others.is_empty() || self.dice.once_in(200) {
@@ -291,7 +291,7 @@ impl Node {
         assert!(known.is_none_or(|known| known.id == id), "the directory gives {id} number {to}, which is {known:?}");
         let posted = self.lease_page.get(self.us(), to, Between::One) + 1;
         let path = Path { from: self.checker.id, to: id, number: u32::try_from(posted).expect("so many are not sent") };
-        // It is counted before it is posted: what a killed node had counted, somebody may have seen.
+        // Count before posting: a peer may have seen frames that a killed node had counted.
         let count = |count| self.lease_page.set(self.checker.us, to, Between::One, count);
         let sent = if self.stages {
             let Some(room) = self.vni.stage() else { return self.count(Of::NoRoom) };
@@ -327,7 +327,7 @@ impl Node {
         self.vni.counts(to).map_or(0, |counts| counts.sent)
     }
 
-    /// Says whether it could be sent at all.
+    /// Sends a frame to all nodes; returns whether sending was possible.
     fn send_to_all(&mut self, len: usize) -> bool {
         let all = self.switch.find(mac(ALL));
         assert_eq!(all, To::All);
@@ -390,7 +390,7 @@ impl Node {
             assert_eq!(self.vni.breach(to), None, "an honest node breaks no rule");
         }
         if matches!(self.mood, Mood::Rests(_)) && !again {
-            // A node that stages has room for its next frame, as each has that reads from a TAP.
+            // A staging node has room for its next frame, as each node that reads from a TAP.
             let has_room = !self.stages || self.vni.stage().is_some();
             let left = u64::from(self.vni.pages_left());
             self.lease_page.of_node(self.us(), Of::Rested).store(if has_room { left + 1 } else { 0 }, SeqCst);

@@ -1,4 +1,4 @@
-//! What the test tells a node: messages with descriptors through a socket, each done before the next.
+//! Orders of the test to a node: messages with descriptors through a socket, each carried out before the next.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -10,26 +10,26 @@ use rustix::net::{
 
 const FDS: usize = 8;
 
-/// What is to be done.
+/// Kinds of orders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deed {
-    /// The first order: who it is. With its node memory, its bell receiver, the lease page and the directory.
+    /// First order: become this node. Carries its node memory, its bell receiver, the lease page and the directory.
     Be,
-    /// Another node is there. With its node memory and its bell.
+    /// Another node exists. Carries its node memory and its bell.
     Add,
-    /// It is not there any more.
+    /// Another node no longer exists.
     Remove,
-    /// All that there are were added: frames go.
+    /// All existing nodes were added: send frames.
     Go,
-    /// No more frames, but one for all that is long.
+    /// Send one last long frame for all, and no more.
     Quiesce,
-    /// What is due after a while is done now.
+    /// Do all delayed work now.
     Rest,
-    /// It ends.
+    /// Exit after the last frame.
     End,
-    /// It kills itself while it reads a batch.
+    /// Kill yourself while you read a batch.
     DieReading,
-    /// It kills itself when it has posted something that nobody sees yet.
+    /// Kill yourself after posting a frame that is not visible yet.
     DieSending,
 }
 
@@ -48,17 +48,17 @@ const DEEDS: [Deed; 9] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Order {
     pub deed: Deed,
-    /// Orders are counted.
+    /// Serial number of the order.
     pub serial: u64,
-    /// Whom it is about: the number,
+    /// Number of the node that the order concerns.
     pub number: u16,
-    /// and what it is called.
+    /// Name of that node.
     pub id: u32,
-    /// Random numbers begin with this.
+    /// Seed of the node's random numbers.
     pub seed: u64,
-    /// A node before it was killed.
+    /// Whether a predecessor was killed.
     pub after_death: bool,
-    /// It sends as a namespace's node does, without knowing to whom while it writes a frame.
+    /// Whether the node sends as a namespace's node does, writing a frame before it knows the receiver.
     pub stages: bool,
 }
 
@@ -89,7 +89,7 @@ impl Order {
         rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut beside, flags).map(|_| ())
     }
 
-    /// The next order, with its descriptors; `None` if there is none now, or who gave them is gone.
+    /// Receives the next order with its descriptors; `None` if there is none now, or the test is gone.
     pub fn receive(socket: BorrowedFd<'_>, flags: RecvFlags) -> Option<(Self, Vec<OwnedFd>)> {
         let mut bytes = [0; 64];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS))];

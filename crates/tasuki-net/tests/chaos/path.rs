@@ -1,26 +1,26 @@
-//! A frame that carries its path: from whom, to whom, which, how long, and a sum over all of it.
+//! A frame that carries its path: sender, receiver, number, length, and a sum over all of it.
 
-/// For all nodes.
+/// Receiver that means all nodes.
 pub const ALL: u32 = u32::MAX;
 
 /// Bytes of the shortest frame that has room for its path.
 pub const SHORTEST: usize = 60;
 
-/// Ethernet addresses, an EtherType for experiments (IEEE 802, 7.2), and two bytes to fill the word.
+/// Ethernet addresses, an EtherType for experiments (IEEE 802, 7.2), and two bytes that fill the word.
 const HEAD: usize = 16;
 const SUM_AT: usize = HEAD + 16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Path {
-    /// Who sent it: no two nodes are called alike, also if they had the same number one after another.
+    /// Sender. No two nodes have the same name, even if they had the same number one after another.
     pub from: u32,
-    /// For whom it is, or [`ALL`].
+    /// Receiver, or [`ALL`].
     pub to: u32,
-    /// Counted for each pair, and for all.
+    /// Number of the frame, counted separately for each pair and for all.
     pub number: u32,
 }
 
-/// The address of a node.
+/// Returns the MAC address of a node.
 pub fn mac(of: u32) -> [u8; 6] {
     let [a, b, c, d] = of.to_be_bytes();
     if of == ALL { [0xff; 6] } else { [2, 0xc4, a, b, c, d] }
@@ -45,7 +45,7 @@ impl Path {
         room[SUM_AT..SUM_AT + 8].copy_from_slice(&sum.to_le_bytes());
     }
 
-    /// The path of a frame that is whole; a sentence about one that is not.
+    /// Returns the path of an intact frame, or a sentence about a damaged one.
     pub fn read(frame: &[u8]) -> Result<Self, String> {
         if frame.len() < SHORTEST {
             return Err(format!("a frame of {} bytes was sent by nobody", frame.len()));
@@ -63,7 +63,7 @@ impl Path {
     }
 }
 
-/// A sum over all bytes but its own.
+/// Returns a sum over all bytes but its own.
 fn sum(frame: &[u8]) -> u64 {
     let add = |sum: u64, part: &[u8]| {
         let mut word = [0; 8];

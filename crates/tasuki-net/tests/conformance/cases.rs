@@ -11,7 +11,7 @@ use super::frames::{BROADCAST, LONGEST, SHORTEST, assert_same, frame, frames, ip
 use super::{Bench, PATIENCE, World, memory};
 use crate::qemu::readable;
 
-/// Small rings: they go round often.
+/// Options with small rings, which wrap often.
 pub fn small() -> NicOptions {
     NicOptions { ring: 64, ..NicOptions::default() }
 }
@@ -52,7 +52,7 @@ pub fn a_burst_is_not_filled_beyond_its_end<W: World>() {
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
     let sent = frames(W::MAC, 0, mixed(BURST_MAX));
     let mut burst = Burst::new();
-    // Two places are left.
+    // Leave two places free.
     (0..BURST_MAX - 2).for_each(|_| burst.push(bench.fill(&[0; SHORTEST])));
     let mut came = Vec::new();
     let mut rest = sent.iter().peekable();
@@ -64,7 +64,7 @@ pub fn a_burst_is_not_filled_beyond_its_end<W: World>() {
         (came.len() == sent.len()).then_some(())
     });
     assert_same(&came, &sent);
-    // Nor is it with more than were asked for.
+    // Nor does the driver add more than the caller asked for.
     burst.clear();
     came.clear();
     let mut rest = sent.iter().peekable();
@@ -84,7 +84,7 @@ pub fn a_frame_that_arrives_while_arming_is_not_slept_through<W: World>() {
     let (go, gone) = std::sync::mpsc::channel::<u32>();
     let sender = std::thread::spawn(move || gone.iter().for_each(|number| send(&frame(W::MAC, number, SHORTEST))));
     for number in 0..500 {
-        // The frame is under way while we arm; how far it has come differs each time.
+        // The frame is under way while we arm; its progress differs each time.
         go.send(number).expect("the sender runs");
         let came = loop {
             let came = bench.poll();
@@ -139,11 +139,11 @@ const GROUP: Mac = Mac([0x01, 0x00, 0x5e, 0x00, 0x00, 0xfb]);
 const OTHER_GROUP: Mac = Mac([0x01, 0x00, 0x5e, 0x7f, 0x12, 0x34]);
 const STRANGER: Mac = Mac([0x52, 0x54, 0x00, 0xab, 0xcd, 0xef]);
 
-/// Whether a frame to each of ourselves, everybody, a group, another group and a stranger arrives.
+/// Returns whether a frame arrives that is sent to: us, broadcast, a group, another group, a stranger.
 fn let_in<W: World>(bench: &mut Bench<W>, first: u32) -> [bool; 5] {
     let to = [W::MAC, BROADCAST, GROUP, OTHER_GROUP, STRANGER];
     let mut sent: Vec<_> = (first..).zip(to).map(|(number, to)| frame(to, number, 100)).collect();
-    // One for ourselves at the end says that all before it have been decided.
+    // A final frame to us proves that the card has decided on all before it.
     sent.push(frame(W::MAC, first + 5, 100));
     let came = bench.bring_in(&sent);
     let expected: Vec<_> = sent.iter().filter(|frame| came.contains(frame)).cloned().collect();
@@ -177,7 +177,7 @@ pub fn a_new_filter_replaces_the_old_one<W: World>() {
     assert_eq!(let_in(&mut bench, 10), [true, true, false, true, false]);
     bench.set_filter(Filter { promiscuous: true, ..Filter::default() });
     assert_eq!(let_in(&mut bench, 20), [true; 5]);
-    // A successor can take back what its predecessor let in.
+    // A successor can narrow its predecessor's filter.
     bench.set_filter(other);
     bench.replace(|_, _, _| {});
     assert_eq!(let_in(&mut bench, 30), [true, true, false, true, false]);
@@ -198,7 +198,7 @@ pub fn long_frames_pass_as_far_as_the_mtu_says<W: World>() {
         let sendable = usize::from(W::MTU_SENT) + 14;
         let out: Vec<_> = whole.iter().filter(|frame| frame.len() <= sendable).cloned().collect();
         assert_same(&bench.bring_out(&out), &out);
-        // Longer ones, also of several buffers, leave no trace, and what follows them is whole.
+        // Longer frames, even of several buffers, leave no trace, and the frame after them is intact.
         let mut sent = frames(W::MAC, 10, [most + 100, SHORTEST, most + 3000, most + 100, most]);
         let came = bench.bring_in(&sent);
         sent.retain(|frame| frame.len() <= most);
@@ -224,7 +224,7 @@ pub fn flows_stay_in_order_over_all_queues<W: World>() {
     let options = NicOptions { queues: W::QUEUES, ..small() };
     let Some(mut bench) = Bench::<W>::start(&options) else { return };
     let count = 2000;
-    // Of 16 flows; the last frame, of no flow, says when to stop.
+    // Frames of 16 flows; the last frame, of no flow, says when to stop.
     let mut sent: Vec<_> = (0..count).map(|number| ipv4(W::MAC, (number % 16) as u8, number)).collect();
     let mut came = Vec::new();
     let mut rest = sent.iter().peekable();
@@ -234,7 +234,7 @@ pub fn flows_stay_in_order_over_all_queues<W: World>() {
         came.extend(bench.poll());
         assert!(Instant::now() < deadline, "{} frames came", came.len());
     }
-    // The sort keeps the order within a flow, which is the last byte of the sender's address.
+    // The sort keeps the order within a flow; the last byte of the sender's address names the flow.
     let flow = |frame: &Vec<u8>| frame[14 + 15];
     sent.sort_by_key(flow);
     came.sort_by_key(flow);
@@ -253,7 +253,7 @@ pub fn counters_add_up<W: World>() {
         bench.bring_out(&sent);
         bytes += sent.iter().map(|frame| frame.len() as u64).sum::<u64>();
         let frames = u64::from(100 * (round + 1));
-        // Whether the check sequence counts differs between cards.
+        // Cards differ in whether they count the check sequence.
         let possible = [bytes, bytes + 4 * frames];
         for way in ["rx", "tx"] {
             let name = format!("{way}_packets");
@@ -261,11 +261,11 @@ pub fn counters_add_up<W: World>() {
             let counted = bench.counter(&format!("{way}_bytes")).expect("every card's driver counts bytes");
             assert!(possible.contains(&counted), "{way}_bytes is {counted}, not one of {possible:?}");
         }
-        // Not every card tells.
+        // Not every card counts these.
         for (name, tenths) in [("rx_broadcast", 2), ("rx_multicast", 1)] {
             assert!(bench.counter(name).is_none_or(|count| count == frames / 10 * tenths), "{name}");
         }
-        // A successor counts on.
+        // A successor continues the counts.
         bench.replace(|_, _, _| {});
     }
 }
@@ -297,7 +297,7 @@ pub fn a_parked_nic_touches_no_memory<W: World>() {
     let mut sent = 0;
     bench.replace(|world, bus, memory| {
         let words = Words::of(memory);
-        // Whatever the card would write into a slot, it is not this.
+        // A pattern that differs from anything the card would write into a slot.
         words.0[1].iter().for_each(|word| word.store(0x5a5a_a5a5_5a5a_a5a5, SeqCst));
         let seen: Vec<_> = words.all().map(|word| word.load(SeqCst)).collect();
         sent = meanwhile.iter().take_while(|frame| world.try_send(frame)).count();
@@ -320,7 +320,7 @@ pub fn a_successor_goes_on_exactly<W: World>() {
     let mut burst = Burst::new();
     let mut arrived = Vec::new();
     for (round, chunk) in (0..).zip(out.chunks(10)) {
-        // Frames that have come and were not received, in number that differs.
+        // A varying number of frames that have arrived and were not received.
         let sent = frames(W::MAC, number, mixed(5 + round % 50));
         number += 100;
         for frame in &sent {
@@ -335,7 +335,7 @@ pub fn a_successor_goes_on_exactly<W: World>() {
             came.extend(bench.receive());
         }
         assert_same(&came, &sent);
-        // What came is handled with the next call, and the ring is full again.
+        // The next call handles the frames that came, and the ring is full again.
         assert!(bench.poll().is_empty(), "nothing comes twice");
         while !burst.is_empty() {
             bench.nic().transmit(&mut burst).expect("the card works");
@@ -354,7 +354,7 @@ pub fn a_hundred_successors_lose_nothing_under_traffic<W: World>() {
     let send = bench.world.sender();
     let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
     let stopped = std::sync::Arc::clone(&stop);
-    // One after the other without a pause, until all successors have been there.
+    // Send one frame after the other without a pause, through all replacements.
     let sender = std::thread::spawn(move || {
         let mut number = 0;
         while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
@@ -371,17 +371,17 @@ pub fn a_hundred_successors_lose_nothing_under_traffic<W: World>() {
         }
     };
     for round in 0..SUCCESSORS {
-        // At least some, so that each has something to do.
+        // Receive at least some, so that each driver has work.
         (0..1 + round % 5).for_each(|_| check(bench.receive()));
         bench.replace(|_, _, _| {});
     }
     stop.store(true, std::sync::atomic::Ordering::Relaxed);
-    // The sender may wait for room, which only we can make.
+    // The sender may wait for room, which only our receiving makes.
     while !sender.is_finished() {
         check(bench.poll());
     }
     let sent = sender.join().expect("the sender sends");
-    // Behind everything else on the wire.
+    // A last frame behind everything else on the wire.
     let last = frame(W::MAC, sent, SHORTEST + sent as usize % 1000);
     check(bench.bring_in(std::slice::from_ref(&last)));
     assert_eq!(came, sent + 1, "each frame came, once");

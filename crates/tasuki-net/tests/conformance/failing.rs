@@ -1,4 +1,4 @@
-//! The cases of the suite in which a step fails, and what is left goes on.
+//! Cases of the suite in which a step fails, and the remaining parts go on.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -14,7 +14,7 @@ use super::cases::{Words, small};
 use super::frames::{LONGEST, SHORTEST, assert_same, frame, frames, mixed};
 use super::{Bench, World, memory, until};
 
-/// A change of a byte in the part that all driver states begin with, and what it is.
+/// Bytes to corrupt in the common part of all driver states, with the meaning of each.
 const WRONG: [(usize, &str); 9] = [
     (0, "kind"),
     (4, "version"),
@@ -27,22 +27,22 @@ const WRONG: [(usize, &str); 9] = [
     (39, "more descriptors than the memory has"),
 ];
 
-/// The driver state with that change.
+/// Returns the driver state with that corruption.
 fn wrong<S: DriverState>(driver_state: &S, at: usize) -> Result<S, NicError> {
     let mut bytes = driver_state.bytes().to_vec();
     bytes[at] ^= 0x11;
     S::read(&bytes)
 }
 
-/// Has another driver go on with the card, after one that was given a wrong driver state.
+/// Gives one driver a wrong driver state, then resumes the card with another driver.
 fn refuse_then_replace<W: World>(bench: &mut Bench<W>, (at, what): (usize, &str)) {
     bench.replace_by(|bus, memory, driver_state| {
         let before = memory.arena().census();
         let (bus, memory) = match wrong(driver_state, at) {
-            // It does not come as far as to a driver.
+            // The driver state is refused before it reaches a driver.
             Err(error) => {
                 assert!(at < 8 && matches!(error, NicError::OtherDriverState { .. }), "{what}: {error}");
-                // Nor does it if it comes by another way: a driver looks for itself.
+                // Nor does it work by another way: the driver checks for itself.
                 refused::<W>(bus, memory, &foreign(driver_state, at), what)
             }
             Ok(wrong) => refused::<W>(bus, memory, &wrong, what),
@@ -52,7 +52,7 @@ fn refuse_then_replace<W: World>(bench: &mut Bench<W>, (at, what): (usize, &str)
     });
 }
 
-/// What [`wrong`] refuses to read.
+/// Makes a driver state that [`wrong`] refuses to read.
 fn foreign<S: DriverState>(driver_state: &S, at: usize) -> S {
     let mut bytes = driver_state.bytes().to_vec();
     bytes[at] ^= 0x11;
@@ -73,7 +73,7 @@ fn refused<W: World>(
 pub fn a_wrong_driver_state_is_refused_and_the_right_one_goes_on<W: World>() {
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
     for (round, wrong) in (0..).zip(WRONG) {
-        // Frames that have come and were not received wait for who goes on.
+        // Frames that have arrived and were not received wait for the next driver.
         let sent = frames(W::MAC, 100 * round, mixed(20));
         for frame in &sent {
             until("room on the wire", || bench.world.try_send(frame).then_some(()));
@@ -94,10 +94,10 @@ pub fn a_refused_driver_state_changes_no_memory<W: World>() {
     bench.replace_by(|mut bus, mut memory, driver_state| {
         let words = Words::of(&memory);
         let all = || words.all().map(|word| word.load(SeqCst)).collect::<Vec<_>>();
-        // A device that cannot be stopped may be about to say how far it has looked.
+        // A device that cannot be stopped may be about to write how far it has looked.
         let mut before = all();
         until("the device is still", || {
-            // Between two answers it does what there is to do.
+            // The device works between two answers.
             for _ in 0..8 {
                 bus.read_config(0).expect("the device is there");
             }
@@ -108,7 +108,7 @@ pub fn a_refused_driver_state_changes_no_memory<W: World>() {
         for (at, what) in WRONG {
             (bus, memory) = refused::<W>(bus, memory, &foreign(driver_state, at), what);
         }
-        // The right driver state, of other memory: elsewhere, and of another shape.
+        // The right driver state, with other memory: elsewhere, and of another shape.
         let layout = memory.layout();
         let Iova(at) = layout.rings_at;
         let few = Geometry { count: layout.slots.count / 2, ..layout.slots };
@@ -160,7 +160,7 @@ pub fn wrong_driver_states_under_traffic_lose_nothing<W: World>() {
 }
 
 pub fn after_a_start_that_failed_a_good_one_works<W: World>() {
-    // As few slots as will do for the smallest rings.
+    // The fewest slots that suffice for the smallest rings.
     let slots = Geometry { slot_len: 4096, count: 24 };
     let memory = NicMemory::create(slots, 256 << 10, W::MEMORY_AT).expect("a little memory");
     let Some(world) = W::new(&memory) else { return };
@@ -187,7 +187,7 @@ pub fn after_a_start_that_failed_a_good_one_works<W: World>() {
     assert_same(&bench.bring_out(&sent), &sent);
 }
 
-/// Whatever a driver leaves behind, another can begin anew with the same way to the card and the same memory.
+/// Whatever a driver leaves behind, another can start afresh with the same bus and the same memory.
 pub fn a_parked_card_can_be_started_anew<W: World>() {
     let options = small();
     let Some(mut bench) = Bench::<W>::start(&options) else { return };
@@ -197,7 +197,7 @@ pub fn a_parked_card_can_be_started_anew<W: World>() {
         assert_same(&bench.bring_in(&sent), &sent);
         assert_same(&bench.bring_out(&sent), &sent);
         let census = bench.arena().census();
-        // What was in rings before is free again: at most two full rings are lent, and we hold nothing.
+        // Slots of earlier rings are free again: at most two full rings are lent, and we hold nothing.
         assert!(census.peer <= 2 * 64 && census.owner == 0, "{census:?}");
     }
 }
@@ -212,7 +212,7 @@ pub fn interrupts_do_not_block<W: World>() {
     }
     // Some cards can be opened once only.
     drop((bus, world));
-    // So whoever arms twice does not hang.
+    // So a driver that arms twice does not hang.
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
     for _ in 0..2 {
         assert_eq!(bench.nic().arm().expect("the card works"), Armed::Idle);

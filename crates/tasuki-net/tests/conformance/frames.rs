@@ -1,27 +1,26 @@
-//! Frames that can be recognised: by a number, and by bytes that follow from it.
+//! Frames that can be recognised by a number, and by bytes that follow from it.
 
 use tasuki_net::nic::Mac;
 
-/// Shortest frame on a wire, without its check sequence.
+/// Shortest frame on a wire, without its check sequence, in bytes.
 pub const SHORTEST: usize = 60;
-/// Longest with a payload of 1,500 bytes.
+/// Longest frame with a payload of 1,500 bytes.
 pub const LONGEST: usize = 1514;
 
-/// Who sends: locally administered.
+/// Source address: locally administered.
 const FROM: [u8; 6] = [0x02, 0, 0, 0, 0, 0x01];
-/// Everybody.
 pub const BROADCAST: Mac = Mac([0xff; 6]);
-/// For experiments (IEEE 802, local).
+/// EtherType for experiments (IEEE 802, local).
 const ETHERTYPE: [u8; 2] = [0x88, 0xb5];
 
-/// A step of an xorshift generator; never 0 for a `state` that is not 0.
+/// Advances a xorshift generator; never returns 0 for a `state` that is not 0.
 fn step(state: u64) -> u64 {
     let state = state ^ state << 13;
     let state = state ^ state >> 7;
     state ^ state << 17
 }
 
-/// The frame with this number: `len` bytes, to `to`.
+/// Makes the frame with this number: `len` bytes, to `to`.
 pub fn frame(to: Mac, number: u32, len: usize) -> Vec<u8> {
     assert!(len >= SHORTEST);
     let mut bytes = [&to.0[..], &FROM, &ETHERTYPE, &number.to_le_bytes()].concat();
@@ -29,14 +28,14 @@ pub fn frame(to: Mac, number: u32, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// The number of such a frame.
+/// Returns the number of such a frame.
 pub fn number_of(frame: &[u8]) -> u32 {
     frame.get(14..).and_then(<[u8]>::first_chunk).map_or(u32::MAX, |bytes| u32::from_le_bytes(*bytes))
 }
 
-/// A packet over IPv4 of flow `flow`, with this number.
+/// Makes a packet over IPv4 of flow `flow`, with this number.
 pub fn ipv4(to: Mac, flow: u8, number: u32) -> Vec<u8> {
-    // 80 bytes of packet, 64 hops, an experimental protocol; the check sum below.
+    // 80 bytes of packet, 64 hops, an experimental protocol; the check sum follows below.
     let mut header = [0x45, 0, 0, 80, 0, 0, 0, 0, 64, 253, 0, 0, 10, 0, 0, flow, 10, 0, 1, 1];
     let sum: u32 = header.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
     let folded = u16::try_from((sum & 0xffff) + (sum >> 16)).expect("ten words of small numbers carry once at most");
@@ -54,18 +53,18 @@ fn fill(bytes: &mut Vec<u8>, number: u32, len: usize) {
     }
 }
 
-/// Frames numbered from `first`, of lengths from `lens`.
+/// Makes frames numbered from `first`, of lengths from `lens`.
 pub fn frames(to: Mac, first: u32, lens: impl IntoIterator<Item = usize>) -> Vec<Vec<u8>> {
     (first..).zip(lens).map(|(number, len)| frame(to, number, len)).collect()
 }
 
-/// `count` lengths between the shortest and the longest, differing from one to the next.
+/// Returns `count` lengths between the shortest and the longest, each different from the one before.
 pub fn mixed(count: usize) -> impl Iterator<Item = usize> {
-    // 499 has no factor in common with the number of lengths, so that all come up.
+    // 499 has no factor in common with the number of lengths, so every length comes up.
     (0..count).map(|i| SHORTEST + i * 499 % (LONGEST + 1 - SHORTEST))
 }
 
-/// Says where two lists of frames begin to differ, rather than show them.
+/// Asserts that two lists of frames are equal. A failure names the first difference instead of printing the lists.
 #[track_caller]
 pub fn assert_same(came: &[Vec<u8>], sent: &[Vec<u8>]) {
     for (i, (came, sent)) in came.iter().zip(sent).enumerate() {

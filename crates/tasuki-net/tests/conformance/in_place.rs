@@ -1,4 +1,4 @@
-//! What a driver promises that hands a running card on.
+//! Cases for drivers that hand a running card on.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use crate::qemu::readable;
 
 /// A world whose driver can be replaced while its card runs.
 pub trait Twinned: World<Nic: InPlace> {
-    /// A second way to the card, of no use while the first is used.
+    /// Makes a second bus to the card, which must stay unused while the first is used.
     fn twin(bus: &Self::Bus) -> Self::Bus;
 }
 
-/// A driver that is ready for its turn, and the memory that it will have.
+/// A driver that is ready for its turn, with its mapping of the memory.
 pub struct Spare<W: Twinned> {
     prepared: <W::Nic as InPlace>::Prepared,
     arena: Arena,
@@ -26,14 +26,14 @@ pub struct Spare<W: Twinned> {
 }
 
 impl<W: Twinned> Bench<W> {
-    /// A second driver, with a bus and a mapping of the memory of its own.
+    /// Makes a second driver, with a bus and a mapping of the memory of its own.
     pub fn spare(&mut self, memory: NicMemory) -> Spare<W> {
         let arena = memory.arena().clone();
         let prepared = W::Nic::prepare(W::twin(self.nic().bus()), memory).expect("a second driver gets ready");
         Spare { prepared, arena, driver_state: <W::Nic as Nic>::DriverState::blank() }
     }
 
-    /// Has the spare driver go on, and makes the other one the spare.
+    /// Switches to the spare driver, and makes the other one the spare.
     pub fn take_turns(&mut self, mut spare: Spare<W>) -> Spare<W> {
         let mut nic = self.take();
         nic.driver_state(&mut spare.driver_state);
@@ -50,7 +50,7 @@ fn options() -> NicOptions {
     NicOptions { ring: 64, ..NicOptions::default() }
 }
 
-/// A card that runs, and a second driver for it.
+/// Starts a card, and prepares a second driver for it.
 fn start<W: Twinned>() -> Option<(Bench<W>, Spare<W>)> {
     let memory = super::memory::<W>(&options());
     let again = NicMemory::prepare(memory.parts().expect("descriptors are free"), &memory.layout());
@@ -78,7 +78,7 @@ pub fn drivers_take_turns_under_traffic_without_a_loss<W: Twinned>() {
     for round in 0..100 {
         (0..1 + round % 5).for_each(|_| check(bench.receive()));
         spare = bench.take_turns(spare);
-        // What the next one sends leaves, in whatever state the one before left the ring.
+        // The successor can send, whatever state the ring was left in.
         let out = numbered(round);
         assert_same(&bench.bring_out(std::slice::from_ref(&out)), &[out]);
     }
@@ -97,7 +97,7 @@ pub fn who_goes_on_is_woken<W: Twinned>() {
     for number in 0..10 {
         assert_eq!(bench.nic().arm().expect("the card works"), Armed::Idle);
         spare = bench.take_turns(spare);
-        // One that comes between two drivers, and one that comes to a driver that sleeps.
+        // One frame comes between two drivers, and one to a sleeping driver.
         for number in [2 * number, 2 * number + 1] {
             let sent = frame(W::MAC, number, SHORTEST);
             while !bench.world.try_send(&sent) {}
@@ -112,7 +112,7 @@ pub fn a_driver_that_went_on_can_be_parked<W: Twinned>() {
     let Some((mut bench, spare)) = start::<W>() else { return };
     let sent: Vec<_> = (0..90).map(|number| frame(W::MAC, number, SHORTEST)).collect();
     assert_same(&bench.bring_in(&sent[..30]), &sent[..30]);
-    // It may never have a turn again.
+    // The spare may never have a turn again.
     drop(bench.take_turns(spare));
     assert_same(&bench.bring_in(&sent[30..60]), &sent[30..60]);
     bench.replace(|_, _, _| {});
@@ -120,7 +120,7 @@ pub fn a_driver_that_went_on_can_be_parked<W: Twinned>() {
     assert_same(&bench.bring_out(&sent), &sent);
 }
 
-/// Drivers that are gone, with frames in hand or without: each finds in ledger and rings where the one before was.
+/// Drivers die, with or without frames in hand. Each successor finds its predecessor's position in ledger and rings.
 pub fn who_leaves_no_driver_state_is_followed_without_a_loss<W: Twinned>() {
     let memory = super::memory::<W>(&options());
     let (layout, Parts { rings, frames, ledger }) = (memory.layout(), memory.parts().expect("descriptors are free"));
@@ -149,7 +149,7 @@ pub fn who_leaves_no_driver_state_is_followed_without_a_loss<W: Twinned>() {
         let given = bench.nic().transmit(&mut burst).expect("the card works");
         burst.clear();
         if round % 3 == 0 {
-            // These come again.
+            // These frames come again.
             bench.nic().receive(&mut burst).expect("the card works");
         }
         bench.nic().conclude(&burst);

@@ -1,5 +1,6 @@
-//! What a driver promises whose card had an owner that is not trusted: that one plays its tricks, lets go and is fenced, and the next one works, or refuses the card and
-//! starts it anew. `tests/last_owner.rs` has the same tricks on our strict model, whose journal and wire see more than a forgiving one's.
+//! Cases for drivers whose card had an untrusted owner. That owner plays its tricks, lets go and is fenced. The next
+//! owner works, or refuses the card and starts it anew. `tests/last_owner.rs` plays the same tricks on our strict
+//! model, whose journal and wire see more than a forgiving one's.
 
 use std::time::Duration;
 
@@ -21,22 +22,22 @@ pub type RegistersOf<W> = <<W as super::World>::Bus as Bus>::Registers;
 pub trait LastOwned: Repointed {
     /// Tricks that cannot be played here, and why.
     const LACKS: &'static [(&'static str, &'static str)] = &[];
-    /// Of so many registers one is tried, unless TASUKI_ALL_REGISTERS is set.
+    /// Tries one register of this many, unless TASUKI_ALL_REGISTERS is set.
     const SPARSE: usize = 1;
 
-    /// What its last owner can do.
+    /// Returns the tricks of its last owner.
     fn tricks() -> Vec<Trick<RegistersOf<Self>>>;
 
-    /// The BAR by which it does that, and where in it common registers lie.
+    /// Returns the BAR for the tricks, and the offset of the common registers in it.
     fn way(_: &mut Self::Bus) -> (u8, u32) {
         (0, 0)
     }
 
-    /// Has the card come to rest, if it must before its vectors are connected anew.
+    /// Lets the card come to rest, if it must before its vectors are reconnected.
     fn calm() {}
 }
 
-/// How it went for the next owner.
+/// Outcome for the next owner.
 #[derive(Debug)]
 enum Outcome {
     Took,
@@ -47,11 +48,11 @@ fn options() -> NicOptions {
     NicOptions { ring: 64, ..NicOptions::default() }
 }
 
-/// A card that is driven, and the memory of its next owner.
+/// A driven card, and the memory of its next owner.
 struct Turns<W: LastOwned> {
     bench: Bench<W>,
     next: Option<NicMemory>,
-    /// That of the one who drives.
+    /// Memory of the present driver's rings.
     rings: Region,
     at: tasuki_net::nic::bus::Iova,
 }
@@ -73,14 +74,15 @@ impl<W: LastOwned> Turns<W> {
         Some(Turns { bench: Bench::over(world, nic, arena), next: Some(second), rings, at })
     }
 
-    /// The owner lets go, plays its trick and is fenced, and the next one takes, or starts the card anew.
+    /// Makes a turn: the owner lets go, plays its trick and is fenced, and the next one takes the card, or starts it
+    /// anew.
     fn turn(&mut self, trick: impl FnOnce(&Hostile<RegistersOf<W>>), is_cold: bool) -> Outcome {
         let outcome = self.change_hands(trick, is_cold);
         self.works();
         outcome
     }
 
-    /// What is on the wire is the last owner's own.
+    /// Drains the wire: its frames are the last owner's own.
     fn clear_wire(&self, quiet: Duration) {
         while self.bench.world.take(quiet).is_some() {}
     }
@@ -123,16 +125,16 @@ impl<W: LastOwned> Turns<W> {
         outcome
     }
 
-    /// As a worker starts a card that it got from a node which it does not trust.
+    /// Starts a card as a worker does that got it from an untrusted node.
     fn start_anew(&mut self, mut bus: W::Bus, memory: NicMemory) -> W::Nic {
-        // Not every card knows one.
+        // Not every card supports a reset.
         let _ = bus.reset();
         bus.renew().expect("the bus works");
         self.bench.world.expect_start();
         W::Nic::start(bus, memory, &options()).expect("the card starts anew")
     }
 
-    /// Frames come and go, each as it was sent and nothing else; and one wakes who sleeps.
+    /// Checks that frames come and go unchanged, that nothing else comes, and that one wakes a sleeping driver.
     fn works(&mut self) {
         let sent = frames(W::MAC, 0, mixed(24));
         assert_same(&self.bench.bring_in(&sent), &sent);
@@ -143,12 +145,12 @@ impl<W: LastOwned> Turns<W> {
         while !self.bench.world.try_send(&one) {}
         assert!(readable(&self.bench.nic().fd(), PATIENCE), "nobody is woken");
         assert_same(&self.bench.receive(), &[one]);
-        // Until then it rings no more.
+        // Until then the card rings no more.
         while self.bench.nic().arm().expect("the card works") == Armed::Busy {}
     }
 }
 
-/// The tricks that can be played here; why the others cannot is said.
+/// Returns the tricks that can be played here; prints why the others cannot.
 fn played<W: LastOwned>() -> impl Iterator<Item = Trick<RegistersOf<W>>> {
     W::tricks().into_iter().filter(|trick| match W::LACKS.iter().find(|(name, _)| *name == trick.name) {
         Some((name, why)) => {
@@ -185,7 +187,7 @@ pub fn whatever_stands_in_any_register_the_next_owner_works_or_refuses<W: LastOw
     let (mut took, mut refused, mut kept_nothing) = (0, 0, Vec::new());
     let sparse = if std::env::var_os("TASUKI_ALL_REGISTERS").is_some() { 1 } else { W::SPARSE };
     for (index, offset) in tricks::registers().into_iter().step_by(sparse).enumerate() {
-        // All ones; or what looks like an address in the next owner's memory, and a small number.
+        // All ones; or a value like an address in the next owner's memory, and a small number.
         let value = [u32::MAX, 2, u32::MAX, 0x0001_0080][index % 4];
         let mut keeps = true;
         let outcome = turns.change_hands(
@@ -196,7 +198,7 @@ pub fn whatever_stands_in_any_register_the_next_owner_works_or_refuses<W: LastOw
             },
             false,
         );
-        // A head or tail that was moved has the last owner's own ring send once more, or half.
+        // After a moved head or tail, the last owner's own ring sends frames again, or in part.
         if (0x3800..=0x3818).contains(&offset) {
             turns.clear_wire(Duration::from_millis(50));
         }
@@ -209,14 +211,14 @@ pub fn whatever_stands_in_any_register_the_next_owner_works_or_refuses<W: LastOw
             Outcome::Refused(why) => {
                 println!("{offset:#06x} = {value:#x}: refused: {why}");
                 refused += 1;
-                // What QEMU's card keeps over its reset has it refused each time.
+                // QEMU's card keeps state over its reset, so the driver would refuse it each time: use a fresh one.
                 drop(turns);
                 turns = Turns::start().expect("there was one before");
             }
         }
     }
     println!("{took} taken, {refused} refused");
-    // They were written all the same.
+    // The test wrote these registers all the same.
     if !kept_nothing.is_empty() {
         println!("skipped: this card shows no other value once written at {}", kept_nothing.join(" "));
     }

@@ -1,6 +1,6 @@
-//! What every NIC driver promises, whatever card is behind it: one suite for all.
+//! The suite of all NIC drivers: the promises of every driver, for any card.
 //!
-//! To have another driver on QEMU's model of its card conform, say so in tests/conformance.rs:
+//! To run it for another driver on QEMU's model of its card, add to tests/conformance.rs:
 //!
 //! ```ignore
 //! impl Model for Rtl8139<QtestBus> {
@@ -31,47 +31,45 @@ use tasuki_shm::arena::{Arena, Geometry};
 
 use crate::qemu::readable;
 
-/// Bounds whatever is waited for. Ends a test that hangs; decides nothing else.
+/// Upper bound of every wait. It only ends tests that hang.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Puts frames on a wire from another thread, and waits for room.
 pub type Sender = Box<dyn Fn(&[u8]) + Send>;
 
-/// A card, the wire that it is at, and the driver for it.
+/// A card, its wire, and its driver.
 pub trait World: Sized {
-    /// The driver.
     type Nic: Nic<Bus = Self::Bus>;
-    /// The way to the card.
     type Bus: Bus;
 
-    /// Where the card is to see its memory.
+    /// Address at which the card sees its memory.
     const MEMORY_AT: Iova;
-    /// Receive queues that the card has.
+    /// Number of receive queues of the card.
     const QUEUES: u8;
-    /// Longest payload that the card can do.
+    /// Longest payload of the card, in bytes.
     const MTU_MAX: u16;
     /// Longest payload that can be sent here, where that is less.
     const MTU_SENT: u16 = Self::MTU_MAX;
-    /// The card's own address.
+    /// MAC address of the card.
     const MAC: Mac;
-    /// Whether what is sent to a parked card waits, without the card's asking for that.
+    /// Whether frames to a parked card wait without a request by the card.
     const HOLDS_WHILE_PARKED: bool;
     /// Why the card cannot be pulled out here, if it cannot.
     const CANNOT_PULL: Option<&'static str> = None;
 
-    /// A fresh card, which can be made to see `memory`. Says on standard output why there is none.
+    /// Makes a fresh card, which can be made to see `memory`. If there is none, prints the reason.
     fn new(memory: &NicMemory) -> Option<Self>;
-    /// A way to the card.
+    /// Opens a bus to the card.
     fn bus(&self) -> Self::Bus;
-    /// Puts a frame on the wire, if there is room; says whether there was.
+    /// Puts a frame on the wire, if there is room; returns whether there was.
     fn try_send(&self, frame: &[u8]) -> bool;
-    /// What does the same in another thread, and waits for room.
+    /// Returns a function for another thread that puts frames on the wire and waits for room.
     fn sender(&self) -> Sender;
-    /// The next frame that the card has put on the wire, if one comes within `limit`.
+    /// Returns the next frame that the card has put on the wire, if one comes within `limit`.
     fn take(&self, limit: Duration) -> Option<Vec<u8>>;
-    /// Gives whoever moves frames the chance to bring the `_sent` that are under way to the card.
+    /// Gives the mover of frames the chance to bring the `_sent` frames under way to the card.
     fn let_frames_move(&self, bus: &mut Self::Bus, _sent: usize) {
-        // Each of these is answered by whoever would move them, after it had the chance to.
+        // The process that moves frames answers each of these after it had the chance to move them.
         for _ in 0..200 {
             bus.read_config(0).expect("the card is there");
         }
@@ -80,19 +78,19 @@ pub trait World: Sized {
     fn set_link(&mut self, up: bool);
     /// Pulls the card out.
     fn pull(&mut self);
-    /// The card will be started once more.
+    /// Called before the card is started once more.
     fn expect_start(&mut self) {}
 }
 
-/// A card that was started, in its world.
+/// A started card in its world.
 pub struct Bench<W: World> {
     pub world: W,
-    /// `None` only while it is parked.
+    /// `None` only while the card is parked.
     nic: Option<W::Nic>,
     arena: Arena,
 }
 
-/// Asks until there is an answer.
+/// Calls `ask` until it returns a value.
 pub fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -104,7 +102,7 @@ pub fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Memory that suffices for `options`, and a good deal more slots than descriptors.
+/// Makes memory that suffices for `options`, with many more slots than descriptors.
 pub fn memory<W: World>(options: &NicOptions) -> NicMemory {
     let slot_len = if options.mtu > 1500 { 16384 } else { 4096 };
     let count = u32::from(options.ring) * (u32::from(options.queues) + 1) + 256;
@@ -112,12 +110,12 @@ pub fn memory<W: World>(options: &NicOptions) -> NicMemory {
 }
 
 impl<W: World> Bench<W> {
-    /// A started card with its link up, or nothing if there is no such world here.
+    /// Starts a card and waits for its link. Returns `None` if there is no such world here.
     pub fn start(options: &NicOptions) -> Option<Bench<W>> {
         Self::start_with(memory::<W>(options), options)
     }
 
-    /// The same, with this memory.
+    /// Like [`start`](Self::start), with this memory.
     pub fn start_with(memory: NicMemory, options: &NicOptions) -> Option<Bench<W>> {
         let world = W::new(&memory)?;
         let arena = memory.arena().clone();
@@ -125,19 +123,19 @@ impl<W: World> Bench<W> {
         Some(Self::over(world, nic, arena))
     }
 
-    /// A card that was started, with its link up.
+    /// Wraps a started card, and waits for its link.
     pub fn over(world: W, nic: W::Nic, arena: Arena) -> Bench<W> {
         let mut bench = Bench { world, nic: Some(nic), arena };
         bench.wait_for_link(true);
         bench
     }
 
-    /// Takes the driver away, to be [put](Self::put) back.
+    /// Takes the driver out; [`put`](Self::put) puts one back.
     pub fn take(&mut self) -> W::Nic {
         self.nic.take().expect("a bench whose card is parked is not used")
     }
 
-    /// Goes on with another driver, and its memory.
+    /// Puts a driver and its memory in.
     pub fn put(&mut self, nic: W::Nic, arena: Arena) {
         (self.nic, self.arena) = (Some(nic), arena);
     }
@@ -154,7 +152,7 @@ impl<W: World> Bench<W> {
         until("the link", || (up != (self.nic().link() == Link::Down)).then_some(()));
     }
 
-    /// Has another driver go on with the card, after `meanwhile`.
+    /// Replaces the driver by another one, with `meanwhile` in between.
     pub fn replace(&mut self, meanwhile: impl FnOnce(&W, &mut W::Bus, &NicMemory)) {
         self.hand_over(|world, mut bus, memory| {
             meanwhile(world, &mut bus, memory);
@@ -162,7 +160,7 @@ impl<W: World> Bench<W> {
         });
     }
 
-    /// The same, for a successor that reaches the card by what `way` makes of its predecessor's bus.
+    /// Replaces the driver by a successor on the bus that `way` makes of its predecessor's bus.
     pub fn hand_over(&mut self, way: impl FnOnce(&W, W::Bus, &NicMemory) -> W::Bus) {
         let nic = self.take();
         let (bus, memory, driver_state) = nic.park().expect("the card can be parked");
@@ -170,7 +168,7 @@ impl<W: World> Bench<W> {
         self.go_on(bus, memory, &driver_state);
     }
 
-    /// The same, after `meanwhile` has had the parked card.
+    /// Replaces the driver, with `meanwhile` handling the parked card in between.
     pub fn replace_by(
         &mut self,
         meanwhile: impl FnOnce(W::Bus, NicMemory, &<W::Nic as Nic>::DriverState) -> (W::Bus, NicMemory),
@@ -181,14 +179,14 @@ impl<W: World> Bench<W> {
         self.go_on(bus, memory, &driver_state);
     }
 
-    /// What is known of a parked card is carried as bytes.
+    /// Resumes a parked card. Its driver state crosses as bytes.
     fn go_on(&mut self, bus: W::Bus, memory: NicMemory, driver_state: &<W::Nic as Nic>::DriverState) {
         let bytes = driver_state.bytes().to_vec();
         let driver_state = DriverState::read(&bytes).expect("bytes of a driver state");
         self.nic = Some(W::Nic::resume(bus, memory, &driver_state).expect("another goes on"));
     }
 
-    /// Has another driver begin anew, with the same way to the card and the same memory.
+    /// Starts the card afresh with another driver, on the same bus and the same memory.
     pub fn start_anew(&mut self, options: &NicOptions) {
         let nic = self.take();
         let (bus, memory, _) = nic.park().expect("the card can be parked");
@@ -197,7 +195,7 @@ impl<W: World> Bench<W> {
         self.wait_for_link(true);
     }
 
-    /// Waits until a frame comes; says which came.
+    /// Waits for frames and returns them.
     pub fn receive(&mut self) -> Vec<Vec<u8>> {
         until("a frame", || {
             let came = self.poll();
@@ -216,14 +214,14 @@ impl<W: World> Bench<W> {
         }
     }
 
-    /// The frames that are there, without waiting.
+    /// Returns the frames that are there, without waiting.
     pub fn poll(&mut self) -> Vec<Vec<u8>> {
         let mut burst = Burst::new();
         self.nic().receive(&mut burst).expect("the card works");
         burst.iter().map(|frame| frame.bytes().to_vec()).collect()
     }
 
-    /// Puts `frames` on the wire, and has the card receive until the last of them has come; says what came.
+    /// Puts `frames` on the wire, and receives until the last of them has come; returns the received frames.
     pub fn bring_in(&mut self, frames: &[Vec<u8>]) -> Vec<Vec<u8>> {
         let last = frames.last().expect("at least one frame");
         let mut came: Vec<Vec<u8>> = Vec::new();
@@ -242,7 +240,7 @@ impl<W: World> Bench<W> {
         came
     }
 
-    /// Has the card send `frames`, and takes them from the wire; says what arrived there.
+    /// Sends `frames`, and takes them from the wire; returns the frames that arrived there.
     pub fn bring_out(&mut self, frames: &[Vec<u8>]) -> Vec<Vec<u8>> {
         let mut arrived = Vec::new();
         let mut burst = Burst::new();
@@ -263,14 +261,14 @@ impl<W: World> Bench<W> {
         arrived
     }
 
-    /// A slot with these bytes in it.
+    /// Fills a slot with these bytes.
     pub fn fill(&self, bytes: &[u8]) -> Frame {
         let mut slot = self.arena.take().expect("more slots than descriptors");
         slot.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
         Frame { slot, len: u16::try_from(bytes.len()).expect("a frame") }
     }
 
-    /// A counter by its name.
+    /// Returns a counter by its name.
     pub fn counter(&mut self, name: &str) -> Option<u64> {
         self.nic().statistics().into_iter().find(|(known, _)| *known == name).map(|(_, value)| value)
     }
@@ -280,7 +278,7 @@ impl<W: World> Bench<W> {
     }
 }
 
-/// Parks a card that is gone.
+/// Parks a card that is gone, and returns the error.
 pub fn park_fails<W: World>(mut bench: Bench<W>) -> (NicError, W) {
     let nic = bench.take();
     (nic.park().err().expect("a card that is not there").error, bench.world)
@@ -330,7 +328,7 @@ macro_rules! suite {
     };
 }
 
-/// The cases of drivers that hand running cards on.
+/// Makes tests of the cases for drivers that hand running cards on.
 #[macro_export]
 macro_rules! suite_in_place {
     ($name:ident, $world:ty) => {
@@ -343,7 +341,7 @@ macro_rules! suite_in_place {
     };
 }
 
-/// The cases of cards whose last owner is not trusted, of drivers that point them elsewhere all the same.
+/// Makes tests of the cases for cards with an untrusted last owner, whose drivers point them elsewhere all the same.
 #[macro_export]
 macro_rules! suite_last_owner {
     ($name:ident, $world:ty) => {
@@ -355,7 +353,7 @@ macro_rules! suite_last_owner {
     };
 }
 
-/// The cases of drivers that point a card at another owner's memory.
+/// Makes tests of the cases for drivers that point a card at another owner's memory.
 #[macro_export]
 macro_rules! suite_repoint {
     ($name:ident, $world:ty) => {

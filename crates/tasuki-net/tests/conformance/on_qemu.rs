@@ -11,13 +11,13 @@ use crate::qemu::{MEMORY_AT, Machine, QtestBus, regions};
 
 /// A driver for a card of which QEMU has a model.
 pub trait Model: Nic<Bus = QtestBus> {
-    /// What QEMU calls it.
+    /// QEMU's name of the model.
     const NAME: &'static str;
-    /// What is said of it besides.
+    /// Further properties of the model.
     const PROPERTIES: &'static str = "";
-    /// Receive queues that the model has.
+    /// Number of receive queues of the model.
     const QUEUES: u8 = 1;
-    /// Longest payload that the model can do.
+    /// Longest payload of the model, in bytes.
     const MTU_MAX: u16 = 1500;
 }
 
@@ -25,7 +25,7 @@ pub trait Model: Nic<Bus = QtestBus> {
 pub struct OnQemu<N>(Machine, PhantomData<N>);
 
 impl<N: Model> OnQemu<N> {
-    /// A fresh card, which can be made to see any of these.
+    /// Makes a fresh card, which can be made to see any of these memories.
     pub fn with(memories: &[&NicMemory]) -> Option<Self> {
         let comma = if N::PROPERTIES.is_empty() { "" } else { "," };
         let properties = format!("mac={}{comma}{}", Self::MAC, N::PROPERTIES);
@@ -42,7 +42,7 @@ impl<N: Model> World for OnQemu<N> {
     const QUEUES: u8 = N::QUEUES;
     const MTU_MAX: u16 = N::MTU_MAX;
     const MAC: Mac = Mac([0x52, 0x54, 0x00, 0x12, 0x34, 0x57]);
-    // Its back end keeps a frame that the card does not take.
+    // The back end keeps a frame that the card does not take.
     const HOLDS_WHILE_PARKED: bool = true;
 
     fn new(memory: &NicMemory) -> Option<Self> {

@@ -24,10 +24,10 @@ use super::in_place::Twinned;
 use super::repoint::Repointed;
 use super::{Sender, World};
 
-/// Frames on their way to the card at most: a sender must not outrun a receiver that verifies each.
+/// Most frames on their way to the card: a sender must not outrun a receiver that verifies each.
 const ON_THEIR_WAY: usize = 64;
 
-/// From a reset to the link: long enough to be waited for, short enough for a suite.
+/// Time from a reset to the link, in ns: long enough to test the wait, short enough for a suite.
 const LINK_UP_NS: u64 = 20_000_000;
 
 /// Frames on their way in one direction.
@@ -65,27 +65,27 @@ impl Lane {
     }
 }
 
-/// Bytes that the card is given between two looks at its buffer of 20 KB.
+/// Bytes for the card between two looks at its buffer of 20 KB.
 const AT_ONCE: usize = 8192;
 
-/// The card's end of the cable. It holds frames back while others wait in the card's buffer: what a card does whose driver is too
-/// slow is not what the suite asks.
+/// The card's end of the cable. It holds frames back while others wait in the card's buffer: the suite does not test
+/// a card whose driver is too slow.
 #[derive(Debug)]
 struct Cable {
     to_card: Arc<Lane>,
     from_card: Arc<Lane>,
-    /// The frame that the card is looking at.
+    /// Frame that the card is reading.
     current: Vec<u8>,
-    /// Bytes that may be given before the next look.
+    /// Bytes that the card may get before the next look.
     allowed: usize,
-    /// The card has asked for silence and has not taken that back.
+    /// Whether the card has asked for silence, and has not revoked that.
     paused: bool,
 }
 
-/// Whether a PAUSE frame asks for silence, or ends it (IEEE 802.3, annex 31B).
+/// Returns whether a PAUSE frame asks for silence, or ends it (IEEE 802.3, annex 31B).
 ///
-/// How long it asks for, 33 ms at most, is not heeded: a loaded machine puts a thread off for longer than that. What is over within a
-/// millisecond, is over at once.
+/// The requested duration, 33 ms at most, is ignored: a loaded machine suspends a thread for longer. A silence of up
+/// to a millisecond counts as over at once.
 fn pause_of(frame: &[u8]) -> Option<bool> {
     let rest = frame.strip_prefix(&[0x01, 0x80, 0xc2, 0x00, 0x00, 0x01])?.get(6..)?;
     let quanta = rest.strip_prefix(&[0x88, 0x08, 0x00, 0x01])?.first_chunk()?;
@@ -116,7 +116,7 @@ impl Wire for Cable {
     }
 }
 
-/// How often a card may suffer, in all the time that it is there, what makes its link go down.
+/// Returns how often a card may have events, over its whole life, that take its link down.
 fn allowed(class: Class, starts: u64) -> u64 {
     match class {
         Class::Reset | Class::LinkWrite => starts,
@@ -124,13 +124,13 @@ fn allowed(class: Class, starts: u64) -> u64 {
     }
 }
 
-/// What the test has done to the card from outside.
+/// Acts of the test on the card from outside.
 #[derive(Debug)]
 struct Outside {
     stop: AtomicBool,
     plugged: AtomicBool,
     pulled: AtomicBool,
-    /// The card has noticed that.
+    /// Whether the card has noticed its removal.
     gone: AtomicBool,
     /// How often the card may be started.
     starts: AtomicU64,
@@ -149,15 +149,14 @@ pub trait Modelled: 'static {
     const HOLDS_WHILE_PARKED: bool;
 
     fn new(mac: Mac) -> Self::Model;
-    /// Frames that wait in it.
+    /// Returns the frames that wait in the card.
     fn waiting(model: &Self::Model) -> usize;
     fn set_partner(model: &mut Self::Model, there: bool);
     fn set_removed(model: &mut Self::Model, removed: bool);
-    /// What the driver did is what it may do, with so many starts.
+    /// Checks that the driver did only what it may, with so many starts.
     fn check(model: &Self::Model, starts: u64);
 }
 
-/// The 82574L.
 pub enum The82574L {}
 
 impl Modelled for The82574L {
@@ -166,7 +165,7 @@ impl Modelled for The82574L {
 
     const QUEUES: u8 = 2;
     const MTU_MAX: u16 = 9000;
-    // Silicon drops what comes while receives are off.
+    // Silicon drops frames while receives are off.
     const HOLDS_WHILE_PARKED: bool = false;
 
     fn new(mac: Mac) -> Self::Model {
@@ -189,7 +188,7 @@ impl Modelled for The82574L {
     fn check(model: &Self::Model, starts: u64) {
         let journal = &model.journal;
         journal.demand_none(&Class::ALWAYS).unwrap();
-        // Whoever starts the card resets it and lets the link come up; no successor does.
+        // A driver that starts the card resets it and lets the link come up; no successor does.
         let cold = Class::COLD.map(|class| (class, journal.count(class)));
         assert!(
             cold.iter().all(|(class, count)| *count <= allowed(*class, starts)),
@@ -243,7 +242,8 @@ impl<C: Modelled> World for OnSim<C> {
             let mut served = Served::new(C::new(Self::MAC), cable);
             let mut starts = told.starts.load(Relaxed);
             let ended = served.serve(&mut server, |served| {
-                // Whoever starts a card anew does not take back what was asked for before. It runs out, on real cables.
+                // A driver that starts a card anew does not revoke an earlier request for silence. On real cables it
+                // runs out.
                 if std::mem::replace(&mut starts, told.starts.load(Relaxed)) != starts {
                     served.wire().paused = false;
                 }

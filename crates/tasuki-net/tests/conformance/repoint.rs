@@ -1,4 +1,4 @@
-//! What a driver promises whose card can be pointed at another owner's rings.
+//! Cases for drivers whose card can be pointed at another owner's rings.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,21 +14,21 @@ use super::in_place::Twinned;
 use super::{Bench, PATIENCE, until};
 use crate::qemu::readable;
 
-/// Turns of two owners.
+/// Number of turns of two owners.
 const TURNS: u32 = 12;
 
 /// A world in which a card can have the memory of two owners.
 pub trait Repointed: Twinned<Nic: Repoint> {
     /// How its traffic gets to the next owner's rings.
     const HOW: How = How::Point;
-    /// Whether its wire keeps frames in order, whoever sends the other way.
+    /// Whether its wire keeps frames in order, whichever owner sends in the other direction.
     const IN_ORDER: bool = true;
 
-    /// A fresh card, which can be made to see each of these.
+    /// Makes a fresh card, which can be made to see each of these memories.
     fn with_two(first: &NicMemory, second: &NicMemory) -> Option<Self>;
 }
 
-/// An owner that is ready for its turn, and its memory.
+/// An owner that is ready for its turn, with its memory.
 pub struct Owner<W: Repointed> {
     ready: <W::Nic as Repoint>::Ready,
     arena: Arena,
@@ -41,14 +41,14 @@ fn options(queues: u8) -> NicOptions {
 }
 
 impl<W: Repointed> Bench<W> {
-    /// An owner that is ready while the card is driven from memory that lies so.
+    /// Prepares an owner while the card is driven from memory at `from`.
     fn next_owner(bus: W::Bus, memory: NicMemory, options: NicOptions, from: Iova) -> Owner<W> {
         let (arena, layout) = (memory.arena().clone(), memory.layout());
         let ready = W::Nic::prepare_rings(bus, memory, &options, W::HOW, from).expect("the card's shape, and memory");
         Owner { ready, arena, layout, options }
     }
 
-    /// Goes on until nothing is left, and stops the card; says what came meanwhile.
+    /// Quiesces and stops the card; returns the frames received meanwhile.
     pub fn quiesce_and_stop(&mut self) -> Vec<Vec<u8>> {
         let mut came = Vec::new();
         self.nic().quiesce(W::HOW, |_| ());
@@ -61,7 +61,7 @@ impl<W: Repointed> Bench<W> {
         came
     }
 
-    /// Points the card, which has stopped, at the next owner's rings, and makes the other one the next.
+    /// Points the stopped card at the next owner's rings, and makes the other owner the next.
     fn repoint(&mut self, next: Owner<W>) -> Owner<W> {
         let giver = self.take();
         self.put(W::Nic::repoint(next.ready, giver.left()).expect("a card that has stopped"), next.arena);
@@ -71,7 +71,7 @@ impl<W: Repointed> Bench<W> {
     }
 }
 
-/// A card that runs, and another owner that is ready for it.
+/// Starts a card, and prepares another owner for it.
 fn start<W: Repointed>(queues: u8) -> Option<(Bench<W>, Owner<W>)> {
     let options = options(queues);
     let first = super::memory::<W>(&options);
@@ -112,7 +112,7 @@ pub fn owners_take_turns_under_traffic_without_a_loss<W: Repointed>() {
         }
         check(bench.quiesce_and_stop());
         next = bench.repoint(next);
-        // What the next one sends leaves.
+        // The new owner can send.
         let out = numbered(turn);
         assert_same(&bench.bring_out(std::slice::from_ref(&out)), &[out]);
     }
@@ -130,7 +130,8 @@ pub fn owners_take_turns_under_traffic_without_a_loss<W: Repointed>() {
 pub fn all_queues_go_to_another_owner<W: Repointed>() {
     let Some((mut bench, mut next)) = start::<W>(W::QUEUES) else { return };
     for turn in 0..6 {
-        // Of 16 flows, which are spread over the queues; sorted by flow, which is the last byte of the sender's address.
+        // Frames of 16 flows, which are spread over the queues; sorted by flow, the last byte of the sender's
+        // address.
         let mut sent: Vec<_> = (0..200).map(|number| ipv4(W::MAC, (number % 16) as u8, 200 * turn + number)).collect();
         let mut came = Vec::new();
         let mut rest = sent.iter().peekable();
@@ -139,7 +140,7 @@ pub fn all_queues_go_to_another_owner<W: Repointed>() {
             came.extend(bench.poll());
             (came.len() >= 150).then_some(())
         });
-        // The rest comes to the one or the other.
+        // The other frames come to either owner.
         came.extend(bench.quiesce_and_stop());
         next = bench.repoint(next);
         until("the other frames", || {
@@ -176,7 +177,7 @@ pub fn who_gives_up_is_not_missed<W: Repointed>() {
     for round in 0..3 {
         let Owner { ready, options, .. } = next;
         let (bus, memory) = W::Nic::give_up(ready);
-        // Of 16 flows, as above.
+        // Frames of 16 flows, as above.
         let mut sent: Vec<_> = (0..160).map(|number| ipv4(W::MAC, (number % 16) as u8, 160 * round + number)).collect();
         let mut came = Vec::new();
         let mut rest = sent.iter().peekable();
@@ -201,12 +202,12 @@ pub fn a_card_goes_back_to_its_giver<W: Repointed>() {
     let sent: Vec<_> = (0..120).map(|number| frame(W::MAC, number, SHORTEST)).collect();
     assert_same(&bench.bring_in(&sent[..40]), &sent[..40]);
     assert_same(&bench.quiesce_and_stop(), &[]);
-    // Nobody came.
+    // No taker came.
     bench.nic().go_back().expect("the card works");
     assert_same(&bench.bring_in(&sent[40..80]), &sent[40..80]);
     assert_same(&bench.bring_out(&sent[..40]), &sent[..40]);
     assert_same(&bench.quiesce_and_stop(), &[]);
-    // Somebody came, and is no more.
+    // A taker came, and is gone.
     let left = bench.nic().left();
     drop(W::Nic::repoint(next.ready, left).expect("a card that has stopped"));
     bench.nic().go_back().expect("the card works");

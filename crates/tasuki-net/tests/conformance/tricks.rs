@@ -1,4 +1,5 @@
-//! What a last owner can leave in an 82574L that it drove: tricks by registers, for any way to the card. They share no table with the driver.
+//! What a last owner can leave in an 82574L that it drove: tricks with registers, over any bus. They share no table
+//! with the driver.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
@@ -9,7 +10,7 @@ use tasuki_shm::region::Region;
 use tasuki_sim::e1000e::{Bar, Device, Options};
 use tasuki_sim::journal::Class;
 
-/// How long a card may take. Ends a test that hangs; decides nothing else.
+/// Longest time that a card may take. It only ends tests that hang.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 // Registers, by the data sheet's chapter 10.
@@ -24,16 +25,16 @@ const RXCSUM: u32 = 0x5000;
 const MRQC: u32 = 0x5818;
 const RETA: u32 = 0x5c00;
 
-/// A last owner that has let go of its card, and can reach it still.
+/// A last owner that has let go of its card, and can still reach it.
 pub struct Hostile<R> {
-    /// The card's registers,
+    /// Registers of the card.
     pub registers: R,
-    /// and where of them the common ones lie, for a card that says so itself.
+    /// Offset of the common registers, for a card that reports it.
     pub common: u32,
-    /// Its memory for rings, and where the card sees that.
+    /// Its memory for rings, and the address at which the card sees it.
     pub rings: Region,
     pub old: Iova,
-    /// Where the next owner's rings will lie.
+    /// Address of the next owner's rings.
     pub next: Iova,
 }
 
@@ -42,14 +43,14 @@ impl<R: Registers> Hostile<R> {
         self.registers.write32(offset, value);
     }
 
-    /// Writes words into its memory for rings, where its own do not reach.
+    /// Writes words into its memory for rings, beyond its own rings; returns their address.
     pub fn put(&self, at: usize, words: &[u64]) -> u64 {
         let span = self.rings.span::<AtomicU64>(at, words.len()).unwrap();
         span.iter().zip(words).for_each(|(to, word)| to.store(*word, Relaxed));
         self.old.0 + at as u64
     }
 
-    /// A ring of eight descriptors there, of which `count` are the card's.
+    /// Sets up a ring of eight descriptors, of which `count` are the card's.
     pub fn ring(&self, base: u32, at: u64, count: u32) {
         self.write(base + 8, 128);
         self.write(base, (at & 0xffff_ffff) as u32);
@@ -71,7 +72,7 @@ impl<R: Registers> Hostile<R> {
     }
 }
 
-/// Sends 64 bytes from the next owner's memory by a queue that nobody knows of, as soon as there is memory.
+/// Sends 64 bytes of the next owner's memory through an unknown queue, as soon as there is memory.
 pub fn second_transmit_queue<R: Registers>(hostile: &Hostile<R>) {
     const SEND: u64 = 0x0b << 24 | 64;
     hostile.write(TCTL, 0);
@@ -81,7 +82,7 @@ pub fn second_transmit_queue<R: Registers>(hostile: &Hostile<R>) {
     hostile.write(TARC1, 0x0400_0403);
 }
 
-/// Has frames come into the next owner's memory by a queue that nobody knows of.
+/// Makes frames come into the next owner's memory through an unknown queue.
 pub fn second_receive_queue<R: Registers>(hostile: &Hostile<R>) {
     let next = hostile.next.0;
     let at = hostile.put(128 << 10, &[next, 0, next + 4096, 0, next + 8192, 0, next + 12288, 0]);
@@ -91,7 +92,7 @@ pub fn second_receive_queue<R: Registers>(hostile: &Hostile<R>) {
     hostile.write(MRQC, 0x0037_0001);
 }
 
-/// A queue's last descriptor is not the end of its packet: what comes next is a part of it.
+/// Leaves a last descriptor that does not end its packet, so that the next one becomes part of it.
 pub fn packet_without_an_end<R: Registers>(hostile: &Hostile<R>, is_second: bool) {
     let base = if is_second { TDBAL1 } else { TDBAL };
     hostile.write(TCTL, 0);
@@ -109,14 +110,14 @@ pub fn other_packet_buffer<R: Registers>(hostile: &Hostile<R>) {
 /// Power down, loopback, isolation, 10 Mb/s without negotiation, another page, nothing offered.
 pub const PHY: [(u32, u32); 6] = [(0, 0x1940), (0, 0x5140), (0, 0x1540), (0, 0x0100), (22, 3), (4, 1)];
 
-/// A trick, and for what the card is refused then, if it is.
+/// A trick, and the reason for which the card is then refused, if it is.
 pub struct Trick<R> {
     pub name: &'static str,
     pub does: fn(&Hostile<R>),
     pub refused: Option<&'static str>,
 }
 
-/// The tricks of an 82574L's last owner.
+/// Returns the tricks of an 82574L's last owner.
 pub fn of_an_82574l<R: Registers>() -> Vec<Trick<R>> {
     let undone = |name, does| Trick { name, does, refused: None };
     let refused = |name, does, why| Trick { name, does, refused: Some(why) };
@@ -136,7 +137,7 @@ pub fn of_an_82574l<R: Registers>() -> Vec<Trick<R>> {
     ]
 }
 
-/// Each register that the model has, by what is asked of its journal.
+/// Returns the registers that the model has, as found through its journal.
 pub fn registers() -> Vec<u32> {
     use std::collections::BTreeSet;
     let mut model = Device::new(Options::default());
@@ -146,7 +147,7 @@ pub fn registers() -> Vec<u32> {
         model.read(Bar::Registers, *offset, 4, 1 << 30);
         model.journal.count(Class::UnknownRegister) == before
     };
-    // Of long rows, the first, one in the middle and the last.
+    // Of a long row: the first, one in the middle and the last.
     let all: Vec<u32> = (0..128 << 10).step_by(4).filter(has).collect();
     let set: BTreeSet<u32> = all.iter().copied().collect();
     let is_inside =

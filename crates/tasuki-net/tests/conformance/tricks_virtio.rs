@@ -1,5 +1,5 @@
-//! What a last owner can leave in a virtio network device: it sets the device up as it likes, by the specification's registers and commands (virtio 1.2, 4.1.4.3 and
-//! 5.1.6.5), and leaves it so.
+//! What a last owner can leave in a virtio network device: it configures the device by the specification's registers
+//! and commands (virtio 1.2, 4.1.4.3 and 5.1.6.5), and leaves it so.
 
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering::Relaxed};
 
@@ -8,7 +8,7 @@ use tasuki_net::nic::bus::{Bus, Registers};
 
 use super::tricks::{Hostile, Trick};
 
-// Of the common configuration.
+// Offsets in the common configuration.
 const FEATURE_SELECT: u32 = 0x00;
 const FEATURE: u32 = 0x04;
 const OUR_SELECT: u32 = 0x08;
@@ -23,7 +23,7 @@ const NOTIFY_OFF: u32 = 0x1e;
 const ADDRESSES: [u32; 3] = [0x20, 0x28, 0x30];
 const RESET: u32 = 0x3a;
 
-// Where QEMU has doorbells behind the common configuration: 4 bytes for each queue.
+// QEMU's doorbells behind the common configuration: 4 bytes for each queue.
 const BELLS: u32 = 0x3000;
 
 /// VIRTIO_F_VERSION_1, ACCESS_PLATFORM and RING_RESET, of the upper word.
@@ -32,7 +32,7 @@ const MODERN: u32 = 1 << 0 | 1 << 1 | 1 << 8;
 const MQ: u32 = 1 << 22;
 const COMMANDS: u16 = 2;
 
-/// The BAR of the common configuration, and where it lies there.
+/// Returns the BAR of the common configuration, and its offset there.
 pub fn way(bus: &mut impl Bus) -> (u8, u32) {
     let header = Header::read(bus).expect("a device");
     let mut capabilities = header.capabilities.iter().filter(|capability| capability.id == Capability::VENDOR);
@@ -55,7 +55,7 @@ impl<R: Registers> Hostile<R> {
         self.registers.write32(self.common + at, value);
     }
 
-    /// Resets the device and agrees on all that it offers, but for a second pair of queues.
+    /// Resets the device and agrees on all features that it offers, except a second pair of queues.
     fn agree(&self) {
         self.set8(STATUS, 0);
         self.until("it is reset", || self.registers.read8(self.common + STATUS) == 0);
@@ -89,9 +89,9 @@ impl<R: Registers> Hostile<R> {
         self.registers.write16(self.common + BELLS + 4 * u32::from(off), queue);
     }
 
-    /// Sets the queue for commands up in its own memory, and gives these, each of a class, a command and data.
+    /// Sets up the queue for commands in its own memory, and gives these commands: class, command and data each.
     fn command(&self, commands: &[(u8, u8, &[u8])]) {
-        // The queue's parts, then what a command says and what became of it.
+        // The queue's parts, then the text of a command and its result.
         const AT: usize = 128 << 10;
         const SAYS: usize = AT + 4096;
         let at = self.put(AT, &[0; 512]);
@@ -119,7 +119,7 @@ impl<R: Registers> Hostile<R> {
     }
 }
 
-/// Nobody's address is let in but that of a stranger, whose the device has become; VLANs are filtered; it has announced itself.
+/// Lets in no address but a stranger's, which becomes the device's own; filters VLANs; has the device announced.
 fn filters<R: Registers>(hostile: &Hostile<R>) {
     hostile.agree();
     let table = [&2_u32.to_le_bytes()[..], &[2, 0, 0, 0, 0, 7, 2, 0, 0, 0, 0, 8], &0_u32.to_le_bytes()].concat();
@@ -139,7 +139,7 @@ fn filters<R: Registers>(hostile: &Hostile<R>) {
     ]);
 }
 
-/// Its queues lie in the next owner's memory, and it is told to look there.
+/// Places its queues in the next owner's memory, and tells the device to look there.
 fn queues<R: Registers>(hostile: &Hostile<R>) {
     hostile.agree();
     for queue in 0..2 {
@@ -149,7 +149,7 @@ fn queues<R: Registers>(hostile: &Hostile<R>) {
     (0..2).for_each(|queue| hostile.ring_bell(queue));
 }
 
-/// A queue is being reset, and nobody enables it again.
+/// Resets a queue and never enables it again.
 fn half_reset<R: Registers>(hostile: &Hostile<R>) {
     hostile.agree();
     (0..2).for_each(|queue| hostile.queue(queue, hostile.put(128 << 10, &[0; 512])));
@@ -158,7 +158,7 @@ fn half_reset<R: Registers>(hostile: &Hostile<R>) {
     hostile.set16(RESET, 1);
 }
 
-/// Interrupts go nowhere, or to a vector of another's.
+/// Sends interrupts nowhere, or to another's vector.
 fn vectors<R: Registers>(hostile: &Hostile<R>) {
     hostile.set16(CONFIG_VECTOR, 0);
     for queue in 0..3 {
@@ -167,7 +167,7 @@ fn vectors<R: Registers>(hostile: &Hostile<R>) {
     }
 }
 
-/// What a virtio device's last owner can leave. None of it is looked at: the device goes `cold`.
+/// Returns the tricks of a virtio device's last owner. None is inspected: the device goes `cold`.
 pub fn of_virtio_net<R: Registers>() -> Vec<Trick<R>> {
     let trick = |name, does| Trick { name, does, refused: None };
     vec![

@@ -1,5 +1,7 @@
-//! A process that talks to its card is frozen at any point (control groups of version 2): how long that takes, and whether it has anything locked then that the next owner
-//! must wait for. `TASUKI_FREEZES=10000 cargo xtask guest --only drivers` for the long one. The guest is emulated: times are of that.
+//! A process that talks to its card is frozen at any point (control groups of version 2). The test measures how long
+//! that takes, and checks whether the process then holds a lock that the next owner must wait for.
+//! `TASUKI_FREEZES=10000 cargo xtask guest --only drivers` makes a long run. The guest is emulated: times are of
+//! that.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -18,15 +20,15 @@ use super::{E1000E, STATUS, TDBAL, open, region};
 
 const TEST: &str = "freezes::a_process_frozen_at_any_point_has_nothing_locked_for_the_next_owner";
 const FREEZES: usize = 200;
-/// One in so many is killed where it stands, as a fence does it, and another takes its place.
+/// One frozen process in this many is killed, as by a fence, and another takes its place.
 const KILLED: usize = 20;
 const GROUPS: &str = "/tmp/groups";
 
-/// Where each has memory for the card.
+/// Addresses of the two owners' memory for the card.
 const THEIRS: Iova = Iova(0x2_0000_0000);
 const OURS: Iova = Iova(0x3_0000_0000);
 
-/// A few numbers that no scheduler knows.
+/// A small random number generator, independent of the scheduler.
 struct Dice(u64);
 
 impl Dice {
@@ -36,7 +38,7 @@ impl Dice {
     }
 }
 
-/// One of the things that an owner asks of card and kernel: registers, the configuration space, memory, vectors.
+/// Makes one kind of access to card and kernel: registers, the configuration space, memory, vectors.
 fn ask(bus: &mut Vfio, what: u64, at: Iova) {
     let registers = bus.registers(0).expect("BAR 0");
     match what {
@@ -46,7 +48,7 @@ fn ask(bus: &mut Vfio, what: u64, at: Iova) {
         3 => pci::enable(bus, true).expect("the card is there"),
         4 => {
             let memory = region(64);
-            // One that was killed may have left its own there.
+            // A killed process may have left its own memory there.
             let _ = bus.unmap_dma(at, memory.len());
             bus.map_dma(&memory, at).expect("nothing is there");
             bus.unmap_dma(at, memory.len()).expect("it was mapped");
@@ -55,7 +57,7 @@ fn ask(bus: &mut Vfio, what: u64, at: Iova) {
     }
 }
 
-/// The other process: talks to the card for ever.
+/// Plays the other process: talks to the card for ever.
 fn talk() {
     let socket = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free");
     let (text, fds) = hear(&socket).expect("a way to the card");
@@ -68,7 +70,7 @@ fn talk() {
     }
 }
 
-/// A process in a group of its own, which talks.
+/// Starts a talking process in a group of its own.
 fn start(bus: &Vfio, group: &Path) -> Process {
     let process = Process::start(TEST, bus);
     assert_eq!(hear(&process.socket).expect("it lives").0, "talks");
@@ -76,7 +78,7 @@ fn start(bus: &Vfio, group: &Path) -> Process {
     process
 }
 
-/// Freezes all in a group; how long that takes.
+/// Freezes all processes of a group; returns how long that takes.
 fn freeze(group: &Path) -> Duration {
     let since = Instant::now();
     fs::write(group.join("cgroup.freeze"), "1").expect("root may");
@@ -86,7 +88,7 @@ fn freeze(group: &Path) -> Duration {
     since.elapsed()
 }
 
-/// The next owner, who asks for everything once each time that it is told to, and says how long that took.
+/// Starts the next owner. On each request it makes every kind of access once, and reports how long that took.
 fn next_owner(mut bus: Vfio) -> (Sender<()>, Receiver<Duration>, JoinHandle<()>) {
     let ((told, hears), (says, answers)) = (channel(), channel());
     let thread = std::thread::spawn(move || {
@@ -142,11 +144,11 @@ fn a_process_frozen_at_any_point_has_nothing_locked_for_the_next_owner() {
         }
     }
     owner.kill();
-    // It has the card open until it ends, and the next test would find it busy.
+    // The next owner has the card open until it ends; the next test would find the card busy.
     drop(told);
     next.join().expect("it only asks");
     spread("until it is frozen", frozen);
     spread("what the next owner asks then", asked);
-    // Only an empty group can be removed, and it is empty once the kernel has seen to the dead.
+    // Only an empty group can be removed, and it is empty once the kernel has reaped the dead.
     super::conformance::until("an empty group", || fs::remove_dir(&group).ok());
 }

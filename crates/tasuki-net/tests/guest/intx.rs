@@ -15,7 +15,7 @@ use super::open;
 const RTL8139: PciId = PciId { vendor: 0x10ec, device: 0x8139 };
 const PATIENCE: Duration = Duration::from_secs(20);
 
-// Transmit Configuration, and the bits by which what is sent comes back instead of leaving.
+// Transmit Configuration, and the bits that loop sent frames back.
 const TCR: u32 = 0x40;
 const TCR_LOOPBACK: u32 = 3 << 17;
 
@@ -44,11 +44,11 @@ fn each_frame_wakes_who_sleeps_for_it_whoever_drives_the_card() {
     let options = NicOptions { ring: 8, ..NicOptions::default() };
     let mut nic = Rtl8139::start(bus, memory, &options).unwrap();
     for number in 0..12 {
-        // Behind the driver's back: nobody is at this card's wire.
+        // Set loopback without the driver's knowledge: this card's wire has no partner.
         let (bus, memory, driver_state) = nic.park().unwrap();
         let mut bus = match number % 2 {
             0 => bus,
-            // As another process would go on with it.
+            // Reopen the bus as another process would.
             _ => Vfio::from_descriptors(bus.into_descriptors().unwrap()).unwrap(),
         };
         let registers = bus.registers(1).unwrap();
@@ -61,7 +61,7 @@ fn memory(at: Iova) -> NicMemory {
     NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 4096, at).unwrap()
 }
 
-/// Two frames are sent, come back, and wake who sleeps for them.
+/// Sends two frames, checks that they come back and wake a sleeping driver.
 fn come_back_and_wake(nic: &mut Rtl8139<Vfio>, registers: &impl Registers, arena: &Arena, number: u32) {
     registers.write32(TCR, registers.read32(TCR) | TCR_LOOPBACK);
     assert_eq!(nic.arm().unwrap(), Armed::Idle, "nothing has come");
@@ -85,7 +85,7 @@ fn the_pin_rings_for_an_owner_with_other_memory_and_for_one_that_takes_the_card_
     let [first, second] = memories;
     let options = NicOptions { ring: 8, ..NicOptions::default() };
     let started = Rtl8139::start(open(RTL8139), first, &options).unwrap();
-    // A way of which the pin is part, once it is connected.
+    // A bus that includes the pin, once it is connected.
     let (bus, first, driver_state) = started.park().unwrap();
     let (text, fds) = bus.pack().unwrap();
     let mut other = Vfio::unpack(&text, &mut Fds::new(fds)).unwrap();

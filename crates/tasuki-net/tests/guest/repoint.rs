@@ -1,8 +1,10 @@
-//! A card behind VFIO that goes from process to process by `repoint`: each maps memory of its own by the descriptors that it was passed, and has
-//! the kernel forget that of the one before, whether that one lives or not.
+//! A card behind VFIO that goes from process to process by `repoint`. Each process maps memory of its own with the
+//! descriptors passed to it, and makes the kernel forget its predecessor's mapping, whether the predecessor lives or
+//! not.
 //!
-//! The test is what a daemon is: it opens the card, holds the descriptors, says whose turn it is, and is at the other end of the wire. What comes is sent
-//! back by whoever drives, so that the wire shows what was lost, came twice or out of order.
+//! The test plays the daemon: it opens the card, holds the descriptors, controls whose turn it is, and is at the
+//! other end of the wire. The driving process sends all frames back, so the wire shows which were lost, came twice
+//! or out of order.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -35,21 +37,21 @@ use super::conformance::{PATIENCE, World, until};
 type Card = E1000e<Vfio>;
 type Behind = BehindVfio<Card>;
 
-/// Set in the other processes.
+/// Environment variable that is set in the other processes.
 pub const ROLE: &str = "TASUKI_ANOTHER_PROCESS";
-/// Descriptors that a message has at most: VFIO's three and the card's vectors.
+/// Most descriptors of a message: VFIO's three and the card's vectors.
 const FDS_MAX: usize = 16;
 const WORDS_MAX: usize = 4096;
-/// Handovers of the test of many.
+/// Number of handovers in the test of many.
 const TURNS: u64 = 24;
-/// Frames that come between two of them.
+/// Number of frames between two handovers.
 const BETWEEN: u32 = 100;
 
 fn options() -> NicOptions {
     NicOptions { ring: 64, ..NicOptions::default() }
 }
 
-/// Memory of an owner, each at addresses of its own.
+/// Makes the memory of an owner; each owner has addresses of its own.
 fn memory(owner: u64) -> NicMemory {
     let slots = Geometry { slot_len: 4096, count: 256 };
     NicMemory::create(slots, 256 << 10, Behind::MEMORY_AT + (owner << 30)).expect("a little memory")
@@ -63,7 +65,7 @@ pub fn say(socket: &OwnedFd, words: &str, fds: &[BorrowedFd<'_>]) {
     assert_eq!(sent, Ok(words.len()));
 }
 
-/// A message; nothing if nobody is left to send one.
+/// Receives a message; `None` if no sender is left.
 pub fn hear(socket: &OwnedFd) -> Option<(String, Vec<OwnedFd>)> {
     let mut words = [0; WORDS_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
@@ -78,14 +80,14 @@ pub fn hear(socket: &OwnedFd) -> Option<(String, Vec<OwnedFd>)> {
     (got > 0).then(|| (String::from_utf8(words[..got].to_vec()).expect("text"), fds))
 }
 
-/// Whether any of these is readable within so many seconds.
+/// Returns whether any of `fds` becomes readable within `seconds`.
 fn ready<const N: usize>(fds: [BorrowedFd<'_>; N], seconds: u64) -> bool {
     let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
     let limit = Timespec { tv_sec: seconds.try_into().expect("seconds"), tv_nsec: 0 };
     rustix::event::poll(&mut fds, Some(&limit)).is_ok_and(|ready| ready > 0)
 }
 
-/// Sends back what has come; says whether anything had.
+/// Sends received frames back; returns whether there were any.
 fn echo(nic: &mut Card) -> bool {
     let mut burst = Burst::new();
     let came = nic.receive(&mut burst).expect("the card works");
@@ -103,7 +105,7 @@ fn stop(nic: &mut Card) {
     until("the card stops", || (!echo(nic) && nic.is_quiet() && nic.leave().expect("the card works")).then_some(()));
 }
 
-/// An owner in a process of its own, as far as it has come.
+/// State of an owner in a process of its own.
 enum Owner {
     Idle(Vfio),
     Ready(Ready<Vfio>),
@@ -113,7 +115,7 @@ enum Owner {
 }
 
 impl Owner {
-    /// Does what it is told; says what came of it, and passes its memory on where that is new.
+    /// Carries out an order; returns its result, and its memory's descriptors where that is new.
     fn obey(&mut self, words: &str) -> Result<Vec<OwnedFd>, String> {
         let (verb, number) = words.split_once(' ').unwrap_or((words, "0"));
         let number = number.parse().expect("the number of an owner");
@@ -160,7 +162,7 @@ impl Owner {
     }
 }
 
-/// May lock next to nothing from now on, as a worker that was confined with too low a limit.
+/// Lowers this process's limit of locked memory to next to nothing, as for a worker confined with too low a limit.
 fn become_poor() {
     let small = Rlimit { current: Some(64 << 10), maximum: Some(64 << 10) };
     rustix::process::setrlimit(Resource::Memlock, small).expect("less may always be had");
@@ -169,7 +171,7 @@ fn become_poor() {
     rustix::thread::set_capabilities(None, sets).expect("less may always be had");
 }
 
-/// Another process: gets its way to the card, and then does what it is told.
+/// Plays another process: receives its bus to the card, and then carries out orders.
 fn other_process() {
     let socket = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free");
     let (text, fds) = hear(&socket).expect("a way to the card");
@@ -196,14 +198,14 @@ fn other_process() {
     }
 }
 
-/// A process that is ended with the test.
+/// Process that the test ends.
 pub struct Process {
     pub child: Child,
     pub socket: OwnedFd,
 }
 
 impl Process {
-    /// Starts one, which has the same way to the card as `bus`.
+    /// Starts a process with the same access to the card as `bus`.
     pub fn start(test: &str, bus: &Vfio) -> Process {
         let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
         let (socket, theirs) = pair.expect("a pair of sockets");
@@ -224,7 +226,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It has ended already, unless the test failed.
+        // The process has ended already, unless the test failed.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -234,7 +236,7 @@ fn numbered(number: u32) -> Vec<u8> {
     frame(Behind::MAC, number, SHORTEST + number as usize % 1000)
 }
 
-/// Numbered frames that are on their way as long as it lives, and those that came back.
+/// Numbered frames that are sent as long as it lives, and the ones that came back.
 struct Stream<'a> {
     world: &'a Behind,
     stop: Arc<AtomicBool>,
@@ -269,7 +271,7 @@ impl<'a> Stream<'a> {
         }
     }
 
-    /// Has some frames come back that nobody has sent yet.
+    /// Waits until some frames have come back that are not sent yet.
     fn flow(&mut self) {
         let wanted = self.sent.load(Relaxed) + BETWEEN;
         until("frames come back", || {
@@ -278,7 +280,7 @@ impl<'a> Stream<'a> {
         });
     }
 
-    /// No more frames are sent, and those that were have come back.
+    /// Stops sending, and waits until all sent frames have come back.
     fn end(&mut self) {
         self.stop.store(true, Relaxed);
         if let Some(sender) = self.sender.take() {
@@ -295,7 +297,7 @@ impl<'a> Stream<'a> {
         assert_eq!(self.world.take(Duration::ZERO), None, "and none twice");
     }
 
-    /// Has a process do something, while frames flow.
+    /// Gives a process an order, while frames flow; returns its answer.
     fn ask(&mut self, process: &Process, words: &str) -> Result<Vec<OwnedFd>, String> {
         say(&process.socket, words, &[]);
         until(words, || {
@@ -317,7 +319,7 @@ impl Drop for Stream<'_> {
     }
 }
 
-/// What a daemon has: a way to the card.
+/// The daemon's part: a bus to the card.
 struct Daemon {
     test: &'static str,
     bus: Vfio,
@@ -328,7 +330,7 @@ impl Daemon {
         Process::start(self.test, &self.bus)
     }
 
-    /// Whether the card reaches nothing at the first address of this owner's memory.
+    /// Returns whether the card reaches nothing at the first address of this owner's memory.
     fn is_free(&mut self, owner: u64) -> bool {
         let (page, at) = (super::region(1), memory(owner).layout().rings_at);
         match self.bus.map_dma(&page, at) {
@@ -345,8 +347,8 @@ impl Daemon {
     }
 }
 
-/// Starts a card and has a process take it, which is the owner number 1; then `act`s while frames flow, which says who drives in the end. In that
-/// process, does what it is there for.
+/// Starts a card and makes a process take it as owner number 1. Then calls `act` while frames flow; `act` returns
+/// the final driver. In the other process, plays that process's part instead.
 fn play(test: &'static str, act: impl FnOnce(&mut Daemon, &mut Stream<'_>, Process) -> Process) {
     if std::env::var_os(ROLE).is_some() {
         return other_process();
@@ -382,14 +384,14 @@ fn two_processes_take_turns_with_memory_of_their_own_and_lose_nothing() {
         let mut giver = process;
         let mut taker = daemon.start();
         for turn in 0..TURNS {
-            // Each has its own addresses, and new memory there each time.
+            // Each owner has its own addresses, and new memory there each time.
             let (old, new) = (1 + turn % 2, 1 + (turn + 1) % 2);
             stream.tell(&taker, &format!("prepare {new}"));
             stream.flow();
             stream.tell(&giver, "stop");
             stream.tell(&taker, "take");
             assert!(!daemon.is_free(old), "as long as nobody has it forgotten");
-            // Of the giver that lives and has it mapped, by another process.
+            // Another process forgets the mapping of the giver, which lives.
             stream.tell(&taker, &format!("forget {old}"));
             assert!(daemon.is_free(old));
             let refused = stream.ask(&taker, &format!("forget {old}")).expect_err("it is forgotten");
@@ -418,7 +420,7 @@ fn a_taker_that_is_killed_when_it_is_ready_is_in_nobodys_way() {
             );
             stream.flow();
         }
-        // Whoever is next at these addresses has that forgotten, too.
+        // The next taker at these addresses makes the kernel forget that mapping, too.
         let taker = daemon.start();
         stream.tell(&taker, "prepare 2");
         stream.tell(&giver, "stop");
@@ -435,7 +437,7 @@ fn a_giver_that_is_killed_when_it_has_stopped_leaves_its_memory_to_be_forgotten(
         "repoint::a_giver_that_is_killed_when_it_has_stopped_leaves_its_memory_to_be_forgotten",
         |daemon, stream, giver| {
             let taker = daemon.start();
-            // As a daemon has it, whatever becomes of the worker.
+            // The daemon has these descriptors, whatever becomes of the worker.
             let old = stream.tell(&taker, "prepare 2");
             stream.tell(&giver, "stop");
             stream.tell(&taker, "take");
@@ -450,7 +452,7 @@ fn a_giver_that_is_killed_when_it_has_stopped_leaves_its_memory_to_be_forgotten(
             stream.flow();
             stream.end();
             stream.tell(&next, "park");
-            // The card itself says whether it reaches that memory.
+            // The card itself shows whether it reaches that memory.
             let registers = daemon.bus.registers(0).expect("BAR 0");
             let rings = Region::adopt(old.into_iter().next().expect("rings")).expect("the memory of rings");
             let at = memory(2).layout().rings_at;
@@ -472,7 +474,7 @@ fn a_giver_takes_its_card_back_from_a_taker_that_was_killed() {
         for _ in 0..3 {
             let taker = daemon.start();
             stream.tell(&taker, "prepare 2");
-            // What has come to a taker is gone with it.
+            // A taker's death would lose the frames it has received.
             stream.end();
             stream.tell(&giver, "stop");
             stream.tell(&taker, "take");

@@ -1,21 +1,22 @@
-//! What a bus promises of an interrupt pin, tried on an RTL8139.
+//! Tests a bus's guarantees for an interrupt pin, on an RTL8139.
 
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_net::nic::bus::{Bus, Registers};
 
-/// Ends a test that hangs; decides nothing else.
+/// Ends a test that hangs, and decides nothing else.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-// Registers of the RTL8139, by the names of its data sheet, and the cause TimeOut, which its timer sets.
+// Registers of the RTL8139, with the names of its data sheet, and the cause TimeOut, which its timer sets.
 const IMR: u32 = 0x3c;
 const ISR: u32 = 0x3e;
 const TCTR: u32 = 0x48;
 const TIMER_INT: u32 = 0x54;
 const TIME_OUT: u16 = 1 << 14;
 
-/// The pin rings when it is asserted, whoever unmasks it while it is learns so again, and what happens while it is masked is not lost.
+/// The pin rings when it is asserted. Unmasking it while it is asserted rings again, and an event while it is masked
+/// is not lost.
 pub fn rings_once_until_it_is_unmasked(bus: &mut impl Bus) {
     let registers = bus.registers(1).expect("BAR 1");
     registers.write16(IMR, 0);

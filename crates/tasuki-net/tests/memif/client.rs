@@ -1,5 +1,5 @@
-//! A memif client, written from the protocol's text and from nothing of the server's: every number in it stands here once more. Its memory is
-//! read and written as a file, so that it needs no mapping.
+//! A memif client, written from the protocol's text and sharing nothing with the server: it has its own copy of
+//! every number. It reads and writes its memory as a file, so it needs no mapping.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -23,7 +23,7 @@ pub const CONNECT: u16 = 6;
 pub const CONNECTED: u16 = 7;
 pub const DISCONNECT: u16 = 8;
 
-/// A message of 128 bytes: its kind, and what follows.
+/// Builds a message of 128 bytes: its type, and what follows.
 pub fn message(kind: u16, parts: &[&[u8]]) -> Vec<u8> {
     let mut bytes = kind.to_le_bytes().to_vec();
     parts.iter().for_each(|part| bytes.extend_from_slice(part));
@@ -41,7 +41,7 @@ pub fn add_region(index: u16, size: u64) -> Vec<u8> {
     message(ADD_REGION, &[&index.to_le_bytes(), &size.to_le_bytes()])
 }
 
-/// `to_server`: the ring in which the client sends.
+/// Builds an ADD_RING message; `to_server`: the client sends in this ring.
 pub fn add_ring(to_server: bool, index: u16, region: u16, offset: u32, log2: u8, private: u16) -> Vec<u8> {
     message(
         ADD_RING,
@@ -56,7 +56,7 @@ pub fn add_ring(to_server: bool, index: u16, region: u16, offset: u32, log2: u8,
     )
 }
 
-/// Memory that a client hands over.
+/// Makes memory for a client to hand over.
 pub fn memory(len: u64, seals: SealFlags) -> OwnedFd {
     let memory = rustix::fs::memfd_create("client", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&memory, len).unwrap();
@@ -83,11 +83,11 @@ impl Channel {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         let mut beside = SendAncillaryBuffer::new(&mut space);
         assert!(with.is_empty() || beside.push(SendAncillaryMessage::ScmRights(with)));
-        // Who was sent away already learns it by the next message that it reads.
+        // If the server has sent the client away already, the client learns that from the next message it reads.
         let _ = rustix::net::sendmsg(&self.0, &[IoSlice::new(bytes)], &mut beside, SendFlags::NOSIGNAL);
     }
 
-    /// The next message, if there is one.
+    /// Returns the next message, if there is one.
     pub fn hear(&self) -> Option<(u16, Vec<u8>)> {
         let mut bytes = [0; 256];
         let parts = &mut [IoSliceMut::new(&mut bytes)];
@@ -100,7 +100,7 @@ impl Channel {
         Some((u16::from_le_bytes([bytes[0], bytes[1]]), bytes[2..len].to_vec()))
     }
 
-    /// Waits until the server has said something, or has hung up.
+    /// Waits until the server has sent something, or has closed the channel.
     #[allow(dead_code, reason = "for servers that are other processes")]
     pub fn wait(&self, most: Duration) {
         let most = Timespec::try_from(most).expect("not for long");
@@ -108,7 +108,7 @@ impl Channel {
         let _ = rustix::event::poll(&mut poll, Some(&most));
     }
 
-    /// The next message, which comes after some turns of the server's, or by itself where that is another process.
+    /// Waits for the next message: gives the server some turns, or, if it is another process, time.
     fn answer(&self, turn: &mut impl FnMut()) -> Option<(u16, Vec<u8>)> {
         (0..1000).find_map(|_| {
             turn();
@@ -118,14 +118,14 @@ impl Channel {
         })
     }
 
-    /// Whether the server has closed its end.
+    /// Returns whether the server has closed its end.
     pub fn is_closed(&self) -> bool {
         let mut bytes = [0; 1];
         let peeked = rustix::net::recv(&self.0, &mut bytes[..], RecvFlags::DONTWAIT | RecvFlags::PEEK);
         peeked.is_ok_and(|(_, len)| len == 0)
     }
 
-    /// Why the server has ended it, if it has.
+    /// Returns the server's reason for ending the connection, if it has ended it.
     pub fn reason(&self) -> Option<String> {
         while let Some((kind, body)) = self.hear() {
             if kind == DISCONNECT {
@@ -138,11 +138,11 @@ impl Channel {
     }
 }
 
-/// How a client is made.
+/// Sizes of a client's rings and buffers.
 #[derive(Clone, Copy)]
 pub struct Shape {
     pub log2: u8,
-    /// Bytes of each buffer.
+    /// Bytes per buffer.
     pub buffer: u32,
 }
 
@@ -155,7 +155,7 @@ impl Shape {
         128 + 16 * self.slots()
     }
 
-    /// Of the ring to the server, or of that from it.
+    /// Returns the offset of the ring to the server, or of the ring from it.
     pub fn ring_at(self, to_server: bool) -> u32 {
         if to_server { 0 } else { self.ring_len() }
     }
@@ -175,15 +175,15 @@ pub struct Client {
     pub channel: Channel,
     pub shape: Shape,
     pub memory: OwnedFd,
-    /// By which it rings, and is rung.
+    /// The bell that the client rings, and the one that rings for it.
     pub bells: [OwnedFd; 2],
-    /// How far it is in the ring to the server, and in that from it.
+    /// Positions in the ring to the server, and in the ring from it.
     sent: u16,
     came: u16,
 }
 
 impl Client {
-    /// Up to and without CONNECT; `turn` is the server's turn.
+    /// Does the handshake up to CONNECT, which it does not send; `turn` gives the server a turn.
     pub fn begin(path: &Path, shape: Shape, secret: &str, mut turn: impl FnMut()) -> Self {
         let channel = Channel::connect(path);
         let (kind, _) = channel.answer(&mut turn).expect("a greeting");
@@ -205,7 +205,7 @@ impl Client {
         client
     }
 
-    /// A client that is connected and has posted its buffers.
+    /// Connects a client and posts its buffers.
     pub fn connect(path: &Path, shape: Shape, secret: &str, mut turn: impl FnMut()) -> Self {
         let client = Self::begin(path, shape, secret, &mut turn);
         client.channel.send(&message(CONNECT, &[b"test0"]), &[]);
@@ -221,7 +221,7 @@ impl Client {
         assert!(matches!(answer, Some((ACK, _))), "not acknowledged: {answer:?}");
     }
 
-    /// Rings with their descriptors, as stock clients have them before they connect.
+    /// Writes the rings and their descriptors, as stock clients do before they connect.
     fn lay_out(&self) {
         for to_server in [true, false] {
             self.write(self.shape.ring_at(to_server), &0x03e3_1f20_u32.to_le_bytes());
@@ -277,7 +277,7 @@ impl Client {
         self.write(at, &bytes.concat());
     }
 
-    /// Posts so many further buffers for what it is sent.
+    /// Posts `count` more buffers for received frames.
     pub fn post(&self, count: u16) {
         for i in 0..count {
             let slot = u32::from(self.head(false).wrapping_add(i)) % self.shape.slots();
@@ -286,7 +286,7 @@ impl Client {
         self.set_head(false, self.head(false).wrapping_add(count));
     }
 
-    /// Sends a frame in as many buffers as it takes; says no if the ring has no room.
+    /// Sends a frame in as many buffers as it takes; returns false if the ring has no room.
     pub fn send(&mut self, frame: &[u8]) -> bool {
         let parts: Vec<_> = frame.chunks(self.shape.buffer as usize).collect();
         let used = u32::from(self.sent.wrapping_sub(self.tail(true)));
@@ -308,7 +308,7 @@ impl Client {
         true
     }
 
-    /// The frames that have come; their buffers are posted again.
+    /// Returns the received frames, and posts their buffers again.
     pub fn receive(&mut self) -> Vec<Vec<u8>> {
         let (mut frames, mut frame) = (Vec::new(), Vec::new());
         let tail = self.tail(false);
@@ -332,7 +332,7 @@ impl Client {
         frames
     }
 
-    /// Whether it was rung for.
+    /// Returns whether the client's bell rang.
     pub fn was_rung(&self) -> bool {
         rustix::io::read(&self.bells[1], &mut [0; 8][..]).is_ok()
     }

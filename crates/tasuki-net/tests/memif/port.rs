@@ -1,4 +1,4 @@
-//! A memif node on a VNI with others, in one thread: each turn is the test's to give.
+//! A memif node on a VNI with others, in one thread: the test gives each turn.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ pub type Node = MemifNode<Lines>;
 
 pub const SECRET: &str = "twenty-three-bytes-here";
 
-/// The node behind which the client is, and the number of another.
+/// Number of the client's node, and of another.
 pub const PORT: u16 = 0;
 pub const OTHER: u16 = 1;
 
@@ -27,7 +27,7 @@ pub fn mac(node: u16) -> [u8; 6] {
     [2, 0, 0, 0, 0xee, node.to_le_bytes()[0]]
 }
 
-/// A frame from one node to another that is told from every other.
+/// Returns a frame from one node to another that differs from every other.
 pub fn frame_to(to: u16, from: u16, number: u32, len: usize) -> Vec<u8> {
     let mut frame = [&mac(to)[..], &mac(from), &[0x88, 0xb5], &number.to_le_bytes()].concat();
     frame.extend((18..len).map(|i| i.wrapping_mul(37).wrapping_add(number as usize).to_le_bytes()[0]));
@@ -51,7 +51,7 @@ fn node(listener: &OwnedFd, terms: &Terms, net: &mut Net, lines: &Lines) -> Node
 pub struct World {
     pub net: Net,
     pub node: Node,
-    /// The directory, for whoever else has to know it.
+    /// The directory, for other parties that need it.
     pub lines: Lines,
     folder: tempfile::TempDir,
     listener: OwnedFd,
@@ -59,7 +59,7 @@ pub struct World {
 }
 
 impl World {
-    /// With so many others.
+    /// Makes a VNI with `others` other nodes.
     pub fn new(others: u16) -> Self {
         Self::with(others, 512, Terms::new(0, SECRET, "a test").unwrap())
     }
@@ -80,14 +80,14 @@ impl World {
         World { net, node, lines, folder, listener, terms }
     }
 
-    /// Another worker goes on, after one that was told to end or was killed between two turns.
+    /// Replaces the worker, which is told to end, or killed between two turns.
     pub fn succeed(&mut self, told: bool) {
         let parts = self.node.parts().unwrap();
         if told {
             self.node.finish();
         }
         self.net.replace(PORT.into());
-        // Nothing of the old one is written when it goes.
+        // The old one writes nothing when it goes.
         self.node = node(&self.listener, &self.terms, &mut self.net, &self.lines);
         parts.map(Inherited::new).into_iter().for_each(|inherited| self.node.go_on(inherited));
     }
@@ -96,18 +96,18 @@ impl World {
         self.folder.path().join("memif.sock")
     }
 
-    /// As if something had woken the node, so that it looks at everything.
+    /// Gives a turn as if the node had been woken, so that it looks everywhere.
     pub fn turn(&mut self) -> usize {
         self.node.rest(std::time::Duration::ZERO);
         self.node.turn()
     }
 
-    /// Turns until nothing moves.
+    /// Gives turns until nothing moves.
     pub fn settle(&mut self) {
         while self.turn() > 0 {}
     }
 
-    /// What has come to another node.
+    /// Returns the frames that came to another node.
     pub fn at_other(&mut self, node: u16) -> Vec<Vec<u8>> {
         received(self.net.node(node.into())).into_iter().map(|(_, frame)| frame).collect()
     }

@@ -1,4 +1,4 @@
-//! Nodes on a VNI, made as a daemon makes them.
+//! Nodes on a VNI, set up as a daemon does it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use tasuki_net::vni::{PeerDescriptor, Vni};
 use tasuki_shm::vni::node_memory::{NodeMemoryFds, POOL_PAGES};
 use tasuki_shm::wake::Clapper;
 
-/// What a daemon keeps of a node.
+/// The descriptors that a daemon keeps for a node.
 struct Kept {
     node_memory: NodeMemoryFds,
     bell_receiver: OwnedFd,
@@ -49,7 +49,7 @@ impl Net {
         Self::with(count, POOL_PAGES)
     }
 
-    /// So many, each with a pool of so many pages.
+    /// Makes `count` nodes, each with a pool of `pages` pages.
     pub fn with(count: u16, pages: u32) -> Self {
         let kept: Vec<_> = (0..count).map(|number| Kept::new(number, pages)).collect();
         let mut net = Net { kept, nodes: Vec::new(), pages };
@@ -57,7 +57,7 @@ impl Net {
         net
     }
 
-    /// A worker of a node.
+    /// Makes a worker for a node.
     fn join(&self, number: u16) -> Vni {
         let kept = &self.kept[usize::from(number)];
         let mut vni = Vni::new(number, kept.own(), kept.bell_receiver.try_clone().unwrap()).unwrap();
@@ -76,13 +76,13 @@ impl Net {
         self.nodes[number].take().expect("it was not taken away")
     }
 
-    /// Another worker goes on, on the same memory.
+    /// Replaces the worker; the new one uses the same memory.
     pub fn replace(&mut self, number: usize) {
         drop(self.nodes[number].take());
         self.nodes[number] = Some(self.join(u16::try_from(number).unwrap()));
     }
 
-    /// The same, which is told of nobody else any more.
+    /// Replaces the worker; the new one knows no other node.
     pub fn replace_alone(&mut self, number: usize) {
         drop(self.nodes[number].take());
         let kept = &self.kept[number];
@@ -92,7 +92,7 @@ impl Net {
         self.nodes[number] = Some(vni);
     }
 
-    /// Another node gets a number, after everybody has forgotten the one that had it.
+    /// Gives the number to a new node, after all others have forgotten the old one.
     pub fn renew(&mut self, number: usize) {
         drop(self.nodes[number].take());
         let name = u16::try_from(number).unwrap();
@@ -108,7 +108,7 @@ impl Net {
         }
     }
 
-    /// The memory of a node, for whoever plays it otherwise.
+    /// Returns the memory of a node, for a test that plays its worker.
     pub fn node_memory(&self, number: usize) -> NodeMemoryFds {
         self.kept[number].own()
     }
@@ -122,14 +122,14 @@ impl Net {
         self.pages
     }
 
-    /// Bytes of control memory that the kernel has allocated for a node.
+    /// Returns the bytes of control memory that the kernel has allocated for a node.
     pub fn memory(&self, number: usize) -> u64 {
         let stat = rustix::fs::fstat(&self.kept[number].node_memory.control).unwrap();
         u64::try_from(stat.st_blocks).unwrap() * 512
     }
 }
 
-/// A frame that is told from every other.
+/// Returns a frame that differs from every other.
 pub fn frame(number: u32, len: usize) -> Vec<u8> {
     let mut bytes: Vec<u8> =
         (0_u32..).take(len).map(|i| i.wrapping_mul(31).wrapping_add(number).to_le_bytes()[0]).collect();
@@ -138,12 +138,12 @@ pub fn frame(number: u32, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Everything that has come, with whom it is from. As often as it takes to have looked at everybody.
+/// Returns all received frames, with their senders. Repeats until it has looked at every node.
 pub fn received(vni: &mut Vni) -> Vec<(u16, Vec<u8>)> {
     let mut came = Vec::new();
     let mut in_vain = 0;
     while in_vain < 2 {
-        // Whoever has newly begun to talk is heard when we wake.
+        // A node that has just begun to send is noticed only when we wake.
         vni.wake();
         let before = came.len();
         for _ in 0..16 {
@@ -158,12 +158,12 @@ pub fn received(vni: &mut Vni) -> Vec<(u16, Vec<u8>)> {
     came
 }
 
-/// Whether this becomes readable in time.
+/// Waits up to `within` until `fd` is readable; returns whether it is.
 pub fn readable(fd: &impl AsFd, within: Duration) -> bool {
     any_readable(&[fd.as_fd()], within)
 }
 
-/// Whether one of these does.
+/// Waits up to `within` until one of `fds` is readable; returns whether one is.
 pub fn any_readable(fds: &[BorrowedFd<'_>], within: Duration) -> bool {
     let mut polled: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     let within = Timespec::try_from(within).unwrap();

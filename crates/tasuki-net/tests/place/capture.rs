@@ -1,4 +1,4 @@
-//! What goes over an interface, as Wireshark sees it: whether a check sum is right that nobody here has computed.
+//! Captures the frames on an interface with Wireshark's tools, which check the checksums independently.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -10,10 +10,10 @@ use rustix::process::{Pid, Signal};
 
 use super::Place;
 
-/// Long enough for a program to start.
+/// Longest wait for a program to start.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A capture that runs.
+/// A running capture.
 pub struct Capture {
     child: Child,
     file: PathBuf,
@@ -26,31 +26,32 @@ impl Drop for Capture {
     }
 }
 
-/// How the check sum of a segment or a datagram stands.
+/// State of the checksum of a segment or a datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sum {
     Good,
-    /// That of the pseudo header alone: whoever hands it to a card leaves the rest to that.
+    /// It covers the pseudo header alone: the sender left the rest to the card.
     Partial,
-    /// It is zero, and stands there as 0xffff, as Linux writes it for TCP too (`skb_checksum_help`). Wireshark calls that wrong (RFC 1624).
+    /// It is zero, written as 0xffff, as Linux does for TCP too (`skb_checksum_help`). Wireshark calls that wrong
+    /// (RFC 1624).
     OtherZero,
     Bad,
-    /// There is none, or it is of a part of a datagram.
+    /// There is none, or the frame is a fragment.
     None,
 }
 
-/// A frame that was seen.
+/// A captured frame.
 #[derive(Debug)]
 pub struct Seen {
-    /// Who sent it.
+    /// Its sender.
     pub from: String,
     pub len: usize,
     pub sum: Sum,
-    /// That of IPv4's header.
+    /// State of the IPv4 header's checksum.
     pub header: Sum,
 }
 
-/// Whether there is what it takes; if not, says so.
+/// Returns whether the necessary programs are installed; prints a line if not.
 pub fn is_possible() -> bool {
     let is_there = ["dumpcap", "tshark"].iter().all(|program| is_program(program));
     if !is_there {
@@ -59,14 +60,14 @@ pub fn is_possible() -> bool {
     is_there
 }
 
-/// Whether such a program can be started.
+/// Returns whether `PATH` has such a program.
 pub fn is_program(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
 }
 
 impl Capture {
-    /// Captures at a namespace's interface, once this returns.
+    /// Starts a capture on a namespace's interface; it runs when this returns.
     pub fn start(place: &Place, folder: &Path) -> Self {
         let file = folder.join(format!("{}.pcapng", place.0));
         let mut command = place.command("dumpcap");
@@ -87,7 +88,7 @@ impl Capture {
         capture
     }
 
-    /// What was seen, after the last frame.
+    /// Ends the capture after the last frame, and returns its frames.
     pub fn finish(mut self) -> Vec<Seen> {
         rustix::process::kill_process(Pid::from_child(&self.child), Signal::INT).expect("it was not reaped");
         let status = self.child.wait().expect("it is our child");
@@ -131,7 +132,7 @@ impl Capture {
     }
 }
 
-/// A frame of TCP or UDP, of tshark's fields.
+/// Parses tshark's fields of a TCP or UDP frame.
 fn seen(fields: &[&str]) -> Option<Seen> {
     let [
         len,
@@ -177,7 +178,7 @@ fn words_of(bytes: &[u8]) -> u32 {
     bytes.chunks(2).map(|pair| u32::from(pair[0]) << 8 | u32::from(pair[1])).sum()
 }
 
-/// Wireshark's `proto_checksum_vals`.
+/// Parses Wireshark's `proto_checksum_vals`.
 fn status_of(text: &str) -> Sum {
     match text {
         "0" | "Bad" => Sum::Bad,

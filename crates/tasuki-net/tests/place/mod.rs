@@ -1,4 +1,4 @@
-//! Network namespaces of a test's own, and what is done within them.
+//! Network namespaces for tests, and work in them.
 
 pub mod capture;
 pub mod two;
@@ -11,7 +11,7 @@ use tasuki_tap::device::Before;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::{Tap, TapError};
 
-/// A namespace that goes when this does.
+/// A namespace; dropping this removes it.
 pub struct Place(pub String);
 
 impl Place {
@@ -32,27 +32,27 @@ impl Place {
         done.expect("it was done")
     }
 
-    /// A TAP that is up.
+    /// Creates a TAP that is up.
     pub fn tap(&self, name: &str, address: Option<&str>, before: Before) -> Tap {
         let address = address.map(|address| address.parse().expect("an address"));
         Tap::create(&Namespace::named(&self.0), name, address, before).expect("root makes a TAP")
     }
 
-    /// The same, whose interface has this station address.
+    /// Creates the TAP `nic0`, up, whose interface has this MAC address.
     pub fn tap_of(&self, mac: [u8; 6], address: &str, before: Before) -> OwnedFd {
         let tap = self.tap("nic0", Some(address), before);
         tap.interface.set_mac(mac).expect("it takes an address");
         tap.device
     }
 
-    /// A program that runs in it.
+    /// Returns a command that runs in the namespace.
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.0, program]);
         command
     }
 
-    /// `ip`, in this namespace.
+    /// Runs `ip` in this namespace; returns whether it succeeded.
     pub fn ip(&self, words: &[&str]) -> bool {
         ip(&[&["-n", &self.0], words].concat())
     }
@@ -68,7 +68,7 @@ fn ip(words: &[&str]) -> bool {
     Command::new("ip").args(words).status().is_ok_and(|status| status.success())
 }
 
-/// Whether this process may make namespaces; if not, says so.
+/// Returns whether this process may create namespaces; prints a line if not.
 pub fn is_possible() -> bool {
     let is_root = rustix::process::geteuid().is_root();
     if !is_root {
@@ -77,7 +77,7 @@ pub fn is_possible() -> bool {
     is_root
 }
 
-/// A test that panics has to end its threads too.
+/// Sets the flag on drop, so that a test that panics ends its threads too.
 pub struct StopAtEnd<'a>(pub &'a AtomicBool);
 
 impl Drop for StopAtEnd<'_> {
@@ -86,7 +86,7 @@ impl Drop for StopAtEnd<'_> {
     }
 }
 
-/// A byte that is told from those near it.
+/// Returns a byte that differs from those near it.
 pub fn pattern(at: usize) -> u8 {
     (at.wrapping_mul(2_654_435_761) >> 11).to_le_bytes()[0]
 }

@@ -16,7 +16,7 @@ use crate::net::Net;
 
 type Lines = Arc<[Line]>;
 
-/// Drives a node until it is told to stop; gives it back.
+/// Drives a node until `stop` is set; returns the node.
 pub fn drive(mut node: TapNode<Lines>, stop: &AtomicBool) -> TapNode<Lines> {
     while !stop.load(Ordering::Relaxed) {
         if node.turn() == 0 && node.arm() == Armed::Idle {
@@ -27,7 +27,7 @@ pub fn drive(mut node: TapNode<Lines>, stop: &AtomicBool) -> TapNode<Lines> {
     node
 }
 
-/// Two namespaces that reach each other, with 192.0.2.1 and 192.0.2.2; their nodes, afterwards.
+/// Runs `what` with two connected namespaces, 192.0.2.1 and 192.0.2.2; returns their nodes.
 pub fn with_two(pool_pages: u32, what: impl FnOnce([&Place; 2])) -> Option<[TapNode<Lines>; 2]> {
     if !super::is_possible() {
         return None;

@@ -17,13 +17,13 @@ use tasuki_sim::wire::{Counts, Source, SourceOptions};
 
 pub type Card = E1000e<VfioUser>;
 
-/// Bounds whatever is waited for. Ends a test that hangs; decides nothing else.
+/// Longest wait for anything. It ends a test that hangs, and decides nothing else.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What a driver may know of the wire, and say to it.
+/// The driver's view of the wire.
 #[derive(Default)]
 pub struct Wire {
-    /// The source may begin.
+    /// Set to let the source begin.
     go: AtomicBool,
     end_pause: AtomicBool,
     sent: AtomicU64,
@@ -37,12 +37,12 @@ impl Wire {
         self.go.store(true, Relaxed);
     }
 
-    /// How many frames have come back.
+    /// Returns how many frames have come back.
     pub fn back(&self) -> u64 {
         self.back.load(Relaxed)
     }
 
-    /// Waits until so many frames have come back.
+    /// Waits until `count` frames have come back.
     pub fn await_back(&self, count: u64) {
         until("the frames to come back", || self.back.load(Relaxed) >= count);
     }
@@ -52,7 +52,7 @@ impl Wire {
         until("the source", || self.sent.load(Relaxed) >= count || self.pauses.load(Relaxed) > 0);
     }
 
-    /// The pause is over that the source was asked for last: it is patient, and would wait for ever.
+    /// Ends the pause that the source was asked for last: it is patient, and would wait for ever.
     pub fn end_pause(&self) {
         self.end_pause.store(true, Relaxed);
     }
@@ -72,8 +72,8 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Has `drive` drive the card, with `count` frames of 64 bytes to come at `rate` a second. Gives what it says, what the source has counted, and
-/// what the card's journal has since the source began.
+/// Runs `drive` with the card and `count` frames of 64 bytes at `rate` per second. Returns the result of `drive`,
+/// the source's counts, and the card's journal since the source began.
 pub fn with_card<T: Send>(
     rate: u64,
     count: u64,
@@ -110,7 +110,7 @@ pub fn with_card<T: Send>(
     })
 }
 
-/// The card, with its link up and all that comes let in.
+/// Starts the card, waits for its link, and accepts all frames.
 pub fn start(socket: OwnedFd, memory: NicMemory, flow_control: bool) -> Card {
     let filter = Filter { promiscuous: true, ..Filter::default() };
     let options = NicOptions { flow_control, filter, ..NicOptions::default() };

@@ -1,4 +1,4 @@
-//! The cases of the suite: node 0 sends, node 1 receives, of whatever kinds they are; node 2 is native.
+//! The cases of the suite: node 0 sends and node 1 receives, whatever kinds they are; node 2 is native.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use tasuki_net::vni::PIECE_MAX;
 use super::{Kind, Lost, PATIENCE, World};
 use crate::memif_port::{frame_to, mac};
 
-/// The node that sends, the one that receives, and one that has nothing to do with either.
+/// The sending node, the receiving node, and an unrelated one.
 const FROM: usize = 0;
 const TO: usize = 1;
 const OTHER: usize = 2;
@@ -18,7 +18,7 @@ fn world(pair: [Kind; 2]) -> Option<World> {
     World::new(&[pair[0], pair[1], Kind::Native])
 }
 
-/// A frame between two of them.
+/// Returns a frame from one node to another.
 fn frame(to: usize, from: usize, number: usize, len: usize) -> Vec<u8> {
     let short = |node| u16::try_from(node).expect("a node");
     frame_to(short(to), short(from), u32::try_from(number).expect("a number"), len)
@@ -47,7 +47,7 @@ pub fn a_burst_longer_than_a_ring_arrives_in_order(pair: [Kind; 2]) {
     for round in 0..5 {
         let lengths = [60, 1518, 300, 9018];
         let sent: Vec<_> = (0..1000).map(|i| frame(TO, FROM, round * 1000 + i, lengths[(i / 7 + round) % 4])).collect();
-        // As many as there is room for, before anybody else has a turn.
+        // Send as many as there is room for, before any node has a turn.
         let mut rest = sent.iter().peekable();
         world.until("all are sent", |world| {
             while rest.peek().is_some_and(|frame| world.end(FROM).send(frame)) {
@@ -62,7 +62,7 @@ pub fn a_burst_longer_than_a_ring_arrives_in_order(pair: [Kind; 2]) {
 pub fn a_frame_for_several_reaches_all_others_once(pair: [Kind; 2]) {
     let [from, to] = pair;
     let Some(mut world) = World::new(&[from, to, Kind::Native, to, from]) else { return };
-    // Everybody; a group of IPv4's, one of IPv6's, and one of nobody's.
+    // Broadcast; an IPv4 group, an IPv6 group, and a group of neither.
     for (number, group) in
         [[0xff; 6], [1, 0, 0x5e, 1, 2, 3], [0x33, 0x33, 0, 0, 0, 1], [3, 1, 2, 3, 4, 5]].iter().enumerate()
     {
@@ -72,7 +72,7 @@ pub fn a_frame_for_several_reaches_all_others_once(pair: [Kind; 2]) {
             to_all[..6].copy_from_slice(group);
             world.send(FROM, &to_all);
             sent.push(to_all);
-            // Those for one keep their place among them.
+            // Frames for one node keep their place among them.
             let to_one = frame(TO, FROM, i, 100);
             world.send(FROM, &to_one);
         }
@@ -97,7 +97,7 @@ pub fn a_frame_for_a_stranger_goes_to_uplinks_or_nowhere(pair: [Kind; 2]) {
     world.send(FROM, &stranger(2));
     assert_same(&world.take(OTHER, 1), &[stranger(2)]);
     assert!(world.came[TO].is_empty() && world.came[FROM].is_empty());
-    // There are two, until one of them has been heard of.
+    // Two uplinks get the frame, until a frame from the stranger shows which one leads to it.
     world.set_uplinks(&[1, 2]);
     world.send(FROM, &stranger(3));
     assert_same(&world.take(OTHER, 1), &[stranger(3)]);
@@ -115,7 +115,7 @@ pub fn a_frame_for_a_stranger_goes_to_uplinks_or_nowhere(pair: [Kind; 2]) {
 pub fn a_vlan_tag_is_carried_untouched(pair: [Kind; 2]) {
     let Some(mut world) = world(pair) else { return };
     let mut sent = Vec::new();
-    // Customer's and provider's tags, with a priority and without, the least VLAN and the last; and two of them.
+    // Customer and provider tags, with a priority and without, the first VLAN and the last; and two tags.
     for (number, tags) in [
         &[0x81, 0, 0, 1][..],
         &[0x81, 0, 0xe0, 5],
@@ -144,7 +144,7 @@ pub fn a_node_that_is_not_driven_holds_up_nobody_else(pair: [Kind; 2]) {
     let mut refused = 0;
     for number in 0..COUNT {
         let for_slow = frame(TO, FROM, number, 100);
-        // A program that is a node itself is told so; for others the node waits, and then counts.
+        // A native program gets an error. For the other kinds the node waits, and then counts the frame.
         match pair[0] {
             Kind::Native => refused += u64::from(!world.end(FROM).send(&for_slow)),
             Kind::Tap | Kind::Memif => world.send(FROM, &for_slow),
@@ -156,7 +156,7 @@ pub fn a_node_that_is_not_driven_holds_up_nobody_else(pair: [Kind; 2]) {
     }
     let others: Vec<_> = (0..COUNT).map(|number| frame(OTHER, FROM, number, 100)).collect();
     assert_same(&world.take(OTHER, COUNT), &others);
-    // It is driven again, and has what its ring held.
+    // Once driven again, it receives the frames in its ring.
     world.still.clear();
     world.settle();
     let came = std::mem::take(&mut world.came[TO]);
@@ -168,7 +168,7 @@ pub fn a_node_that_is_not_driven_holds_up_nobody_else(pair: [Kind; 2]) {
     assert_same(&came, &sent);
     let counts = world.end(FROM).vni().counts(1).expect("it is known");
     assert!(counts.ring_full + counts.over_quota > 0, "{counts:?}");
-    // And from then on it gets everything.
+    // From then on it receives all frames.
     let sent: Vec<_> = (0..600).map(|number| frame(TO, FROM, number, 1000)).collect();
     sent.iter().for_each(|frame| world.send(FROM, frame));
     assert_same(&world.take(TO, sent.len()), &sent);
@@ -176,7 +176,8 @@ pub fn a_node_that_is_not_driven_holds_up_nobody_else(pair: [Kind; 2]) {
 
 pub fn what_is_no_frame_is_refused_and_counted(pair: [Kind; 2]) {
     let Some(mut world) = world(pair) else { return };
-    // The kernel takes no such frame from a namespace's program; a client's is looked at when it is the node's turn.
+    // The kernel accepts no such frame from a namespace's program; the node checks a memif client's frame in its
+    // turn.
     let longest = PIECE_MAX - 10;
     let no_frames = match pair[0] {
         Kind::Native => vec![6, 13, PIECE_MAX + 1],
@@ -204,14 +205,14 @@ pub fn a_successor_loses_nothing(pair: [Kind; 2]) {
     let Some(mut world) = world(pair) else { return };
     let (mut next, mut expected) = (0, 0);
     for round in 0..12 {
-        // Some lie in the ring to the receiver when it, or the sender, is replaced, told to or not.
+        // Some frames are in the receiver's ring when it, or the sender, is replaced, either told to end or killed.
         world.still = vec![TO];
         for _ in 0..40 + round {
             let sent = frame(TO, FROM, next, 60 + next * 37 % 3000);
             world.send(FROM, &sent);
             next += 1;
         }
-        // All of them are posted: what a worker had read and not posted, when it was killed, is lost.
+        // Make sure that all of them are posted: a killed worker loses the frames that it had read and not posted.
         world.settle();
         let told = round % 4 < 2;
         world.replace(if round % 2 == 0 { TO } else { FROM }, told);
@@ -226,7 +227,7 @@ pub fn a_successor_loses_nothing(pair: [Kind; 2]) {
         }
     }
     assert_eq!(expected, next, "every frame came");
-    // Nobody holds anything any more.
+    // No node holds pages any more.
     let now = std::time::Instant::now();
     world.end(FROM).vni().tick(now);
     world.end(FROM).vni().tick(now);
@@ -239,7 +240,7 @@ pub fn an_idle_node_is_woken_by_a_frame(pair: [Kind; 2]) {
     for round in 0..50 {
         world.settle();
         for (node, from, to) in [(TO, FROM, TO), (FROM, FROM, TO)] {
-            // Who is a node by itself sends when it does, and is not woken for it.
+            // A native program sends of its own accord, and is not woken for that.
             if node == FROM && pair[0] == Kind::Native {
                 continue;
             }
@@ -258,7 +259,8 @@ pub fn an_idle_node_is_woken_by_a_frame(pair: [Kind; 2]) {
     }
 }
 
-/// A frame in another's address: a neighbour's, nobody's, a group's, everybody's.
+/// Returns frames with another source address than the node's: a neighbour's, an unused one, a group's, broadcast,
+/// zero; each to `to`, and as broadcast.
 fn forged(to: usize, number: usize) -> Vec<Vec<u8>> {
     let group = [3, 0, 0x5e, 0, 0, 1];
     let sources = [mac(OTHER.to_le_bytes()[0].into()), mac(77), group, [0xff; 6], [0; 6]];
@@ -275,7 +277,7 @@ pub fn a_program_that_sends_in_anothers_address_is_not_heard(pair: [Kind; 2]) {
     let mut count = 0;
     for number in 0..5 {
         for lie in forged(TO, number) {
-            // A bridge takes no frame from a group, nor from nobody: what stands for a namespace here has one.
+            // A bridge accepts no frame from a group or from the zero address, and the namespace here has a bridge.
             let comes_that_far = pair[0] != Kind::Tap || lie[6] & 1 == 0 && lie[6..12] != [0; 6];
             count += u64::from(comes_that_far);
             world.send(FROM, &lie);
@@ -288,7 +290,7 @@ pub fn a_program_that_sends_in_anothers_address_is_not_heard(pair: [Kind; 2]) {
         assert!(world.came[OTHER].is_empty(), "nobody else hears it either");
     }
     match pair[0] {
-        // Its worker is the program.
+        // A native program is its own worker.
         Kind::Native => assert_eq!(world.end(TO).lost(), Lost { forged: count, ..Lost::default() }),
         Kind::Tap | Kind::Memif => {
             assert_eq!(world.end(FROM).lost(), Lost { not_own: count, ..Lost::default() });
@@ -297,13 +299,13 @@ pub fn a_program_that_sends_in_anothers_address_is_not_heard(pair: [Kind; 2]) {
     }
 }
 
-/// Node 2's worker writes into its ring and its pool whatever it likes.
+/// Node 2's worker writes whatever it likes into its ring and its pool.
 pub fn a_worker_that_sends_in_anothers_address_is_not_heard(pair: [Kind; 2]) {
     let Some(mut world) = world(pair) else { return };
     let mut lies = Vec::new();
     for number in 0..5 {
         let mut of_from = forged(TO, number);
-        // In the name of the one that talks to it.
+        // With the source address of the node it sends to.
         of_from.push(frame(TO, FROM, number, 200));
         of_from.push(frame(TO, TO, number, 200));
         lies.extend(of_from.into_iter().filter(|lie| lie[6..12] != mac(2)));
@@ -336,14 +338,15 @@ pub fn an_uplink_sends_in_nobodys_address_and_in_no_nodes(pair: [Kind; 2]) {
     world.send(OTHER, &of_stranger);
     assert_same(&world.take(TO, 1), &[of_stranger]);
     assert_eq!(world.end(TO).lost(), Lost { forged: 2, ..Lost::default() });
-    // Nor is anything learnt of them.
+    // The switch learns nothing from them.
     let right = frame(FROM, TO, 4, 100);
     world.send(TO, &right);
     assert_same(&world.take(FROM, 1), &[right]);
     assert!(world.came[OTHER].is_empty());
 }
 
-/// Node 2's addresses of IP are known: its worker sends ARP, neighbour discovery and IP in others' all the same.
+/// Node 2's IP addresses are known: its worker sends ARP, neighbour discovery and IP with the addresses of others
+/// all the same.
 pub fn a_worker_that_sends_in_anothers_address_of_ip_is_not_heard(pair: [Kind; 2]) {
     let Some(mut world) = world(pair) else { return };
     let own = Own { v4: vec![[10, 0, 0, 2].into()], v6: Vec::new() };
@@ -353,7 +356,7 @@ pub fn a_worker_that_sends_in_anothers_address_of_ip_is_not_heard(pair: [Kind; 2
         [&mac(1)[..], &mac(2), &fixed, &hardware, &protocol, &mac(1), &[10, 0, 0, 1], &[0; 18]].concat()
     };
     let ip = |source: [u8; 4]| {
-        // A bridge may look whether its sum is right.
+        // A bridge may check the header's checksum.
         let words = [0x4500, 46, 0x4011, 0x0a00, u32::from(source[3]), 0x0a00, 1];
         let sum = words.iter().sum::<u32>();
         let [high, low] = (!(sum % 0x1_0000 + sum / 0x1_0000)).to_be_bytes()[2..] else { panic!("four bytes") };

@@ -15,7 +15,7 @@ use crate::memif_client::{Client, Shape};
 use crate::memif_port::{Lines, Node, SECRET, listen};
 use crate::net::readable;
 
-/// A quarter of its ring holds what comes in a turn: 32 frames of each of four nodes, in five buffers each.
+/// A quarter of its ring holds the frames of one turn: 32 frames of each of four nodes, in five buffers each.
 const SHAPE: Shape = Shape { log2: 12, buffer: 2048 };
 
 pub struct MemifEnd {
@@ -25,7 +25,7 @@ pub struct MemifEnd {
     folder: tempfile::TempDir,
 }
 
-/// What a daemon keeps, and the client.
+/// The parts that a daemon keeps, and the client.
 struct Kept {
     parts: Parts,
     client: Client,

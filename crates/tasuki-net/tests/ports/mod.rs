@@ -1,4 +1,5 @@
-//! Nodes of all kinds on one VNI, each with a program behind it: worlds for the suite, in one thread, where each turn is the test's to give.
+//! Nodes of all kinds on one VNI, each with a program behind it, for the suite: all in one thread, where the test
+//! gives each turn.
 
 pub mod cases;
 mod memif_end;
@@ -17,63 +18,63 @@ use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
 use crate::memif_port::{Lines, mac};
 use crate::net::Net;
 
-/// Long enough for anything that is not a hang.
+/// Longest wait for anything.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What a node's programs reach it by.
+/// How programs reach their node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// They are the node: the library.
+    /// The program is the node: it uses the library.
     Native,
-    /// An interface in their namespace.
+    /// By an interface in their namespace.
     Tap,
-    /// Rings in their memory.
+    /// By rings in their memory.
     Memif,
 }
 
-/// What did not go on from a node, or did not get to its program, as it is counted there.
+/// Counts of frames that a node did not forward, or did not deliver to its program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Lost {
-    /// The node that it was for had no room.
+    /// The destination node had no room.
     pub no_room: u64,
-    /// Nobody has the address.
+    /// No node has the destination address.
     pub nobody: u64,
-    /// No frame has this length. (A namespace's kernel refuses it.)
+    /// The length is invalid. (A namespace's kernel refuses such a frame.)
     pub length: u64,
-    /// There was nobody to be given it.
+    /// No program was attached.
     pub away: u64,
-    /// It was from an address that is not the node's own: sent by its program,
+    /// The node's program sent it with a source address that is not the node's own.
     pub not_own: u64,
-    /// or by the worker of another.
+    /// Another node's worker sent it with a source address that is not its own.
     pub forged: u64,
 }
 
 /// A node and the program behind it.
 pub trait End {
-    /// The program sends; says no if it has to wait, or is told that it is no frame.
+    /// Sends as the program; returns false if the program has to wait, or learns that the frame is invalid.
     fn send(&mut self, frame: &[u8]) -> bool;
 
-    /// The program reads all that there is for it.
+    /// Reads all frames for the program.
     fn receive(&mut self) -> Vec<Vec<u8>>;
 
-    /// The node's turn, as if it had been woken; says how many frames moved.
+    /// Gives the node a turn, as if it had been woken; returns how many frames moved.
     fn turn(&mut self) -> usize;
 
-    /// The node is about to sleep, and looks once more.
+    /// Prepares the node for sleep, with a last look for work.
     fn arm(&mut self) -> Armed;
 
-    /// Whether an armed node is woken in time.
+    /// Returns whether an armed node is woken in time.
     fn is_woken(&self, within: Duration) -> bool;
 
     fn lost(&self) -> Lost;
 
     fn vni(&mut self) -> &mut Vni;
 
-    /// What is left of it when its worker is gone: told to, or killed.
+    /// Ends the worker; returns the rest of the node. The worker is told to end, or killed.
     fn end(self: Box<Self>, told: bool) -> Box<dyn Rest>;
 }
 
-/// What a node has that outlives its worker, but for the node memory.
+/// The parts of a node that outlive its worker, other than the node memory.
 pub trait Rest {
     fn succeed(self: Box<Self>, vni: Vni, switch: Switch<Lines>) -> Box<dyn End>;
 }
@@ -83,14 +84,14 @@ pub struct World {
     lines: Lines,
     directory: Directory<Lines>,
     ends: Vec<Option<Box<dyn End>>>,
-    /// Nodes that nobody drives.
+    /// Nodes that get no turns.
     pub still: Vec<usize>,
-    /// What the program of each has received.
+    /// Frames received by each node's program.
     pub came: Vec<Vec<Vec<u8>>>,
 }
 
 impl World {
-    /// A node of each of these kinds; `None`, with a sentence, where that cannot be.
+    /// Makes a node of each of these kinds. Where that is impossible, prints a sentence and returns `None`.
     pub fn new(kinds: &[Kind]) -> Option<Self> {
         if kinds.contains(&Kind::Tap) && !crate::place::is_possible() {
             return None;
@@ -132,7 +133,7 @@ impl World {
         self.directory.set_uplinks(&set(uplinks.iter().copied()));
     }
 
-    /// Another worker goes on, after one that was told to end or was killed.
+    /// Replaces a node's worker, which is told to end or killed.
     pub fn replace(&mut self, node: usize, told: bool) {
         let rest = self.ends[node].take().expect("it is there").end(told);
         self.net.replace(node);
@@ -140,7 +141,7 @@ impl World {
         self.ends[node] = Some(rest.succeed(vni, switch));
     }
 
-    /// A turn of each node that is driven; its program reads what came.
+    /// Gives each driven node a turn; its program reads its frames.
     pub fn round(&mut self) -> usize {
         let mut moved = 0;
         for node in 0..self.ends.len() {
@@ -153,7 +154,7 @@ impl World {
         moved
     }
 
-    /// Until it holds.
+    /// Gives turns until `holds` returns true.
     pub fn until(&mut self, what: &str, mut holds: impl FnMut(&mut Self) -> bool) {
         let start = Instant::now();
         while !holds(self) {
@@ -163,12 +164,12 @@ impl World {
         }
     }
 
-    /// The program of a node sends this, as soon as it can.
+    /// Sends a frame as a node's program, as soon as possible.
     pub fn send(&mut self, from: usize, frame: &[u8]) {
         self.until("a frame is taken", |world| world.end(from).send(frame));
     }
 
-    /// Until nothing moves any more.
+    /// Gives turns until no frame moves any more.
     pub fn settle(&mut self) {
         let mut quiet = 0;
         while quiet < 3 {
@@ -176,7 +177,7 @@ impl World {
         }
     }
 
-    /// Waits until so many frames have come to a node, and for those that should not have; what came.
+    /// Waits until `count` frames have come to a node, and for further ones that should not come; returns them all.
     pub fn take(&mut self, node: usize, count: usize) -> Vec<Vec<u8>> {
         self.until(&format!("{count} frames have come to node {node}"), |world| world.came[node].len() >= count);
         self.settle();
@@ -190,7 +191,7 @@ fn set(nodes: impl IntoIterator<Item = u16>) -> NodeSet {
     set
 }
 
-/// The cases for one pair of kinds.
+/// Generates the tests for one pair of kinds.
 #[macro_export]
 macro_rules! suite {
     ($name:ident, $from:expr, $to:expr) => {

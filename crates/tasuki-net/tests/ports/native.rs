@@ -1,4 +1,4 @@
-//! A program that is a node by itself, with the library.
+//! A native program: it is a node by itself, with the library.
 
 use std::time::Duration;
 
@@ -81,7 +81,7 @@ impl End for Native {
     }
 
     fn end(mut self: Box<Self>, told: bool) -> Box<dyn Rest> {
-        // What a killed program had posted and not flushed is lost, and so it says so each time.
+        // Frames that a killed program had posted and not flushed are lost, so it flushes at each turn.
         if told {
             self.vni.flush();
         }
@@ -89,7 +89,7 @@ impl End for Native {
     }
 }
 
-/// What it has read.
+/// Frames that it has read.
 struct Program(Vec<Vec<u8>>);
 
 impl Rest for Program {

@@ -1,5 +1,5 @@
-//! A namespace on a VNI. Its program is plugged in as a virtual machine is: by a TAP of its own, and a bridge between that and the node's, so that
-//! frames go and come as they are, with their tags.
+//! A namespace on a VNI. Its program is connected like a virtual machine: by a TAP of its own, and a bridge between
+//! that and the node's TAP, so that frames pass unchanged, with their tags.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::memif_port::Lines;
 use crate::net::any_readable;
 use crate::place::Place;
 
-/// Frames that the kernel keeps for a node: it has room for 500.
+/// Frames that the program may send ahead of the node: the kernel keeps up to 500.
 const AHEAD: u64 = 400;
 
 pub struct TapEnd {
@@ -24,10 +24,10 @@ pub struct TapEnd {
 }
 
 struct Kept {
-    /// The node's, once more.
+    /// A copy of the node's TAP.
     tap: OwnedFd,
     program: OwnedFd,
-    /// Frames that the program has sent, and no node has read.
+    /// Number of frames that the program has sent.
     ahead: u64,
     _place: Place,
 }
@@ -35,7 +35,7 @@ struct Kept {
 impl TapEnd {
     pub fn new(vni: Vni, switch: Switch<Lines>) -> Option<Self> {
         let place = Place::new("ports");
-        // A kernel's own frames are not the test's.
+        // The kernel must send no frames of its own.
         let quiet = place.within(|| std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1"));
         assert!(quiet.is_ok() || !std::fs::exists("/proc/sys/net/ipv6").expect("it can be looked at"));
         if !place.ip(&["link", "add", "bridge0", "type", "bridge", "mcast_snooping", "0"]) {
@@ -46,13 +46,13 @@ impl TapEnd {
             .map(|(name, before)| place.tap(name, None, before));
         for (name, what) in [("bridge0", None), ("nic0", Some("bridge0")), ("program0", Some("bridge0"))] {
             let master = what.map_or(vec![], |bridge| vec!["master", bridge]);
-            // The longest frame of the suite, and a tag more.
+            // The longest frame of the suite, and another tag.
             assert!(place.ip(&[&["link", "set", name, "up", "mtu", "9100"], &master[..]].concat()), "{name} is set up");
         }
         let tap = node.device.try_clone().expect("a descriptor is left");
         let rest = Kept { tap, program: program.device, ahead: 0, _place: place };
         let mut end = TapEnd { node: TapNode::new(node.device, vni, switch), rest };
-        // A bridge forwards once its ports are ready for it.
+        // A bridge forwards once its ports are ready: send until a frame gets through.
         let start = Instant::now();
         while end.node.dropped.not_own == 0 {
             assert!(start.elapsed() < super::PATIENCE, "no frame gets through a bridge");

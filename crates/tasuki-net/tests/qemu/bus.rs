@@ -1,4 +1,4 @@
-//! The bus over the qtest protocol: a line of text for each access, and one as the answer.
+//! A bus over the qtest protocol: a line of text for each access, and a line for the reply.
 //!
 //! The protocol: the comment at the head of QEMU's softmmu/qtest.c.
 
@@ -13,17 +13,17 @@ use tasuki_shm::region::Region;
 use super::qtest::Qtest;
 use super::{BELL, Bell, CARD};
 
-/// Where BARs are put: in the hole below 4 GiB that the machine leaves to PCI.
+/// Bus address of the first BAR: in the hole below 4 GiB that the machine leaves to PCI.
 const BARS_AT: u64 = 0xe000_0000;
-/// Where the doorbell is put.
+/// Bus address of the doorbell.
 const BELL_AT: u32 = 0xd000_0000;
-/// The doorbell among the registers of an ivshmem device.
+/// Offset of the doorbell in the registers of an ivshmem device.
 const DOORBELL: u32 = 12;
 
-/// Memory that QEMU was told of when it was started.
+/// Memory that QEMU was given at its start.
 #[derive(Clone)]
 pub struct Announced {
-    /// Device and number of the file.
+    /// Device and inode number of the file.
     file: (u64, u64),
     at: Iova,
     len: usize,
@@ -36,15 +36,15 @@ impl Announced {
     }
 }
 
-/// The way to a card of QEMU's.
+/// The bus to a card of QEMU's.
 #[derive(Clone)]
 pub struct QtestBus {
     qtest: Arc<Mutex<Qtest>>,
     announced: Vec<Announced>,
     vectors: Arc<[OwnedFd]>,
-    /// Where each BAR lies, and how long it is.
+    /// Address and length of each BAR.
     bars: [Option<(u64, u32)>; 6],
-    /// How long the bell's server is needed.
+    /// Keeps the bell's server alive.
     _bell: Arc<Bell>,
 }
 
@@ -55,7 +55,7 @@ impl QtestBus {
         bus
     }
 
-    /// Does what a BIOS would: gives the BARs addresses.
+    /// Assigns addresses to the BARs, as a BIOS does.
     fn assign(&mut self) -> Result<(), BusError> {
         self.write_config_of(BELL, 0x10, BELL_AT)?;
         // Memory decoding.
@@ -108,7 +108,7 @@ impl QtestBus {
         self.ask("writing the configuration space", &format!("outl 0xcfc {value:#x}")).map(drop)
     }
 
-    /// Where `region` is announced, if it is.
+    /// Returns the announced memory of `file`, if there is any.
     fn announced_at(&self, file: (u64, u64)) -> Option<&Announced> {
         self.announced.iter().find(|announced| announced.file == file)
     }
@@ -118,7 +118,7 @@ impl Bus for QtestBus {
     type Registers = QtestRegisters;
 
     fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
-        // The ports reach the first 256 bytes; beyond there is nothing, as on a plain PCI bus.
+        // The ports reach the first 256 bytes only, as on a plain PCI bus.
         if offset > 0xff { Ok(u32::MAX) } else { self.read_config_of(CARD, offset) }
     }
 
@@ -129,8 +129,8 @@ impl Bus for QtestBus {
     fn registers(&mut self, index: u8) -> Result<QtestRegisters, BusError> {
         let (at, len) = self.bars.get(usize::from(index)).copied().flatten().ok_or(BusError::NoBar { index })?;
         let command = self.read_config(0x04)? & 0xffff;
-        // Only if need be: a write to this register has QEMU's e1000e try the frames that wait for it, and lose one if it is
-        // switched off.
+        // Only if necessary: a write to this register makes QEMU's e1000e retry the frames that wait for it, and
+        // lose one if it is switched off.
         if command & 1 << 1 == 0 {
             self.write_config(0x04, command | 1 << 1)?;
         }
@@ -152,7 +152,7 @@ impl Bus for QtestBus {
         }
     }
 
-    /// Cannot be taken back: the memory belongs to the machine. Says only whether it was there.
+    /// Does nothing, since the memory belongs to the machine. Fails if the memory was never mapped.
     fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
         let has = |it: &Announced| it.at <= at && at + len as u64 <= it.at + it.len as u64;
         match self.announced.iter().any(has) {
@@ -179,10 +179,10 @@ impl Bus for QtestBus {
             registers.write32(entry, BELL_AT + DOORBELL);
             registers.write32(entry + 4, 0);
             registers.write32(entry + 8, Bell::message(vector));
-            // Unmasked.
+            // Unmask the vector.
             registers.write32(entry + 12, 0);
         }
-        // Enabled, and the function as a whole unmasked.
+        // MSI-X enabled, and the function as a whole unmasked.
         self.write_config(msi_x.offset, control & !(1 << 30) | 1 << 31)?;
         let fds = self.vectors.iter().take(count.into()).map(OwnedFd::try_clone);
         fds.collect::<io::Result<_>>()
@@ -198,7 +198,7 @@ impl Bus for QtestBus {
         Qtest::listen(&self.qtest).map_err(|source| BusError::Refused { doing: "listening to an interrupt", source })
     }
 
-    /// By the reset of its function, if it has one (PCI Express Base Specification 5.0, section 6.6.2).
+    /// Resets the card by function-level reset, if it has that (PCI Express Base Specification 5.0, section 6.6.2).
     fn reset(&mut self) -> Result<(), BusError> {
         const EXPRESS: u8 = 0x10;
         let capability = Header::read(self)?.capability(EXPRESS);
@@ -230,14 +230,14 @@ impl QtestRegisters {
             return u64::MAX;
         }
         let at = self.at + u64::from(offset);
-        // As on a real bus, who is gone reads as ones.
+        // As on a real bus, a card that is gone reads as ones.
         self.bus.ask("reading a register", &format!("read{message} {at:#x}")).unwrap_or(u64::MAX)
     }
 
     fn write(&self, message: char, offset: u32, value: u32) {
         if offset < self.len {
             let at = self.at + u64::from(offset);
-            // And what is written to it is lost.
+            // Writes to it are lost.
             let _ = self.bus.ask("writing a register", &format!("write{message} {at:#x} {value:#x}"));
         }
     }

@@ -1,5 +1,5 @@
-//! QEMU's models of cards as devices that nobody here wrote: a machine whose processor is halted, its card driven over the
-//! qtest socket, its wire a datagram socket.
+//! QEMU's models of cards, as independent devices: the tests drive the card of a machine with a halted processor
+//! over the qtest socket; the card's wire is a datagram socket.
 //!
 //! ```text
 //!   the test                                                    qemu-system-x86_64
@@ -9,8 +9,9 @@
 //!   Wire ◄────── one frame a datagram ────────────────────────► netdev
 //! ```
 //!
-//! An interrupt is thus a store that QEMU makes, and turns into a write to our eventfd, without a thread of ours. Only the pin of a
-//! card that has no MSI-X needs one, since QEMU tells of it over the qtest socket (`qtest.rs`).
+//! An interrupt is thus a store by QEMU, which QEMU turns into a write to our eventfd, without a thread of ours.
+//! Only the pin of a card without MSI-X needs a thread, since QEMU reports the pin over the qtest socket
+//! (`qtest.rs`).
 #![allow(dead_code, reason = "each test binary uses another part of it")]
 
 mod bus;
@@ -37,13 +38,13 @@ pub use bus::QtestBus;
 use qtest::Qtest;
 pub use wire::Wire;
 
-/// Where memory that is shared with a card may begin: above all that the machine has of its own.
+/// Lowest bus address for memory shared with a card: above all memory of the machine.
 pub const MEMORY_AT: Iova = Iova(1 << 32);
 
-/// Bounds whatever waits for QEMU. Ends a test that hangs; decides nothing else.
+/// Longest wait for QEMU. It ends a test that hangs, and decides nothing else.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Interrupts that a card of the machine can have.
+/// Most interrupt vectors of a card.
 const VECTORS: usize = 8;
 
 /// Slot of the card on the machine's bus.
@@ -51,31 +52,32 @@ const CARD: u8 = 3;
 /// Slot of the device whose doorbell the interrupts ring.
 const BELL: u8 = 4;
 
-/// A machine that runs, halted, with one card. Ended when dropped, and when the thread that started it ends.
+/// A machine with a halted processor and one card. It ends on drop, and with the thread that started it.
 pub struct Machine {
     process: Child,
     monitor: Monitor,
     bus: QtestBus,
     wire: Wire,
-    // Outlives the process: it is dropped last.
+    // Dropped last: it outlives the process.
     _dir: TempDir,
 }
 
-/// The two regions of a NIC's memory, as [`Machine::start`] wants them.
+/// Returns the two regions of a NIC's memory, as [`Machine::start`] takes them.
 pub fn regions(memory: &NicMemory) -> [(&Region, Iova); 2] {
     [(memory.rings(), memory.rings_at()), (memory.arena().region(), memory.arena_at())]
 }
 
 impl Machine {
-    /// Starts a machine with a card of QEMU's `model` (with `properties`, as `-device` takes them: `mac=…,…`), which is to
-    /// see each of `memory` at its address, from [`MEMORY_AT`] on. Later the bus maps these and nothing else.
+    /// Starts a machine with a card of QEMU's `model` (with `properties`, as `-device` takes them: `mac=…,…`). The
+    /// card sees each of `memory` at its address, from [`MEMORY_AT`] on. Later the bus maps these and nothing else.
     ///
-    /// Says why on standard output and returns nothing where that cannot be done.
+    /// If that is impossible here, prints the reason on standard output and returns `None`.
     pub fn start(model: &str, properties: &str, memory: &[(&Region, Iova)]) -> Option<Machine> {
         Self::start_with(None, model, properties, memory)
     }
 
-    /// The same, with the TAP `nic0` of this network namespace for a wire, which has this many queues; [`wire`](Self::wire) leads nowhere.
+    /// Starts a machine as [`start`](Self::start) does, with the TAP `nic0` of this network namespace as its wire,
+    /// which has `queues` queues; [`wire`](Self::wire) leads nowhere.
     pub fn start_on_tap(
         namespace: &str,
         queues: u8,
@@ -109,7 +111,7 @@ impl Machine {
         let vectors: Vec<_> = (0..VECTORS)
             .map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd"))
             .collect();
-        // In the order in which QEMU waits for answers: the doorbell before anything else runs.
+        // In the order in which QEMU waits for replies: the doorbell before anything else runs.
         let bell = Bell::serve(accept(&bell), &vectors);
         let qtest = Arc::new(Mutex::new(Qtest::new(accept(&qtest))));
         let monitor = Monitor::new(accept(&monitor), at("errors"));
@@ -118,24 +120,24 @@ impl Machine {
         Some(Machine { process, monitor, bus, wire, _dir: dir })
     }
 
-    /// A way to the card. There may be several; a real card's users share it, too.
+    /// Returns a bus to the card. There may be several, as several users may share a real card.
     pub fn bus(&self) -> QtestBus {
         self.bus.clone()
     }
 
-    /// The other end of the card's wire.
+    /// Returns the other end of the card's wire.
     pub fn wire(&self) -> &Wire {
         &self.wire
     }
 
-    /// Plugs the wire in, or out.
+    /// Plugs the wire in or out.
     pub fn set_link(&mut self, up: bool) {
         self.monitor.ask(&format!(r#"{{"execute":"set_link","arguments":{{"name":"n","up":{up}}}}}"#));
     }
 
-    /// Ends the machine at once, as when a card is pulled.
+    /// Ends the machine at once, as if the card were pulled.
     pub fn end(&mut self) {
-        // Neither fails: the process is ours, and nobody else waits for it.
+        // Neither fails: the process is our child, and only we wait for it.
         self.process.kill().expect("our own child can be killed");
         self.process.wait().expect("our own child can be waited for");
     }
@@ -147,7 +149,7 @@ impl Drop for Machine {
     }
 }
 
-/// 64 KiB of HLT. A processor starts 16 bytes from the end, and there it switches interrupts off first.
+/// Returns a BIOS: 64 KiB of HLT. A processor starts 16 bytes from the end, where it first switches interrupts off.
 fn halt() -> Vec<u8> {
     let mut bios = vec![0xf4; 0x1_0000];
     // cli; hlt; jmp to the hlt.
@@ -192,7 +194,7 @@ fn command(dir: &Path, tap: Option<(&str, u8)>, model: &str, properties: &str, m
     qemu
 }
 
-/// The connection that QEMU makes to `listener`.
+/// Accepts QEMU's connection to `listener`.
 fn accept(listener: &UnixListener, process: &mut Child, dir: &Path) -> UnixStream {
     let deadline = Instant::now() + PATIENCE;
     let complaint = |what: &str| -> String {
@@ -209,7 +211,7 @@ fn accept(listener: &UnixListener, process: &mut Child, dir: &Path) -> UnixStrea
     }
 }
 
-/// Whether `fd` becomes readable within `limit`.
+/// Waits up to `limit` until `fd` is readable; returns whether it is.
 pub fn readable(fd: &impl AsFd, limit: Duration) -> bool {
     let deadline = Instant::now() + limit;
     loop {
@@ -224,20 +226,20 @@ pub fn readable(fd: &impl AsFd, limit: Duration) -> bool {
     }
 }
 
-/// The server that an ivshmem device asks for its memory and its peers: QEMU's docs/specs/ivshmem-spec.txt.
+/// The server from which an ivshmem device gets its memory and its peers: QEMU's docs/specs/ivshmem-spec.txt.
 struct Bell {
-    /// The device looks at neither again, but a closed connection would be news to it.
+    /// The device uses neither again, but would react to a closed connection.
     _connection: UnixStream,
     _memory: Region,
 }
 
 impl Bell {
-    /// What one writes to the doorbell to ring `vector` of our eventfds.
+    /// Returns the value that rings `vector` of our eventfds when written to the doorbell.
     const fn message(vector: u32) -> u32 {
         Self::PEER << 16 | vector
     }
 
-    /// The peer that has our eventfds.
+    /// Number of the peer that has our eventfds.
     const PEER: u32 = 1;
 
     fn serve(connection: UnixStream, vectors: &[OwnedFd]) -> Self {
@@ -257,13 +259,13 @@ impl Bell {
         for vector in vectors {
             tell(Self::PEER.into(), Some(vector));
         }
-        // The memory, with which the device's start is complete.
+        // The memory, which completes the device's start.
         tell(-1, Some(&memory));
         Bell { _connection: connection, _memory: memory }
     }
 }
 
-/// `AsFd` for a list of several kinds.
+/// `AsFd` for a list of several types.
 trait AsFdDyn {
     fn fd(&self) -> std::os::fd::BorrowedFd<'_>;
 }
@@ -277,7 +279,7 @@ impl<T: AsFd> AsFdDyn for T {
 /// QEMU's monitor, which speaks JSON: <https://www.qemu.org/docs/master/interop/qmp-spec.html>.
 struct Monitor {
     stream: BufReader<UnixStream>,
-    /// What QEMU wrote to its standard error.
+    /// File with QEMU's standard error.
     errors: PathBuf,
 }
 
@@ -289,7 +291,7 @@ impl Monitor {
         monitor
     }
 
-    /// Waits for the answer, past whatever the monitor says on its own.
+    /// Sends a command and waits for the reply; skips the monitor's events.
     fn ask(&mut self, command: &str) {
         let mut line = String::new();
         let sent = self.stream.get_mut().write_all(command.as_bytes());

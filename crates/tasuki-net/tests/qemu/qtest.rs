@@ -1,8 +1,10 @@
-//! The qtest socket: a line for each question and one for its answer, and between them lines that say what an interrupt pin does.
+//! The qtest socket: a line for each request and a line for its reply, and between them lines about an interrupt
+//! pin.
 //!
-//! INTA# of the card ends at an input of the machine's I/O APIC. QEMU is asked to tell us of its inputs, instead of the APIC; what it
-//! tells becomes an eventfd as the kernel makes one of a pin: it rings, and then it is masked until somebody unmasks it. Whoever asks
-//! reads what is told before the answer; while nobody asks, a thread does, which also sees to whoever unmasks.
+//! INTA# of the card ends at an input of the machine's I/O APIC. QEMU reports its inputs to us instead of the APIC,
+//! and we make an eventfd of them as the kernel makes one of a pin: it rings, and then it is masked until the driver
+//! unmasks it. A thread that sends a request reads the reports before the reply. Otherwise a thread of its own reads
+//! them, which also handles unmasking.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -14,18 +16,18 @@ use tasuki_net::nic::bus::IntX;
 
 use super::{CARD, PATIENCE, readable};
 
-/// The input of the I/O APIC that the card's INTA# leads to: PIRQ A to H are its inputs from 16 on, and INTA# of the devices in slot 0, 1, 2
-/// and so on go to PIRQ E to H in turn (QEMU's hw/isa/lpc_ich9.c).
+/// Input of the I/O APIC for the card's INTA#: PIRQ A to H are its inputs from 16 on, and INTA# of the devices in
+/// slots 0, 1, 2 and so on go to PIRQ E to H in turn (QEMU's hw/isa/lpc_ich9.c).
 const INPUT: u8 = 16 + 4 + CARD % 4;
 
 /// The connection to QEMU.
 pub struct Qtest {
     stream: BufReader<UnixStream>,
-    /// The card's interrupt pin, once somebody wants to know of it.
+    /// The card's interrupt pin, once a driver listens to it.
     pin: Option<Pin>,
 }
 
-/// A pin and what the kernel would make of it.
+/// The state of a pin as the kernel would keep it.
 struct Pin {
     asserted: bool,
     masked: bool,
@@ -48,7 +50,7 @@ impl Qtest {
         Qtest { stream: BufReader::new(stream), pin: None }
     }
 
-    /// The number in the answer to `command`, or 0 if there is none.
+    /// Sends `command`; returns the number in the reply, or 0 if there is none.
     pub fn ask(&mut self, command: &str) -> io::Result<u64> {
         self.stream.get_mut().write_all(command.as_bytes())?;
         self.stream.get_mut().write_all(b"\n")?;
@@ -58,7 +60,7 @@ impl Qtest {
                 break line;
             }
         };
-        // Whoever waits for the socket does not see what we have of it.
+        // A thread that polls the socket does not see the lines in our buffer.
         self.hear_all(false)?;
         let mut words = line.split_ascii_whitespace();
         if words.next() != Some("OK") {
@@ -74,7 +76,7 @@ impl Qtest {
         self.stream.read_line(&mut line).map(|_| line)
     }
 
-    /// Takes note of a line that says what a pin does; says whether it is one.
+    /// Handles a line about a pin; returns whether it is one.
     fn hear(&mut self, line: &str) -> bool {
         let Some(news) = line.strip_prefix("IRQ ") else { return false };
         let Some(pin) = &mut self.pin else { return true };
@@ -85,7 +87,7 @@ impl Qtest {
         true
     }
 
-    /// Hears what we have of the socket, and with `all`, what is in it.
+    /// Handles the lines in our buffer and, with `all`, those in the socket.
     fn hear_all(&mut self, all: bool) -> io::Result<()> {
         while !self.stream.buffer().is_empty() || all && readable(self.stream.get_ref(), Duration::ZERO) {
             let line = self.line()?;
@@ -96,7 +98,7 @@ impl Qtest {
         Ok(())
     }
 
-    /// The card's interrupt pin, which from now on rings and is masked as the kernel does it.
+    /// Returns the card's interrupt pin, which from now on rings and is masked as with the kernel.
     pub fn listen(qtest: &Arc<Mutex<Qtest>>) -> io::Result<IntX> {
         let mut this = qtest.lock().expect("nobody panics while asking");
         if let Some(pin) = &this.pin {
@@ -107,12 +109,12 @@ impl Qtest {
         this.pin = Some(Pin { asserted: false, masked: false, intx: intx.try_clone()? });
         this.ask("irq_intercept_in ioapic")?;
         let qtest = Arc::clone(qtest);
-        // Ends with QEMU.
+        // The thread ends with QEMU.
         std::thread::spawn(move || while Self::attend(&qtest, &ours, &intx).is_ok() {});
         Ok(copy)
     }
 
-    /// Waits for news, and sees to them.
+    /// Waits for a report or an unmask request, and handles it.
     fn attend(qtest: &Mutex<Qtest>, stream: &UnixStream, intx: &IntX) -> io::Result<()> {
         let mut fds = [PollFd::new(stream, PollFlags::IN), PollFd::new(&intx.unmasks, PollFlags::IN)];
         match rustix::event::poll(&mut fds, None) {
@@ -120,7 +122,7 @@ impl Qtest {
             Err(errno) => return Err(errno.into()),
         }
         let mut this = qtest.lock().map_err(|_| io::Error::other("whoever asked has panicked"))?;
-        // What answers somebody was read by them, who had the lock.
+        // Only reports are left: a thread that sends a request holds the lock until it has read the reply.
         this.hear_all(true)?;
         if let (Some(pin), Ok(_)) = (&mut this.pin, rustix::io::read(&intx.unmasks, &mut [0; 8])) {
             pin.set(pin.asserted, false);

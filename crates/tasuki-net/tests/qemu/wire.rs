@@ -1,4 +1,4 @@
-//! The other end of the card's wire: a datagram socket, one frame a datagram.
+//! The other end of the card's wire: a datagram socket, one frame per datagram.
 
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
@@ -9,36 +9,35 @@ use rustix::net::{SendFlags, SocketAddrUnix};
 
 use super::PATIENCE;
 
-/// Longest frame that any model sends.
+/// Bytes of the longest frame that any model sends.
 const FRAME_MAX: usize = 65_536;
 
-/// The other end of the card's wire.
 pub struct Wire {
     socket: UnixDatagram,
     card: PathBuf,
 }
 
 impl Wire {
-    /// `card` is where the card's end will be, once its process has come so far.
+    /// Binds our end. The card's process will bind its end at `card` later.
     pub(super) fn bind(ours: &Path, card: &Path) -> Wire {
         let socket = UnixDatagram::bind(ours).expect("a socket in a directory of our own");
         socket.set_write_timeout(Some(PATIENCE)).expect("a timeout above zero");
         Wire { socket, card: card.into() }
     }
 
-    /// The same wire, for another thread.
+    /// Returns the same wire, for another thread.
     pub fn try_clone(&self) -> Wire {
         Wire { socket: self.socket.try_clone().expect("a descriptor is free"), card: self.card.clone() }
     }
 
-    /// Puts a frame on the wire, without its check sequence. Waits for room.
+    /// Sends a frame, without its check sequence. Waits for room.
     pub fn send_frame(&self, frame: &[u8]) {
         let sent =
             self.socket.send_to(frame, &self.card).expect("the card's end of the wire is there, and takes frames");
         assert_eq!(sent, frame.len(), "a datagram is sent whole");
     }
 
-    /// The same if there is room: says whether there was.
+    /// Sends a frame if there is room; returns whether there was.
     pub fn try_send_frame(&self, frame: &[u8]) -> bool {
         let card = SocketAddrUnix::new(&self.card).expect("a path that QEMU could bind");
         match rustix::net::sendto(&self.socket, frame, SendFlags::DONTWAIT, &card) {
@@ -48,9 +47,9 @@ impl Wire {
         }
     }
 
-    /// The next frame that the card sends, if it comes within `limit`.
+    /// Returns the next frame that the card sends, if it comes within `limit`.
     pub fn receive_frame(&self, limit: Duration) -> Option<Vec<u8>> {
-        // Zero would mean for ever.
+        // A timeout of zero would mean none.
         let deadline = Instant::now() + limit;
         let mut frame = vec![0; FRAME_MAX];
         loop {

@@ -1,4 +1,4 @@
-//! The way to a card that is a value in this process: what it answers is up to the value.
+//! A bus to a card that is a value in this process, which decides what the card answers.
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -6,17 +6,17 @@ use std::rc::Rc;
 use rustix::event::EventfdFlags;
 use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Part, Registers};
 
-/// What a card answers. Its registers are the same behind every BAR; narrow ones are the low bits of what is answered.
+/// A card's answers. Its registers are the same behind every BAR; a narrow read returns the low bits of the answer.
 pub trait Answers {
-    /// The word at `offset` of its configuration space.
+    /// Returns the word at `offset` of the configuration space.
     fn config(&self, offset: u16) -> u32;
-    /// The register at `offset`.
+    /// Returns the register at `offset`.
     fn read(&self, offset: u32) -> u32;
-    /// The same, written.
+    /// Writes the register at `offset`.
     fn write(&self, offset: u32, value: u32);
 }
 
-/// The way to such a card, and its registers.
+/// The bus to such a card, and its registers.
 #[derive(Debug)]
 pub struct Stub<C>(pub Rc<C>);
 

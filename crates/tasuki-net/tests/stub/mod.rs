@@ -1,4 +1,4 @@
-//! An 82574L in memory that does nothing by itself: whoever holds the other end plays the card, well or badly.
+//! An 82574L in memory that does nothing by itself: the test plays the card, well or badly.
 //!
 //! Register offsets are written here as numbers from the data sheet, not taken from the driver.
 #![allow(dead_code, reason = "each user plays another part of the card")]
@@ -18,7 +18,7 @@ use tasuki_shm::region::Span;
 
 use bus::{Answers, Stub};
 
-/// Where the card sees its memory.
+/// Bus address of the card's memory.
 pub const MEMORY_AT: Iova = Iova(0x4000_0000);
 
 const CTRL: u32 = 0x0;
@@ -28,28 +28,28 @@ const RCTL: u32 = 0x100;
 const PBA: u32 = 0x1000;
 const RAL: u32 = 0x5400;
 const RAH: u32 = 0x5404;
-/// Of receive queue 0.
+/// Head and tail of receive queue 0.
 pub const RDH: u32 = 0x2810;
 pub const RDT: u32 = 0x2818;
-/// PAUSE frames sent.
+/// Counter of sent PAUSE frames.
 pub const XOFFTXC: u32 = 0x4054;
 pub const TDT: u32 = 0x3818;
 
-/// The card, shared between the driver's bus and whoever plays it.
+/// The card, shared between the driver's bus and the test.
 #[derive(Debug)]
 pub struct Card {
     id: PciId,
     registers: Vec<Cell<u32>>,
     gone: Cell<bool>,
-    /// Bits of registers that never come to what the driver waits for.
+    /// Offset and bits of a register that never change to what the driver waits for.
     stuck: Cell<Option<(u32, u32)>>,
-    /// A register that takes so long to be read.
+    /// Offset of a register, and how long a read of it takes.
     slow: Cell<Option<(u32, Duration)>>,
-    /// How often that one was read.
+    /// Number of reads of the slow register.
     slow_reads: Cell<u32>,
 }
 
-/// The way to a [`Card`].
+/// The bus to a [`Card`].
 pub type StubBus = Stub<Card>;
 
 impl Card {
@@ -57,8 +57,8 @@ impl Card {
         let registers = (0..0x2_0000 / 4).map(|_| Cell::new(0)).collect();
         let (gone, stuck) = (Cell::new(false), Cell::new(None));
         let card = Card { id, registers, gone, stuck, slow: Cell::new(None), slow_reads: Cell::new(0) };
-        // Link up at a gigabit in full duplex; bus master requests enabled; the EEPROM was read; 20 KiB to receive
-        // into; an address.
+        // Link up at 1 Gb/s in full duplex; bus master requests enabled; EEPROM read; 20 KiB of receive buffer; an
+        // address.
         card.set(STATUS, 0x0000_0083);
         card.set(EECD, 1 << 9);
         card.set(PBA, 20 << 16 | 20);
@@ -67,7 +67,7 @@ impl Card {
         Rc::new(card)
     }
 
-    /// An 82574L.
+    /// Makes an 82574L.
     pub fn e1000e() -> Rc<Card> {
         Card::new(PciId { vendor: 0x8086, device: 0x10d3 })
     }
@@ -80,23 +80,23 @@ impl Card {
         self.registers[offset as usize / 4].get()
     }
 
-    /// From now on nobody answers.
+    /// Pulls the card: from now on it does not answer.
     pub fn pull(&self) {
         self.gone.set(true);
     }
 
-    /// These bits of a register read as ones for ever.
+    /// Makes these bits of a register read as ones for ever.
     pub fn stick(&self, offset: u32, bits: u32) {
         self.stuck.set(Some((offset, bits)));
     }
 
-    /// From now on this register takes so long to be read.
+    /// Makes reads of this register take `time` from now on.
     pub fn slow_down(&self, offset: u32, time: Duration) {
         self.slow.set(Some((offset, time)));
         self.slow_reads.set(0);
     }
 
-    /// How often the slow register was read.
+    /// Returns how often the slow register was read.
     pub fn slow_reads(&self) -> u32 {
         self.slow_reads.get()
     }
@@ -126,7 +126,7 @@ impl Answers for Card {
 
     fn write(&self, offset: u32, value: u32) {
         match offset {
-            // The reset is done at once.
+            // A reset is done at once.
             CTRL => self.set(CTRL, value & !(1 << 26)),
             STATUS => {}
             _ => self.set(offset, value),
@@ -134,7 +134,7 @@ impl Answers for Card {
     }
 }
 
-/// What the card does with its rings.
+/// The card's work on its rings, as the test plays it.
 pub struct Play {
     pub card: Rc<Card>,
     rings: Span<AtomicU64>,
@@ -142,7 +142,7 @@ pub struct Play {
 }
 
 impl Play {
-    /// Memory for rings of `ring` descriptors, and the card that is to use it.
+    /// Makes memory for rings of `ring` descriptors, and the card that is to use it.
     pub fn new(ring: usize) -> (Play, NicMemory) {
         let slots = Geometry { slot_len: 4096, count: u32::try_from(ring).expect("a ring") * 2 + 64 };
         let memory = NicMemory::create(slots, 64 << 10, MEMORY_AT).expect("a little memory");
@@ -154,12 +154,12 @@ impl Play {
         Stub(Rc::clone(&self.card))
     }
 
-    /// The two words of a descriptor of receive queue 0.
+    /// Returns the two words of a descriptor of receive queue 0.
     pub fn received(&self, place: usize) -> [&AtomicU64; 2] {
         [&self.rings[place * 2], &self.rings[place * 2 + 1]]
     }
 
-    /// The two words of a transmit descriptor, behind one receive ring.
+    /// Returns the two words of a transmit descriptor; that ring lies behind one receive ring.
     pub fn sent(&self, place: usize) -> [&AtomicU64; 2] {
         [&self.rings[(self.ring + place) * 2], &self.rings[(self.ring + place) * 2 + 1]]
     }
@@ -169,19 +169,19 @@ impl Play {
         self.write_back_word(place, u64::from(len) << 32 | 0b11);
     }
 
-    /// Writes a receive descriptor back, with this for its second word.
+    /// Writes a receive descriptor back, with `word` as its second word.
     pub fn write_back_word(&self, place: usize, word: u64) {
         let [low, high] = self.received(place);
         low.store(0, Release);
         high.store(word, Release);
     }
 
-    /// Whether receiving is on.
+    /// Returns whether reception is on.
     pub fn receives(&self) -> bool {
         self.card.get(RCTL) & 2 != 0
     }
 
-    /// Says of a transmit descriptor that it is done.
+    /// Marks a transmit descriptor as done.
     pub fn complete(&self, place: usize) {
         let [_, word] = self.sent(place);
         word.store(word.load(Acquire) | 1 << 32, Release);

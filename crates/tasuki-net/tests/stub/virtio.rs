@@ -1,5 +1,5 @@
-//! A virtio network device in memory that does nothing by itself: whoever holds the other end plays the device, well or badly. It uses the chains that it
-//! has in any order, and is strict about what it is given.
+//! A virtio network device in memory that does nothing by itself: the test plays the device, well or badly. It uses
+//! its chains in any order, and checks the driver's descriptors strictly.
 //!
 //! Offsets are written here as numbers from virtio 1.2, not taken from the driver.
 #![allow(dead_code, reason = "each user plays another part of the device")]
@@ -17,7 +17,7 @@ use tasuki_shm::region::{Region, Span};
 
 use crate::bus::{Answers, Stub};
 
-/// Where the device sees its memory.
+/// Bus address of the device's memory.
 pub const MEMORY_AT: Iova = Iova(1 << 32);
 pub const RINGS_LEN: usize = 16 << 10;
 pub const SLOTS: Geometry = Geometry { slot_len: 4096, count: 128 };
@@ -39,24 +39,24 @@ const NOTIFY: u32 = 0x2000;
 pub const PLAIN: u64 = 1 << 32 | 1 << 5 | 1 << 29;
 pub const RING_RESET: u64 = 1 << 40;
 
-/// Of the header before a frame.
+/// Bytes of the header before a frame.
 pub const HEADER_LEN: u32 = 12;
-/// Queues.
+/// Numbers of the queues.
 pub const RX: usize = 0;
 pub const TX: usize = 1;
 
-/// A device whose registers remember what is written.
+/// A device whose registers keep the written values.
 #[derive(Debug)]
 pub struct Device {
     features: u64,
     registers: RefCell<HashMap<u32, u32>>,
     /// Registers of each queue.
     queues: RefCell<[HashMap<u32, u32>; 3]>,
-    /// How often each was reset.
+    /// Number of resets of each queue.
     resets: Cell<[u64; 3]>,
 }
 
-/// The way to a [`Device`].
+/// The bus to a [`Device`].
 pub type StubBus = Stub<Device>;
 
 impl Device {
@@ -68,7 +68,7 @@ impl Device {
         self.get(SELECT) as usize % 3
     }
 
-    /// Size, and the addresses of its three parts, if the queue is enabled.
+    /// Returns the queue's size, and the addresses of its three parts, if it is enabled.
     pub fn queue(&self, queue: usize) -> Option<(u64, [u64; 3])> {
         let registers = &self.queues.borrow()[queue];
         let get = |offset| u64::from(registers.get(&offset).copied().unwrap_or(0));
@@ -117,7 +117,7 @@ impl Answers for Device {
 
     fn write(&self, offset: u32, value: u32) {
         match offset {
-            // At once.
+            // A reset is done at once.
             RESET => {
                 self.queues.borrow_mut()[self.selected()].clear();
                 let mut resets = self.resets.get();
@@ -138,18 +138,18 @@ impl Answers for Device {
     }
 }
 
-/// What the device knows of a queue.
+/// The device's state of a queue.
 #[derive(Default)]
 struct Had {
-    /// Where the queue was when it was looked at last: elsewhere, or after a reset, everything begins anew.
+    /// The queue's addresses and number of resets at the last look: with others, everything begins anew.
     at: Option<([u64; 3], u64)>,
     seen: u16,
     used: u16,
-    /// Chains that it has: their first descriptors.
+    /// First descriptors of the chains that the device holds.
     chains: Vec<u64>,
 }
 
-/// Whoever plays the device.
+/// The device's work, as the test plays it.
 pub struct Play {
     pub device: Rc<Device>,
     rings: Span<AtomicU64>,
@@ -159,7 +159,7 @@ pub struct Play {
 }
 
 impl Play {
-    /// Memory, and the device that is to use it.
+    /// Makes memory, and the device that is to use it.
     pub fn new(features: u64) -> (Play, NicMemory) {
         let memory = NicMemory::create(SLOTS, RINGS_LEN, MEMORY_AT).expect("a little memory");
         let all = |region: &Region| {
@@ -176,7 +176,7 @@ impl Play {
         Stub(Rc::clone(&self.device))
     }
 
-    /// Less than `below`.
+    /// Returns a pseudo-random number below `below`.
     pub fn random(&mut self, below: usize) -> usize {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -184,7 +184,7 @@ impl Play {
         usize::try_from(self.random >> 8).expect("64 bits") % below.max(1)
     }
 
-    /// The word that holds an address of the rings.
+    /// Returns the word at an address in the rings.
     fn word(&self, at: u64) -> &AtomicU64 {
         &self.rings[usize::try_from((at - MEMORY_AT.0) / 8).expect("64 bits")]
     }
@@ -199,7 +199,7 @@ impl Play {
         word.store(word.load(Acquire) & !(mask << shift) | value << shift, Release);
     }
 
-    /// Looks what the device was given.
+    /// Takes the chains that the driver made available.
     fn look(&mut self, queue: usize) -> Option<(u64, [u64; 3])> {
         let (size, at) = self.device.queue(queue)?;
         let here = Some((at, self.device.resets.get()[queue]));
@@ -219,13 +219,13 @@ impl Play {
         Some((size, at))
     }
 
-    /// Chains that the device has.
+    /// Returns the chains that the device holds.
     pub fn chains(&mut self, queue: usize) -> Vec<u64> {
         self.look(queue);
         self.had[queue].chains.clone()
     }
 
-    /// The words of the slot of a chain, and bytes of it, once its two descriptors are as they must be.
+    /// Checks the two descriptors of a chain; returns the first word of its slot, and the bytes of it.
     fn slot(&self, queue: usize, at: u64, head: u64) -> (usize, u32) {
         let write = if queue == RX { 2 } else { 0 };
         let half = |word: u64| u32::try_from(word & 0xffff_ffff).expect("32 bits");
@@ -237,7 +237,7 @@ impl Play {
         (usize::try_from(offset / 8).expect("64 bits"), half(second[1]))
     }
 
-    /// Says that a chain is used, with so many bytes written, whatever the device has.
+    /// Marks a chain as used with `len` bytes written, whether or not the device holds it.
     pub fn use_chain(&mut self, queue: usize, head: u64, len: u32) {
         let (size, at) = self.device.queue(queue).expect("the queue is enabled");
         let entry = at[2] + 4 + 8 * (u64::from(self.had[queue].used) % size);
@@ -247,7 +247,7 @@ impl Play {
         self.store(at[2] + 2, 2, self.had[queue].used.into());
     }
 
-    /// A frame of 60 bytes comes, if the device has a buffer for it: from 02:..., to everybody, with this number.
+    /// Delivers a frame of 60 bytes with this number, from 02:..., to broadcast, if the device has a buffer.
     pub fn deliver(&mut self, number: u64) -> bool {
         let Some((_, at)) = self.look(RX) else { return false };
         if self.had[RX].chains.is_empty() {
@@ -263,7 +263,8 @@ impl Play {
         true
     }
 
-    /// Sends what there is, in order, and says that some of the chains are used, in any order; the first three words of each frame.
+    /// Sends all available frames, in order, and marks some of the chains as used, in any order. Returns the first
+    /// three words of each frame.
     pub fn send(&mut self) -> Vec<[u64; 3]> {
         let before = self.had[TX].chains.len();
         let Some((_, at)) = self.look(TX) else { return Vec::new() };
@@ -286,7 +287,7 @@ impl Play {
     }
 }
 
-/// Of a frame that was delivered and turned round: its number.
+/// Returns the number of a frame that was delivered and turned round.
 pub fn turned_round([first, second, number]: [u64; 3]) -> Option<u64> {
     ([first, second] == [0xffff_0900_0000_0002, 0x0000_b588_ffff_ffff]).then_some(number)
 }
