@@ -60,7 +60,7 @@ pub struct DriverState<'b> {
 /// A driver state could not be written for lack of room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "a driver state of {len} bytes needs {need} with its envelope, and there are {have} (a driver's driver state has at most {LEN_MAX}); make the NIC's driver state memory larger"
+    "a driver state of {len} bytes needs {need} with its envelope, and there are {have} (a driver's state has at most {LEN_MAX}); make the NIC's driver state memory larger"
 )]
 pub struct NoRoom {
     /// Length of the driver's bytes.

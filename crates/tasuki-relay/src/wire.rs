@@ -10,8 +10,7 @@
 //! | 16..32  | two numbers that the kind explains                                                          |
 //!
 //! The first eight bytes will never change their meaning. Fields that a kind does not use are zero, or the packet is
-//! refused. Descriptors travel beside a packet; it names them by [`Position`], and they come in the order of their
-//! positions.
+//! refused. Descriptors travel in messages, not beside a packet; a [`Reason`] names a descriptor by its [`Position`].
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -65,27 +64,6 @@ impl All for Position {
         use Position::*;
         &[Lease, DriverState, Device, Iommu, Rings, Arena, Bell, Life]
     };
-}
-
-/// Set of the descriptors that come with a packet.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub struct Positions(u8);
-
-impl Positions {
-    /// Returns the set of these positions.
-    pub fn of(positions: &[Position]) -> Self {
-        Positions(positions.iter().fold(0, |bits, &position| bits | 1 << position as u8))
-    }
-
-    /// Iterates over the positions, in the order in which the descriptors come.
-    pub fn iter(self) -> impl Iterator<Item = Position> {
-        Position::ALL.iter().copied().filter(move |&position| self.0 & 1 << position as u8 != 0)
-    }
-
-    /// Returns the first position of `needed` that is not in the set.
-    pub fn lacks(self, needed: &[Position]) -> Option<Position> {
-        needed.iter().copied().find(|&position| self.0 & 1 << position as u8 == 0)
-    }
 }
 
 /// Reason why a worker cannot do, or did not do, what it was ordered.
@@ -281,8 +259,6 @@ pub enum Order {
         kind: u32,
         /// Version of the driver state.
         version: u32,
-        /// Descriptors that come with the packet.
-        carries: Positions,
     },
     /// Release the lease that you hold in this epoch.
     Release {
@@ -468,9 +444,9 @@ impl Order {
         let plain = |kind, epoch| Packet::bytes(kind, epoch, 0, 0, 0, 0);
         match self {
             Order::Who => plain(1, 0),
-            Order::Prepare { purpose, method, kind, version, carries } => {
+            Order::Prepare { purpose, method, kind, version } => {
                 let driver_state = u64::from(kind) << 32 | u64::from(version);
-                Packet::bytes(2, 0, purpose as u16, method as u16, driver_state, carries.0.into())
+                Packet::bytes(2, 0, purpose as u16, method as u16, driver_state, 0)
             }
             Order::Release { epoch } => plain(3, epoch),
             Order::Recall { epoch } => plain(4, epoch),
@@ -491,9 +467,6 @@ impl Order {
                 method: packet.one_of("method", packet.detail.get())?,
                 kind: high(packet.a.get()),
                 version: low(packet.a.get()),
-                carries: Positions(
-                    u8::try_from(packet.b.get()).map_err(|_| packet.wrong("positions", packet.b.get()))?,
-                ),
             },
             3 => Order::Release { epoch },
             4 => Order::Recall { epoch },
@@ -628,15 +601,14 @@ mod tests {
     }
 
     fn order() -> impl Strategy<Value = Order> {
-        let prepare = (0..3_usize, 0..4_usize, any::<u32>(), any::<u32>(), any::<u8>());
+        let prepare = (0..3_usize, 0..4_usize, any::<u32>(), any::<u32>());
         prop_oneof![
             prop_oneof![Just(Order::Who), Just(Order::StandDown), Just(Order::Leave)],
-            prepare.prop_map(|(purpose, method, kind, version, carries)| Order::Prepare {
+            prepare.prop_map(|(purpose, method, kind, version)| Order::Prepare {
                 purpose: Use::ALL[purpose],
                 method: Method::ALL[method],
                 kind,
                 version,
-                carries: Positions(carries),
             }),
             any::<u32>().prop_map(|epoch| Order::Release { epoch }),
             any::<u32>().prop_map(|epoch| Order::Recall { epoch }),
@@ -722,12 +694,5 @@ mod tests {
         let bytes = Order::Take { epoch: 0x0102_0304, after: After::Lost, wrote: 0 }.to_bytes();
         assert_eq!(bytes[..16], *b"TRL\0\x01\0\x05\0\x04\x03\x02\x01\x01\0\0\0");
         assert_eq!(bytes[16..], [0; 16]);
-    }
-
-    #[test]
-    fn descriptors_are_named_by_what_they_are() {
-        let came = Positions::of(&[Position::Arena, Position::Lease]);
-        assert!(came.iter().eq([Position::Lease, Position::Arena]), "in the order of positions");
-        assert_eq!(came.lacks(&[Position::Lease, Position::DriverState]), Some(Position::DriverState));
     }
 }

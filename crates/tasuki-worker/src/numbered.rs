@@ -45,7 +45,7 @@ pub struct Account {
 
 impl Account {
     /// Counts a frame with this number.
-    pub fn program_state(&mut self, number: u64) {
+    pub fn count(&mut self, number: u64) {
         self.seen += 1;
         match number.checked_sub(self.next) {
             Some(passed_over) => {
@@ -87,7 +87,7 @@ mod tests {
     fn losses_are_counted_and_what_comes_late_is_not_lost() {
         let mut account = Account::default();
         for number in [5, 6, 9, 7, 10] {
-            account.program_state(number);
+            account.count(number);
         }
         assert_eq!(account, Account { seen: 5, missing: 1, late: 1, next: 11 });
     }

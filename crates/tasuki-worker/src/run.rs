@@ -170,7 +170,7 @@ impl<N: Nic> Run<'_, N> {
             self.tally.received += 1;
             self.tally.received_bytes += u64::from(frame.len);
             if let Some(number) = numbered::number(frame.bytes()) {
-                self.tally.account.program_state(number);
+                self.tally.account.count(number);
             }
             if let Some(pcap) = &mut self.pcap {
                 pcap.write_packet(&PcapPacket::new(self.start.elapsed(), frame.len.into(), frame.bytes()))?;

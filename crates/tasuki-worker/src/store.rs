@@ -13,7 +13,7 @@ use crate::lease_page::now_ns;
 
 /// Number of layouts after the driver's own that this worker reads; it writes the last of them. A later layout has
 /// one more field at its end.
-const LATER: u32 = cfg!(feature = "next-driver_state") as u32;
+const LATER: u32 = cfg!(feature = "next-driver-state") as u32;
 
 /// Length in bytes of the field that a later layout adds: the time at which the driver state was stored, on the
 /// machine's clock.
@@ -57,7 +57,7 @@ pub fn write<S: DriverState>(driver_state: &S, epoch: u32) -> Result<OwnedFd> {
     let envelope = Envelope { kind: S::KIND, version, epoch, bytes: &driver };
     let len = envelope.write(&mut bytes)?;
     let what = "the driver state could not be stored: the kernel has no memory for it";
-    let memory = rustix::fs::memfd_create("tasuki-driver_state", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+    let memory = rustix::fs::memfd_create("tasuki-driver-state", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
         .context(what)?;
     let mut written = 0;
     while written < len {

@@ -321,7 +321,7 @@ impl Job {
         fail::point("burst.received");
         for frame in burst.drain(..) {
             if let Some(number) = numbered::number(frame.bytes()) {
-                self.account.program_state(number);
+                self.account.count(number);
             }
         }
         fail::point("burst.turned");

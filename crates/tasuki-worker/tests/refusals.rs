@@ -214,14 +214,14 @@ fn a_card_that_is_gone_is_said_to_be_once_and_nobody_takes_it() {
 }
 
 /// Two real workers, of this version and as the next may be. `TASUKI_OTHER_WORKER` names one that was built with the
-/// feature `next-driver_state` if ours was not, and without it if ours was.
+/// feature `next-driver-state` if ours was not, and without it if ours was.
 #[test]
 fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way_round() {
     need_model!();
     let Some(other) = std::env::var_os("TASUKI_OTHER_WORKER").map(std::path::PathBuf::from) else {
         return println!("skipped: needs TASUKI_OTHER_WORKER, as cargo xtask test builds it");
     };
-    let is_next = cfg!(feature = "next-driver_state");
+    let is_next = cfg!(feature = "next-driver-state");
     let folder = folder();
     let model = Model::start(folder.path(), &["--source", "8000", "--rate", "8000"]);
     let nic = Nic::open(&model.socket, &["--promiscuous"]);

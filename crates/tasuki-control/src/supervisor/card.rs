@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tasuki_relay::arbiter::{Arbiter, RelayOutcome, State};
 use tasuki_relay::message::{DeviceBundle, lease_page};
-use tasuki_relay::wire::{Order, Positions, Use};
+use tasuki_relay::wire::{Order, Use};
 use tasuki_relay::{ARBITER, Tenure, method};
 use tasuki_shm::lease::{Lease, Lost};
 use tasuki_shm::line::Line;
@@ -351,7 +351,7 @@ impl Card {
     /// Returns the order for a worker that is to get ready for the NIC.
     pub fn prepare(&self, purpose: Use, method: method::Method) -> Option<Order> {
         let DeviceBundle { kind, version, .. } = self.kept.as_ref()?.bundle;
-        Some(Order::Prepare { purpose, method, kind, version, carries: Positions::default() })
+        Some(Order::Prepare { purpose, method, kind, version })
     }
 
     /// Returns the descriptors of the lease page and of the device bundle, as many as are to travel.

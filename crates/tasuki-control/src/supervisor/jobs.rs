@@ -11,7 +11,7 @@ use std::time::Duration;
 use tasuki_relay::arbiter::{Ask, Input, State};
 use tasuki_relay::message::{self, ToWorker};
 use tasuki_relay::method::{self, Method, Trust};
-use tasuki_relay::wire::{Plan, Positions, Reason, Use};
+use tasuki_relay::wire::{Plan, Reason, Use};
 use tasuki_shm::crash;
 
 use super::deeds::{party, time};
@@ -503,7 +503,7 @@ impl Supervisor {
         let Some(to) = party(job.target) else { return };
         let (handover, fenced) = (job.purpose == Use::Handover, job.fence_first);
         let plan = Plan { method, handover, inflight: job.inflight, store: job.store, fenced };
-        let ask = Ask { purpose: job.purpose, to, method, kind, version, carries: Positions::default() };
+        let ask = Ask { purpose: job.purpose, to, method, kind, version };
         job.asked = Some(driver);
         (card.said, card.method, card.plan) = (None, method, plan.fenced.then_some(plan));
         // Both sides must know the plan before either gets its order.

@@ -1,7 +1,7 @@
 //! State of a parked NIC that a successor needs: plain data, which any process can store, carry and pass on as
 //! bytes.
 //!
-//! Every driver's driver state begins with a [`Head`], so a process can store one without knowing which driver wrote
+//! The state of every driver begins with a [`Head`], so a process can store one without knowing which driver wrote
 //! it. It has no padding. Its numbers are in the byte order of the machine, which it never leaves.
 //!
 //! A driver state is a claim. [`DriverState::check`] compares it with itself and with the layout of the memory, and

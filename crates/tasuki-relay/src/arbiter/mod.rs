@@ -16,7 +16,7 @@ pub use table::{Action, Event, State, TABLE};
 
 use crate::method::Method;
 use crate::table::{All, Refused, Row, step};
-use crate::wire::{Order, Positions, Reason, Report, Use};
+use crate::wire::{Order, Reason, Report, Use};
 use crate::{ARBITER, After, Party, Tenure};
 
 /// The two tables of an arbiter: the consequence of each event, and the verdict on each report of each worker.
@@ -128,8 +128,6 @@ pub struct Ask {
     pub kind: u32,
     /// Version of that driver state.
     pub version: u32,
-    /// Descriptors that go along.
-    pub carries: Positions,
 }
 
 /// The page of memory on which a worker finds the lease word.
@@ -460,8 +458,8 @@ impl Arbiter {
         match action {
             Action::Look => doing.push(Do::Look),
             Action::Prepare => doing.extend(self.ask.map(|ask| {
-                let Ask { purpose, method, kind, version, carries, .. } = ask;
-                Do::Tell(ask.to, Order::Prepare { purpose, method, kind, version, carries })
+                let Ask { purpose, method, kind, version, .. } = ask;
+                Do::Tell(ask.to, Order::Prepare { purpose, method, kind, version })
             })),
             Action::Release => {
                 (self.after, self.wrote) = (After::Passed, epoch);

@@ -30,8 +30,8 @@ fn says(arbiter: &mut Arbiter, table: &Table, number: u32, report: Report) -> Ve
 }
 
 fn ask(number: u32) -> Input {
-    let (purpose, method, carries) = (Use::Handover, Method::Repoint, Positions::default());
-    Input::Asked(Ask { purpose, to: party(number), method, kind: 0, version: 0, carries })
+    let (purpose, method) = (Use::Handover, Method::Repoint);
+    Input::Asked(Ask { purpose, to: party(number), method, kind: 0, version: 0 })
 }
 
 #[test]
@@ -54,8 +54,8 @@ fn a_dismissed_worker_is_told_so_and_not_chosen_any_more() {
 #[test]
 fn a_staged_worker_takes_when_it_is_asked_for_and_not_before() {
     let upgrade = |number| {
-        let (purpose, method, carries) = (Use::Upgrade, Method::Keep, Positions::default());
-        Input::Asked(Ask { purpose, to: party(number), method, kind: 0, version: 0, carries })
+        let (purpose, method) = (Use::Upgrade, Method::Keep);
+        Input::Asked(Ask { purpose, to: party(number), method, kind: 0, version: 0 })
     };
     let (mut arbiter, table) = steady();
     for number in [2, 3] {
@@ -145,7 +145,6 @@ fn a_giver_that_is_heard_late_was_honest() {
         method: Method::Keep,
         kind: 0,
         version: 0,
-        carries: Positions::default(),
     };
     arbiter.hear(&table, Input::Asked(asked)).unwrap();
     says(&mut arbiter, &table, 2, Report::Ready);

@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 use stateright::{Model, Property};
 use tasuki_relay::arbiter::{self, Arbiter, Ask, Node};
 use tasuki_relay::method::Method;
-use tasuki_relay::wire::{Order, Positions, Reason, Report, Standing, Use};
+use tasuki_relay::wire::{Order, Reason, Report, Standing, Use};
 use tasuki_relay::worker::{self, Side, Tables, Worker};
 use tasuki_relay::{ARBITER, After, Party, Tenure, giver, taker};
 
@@ -19,8 +19,8 @@ pub const SPARE: usize = 2;
 
 /// Returns the order to a worker that is to be ready for the death of another.
 fn stand_by() -> Order {
-    let (purpose, method, carries) = (Use::Takeover, Method::Keep, Positions::default());
-    Order::Prepare { purpose, method, kind: 0, version: 0, carries }
+    let (purpose, method) = (Use::Takeover, Method::Keep);
+    Order::Prepare { purpose, method, kind: 0, version: 0 }
 }
 
 pub fn party(index: usize) -> Party {
@@ -261,8 +261,8 @@ impl Relay {
 
     fn asked(&self) -> arbiter::Input {
         let (purpose, _) = self.ask.expect("only where something is asked for");
-        let (to, method, carries) = (party(TAKER), Method::Keep, Positions::default());
-        arbiter::Input::Asked(Ask { purpose, to, method, kind: 0, version: 0, carries })
+        let (to, method) = (party(TAKER), Method::Keep);
+        arbiter::Input::Asked(Ask { purpose, to, method, kind: 0, version: 0 })
     }
 
     fn worker_does(&self, world: &mut World, i: usize, fails: bool) {

@@ -35,7 +35,7 @@ use tasuki_relay::message::{
     lease_page, unframe,
 };
 use tasuki_relay::method::Method;
-use tasuki_relay::wire::{Order, Plan, Positions, Reason, Report, Use};
+use tasuki_relay::wire::{Order, Plan, Reason, Report, Use};
 use tasuki_relay::{ARBITER, After, Party, Tenure};
 use tasuki_shm::region::{Pages, Region, Span};
 
@@ -520,8 +520,7 @@ impl Worker {
 
     pub fn prepare_by(&self, nic: &Nic, purpose: Use, method: Method) {
         let DeviceBundle { kind, version, .. } = nic.bundle;
-        let carries = Positions::default();
-        self.order(nic, Order::Prepare { purpose, method, kind, version, carries });
+        self.order(nic, Order::Prepare { purpose, method, kind, version });
     }
 
     /// Returns the next report about `nic`; keeps sentences that arrive before it.
