@@ -17,7 +17,8 @@
 //! - **Y4** The giver writes the driver state before it passes the lease; the taker reads it after it has won the
 //!   lease.
 //! - **Y5** A machine carries out all actions of a row before it hears the next input.
-//! - **Y6** A fenced worker never drives again, and the arbiter records a fence before it puts it up.
+//! - **Y6** A fenced worker never drives again. The daemon records the fence before it kills the worker; until then
+//!   the worker stands frozen, and the kernel is the record.
 
 #![forbid(unsafe_code)]
 

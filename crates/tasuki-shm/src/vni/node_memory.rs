@@ -7,7 +7,7 @@
 //!
 //! # Invariants
 //!
-//! - **K1** The keeper gives writable descriptors of a node memory to one worker of its node after another. It gives
+//! - **K1** The daemon gives writable descriptors of a node memory to one worker of its node after another. It gives
 //!   them to the next worker only when the one before can write no more: that worker has passed the lease on and
 //!   touches nothing from then on, or it is dead. All other processes get read-only descriptors
 //!   ([`NodeMemoryFds::to_read`]). This is a promise, like a giver's promise about a NIC's memory (N2 of
