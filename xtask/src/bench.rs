@@ -1,4 +1,4 @@
-//! `demo` and `bench`: build tasuki-bench as it ships, and become it.
+//! `demo` and `bench`: build tasuki-bench as it ships, and replace this process with it.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -7,7 +7,7 @@ use std::process::Command;
 use crate::checkout::{Checkout, cargo};
 use crate::{guest, needs, stream};
 
-/// Returns only if tasuki-bench could not be started.
+/// Builds and runs the demo. Returns only if tasuki-bench could not be started.
 pub fn demo(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
     if args.iter().any(|word| word.to_string_lossy().contains("tap")) {
         needs::provide(&[needs::PING, needs::IP, needs::IPERF3]);
@@ -18,10 +18,10 @@ pub fn demo(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
     become_tasuki_bench(checkout, Build::Demo, &[&["demo".into()], args].concat())
 }
 
-/// Returns only if tasuki-bench could not be started.
+/// Builds and runs a benchmark. Returns only if tasuki-bench could not be started.
 pub fn bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
     if args.first().is_some_and(|bench| bench == "nic") {
-        // It counts the instructions of these programs.
+        // The bench counts the instructions of these programs.
         needs::provide(&[needs::VALGRIND]);
         let mut command = Command::new(cargo());
         command.args(["build", "--release", "--package", "tasuki-net", "--examples", "--manifest-path"]);
@@ -47,21 +47,25 @@ pub fn bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
     become_tasuki_bench(checkout, Build::Bench, args)
 }
 
-/// Whether a bench of relays runs the cases that need a guest: minutes of a full run, or somebody's wish.
+/// Returns whether a bench of relays runs the cases that need a guest. They take minutes, so only a full run or a
+/// user's
+/// request includes them.
 fn wants_guest(args: &[OsString]) -> bool {
     let has = |part: &str| args.iter().any(|word| word.to_string_lossy().contains(part));
     has("guest") || !(has("--quick") || has("--only"))
 }
 
-/// tasuki-bench and the programs that it starts beside itself. One build has all of them: two would build most crates twice, with other features.
+/// tasuki-bench and the programs that it starts. One build makes them all: two builds would compile most crates
+/// twice,
+/// with different features.
 const PROGRAMS: [&str; 4] = ["tasuki-control", "tasuki-worker", "tasuki-sim", "tasuki-bench"];
 
 /// How the programs are built.
 #[derive(Debug, Clone, Copy)]
 enum Build {
-    /// In a minute or two: without link-time optimisation, and without peers.
+    /// In a minute or two: without link-time optimisation and without peers.
     Demo,
-    /// As they ship, with the peers that they are compared with.
+    /// As they ship, with the peers for comparison.
     Bench,
 }
 
@@ -81,9 +85,10 @@ impl Build {
     }
 }
 
-/// Replaces this process, so that signals and the exit code are tasuki-bench's own.
+/// Builds the programs and replaces this process with tasuki-bench, so that signals and the exit code are its own.
+/// Returns only on failure.
 ///
-/// The working folder stays the caller's: relative files in `args` are relative to it.
+/// The working folder does not change: relative paths in `args` are relative to the caller's folder.
 fn become_tasuki_bench(checkout: &Checkout, build: Build, args: &[OsString]) -> anyhow::Error {
     let mut command = Command::new(cargo());
     command.arg("build").args(build.words()).args(["--bins", "--manifest-path"]);

@@ -1,4 +1,6 @@
-//! `campaign`: what the suite tries a few times, thousands of times. What was seen is kept as a record, like a benchmark's.
+//! `campaign`: repeats thousands of times what the suite tries a few times. The observations are kept as a record,
+//! like
+//! a benchmark's.
 
 use std::path::PathBuf;
 
@@ -9,36 +11,39 @@ use crate::stream;
 
 #[derive(Subcommand)]
 pub enum Campaign {
-    /// SIGKILLs of workers, stand-bys, openers, keeper and daemon at random times under traffic: single, double and triple faults. Needs root
+    /// Kill workers, stand-bys, openers, keeper and daemon by SIGKILL at random times under traffic: single, double
+    /// and triple faults. Needs root
     Kills {
-        /// Single faults; for 20 of them there are three double faults, one in a storm and one with the daemon
+        /// Number of single faults; for every 20 of them come three double faults, one double fault in a storm, and
+        /// one triple fault with the daemon
         #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..))]
         kills: u32,
-        /// One kind of faults alone
+        /// Run one kind of faults only
         #[arg(long, value_parser = ["singles", "doubles", "storm", "triples"])]
         only: Option<String>,
-        /// The seed of victims and times, as an earlier run printed it
+        /// Seed of victims and times, as an earlier run printed it
         #[arg(long)]
         seed: Option<u64>,
-        /// Write what was seen there
+        /// Write the observations to this file
         #[arg(long)]
         json: Option<PathBuf>,
     },
-    /// Freezes of a worker that drives at random times under traffic: how long they take, and what it holds then. Needs root
+    /// Freeze a driving worker at random times under traffic; measure how long a freeze takes, and what the worker
+    /// holds then. Needs root
     Freezes {
-        /// Of each card
+        /// Number of freezes for each card
         #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
         freezes: u32,
-        /// The seed of the times, as an earlier run printed it
+        /// Seed of the times, as an earlier run printed it
         #[arg(long)]
         seed: Option<u64>,
-        /// Write what was seen there
+        /// Write the observations to this file
         #[arg(long)]
         json: Option<PathBuf>,
     },
 }
 
-/// Runs it; whether all held that has to.
+/// Runs a campaign. Returns whether it passed.
 pub fn run(checkout: &Checkout, campaign: &Campaign) -> anyhow::Result<bool> {
     let (test, asked, seed, json) = match campaign {
         Campaign::Kills { kills, only, seed, json } => (
@@ -62,7 +67,7 @@ pub fn run(checkout: &Checkout, campaign: &Campaign) -> anyhow::Result<bool> {
     command.args(["--package", "tasuki-control", "--all-features", "--test", "daemon", "--", "--nocapture", "--exact"]);
     command.arg(test).envs(asked.into_iter().flatten()).envs(seed.map(|seed| ("TASUKI_SEED", seed.to_string())));
     if let Some(json) = json {
-        // The test's folder is another.
+        // The test runs in another folder.
         command.env("TASUKI_CAMPAIGN_JSON", std::path::absolute(json)?);
     }
     stream::succeeds(&mut command)

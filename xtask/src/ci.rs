@@ -1,4 +1,4 @@
-//! `ci`: what a change must pass. `.ci/run` calls this and nothing else.
+//! `ci`: all checks that a change must pass. `.ci/run` calls this and nothing else.
 
 use std::process::Command;
 
@@ -6,8 +6,8 @@ use crate::checkout::Checkout;
 use crate::fuzz::{self, Sanitizer};
 use crate::{needs, stream, test, tidy};
 
-/// Runs every step, whether or not an earlier one failed. The suite comes last, so that its
-/// closing line is the last line of all.
+/// Runs every step, whether or not an earlier one failed. The suite comes last, so that its closing line is the last
+/// line of the output.
 pub fn run(checkout: &Checkout) -> anyhow::Result<bool> {
     needs::provide(&[needs::STRACE, needs::CXX]);
     let components = components()?;
@@ -27,7 +27,7 @@ pub fn run(checkout: &Checkout) -> anyhow::Result<bool> {
     Ok(tests_passed && steps.iter().all(|(_, passed)| *passed))
 }
 
-/// A toolchain may come without the two; rustup can add them.
+/// Checks that rustfmt and clippy are present. A toolchain may come without them; then rustup adds them.
 fn components() -> anyhow::Result<bool> {
     let present = |tool: &str| Command::new(tool).arg("--version").output().is_ok_and(|answer| answer.status.success());
     if present("cargo-fmt") && present("cargo-clippy") {
@@ -49,7 +49,7 @@ fn fmt(checkout: &Checkout) -> anyhow::Result<bool> {
 fn clippy(checkout: &Checkout) -> anyhow::Result<bool> {
     let mut ours = checkout.cargo("clippy");
     ours.args(["--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"]);
-    // What runs in the guest is no test of `cargo test`'s, so `--all-targets` passes it over.
+    // The program that runs in the guest is not a test of `cargo test`, so `--all-targets` leaves it out.
     let mut guest = checkout.cargo("clippy");
     guest.args(["--package", "tasuki-net", "--test", "guest", "--", "-D", "warnings"]);
     let ours = stream::succeeds(&mut ours)? & stream::succeeds(&mut guest)?;

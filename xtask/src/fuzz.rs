@@ -1,14 +1,16 @@
 //! `fuzz`: libFuzzer over the targets in `fuzz/`, on the stable toolchain.
 //!
-//! What cargo-fuzz does needs a nightly toolchain only for AddressSanitizer. Coverage feedback is
-//! LLVM's own pass, and stable rustc runs it if told to by flags. So the usual run has libFuzzer's
-//! feedback, debug assertions and overflow checks, and no AddressSanitizer: a wild access that
-//! faults is seen, one that lands in mapped memory is not. `--asan` adds it where a nightly
-//! toolchain is present.
+//! cargo-fuzz needs a nightly toolchain only for AddressSanitizer. Coverage feedback is a pass of LLVM's own, which
+//! stable rustc runs if flags tell it to. So the usual run has libFuzzer's feedback, debug assertions and overflow
+//! checks, but no AddressSanitizer: it finds a wild access that faults, and misses one that hits mapped memory.
+//! `--asan`
+//! adds AddressSanitizer if a nightly toolchain is present.
 //!
-//! - `fuzz/regressions/TARGET/` holds inputs that once broke a target, and a few that get far at once. In git; run first.
-//! - `fuzz/corpus/TARGET/` holds what libFuzzer found worth keeping. Not in git.
-//! - `fuzz/artifacts/TARGET/` holds inputs that broke a target just now. Not in git.
+//! - `fuzz/regressions/TARGET/` holds inputs that once broke a target, and a few inputs that reach far at once. It
+//!   is in
+//!   git. Its inputs run first.
+//! - `fuzz/corpus/TARGET/` holds the inputs that libFuzzer kept. It is not in git.
+//! - `fuzz/artifacts/TARGET/` holds inputs that broke a target in the latest runs. It is not in git.
 
 use std::ffi::OsString;
 use std::fs;
@@ -22,31 +24,32 @@ use crate::checkout::{Checkout, cargo as our_cargo, host, metadata, output};
 use crate::tally::Tally;
 use crate::{needs, stream};
 
-/// Within `cargo xtask test`: enough to see that a target works and the shallow mistakes.
+/// Run time per target in `cargo xtask test`: long enough to see that a target works, and to find shallow mistakes.
 pub const SHORT_RUN_SECONDS: u32 = 10;
 
-/// Of `cargo xtask fuzz`: a coffee.
+/// Default run time per target in `cargo xtask fuzz`: a coffee break.
 pub const LONG_RUN_SECONDS: u32 = 300;
 
-/// An input that a target chews on for longer has made it hang.
+/// Time limit for one input. A target that takes longer hangs.
 const HANG_SECONDS: u32 = 60;
 
-/// What LLVM must add for libFuzzer to see coverage and comparisons. `-Ccodegen-units=1` because
-/// the pass loses functions that are split among units. Source: cargo-fuzz 0.13, `src/project.rs`.
+/// Flags by which LLVM lets libFuzzer see coverage and comparisons. `-Ccodegen-units=1` because the pass loses
+/// functions
+/// that are split among units. Source: cargo-fuzz 0.13, `src/project.rs`.
 const COVERAGE: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks";
 
-/// How to fuzz.
+/// Options of a fuzz run.
 pub struct Plan {
-    /// Per target.
+    /// Run time per target.
     pub seconds: u32,
-    /// Run this file once instead.
+    /// File to run the target on once, instead of fuzzing.
     pub input: Option<PathBuf>,
     /// Further arguments for libFuzzer.
     pub libfuzzer: Vec<OsString>,
     pub sanitizer: Sanitizer,
-    /// Show each input that taught libFuzzer something: hundreds of lines in the first seconds.
+    /// Whether to show libFuzzer's line for each input that it keeps: hundreds in the first seconds.
     pub chatty: bool,
 }
 
@@ -57,7 +60,7 @@ pub enum Sanitizer {
 }
 
 impl Plan {
-    /// As a stage of the suite: see that each target stands.
+    /// Returns the plan for a stage of the suite, which checks that each target works.
     pub fn short(seconds: u32) -> Plan {
         Plan { seconds, input: None, libfuzzer: Vec::new(), sanitizer: Sanitizer::None, chatty: false }
     }
@@ -81,7 +84,7 @@ pub fn run(checkout: &Checkout, target: Option<&str>, plan: &Plan) -> anyhow::Re
     fuzz(checkout, &programs, target, plan)
 }
 
-/// Fuzzes each target in turn; each counts as one test.
+/// Fuzzes each target in turn. Each counts as one test.
 pub fn fuzz_all(checkout: &Checkout, plan: &Plan) -> anyhow::Result<Tally> {
     let targets = targets(checkout)?;
     if !needs::CXX.is_met() {
@@ -95,8 +98,9 @@ pub fn fuzz_all(checkout: &Checkout, plan: &Plan) -> anyhow::Result<Tally> {
     Ok(tally)
 }
 
-/// The `[[bin]]`s of `fuzz/Cargo.toml`. A file in `fuzz_targets/` that is none of them would never
-/// run, and nobody would notice.
+/// Returns the names of the `[[bin]]`s in `fuzz/Cargo.toml`. A file in `fuzz_targets/` without a `[[bin]]` would
+/// never
+/// run and go unnoticed, so it is an error.
 fn targets(checkout: &Checkout) -> anyhow::Result<Vec<String>> {
     let metadata = metadata(&checkout.root.join("fuzz/Cargo.toml"))?;
     let targets = binaries(&metadata).context("`cargo metadata` of fuzz/ has another form than we know")?;
@@ -115,7 +119,7 @@ fn binaries(metadata: &Value) -> Option<Vec<String>> {
     binaries.map(|target| Some(target["name"].as_str()?.to_owned())).collect()
 }
 
-/// `cargo VERB` for the fuzz workspace, with the flags that every build of it needs.
+/// Returns `cargo VERB` for the fuzz workspace, with the flags that each of its builds needs.
 pub fn cargo(checkout: &Checkout, verb: &str, sanitizer: Sanitizer) -> anyhow::Result<Command> {
     let mut flags = COVERAGE.to_owned();
     let mut command = match sanitizer {
@@ -129,8 +133,8 @@ pub fn cargo(checkout: &Checkout, verb: &str, sanitizer: Sanitizer) -> anyhow::R
             command
         }
     };
-    // Naming the platform keeps the flags away from build scripts and procedural macros, which
-    // have no libFuzzer to link to.
+    // With an explicit platform, the flags do not apply to build scripts and procedural macros, which do not link
+    // libFuzzer.
     command.arg(verb).args(["--release", "--manifest-path", "fuzz/Cargo.toml", "--target", &host()?]);
     command.current_dir(&checkout.root).env("CARGO_TARGET_DIR", target_dir(checkout, sanitizer));
     command.env("RUSTFLAGS", flags).env_remove("CARGO_ENCODED_RUSTFLAGS");
@@ -144,14 +148,14 @@ fn target_dir(checkout: &Checkout, sanitizer: Sanitizer) -> PathBuf {
     })
 }
 
-/// Builds every target, and says in which folder their programs are.
+/// Builds all targets. Returns the folder of their programs.
 fn build(checkout: &Checkout, sanitizer: Sanitizer) -> anyhow::Result<PathBuf> {
     let mut command = cargo(checkout, "build", sanitizer)?;
     ensure!(stream::succeeds(command.arg("--bins"))?, "the fuzz targets do not build");
     Ok(target_dir(checkout, sanitizer).join(host()?).join("release"))
 }
 
-/// Replays the inputs that once broke `target`, then lets libFuzzer look for more.
+/// Replays the inputs that once broke `target`, then fuzzes it.
 fn fuzz(checkout: &Checkout, programs: &Path, target: &str, plan: &Plan) -> anyhow::Result<bool> {
     let folder = |of: &str| checkout.root.join("fuzz").join(of).join(target);
     let (regressions, corpus, artifacts) = (folder("regressions"), folder("corpus"), folder("artifacts"));
@@ -171,7 +175,7 @@ fn fuzz(checkout: &Checkout, programs: &Path, target: &str, plan: &Plan) -> anyh
         return Ok(false);
     }
     let mut search = libfuzzer();
-    // Comparisons teach the fuzzer magic numbers; without this it only learns from branches.
+    // From comparisons the fuzzer learns magic numbers. Without this option it learns from branches only.
     search.arg("-use_value_profile=1").arg(format!("-max_total_time={}", plan.seconds)).args(&plan.libfuzzer);
     search.arg(&corpus);
     if !known.is_empty() {
@@ -185,7 +189,7 @@ fn fuzz(checkout: &Checkout, programs: &Path, target: &str, plan: &Plan) -> anyh
     Ok(false)
 }
 
-/// The files of a folder in order of their names; none if there is no such folder.
+/// Returns the files of a folder, in the order of their names; none if the folder does not exist.
 fn files_in(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
     if !folder.exists() {
         return Ok(Vec::new());
@@ -194,7 +198,7 @@ fn files_in(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in fs::read_dir(folder).with_context(unreadable)? {
         let path = entry.with_context(unreadable)?.path();
-        // A README may stand beside the inputs.
+        // The folder may contain a README beside the inputs.
         if path.is_file() && path.extension().is_none_or(|extension| extension != "md") {
             files.push(path);
         }

@@ -1,10 +1,15 @@
-//! `guest`: tests that need VFIO and an IOMMU, in a machine that has both: QEMU, with the stock kernel of Debian.
+//! `guest`: tests that need VFIO and an IOMMU, in a machine that has both: QEMU with Debian's stock kernel.
 //!
-//! The kernel comes from Debian's archive and is unpacked, never installed. The guest has no disk: an archive in memory holds a
-//! shell, the kernel's modules and the test program, which is linked statically. What the program prints on the serial line is counted
-//! like any other test's output. The other ends of its cards' wires are ports of the guest (see `wire`), and so is QEMU's monitor.
+//! The kernel comes from Debian's archive and is unpacked, never installed. The guest has no disk: an archive in
+//! memory
+//! holds a shell, the kernel's modules and the test program, which is linked statically. The output of the program
+//! on
+//! the serial line is counted like any other test's. The other ends of the cards' wires are ports of the guest (see
+//! `wire`), and so is QEMU's monitor.
 //!
-//! The daemon has a guest with Debian's systemd (see `systemd`). The bench of relays has a guest of the same make (see `relay`). `target/guest/` holds what was fetched and built.
+//! The daemon's tests have a guest with Debian's systemd (see `systemd`). The bench of relays has a guest of the
+//! same
+//! kind (see `relay`). `target/guest/` holds everything fetched and built.
 
 mod archive;
 mod relay;
@@ -26,29 +31,32 @@ pub use relay::prepare as prepare_relay;
 use system::{ENDED, KERNEL_LINE, System};
 use wire::Wire;
 
-/// A guest boots in seconds, and the drivers' tests take one minute or two, the daemon's some more. Whoever needs longer than this hangs.
+/// Time limit of a guest, in seconds; a guest that takes longer hangs. A guest boots in seconds. The drivers' tests
+/// take
+/// one or two minutes, the daemon's tests somewhat more.
 const LIMIT_SECONDS: &str = "480";
 
-/// The cards that are tested, each with its name and what QEMU's `-device` is told of it. Each is at a wire of that name.
+/// The tested cards: each with its name and its arguments for QEMU's `-device`. Each is connected to a wire of that
+/// name.
 const CARDS: [(&str, &str); 2] =
     [("e1000e", "e1000e"), ("virtio_net", "virtio-net-pci,disable-legacy=on,iommu_platform=on,host_mtu=9000")];
 
-/// The address that each of them has.
+/// Ethernet address of each card.
 const MAC: &str = "52:54:00:12:34:57";
 
-/// What the guest runs.
+/// Commands that the guest runs.
 const TESTS: &str = "/program --test-threads=1 --show-output";
 
-/// What is tested in a guest of its own.
+/// A set of tests that has a guest of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Part {
-    /// The drivers, each alone
+    /// The drivers, one by one
     Drivers,
     /// The daemon, under systemd
     Daemon,
 }
 
-/// As a verb: one part, or both.
+/// Runs the tests of one part, or of both.
 pub fn run(checkout: &Checkout, only: Option<Part>) -> anyhow::Result<Tally> {
     let mut tally = Tally::default();
     if only != Some(Part::Daemon) {
@@ -60,7 +68,7 @@ pub fn run(checkout: &Checkout, only: Option<Part>) -> anyhow::Result<Tally> {
     Ok(tally)
 }
 
-/// The drivers' tests: a stage of the suite, too.
+/// Runs the drivers' tests, which are a stage of the suite, too.
 pub fn drivers(checkout: &Checkout) -> anyhow::Result<Tally> {
     in_guest(checkout, |place, system| {
         let words = ["-p", "tasuki-net", "--test", "guest", "--no-run"];
@@ -69,12 +77,12 @@ pub fn drivers(checkout: &Checkout) -> anyhow::Result<Tally> {
     })
 }
 
-/// The daemon's. They take minutes, so they are no stage of the suite.
+/// Runs the daemon's tests. They take minutes, so they are not a stage of the suite.
 fn daemon(checkout: &Checkout) -> anyhow::Result<Tally> {
     in_guest(checkout, |place, system| Ok((place.join("systemd.initrd"), systemd::pack(checkout, place, system)?)))
 }
 
-/// Boots what `make` makes: a file, and the archive that is to be in it.
+/// Boots a guest and counts its tests. `make` returns a file's path, and the archive to write into it.
 fn in_guest(
     checkout: &Checkout,
     make: impl FnOnce(&Path, &System) -> anyhow::Result<(PathBuf, Vec<u8>)>,
@@ -107,7 +115,9 @@ fn in_guest(
     Ok(reader.finish(status.as_deref() == Some("0")))
 }
 
-/// What the kernel is told. What it does not know the shell finds in its environment, and so do the tests.
+/// Returns the kernel's command line. The shell and the tests find the settings that the kernel does not know in
+/// their
+/// environment.
 fn kernel_line() -> String {
     match std::env::var("TASUKI_FREEZES") {
         Ok(count) => format!("{KERNEL_LINE} TASUKI_FREEZES={count}"),
@@ -115,7 +125,9 @@ fn kernel_line() -> String {
     }
 }
 
-/// The machine with the cards, each at its wire. The machine's monitor is a port of the guest, too.
+/// Returns the command of the machine with the cards, each connected to its wire. The machine's monitor is a port of
+/// the
+/// guest, too.
 fn machine(kernel: &Path, archive: &Path, folder: &Path, wires: &[Wire]) -> Command {
     let mut command = Command::new("timeout");
     command.args(["--kill-after=5", LIMIT_SECONDS, QEMU.program]);
@@ -127,11 +139,11 @@ fn machine(kernel: &Path, archive: &Path, folder: &Path, wires: &[Wire]) -> Comm
     command.args(["-chardev", &format!("socket,id=monitor,{monitor}"), "-mon", "chardev=monitor,mode=control"]);
     for (number, (wire, (name, device))) in wires.iter().zip(CARDS).enumerate() {
         command.args(wire.arguments());
-        // Behind a port it is PCI Express.
+        // Behind a root port the card is a PCI Express device.
         command.args(["-device", &format!("pcie-root-port,id=port-{name},chassis={}", number + 1)]);
         command.args(["-device", &format!("{device},bus=port-{name},netdev={name},mac={MAC}")]);
     }
-    // At a wire where nobody else is.
+    // This card's wire has no other end.
     command.args(["-netdev", "hubport,id=c,hubid=2", "-device", "rtl8139,netdev=c"]);
     command
 }

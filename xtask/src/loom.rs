@@ -13,8 +13,8 @@ pub fn run(checkout: &Checkout, filter: &[OsString]) -> anyhow::Result<bool> {
     Ok(tally.failed == 0)
 }
 
-/// In a target folder of its own: `--cfg loom` goes to every dependency too, and would otherwise
-/// have the workspace rebuilt at each change between the two.
+/// Runs the models in a separate target folder. `--cfg loom` applies to every dependency, too; with a shared folder,
+/// each switch between the two would rebuild the workspace.
 ///
 /// Without features: tokio does not compile under `--cfg loom`, and no model needs it.
 pub fn explore(checkout: &Checkout, filter: &[OsString]) -> anyhow::Result<Tally> {

@@ -1,4 +1,4 @@
-//! The one door: everything a developer or CI runs is a verb of `cargo xtask`.
+//! `cargo xtask`: one verb for everything that a developer or CI runs.
 
 mod bench;
 mod campaign;
@@ -30,18 +30,18 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Verb {
-    /// Build in release and run the demonstration; further arguments go to `tasuki-bench demo`
+    /// Build in release and run the demo; further arguments go to `tasuki-bench demo`
     #[command(disable_help_flag = true)]
     Demo {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
-    /// Run the whole suite: unit and process tests, loom models, short fuzz runs
+    /// Run the whole suite: unit and process tests, loom models, drivers in a guest, short fuzz runs
     Test {
         /// Run one stage only
         #[arg(long, value_enum)]
         only: Option<test::Stage>,
-        /// How long each fuzz target runs, in seconds
+        /// Run time of each fuzz target, in seconds
         #[arg(long, default_value_t = fuzz::SHORT_RUN_SECONDS)]
         fuzz_seconds: u32,
     },
@@ -51,25 +51,26 @@ enum Verb {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
-    /// Try what the suite tries a few times thousands of times, and write down what was seen
+    /// Repeat thousands of times what the suite tries a few times, and record the observations
     #[command(subcommand)]
     Campaign(campaign::Campaign),
-    /// What a change must pass: fmt, clippy, tidy, doc, test
+    /// Run all checks that a change must pass: fmt, clippy, tidy, doc, test
     Ci,
-    /// Check the house rules that the compiler does not know
+    /// Check the project's rules that the compiler does not know
     Tidy,
     /// Explore the loom models; a name selects the tests that contain it
     Loom { filter: Vec<OsString> },
-    /// Run the tests that need VFIO and an IOMMU, in a guest that has both: the drivers', and the daemon's under its systemd unit
+    /// Run the tests that need VFIO and an IOMMU in a guest that has both: those of the drivers, and those of the
+    /// daemon under its systemd unit
     Guest {
-        /// Run those of one guest only
+        /// Run the tests of one guest only
         #[arg(long, value_enum)]
         only: Option<guest::Part>,
     },
     /// Fuzz one target, or each in turn
     Fuzz {
         target: Option<String>,
-        /// How long each target runs, in seconds
+        /// Run time of each target, in seconds
         #[arg(long, default_value_t = fuzz::LONG_RUN_SECONDS)]
         seconds: u32,
         /// Run the target once on this file and stop
@@ -95,7 +96,11 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether what was asked for passed. An `Err` says that it could not even be tried.
+/// Runs a verb. Returns whether it passed.
+///
+/// # Errors
+///
+/// The verb could not run at all.
 fn run(verb: Verb) -> anyhow::Result<bool> {
     let checkout = Checkout::find()?;
     match verb {

@@ -1,4 +1,5 @@
-//! Programs that the suite needs and cargo does not bring: installed when we may, named when not.
+//! Programs that the suite needs and cargo does not install. xtask installs them if it may, and names them
+//! otherwise.
 
 use std::env;
 use std::path::Path;
@@ -6,12 +7,12 @@ use std::process::Command;
 
 use crate::stream;
 
-/// A program, and the Debian package it comes in.
+/// A program and its Debian package.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Need {
     pub program: &'static str,
     pub package: &'static str,
-    /// What cannot run without it.
+    /// What does not run without the program, as a phrase for messages.
     pub serves: &'static str,
 }
 
@@ -19,62 +20,62 @@ pub struct Need {
 pub const STRACE: Need =
     Need { program: "strace", package: "strace", serves: "tests that count system calls will skip themselves" };
 
-/// A compiler for libFuzzer, which is written in C++.
+/// Compiles libFuzzer, which is written in C++.
 pub const CXX: Need = Need { program: "c++", package: "g++", serves: "the fuzz targets cannot be built" };
 
-/// Network cards that nobody here wrote.
+/// Emulates network cards that this project did not write.
 pub const QEMU: Need = Need {
     program: "qemu-system-x86_64",
     package: "qemu-system-x86",
     serves: "tests of the drivers on QEMU's cards, and through VFIO in a guest, will skip themselves",
 };
 
-/// Asks who is there, from this machine's own kernel.
+/// Sends echo requests from this machine's kernel.
 pub const PING: Need = Need {
     program: "ping",
     package: "iputils-ping",
     serves: "the demo cannot ask over a TAP (--wire tap), and tests that ping will skip themselves",
 };
 
-/// Makes interfaces.
+/// Creates network interfaces.
 pub const IP: Need = Need {
     program: "ip",
     package: "iproute2",
     serves: "the demo cannot set up a TAP (--wire tap), and bench vni leaves out what goes between namespaces",
 };
 
-/// Sends by TCP, from this machine's own kernel.
+/// Sends TCP from this machine's kernel.
 pub const IPERF3: Need = Need {
     program: "iperf3",
     package: "iperf3",
     serves: "the demo cannot send over a TAP (--wire tap), and bench vni leaves out tcp-netns and udp-netns",
 };
 
-/// Sends and receives frames, between two of itself.
+/// Exchanges frames between two instances of itself.
 pub const TESTPMD: Need = Need { program: "dpdk-testpmd", package: "dpdk", serves: "bench vni leaves out memif" };
 
-/// A client of memif that nobody here wrote. The package brings the driver along.
+/// A memif client that this project did not write. The package includes the memif driver.
 pub const DPDK: Need = Need {
     program: "dpdk-testpmd",
     package: "dpdk-dev",
     serves: "tests of the memif port with DPDK's client will skip themselves",
 };
 
-/// Says of frames on an interface whether they are right.
+/// Checks whether frames on an interface are correct.
 pub const TSHARK: Need = Need {
     program: "tshark",
     package: "tshark",
     serves: "tests that have Wireshark look at frames will skip themselves",
 };
 
-/// Has an interface compute check sums, or leave them.
+/// Switches an interface's checksum offload on or off.
 pub const ETHTOOL: Need = Need {
     program: "ethtool",
     package: "ethtool",
     serves: "tests of check sums between namespaces will skip themselves",
 };
 
-/// Fetches files from a web server, in those tests.
+/// Fetches files from a web server in the same tests.
 pub const CURL: Need =
     Need { program: "curl", package: "curl", serves: "tests of check sums between namespaces will skip themselves" };
 
@@ -88,15 +89,16 @@ impl Need {
     }
 }
 
-/// Installs what is missing if we are root on a Debian. Otherwise says what to type, and what will
-/// not run until then. Either way the caller goes on with what can run.
+/// Installs the missing programs if we are root on a Debian machine. Otherwise prints the command to type, and what
+/// does
+/// not run until then. In both cases the caller goes on with what can run.
 pub fn provide(needs: &[Need]) {
     let missing = needs.iter().copied().filter(|need| !need.is_met()).collect::<Vec<_>>();
     if missing.is_empty() {
         return;
     }
     if is_root() && Path::new("/usr/bin/apt-get").exists() {
-        // A machine that nobody has used yet has no list of packages.
+        // A fresh machine has no package lists yet.
         if !(apt_get(&["update"]) && apt_get(&install_words(&missing))) {
             println!("apt-get did not install {}; going on without", packages(&missing));
         }

@@ -1,4 +1,4 @@
-//! Runs a command, shows what it prints as it comes, and lets somebody read along.
+//! Runs a command, shows its output line by line, and passes each line to a reader.
 
 use std::io::{self, BufRead, BufReader, IsTerminal, PipeReader};
 use std::process::{Command, ExitStatus, Stdio};
@@ -10,15 +10,16 @@ use anyhow::Context;
 
 use crate::checkout::command_line;
 
-/// How often the command is asked whether it still runs while it prints nothing.
+/// Interval at which we check whether a silent command still runs.
 const POLL: Duration = Duration::from_millis(100);
 
-/// How many silent polls after its end make us stop waiting for more output: 3 s. Only a process
-/// that outlived the command can hold the pipe open for so long.
+/// Number of silent polls after the command's end until we stop waiting for output: 3 s. Only a process that
+/// outlived
+/// the command can hold the pipe open for so long.
 const SILENT_POLLS: u32 = 30;
 
-/// Runs `command` without input, repeats its output line by line, and hands each line to `read`
-/// (without colours). Standard output and standard error come through one pipe, in order.
+/// Runs `command` without input, repeats its output line by line, and passes each line to `read`, without colours.
+/// Standard output and standard error come through one pipe, in order.
 pub fn run(command: &mut Command, mut read: impl FnMut(&str)) -> anyhow::Result<ExitStatus> {
     run_showing(command, |line| {
         read(line);
@@ -26,12 +27,12 @@ pub fn run(command: &mut Command, mut read: impl FnMut(&str)) -> anyhow::Result<
     })
 }
 
-/// Like [`run`], for a command whose output nobody parses.
+/// As [`run`], for output that needs no reader. Returns whether the command succeeded.
 pub fn succeeds(command: &mut Command) -> anyhow::Result<bool> {
     Ok(run(command, |_| {})?.success())
 }
 
-/// Like [`run`], but repeats only the lines for which `wanted` says so.
+/// As [`run`], but repeats only the lines for which `wanted` returns true.
 pub fn run_showing(command: &mut Command, mut wanted: impl FnMut(&str) -> bool) -> anyhow::Result<ExitStatus> {
     println!("$ {}", command_line(command));
     let (reader, writer) = io::pipe().context("cannot make a pipe")?;
@@ -40,7 +41,7 @@ pub fn run_showing(command: &mut Command, mut wanted: impl FnMut(&str) -> bool) 
     }
     command.stdin(Stdio::null()).stdout(writer.try_clone().context("cannot copy a pipe")?).stderr(writer);
     let mut child = command.spawn().with_context(|| format!("cannot start `{}`", command_line(command)))?;
-    // The command object holds our copies of the pipe's writing end; they must go, or it never ends.
+    // The command object holds our copies of the pipe's write end. Until they are closed, reading never ends.
     command.stdout(Stdio::null()).stderr(Stdio::null());
 
     let lines = lines_of(reader);
@@ -65,7 +66,7 @@ pub fn run_showing(command: &mut Command, mut wanted: impl FnMut(&str) -> bool) 
     child.wait().with_context(|| format!("cannot wait for `{}`", command_line(command)))
 }
 
-/// The lines of a pipe, read by a thread of its own so that the caller can look up in between.
+/// Reads the lines of a pipe in a separate thread, so that the caller can wait for them with a timeout.
 fn lines_of(pipe: PipeReader) -> Receiver<String> {
     let (sender, receiver) = mpsc::channel();
     thread::spawn(move || {
@@ -82,7 +83,7 @@ fn lines_of(pipe: PipeReader) -> Receiver<String> {
     receiver
 }
 
-/// Drops the escape sequences that colour a terminal: ESC `[` parameters message.
+/// Removes the escape sequences that colour a terminal: ESC `[` parameters letter.
 fn without_colours(line: &str) -> String {
     let mut plain = String::with_capacity(line.len());
     let mut rest = line;

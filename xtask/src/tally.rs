@@ -1,31 +1,32 @@
-//! Counts tests, by reading along with `cargo test … --no-fail-fast -- --show-output`.
+//! Counts tests by parsing the output of `cargo test … --no-fail-fast -- --show-output`.
 
 use std::fmt;
 use std::ops::AddAssign;
 
-/// How many tests passed, failed and were skipped, and why the latter.
+/// Numbers of passed, failed and skipped tests, with the reasons for skipping.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Tally {
     pub passed: u32,
     pub failed: u32,
     pub skipped: u32,
-    /// One entry per skipped test: what it said after `skipped: `.
+    /// One entry per skipped test: the text that it printed after `skipped: `.
     pub reasons: Vec<String>,
-    /// The lines that failing tests printed, each test's after its name. A closing report repeats
-    /// them: the end of a long log is the part that is kept and read.
+    /// Lines that failing tests printed, each test's after its name. The closing report repeats them, because the
+    /// end of a
+    /// long log is the part that is kept and read.
     pub failures: Vec<String>,
 }
 
-/// Lines that are kept of what one failing test printed: its first ones, with the panic.
+/// Number of lines kept of a failing test's output: the first ones, with the panic.
 const KEPT_LINES: usize = 40;
 
 impl Tally {
-    /// `count` tests that could not run, for one reason.
+    /// Returns a tally of `count` skipped tests with the same reason.
     pub fn skip(count: u32, reason: &str) -> Tally {
         Tally { skipped: count, reasons: vec![reason.to_owned(); count as usize], ..Tally::default() }
     }
 
-    /// One test of this name.
+    /// Returns a tally of one test with this name.
     pub fn one(passed: bool, name: &str) -> Tally {
         let failures = if passed { Vec::new() } else { vec![name.to_owned()] };
         Tally { passed: passed.into(), failed: (!passed).into(), failures, ..Tally::default() }
@@ -48,27 +49,29 @@ impl fmt::Display for Tally {
     }
 }
 
-/// Reads `cargo test`'s lines one by one.
+/// Parses the output of `cargo test` line by line.
 #[derive(Debug, Default)]
 pub struct Reader {
     tally: Tally,
-    /// Tests of the program being read that printed why they skip themselves. The harness will
-    /// count them among the passed ones.
+    /// Number of tests of the current program that printed a reason for skipping themselves. The harness will count
+    /// them as
+    /// passed.
     skip_themselves: u32,
-    /// Test programs whose result line said FAILED, and those that cargo says failed. There are
-    /// more of the second kind when a program died before it could count.
+    /// Number of test programs whose result line said FAILED, and number of programs that cargo reports as failed.
+    /// The
+    /// second number is higher if a program died before it could print its result.
     results_failed: u32,
     programs_failed: u32,
-    /// Inside the part of the output that shows what passing tests printed.
+    /// Whether the current lines belong to the output of passing tests.
     in_successes: bool,
-    /// Inside the part that shows what failing tests printed: lines that may still be kept.
+    /// Within the output of failing tests: number of lines that may still be kept.
     keeps: Option<usize>,
-    /// The test whose output is being shown has said why it skips itself.
+    /// Whether the test whose output is being shown has printed a reason for skipping itself.
     said_why: bool,
 }
 
 impl Reader {
-    /// Says whether the line is worth showing: what a passing test printed is not.
+    /// Reads one line. Returns whether to show it; the output of passing tests is not shown.
     pub fn line(&mut self, line: &str) -> bool {
         self.count(line);
         if let Some(left) = self.keeps
@@ -87,7 +90,7 @@ impl Reader {
             self.in_successes = true;
         } else if line == "failures:" {
             self.in_successes = false;
-            // It stands before what they printed, and once more before their names.
+            // The heading comes once before the output of the failing tests, and once more before their names.
             self.keeps = if self.keeps.is_some() { None } else { Some(0) };
         } else if line.starts_with("---- ") && line.ends_with(" stdout ----") {
             self.said_why = false;
@@ -107,7 +110,7 @@ impl Reader {
         }
     }
 
-    /// `ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s`
+    /// Reads a result line: `ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s`
     fn result(&mut self, counts: &str) {
         self.in_successes = false;
         self.keeps = None;
@@ -128,8 +131,9 @@ impl Reader {
         self.skip_themselves = 0;
     }
 
-    /// The sum. `succeeded` is what cargo's exit status says: a stage that failed without a failed
-    /// test (it did not compile, or a test program died) counts at least one failure.
+    /// Returns the sum. `succeeded` is cargo's exit status. A stage that failed without a failed test (it did not
+    /// compile,
+    /// or a test program died) counts as at least one failure.
     pub fn finish(mut self, succeeded: bool) -> Tally {
         self.tally.failed += self.programs_failed.saturating_sub(self.results_failed);
         if !succeeded && self.tally.failed == 0 {

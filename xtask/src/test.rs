@@ -1,4 +1,4 @@
-//! `test`: the whole suite, and one line at the end that says how it went.
+//! `test`: runs the whole suite, and prints the result in one line at the end.
 
 use std::path::PathBuf;
 
@@ -11,23 +11,23 @@ use crate::{guest, loom, needs, stream};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Stage {
-    /// Unit tests, tests with real processes, and the code in the documentation
+    /// Unit tests, tests with real processes, and the code examples in the documentation
     Unit,
-    /// Models of the protocols, every interleaving
+    /// Loom models of the shared-memory protocols, with every interleaving
     Loom,
-    /// Tests through VFIO and an IOMMU, in a guest of QEMU's
+    /// Tests of the drivers through VFIO and an IOMMU, in a QEMU guest
     Guest,
-    /// Each fuzz target for a short while, after the inputs that once broke it
+    /// Each fuzz target for a short time, after the inputs that once broke it
     Fuzz,
 }
 
 const STAGES: [Stage; 4] = [Stage::Unit, Stage::Loom, Stage::Guest, Stage::Fuzz];
 
-/// What the stages counted.
+/// The tallies of the stages.
 #[must_use = "a report nobody closes has no closing line"]
 pub struct Report(Vec<(Stage, Tally)>);
 
-/// Runs `only` one stage, or all of them, whether or not an earlier one failed.
+/// Runs the stage `only`, or all stages, whether or not an earlier one failed.
 pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyhow::Result<Report> {
     let programs =
         [needs::STRACE, needs::CXX, needs::QEMU, needs::DPDK, needs::TSHARK, needs::PING, needs::ETHTOOL, needs::CURL];
@@ -50,9 +50,9 @@ pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyho
 }
 
 impl Report {
-    /// Prints what failing tests printed and the sums: per stage, then the reasons of skipped tests,
-    /// then one line for the whole.
-    /// Says whether nothing failed.
+    /// Prints the output of failing tests and the sums: one per stage, then the reasons of skipped tests, then one
+    /// line for
+    /// the whole suite. Returns whether no test failed.
     pub fn close(self) -> bool {
         let mut sum = Tally::default();
         for (stage, tally) in self.0.iter().filter(|(_, tally)| !tally.failures.is_empty()) {
@@ -72,7 +72,7 @@ impl Report {
     }
 }
 
-/// Each reason once, with the number of tests that gave it.
+/// Returns each reason once, with the number of tests that gave it.
 pub fn told(reasons: &[String]) -> Vec<String> {
     let mut reasons = reasons.to_vec();
     reasons.sort_unstable();
@@ -82,8 +82,10 @@ pub fn told(reasons: &[String]) -> Vec<String> {
         .collect()
 }
 
-/// With all its features the worker is what the next version may be. Tests of upgrades want this version's as well: in a folder of its own,
-/// for it has the same name.
+/// Builds the worker without features, and returns the path of its program. With all features, the worker behaves as
+/// the
+/// next version may; tests of upgrades need the present version as well. It has the same name, so it is built in a
+/// separate folder.
 fn other_worker(checkout: &Checkout) -> anyhow::Result<PathBuf> {
     let folder = checkout.target.join("other");
     let mut command = checkout.cargo("build");

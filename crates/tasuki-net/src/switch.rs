@@ -35,7 +35,7 @@ pub const LEARNT_MAX: usize = 4096;
 /// Destination of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum To {
-    /// This node.
+    /// The node with this number.
     Node(u16),
     /// All nodes except this one.
     All,

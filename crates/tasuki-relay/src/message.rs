@@ -288,7 +288,7 @@ pub enum ToWorker {
     Client {
         /// Number of the end, as of a NIC.
         nic: u32,
-        /// The client.
+        /// The client's name, regions and rings.
         client: Client,
     },
     /// The memif client has gone.
@@ -382,7 +382,7 @@ pub enum ToDaemon {
     Client {
         /// Number of the end, as of a NIC.
         nic: u32,
-        /// The client.
+        /// The client's name, regions and rings.
         client: Client,
     },
     /// The memif client has gone.
@@ -405,7 +405,7 @@ pub enum ToDaemon {
     Told {
         /// Number of the NIC, if the sentence is about one.
         nic: Option<u32>,
-        /// The sentence.
+        /// The sentence; the daemon records it as an event.
         sentence: String,
     },
 }

@@ -86,7 +86,7 @@ pub enum Trust {
 /// A method, and the reason for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
-    /// The method.
+    /// Method by which the NIC changes nodes.
     pub method: Method,
     /// The reason, as the end of the sentence "the NIC goes by METHOD: ".
     pub because: &'static str,

@@ -49,7 +49,7 @@ pub enum Position {
     Device,
     /// The descriptor that gives the device its view of memory.
     Iommu,
-    /// The rings.
+    /// The memory of the card's rings.
     Rings,
     /// The arena of frames.
     Arena,
@@ -171,7 +171,7 @@ pub enum Reason {
     /// A code that this version does not know.
     #[error("the worker has a reason that this version does not know (code {code}); rebuild the older of the two")]
     Unknown {
-        /// The code.
+        /// Code of the reason, as received.
         code: u16,
     },
 }

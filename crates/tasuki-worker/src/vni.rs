@@ -274,7 +274,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         self.with_captures(|captures| captured::end(captures, number));
     }
 
-    /// Ends all captures.
+    /// Ends all captures. A new daemon does not know those that came through the former one.
     pub fn end_captures(&mut self) {
         self.with_captures(|captures| *captures = None);
     }

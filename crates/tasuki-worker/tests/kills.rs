@@ -22,7 +22,6 @@ enum Way {
     Prepares,
     /// It is ordered to take.
     Takes,
-    /// It drives.
     Drives,
     /// It is ordered to release.
     Gives,

@@ -77,7 +77,7 @@ fn reflected(options: &str) -> Option<String> {
     let nic = Nic::open(&model.socket, &["--promiscuous"]);
     let mut node = Node::new(folder.path(), Work::Program);
     (node.program, node.options) = (program, options.to_owned());
-    let driver = one_after_the_other(&mut node, &nic, SELDOM);
+    let mut driver = one_after_the_other(&mut node, &nic, SELDOM);
     until("all frames", || node.remembered(0) >= FRAMES);
     // All frames are counted, but the last of them may be on their way out.
     if !options.contains("drop") {
@@ -88,6 +88,9 @@ fn reflected(options: &str) -> Option<String> {
         });
     }
     assert_eq!(node.remembered(0), FRAMES, "{options}");
+    // Frames given to the card are sent before it is parked. The memory of a dead worker may be gone before the card has read them.
+    driver.message(&ToWorker::End, &[]);
+    assert_eq!(driver.process.end(), Some(0), "{:?}", driver.told);
     drop((driver, nic));
     Some(model.report())
 }

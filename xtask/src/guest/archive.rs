@@ -1,4 +1,4 @@
-//! What the guest finds in its memory.
+//! The archive that the guest finds in its memory.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -9,7 +9,8 @@ use anyhow::Context;
 
 use super::system::read;
 
-/// A cpio archive in the format that kernels unpack, `newc` (the kernel's Documentation/driver-api/early-userspace/buffer-format.rst).
+/// A cpio archive in `newc`, the format that kernels unpack (the kernel's
+/// Documentation/driver-api/early-userspace/buffer-format.rst).
 #[derive(Default)]
 pub struct Archive {
     bytes: Vec<u8>,
@@ -17,11 +18,11 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// Adds a file, a folder, or a link: `mode` says which, and what a link leads to is its content.
+    /// Adds a file, a folder or a symbolic link, according to `mode`. The content of a link is its target.
     pub fn add(&mut self, name: &str, mode: u32, content: &[u8]) {
         self.count += 1;
         let (inode, len, name_len) = (self.count, content.len(), name.len() + 1);
-        // Magic, inode, mode, user, group, links, time, length, four numbers of devices, length of the name, checksum.
+        // Magic, inode, mode, user, group, links, time, length, four device numbers, length of the name, checksum.
         let header = format!(
             "070701{inode:08x}{mode:08x}{:08x}{:08x}{:08x}{:08x}{len:08x}{:08x}{:08x}{:08x}{:08x}{name_len:08x}{:08x}",
             0, 0, 1, 0, 0, 0, 0, 0, 0
@@ -34,7 +35,7 @@ impl Archive {
         self.align();
     }
 
-    /// Adds all that is in a folder as `name`, with the modes that it has there.
+    /// Adds a folder and all its content as `name`. Everything in it keeps its mode.
     pub fn add_tree(&mut self, name: &str, folder: &Path) -> anyhow::Result<()> {
         self.add(name, 0o040_755, &[]);
         for entry in fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
@@ -53,7 +54,7 @@ impl Archive {
         self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
     }
 
-    /// The bytes of the whole.
+    /// Ends the archive and returns its bytes.
     pub fn finish(mut self) -> Vec<u8> {
         self.add("TRAILER!!!", 0, &[]);
         self.bytes

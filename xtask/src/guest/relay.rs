@@ -1,6 +1,9 @@
-//! The guest of `bench relay`: the same kernel and machine as the tests have, and a program that has the guest's card change hands.
+//! The guest of `bench relay`: the kernel and machine of the tests, and a program in which the guest's card changes
+//! hands.
 //!
-//! What is here is all that can be made ahead. The bench adds the card, its wire and a console, and says how often the card changes hands.
+//! This module makes everything that can be made ahead. The bench adds the card, its wire and a console, and sets
+//! the
+//! number of relays.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,10 +15,12 @@ use super::system::{self, KERNEL_LINE};
 use crate::checkout::Checkout;
 use crate::needs::QEMU;
 
-/// The numbers are the bench's, by way of the kernel's command line, which the shell finds in its environment.
+/// Commands that the guest runs. The bench passes the numbers on the kernel's command line, and the shell finds them
+/// in
+/// its environment.
 const RELAYS: &str = "/program lkm $LKM && /program handover $HANDOVERS && /program repoint $REPOINTS";
 
-/// Makes the guest; returns the file that tells the bench of it.
+/// Makes the guest. Returns the file that describes it to the bench.
 pub fn prepare(checkout: &Checkout) -> anyhow::Result<PathBuf> {
     anyhow::ensure!(QEMU.is_met(), "needs QEMU: sudo apt-get install -y {}", QEMU.package);
     let place = system::place(checkout)?;

@@ -1,4 +1,4 @@
-//! What every guest is made of: Debian's kernel and shell, a program of ours, and a machine with an IOMMU.
+//! The parts of every guest: Debian's kernel and shell, a program of ours, and a machine with an IOMMU.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,10 +11,10 @@ use super::archive::Archive;
 use crate::checkout::{Checkout, host, output};
 use crate::stream;
 
-/// Runs before the program, as the first process of the guest.
+/// Script of the guest's first process, which runs before the program.
 const INIT: &str = include_str!("../guest-init.sh");
 
-/// The kernel's modules that the guest loads, in this order.
+/// Kernel modules that the guest loads, in this order.
 const MODULES: [&str; 15] = [
     "irqbypass",
     "vfio_virqfd",
@@ -33,20 +33,24 @@ const MODULES: [&str; 15] = [
     "virtio_console",
 ];
 
-/// What the guest prints in the end, before the status of what it ran.
+/// Text that the guest prints at its end, before the status of its commands.
 pub const ENDED: &str = "guest: ended with ";
 
-/// What the kernel is told. On a host with much to do, timers come too late for the kernel's check of them, which ends the guest.
+/// The kernel's command line. On a busy host, timers come too late for the kernel's check of them, which ends the
+/// guest;
+/// `no_timer_check` turns that check off.
 pub const KERNEL_LINE: &str = "console=ttyS0 quiet intel_iommu=on iommu=pt no_timer_check panic=-1";
 
-/// The folder in which guests are made.
+/// Returns the folder in which guests are made, and creates it.
 pub fn place(checkout: &Checkout) -> anyhow::Result<PathBuf> {
     let place = checkout.target.join("guest");
     fs::create_dir_all(&place).with_context(|| format!("cannot make {}", place.display()))?;
     Ok(place)
 }
 
-/// A machine with an IOMMU that remaps interrupts, as words for QEMU: it has no card, no console and no command line for its kernel yet.
+/// Returns QEMU's arguments for a machine with an IOMMU that remaps interrupts. The machine has no card, no console
+/// and
+/// no kernel command line yet.
 pub fn machine(kernel: &Path, archive: &Path) -> Vec<String> {
     let words = [
         ["-machine", "q35,kernel-irqchip=split"],
@@ -62,15 +66,14 @@ pub fn machine(kernel: &Path, archive: &Path) -> Vec<String> {
     words.as_flattened().iter().chain(&["-no-reboot", "-nodefaults"]).map(|&word| word.to_owned()).collect()
 }
 
-/// What comes from Debian.
+/// Files from Debian's packages.
 pub struct System {
-    /// The kernel.
     pub kernel: PathBuf,
     modules: PathBuf,
     busybox: PathBuf,
 }
 
-/// Fetches kernel and shell, unless they are there.
+/// Fetches the kernel and the shell, unless a previous call did.
 pub fn fetch(place: &Path) -> anyhow::Result<System> {
     let root = place.join("debian");
     if !root.join("complete").exists() {
@@ -78,7 +81,7 @@ pub fn fetch(place: &Path) -> anyhow::Result<System> {
         let kernel = match kernel_package()? {
             Some(kernel) => kernel,
             None => {
-                // A machine that nobody has used yet has no list of packages.
+                // A fresh machine has no package lists yet.
                 stream::succeeds(Command::new("apt-get").arg("update"))?;
                 kernel_package()?.context("apt-cache knows no linux-image-amd64")?
             }
@@ -94,7 +97,7 @@ pub fn fetch(place: &Path) -> anyhow::Result<System> {
     Ok(System { kernel, modules: root.join("lib/modules"), busybox: root.join("bin/busybox") })
 }
 
-/// Unpacks the packages in a folder into `root`.
+/// Unpacks the packages in a folder into `root`, and deletes them.
 pub fn unpack(packages: &Path, root: &Path) -> anyhow::Result<()> {
     for entry in fs::read_dir(packages)? {
         let package = entry?.path();
@@ -106,7 +109,7 @@ pub fn unpack(packages: &Path, root: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The package of the kernel that Debian has now.
+/// Returns the name of Debian's current kernel package.
 fn kernel_package() -> anyhow::Result<Option<String>> {
     let depends = output(Command::new("apt-cache").args(["depends", "linux-image-amd64"]))?;
     let depends = String::from_utf8_lossy(&depends);
@@ -118,7 +121,7 @@ fn has_prefix(file: &Path, prefix: &str) -> bool {
     file.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix))
 }
 
-/// All files below `folder`.
+/// Returns all files below `folder`.
 fn files_under(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     let mut folders = vec![folder.to_owned()];
@@ -135,7 +138,8 @@ fn files_under(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Builds a program so that it needs nothing of the guest but the kernel: `verb` and `words` say to cargo which.
+/// Builds one program that needs nothing from the guest except the kernel. `verb` and `words` are cargo's arguments,
+/// which select the program.
 pub fn build(checkout: &Checkout, place: &Path, verb: &str, words: &[&str]) -> anyhow::Result<PathBuf> {
     match build_all(checkout, place, verb, words)?.as_slice() {
         [program] => Ok(program.clone()),
@@ -143,7 +147,7 @@ pub fn build(checkout: &Checkout, place: &Path, verb: &str, words: &[&str]) -> a
     }
 }
 
-/// The same, where there may be several.
+/// As [`build`], for any number of programs.
 pub fn build_all(checkout: &Checkout, place: &Path, verb: &str, words: &[&str]) -> anyhow::Result<Vec<PathBuf>> {
     let mut command = checkout.cargo(verb);
     command.args(words).args(["--message-format=json", "--target", &host()?]);
@@ -154,14 +158,15 @@ pub fn build_all(checkout: &Checkout, place: &Path, verb: &str, words: &[&str]) 
     Ok(messages.filter_map(|message| Some(PathBuf::from(message["executable"].as_str()?))).collect())
 }
 
-/// The archive that the guest finds in its memory: it runs `commands` of the shell, to which `program` is `/program`.
+/// Returns the archive that the guest finds in its memory. The guest's shell runs `commands`, in which `/program` is
+/// `program`.
 pub fn pack(system: &System, program: &Path, commands: &str) -> anyhow::Result<Vec<u8>> {
     let mut archive = begin(system, commands)?;
     archive.add("program", 0o100_755, &read(program)?);
     Ok(archive.finish())
 }
 
-/// The same without a program yet.
+/// Begins such an archive, without a program.
 pub fn begin(system: &System, commands: &str) -> anyhow::Result<Archive> {
     let mut archive = Archive::default();
     for folder in ["bin", "dev", "proc", "sys", "tmp", "modules"] {
@@ -172,7 +177,7 @@ pub fn begin(system: &System, commands: &str) -> anyhow::Result<Archive> {
     archive.add("bin/busybox", 0o100_755, &read(&system.busybox)?);
     let modules = files_under(&system.modules)?;
     for (number, name) in MODULES.iter().enumerate() {
-        // A kernel that has it built in has no file of it.
+        // A kernel with this module built in has no file of it.
         let file = modules.iter().find(|file| file.file_name().is_some_and(|its| its == format!("{name}.ko").as_str()));
         if let Some(file) = file {
             archive.add(&format!("modules/{number:02}-{name}.ko"), 0o100_644, &read(file)?);
@@ -181,7 +186,7 @@ pub fn begin(system: &System, commands: &str) -> anyhow::Result<Archive> {
     Ok(archive)
 }
 
-/// A whole file.
+/// Returns the content of a file.
 pub fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
     fs::read(path).with_context(|| format!("cannot read {}", path.display()))
 }

@@ -1,7 +1,11 @@
-//! The guest of the daemon's checks: Debian's systemd is its first process, and tasukid is installed as docs/users/run-under-systemd.md says.
+//! The guest of the daemon's tests. Debian's systemd is its first process, and tasukid is installed as
+//! docs/users/run-under-systemd.md describes.
 //!
-//! systemd and all that it needs come from Debian's archive and are unpacked, never installed. The shell that boots copies them to a
-//! file system of their own, for a process cannot change the root of the memory that a kernel boots with, and a hardened unit has a root of its own.
+//! systemd and all its dependencies come from Debian's archive and are unpacked, never installed. The shell that
+//! boots
+//! copies them to a separate file system: a hardened unit has a root of its own, and a process cannot change the
+//! root of
+//! the memory file system that the kernel boots with.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -14,7 +18,7 @@ use super::system::{self, ENDED, System};
 use crate::checkout::Checkout;
 use crate::stream;
 
-/// What the guest's shell does once the kernel's modules are there.
+/// Commands of the guest's shell after it has loaded the kernel's modules.
 const COMMANDS: &str = "mkdir -p /system
 mount -t tmpfs -o mode=755 system /system
 cp -a /debian/. /system/
@@ -22,7 +26,7 @@ umount /dev /sys /proc
 exec switch_root /system /lib/systemd/systemd
 ";
 
-/// Runs the checks, and ends the guest.
+/// Unit that runs the tests and ends the guest.
 const CHECKS: &str = "[Unit]
 Description=What tasukid must do under its unit
 
@@ -35,18 +39,20 @@ StandardOutput=tty
 TTYPath=/dev/ttyS0
 ";
 
-/// Files of the guest's own that no package brings. With an identity the machine does not take itself for a fresh one, whose units are all enabled.
+/// Files of the guest that no package contains. With a machine ID, systemd does not treat the machine as a fresh
+/// one,
+/// whose units it would all enable.
 const FILES: [(&str, &str); 6] = [
     ("etc/passwd", "root:x:0:0:root:/:/bin/sh\n"),
     ("etc/group", "root:x:0:\ntty:x:5:\nsystemd-journal:x:101:\n"),
     ("etc/machine-id", "0123456789abcdef0123456789abcdef\n"),
     ("etc/hostname", "guest\n"),
-    // Beside the first it says that nothing has to be updated since then.
+    // With both `.updated` files systemd finds that nothing has to be updated.
     ("etc/.updated", ""),
     ("var/.updated", ""),
 ];
 
-/// Links. Nobody logs in by the serial line, which is for the checks.
+/// Symbolic links. No login prompt runs on the serial line, which the tests use.
 const LINKS: [(&str, &str); 7] = [
     ("bin/sh", "busybox"),
     ("bin/sleep", "busybox"),
@@ -57,7 +63,7 @@ const LINKS: [(&str, &str); 7] = [
     ("etc/systemd/system/multi-user.target.wants/checks.service", "../checks.service"),
 ];
 
-/// The archive that the guest finds in its memory.
+/// Returns the archive that the guest finds in its memory.
 pub fn pack(checkout: &Checkout, place: &Path, system: &System) -> anyhow::Result<Vec<u8>> {
     let debian = fetch(place).context("needs systemd from Debian's archive, by apt-get install --download-only")?;
     let words = ["-p", "tasuki-control", "-p", "tasuki-worker", "--bins", "--example", "hostile"];
@@ -97,7 +103,9 @@ pub fn pack(checkout: &Checkout, place: &Path, system: &System) -> anyhow::Resul
     Ok(archive.finish())
 }
 
-/// Fetches systemd, its shell and all that they need, as if nothing were installed, unless they are there.
+/// Fetches systemd, the shell and all their dependencies, unless a previous call did. apt-get resolves the
+/// dependencies
+/// as if no package were installed.
 fn fetch(place: &Path) -> anyhow::Result<PathBuf> {
     let root = place.join("systemd");
     let complete = place.join("systemd.complete");

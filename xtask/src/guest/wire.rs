@@ -1,13 +1,17 @@
-//! The wires of the guest's cards. One end is the card's: a datagram socket, as QEMU's `-netdev dgram` has it. The other is the
-//! test's: a serial port of the guest, which is a stream here.
+//! The wires of the guest's cards. The card's end is a datagram socket, as in QEMU's `-netdev dgram`. The test's end
+//! is
+//! a serial port of the guest, which is a stream here.
 //!
 //! ```text
 //!   test ── /dev/vportNpM ── virtserialport ── stream ── a thread of ours ── datagrams ── netdev ── card ── driver
 //! ```
 //!
-//! In the stream a frame is preceded by its length, 4 bytes, big-endian. Each frame that the card's end has taken is answered by a
-//! length of zero: the test thus knows how many are under way. (QEMU's own `-netdev stream` would save us this, but it reads many
-//! frames at once, and those that a card does not take at once can be overtaken.)
+//! In the stream, each frame follows its length: 4 bytes, big-endian. For each frame that the card's end has taken,
+//! the
+//! wire answers with a length of zero, so the test knows how many frames are under way. (QEMU's own `-netdev stream`
+//! would make this module unnecessary. But it reads many frames at once, and frames that the card does not take at
+//! once
+//! can be overtaken.)
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -18,10 +22,10 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::Context;
 
-/// Longest frame that a datagram of QEMU's can be.
+/// Maximum length of a frame in a datagram of QEMU's, in bytes.
 const FRAME_MAX: usize = 65_536;
 
-/// A wire that is ready for a machine to be plugged in. Ends with the machine, or when it is dropped.
+/// A wire that a machine can be connected to. It ends with the machine, or when it is dropped.
 pub struct Wire {
     name: &'static str,
     folder: PathBuf,
@@ -29,7 +33,7 @@ pub struct Wire {
 }
 
 impl Wire {
-    /// A wire whose sockets are in `folder`.
+    /// Makes a wire with its sockets in `folder`.
     pub fn lay(folder: &Path, name: &'static str) -> anyhow::Result<Wire> {
         let at = |end: &str| folder.join(format!("{name}.{end}"));
         let listener =
@@ -44,7 +48,8 @@ impl Wire {
         Ok(Wire { name, folder: folder.to_owned(), thread: Some(thread) })
     }
 
-    /// What QEMU is told: the test's end is a port of the guest's with the name of the wire, the card's end a netdev.
+    /// Returns the arguments for QEMU: the test's end is a port of the guest with the wire's name, the card's end a
+    /// netdev.
     pub fn arguments(&self) -> [String; 6] {
         let Wire { name, folder, .. } = self;
         let at = |end: &str| format!("{}/{name}.{end}", folder.display());
@@ -62,23 +67,23 @@ impl Wire {
 
 impl Drop for Wire {
     fn drop(&mut self) {
-        // If no machine came, this is who the thread is waiting for; and it goes away at once.
+        // If no machine came, the thread still waits for a connection: this one, which ends at once.
         drop(UnixStream::connect(self.folder.join(format!("{}.port", self.name))));
         if let Some(thread) = self.thread.take() {
-            // A thread that panicked has said so.
+            // A panic of the thread has already been printed.
             let _ = thread.join();
         }
     }
 }
 
-/// Carries frames between the test's end and the card's, until either is gone.
+/// Carries frames between the test's end and the card's until one of them is gone.
 fn carry(port: &UnixStream, ours: &UnixDatagram, card: &Path) {
-    // Frames and answers are not to get into each other.
+    // The lock keeps frames and answers in the stream apart.
     let back = Mutex::new(port);
     thread::scope(|scope| {
         scope.spawn(|| {
             let _ = from_card(ours, &back);
-            // Whoever waits for the test's end, or the card's, learns that the other is gone.
+            // Wakes the thread that waits for the other end.
             let _ = port.shutdown(Shutdown::Both);
         });
         let _ = to_card(port, ours, card, &back);

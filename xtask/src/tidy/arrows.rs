@@ -1,40 +1,41 @@
-//! Who may depend on whom: the arrows of the diagram in ARCHITECTURE.md.
+//! Allowed dependencies between crates: the arrows of the diagram in ARCHITECTURE.md.
 
 use anyhow::Context;
 use serde_json::Value;
 
 use crate::tidy::{File, Finding};
 
-/// What a crate may depend on within the workspace, for building and for testing alike.
+/// The crates of the workspace that a crate may depend on, for building and for testing alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum May {
-    /// Whatever it likes.
+    /// Any of them.
     All,
     Only(&'static [&'static str]),
 }
 
 const ARROWS: [(&str, May); 9] = [
-    // Compiled and checked alone, under loom too.
+    // Compiled and checked alone, also under loom.
     ("tasuki-shm", May::Only(&[])),
-    // Everything that touches devices, guests and the kernel's network. Tested against models, and TAPs.
+    // Everything that touches devices, guests and the kernel's network. Tested against models and TAPs.
     ("tasuki-net", May::Only(&["tasuki-shm", "tasuki-sim", "tasuki-tap"])),
-    // A contract between versions: pure, and nothing of ours in it.
+    // A contract between versions: pure, and independent of our other crates.
     ("tasuki-relay", May::Only(&[])),
-    // A model of a device knows nothing of the drivers that it is to catch.
+    // A model of a device is independent of the drivers whose errors it must find.
     ("tasuki-sim", May::Only(&["tasuki-shm", "tasuki-tap"])),
-    // A descriptor becomes a network interface: for those who know nothing of each other.
+    // Turns a descriptor into a network interface, for crates that do not know each other.
     ("tasuki-tap", May::Only(&[])),
-    // Drives a node's ports: what can be replaced while it runs. Tested against models.
+    // Drives a node's ports, and can be replaced while it runs. Tested against models.
     ("tasuki-worker", May::Only(&["tasuki-shm", "tasuki-net", "tasuki-relay", "tasuki-sim"])),
     // Talks to people. Starts workers by path and never links the data path.
     ("tasuki-control", May::Only(&["tasuki-shm", "tasuki-relay", "tasuki-tap"])),
     // Measures everything.
     ("tasuki-bench", May::All),
-    // Must build when nothing else does.
+    // Must build even if nothing else does.
     ("xtask", May::Only(&[])),
 ];
 
-/// `metadata` is what `cargo metadata --no-deps` says of the workspace.
+/// Finds dependencies that are not allowed. `metadata` is the output of `cargo metadata --no-deps` for the
+/// workspace.
 pub fn check(metadata: &Value, files: &[File]) -> anyhow::Result<Vec<Finding>> {
     let crates = crates(metadata).context("`cargo metadata` has another form than we know")?;
     let members = crates.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>();
@@ -67,7 +68,7 @@ fn allows(may: May, dependency: &str) -> bool {
     }
 }
 
-/// The crates of the workspace, each with the names of all it depends on.
+/// Returns the crates of the workspace, each with the names of all its dependencies.
 fn crates(metadata: &Value) -> Option<Vec<(String, Vec<String>)>> {
     let packages = metadata["packages"].as_array()?;
     packages
@@ -80,7 +81,7 @@ fn crates(metadata: &Value) -> Option<Vec<(String, Vec<String>)>> {
         .collect()
 }
 
-/// The first line, from 1, that begins with `text`.
+/// Returns the number of the first line, from 1, that begins with `text`.
 fn line_with(document: &str, text: &str) -> Option<usize> {
     document.lines().position(|line| line.starts_with(text)).map(|index| index + 1)
 }

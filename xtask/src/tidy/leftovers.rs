@@ -1,4 +1,4 @@
-//! What its author meant to come back to.
+//! Finds leftovers that the author meant to remove or finish.
 
 use crate::tidy::Finding;
 use crate::tidy::source::{Line, Source, find_word};

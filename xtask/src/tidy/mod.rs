@@ -1,6 +1,6 @@
-//! `tidy`: the house rules that the compiler does not know.
+//! `tidy`: the project's rules that the compiler does not know.
 //!
-//! Each finding is one line, `file:line: what to do`. A warning is worth a look and fails nothing.
+//! Each finding is one line: `file:line: what to do`. A warning is only a hint and does not fail the check.
 
 mod arrows;
 mod leftovers;
@@ -22,18 +22,18 @@ use crate::tidy::source::Source;
 
 /// A text file of the checkout.
 pub struct File {
-    /// Relative to the root, with `/`.
+    /// Path relative to the root, with `/`.
     pub path: String,
     pub text: String,
 }
 
-/// Something to repair, and where.
+/// A fault to repair, and its place.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Finding {
     pub path: String,
-    /// Counted from 1.
+    /// Line number, from 1.
     pub line: usize,
-    /// What to do, as a sentence.
+    /// The repair, as a sentence.
     pub advice: String,
 }
 
@@ -75,16 +75,16 @@ pub fn run(checkout: &Checkout) -> anyhow::Result<bool> {
     Ok(findings.is_empty())
 }
 
-/// Every text file that is in git, or would be after `git add --all`.
+/// Returns every text file that is in git, or that `git add --all` would add.
 fn files(checkout: &Checkout) -> anyhow::Result<Vec<File>> {
     let mut list = Command::new("git");
-    // The checkout may belong to another user than CI's; reading a list of files harms nobody.
+    // The checkout may belong to a user other than CI's. Reading a list of files is harmless.
     list.args(["-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
     let list = output(list.current_dir(&checkout.root)).context("tidy asks git which files are part of the project")?;
     let mut files = Vec::new();
     for path in list.split(|byte| *byte == 0).filter(|path| !path.is_empty()) {
         let path = str::from_utf8(path).context("a file name is not UTF-8")?;
-        // In the index but deleted, or a folder with a repository of its own.
+        // The entry is in the index but deleted, or is a folder with its own repository.
         if !checkout.root.join(path).is_file() {
             continue;
         }

@@ -1,4 +1,4 @@
-//! What is committed names no folder of the machine it was written on.
+//! Committed files must not name folders of the machine that they were written on.
 
 use crate::tidy::source::is_word;
 use crate::tidy::{File, Finding};
@@ -17,7 +17,7 @@ pub fn check(file: &File) -> Vec<Finding> {
         .collect()
 }
 
-/// The first of [`FOLDERS`] that a line names by an absolute path.
+/// Returns the first of [`FOLDERS`] that a line names by an absolute path.
 fn named_folder(line: &str) -> Option<&'static str> {
     FOLDERS.into_iter().find(|folder| {
         line.match_indices(folder).any(|(at, _)| {
@@ -28,7 +28,7 @@ fn named_folder(line: &str) -> Option<&'static str> {
     })
 }
 
-/// Whether a `/` after this text goes on a path, as in `net/work`, `./work`, `~/work`, `${base}/work`.
+/// Returns whether a `/` after this text continues a path, as in `net/work`, `./work`, `~/work`, `${base}/work`.
 fn continues_a_path(text: &str) -> bool {
     text.chars().next_back().is_some_and(|c| is_word(c) || "./~})*-<>".contains(c))
 }

@@ -1,12 +1,12 @@
-//! Sizes that code should rarely pass. Passing one is a warning.
+//! Size limits that code should rarely exceed. Exceeding one gives a warning.
 
 use crate::tidy::Finding;
 use crate::tidy::source::{Source, find_word};
 
-/// Lines of a file: as much as one reads in a sitting.
+/// Maximum number of lines of a file: as many as one reads in a sitting.
 const FILE_MAX: usize = 600;
 
-/// Lines of a function, signature included: as much as one sees at once. Source: TigerStyle.
+/// Maximum number of lines of a function, with its signature: as many as one sees at once. Source: TigerStyle.
 const FUNCTION_MAX: usize = 70;
 
 pub fn check(source: &Source) -> Vec<Finding> {
@@ -24,7 +24,7 @@ pub fn check(source: &Source) -> Vec<Finding> {
     findings
 }
 
-/// Every function with a body: its name, its first line from 1, its length in lines.
+/// Returns every function with a body: its name, the number of its first line (from 1), and its length in lines.
 fn functions(source: &Source) -> Vec<(String, usize, usize)> {
     let mut found = Vec::new();
     for (number, line) in source.numbered() {
@@ -43,8 +43,8 @@ fn functions(source: &Source) -> Vec<(String, usize, usize)> {
     found
 }
 
-/// How many lines it takes until the brackets that opened have closed, and the last was a brace.
-/// `None` if a semicolon comes before any brace: a declaration.
+/// Returns the number of lines until all opened brackets have closed, the last with a brace. Returns `None` if a
+/// semicolon comes before any brace: a declaration.
 fn body_end<'c>(lines: impl Iterator<Item = &'c str>) -> Option<usize> {
     let mut depth = 0_u32;
     for (number, line) in (1..).zip(lines) {

@@ -1,4 +1,4 @@
-//! Rust source, taken apart into what the compiler reads and what people read.
+//! Splits Rust source into code, which the compiler reads, and comments, which people read.
 
 use std::iter::Peekable;
 use std::str::Chars;
@@ -11,12 +11,14 @@ pub struct Source<'f> {
     pub lines: Vec<Line>,
 }
 
-/// One line, split in two.
+/// A line, split into code and comment.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Line {
-    /// Code, with the insides of strings and characters left out: `say("")`.
+    /// Code, without the content of strings and characters: `say("")`.
     pub code: String,
-    /// The text of comments, without their slashes and stars.
+    /// Text of the comments. A line comment keeps its slashes after the first; a block comment keeps neither slash
+    /// nor star
+    /// at its ends.
     pub comment: String,
 }
 
@@ -25,13 +27,13 @@ impl<'f> Source<'f> {
         Source { path: &file.path, lines: split(&file.text) }
     }
 
-    /// Lines with their numbers, from 1.
+    /// Returns the lines with their numbers, from 1.
     pub fn numbered(&self) -> impl Iterator<Item = (usize, &Line)> {
         (1..).zip(&self.lines)
     }
 }
 
-/// Splits a text. Understands nested comments, raw strings, and that a lifetime is no character.
+/// Splits a text. Handles nested comments, raw strings, and lifetimes, which are not characters.
 pub fn split(text: &str) -> Vec<Line> {
     let mut splitter = Splitter { rest: text.chars().peekable(), lines: vec![Line::default()] };
     while let Some(c) = splitter.rest.next() {
@@ -75,7 +77,8 @@ impl Splitter<'_> {
         }
     }
 
-    /// Whether the code so far ends within a word, of which an `r` would be a part. `br` is none.
+    /// Returns whether the code so far ends within a word that an `r` would continue. The `b` of `br` is not such a
+    /// word.
     fn inside_word(&mut self) -> bool {
         let mut before = self.line().code.chars().rev();
         match before.next() {
@@ -122,7 +125,7 @@ impl Splitter<'_> {
         self.code('"');
     }
 
-    /// Leaves out `count` characters, but not the ends of lines.
+    /// Skips `count` characters, but keeps the ends of lines.
     fn skipped(&mut self, count: usize) {
         for _ in 0..count {
             if self.rest.next() == Some('\n') {
@@ -170,7 +173,7 @@ pub fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Where `word` stands in `text` with no message, digit or underscore at either side.
+/// Returns the position of `word` in `text` where no letter, digit or underscore is next to it.
 pub fn find_word(text: &str, word: &str) -> Option<usize> {
     text.match_indices(word).map(|(at, _)| at).find(|at| {
         let before = text[..*at].chars().next_back();

@@ -1,19 +1,20 @@
-//! The threat model and its tests: each row has a number of its own and names tests that there are, and each attack names the row that it is against.
+//! Checks the threat model against its tests. Each row has a unique number and names existing tests, and each attack
+//! names its row.
 
 use std::collections::BTreeSet;
 
 use crate::tidy::source::{Source, is_word};
 use crate::tidy::{File, Finding};
 
-/// Where the rows are.
+/// Page with the rows.
 const PAGE: &str = "docs/design/threat-model.md";
 
-/// What there is.
+/// Numbers of rows and attacks found.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Rows of the page.
+    /// Number of rows on the page.
     pub rows: usize,
-    /// Attacks in tests, each at its row.
+    /// Number of attacks in tests, one for each row that they name.
     pub attacks: usize,
 }
 
@@ -51,18 +52,18 @@ pub fn check(files: &[File], sources: &[Source]) -> (Vec<Finding>, Tally) {
     (findings, tally)
 }
 
-/// A row of a table that is none of its first two.
+/// Returns whether a line is a row of a table, but neither of its first two.
 fn is_row(line: &str) -> bool {
     line.starts_with("| ") && !["| row |", "| what |"].iter().any(|head| line.starts_with(head))
 }
 
-/// T and digits.
+/// Returns the text if it is a row number: T and digits.
 fn row_id(text: &str) -> Option<&str> {
     let digits = text.strip_prefix('T')?;
     (!digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())).then_some(text)
 }
 
-/// What stands as `module::test`, or `module::tests::test`.
+/// Returns the tests that a cell names as `module::test` or `module::tests::test`.
 fn tests(cell: &str) -> Vec<(&str, &str)> {
     let quoted = cell.split('`').skip(1).step_by(2);
     quoted.filter_map(|path| Some((path.split_once("::")?.0, path.rsplit_once("::")?.1))).collect()
@@ -75,7 +76,7 @@ fn is_there(sources: &[Source], module: &str, test: &str) -> bool {
     sources.iter().filter(is_its).any(|source| source.lines.iter().any(|line| line.code.contains(&function)))
 }
 
-/// The rows that a line of a test names: `row: T11` in a comment, or "T11" in a table.
+/// Returns the rows that a line of a test names: `row: T11` in a comment, or "T11" in a table.
 fn attacks(line: &str) -> impl Iterator<Item = &str> {
     let ids = |mark: &'static str, after: &'static str| {
         line.match_indices(mark).filter_map(move |(at, _)| {
@@ -87,13 +88,13 @@ fn attacks(line: &str) -> impl Iterator<Item = &str> {
     ids("row: ", "").chain(ids("\"", "\""))
 }
 
-/// Whether a file says that it is attacks of the page.
+/// Returns whether a file's head says that it contains attacks of the page.
 fn is_of_attacks(source: &Source) -> bool {
     let head = source.lines.iter().take_while(|line| line.code.trim().is_empty());
     source.path.contains("/tests/") && head.clone().any(|line| line.comment.contains(PAGE))
 }
 
-/// Tests of such a file that say nothing of a row.
+/// Finds tests in such a file that name no row.
 fn without_row(source: &Source) -> Vec<Finding> {
     let is_test = |(_, line): &(usize, &crate::tidy::source::Line)| line.code.trim() == "#[test]";
     let says_row = |number: usize| {

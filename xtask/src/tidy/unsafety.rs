@@ -1,19 +1,19 @@
-//! Unsafe code stands where ARCHITECTURE.md says it may, and is argued for.
+//! Unsafe code is only in the files that ARCHITECTURE.md lists, and a comment argues for each piece of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::tidy::source::{Source, find_word, is_word};
 use crate::tidy::{File, Finding};
 
-/// The document and its section that list the files where unsafe code is allowed, as lines of the
-/// form "- `crates/tasuki-shm/src/region.rs`: why".
+/// The document and its section that list the files where unsafe code is allowed. Each entry is a line of the form
+/// "- `crates/tasuki-shm/src/region.rs`: why".
 const DOCUMENT: &str = "ARCHITECTURE.md";
 const HEADING: &str = "## Where unsafe is allowed";
 
-/// How far above an unsafe block its SAFETY comment may begin, in lines: a checklist of ten points.
+/// Maximum number of lines between an unsafe block and the start of its SAFETY comment: a checklist of ten points.
 const ABOVE: usize = 14;
 
-/// Words that an argument has at least, beside the tag: "as above".
+/// Minimum number of words in an argument, without the tag: "as above".
 const ARGUMENT: usize = 2;
 
 pub fn check(sources: &[Source], files: &[File]) -> Vec<Finding> {
@@ -46,7 +46,7 @@ pub fn check(sources: &[Source], files: &[File]) -> Vec<Finding> {
     findings
 }
 
-/// The files that the section lists, with the line of each.
+/// Returns the files that the section lists, with the line number of each.
 fn listed(text: &str) -> BTreeMap<&str, usize> {
     let lines = (1..).zip(text.lines());
     let section = lines.skip_while(|(_, line)| line.trim_end() != HEADING).skip(1);
@@ -54,13 +54,13 @@ fn listed(text: &str) -> BTreeMap<&str, usize> {
     section.filter_map(|(number, line)| Some((listed_path(line)?, number))).collect()
 }
 
-/// The path in "- `path`: why".
+/// Returns the path in "- `path`: why".
 fn listed_path(line: &str) -> Option<&str> {
     let (path, why) = line.strip_prefix("- `")?.split_once('`')?;
     why.starts_with(':').then_some(path)
 }
 
-/// The first line that allows unsafe code or has some, from 1.
+/// Returns the number of the first line, from 1, that allows or contains unsafe code.
 fn first_unsafe(source: &Source) -> Option<usize> {
     let mut lines = source.numbered();
     lines.find(|(_, line)| allows_unsafe(&line.code) || is_unsafe(&line.code)).map(|(number, _)| number)
@@ -70,14 +70,14 @@ fn allows_unsafe(code: &str) -> bool {
     code.contains("allow(unsafe_code") || code.contains("expect(unsafe_code")
 }
 
-/// Whether an unsafe block or implementation begins here.
+/// Returns whether an unsafe block or implementation begins on this line.
 fn is_unsafe(code: &str) -> bool {
     let Some(at) = find_word(code, "unsafe") else { return false };
     let next = code[at + "unsafe".len()..].trim_start();
     next.starts_with('{') || find_word(next, "impl") == Some(0)
 }
 
-/// The tags of the invariants that a file may cite: its own, and those of the modules that it is part of.
+/// Returns the tags of the invariants that a file may cite: its own, and those of the modules around it.
 fn defined_for<'a>(source: &Source<'a>, sources: &'a [Source<'a>]) -> BTreeSet<&'a str> {
     let is_around = |other: &&Source| {
         let module = other.path.strip_suffix(".rs").unwrap_or(other.path);
@@ -88,14 +88,14 @@ fn defined_for<'a>(source: &Source<'a>, sources: &'a [Source<'a>]) -> BTreeSet<&
     lines.filter_map(|line| definition(&line.comment)).collect()
 }
 
-/// The tag that a line "- **M1** …" defines.
+/// Returns the tag that a line "- **M1** …" defines.
 fn definition(comment: &str) -> Option<&str> {
     let (_, after) = comment.split_once("- **")?;
     let (tag, _) = after.split_once("** ")?;
     is_tag(tag).then_some(tag)
 }
 
-/// The unsafe blocks and implementations without a SAFETY comment that argues, from invariants that there are.
+/// Finds the unsafe blocks and implementations without a SAFETY comment that argues from existing invariants.
 fn unargued(source: &Source, defined: &BTreeSet<&str>) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (number, _) in source.numbered().filter(|(_, line)| is_unsafe(&line.code)) {
@@ -125,7 +125,7 @@ fn unargued(source: &Source, defined: &BTreeSet<&str>) -> Vec<Finding> {
     findings
 }
 
-/// Whether a word is a tag like `M1` or `R12`: one capital letter, then digits.
+/// Returns whether a word is a tag like `M1` or `R12`: one capital letter, then digits.
 fn is_tag(word: &str) -> bool {
     let digits = word.strip_prefix(|c: char| c.is_ascii_uppercase());
     digits.is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit()))

@@ -1,4 +1,4 @@
-//! One word per thing: words that were retired stay out, and a comment says more than the name below it.
+//! One word per thing: retired words stay out, and a comment says more than the name below it.
 
 use anyhow::{Context, ensure};
 
@@ -14,15 +14,15 @@ struct Retired<'t> {
     old: &'t str,
     new: &'t str,
     camel: &'t str,
-    /// Variables may still be called that.
+    /// Whether only types may not have this name; variables may.
     only_types: bool,
-    /// Ordinary English has no such word: it stays out of comments and pages, too.
+    /// Whether comments and pages must not use the word, either: it is no word of ordinary English.
     in_prose: bool,
-    /// Parts of paths, one of which a file must have to be looked at.
+    /// Parts of paths. The row applies to files whose path contains one of them; to all files if there are none.
     within: Vec<&'t str>,
 }
 
-/// The rows: one a line, as inline tables.
+/// Returns the rows of the table. Each is an inline table on one line.
 fn rows(table: &str) -> anyhow::Result<Vec<Retired<'_>>> {
     let row = |line: &'_ str| line.trim_start().starts_with("{ old");
     let rows = table.lines().filter(|line| row(line)).map(|line| {
@@ -48,7 +48,7 @@ impl Retired<'_> {
         self.within.is_empty() || self.within.iter().any(|part| path.contains(part))
     }
 
-    /// Whether a part of an identifier is the word, or its plural.
+    /// Returns whether a part of an identifier is the word, or its plural.
     fn is(&self, part: &str) -> bool {
         part.strip_prefix(self.old).is_some_and(|rest| matches!(rest, "" | "s" | "es"))
     }
@@ -59,12 +59,12 @@ impl Retired<'_> {
     }
 }
 
-/// Words of a text, identifiers among them.
+/// Returns the words of a text; an identifier is one word.
 fn words(text: &str) -> impl Iterator<Item = &str> {
     text.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|word| !word.is_empty())
 }
 
-/// The words that an identifier is made of, in small letters.
+/// Returns the words within an identifier, in lower case.
 fn parts(identifier: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut before = '_';
@@ -81,7 +81,7 @@ fn parts(identifier: &str) -> Vec<String> {
     parts
 }
 
-/// Words that came back.
+/// Finds retired words that are in use again.
 pub fn check(sources: &[Source], files: &[File]) -> anyhow::Result<Vec<Finding>> {
     let table = files.iter().find(|file| file.path == TABLE).with_context(|| format!("{TABLE} is missing"))?;
     let rows = rows(&table.text)?;
@@ -121,7 +121,7 @@ const EMPTY: [&str; 24] = [
     "the", "their", "these", "this", "to", "was", "with",
 ];
 
-/// Comments of one line that only repeat the name of the item below.
+/// Finds one-line comments that only repeat the name of the item below.
 pub fn repeats(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (number, window) in (2..).zip(source.lines.windows(3)) {
@@ -138,7 +138,7 @@ pub fn repeats(source: &Source) -> Vec<Finding> {
     findings
 }
 
-/// The name that a line of code defines.
+/// Returns the name that a line of code defines.
 fn name_of(code: &str) -> Option<&str> {
     const BEFORE: [&str; 14] = [
         "pub", "crate", "super", "const", "static", "unsafe", "async", "fn", "struct", "enum", "trait", "type", "mod",

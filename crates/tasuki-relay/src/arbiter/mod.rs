@@ -76,7 +76,7 @@ pub enum Is {
     Condemned,
     /// It is kept from the device, for good.
     Fenced,
-    /// It is dead.
+    /// Its process has ended, or its exit mark says that it has.
     Dead,
 }
 

@@ -61,7 +61,7 @@ pub enum Event {
     Failed,
     /// The giver is dead.
     GiverGone,
-    /// The giver is silent.
+    /// The giver's heartbeat is missing, or the giver committed a breach.
     GiverSilent,
     /// The next is dead or silent.
     NextGone,

@@ -139,13 +139,7 @@ fn a_giver_that_is_heard_late_was_honest() {
     let (mut arbiter, table) = steady();
     arbiter.give(party(2), HOME);
     says(&mut arbiter, &table, 2, Report::Ready);
-    let asked = Ask {
-        purpose: Use::Upgrade,
-        to: party(2),
-        method: Method::Keep,
-        kind: 0,
-        version: 0,
-    };
+    let asked = Ask { purpose: Use::Upgrade, to: party(2), method: Method::Keep, kind: 0, version: 0 };
     arbiter.hear(&table, Input::Asked(asked)).unwrap();
     says(&mut arbiter, &table, 2, Report::Ready);
     let taken = Input::Report(party(2), Report::Taken { epoch: 2 }, held_by(2, 2));

@@ -165,7 +165,7 @@ pub struct Faults {
 pub struct Counts {
     /// Written to a buffer.
     pub received: u64,
-    /// Sent.
+    /// Put on the wire; a frame that the driver sends without a link is not counted.
     pub sent: u64,
     /// Dropped for lack of a link or a driver.
     pub not_ready: u64,

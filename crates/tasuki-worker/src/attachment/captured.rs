@@ -41,7 +41,7 @@ where
         end(self.captures(), number);
     }
 
-    /// Ends all captures.
+    /// Ends all captures, whether the driver or the attachment holds them.
     pub fn end_captures(&mut self) {
         *self.captures() = None;
     }

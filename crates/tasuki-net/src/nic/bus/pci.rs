@@ -60,7 +60,7 @@ pub struct Capability {
 }
 
 impl Capability {
-    /// MSI-X.
+    /// MSI-X; it says where the table of vectors is.
     pub const MSI_X: u8 = 0x11;
     /// Vendor-specific; virtio uses it to describe its structures.
     pub const VENDOR: u8 = 0x09;

@@ -201,9 +201,9 @@ pub mod mdic {
     pub const REGISTER_SHIFT: u32 = 16;
     /// PHY address, which is 1.
     pub const PHY: u32 = 1 << 21;
-    /// Write.
+    /// Opcode: write the value to the PHY's register.
     pub const WRITE: u32 = 1 << 26;
-    /// Read.
+    /// Opcode: read the value from the PHY's register.
     pub const READ: u32 = 2 << 26;
     /// Ready: the value is valid.
     pub const R: u32 = 1 << 28;

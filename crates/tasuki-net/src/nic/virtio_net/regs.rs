@@ -52,9 +52,9 @@ pub mod net {
     pub const LEN_WITH_PAIRS: u32 = 10;
     /// In STATUS: the link is up.
     pub const LINK_UP: u16 = 1;
-    /// In SPEED: unknown.
+    /// Value of SPEED: the device does not know its speed.
     pub const SPEED_UNKNOWN: u32 = 0xffff_ffff;
-    /// In DUPLEX: full.
+    /// Value of DUPLEX: the link is full duplex.
     pub const DUPLEX_FULL: u8 = 1;
 }
 
