@@ -38,6 +38,9 @@ enum Verb {
     },
     /// Run the whole suite: unit and process tests, loom models, drivers in a guest, short fuzz runs
     Test {
+        /// Run what fits into five minutes once everything is built: most unit and process tests
+        #[arg(long, conflicts_with_all = ["only", "fuzz_seconds"])]
+        quick: bool,
         /// Run one stage only
         #[arg(long, value_enum)]
         only: Option<test::Stage>,
@@ -107,7 +110,8 @@ fn run(verb: Verb) -> anyhow::Result<bool> {
         Verb::Demo { args } => Err(bench::demo(&checkout, &args)),
         Verb::Bench { args } => Err(bench::bench(&checkout, &args)),
         Verb::Campaign(campaign) => campaign::run(&checkout, &campaign),
-        Verb::Test { only, fuzz_seconds } => test::run(&checkout, only, fuzz_seconds).map(|report| report.close()),
+        Verb::Test { quick: true, .. } => test::quick(&checkout).map(|report| report.close()),
+        Verb::Test { only, fuzz_seconds, .. } => test::run(&checkout, only, fuzz_seconds).map(|report| report.close()),
         Verb::Ci => ci::run(&checkout),
         Verb::Tidy => tidy::run(&checkout),
         Verb::Loom { filter } => loom::run(&checkout, &filter),

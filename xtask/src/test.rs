@@ -1,10 +1,11 @@
 //! `test`: runs the whole suite, and prints the result in one line at the end.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 
-use crate::checkout::Checkout;
+use crate::checkout::{Checkout, metadata};
 use crate::fuzz::{self, Plan};
 use crate::tally::{Reader, Tally};
 use crate::{guest, loom, needs, stream};
@@ -83,8 +84,7 @@ pub fn told(reasons: &[String]) -> Vec<String> {
 }
 
 /// Builds the worker without features, and returns the path of its program. With all features, the worker behaves as
-/// the
-/// next version may; tests of upgrades need the present version as well. It has the same name, so it is built in a
+/// the next version may; tests of upgrades need the present version as well. It has the same name, so it is built in a
 /// separate folder.
 fn other_worker(checkout: &Checkout) -> anyhow::Result<PathBuf> {
     let folder = checkout.target.join("other");
@@ -102,6 +102,51 @@ fn unit(checkout: &Checkout) -> anyhow::Result<Tally> {
     let mut reader = Reader::default();
     let status = stream::run_showing(&mut command, |line| reader.line(line))?;
     Ok(reader.finish(status.success()))
+}
+
+/// Test binaries that take longer than all others together, with the tests in them that the quick tier runs.
+const SLOW: [(&str, &[&str]); 2] =
+    [("daemon", &["attacks::", "callers::", "clients::", "confined::", "forged::", "ruled::"]), ("handover", &[])];
+
+/// Runs what fits into five minutes once all is built, for every commit: all unit tests and all tests with real
+/// processes, but those in [`SLOW`], of which it runs a selection. Leaves out the code in the documentation and the
+/// other stages.
+pub fn quick(checkout: &Checkout) -> anyhow::Result<Report> {
+    let of_workspace = || {
+        let mut command = checkout.cargo("test");
+        // The same packages and features as in the whole suite, so that nothing is built twice.
+        command.args(["--workspace", "--all-features", "--no-fail-fast"]);
+        command
+    };
+    let is_slow = |test: &str| SLOW.iter().any(|(slow, _)| *slow == test);
+    let mut most = of_workspace();
+    most.args(["--lib", "--bins"]);
+    for test in test_binaries(checkout)?.iter().filter(|test| !is_slow(test)) {
+        most.args(["--test", test]);
+    }
+    most.args(["--", "--show-output"]);
+    let mut commands = vec![most];
+    for (slow, chosen) in SLOW.iter().filter(|(_, chosen)| !chosen.is_empty()) {
+        let mut some = of_workspace();
+        some.args(["--test", slow, "--", "--show-output"]).args(*chosen);
+        commands.push(some);
+    }
+    let mut report = Report(Vec::new());
+    for mut command in commands {
+        let mut reader = Reader::default();
+        let status = stream::run_showing(&mut command, |line| reader.line(line))?;
+        report.0.push((Stage::Unit, reader.finish(status.success())));
+    }
+    Ok(report)
+}
+
+/// Returns the names of the workspace's test binaries that `cargo test` runs by default.
+fn test_binaries(checkout: &Checkout) -> anyhow::Result<BTreeSet<String>> {
+    let manifest = metadata(&checkout.root.join("Cargo.toml"))?;
+    let packages = manifest["packages"].as_array().context("`cargo metadata` lists no packages")?;
+    let targets = packages.iter().filter_map(|package| package["targets"].as_array()).flatten();
+    let tests = targets.filter(|target| target["kind"][0] == "test" && target["test"] != false);
+    Ok(tests.filter_map(|target| target["name"].as_str().map(str::to_owned)).collect())
 }
 
 fn name(stage: Stage) -> &'static str {
