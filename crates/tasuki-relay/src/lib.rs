@@ -5,7 +5,7 @@
 //! |----------|-------------------------------------------|------------------------------------------------|
 //! | upgrade  | the same node, a new worker               | a person or a policy asks                      |
 //! | handover | another node                              | a person or a policy asks                      |
-//! | takeover | the same node, whose holder died or hangs | the arbiter, by a pidfd or a missing heartbeat |
+//! | takeover | the same node, whose holder died or hangs | the arbiter, by exit mark, pidfd or heartbeat  |
 //!
 //! # Rules
 //!

@@ -9,7 +9,7 @@
 //!   names them.
 //!
 //! A reader ignores unknown fields of a message, and refuses an unknown kind of message with a sentence. The first
-//! message each way carries [`SPEECH`].
+//! message each way carries [`PROTOCOL_VERSION`].
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::wire;
 
 /// Version of the messages. It grows when one of them changes its meaning.
-pub const SPEECH: u32 = 3;
+pub const PROTOCOL_VERSION: u32 = 3;
 
 /// Maximum length of a message, in bytes.
 pub const MESSAGE_MAX: usize = 64 * 1024;
@@ -30,7 +30,7 @@ pub const OPTIONS_MAX: usize = 4096;
 pub const FDS_MAX: usize = 32;
 
 /// Maximum length of a worker's description of the layout of memory that it made, in bytes.
-pub const LIES_MAX: usize = 512;
+pub const LAYOUT_MAX: usize = 512;
 
 /// Returns a packet in the form in which it travels: with the number of its NIC.
 pub fn frame(nic: u32, packet: [u8; wire::LEN]) -> [u8; wire::LEN + 4] {
@@ -85,7 +85,7 @@ pub enum Work {
 /// The first message to a worker: its description.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Begin {
-    /// [`SPEECH`] of the daemon.
+    /// [`PROTOCOL_VERSION`] of the daemon.
     pub speech: u32,
     /// Number of the worker in lease words.
     pub party: u32,
@@ -109,10 +109,10 @@ pub struct Begin {
     pub nice: i32,
     /// Bytes of memory that the worker may lock, for devices that need that.
     pub memlock: u64,
-    /// Whether a program of the user's own may go on opening the files that it may read,
+    /// Whether a program of the user's own may go on opening the files that it may read.
     #[serde(default)]
     pub files: bool,
-    /// and whether it may start threads.
+    /// Whether a program of the user's own may start threads.
     #[serde(default)]
     pub threads: bool,
     /// For [`Work::Tap`] and [`Work::Memif`]: the daemon's name for the TAP or the socket.
@@ -146,9 +146,9 @@ pub struct Client {
     pub name: String,
     /// Length in bytes of each region, at most [`REGIONS_MAX`] of them.
     pub regions: Vec<u64>,
-    /// The ring in which the client sends,
+    /// The ring in which the client sends.
     pub to_server: ClientRing,
-    /// and the ring in which it receives.
+    /// The ring in which the client receives.
     pub to_client: ClientRing,
 }
 
@@ -160,11 +160,11 @@ impl Client {
 /// Place of a ring of a memif client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClientRing {
-    /// The region of the ring,
+    /// Region of the ring.
     pub region: u16,
-    /// its offset there in bytes,
+    /// Offset of the ring in its region, in bytes.
     pub offset: u32,
-    /// and its number of descriptors, as a power of two.
+    /// Number of descriptors, as a power of two.
     pub log2_size: u8,
 }
 
@@ -184,7 +184,7 @@ pub struct DeviceBundle {
     pub text: String,
     /// Layout of memory that a worker made, as JSON; without, the layout is that of the text.
     #[serde(default)]
-    pub lies: Option<String>,
+    pub layout: Option<String>,
     /// Number of descriptors that belong to the bundle.
     pub fds: usize,
     /// Number of them, at the end, that are the NIC's memory. A worker that is to drive the NIC from memory of its
@@ -211,9 +211,9 @@ pub struct Can {
     pub in_place: bool,
     /// Whether it has a queue to spare.
     pub spare_queue: bool,
-    /// Whether its rings can move to other memory while the link stays up,
+    /// Whether its rings can move to other memory while the link stays up.
     pub repoint: bool,
-    /// and whether the partner pauses meanwhile.
+    /// Whether the link partner pauses while they move.
     pub pauses: bool,
     /// Whether the next owner can undo, or see, all that an owner can leave in the card, while the card runs.
     #[serde(default)]
@@ -344,7 +344,7 @@ pub enum ToWorker {
 pub enum ToDaemon {
     /// The worker has read its [`Begin`], has given up the rights that it does not need, and hears orders.
     Begun {
-        /// [`SPEECH`] of the worker.
+        /// [`PROTOCOL_VERSION`] of the worker.
         speech: u32,
         /// Driver states that the worker reads: kind, first version and last version.
         reads: Vec<(u32, u32, u32)>,
@@ -357,8 +357,8 @@ pub enum ToDaemon {
     Memory {
         /// Number of the NIC.
         nic: u32,
-        /// Value for [`DeviceBundle::lies`], at most [`LIES_MAX`] bytes.
-        lies: String,
+        /// Value for [`DeviceBundle::layout`], at most [`LAYOUT_MAX`] bytes.
+        layout: String,
     },
     /// The NIC's device bundle, from an opener only. Beside it: the device bundle's descriptors.
     DeviceBundle {

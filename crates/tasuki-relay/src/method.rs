@@ -192,9 +192,9 @@ pub enum State {
 pub struct Apart {
     /// Version that the giver writes.
     pub writes: u32,
-    /// First version that the successor reads,
+    /// First version that the successor reads.
     pub reads_from: u32,
-    /// and the last.
+    /// Last version that the successor reads.
     pub reads_to: u32,
 }
 

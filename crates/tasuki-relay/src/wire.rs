@@ -38,10 +38,10 @@ pub enum Use {
     Handover,
 }
 
-/// Kind of a descriptor. The descriptors of a packet come in this order, each once.
+/// Kind of a descriptor, as a [`Reason`] names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Position {
-    /// The line with the lease word and the word of orders.
+    /// The lease page.
     Lease,
     /// The memory of the driver state.
     DriverState,

@@ -40,10 +40,10 @@ const CALLED: Duration = Duration::from_millis(1);
 /// Time for which a giver that is about to be fenced stays awake for the fence.
 const FENCED_WITHIN: Duration = Duration::from_millis(2);
 
-/// Time for which a giver waits for its card to take its pending frames, if a successor can have the rest,
+/// Time for which a giver waits for its card to take its pending frames, if a successor can have the rest.
 const LAST_BURST: Duration = Duration::from_millis(1);
 
-/// and if a successor cannot.
+/// The same time, if no successor can have the rest.
 const EMPTY_HANDS: Duration = Duration::from_millis(100);
 
 /// State that all NICs of a worker share.
@@ -63,9 +63,9 @@ pub struct Common {
     pub tap: Option<&'static Tap>,
     /// Socket to which memif clients connect, if the node serves memif.
     pub memif: Option<Memif>,
-    /// Whether the node is an uplink,
+    /// Whether the node is an uplink.
     pub joins: bool,
-    /// and its end of a VNI, while this worker drives that end.
+    /// The uplink's end of a VNI, while this worker drives that end.
     pub joint: Option<Rc<RefCell<Joint>>>,
     /// CPUs on which the worker runs.
     pub cpus: Cpus,
@@ -165,9 +165,9 @@ pub struct Attachment<N: InPlace + Repoint, D: FrameHandler> {
     gone: bool,
     /// Whether the card is released for a successor with memory of its own.
     halted: bool,
-    /// Whether we are fenced once we have passed the lease,
+    /// Whether we are fenced once we have passed the lease.
     is_last: bool,
-    /// and when we passed it.
+    /// When we passed the lease, if we are fenced after that.
     passed: Option<Instant>,
     /// When we heard that the giver is being fenced; the order to take comes after that.
     called: Option<Instant>,

@@ -33,14 +33,15 @@ pub struct Text {
     pub version: u32,
     /// Driver of the card.
     pub driver: Driver,
-    /// Options with which the card was started, for a worker that starts it anew: descriptors in each ring,
+    /// Number of descriptors in each ring. This and the next three are the options with which the card was started, for
+    /// a worker that starts it anew.
     pub ring: u16,
-    /// whether the card accepts every frame,
+    /// Whether the card accepts every frame.
     pub promiscuous: bool,
-    /// or every multicast frame,
+    /// Whether the card accepts every multicast frame.
     #[serde(default)]
     pub all_multicast: bool,
-    /// and whether its memory is kept clean of handled frames.
+    /// Whether the card's memory is kept clean of handled frames.
     #[serde(default)]
     pub scrub: bool,
     /// The way to the card, and the layout of its memory.
@@ -125,7 +126,7 @@ where
         version,
         can,
         text,
-        lies: None,
+        layout: None,
         fds: all.len(),
         memory: MEMORY,
         partial: false,
@@ -138,11 +139,11 @@ where
 /// Device bundle of a NIC whose rings have moved to other memory.
 #[derive(Debug)]
 pub struct Moved {
-    /// The message,
+    /// The message to the next worker.
     pub bundle: message::DeviceBundle,
-    /// its descriptors,
+    /// Descriptors of the bundle.
     pub fds: Vec<OwnedFd>,
-    /// and its text, parsed.
+    /// Text of the bundle, parsed.
     pub text: Text,
 }
 
@@ -151,7 +152,7 @@ impl Moved {
     pub fn memory(&self) -> std::io::Result<(String, Vec<OwnedFd>)> {
         let memory = &self.fds[self.fds.len() - MEMORY..];
         Ok((
-            self.bundle.lies.clone().unwrap_or_default(),
+            self.bundle.layout.clone().unwrap_or_default(),
             memory.iter().map(OwnedFd::try_clone).collect::<Result<_, _>>()?,
         ))
     }
@@ -169,7 +170,7 @@ pub fn moved(
     let mut all = way(bundle, fds).iter().map(OwnedFd::try_clone).collect::<Result<Vec<_>, _>>()?;
     all.extend([parts.rings, parts.frames, parts.ledger]);
     let bundle = message::DeviceBundle {
-        lies: Some(serde_json::to_string(&text.nic.memory)?),
+        layout: Some(serde_json::to_string(&text.nic.memory)?),
         fds: all.len(),
         memory: MEMORY,
         partial: false,
@@ -208,8 +209,8 @@ pub fn read(bundle: &message::DeviceBundle) -> Result<Text, Refused> {
     let none =
         |error| odd(format!("the device bundle's text is none that this worker reads ({error}); rebuild the older"));
     let mut text: Text = serde_json::from_str(&bundle.text).map_err(none)?;
-    if let Some(lies) = &bundle.lies {
-        text.nic.memory = serde_json::from_str(lies).map_err(none)?;
+    if let Some(layout) = &bundle.layout {
+        text.nic.memory = serde_json::from_str(layout).map_err(none)?;
     }
     if text.version != VERSION {
         return Err(odd(format!(

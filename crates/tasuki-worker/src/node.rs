@@ -13,7 +13,7 @@ use tasuki_net::nic::e1000e::{self, E1000e};
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::virtio_net::driver_state as virtio;
 use tasuki_relay::Party;
-use tasuki_relay::message::{self, Begin, SPEECH, ToDaemon, ToWorker};
+use tasuki_relay::message::{self, Begin, PROTOCOL_VERSION, ToDaemon, ToWorker};
 use tasuki_relay::wire::Order;
 use tasuki_relay::worker::{Input, Tables};
 use tasuki_shm::slice;
@@ -30,10 +30,10 @@ use crate::tap::Tap;
 use crate::vni::VniAttachment;
 use crate::{bundle, confine, sentence, store, warm};
 
-/// Number of idle looks before a worker that may sleep does so,
+/// Number of idle looks before a worker that may sleep does so.
 const IDLE_LOOKS: u32 = 4096;
 
-/// and before a worker does so that asks a kernel at each look and shares its CPU with the programs of a namespace.
+/// The same number for a worker that asks a kernel at each look and shares its CPU with the programs of a namespace.
 const IDLE_LOOKS_OF_KERNEL: u32 = 8;
 
 /// Number of looks between two system calls of a worker that polls. With these it checks whether its daemon is
@@ -97,8 +97,8 @@ pub fn run<D: FrameHandler>() -> Result<()> {
         Heard::Nonsense(sentence) => bail!(sentence),
     };
     ensure!(
-        begin.speech == SPEECH,
-        "the daemon speaks version {} of the messages, and this worker {SPEECH}; rebuild the older of the two",
+        begin.speech == PROTOCOL_VERSION,
+        "the daemon speaks version {} of the messages, and this worker {PROTOCOL_VERSION}; rebuild the older of the two",
         begin.speech
     );
     // Report the error to the daemon too: the user who asked for this program does not see its standard error.
@@ -116,7 +116,7 @@ pub fn run<D: FrameHandler>() -> Result<()> {
     let mut unconfined = confine::confine(begin.memlock, keeps)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
     let reads = vec![store::versions::<e1000e::DriverState>(), store::versions::<virtio::DriverState>()];
-    node.common.channel.write(&ToDaemon::Begun { speech: SPEECH, reads, unconfined }, Vec::new());
+    node.common.channel.write(&ToDaemon::Begun { speech: PROTOCOL_VERSION, reads, unconfined }, Vec::new());
     node.serve()
 }
 

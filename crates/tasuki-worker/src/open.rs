@@ -15,7 +15,7 @@ use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{Filter, InPlace, Link, NicError, NicOptions, Repoint};
-use tasuki_relay::message::{Can, SPEECH, ToDaemon};
+use tasuki_relay::message::{Can, PROTOCOL_VERSION, ToDaemon};
 
 use crate::device::{self, Device, Driver};
 use crate::{bundle, channel};
@@ -33,9 +33,9 @@ pub struct How {
     pub ring: Option<u16>,
     /// Bus address at which the card sees its memory.
     pub iova: u64,
-    /// Whether the card accepts every frame,
+    /// Whether the card accepts every frame.
     pub promiscuous: bool,
-    /// or every multicast frame.
+    /// Whether the card accepts every multicast frame.
     pub all_multicast: bool,
     /// Whether the memory is kept clean, for nodes that do not trust each other.
     pub scrub: bool,
@@ -65,7 +65,8 @@ pub fn open(how: &How) -> Result<()> {
 /// Connects to the server of a card. The server is no part of Tasuki, so the daemon gives the connection only to a
 /// process that has given up the rights that it does not need.
 fn meet(daemon: BorrowedFd<'_>) -> Result<VfioUser> {
-    let message = serde_json::to_vec(&ToDaemon::Begun { speech: SPEECH, reads: Vec::new(), unconfined: Vec::new() })?;
+    let message =
+        serde_json::to_vec(&ToDaemon::Begun { speech: PROTOCOL_VERSION, reads: Vec::new(), unconfined: Vec::new() })?;
     channel::send(daemon, &message, &[], SendFlags::empty()).context("the daemon is gone")?;
     let connection = channel::receive_one(daemon).context("the daemon gave no connection to the card's server")?;
     VfioUser::meet(connection, TIMEOUT).map_err(Into::into)

@@ -14,10 +14,10 @@ use tasuki_shm::arena::Arena;
 use crate::fail;
 use crate::lease_page::Heartbeat;
 
-/// Length of the shortest frame that a card sends, in bytes without check sequence,
+/// Length of the shortest frame that a card sends, in bytes without check sequence.
 pub const SHORTEST: usize = 60;
 
-/// and of the longest frame that every card sends.
+/// Length of the longest frame that every card sends, in bytes without check sequence.
 pub const LONGEST: usize = 1514;
 
 /// Advice to the user when the TAP of a NIC is gone.
@@ -29,9 +29,9 @@ pub struct Tap {
     device: OwnedFd,
     /// Name that the daemon gave it.
     name: String,
-    /// Whether its interface is gone: with its namespace, or removed by hand,
+    /// Whether its interface is gone: with its namespace, or removed by hand.
     is_gone: Cell<bool>,
-    /// and whether that was reported.
+    /// Whether that was reported.
     is_told: Cell<bool>,
     /// Advice to the user for that case.
     help: Cell<&'static str>,

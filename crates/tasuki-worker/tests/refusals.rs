@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use daemon::{Model, Nic, Node, Talk, Worker, folder, nothing_is_lost, taken, unfit, until};
 use rustix::fs::MemfdFlags;
 use tasuki_relay::driver_state::{DriverState, HEAD};
-use tasuki_relay::message::{Begin, SPEECH, ToDaemon, ToWorker, Work, heartbeat};
+use tasuki_relay::message::{Begin, PROTOCOL_VERSION, ToDaemon, ToWorker, Work, heartbeat};
 use tasuki_relay::wire::{Order, Reason, Report, Standing, Use};
 use tasuki_relay::{After, Tenure};
 
@@ -262,7 +262,7 @@ fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way
 fn refused_tap(tap: Option<OwnedFd>) -> String {
     let (talk, its) = Talk::pair();
     let begin = Begin {
-        speech: SPEECH,
+        speech: PROTOCOL_VERSION,
         party: 1,
         node: "node".to_owned(),
         work: Work::Tap,

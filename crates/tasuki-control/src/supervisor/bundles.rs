@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use rustix::fs::{SealFlags, Stat};
-use tasuki_relay::message::{self, DeviceBundle, FDS_MAX, LIES_MAX, MESSAGE_MAX, ToDaemon, ToWorker};
+use tasuki_relay::message::{self, DeviceBundle, FDS_MAX, LAYOUT_MAX, MESSAGE_MAX, ToDaemon, ToWorker};
 
 use super::card::{Kept, Memory};
 use super::keeping::Key;
@@ -32,8 +32,12 @@ pub(super) fn belong(message: &ToDaemon) -> Option<usize> {
 /// memory of a worker's.
 pub(super) fn too_much(nic: u32, name: &str, bundle: &DeviceBundle) -> Option<String> {
     // Give every field that takes room its largest value.
-    let bundle =
-        DeviceBundle { lies: Some("\"".repeat(LIES_MAX)), partial: true, made_by: Some(u32::MAX), ..bundle.clone() };
+    let bundle = DeviceBundle {
+        layout: Some("\"".repeat(LAYOUT_MAX)),
+        partial: true,
+        made_by: Some(u32::MAX),
+        ..bundle.clone()
+    };
     let fds = bundle.fds + 1;
     let odd = bundle.partial && bundle.memory > bundle.fds;
     let message = ToWorker::Nic { nic, name: name.to_owned(), iova: u64::MAX, fenced: false, bundle };
@@ -53,7 +57,7 @@ fn file_of(stat: &Stat) -> (u64, u64) {
 impl Supervisor {
     /// Handles the memory that a NIC will lie in once this worker drives it. A worker may change nothing else of a
     /// NIC: the opener alone provides the connection to the card.
-    pub(super) fn has_memory(&mut self, number: u32, nic: u32, lies: String, fds: Foreign) {
+    pub(super) fn has_memory(&mut self, number: u32, nic: u32, layout: String, fds: Foreign) {
         let Some(worker) = self.workers.get(&number) else { return };
         let end = self.cards.get(&nic).is_some_and(|card| card.vni().is_some());
         if end || !worker.given.contains(&nic) {
@@ -65,12 +69,12 @@ impl Supervisor {
             return;
         };
         let Some(kept) = &card.kept else { return };
-        if let Some(odd) = self.odd_memory(kept, worker.process.fs_uid(), &lies, &fds) {
+        if let Some(odd) = self.odd_memory(kept, worker.process.fs_uid(), &layout, &fds) {
             let name = card.name().to_owned();
             return self.condemn(number, format!("sent memory for {name} that is none ({odd})"));
         }
         // Closing memory takes no time.
-        let memory = Memory { lies, fds: fds.trust() };
+        let memory = Memory { layout, fds: fds.trust() };
         if let Some(card) = self.cards.get_mut(&nic) {
             card.coming = Some((number, memory));
             self.keep(Key::Coming(nic));
@@ -78,12 +82,12 @@ impl Supervisor {
     }
 
     /// Returns the fault of memory that a worker of this user has made, if there is one.
-    fn odd_memory(&self, kept: &Kept, uid: Option<u32>, lies: &str, fds: &[OwnedFd]) -> Option<&'static str> {
+    fn odd_memory(&self, kept: &Kept, uid: Option<u32>, layout: &str, fds: &[OwnedFd]) -> Option<&'static str> {
         if fds.len() != kept.bundle.memory {
             return Some("not as many descriptors as the NIC has of memory");
         }
-        if lies.len() > LIES_MAX {
-            return Some("it says too much of how it lies");
+        if layout.len() > LAYOUT_MAX {
+            return Some("it says too much of its layout");
         }
         // First: only memory has seals, and no file system is asked for them.
         let sealed = |fd| seals(fd).is_some_and(|seals| seals.contains(SealFlags::SHRINK | SealFlags::GROW));

@@ -191,17 +191,17 @@ pub struct Kept {
 #[derive(Debug)]
 pub struct Memory {
     /// The layout, for workers to read.
-    pub lies: String,
+    pub layout: String,
     /// Descriptors of the memory.
     pub fds: Vec<OwnedFd>,
 }
 
 impl Kept {
     /// Moves the NIC to memory of this worker. The descriptors that lead to the card stay.
-    fn move_to(&mut self, party: u32, Memory { lies, fds }: Memory) {
+    fn move_to(&mut self, party: u32, Memory { layout, fds }: Memory) {
         self.fds.truncate(self.fds.len().saturating_sub(self.bundle.memory));
         self.fds.extend(fds);
-        (self.bundle.lies, self.bundle.made_by, self.made_by) = (Some(lies), Some(party), party);
+        (self.bundle.layout, self.bundle.made_by, self.made_by) = (Some(layout), Some(party), party);
     }
 
     /// Returns the bundle for a worker that is to drive the NIC from memory of its own, and how many descriptors go

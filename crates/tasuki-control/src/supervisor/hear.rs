@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tasuki_relay::arbiter::{Input, Verdict};
 use tasuki_relay::heartbeat::Heartbeat;
-use tasuki_relay::message::{self, SPEECH, ToDaemon, ToWorker, heartbeat};
+use tasuki_relay::message::{self, PROTOCOL_VERSION, ToDaemon, ToWorker, heartbeat};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Report, Standing, Use};
 use tasuki_shm::crash;
@@ -119,7 +119,7 @@ impl Supervisor {
         match message {
             ToDaemon::Begun { speech, unconfined, .. } => self.has_begun(number, speech, unconfined),
             ToDaemon::Mine { party, node, nics } => self.says_who_it_is(number, party, &node, &nics),
-            ToDaemon::Memory { nic, lies } => self.has_memory(number, nic, lies, fds),
+            ToDaemon::Memory { nic, layout } => self.has_memory(number, nic, layout, fds),
             ToDaemon::DeviceBundle { .. } => {
                 self.condemn(number, "says what a NIC is made of, which is not for it to say".to_owned());
             }
@@ -159,9 +159,9 @@ impl Supervisor {
 
     fn has_begun(&mut self, number: u32, speech: u32, unconfined: Vec<String>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
-        if speech != SPEECH {
+        if speech != PROTOCOL_VERSION {
             let sentence = format!(
-                "speaks version {speech} of the messages, and this tasukid {SPEECH}; rebuild the older of the two"
+                "speaks version {speech} of the messages, and this tasukid {PROTOCOL_VERSION}; rebuild the older of the two"
             );
             return self.condemn(number, sentence);
         }

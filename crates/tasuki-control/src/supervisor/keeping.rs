@@ -64,7 +64,7 @@ pub(super) struct CardText {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct ComingText {
     pub party: u32,
-    pub lies: String,
+    pub layout: String,
 }
 
 /// Entries that an earlier daemon left with the keeper.
@@ -282,7 +282,7 @@ impl Supervisor {
             }
             Key::Coming(nic) => {
                 let (party, memory) = self.cards.get(nic)?.coming.as_ref()?;
-                (text(&ComingText { party: *party, lies: memory.lies.clone() }), channel::lend(&memory.fds))
+                (text(&ComingText { party: *party, layout: memory.layout.clone() }), channel::lend(&memory.fds))
             }
             Key::ProgramState(node) => (String::new(), vec![self.nodes.get(node)?.program_state.region().fd()]),
             Key::Worker(number) => {
@@ -340,8 +340,8 @@ impl Card {
         (self.lease_page, self.kept, self.opening) = (lease_page, Some(Kept { bundle, fds, made_by }), Opening::Open);
         let coming = found.remove(&Key::Coming(self.number));
         self.coming = coming.and_then(|(what, fds)| {
-            let ComingText { party, lies } = serde_json::from_str(&what).ok()?;
-            Some((party, Memory { lies, fds }))
+            let ComingText { party, layout } = serde_json::from_str(&what).ok()?;
+            Some((party, Memory { layout, fds }))
         });
     }
 }

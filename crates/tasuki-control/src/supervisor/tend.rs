@@ -10,7 +10,7 @@ use rustix::process::{Pid, Resource, Rlimit};
 use rustix::thread::CapabilitySet;
 use tasuki_relay::arbiter::{Arbiter, Input, Node, Page, State};
 use tasuki_relay::heartbeat::Heartbeat;
-use tasuki_relay::message::{self, Begin, SPEECH, ToWorker, heartbeat};
+use tasuki_relay::message::{self, Begin, PROTOCOL_VERSION, ToWorker, heartbeat};
 use tasuki_relay::method::{Method, Trust};
 use tasuki_relay::wire::Use;
 use tasuki_shm::crash;
@@ -294,7 +294,7 @@ impl Supervisor {
             wanted,
         };
         let begin = Begin {
-            speech: SPEECH,
+            speech: PROTOCOL_VERSION,
             party: number,
             node: name.to_owned(),
             work: (&config.work).into(),

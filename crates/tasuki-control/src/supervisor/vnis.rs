@@ -152,7 +152,7 @@ impl Supervisor {
             version: vni::VERSION,
             can: Can { in_place: true, spare_queue: false, repoint: false, pauses: false, fenced: false },
             text: text(&vni, number),
-            lies: None,
+            layout: None,
             fds: fds.len(),
             memory: 0,
             partial: false,

@@ -29,7 +29,7 @@ fn memory_that_is_none_of_its_own_costs_who_sends_it_its_life_and_nobody_else_an
     let before = drivers(&rig);
     for (_, fault, says) in [
         ("T21", "memory-of-another-nic", "which it was not given to move"),
-        ("T21", "memory-overfull", "it says too much of how it lies"),
+        ("T21", "memory-overfull", "it says too much of its layout"),
         ("T21", "memory-too-many", "not as many descriptors as the NIC has of memory"),
         ("T21", "memory-twice", "it is a NIC's already"),
         ("T21", "memory-is-the-way", "it is a NIC's already"),

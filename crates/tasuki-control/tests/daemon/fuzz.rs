@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use proptest::strategy::ValueTree as _;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use tasuki_control::supervisor::worker::Words;
-use tasuki_relay::message::{Client, ClientRing, MESSAGE_MAX, SPEECH, ToDaemon};
+use tasuki_relay::message::{Client, ClientRing, MESSAGE_MAX, PROTOCOL_VERSION, ToDaemon};
 use tasuki_relay::wire::{LEN, Reason, Report};
 
 /// One act of such a worker.
@@ -95,12 +95,9 @@ fn message(own: u32) -> impl Strategy<Value = ToDaemon> {
     let nics = prop::collection::vec(nic(), 0..4);
     let counts = prop::collection::vec((text(), any::<u64>()), 0..4);
     prop_oneof![
-        (Just(SPEECH), prop::collection::vec(text(), 0..3)).prop_map(|(speech, unconfined)| ToDaemon::Begun {
-            speech,
-            reads: Vec::new(),
-            unconfined
-        }),
-        (nic(), text()).prop_map(|(nic, lies)| ToDaemon::Memory { nic, lies }),
+        (Just(PROTOCOL_VERSION), prop::collection::vec(text(), 0..3))
+            .prop_map(|(speech, unconfined)| ToDaemon::Begun { speech, reads: Vec::new(), unconfined }),
+        (nic(), text()).prop_map(|(nic, layout)| ToDaemon::Memory { nic, layout }),
         nic().prop_map(|nic| ToDaemon::DriverState { nic }),
         (nic(), counts).prop_map(|(nic, counts)| ToDaemon::Counts { nic, counts }),
         (nic(), client()).prop_map(|(nic, client)| ToDaemon::Client { nic, client }),

@@ -13,7 +13,9 @@ use tasuki_control::channel::{self, Nothing};
 use tasuki_control::supervisor::card::LeasePage;
 use tasuki_control::supervisor::now;
 use tasuki_control::supervisor::worker::Words;
-use tasuki_relay::message::{self, Can, DeviceBundle, MESSAGE_MAX, SPEECH, ToDaemon, ToWorker, heartbeat, lease_page};
+use tasuki_relay::message::{
+    self, Can, DeviceBundle, MESSAGE_MAX, PROTOCOL_VERSION, ToDaemon, ToWorker, heartbeat, lease_page,
+};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Plan, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Tables, Worker};
@@ -128,7 +130,7 @@ fn open(orders: &Orders, socket: &OwnedFd) -> ! {
         can,
         // Too long for a message once the opener's parent reports it.
         text: if orders.fault == "opener-overfills" { "x".repeat(MESSAGE_MAX - 300) } else { "{}".to_owned() },
-        lies: None,
+        layout: None,
         fds: 4,
         memory: 3,
         partial: false,
@@ -166,7 +168,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     let [heartbeat, _program_state, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
     let heartbeat = Words::adopt(heartbeat, heartbeat::LEN).expect("a heartbeat");
     rustix::net::listen(&listener, 4).expect("a listening socket");
-    let speech = if orders.fault == "speech" { SPEECH + 1 } else { SPEECH };
+    let speech = if orders.fault == "speech" { PROTOCOL_VERSION + 1 } else { PROTOCOL_VERSION };
     write(
         &socket,
         &ToDaemon::Begun {
@@ -474,7 +476,7 @@ impl Standin {
     fn make_memory(&self, number: u32) {
         let made = ["rings", "frames", "ledger"].map(|name| Words::create(name, 4096).expect("memory"));
         let mut fds: Vec<_> = made.iter().map(|part| part.region().fd()).collect();
-        let (mut nic, mut lies) = (number, "{}".to_owned());
+        let (mut nic, mut layout) = (number, "{}".to_owned());
         let loose = rustix::fs::memfd_create("loose", rustix::fs::MemfdFlags::ALLOW_SEALING).expect("memory");
         match &self.fault[..] {
             "memory-of-another-nic" => nic = number + 1,
@@ -486,7 +488,7 @@ impl Standin {
             "memory-loose" => fds[0] = loose.as_fd(),
             _ => {}
         }
-        write(&self.socket, &ToDaemon::Memory { nic, lies }, &fds);
+        write(&self.socket, &ToDaemon::Memory { nic, layout }, &fds);
     }
 
     fn swap(&mut self, number: u32, from: Tenure, to: Tenure) -> Input {

@@ -206,9 +206,9 @@ pub enum Act {
     /// The worker's next action fails.
     Fail(usize),
     DaemonDies,
-    /// The liar sends this report,
+    /// The liar sends this report.
     Lie(Report),
-    /// or writes this to the lease word.
+    /// The liar writes this to the lease word.
     Store(Tenure),
 }
 

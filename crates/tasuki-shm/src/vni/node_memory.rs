@@ -7,10 +7,10 @@
 //!
 //! # Invariants
 //!
-//! - **K1** The daemon gives writable descriptors of a node memory to one worker of its node after another. It gives
-//!   them to the next worker only when the one before can write no more: that worker has passed the lease on and
-//!   touches nothing from then on, or it is dead. All other processes get read-only descriptors
-//!   ([`NodeMemoryFds::to_read`]). This is a promise, like a giver's promise about a NIC's memory (N2 of
+//! - **K1** The daemon gives writable descriptors of a node memory to workers of its node alone. Of these, only the
+//!   worker that holds the lease of the node's end maps the memory and writes it. The next worker maps it after it has
+//!   taken the lease: by then the one before has passed the lease on and touches nothing from then on, or it is dead.
+//!   All other processes get read-only descriptors ([`NodeMemoryFds::to_read`]). This is a promise, like a giver's promise about a NIC's memory (N2 of
 //!   `tasuki-net`'s `nic/memory.rs`): no type sees which other process has a descriptor. A node whose workers break
 //!   it changes only its own frames.
 //!

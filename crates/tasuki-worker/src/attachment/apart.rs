@@ -131,7 +131,7 @@ where
         let Some(Own { moved, .. }) = &self.own else { return };
         let nic = self.given.number;
         match moved.memory() {
-            Ok((lies, fds)) => channel.write(&ToDaemon::Memory { nic, lies }, fds),
+            Ok((layout, fds)) => channel.write(&ToDaemon::Memory { nic, layout }, fds),
             Err(error) => channel.tell(Some(nic), no_descriptors(&error.into()).sentence),
         }
         fail::point("map.told");

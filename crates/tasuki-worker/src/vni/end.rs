@@ -98,9 +98,9 @@ impl Native {
 #[derive(Debug)]
 pub struct Joint {
     port: VniPort<Span<Line>>,
-    /// Frames from the VNI that have not gone out,
+    /// Frames from the VNI that have not gone out.
     burst: Burst,
-    /// and the time since which none of them has, if that was checked.
+    /// Time since which none of them has gone out, if that was checked.
     stuck: Option<Instant>,
     /// Whether the NIC's attachment has moved frames since the last rest.
     pub is_joined: bool,

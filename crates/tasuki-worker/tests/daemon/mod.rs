@@ -31,7 +31,7 @@ use rustix::net::{
 };
 use rustix::process::{Pid, Signal};
 use tasuki_relay::message::{
-    Begin, DeviceBundle, FDS_MAX, Inflight, MESSAGE_MAX, SPEECH, ToDaemon, ToWorker, Work, frame, heartbeat,
+    Begin, DeviceBundle, FDS_MAX, Inflight, MESSAGE_MAX, PROTOCOL_VERSION, ToDaemon, ToWorker, Work, frame, heartbeat,
     lease_page, unframe,
 };
 use tasuki_relay::method::Method;
@@ -384,7 +384,7 @@ impl Node {
             unconfined: Vec::new(),
         };
         let begin = Begin {
-            speech: SPEECH,
+            speech: PROTOCOL_VERSION,
             party,
             node: "node".to_owned(),
             work: self.work,
@@ -492,14 +492,14 @@ impl Worker {
         let mut own = None;
         loop {
             match self.talk.hear() {
-                Said::Message(ToDaemon::Memory { lies, .. }, memory) => {
+                Said::Message(ToDaemon::Memory { layout, .. }, memory) => {
                     assert_eq!(memory.len(), nic.bundle.memory);
                     let mut fds = nic.copies();
                     drop(fds.remove(0));
                     fds.truncate(fds.len() - memory.len());
                     fds.extend(memory);
                     let made_by = Some(self.party.0.get());
-                    own = Some((DeviceBundle { lies: Some(lies), made_by, ..nic.bundle.clone() }, fds));
+                    own = Some((DeviceBundle { layout: Some(layout), made_by, ..nic.bundle.clone() }, fds));
                 }
                 Said::Message(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
                 Said::Report(_, Report::Ready) => return own,
