@@ -2,9 +2,6 @@
 
 use std::time::Duration;
 
-/// Longest interval between two beats of a worker.
-pub const BEAT: Duration = Duration::from_millis(1);
-
 /// Heartbeat of a worker, as far as it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Heartbeat {
