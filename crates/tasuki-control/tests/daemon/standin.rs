@@ -480,7 +480,7 @@ impl Standin {
         let loose = rustix::fs::memfd_create("loose", rustix::fs::MemfdFlags::ALLOW_SEALING).expect("memory");
         match &self.fault[..] {
             "memory-of-another-nic" => nic = number + 1,
-            "memory-overfull" => lies = "x".repeat(MESSAGE_MAX - 300),
+            "memory-overfull" => layout = "x".repeat(MESSAGE_MAX - 300),
             "memory-too-many" => fds.push(made[0].region().fd()),
             "memory-twice" => fds[2] = fds[1],
             "memory-is-the-way" => fds[1] = self.nics[&number].fds[0].as_fd(),
