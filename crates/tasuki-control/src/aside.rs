@@ -30,7 +30,7 @@ fn set(cpus: &[u32]) -> CpuSet {
     set
 }
 
-/// Moves this thread, and whatever it starts from then on, to these CPUs, if there are any.
+/// Moves this thread, and the threads and processes that it starts from then on, to these CPUs, if there are any.
 pub fn stay(cpus: &[u32]) {
     keep(None, cpus);
 }

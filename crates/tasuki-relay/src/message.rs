@@ -86,7 +86,7 @@ pub enum Work {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Begin {
     /// [`PROTOCOL_VERSION`] of the daemon.
-    pub speech: u32,
+    pub protocol_version: u32,
     /// Number of the worker in lease words.
     pub party: u32,
     /// Name of the worker's node.
@@ -345,7 +345,7 @@ pub enum ToDaemon {
     /// The worker has read its [`Begin`], has given up the rights that it does not need, and hears orders.
     Begun {
         /// [`PROTOCOL_VERSION`] of the worker.
-        speech: u32,
+        protocol_version: u32,
         /// Driver states that the worker reads: kind, first version and last version.
         reads: Vec<(u32, u32, u32)>,
         /// Failed parts of the worker's confinement, as sentences.

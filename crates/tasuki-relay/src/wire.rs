@@ -341,13 +341,13 @@ pub enum Report {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     /// The length is wrong.
-    #[error("a packet of the relay has {LEN} bytes, and this one {have}; whoever sent it is no part of Tasuki")]
+    #[error("a packet of the relay has {LEN} bytes, and this one {have}; its sender is no part of Tasuki")]
     Length {
         /// Number of bytes.
         have: usize,
     },
     /// The relay's mark is missing.
-    #[error("a packet without the relay's mark came in; whoever sent it is no part of Tasuki")]
+    #[error("a packet without the relay's mark came in; its sender is no part of Tasuki")]
     Foreign,
     /// The version is another.
     #[error(

@@ -97,9 +97,9 @@ pub fn run<D: FrameHandler>() -> Result<()> {
         Heard::Nonsense(sentence) => bail!(sentence),
     };
     ensure!(
-        begin.speech == PROTOCOL_VERSION,
+        begin.protocol_version == PROTOCOL_VERSION,
         "the daemon speaks version {} of the messages, and this worker {PROTOCOL_VERSION}; rebuild the older of the two",
-        begin.speech
+        begin.protocol_version
     );
     // Report the error to the daemon too: the user who asked for this program does not see its standard error.
     let outlet = take_outlet(&begin, &mut fds)?;
@@ -116,7 +116,7 @@ pub fn run<D: FrameHandler>() -> Result<()> {
     let mut unconfined = confine::confine(begin.memlock, keeps)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
     let reads = vec![store::versions::<e1000e::DriverState>(), store::versions::<virtio::DriverState>()];
-    node.common.channel.write(&ToDaemon::Begun { speech: PROTOCOL_VERSION, reads, unconfined }, Vec::new());
+    node.common.channel.write(&ToDaemon::Begun { protocol_version: PROTOCOL_VERSION, reads, unconfined }, Vec::new());
     node.serve()
 }
 

@@ -65,8 +65,11 @@ pub fn open(how: &How) -> Result<()> {
 /// Connects to the server of a card. The server is no part of Tasuki, so the daemon gives the connection only to a
 /// process that has given up the rights that it does not need.
 fn meet(daemon: BorrowedFd<'_>) -> Result<VfioUser> {
-    let message =
-        serde_json::to_vec(&ToDaemon::Begun { speech: PROTOCOL_VERSION, reads: Vec::new(), unconfined: Vec::new() })?;
+    let message = serde_json::to_vec(&ToDaemon::Begun {
+        protocol_version: PROTOCOL_VERSION,
+        reads: Vec::new(),
+        unconfined: Vec::new(),
+    })?;
     channel::send(daemon, &message, &[], SendFlags::empty()).context("the daemon is gone")?;
     let connection = channel::receive_one(daemon).context("the daemon gave no connection to the card's server")?;
     VfioUser::meet(connection, TIMEOUT).map_err(Into::into)

@@ -262,7 +262,7 @@ fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way
 fn refused_tap(tap: Option<OwnedFd>) -> String {
     let (talk, its) = Talk::pair();
     let begin = Begin {
-        speech: PROTOCOL_VERSION,
+        protocol_version: PROTOCOL_VERSION,
         party: 1,
         node: "node".to_owned(),
         work: Work::Tap,

@@ -34,7 +34,7 @@ fn rows(table: &str) -> anyhow::Result<Vec<Retired<'_>>> {
         let list = line.split_once("within = [").and_then(|(_, rest)| rest.split_once(']')).map_or("", |it| it.0);
         let within = list.split('"').skip(1).step_by(2).collect();
         let old = need("old")?;
-        let only_types = need("snake")? == old;
+        let only_types = line.contains("types = true");
         let in_prose = line.contains("prose = true");
         Ok(Retired { old, new: need("new")?, camel: need("camel")?, only_types, in_prose, within })
     });
@@ -164,7 +164,7 @@ mod tests {
 
     const ROWS: &str = r#"rename = [
     { old = "sash", new = "driver state", snake = "driver_state", camel = "DriverState", prose = true },
-    { old = "told", new = "outcome", snake = "told", camel = "Outcome", within = ["relay/", "x/"] },
+    { old = "told", types = true, new = "outcome", snake = "told", camel = "Outcome", within = ["relay/", "x/"] },
 ]"#;
 
     fn findings(path: &str, text: &str) -> Vec<String> {
@@ -188,7 +188,7 @@ mod tests {
     #[test]
     fn a_table_without_rows_is_no_table() {
         assert!(rows("rename = []").is_err());
-        assert!(rows("    { old = \"a\" }").is_err_and(|error| error.to_string().contains("lacks snake")));
+        assert!(rows("    { old = \"a\" }").is_err_and(|error| error.to_string().contains("lacks new")));
     }
 
     #[test]

@@ -117,7 +117,9 @@ impl Supervisor {
 
     fn wrote(&mut self, number: u32, message: ToDaemon, fds: Foreign) {
         match message {
-            ToDaemon::Begun { speech, unconfined, .. } => self.has_begun(number, speech, unconfined),
+            ToDaemon::Begun { protocol_version, unconfined, .. } => {
+                self.has_begun(number, protocol_version, unconfined)
+            }
             ToDaemon::Mine { party, node, nics } => self.says_who_it_is(number, party, &node, &nics),
             ToDaemon::Memory { nic, layout } => self.has_memory(number, nic, layout, fds),
             ToDaemon::DeviceBundle { .. } => {
@@ -157,11 +159,11 @@ impl Supervisor {
         self.note(about, format!("worker {number} says: {sentence}"));
     }
 
-    fn has_begun(&mut self, number: u32, speech: u32, unconfined: Vec<String>) {
+    fn has_begun(&mut self, number: u32, protocol_version: u32, unconfined: Vec<String>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
-        if speech != PROTOCOL_VERSION {
+        if protocol_version != PROTOCOL_VERSION {
             let sentence = format!(
-                "speaks version {speech} of the messages, and this tasukid {PROTOCOL_VERSION}; rebuild the older of the two"
+                "speaks version {protocol_version} of the messages, and this tasukid {PROTOCOL_VERSION}; rebuild the older of the two"
             );
             return self.condemn(number, sentence);
         }

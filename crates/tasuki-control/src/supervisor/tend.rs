@@ -294,7 +294,7 @@ impl Supervisor {
             wanted,
         };
         let begin = Begin {
-            speech: PROTOCOL_VERSION,
+            protocol_version: PROTOCOL_VERSION,
             party: number,
             node: name.to_owned(),
             work: (&config.work).into(),

@@ -95,8 +95,9 @@ fn message(own: u32) -> impl Strategy<Value = ToDaemon> {
     let nics = prop::collection::vec(nic(), 0..4);
     let counts = prop::collection::vec((text(), any::<u64>()), 0..4);
     prop_oneof![
-        (Just(PROTOCOL_VERSION), prop::collection::vec(text(), 0..3))
-            .prop_map(|(speech, unconfined)| ToDaemon::Begun { speech, reads: Vec::new(), unconfined }),
+        (Just(PROTOCOL_VERSION), prop::collection::vec(text(), 0..3)).prop_map(|(protocol_version, unconfined)| {
+            ToDaemon::Begun { protocol_version, reads: Vec::new(), unconfined }
+        }),
         (nic(), text()).prop_map(|(nic, layout)| ToDaemon::Memory { nic, layout }),
         nic().prop_map(|nic| ToDaemon::DriverState { nic }),
         (nic(), counts).prop_map(|(nic, counts)| ToDaemon::Counts { nic, counts }),

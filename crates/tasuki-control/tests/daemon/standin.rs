@@ -168,11 +168,11 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     let [heartbeat, _program_state, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
     let heartbeat = Words::adopt(heartbeat, heartbeat::LEN).expect("a heartbeat");
     rustix::net::listen(&listener, 4).expect("a listening socket");
-    let speech = if orders.fault == "speech" { PROTOCOL_VERSION + 1 } else { PROTOCOL_VERSION };
+    let protocol_version = if orders.fault == "speech" { PROTOCOL_VERSION + 1 } else { PROTOCOL_VERSION };
     write(
         &socket,
         &ToDaemon::Begun {
-            speech,
+            protocol_version,
             reads: Vec::new(),
             unconfined: vec!["it is a \u{1b}[7mstand-in\u{202e}".to_owned()],
         },

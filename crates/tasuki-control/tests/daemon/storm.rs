@@ -97,7 +97,7 @@ impl Model {
         let mut child = command.spawn().expect("a model");
         let its = Pid::from_raw(child.id().cast_signed());
         // Other work of the machine does not delay silicon.
-        setpriority_process(its, URGENT).expect("the tests run as root");
+        let _ = setpriority_process(its, URGENT);
         let out = BufReader::new(child.stdout.take().expect("it was asked for"));
         let mut model = Model { child, out };
         assert!(model.line().contains(" at /"), "it serves");

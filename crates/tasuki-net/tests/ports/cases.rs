@@ -299,7 +299,7 @@ pub fn a_program_that_sends_in_anothers_address_is_not_heard(pair: [Kind; 2]) {
     }
 }
 
-/// Node 2's worker writes whatever it likes into its ring and its pool.
+/// Node 2's worker writes arbitrary bytes into its ring and its pool.
 pub fn a_worker_that_sends_in_anothers_address_is_not_heard(pair: [Kind; 2]) {
     let Some(mut world) = world(pair) else { return };
     let mut lies = Vec::new();

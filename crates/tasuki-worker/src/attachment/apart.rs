@@ -234,7 +234,7 @@ where
         let late = nic.came_too_late();
         if late > 0 {
             let sentence = format!(
-                "{late} frames came to the former owner after it had let go, before it was fenced, and are lost"
+                "{late} frames came after the former owner had let go and before we stopped the card: no worker has them, and they are lost"
             );
             common.channel.tell(Some(self.given.number), sentence);
         }

@@ -384,7 +384,7 @@ impl Node {
             unconfined: Vec::new(),
         };
         let begin = Begin {
-            speech: PROTOCOL_VERSION,
+            protocol_version: PROTOCOL_VERSION,
             party,
             node: "node".to_owned(),
             work: self.work,

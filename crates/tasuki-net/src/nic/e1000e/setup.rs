@@ -117,7 +117,7 @@ fn wait(step: &'static str, done: impl FnMut() -> bool) -> Result<(), NicError> 
     }
 }
 
-/// Stops whatever a predecessor left running, and resets the card, but not its PHY: sections 4.6.1 and 5.2.
+/// Stops all that a predecessor left running, and resets the card, but not its PHY: sections 4.6.1 and 5.2.
 pub fn reset<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
     if mmio.read(regs::STATUS) == u32::MAX {
         return Err(NicError::Gone);
