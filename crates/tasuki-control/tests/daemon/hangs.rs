@@ -83,6 +83,12 @@ fn a_late_taker_from_a_stranger_has_the_nic_all_the_same() {
     let told = number_before(&storm.rig.log(), " frames came after the former owner had let go").expect("it is said");
     assert!(told > 0, "{}", storm.rig.log());
     signal(storm.model.pid(), Signal::USR1);
+    let sent = || storm.pair().and_then(|(driver, _)| driver["sent"].as_u64());
+    until(&storm.rig, "the source has finished, and its frames are back", || {
+        let before = sent();
+        std::thread::sleep(FRAMES_CAME);
+        before.is_some() && before == sent()
+    });
     let said = storm.end();
     assert!(said.contains("twice 0, out of order 0, damaged 0"), "{said}");
     // The card itself drops frames if the machine holds the taker up once more while the receive unit is off.
@@ -91,6 +97,9 @@ fn a_late_taker_from_a_stranger_has_the_nic_all_the_same() {
     let lost: u64 = lost.split_whitespace().next().and_then(|word| word.parse().ok()).expect("a number");
     assert_eq!(lost, told + dropped, "{said}");
 }
+
+/// Time in which a source that has not finished sends many frames.
+const FRAMES_CAME: Duration = Duration::from_millis(100);
 
 /// Returns the number that stands right before `text`.
 fn number_before(all: &str, text: &str) -> Option<u64> {

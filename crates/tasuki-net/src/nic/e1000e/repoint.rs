@@ -126,12 +126,20 @@ fn since(ago: Duration) -> u64 {
     ms.wrapping_sub(u64::try_from(ago.as_millis()).unwrap_or(u64::MAX)) << 32 & SINCE
 }
 
+/// Returns the time in ms since the partner was asked to pause, by what the giver has left.
+fn age(left: Left) -> u64 {
+    (since(Duration::ZERO).wrapping_sub(left.0 & SINCE) & SINCE) >> 32
+}
+
 /// Length in bytes of the longest frame with RCTL.LPE.
 const LONGEST: u16 = 16_384;
 
 /// Time in ms for which a partner is sure to pause after it was asked, at a gigabit: two thirds of the longest
 /// pause.
 const PAUSED: u64 = 20;
+
+/// Time in ms after which a relay was held up: without that it is over by then.
+const HELD_UP: u64 = 2;
 
 impl<B: Bus> std::fmt::Debug for Ready<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -361,20 +369,25 @@ impl<B: Bus> E1000e<B> {
     /// tails of the receive rings, if they are within rings of our size.
     fn inherit(&mut self, left: Left, controls: [u32; 2]) -> Result<Option<[u32; QUEUES_MAX]>, NicError> {
         let mmio = &self.mmio;
-        // This starts a full longest pause, however old the last one is: the machine may run other processes between
-        // any two of our steps. The PAUSE frame goes before all waiting frames, and the transmit unit switches off
-        // after it.
+        // A relay that was held up once may be held up again: all of the longest pause begins here. The PAUSE frame goes
+        // before all waiting frames, and the transmit unit switches off behind it, a message later. A relay that was not
+        // held up has most of its pause before it, and saves that message's time.
         let runs_on = left.0 & RUNS != 0;
-        let pause = controls[1] | if runs_on { tctl::EN | tctl::SWXOFF } else { 0 };
+        let renews = runs_on && age(left) > HELD_UP;
+        self.quiesce.unsent = u64::from(renews);
+        let pause = controls[1] | if renews { tctl::EN | tctl::SWXOFF } else { 0 };
         let receive_off = [(regs::FCTTV, PAUSE_MAX), (regs::TCTL, pause), (regs::RCTL, controls[0])];
         let [before, status] = mmio.read_around([regs::RCTL.to_be_read(), regs::STATUS], 1, receive_off);
+        let mut off = Instant::now();
         if status == u32::MAX {
             return Err(NicError::Gone);
         }
         let [head, tail] = [regs::RDH, regs::RDT].map(|of| [of.of(0), of.of(1)].map(Reg::to_be_read));
         let places = [head[0], head[1], tail[0], tail[1]];
         let [first, second, first_tail, second_tail] = mmio.read_around(places, 0, [(regs::TCTL, controls[1])]);
-        let off = Instant::now();
+        if renews {
+            off = Instant::now();
+        }
         if runs_on {
             let found = runs([first, if self.receive.len() > 1 { second } else { 0 }]);
             let ring = u64::from(self.shape.ring);
@@ -662,7 +675,7 @@ impl<B: Bus> Repoint for E1000e<B> {
                 _ => Ok(None),
             },
             _ => {
-                let is_old = since(Duration::ZERO).wrapping_sub(left.0 & SINCE) & SINCE > PAUSED << 32;
+                let is_old = age(left) > PAUSED;
                 let frame = nic.shape.frame();
                 if is_old {
                     pause_again(&nic.mmio, &mut nic.counters, frame, controls[1]);
@@ -700,7 +713,8 @@ impl<B: Bus> Repoint for E1000e<B> {
         });
         nic.memory.ledger().halted(false);
         nic.quiesce.let_go_at = nic.flow_control.then(Instant::now);
-        nic.quiesce.unsent = if left.0 & RUNS == 0 { 1 } else { 2 };
+        // Such a giver's card was asked by `inherit`, if at all; any other that runs, by `stop_where`.
+        nic.quiesce.unsent += if left.0 & RUNS == 0 || fenced.is_some() { 1 } else { 2 };
         Ok(nic)
     }
 
