@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use common::Choices;
 use libfuzzer_sys::fuzz_target;
 use rustix::fs::{FallocateFlags, SealFlags};
-use tasuki_net::memif::control::Terms;
+use tasuki_net::endpoint::memif::control::Terms;
 
 use memif::client::{Channel, Client, Shape, add_region, add_ring, eventfd, init, memory, message};
 use memif::port::{OTHER, PORT, SECRET, World, frame_to};
@@ -64,7 +64,7 @@ impl Attack {
     fn leave(&mut self) {
         (self.client, self.channel, self.step) = (None, None, 0);
         self.world.turn();
-        assert!(self.world.node.client().is_none(), "who has left is gone");
+        assert!(self.world.node.end.client().is_none(), "who has left is gone");
     }
 
     /// Sends a message, in its turn or not, with its proper descriptors or others.

@@ -17,6 +17,8 @@ use tasuki_tap::Address;
 use utoipa::ToSchema;
 
 use crate::api::roles::Roles;
+pub use crate::endpoint::Kind;
+pub use crate::endpoint::memif::Memif;
 
 /// Bytes of a frame that a source may send, without check sequence.
 const SIZES: std::ops::RangeInclusive<u16> = 60..=1514;
@@ -277,24 +279,24 @@ impl Node {
         if let Work::Tap(tap) = &self.work { Some(tap) } else { None }
     }
 
-    /// Returns the memif that it serves, if it does.
-    pub fn memif(&self) -> Option<&Memif> {
-        if let Work::Memif(memif) = &self.work { Some(memif) } else { None }
+    /// Returns its endpoint, if it has one that is no TAP.
+    pub fn endpoint(&self) -> Option<&dyn Kind> {
+        self.work.endpoint()
     }
 
     /// Returns whether there may be stations behind it, with addresses of their own: behind a NIC, a bridge, or a
-    /// program with a memif, which chooses its own.
+    /// program that chooses its own.
     pub fn has_others(&self) -> bool {
         match self.spoof {
             Some(Spoof::Allow) => true,
             Some(Spoof::Check) => false,
-            None => self.work == Work::Uplink || self.memif().is_some(),
+            None => self.work == Work::Uplink || self.endpoint().is_some_and(Kind::has_others),
         }
     }
 
-    /// Returns the interface or the socket by which its programs reach it.
-    pub fn outlet(&self) -> Option<String> {
-        self.tap().map(Tap::label).or_else(|| self.memif().map(Memif::label))
+    /// Returns the name of its endpoint: the interface or the socket by which its programs reach it.
+    pub fn label(&self) -> Option<String> {
+        self.tap().map(Tap::label).or_else(|| self.endpoint().map(Kind::label))
     }
 
     /// Returns the number of 4 KiB pages of its pool.
@@ -461,28 +463,6 @@ impl Tap {
     }
 }
 
-/// The socket at which a client of memif connects, and what the client must know.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct Memif {
-    /// Path of the socket, from /.
-    #[schema(value_type = String)]
-    pub socket: PathBuf,
-    /// The number by which the client asks for the port.
-    #[serde(default)]
-    pub id: u32,
-    /// The secret that the client must know, at most 23 bytes; without, it needs none.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub secret: String,
-}
-
-impl Memif {
-    /// Returns the name by which users know it: the path of its socket.
-    pub fn label(&self) -> String {
-        self.socket.display().to_string()
-    }
-}
-
 fn address<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Address>, D::Error> {
     String::deserialize(from)?.parse().map(Some).map_err(serde::de::Error::custom)
 }
@@ -511,22 +491,31 @@ fn shortest() -> u16 {
     *SIZES.start()
 }
 
-impl From<&Work> for message::Work {
-    fn from(work: &Work) -> Self {
-        match *work {
-            Work::Echo => message::Work::Echo,
-            Work::Sink => message::Work::Sink,
-            Work::Answer(Answer { address }) => message::Work::Answer { address },
-            Work::Tap(_) => message::Work::Tap,
-            Work::Memif(_) => message::Work::Memif,
-            Work::Uplink => message::Work::Uplink,
-            Work::Source(Source { rate, size, to }) => message::Work::Source { rate, size, to: to.map(|to| to.0) },
-            Work::Program(_) => message::Work::Program,
+impl Work {
+    /// Returns the endpoint that it names, if it names one that is no TAP.
+    pub fn endpoint(&self) -> Option<&dyn Kind> {
+        match self {
+            Work::Memif(memif) => Some(memif),
+            _ => None,
         }
     }
 }
 
 impl Node {
+    /// Returns its work, as its workers know it.
+    pub fn work_of_worker(&self) -> message::Work {
+        match self.work {
+            Work::Echo => message::Work::Echo,
+            Work::Sink => message::Work::Sink,
+            Work::Answer(Answer { address }) => message::Work::Answer { address },
+            Work::Tap(_) if self.vni.is_none() => message::Work::Tap,
+            Work::Tap(_) | Work::Memif(_) => message::Work::Bridge,
+            Work::Uplink => message::Work::Uplink,
+            Work::Source(Source { rate, size, to }) => message::Work::Source { rate, size, to: to.map(|to| to.0) },
+            Work::Program(_) => message::Work::Program,
+        }
+    }
+
     /// Returns its own program, if its workers do not run the default one.
     pub fn program(&self) -> Option<&Program> {
         match &self.work {

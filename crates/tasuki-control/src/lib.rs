@@ -14,6 +14,7 @@ pub mod cgroup;
 pub mod channel;
 pub mod cli;
 pub mod config;
+pub mod endpoint;
 pub mod foreign;
 pub mod jail;
 pub mod keeper;

@@ -7,18 +7,15 @@
 //! | [`vni`]  | Ethernet between nodes through memory                         |
 //! | [`switch`] | where a frame goes: which node has which address            |
 //! | [`own`] | checks that a frame's IP addresses belong to its sender        |
-//! | [`tap`]  | a network namespace on a VNI                                  |
-//! | [`memif`] | a DPDK or VPP program on a VNI                               |
+//! | [`endpoint`] | where a node's programs receive and send: a TAP, a memif; the bridge to a VNI |
 //! | [`capture`] | copies of the frames that pass a port, for an observer      |
 //!
 //! docs/design/nic.md defines a driver and its guarantees; docs/design/vni.md does the same for a VNI.
 
 pub mod capture;
-pub mod memif;
+pub mod endpoint;
 pub mod nic;
 pub mod own;
 pub mod port;
-mod slow;
 pub mod switch;
-pub mod tap;
 pub mod vni;

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
 use tasuki_shm::line::Line;
+use tasuki_shm::region::Span;
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::{Lookup, Mac, NodeSet};
 
@@ -47,7 +48,7 @@ pub enum To {
 
 /// What a node knows about addresses and their nodes. `M` is the memory of the directory.
 #[derive(Debug)]
-pub struct Switch<M> {
+pub struct Switch<M = Span<Line>> {
     us: u16,
     directory: Lookup<M>,
     /// Version of the directory that the cached fields below come from.

@@ -35,7 +35,7 @@ mod tests {
     fn frames_cross_both_ways_whole_and_in_order() {
         let mut world = World::new(1);
         let mut client = connected(&mut world, SHAPE);
-        assert_eq!(world.node.client().as_deref(), Some("a test's client"));
+        assert_eq!(world.node.end.client().as_deref(), Some("a test's client"));
         for round in 0..40_u32 {
             // The positions go round the rings several times.
             let lens = (0..17).map(|i| 14 + (round as usize * 131 + i * 97) % 1600);
@@ -48,7 +48,7 @@ mod tests {
             assert!(client.receive() == back, "round {round}");
         }
         assert_eq!((world.node.taken, world.node.given), (40 * 17, 40 * 17));
-        assert_eq!(world.node.dropped, tasuki_net::memif::Dropped::default());
+        assert_eq!(world.node.dropped, tasuki_net::endpoint::Dropped::default());
     }
 
     #[test]
@@ -155,11 +155,11 @@ mod tests {
             assert_eq!(client.receive(), [frame_to(PORT, OTHER, round, 100)]);
             drop(client);
             world.settle();
-            assert_eq!(world.node.client(), None);
+            assert_eq!(world.node.end.client(), None);
             assert!(world.send(OTHER, &frame_to(PORT, OTHER, round, 100)));
             world.settle();
         }
-        let clients = world.node.clients;
+        let clients = world.node.end.clients;
         assert_eq!((clients.attached, clients.left, clients.refused), (20, 20, 0));
         assert_eq!(world.node.dropped.away, 20, "frames for a client that is not there are not kept");
         let now = Instant::now();
@@ -241,15 +241,15 @@ mod tests {
         assert_eq!(client.flags(true), 0, "nothing is written into a ring before its client has used it");
         for round in 0..3 {
             while world.turn() > 0 || world.node.arm() == Armed::Busy {}
-            assert!(!readable(&world.node.fd(), Duration::ZERO), "nothing is there");
+            assert!(!readable(&world.node.source().unwrap(), Duration::ZERO), "nothing is there");
             assert!(client.send(&frame_to(OTHER, PORT, round, 60)));
-            assert!(readable(&world.node.fd(), soon), "the client has rung");
+            assert!(readable(&world.node.source().unwrap(), soon), "the client has rung");
             assert_eq!(world.turn(), 1);
             assert_eq!(client.flags(true) & 1, 1, "a node that is awake wants no rings");
             while world.turn() > 0 || world.node.arm() == Armed::Busy {}
             assert_eq!(client.flags(true) & 1, 0);
             assert!(world.send(OTHER, &frame_to(PORT, OTHER, round, 60)));
-            assert!(readable(&world.node.fd(), soon), "the other node has rung");
+            assert!(readable(&world.node.bell().unwrap(), soon), "the other node has rung");
             assert_eq!(world.turn(), 1);
         }
         assert_eq!(world.at_other(OTHER).len(), 3);
@@ -288,10 +288,10 @@ mod tests {
             assert!(client.receive() == back, "round {round}");
         }
         assert!(client.channel.hear().is_none() && !client.channel.is_closed());
-        assert_eq!(world.node.client().as_deref(), Some("a test's client"));
+        assert_eq!(world.node.end.client().as_deref(), Some("a test's client"));
         drop(client);
         world.settle();
-        assert_eq!(world.node.client(), None);
+        assert_eq!(world.node.end.client(), None);
     }
 
     #[test]
@@ -314,7 +314,7 @@ mod tests {
             while world.turn() > 0 || world.node.arm() == Armed::Busy {}
             assert_eq!(client.flags(true) & 1, 0, "whoever sleeps has to be woken");
             assert!(client.send(&frame_to(OTHER, PORT, round, 60)));
-            assert!(readable(&world.node.fd(), Duration::from_secs(10)), "and is");
+            assert!(readable(&world.node.source().unwrap(), Duration::from_secs(10)), "and is");
             world.settle();
             assert_eq!(client.flags(true) & 1, 1);
             assert_eq!(world.at_other(OTHER).len(), 2);

@@ -19,8 +19,8 @@ mod tests {
     use std::sync::mpsc::{Receiver, channel};
     use std::time::{Duration, Instant};
 
-    use tasuki_net::memif::Dropped;
-    use tasuki_net::memif::refusal::Refusal;
+    use tasuki_net::endpoint::Dropped;
+    use tasuki_net::endpoint::memif::refusal::Refusal;
     use tasuki_net::port::Armed;
     use tasuki_net::vni::Vni;
 
@@ -137,7 +137,7 @@ mod tests {
                     node.rest(Duration::from_millis(20));
                 }
                 node.tick(Instant::now());
-                self.connected.store(node.client().is_some(), Ordering::Relaxed);
+                self.connected.store(node.end.client().is_some(), Ordering::Relaxed);
             }
         }
     }
@@ -251,7 +251,7 @@ mod tests {
         let mut other = world.net.take(OTHER.into());
         let serve = |world: &mut World, driver: &Driver| {
             driver.drive(&mut world.node, || driver.is_over());
-            (world.node.given, world.node.taken, world.node.dropped, world.node.clients)
+            (world.node.given, world.node.taken, world.node.dropped, world.node.end.clients)
         };
         let (given, taken, dropped, clients) = beside(&mut world, serve, |driver, folder, path| {
             // It connects, leaves and connects again, with buffers and rings of another size.
@@ -310,7 +310,7 @@ mod tests {
         let mut world = World::new(1);
         let serve = |world: &mut World, driver: &Driver| {
             driver.drive(&mut world.node, || driver.is_over());
-            world.node.clients
+            world.node.end.clients
         };
         let clients = beside(&mut world, serve, |_, folder, path| {
             let mut testpmd = Testpmd::start(folder, path, "another", "");

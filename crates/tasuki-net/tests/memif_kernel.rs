@@ -20,20 +20,20 @@ mod tests {
     use std::io::{Read, Write};
     use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
     use std::os::fd::OwnedFd;
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::time::{Duration, Instant};
 
     use rustix::event::{PollFd, PollFlags, Timespec};
+    use tasuki_net::endpoint::Bridge;
+    use tasuki_net::endpoint::tap::Tap;
     use tasuki_net::port::Armed;
     use tasuki_net::switch::Switch;
-    use tasuki_net::tap::TapNode;
     use tasuki_shm::line::Claims;
     use tasuki_shm::vni::directory::Lookup;
     use tasuki_tap::device::Before;
 
     use crate::memif::client::{Client, Shape};
-    use crate::memif::port::{Lines, Node, OTHER, PORT, SECRET, World, mac};
+    use crate::memif::port::{Node, OTHER, PORT, SECRET, World, mac};
     use crate::place::capture::{Capture, Sum, is_program};
     use crate::place::{Place, StopAtEnd, pattern};
 
@@ -56,7 +56,7 @@ mod tests {
         }
     }
 
-    fn drive_tap(mut node: TapNode<Lines>, stop: &AtomicBool) -> u64 {
+    fn drive_tap(mut node: Bridge<Tap>, stop: &AtomicBool) -> u64 {
         while !stop.load(Ordering::Relaxed) {
             if node.turn() == 0 && node.arm() == Armed::Idle {
                 node.rest(NAP);
@@ -136,8 +136,8 @@ mod tests {
         let mut world = World::new(1);
         let left = plug(&places[0], OTHER, "1", Before::Offload);
         let right = plug(&places[1], PORT, "2", Before::Nothing);
-        let switch = Switch::new(OTHER, Lookup::new(Claims::of(Arc::clone(&world.lines))));
-        let tap_node = TapNode::new(left, world.net.take(OTHER.into()), switch);
+        let switch = Switch::new(OTHER, Lookup::new(Claims::of(world.lines.clone())));
+        let tap_node = Bridge::new(Box::new(Tap::new(left)), world.net.take(OTHER.into()), switch);
         let path = world.path();
         let mut client = Client::connect(&path, Shape { log2: 10, buffer: 2048 }, SECRET, || {
             world.turn();

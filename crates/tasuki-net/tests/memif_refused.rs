@@ -17,8 +17,8 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use rustix::fs::{MemfdFlags, SealFlags};
-    use tasuki_net::memif::client::HANDSHAKE;
-    use tasuki_net::memif::control::Terms;
+    use tasuki_net::endpoint::memif::client::HANDSHAKE;
+    use tasuki_net::endpoint::memif::control::Terms;
     use tasuki_net::port::Armed;
 
     use crate::memif::client::{
@@ -46,9 +46,9 @@ mod tests {
             channel.send(message, with);
             world.turn();
         }
-        let reason = channel.reason().unwrap_or_else(|| panic!("it was not sent away: {:?}", world.node.clients));
+        let reason = channel.reason().unwrap_or_else(|| panic!("it was not sent away: {:?}", world.node.end.clients));
         world.turn();
-        assert_eq!(world.node.clients.why.map(|why| why.to_string()).as_deref(), Some(reason.as_str()), "whole");
+        assert_eq!(world.node.end.clients.why.map(|why| why.to_string()).as_deref(), Some(reason.as_str()), "whole");
         // The next client finds the server as it was.
         let next = Channel::connect(&world.path());
         world.turn();
@@ -198,7 +198,7 @@ mod tests {
         });
         // A client that has finished the handshake does not count as late.
         world.node.tick(Instant::now() + HANDSHAKE);
-        assert_eq!(world.node.clients.attached, 1);
+        assert_eq!(world.node.end.clients.attached, 1);
     }
 
     /// Lets a connected client do something; returns the reason for which the server sends it away.
@@ -216,7 +216,7 @@ mod tests {
         assert!(world.send(OTHER, &frame_to(PORT, OTHER, 1, 3000)));
         world.settle();
         let reason = client.channel.reason().expect("it is sent away");
-        assert_eq!(world.node.client(), None);
+        assert_eq!(world.node.end.client(), None);
         // Except for the flags of the ring that the server reads.
         assert!(client.read(6, memory.len() - 6) == memory[6..], "something was written for it");
         // The next client is served, and frames sent before have arrived.
@@ -328,7 +328,7 @@ mod tests {
         assert!(client.channel.reason().is_some());
         assert!(client.send(&frame_to(OTHER, PORT, 1, 60)), "it goes on as if nothing had been");
         while world.turn() > 0 || world.node.arm() == Armed::Busy {}
-        assert!(!readable(&world.node.fd(), Duration::ZERO), "its bell is not ours any more");
+        assert!(!readable(&world.node.source().unwrap(), Duration::ZERO), "its bell is not ours any more");
     }
 
     /// Lets a client lie while its worker is replaced; returns the reason for which it is sent away, if it is.
@@ -347,7 +347,7 @@ mod tests {
         world.succeed(false);
         world.settle();
         let reason = client.channel.reason();
-        assert_eq!(reason.is_some(), world.node.client().is_none());
+        assert_eq!(reason.is_some(), world.node.end.client().is_none());
         assert_eq!(reason.is_some(), client.channel.is_closed(), "for whoever else has it, too");
         // Other nodes notice nothing, and the next client is served.
         let other = world.net.node(OTHER.into());
@@ -404,7 +404,7 @@ mod tests {
             }));
             world.turn();
         }
-        assert_eq!((world.node.clients.left, world.node.clients.attached), (10, 0));
+        assert_eq!((world.node.end.clients.left, world.node.end.clients.attached), (10, 0));
         let channel = Channel::connect(&path);
         let until = Instant::now() + Duration::from_secs(10);
         while channel.hear().is_none_or(|(kind, _)| kind == CONNECTED) {

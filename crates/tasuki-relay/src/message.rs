@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::wire;
 
 /// Version of the messages. It grows when one of them changes its meaning.
-pub const PROTOCOL_VERSION: u32 = 3;
+pub const PROTOCOL_VERSION: u32 = 4;
 
 /// Maximum length of a message, in bytes.
 pub const MESSAGE_MAX: usize = 64 * 1024;
@@ -63,9 +63,9 @@ pub enum Work {
     /// Passes frames between its NIC and a TAP, so that the programs of a network namespace have the NIC. The TAP's
     /// descriptor comes with [`ToWorker::Begin`].
     Tap,
-    /// Serves memif to a program, and so connects it to the node's VNI. The listening socket comes with
+    /// Passes frames between the node's VNI and its [`Endpoint`]. The endpoint's descriptor comes with
     /// [`ToWorker::Begin`].
-    Memif,
+    Bridge,
     /// Joins its NIC and the node's VNI: the VNI reaches the network behind the NIC, and the other way.
     Uplink,
     /// Sends numbered frames.
@@ -115,57 +115,33 @@ pub struct Begin {
     /// Whether a program of the user's own may start threads.
     #[serde(default)]
     pub threads: bool,
-    /// For [`Work::Tap`] and [`Work::Memif`]: the daemon's name for the TAP or the socket.
+    /// For [`Work::Tap`] and [`Work::Bridge`]: where the node's programs send and receive.
     #[serde(default)]
-    pub tap: Option<String>,
-    /// For [`Work::Memif`]: terms for its client.
-    #[serde(default)]
-    pub memif: Option<Memif>,
+    pub endpoint: Option<Endpoint>,
 }
 
-/// Terms that a memif client must know to be let in.
+/// Where a node's programs send and receive, as the daemon made it for the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Memif {
-    /// Interface number by which the client asks for the port.
-    pub id: u32,
-    /// Secret of at most 23 bytes; empty if the client needs none.
-    pub secret: String,
-    /// Whether the daemon understands [`ToDaemon::Client`].
-    #[serde(default)]
-    pub keeps: bool,
+pub struct Endpoint {
+    /// Its kind, by which a worker finds the code for it.
+    pub kind: String,
+    /// Name by which users know it.
+    pub label: String,
+    /// What the code must know besides; only that kind's code reads it.
+    pub text: String,
 }
 
-/// Maximum number of regions of a memif client.
-pub const REGIONS_MAX: usize = 16;
+/// Maximum number of descriptors beside a [`Client`].
+pub const CLIENT_FDS_MAX: usize = 24;
 
-/// A connected memif client, for the next driver of the node's end of a VNI. Beside it: its socket, the eventfd that
-/// the client rings, the eventfd that rings the client, and its regions.
+/// A program that is connected to a node's endpoint and must not notice when a worker is replaced, for the next driver
+/// of the node's end of a VNI. Beside it: its descriptors, its socket first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Client {
-    /// Name that the client gave itself.
+    /// Name that the program gave itself.
     pub name: String,
-    /// Length in bytes of each region, at most [`REGIONS_MAX`] of them.
-    pub regions: Vec<u64>,
-    /// The ring in which the client sends.
-    pub to_server: ClientRing,
-    /// The ring in which the client receives.
-    pub to_client: ClientRing,
-}
-
-impl Client {
-    /// Number of descriptors beside a client that are not regions: the socket, and two eventfds.
-    pub const OTHERS: usize = 3;
-}
-
-/// Place of a ring of a memif client.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ClientRing {
-    /// Region of the ring.
-    pub region: u16,
-    /// Offset of the ring in its region, in bytes.
-    pub offset: u32,
-    /// Number of descriptors, as a power of two.
-    pub log2_size: u8,
+    /// What its endpoint must know besides; only the code of that kind of endpoint reads it.
+    pub text: String,
 }
 
 /// A NIC in the form in which a worker can take it: text that only workers read, and descriptors.
@@ -236,8 +212,8 @@ pub enum Inflight {
 pub enum ToWorker {
     /// The worker's description. Beside it: the worker's heartbeat (see
     /// [`heartbeat`](mod@crate::message::heartbeat)), the node's program state (memory for state that its work must
-    /// keep), and a listening socket to which a later daemon connects. For [`Work::Tap`] and [`Work::Memif`] the
-    /// TAP's descriptor or memif's listening socket comes last.
+    /// keep), and a listening socket to which a later daemon connects. For [`Work::Tap`] and
+    /// [`Work::Bridge`] the endpoint's descriptor comes last.
     Begin(Begin),
     /// A NIC that the worker may be ordered to prepare. Beside it: the NIC's lease page (see [`lease_page`]), and
     /// the device bundle's descriptors.
@@ -284,14 +260,14 @@ pub enum ToWorker {
         /// Numbers of the nodes on the VNI.
         nodes: Vec<u16>,
     },
-    /// The memif client that the end's driver serves, or has served. Beside it: the descriptors of [`Client`].
+    /// The client that the end's driver serves, or has served. Beside it: the descriptors of [`Client`].
     Client {
         /// Number of the end, as of a NIC.
         nic: u32,
-        /// The client's name, regions and rings.
+        /// The client's name, and what its endpoint must know.
         client: Client,
     },
-    /// The memif client has gone.
+    /// The client has gone.
     NoClient {
         /// Number of the end, as of a NIC.
         nic: u32,
@@ -327,11 +303,7 @@ pub enum ToWorker {
     },
     /// A request to say who you are, from a daemon that has just started: the answer is the node's
     /// [`ToDaemon::Client`] if it has one, and [`ToDaemon::Mine`].
-    Again {
-        /// Whether the daemon understands [`ToDaemon::Client`].
-        #[serde(default)]
-        keeps: bool,
-    },
+    Again,
     /// A request for the counts.
     Counts,
     /// An order to park all driven NICs, and to end.
@@ -377,15 +349,15 @@ pub enum ToDaemon {
         /// The counts, in the driver's order.
         counts: Vec<(String, u64)>,
     },
-    /// A memif client is connected at an end that this worker drives or, in answer to [`ToWorker::Again`], may have
-    /// to drive. Beside it: the descriptors of [`Client`]. Sent only to a daemon that understands it.
+    /// A client is connected at an end that this worker drives or, in answer to [`ToWorker::Again`], may have to
+    /// drive. Beside it: the descriptors of [`Client`].
     Client {
         /// Number of the end, as of a NIC.
         nic: u32,
-        /// The client's name, regions and rings.
+        /// The client's name, and what its endpoint must know.
         client: Client,
     },
-    /// The memif client has gone.
+    /// The client has gone.
     NoClient {
         /// Number of the end, as of a NIC.
         nic: u32,

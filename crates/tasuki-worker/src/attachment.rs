@@ -4,10 +4,8 @@ mod apart;
 pub mod captured;
 mod driving;
 
-use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
-use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -27,11 +25,11 @@ use tasuki_shm::arena::Arena;
 use crate::bundle::{self, Opened, Refused, Text};
 use crate::channel::DaemonChannel;
 use crate::cpus::Cpus;
+use crate::endpoint::Endpoint;
 use crate::handler::{FrameHandler, HandlerContext};
 use crate::lease_page::{Heartbeat, LeasePage, ProgramState};
-use crate::memif::Memif;
 use crate::tap::Tap;
-use crate::vni::Joint;
+use crate::uplink::Uplink;
 use crate::{fail, store};
 
 /// Time for which a called taker stays awake for the order to take.
@@ -59,14 +57,14 @@ pub struct Common {
     pub program_state: ProgramState,
     /// Number of this worker as a party to leases.
     pub party: Party,
-    /// TAP of the node, if it has one.
+    /// TAP that stands for the node's NIC, if it has one.
     pub tap: Option<&'static Tap>,
-    /// Socket to which memif clients connect, if the node serves memif.
-    pub memif: Option<Memif>,
+    /// Endpoint of a node on a VNI, if it has one.
+    pub endpoint: Option<Endpoint>,
     /// Whether the node is an uplink.
     pub joins: bool,
     /// The uplink's end of a VNI, while this worker drives that end.
-    pub joint: Option<Rc<RefCell<Joint>>>,
+    pub uplink: Option<Box<Uplink>>,
     /// CPUs on which the worker runs.
     pub cpus: Cpus,
     /// Whether the worker drives exactly one NIC. When it passes the lease on that NIC, it has no more work on the
@@ -85,13 +83,13 @@ impl Common {
 
     /// Returns the context in which a handler works on frames of NIC `nic`, which lie in `arena`.
     #[inline]
-    pub fn context<'a>(&'a self, arena: &'a Arena, nic: u32) -> HandlerContext<'a> {
+    pub fn context<'a>(&'a mut self, arena: &'a Arena, nic: u32) -> HandlerContext<'a> {
         HandlerContext {
             arena,
             heartbeat: &self.heartbeat,
             program_state: &self.program_state,
             nic,
-            joint: self.joint.as_deref(),
+            uplink: self.uplink.as_deref_mut(),
         }
     }
 }
@@ -296,14 +294,14 @@ where
     }
 
     /// Sends the NIC's counts to the daemon, if this worker drives the NIC.
-    pub fn tell_counts(&mut self, channel: &mut DaemonChannel) {
+    pub fn tell_counts(&mut self, common: &mut Common) {
         let Card::Driven(nic) = &mut self.card else { return };
         let mut counts: Vec<_> = nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
         // Slots of the arena that the card has. If this count keeps growing, slots are lost for good.
         let slots = self.arena.as_ref().map(Arena::census);
         counts.extend(slots.map(|slots| ("slots_with_card".to_owned(), slots.peer.into())));
         counts.extend(self.handler.counts());
-        channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
+        common.channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
     /// Passes an input to the relay's tables and carries out the actions they name, until no input is left.
@@ -446,7 +444,7 @@ where
 
     /// Ends the burst. Frames that the card does not take in time stay pending, and the successor receives them as
     /// we received them. A stored driver state speaks of no pending frames, so there none may be left.
-    fn stop(&mut self, common: &Common) -> Input {
+    fn stop(&mut self, common: &mut Common) -> Input {
         if let Some(plan) = &self.plan {
             match apart::planned(plan) {
                 Some(how) => return self.halt(common, how),
@@ -458,7 +456,7 @@ where
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else {
             return Input::Stuck(Reason::CardGone);
         };
-        let context = common.context(arena, self.given.number);
+        let mut context = common.context(arena, self.given.number);
         if self.gone {
             return Input::Stuck(Reason::CardGone);
         }
@@ -467,7 +465,7 @@ where
         let patience = if stores || is_own { EMPTY_HANDS } else { LAST_BURST };
         let end = Instant::now() + patience;
         while !self.burst.is_empty() {
-            match self.handler.send(nic, &context, &mut self.burst) {
+            match self.handler.send(nic, &mut context, &mut self.burst) {
                 Err(_) => return Input::Stuck(Reason::CardGone),
                 Ok(0) if Instant::now() > end && stores => {
                     let limit_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
@@ -475,7 +473,7 @@ where
                 }
                 Ok(0) if Instant::now() > end && is_own => {
                     // The link is down, or the partner pauses for good. No successor finds these frames.
-                    common.heartbeat.add(heartbeat::REFUSED, self.burst.len() as u64);
+                    context.heartbeat.add(heartbeat::REFUSED, self.burst.len() as u64);
                     self.burst.clear();
                 }
                 Ok(0) if Instant::now() > end => break,
@@ -635,7 +633,7 @@ where
     /// Looks at the rings once, even if no bell has rung, and reports that this worker drives.
     fn look_once(&mut self, common: &mut Common) {
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return };
-        let looked = self.handler.look(nic, &common.context(arena, self.given.number), &mut self.burst);
+        let looked = self.handler.look(nic, &mut common.context(arena, self.given.number), &mut self.burst);
         self.given.lease_page.driving(common.cpus.cpu());
         fail::point("take.looked");
         // Replies to frames that waited do not wait for the remaining work.
@@ -652,13 +650,13 @@ where
     }
 
     /// Sends the pending frames. Returns the number of frames sent.
-    fn send(&mut self, common: &Common) -> Result<usize, NicError> {
+    fn send(&mut self, common: &mut Common) -> Result<usize, NicError> {
         if self.burst.is_empty() {
             return Ok(0);
         }
         self.remember(&common.program_state);
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return Ok(0) };
-        self.handler.send(nic, &common.context(arena, self.given.number), &mut self.burst)
+        self.handler.send(nic, &mut common.context(arena, self.given.number), &mut self.burst)
     }
 
     fn say(&mut self, common: &mut Common, report: Report) {

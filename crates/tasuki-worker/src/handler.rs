@@ -1,7 +1,6 @@
 //! The interface between an attachment and its frame handler, for a NIC or an end of a VNI. A handler is a work of
 //! the stock worker or a program of the user's own.
 
-use std::cell::RefCell;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
@@ -13,10 +12,10 @@ use tasuki_shm::arena::Arena;
 use crate::bundle::Refused;
 use crate::lease_page::{Heartbeat, ProgramState};
 use crate::tap::Tap;
-use crate::vni::Joint;
+use crate::uplink::Uplink;
 
 /// Context of a handler while it works on frames of a NIC.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub struct HandlerContext<'a> {
     /// Arena in which the frames lie.
     pub arena: &'a Arena,
@@ -27,7 +26,7 @@ pub struct HandlerContext<'a> {
     /// Number of the NIC.
     pub nic: u32,
     /// The node's end of a VNI, if the node is an uplink and this worker drives its end.
-    pub joint: Option<&'a RefCell<Joint>>,
+    pub uplink: Option<&'a mut Uplink>,
 }
 
 /// Maximum number of frames in a taker's first look. Frames that waited are answered sooner this way, and the rest
@@ -75,7 +74,7 @@ pub trait FrameHandler: Sized {
     fn turn<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault>;
 
@@ -83,7 +82,7 @@ pub trait FrameHandler: Sized {
     fn finish<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault>;
 
@@ -92,7 +91,7 @@ pub trait FrameHandler: Sized {
     fn look<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<(), N::Fault>;
 
@@ -100,7 +99,7 @@ pub trait FrameHandler: Sized {
     fn send<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault>;
 
@@ -119,8 +118,8 @@ pub trait FrameHandler: Sized {
     }
 
     /// Returns whether the handler can work now. A handler that joins a NIC and an end cannot work without the other
-    /// of the two, and then does not look for frames.
-    fn can_work(&self, _: &HandlerContext<'_>) -> bool {
+    /// of the two, and then does not look for frames. `has_end` says whether this worker drives an uplink's end.
+    fn can_work(&self, _has_end: bool) -> bool {
         true
     }
 

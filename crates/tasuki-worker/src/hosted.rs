@@ -82,7 +82,7 @@ impl<P: Program> Hosted<P> {
 
     /// Handles the received frames; sends none yet.
     #[inline]
-    fn handle<N: Transactional>(&mut self, nic: &mut N, context: &HandlerContext<'_>, burst: &mut Burst) {
+    fn handle<N: Transactional>(&mut self, nic: &mut N, context: &mut HandlerContext<'_>, burst: &mut Burst) {
         let mut turn = Turn::new(nic, context.arena, burst, &mut self.kept);
         (self.before, self.noted) = (self.state, None);
         self.program.turn(&mut self.state, &mut turn);
@@ -95,7 +95,7 @@ impl<P: Program> Hosted<P> {
     fn receive<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
         most: usize,
     ) -> Result<usize, N::Fault> {
@@ -111,7 +111,7 @@ impl<P: Program> Hosted<P> {
     fn work<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
         is_due: impl FnOnce(&Self) -> bool,
     ) -> Result<usize, N::Fault> {
@@ -190,7 +190,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
     fn turn<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
         self.work(nic, context, burst, |ours| ours.rest().is_some_and(|rest| rest.is_zero()))
@@ -199,7 +199,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
     fn finish<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
         self.work(nic, context, burst, |_| false)
@@ -208,7 +208,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
     fn look<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<(), N::Fault> {
         if burst.is_empty() && self.receive(nic, context, burst, FIRST_LOOK)? > 0 {
@@ -221,7 +221,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
     fn send<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
         if !nic.takes(burst) {

@@ -23,9 +23,9 @@ use crate::channel::{DaemonChannel, Heard};
 use crate::confine::Keeps;
 use crate::cpus::Cpus;
 use crate::device::Driver;
+use crate::endpoint::Endpoint;
 use crate::handler::FrameHandler;
 use crate::lease_page::{Heartbeat, LeasePage, ProgramState};
-use crate::memif::Memif;
 use crate::tap::Tap;
 use crate::vni::VniAttachment;
 use crate::{bundle, confine, sentence, store, warm};
@@ -102,9 +102,9 @@ pub fn run<D: FrameHandler>() -> Result<()> {
         begin.protocol_version
     );
     // Report the error to the daemon too: the user who asked for this program does not see its standard error.
-    let outlet = take_outlet(&begin, &mut fds)?;
-    let told = D::told(&begin, outlet.0).inspect_err(|error| channel.tell(None, sentence(error)))?;
-    let mut node = Node::<D>::begin(channel, &begin, (told, outlet), fds)?;
+    let way = take_endpoint(&begin, &mut fds)?;
+    let told = D::told(&begin, way.0).inspect_err(|error| channel.tell(None, sentence(error)))?;
+    let mut node = Node::<D>::begin(channel, &begin, (told, way), fds)?;
     // Without the exit mark, the daemon learns of our end by our pidfd, a little later.
     let marked = node.common.heartbeat.mark_life().err();
     // Timed waits are for events tens of microseconds away. If the kernel refuses the shorter timer slack, they take
@@ -120,31 +120,35 @@ pub fn run<D: FrameHandler>() -> Result<()> {
     node.serve()
 }
 
-/// The way to the node's programs: a TAP, or a socket to which memif clients connect.
-type Outlet = (Option<&'static Tap>, Option<Memif>);
+/// The way to the node's programs: a TAP that stands for the node's NIC, or the endpoint of a node on a VNI.
+type Way = (Option<&'static Tap>, Option<Endpoint>);
 
-/// Takes the last descriptor of the first message if the node has a TAP or serves memif. The worker keeps it to its
-/// end, whatever becomes of the node's NICs.
-fn take_outlet(begin: &Begin, fds: &mut Vec<OwnedFd>) -> Result<Outlet> {
+/// Takes the last descriptor of the first message if the node has an endpoint. The worker keeps it to its end, whatever
+/// becomes of the node's NICs.
+fn take_endpoint(begin: &Begin, fds: &mut Vec<OwnedFd>) -> Result<Way> {
+    let Some(description) = &begin.endpoint else {
+        let needs_one = matches!(begin.work, message::Work::Tap | message::Work::Bridge);
+        ensure!(!needs_one, "the daemon does not say what the node's endpoint is; rebuild the older of the two");
+        return Ok((None, None));
+    };
     let count = fds.len();
-    let has_one = matches!(begin.work, message::Work::Tap | message::Work::Memif);
     ensure!(
-        count == 4 || !has_one,
+        count == 4,
         "the daemon sent {count} descriptors with its first message, and 4 belong to it; rebuild the older of the two"
     );
-    let Some(fd) = has_one.then(|| fds.pop()).flatten() else { return Ok((None, None)) };
-    if begin.work == message::Work::Memif {
-        return Ok((None, Some(Memif::over(fd, begin)?)));
+    let fd = fds.pop().context("they were counted")?;
+    if begin.work == message::Work::Tap {
+        let tap = Tap::over(fd, description.label.clone())?;
+        return Ok((Some(&*Box::leak(Box::new(tap))), None));
     }
-    let tap = Tap::over(fd, begin.tap.clone().unwrap_or_default())?;
-    Ok((Some(&*Box::leak(Box::new(tap))), None))
+    Ok((None, Some(Endpoint::new(description.clone(), begin.node.clone(), fd))))
 }
 
 impl<D: FrameHandler> Node<D> {
     fn begin(
         mut channel: DaemonChannel,
         begin: &Begin,
-        (told, (tap, memif)): (D::Told, Outlet),
+        (told, (tap, endpoint)): (D::Told, Way),
         fds: Vec<OwnedFd>,
     ) -> Result<Self> {
         let count = fds.len();
@@ -163,14 +167,14 @@ impl<D: FrameHandler> Node<D> {
             program_state: ProgramState::over(program_state).context("the node's program state")?,
             party: Party(party),
             tap,
-            memif,
+            endpoint,
             joins: begin.work == message::Work::Uplink,
-            joint: None,
+            uplink: None,
             cpus: Cpus::new(begin.cpu, &begin.aside, begin.nice)?,
             drives_one: false,
         };
         let name = begin.node.clone();
-        let asks_kernel = matches!(begin.work, message::Work::Tap);
+        let asks_kernel = matches!(begin.work, message::Work::Tap | message::Work::Bridge);
         let idle_looks = if asks_kernel { IDLE_LOOKS_OF_KERNEL } else { IDLE_LOOKS };
         let (attachments, poll) = (Vec::new(), begin.poll);
         Ok(Node { name, common, told, attachments, poll, idle_looks, read: 0, over: false })
@@ -251,7 +255,7 @@ impl<D: FrameHandler> Node<D> {
                     self.quiesce();
                     return Ok(());
                 }
-                rest = [rest, attachment.rest()].into_iter().flatten().min();
+                rest = [rest, attachment.rest(&mut self.common)].into_iter().flatten().min();
                 is_ready |= attachment.is_ready();
             });
         }
@@ -259,16 +263,16 @@ impl<D: FrameHandler> Node<D> {
             return Ok(());
         }
         let out = if self.common.channel.is_behind() { PollFlags::OUT } else { PollFlags::empty() };
-        let bells = self.attachments.iter().filter_map(|attachment| each!(attachment, attachment => attachment.bell()));
         let daemon = self.common.channel.fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN | out));
-        let bells = bells.map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN));
+        let fds = self
+            .attachments
+            .iter()
+            .flat_map(|attachment| each!(attachment, attachment => attachment.fds(&self.common)));
+        let fds = fds.flatten().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         // The kernel reports a hang-up without being asked for it.
         let lines = self.attachments.iter().filter_map(|attachment| each!(attachment, attachment => attachment.line()));
         let lines = lines.map(|line| PollFd::from_borrowed_fd(line, PollFlags::empty()));
-        // Only the driver reads the frames that the namespace sends.
-        let taps = self.attachments.iter().filter_map(|attachment| each!(attachment, attachment => attachment.tap()));
-        let taps = taps.map(|tap| PollFd::from_borrowed_fd(tap, PollFlags::IN));
-        let mut poll: Vec<_> = daemon.into_iter().chain(bells).chain(lines).chain(taps).collect();
+        let mut poll: Vec<_> = daemon.into_iter().chain(fds).chain(lines).collect();
         let rest = rest.map(|rest| Timespec::try_from(rest).expect("less than a second"));
         if is_ready {
             self.common.cpus.hurry();
@@ -288,7 +292,9 @@ impl<D: FrameHandler> Node<D> {
 
     /// Ends the sleep of all attachments.
     fn quiesce(&mut self) {
-        self.attachments.iter_mut().for_each(|attachment| each!(attachment, attachment => attachment.quiesce()));
+        self.attachments
+            .iter_mut()
+            .for_each(|attachment| each!(attachment, attachment => attachment.quiesce(&mut self.common)));
     }
 
     /// Handles all messages that have arrived. If `round` is set, also checks what need not be checked once a burst.
@@ -365,15 +371,16 @@ impl<D: FrameHandler> Node<D> {
                 self.of(nic, |attachment| each!(attachment, attachment => attachment.stored(fds.into_iter().next())))
             }
             ToWorker::Neighbour { nic, number, addresses } => {
-                self.of_vni(nic, |attachment| attachment.meet(number, &addresses, fds))
+                self.of_vni(nic, |attachment, common| attachment.meet(common, number, &addresses, fds))
             }
-            ToWorker::NoNeighbour { nic, number } => self.of_vni(nic, |attachment| {
-                attachment.part(number);
+            ToWorker::NoNeighbour { nic, number } => self.of_vni(nic, |attachment, common| {
+                attachment.part(common, number);
                 Ok(())
             }),
-            ToWorker::Directory { nic, nodes } => self.of_vni(nic, |attachment| {
-                attachment.keep_only(&nodes);
+            ToWorker::Directory { nic, nodes } => self.of_vni(nic, |attachment, common| {
+                attachment.keep_only(common, &nodes);
                 attachment.look_up_in(
+                    common,
                     fds.into_iter().next().context("no directory came; rebuild the older of daemon and worker")?,
                 )
             }),
@@ -385,21 +392,20 @@ impl<D: FrameHandler> Node<D> {
             // A NIC that was left already has no captures left to end.
             ToWorker::NoCapture { nic, capture } => {
                 if let Some(index) = self.index(nic) {
-                    each!(&mut self.attachments[index], attachment => attachment.end_capture(capture));
+                    each!(&mut self.attachments[index], attachment => attachment.end_capture(&mut self.common, capture));
                 }
             }
-            ToWorker::Client { nic, client } => self.of_vni(nic, |attachment| attachment.hear_of_client(client, fds)),
-            ToWorker::NoClient { nic, socket } => self.of_vni(nic, |attachment| {
+            ToWorker::Client { nic, client } => {
+                self.of_vni(nic, |attachment, common| attachment.hear_of_client(common, client, fds))
+            }
+            ToWorker::NoClient { nic, socket } => self.of_vni(nic, |attachment, _| {
                 attachment.forget_client(socket);
                 Ok(())
             }),
-            ToWorker::Again { keeps } => {
-                self.common.memif.iter_mut().for_each(|memif| memif.keeps = keeps);
-                self.again();
-            }
+            ToWorker::Again => self.again(),
             ToWorker::Counts => {
                 for attachment in &mut self.attachments {
-                    each!(attachment, attachment => attachment.tell_counts(&mut self.common.channel));
+                    each!(attachment, attachment => attachment.tell_counts(&mut self.common));
                 }
             }
             ToWorker::End => {
@@ -433,15 +439,15 @@ impl<D: FrameHandler> Node<D> {
             .with_context(|| format!("NIC {nic} is to be captured, of which this worker has nothing"))?;
         let terms = Terms { number, socket, missed, interface, snap };
         let capture = Capture::begin(terms).context("a capture cannot begin")?;
-        each!(&mut self.attachments[index], attachment => attachment.capture(capture));
+        each!(&mut self.attachments[index], attachment => attachment.capture(&mut self.common, capture));
         Ok(())
     }
 
     /// Handles a message about the node's end of a VNI.
-    fn of_vni(&mut self, nic: u32, then: impl FnOnce(&mut VniAttachment<D>) -> Result<()>) {
+    fn of_vni(&mut self, nic: u32, then: impl FnOnce(&mut VniAttachment<D>, &mut Common) -> Result<()>) {
         let attachment = self.index(nic).map(|index| &mut self.attachments[index]);
         let done = match attachment {
-            Some(AnyAttachment::Vni(attachment)) => then(attachment),
+            Some(AnyAttachment::Vni(attachment)) => then(attachment, &mut self.common),
             _ => Err(anyhow::anyhow!("a message came about end {nic} of a VNI, of which this worker has nothing")),
         };
         if let Err(error) = done {
@@ -495,7 +501,7 @@ impl<D: FrameHandler> Node<D> {
     fn again(&mut self) {
         for attachment in &mut self.attachments {
             // The captures came through the former daemon.
-            each!(attachment, attachment => attachment.end_captures());
+            each!(attachment, attachment => attachment.end_captures(&mut self.common));
             each!(attachment, attachment => if attachment.is_apart() {
                 attachment.hear(&mut self.common, Input::Order(Order::Leave));
             });

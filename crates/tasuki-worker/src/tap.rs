@@ -33,8 +33,6 @@ pub struct Tap {
     is_gone: Cell<bool>,
     /// Whether that was reported.
     is_told: Cell<bool>,
-    /// Advice to the user for that case.
-    help: Cell<&'static str>,
 }
 
 impl Tap {
@@ -44,12 +42,7 @@ impl Tap {
         let is_device = FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice;
         ensure!(is_device, "what the daemon sent as the node's TAP is none; rebuild the older of the two");
         rustix::io::ioctl_fionbio(&device, true).context("the node's TAP cannot be used")?;
-        Ok(Tap { device, name, is_gone: Cell::new(false), is_told: Cell::new(false), help: Cell::new(ALL_ANEW) })
-    }
-
-    /// Returns another descriptor of the TAP.
-    pub fn fd(&self) -> std::io::Result<OwnedFd> {
-        self.device.try_clone()
+        Ok(Tap { device, name, is_gone: Cell::new(false), is_told: Cell::new(false) })
     }
 
     /// Returns the descriptor that becomes readable when the namespace sends. Returns nothing if the interface is
@@ -65,15 +58,9 @@ impl Tap {
             format!(
                 "the interface of the node's TAP {} is gone, with its network namespace or by somebody's hand: what comes is dropped; {}",
                 self.name,
-                self.help.get()
+                ALL_ANEW
             )
         })
-    }
-
-    /// Notes that the interface is gone, and the advice to give.
-    pub fn lose(&self, help: &'static str) {
-        self.is_gone.set(true);
-        self.help.set(help);
     }
 
     fn note(&self, errno: Errno) {

@@ -1,7 +1,7 @@
 //! A node's end of a VNI. The lease on an end changes hands by the relay's tables, as the lease on a NIC does.
 //!
-//! The driver of an end passes frames between the VNI and the node's network namespace, or between the VNI and a
-//! memif client. Or the node's program is the driver itself.
+//! The driver of an end passes frames between the VNI and the node's endpoint: a network namespace, or a memif client.
+//! Or the node's program is the driver itself.
 //!
 //! There is no driver state. A driver's progress is in the node memory, and it is written there before any other
 //! node can rely on it. So a successor reads the same state whether its predecessor passed the lease or died.
@@ -16,22 +16,19 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tasuki_net::capture::{Capture, Captures};
-use tasuki_net::memif::MemifNode;
-use tasuki_net::memif::client::Inherited;
-use tasuki_net::memif::refusal::Refusal;
+use tasuki_net::endpoint::{Bridge, Dismissal, Endpoint};
 use tasuki_net::nic::Mac;
 use tasuki_net::own::Own;
 use tasuki_net::port::{Armed, Transactional};
 use tasuki_net::switch::Switch;
-use tasuki_net::tap::TapNode;
 use tasuki_net::vni::port::{Frames, VniPort};
 use tasuki_net::vni::{PeerDescriptor, Vni};
 use tasuki_relay::message::{ToDaemon, heartbeat, vni};
 use tasuki_relay::wire::{Order, Plan, Position, Reason};
 use tasuki_relay::worker::{Do, Input, Side, Worker};
 use tasuki_relay::{After, Tenure, taker};
-use tasuki_shm::line::{LINE_LEN, Line};
-use tasuki_shm::region::{PeerRegion, RegionError, Span};
+use tasuki_shm::line::LINE_LEN;
+use tasuki_shm::region::{PeerRegion, RegionError};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::Lookup;
 use tasuki_shm::vni::node_memory::NodeMemoryFds;
@@ -39,20 +36,16 @@ use tasuki_shm::wake::Clapper;
 
 use crate::attachment::{Common, Given, captured};
 use crate::bundle::Refused;
-use crate::channel::DaemonChannel;
 use crate::fail;
 use crate::handler::FrameHandler;
-pub use end::Joint;
-use end::{End, Native, Uplink};
+use crate::uplink::Uplink;
+use end::{End, Native, OnVni, Sleeper};
 
 /// Interval between two runs of the periodic work ([`VniAttachment::tick`]).
 const TICK: Duration = Duration::from_millis(250);
 
 /// Number of turns after which `turn` reads the clock to see whether periodic work is due.
 const TURNS: u32 = 256;
-
-/// Advice to the user when the interface in the namespace is gone.
-const ADD_ANEW: &str = "remove the node and add it anew (tasuki node remove, tasuki node add)";
 
 /// Positions of the device bundle's descriptors.
 const WAKE: usize = 0;
@@ -67,10 +60,9 @@ const PROGRAM_STATE: u32 = 0;
 /// Minimum number of frames that the end's port takes at once. An end has no configurable ring.
 const ROOM: u16 = 256;
 
-/// Returns whether the node is native: the worker is the node's program, and passes frames to no namespace and no
-/// memif client.
+/// Returns whether the node is native: the worker is the node's program, and passes frames to no endpoint.
 fn is_native(common: &Common) -> bool {
-    common.tap.is_none() && common.memif.is_none()
+    common.endpoint.is_none()
 }
 
 /// Another node of the VNI and its node memory. A restarted daemon sends it again.
@@ -99,10 +91,12 @@ pub struct VniAttachment<D: FrameHandler> {
     /// Memory for the frames of a native node, made in advance.
     frames: Option<Frames>,
     end: Option<End>,
-    /// The memif client that the present driver serves. It becomes ours with the lease.
-    client: Option<Inherited>,
+    /// The node's endpoint, opened in advance, while another worker drives the end.
+    endpoint: Option<Box<dyn Endpoint>>,
     /// Socket of the client that we last reported to the daemon.
     told_client: Option<u64>,
+    /// Whether the programs behind the endpoint are gone for good and we have reported it.
+    is_gone: bool,
     /// Counts when the heartbeat was last updated: frames given, taken, dropped.
     told: (u64, u64, u64),
     waits_since: Option<Instant>,
@@ -133,7 +127,8 @@ impl<D: FrameHandler> VniAttachment<D> {
             handler: D::new(told),
             frames: None,
             end: None,
-            client: None,
+            endpoint: None,
+            is_gone: false,
             told_client: None,
             told: (0, 0, 0),
             waits_since: None,
@@ -209,7 +204,7 @@ impl<D: FrameHandler> VniAttachment<D> {
     }
 
     /// Adds a node of the VNI, or replaces the memory of a known one.
-    pub fn meet(&mut self, number: u16, addresses: &[IpAddr], fds: Vec<OwnedFd>) -> Result<()> {
+    pub fn meet(&mut self, common: &mut Common, number: u16, addresses: &[IpAddr], fds: Vec<OwnedFd>) -> Result<()> {
         ensure!(number < NODES_MAX, "the daemon speaks of node {number}, and a VNI has {NODES_MAX}");
         let count = fds.len();
         let [control, pool, bell] = <[OwnedFd; 3]>::try_from(fds).ok().with_context(|| {
@@ -220,11 +215,11 @@ impl<D: FrameHandler> VniAttachment<D> {
         if let Some(known) = self.neighbours.get_mut(&number).filter(|known| known.inode == inode) {
             // A daemon that has just started may send other addresses.
             known.own = own.clone();
-            self.end.iter_mut().for_each(|end| end.set_own(number, own.clone()));
+            self.on_vni(common).into_iter().for_each(|end| end.set_own(number, own.clone()));
             return Ok(());
         }
         let known = Known { node_memory: NodeMemoryFds { control, pool }, bell, inode, own };
-        if let Some(end) = &mut self.end {
+        if let Some(end) = self.on_vni(common) {
             end.add(peer_descriptor(number, &known)?)?;
         }
         self.neighbours.insert(number, known);
@@ -232,61 +227,70 @@ impl<D: FrameHandler> VniAttachment<D> {
     }
 
     /// Removes a node that has left the VNI.
-    pub fn part(&mut self, number: u16) {
+    pub fn part(&mut self, common: &mut Common, number: u16) {
         if self.neighbours.remove(&number).is_some()
-            && let Some(end) = &mut self.end
+            && let Some(end) = self.on_vni(common)
         {
             end.remove(number);
         }
     }
 
     /// Removes all nodes that are not in `nodes`.
-    pub fn keep_only(&mut self, nodes: &[u16]) {
+    pub fn keep_only(&mut self, common: &mut Common, nodes: &[u16]) {
         let gone: Vec<u16> = self.neighbours.keys().copied().filter(|number| !nodes.contains(number)).collect();
-        gone.into_iter().for_each(|number| self.part(number));
+        gone.into_iter().for_each(|number| self.part(common, number));
     }
 
     /// Replaces the directory of addresses: a daemon that has just started sends a new one.
-    pub fn look_up_in(&mut self, directory: OwnedFd) -> Result<()> {
+    pub fn look_up_in(&mut self, common: &mut Common, directory: OwnedFd) -> Result<()> {
         let place = self.given.fds.get_mut(vni::DIRECTORY).context("there was no directory before")?;
         *place = directory;
         let switch = self.switch()?;
-        if let Some(end) = &mut self.end {
+        if let Some(end) = self.on_vni(common) {
             end.set_switch(switch);
         }
         Ok(())
     }
 
-    fn with_captures<R>(&mut self, what: impl FnOnce(&mut Option<Box<Captures>>) -> R) -> R {
-        match &mut self.end {
-            Some(end) => end.with_captures(what),
-            None => what(&mut self.captures),
+    /// Returns the end, if it is driven here.
+    fn sleeper<'a>(&'a mut self, common: &'a mut Common) -> Option<&'a mut dyn Sleeper> {
+        self.end.as_mut()?.sleeper(&mut common.uplink)
+    }
+
+    fn on_vni<'a>(&'a mut self, common: &'a mut Common) -> Option<&'a mut dyn OnVni> {
+        self.sleeper(common).map(Sleeper::on_vni)
+    }
+
+    fn captures<'a>(&'a mut self, common: &'a mut Common) -> &'a mut Option<Box<Captures>> {
+        match self.end.as_mut().and_then(|end| end.sleeper(&mut common.uplink)) {
+            Some(end) => end.on_vni().captures(),
+            None => &mut self.captures,
         }
     }
 
     /// Adds a capture.
-    pub fn capture(&mut self, capture: Capture) {
-        self.with_captures(|captures| captured::add(captures, capture));
+    pub fn capture(&mut self, common: &mut Common, capture: Capture) {
+        captured::add(self.captures(common), capture);
     }
 
     /// Ends the capture with this number.
-    pub fn end_capture(&mut self, number: u32) {
-        self.with_captures(|captures| captured::end(captures, number));
+    pub fn end_capture(&mut self, common: &mut Common, number: u32) {
+        captured::end(self.captures(common), number);
     }
 
     /// Ends all captures. A new daemon does not know those that came through the former one.
-    pub fn end_captures(&mut self) {
-        self.with_captures(|captures| *captures = None);
+    pub fn end_captures(&mut self, common: &mut Common) {
+        *self.captures(common) = None;
     }
 
     /// Sends the end's counts to the daemon, if the end is driven here.
-    pub fn tell_counts(&mut self, channel: &mut DaemonChannel) {
-        let Some(end) = &mut self.end else { return };
+    pub fn tell_counts(&mut self, common: &mut Common) {
+        let Some(end) = self.on_vni(common) else { return };
         let mut counts: Vec<_> = end.counts().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
-        if let End::Native(_) = end {
+        if let Some(End::Native(_)) = self.end {
             counts.extend(self.handler.counts());
         }
-        channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
+        common.channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
     /// Passes an input to the relay's tables and carries out the actions they name, until no input is left.
@@ -381,15 +385,24 @@ impl<D: FrameHandler> VniAttachment<D> {
                 self.frames = Some(frames);
             }
         }
+        self.open_endpoint(common).map_err(|error| odd(format!("{error:#}")))?;
         self.switch().map(drop).map_err(|error| odd(format!("{error:#}")))
+    }
+
+    /// Opens the node's endpoint in advance, if it has one.
+    fn open_endpoint(&mut self, common: &Common) -> Result<()> {
+        if let (None, None, Some(endpoint)) = (&self.end, &self.endpoint, &common.endpoint) {
+            self.endpoint = Some(endpoint.open()?);
+        }
+        Ok(())
     }
 
     /// Ends the burst.
     fn stop(&mut self, common: &mut Common) {
         match &mut self.end {
             Some(End::Native(native)) => native.stop(&mut self.handler, common),
-            Some(end) => end.finish(),
-            None => {}
+            Some(End::Bridge(bridge)) => bridge.finish(),
+            Some(End::Uplink) | None => {}
         }
         self.entrust_client(common);
         fail::point("give.stopped");
@@ -397,24 +410,19 @@ impl<D: FrameHandler> VniAttachment<D> {
 
     /// Drops the end: this worker no longer drives it.
     fn drop_end(&mut self, common: &mut Common) {
-        if let Some(mut end) = self.end.take() {
-            self.captures = end.with_captures(Option::take);
-            // The client belongs to the successor now, and to us again if the successor gives the lease back.
-            if let End::Memif(end) = &mut end {
-                self.client = end.release();
-            }
+        self.captures = self.captures(common).take();
+        if let Some(End::Bridge(bridge)) = self.end.take() {
+            self.endpoint = Some(bridge.into_end());
         }
-        if common.joins {
-            common.joint = None;
-        }
+        common.uplink = None;
     }
 
     /// Writes the last of the state from which a successor goes on.
-    fn conclude(&mut self, common: &Common) {
+    fn conclude(&mut self, common: &mut Common) {
         match &mut self.end {
             Some(End::Native(native)) => native.conclude(&mut self.handler, common),
-            Some(End::Uplink(uplink)) => uplink.conclude(),
-            _ => {}
+            Some(End::Uplink) => common.uplink.iter_mut().for_each(|uplink| uplink.conclude()),
+            Some(End::Bridge(_)) | None => {}
         }
         fail::point("give.written");
     }
@@ -455,9 +463,10 @@ impl<D: FrameHandler> VniAttachment<D> {
         let went_on = self.go_on(common);
         fail::point("take.read");
         match went_on {
-            Ok(mut end) => {
-                end.with_captures(|captures| *captures = self.captures.take());
+            Ok(end) => {
+                let captures = self.captures.take();
                 (self.end, self.told) = (Some(end), (0, 0, 0));
+                *self.captures(common) = captures;
                 Input::Sound
             }
             Err(error) => {
@@ -489,22 +498,17 @@ impl<D: FrameHandler> VniAttachment<D> {
                 .go_on(&common.program_state, PROGRAM_STATE, turns)
                 .map_err(|refused| anyhow::anyhow!(refused.sentence))?;
             if common.joins {
-                let (uplink, joint) = Uplink::new(port)?;
-                common.joint = Some(joint);
-                return Ok(End::Uplink(uplink));
+                common.uplink = Some(Box::new(Uplink::new(port)));
+                return Ok(End::Uplink);
             }
             return Ok(End::Native(Box::new(Native::new(port))));
         }
         let mut vni = Vni::new(number, node_memory, bell_receiver)?;
         self.add_all(common, |bundle| vni.add(bundle));
         vni.settle();
-        if let Some(memif) = &common.memif {
-            let mut node = MemifNode::new(memif.fd()?, memif.terms.clone(), vni, switch)?;
-            self.client.take().into_iter().for_each(|client| node.go_on(client));
-            return Ok(End::Memif(Box::new(node)));
-        }
-        let tap = common.tap.context("the node has no namespace")?.fd()?;
-        Ok(End::Tap(Box::new(TapNode::new(tap, vni, switch))))
+        self.open_endpoint(common)?;
+        let endpoint = self.endpoint.take().context("the node has no endpoint")?;
+        Ok(End::Bridge(Box::new(Bridge::new(endpoint, vni, switch))))
     }
 
     fn add_all(&self, common: &mut Common, mut add: impl FnMut(PeerDescriptor) -> Result<(), RegionError>) {
@@ -526,7 +530,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         Ok(number)
     }
 
-    fn switch(&self) -> Result<Switch<Span<Line>>> {
+    fn switch(&self) -> Result<Switch> {
         let directory =
             PeerRegion::map_kept_whole(self.given.fds[vni::DIRECTORY].as_fd()).context("the VNI's directory")?;
         let lines = directory.len() / LINE_LEN;
@@ -536,74 +540,83 @@ impl<D: FrameHandler> VniAttachment<D> {
     /// Runs one turn in each direction. Returns the number of frames moved.
     #[inline]
     pub fn turn(&mut self, common: &mut Common) -> usize {
-        let Some(end) = &mut self.end else { return 0 };
-        let moved = match end {
-            End::Native(native) => native.turn(&mut self.handler, common),
-            _ => end.turn(),
+        let (moved, now) = match &mut self.end {
+            Some(End::Bridge(bridge)) => {
+                let moved = bridge.turn();
+                (moved, (bridge.given, bridge.taken, bridge.dropped.sum()))
+            }
+            Some(End::Native(native)) => {
+                let moved = native.turn(&mut self.handler, common);
+                // The program counts its frames itself.
+                (moved, (0, 0, native.dropped()))
+            }
+            // The NIC's attachment moves the frames and counts them.
+            Some(End::Uplink) => (0, (0, 0, common.uplink.as_ref().map_or(0, |uplink| uplink.port.dropped.sum()))),
+            None => return 0,
         };
         self.turns = self.turns.wrapping_add(1);
-        // For an uplink, the NIC's attachment moves the frames, and the end's port counts the drops.
-        let (now_given, now_taken, now_dropped) = end.moved();
+        let (now_given, now_taken, now_dropped) = now;
         let (given, taken, dropped) = self.told;
-        if (now_given, now_taken, now_dropped) != self.told {
+        if now != self.told {
             common.heartbeat.add(heartbeat::RECEIVED, now_given - given);
             common.heartbeat.add(heartbeat::SENT, now_taken - taken);
             common.heartbeat.add(heartbeat::REFUSED, now_dropped - dropped);
-            self.told = (now_given, now_taken, now_dropped);
+            self.told = now;
         }
         self.tell_news_of_client(common);
         if self.turns.is_multiple_of(TURNS) {
-            self.tick();
+            self.tick(common);
         }
         moved
     }
 
     /// Runs periodic work if it is due. Returns the time until it is due again, or nothing if no work is left.
-    fn tick(&mut self) -> Option<Duration> {
-        let end = self.end.as_mut()?;
+    fn tick(&mut self, common: &mut Common) -> Option<Duration> {
+        self.end.as_ref()?;
         let now = Instant::now();
         let passed = now.saturating_duration_since(self.ticked);
         if passed < TICK {
             return Some(TICK - passed);
         }
         self.ticked = now;
-        end.tick(now).then_some(TICK)
+        self.on_vni(common)?.tick(now).then_some(TICK)
     }
 
-    /// Checks at intervals whether the namespace's interface still exists.
+    /// Checks at intervals whether the programs behind the endpoint can still come.
     pub fn now_and_then(&mut self, common: &mut Common) {
-        if let (Some(end), Some(tap)) = (&self.end, common.tap)
-            && end.is_gone()
+        if let (Some(End::Bridge(bridge)), Some(endpoint), false) = (&self.end, &common.endpoint, self.is_gone)
+            && bridge.end.fd().is_none()
         {
-            tap.lose(ADD_ANEW);
+            self.is_gone = true;
+            let sentence = format!(
+                "the interface {} of the node is gone, with its network namespace or by somebody's hand: what comes is dropped; remove the node and add it anew (tasuki node remove, tasuki node add)",
+                endpoint.label()
+            );
+            common.channel.tell(None, sentence);
         }
     }
 
     /// Arms the bells. Returns whether the worker may sleep.
     pub fn arm(&mut self, common: &mut Common) -> bool {
         self.tell_news_of_client(common);
-        self.end.as_mut().is_none_or(|end| end.arm() == Armed::Idle)
+        self.sleeper(common).is_none_or(|end| end.arm() == Armed::Idle)
     }
 
     /// Returns how long the worker may sleep before there is work without a bell.
-    pub fn rest(&mut self) -> Option<Duration> {
-        let due = self.tick();
-        let waits = self.end.as_ref().and_then(End::waits);
+    pub fn rest(&mut self, common: &mut Common) -> Option<Duration> {
+        let due = self.tick(common);
+        let waits = self.sleeper(common).and_then(|end| end.waits());
         // A handler that waits for room has no other work.
         let works = matches!(self.end, Some(End::Native(_)) if waits.is_none()).then(|| self.handler.rest()).flatten();
         [due, waits, works].into_iter().flatten().min()
     }
 
-    /// Returns the descriptor that becomes readable when the namespace sends, unless the end waits for room.
-    pub fn tap(&self) -> Option<BorrowedFd<'_>> {
-        self.end.as_ref().filter(|end| end.waits().is_none()).and_then(End::tap)
-    }
-
-    /// Returns the bell: while the end is driven, other nodes ring it; while we wait for the lease, the giver does.
-    pub fn bell(&self) -> Option<BorrowedFd<'_>> {
+    /// Returns what becomes readable when there is work: while the end is driven, its bell and the source of the
+    /// programs' frames; while we wait for the lease, the bell that the giver rings.
+    pub fn fds<'a>(&'a self, common: &'a Common) -> [Option<BorrowedFd<'a>>; 2] {
         match &self.end {
-            Some(end) => end.bell(),
-            None => self.waits_since.and_then(|_| self.given.fds.get(WAKE)).map(AsFd::as_fd),
+            Some(end) => end.sleeper_ref(&common.uplink).map_or([None; 2], Sleeper::fds),
+            None => [self.waits_since.and_then(|_| self.given.fds.get(WAKE)).map(AsFd::as_fd), None],
         }
     }
 
@@ -613,8 +626,9 @@ impl<D: FrameHandler> VniAttachment<D> {
     }
 
     /// Ends the sleep that [`arm`](Self::arm) prepared.
-    pub fn quiesce(&mut self) {
-        match (&mut self.end, self.waits_since) {
+    pub fn quiesce(&mut self, common: &mut Common) {
+        let waits_since = self.waits_since;
+        match (self.sleeper(common), waits_since) {
             (Some(end), _) => end.wake(),
             (None, Some(_)) => {
                 let _ = rustix::io::read(&self.given.fds[WAKE], &mut [0; 8]);
@@ -625,8 +639,8 @@ impl<D: FrameHandler> VniAttachment<D> {
 
     /// Stops driving the end. Frames that were sent stay available to a successor.
     pub fn park(&mut self, common: &mut Common) {
-        if let Some(End::Memif(end)) = &mut self.end {
-            end.dismiss(Refusal::Over);
+        if let Some(connection) = self.connection() {
+            connection.dismiss(Dismissal::Over);
         }
         self.stop(common);
         self.conclude(common);

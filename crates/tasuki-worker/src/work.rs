@@ -83,7 +83,7 @@ impl FrameHandler for Job {
     fn turn<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
         self.remember(context.program_state, context.nic, nic.turns().wrapping_add(1));
@@ -93,7 +93,7 @@ impl FrameHandler for Job {
     fn finish<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
         self.finish(nic, context, burst)
@@ -102,7 +102,7 @@ impl FrameHandler for Job {
     fn look<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<(), N::Fault> {
         self.look(nic, burst, context.heartbeat)
@@ -111,18 +111,18 @@ impl FrameHandler for Job {
     fn send<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
         match self.work.kind {
             // Frames from the NIC go to the VNI.
-            message::Work::Uplink => Ok(context.joint.map_or(0, |joint| joint.borrow_mut().give(burst))),
+            message::Work::Uplink => Ok(context.uplink.as_mut().map_or(0, |uplink| uplink.give(burst))),
             _ => transmit(nic, burst, context.heartbeat),
         }
     }
 
-    fn can_work(&self, context: &HandlerContext<'_>) -> bool {
-        self.work.kind != message::Work::Uplink || context.joint.is_some()
+    fn can_work(&self, has_end: bool) -> bool {
+        self.work.kind != message::Work::Uplink || has_end
     }
 
     fn conclude<N: Transactional>(&mut self, nic: &mut N, burst: &Burst) {
@@ -194,7 +194,7 @@ impl Job {
     fn turn<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
         let heartbeat = context.heartbeat;
@@ -206,8 +206,8 @@ impl Job {
                 receive_and_answer(nic, burst, heartbeat, address, BURST_MAX)
             }),
             message::Work::Sink => self.sink(nic, burst, heartbeat, BURST_MAX),
-            // The worker refused a program's work before it drove anything, and a node that serves memif has no NIC.
-            message::Work::Program | message::Work::Memif => Ok(0),
+            // The worker refused a program's work before it drove anything, and a node with a bridge has no NIC.
+            message::Work::Program | message::Work::Bridge => Ok(0),
             message::Work::Uplink => self.join(nic, context, burst),
             message::Work::Source { size, to, .. } => self.source(nic, context, burst, (size, to.map_or(TO, Mac))),
             message::Work::Tap => {
@@ -228,7 +228,7 @@ impl Job {
     fn finish<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
         let heartbeat = context.heartbeat;
@@ -253,12 +253,11 @@ impl Job {
     fn join<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
-        let Some(joint) = context.joint else { return Ok(0) };
-        let joint = &mut *joint.borrow_mut();
-        joint.is_joined = true;
+        let Some(uplink) = &mut context.uplink else { return Ok(0) };
+        uplink.is_joined = true;
         let mut moved = 0;
         if burst.is_empty() {
             moved = nic.receive(burst)?;
@@ -268,19 +267,19 @@ impl Job {
             }
         }
         if !burst.is_empty() {
-            moved += joint.give(burst);
+            moved += uplink.give(burst);
             if !burst.is_empty() {
                 // Sending now would end the turn of the pending frames.
                 return Ok(moved);
             }
             fail::point("burst.turned");
         }
-        moved += joint.take();
-        if joint.fill(context, &mut self.came) == 0 {
+        moved += uplink.take();
+        if uplink.fill(context.arena, context.heartbeat, &mut self.came) == 0 {
             return Ok(moved);
         }
         let went = transmit(nic, &mut self.came, context.heartbeat)?;
-        joint.went(went);
+        uplink.went(went);
         // Frames that found no room are copied again when there is room.
         self.came.iter_mut().for_each(|frame| frame.slot.bytes_mut()[..frame.len.into()].fill(0));
         self.came.clear();
@@ -334,7 +333,7 @@ impl Job {
     fn source<N: Transactional>(
         &mut self,
         nic: &mut N,
-        context: &HandlerContext<'_>,
+        context: &mut HandlerContext<'_>,
         burst: &mut Burst,
         (size, to): (u16, Mac),
     ) -> Result<usize, N::Fault> {
@@ -368,7 +367,7 @@ impl Job {
             }
             message::Work::Sink => self.sink(nic, burst, heartbeat, FIRST_LOOK).map(drop),
             message::Work::Tap => self.feed_tap(nic, heartbeat, FIRST_LOOK).map(drop),
-            message::Work::Program | message::Work::Memif | message::Work::Uplink => Ok(()),
+            message::Work::Program | message::Work::Bridge | message::Work::Uplink => Ok(()),
             message::Work::Source { .. } => {
                 nic.receive(&mut self.came)?;
                 self.came.clear();

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use daemon::{Model, Nic, Node, Talk, Worker, folder, nothing_is_lost, taken, unfit, until};
 use rustix::fs::MemfdFlags;
 use tasuki_relay::driver_state::{DriverState, HEAD};
-use tasuki_relay::message::{Begin, PROTOCOL_VERSION, ToDaemon, ToWorker, Work, heartbeat};
+use tasuki_relay::message::{Begin, Endpoint, PROTOCOL_VERSION, ToDaemon, ToWorker, Work, heartbeat};
 use tasuki_relay::wire::{Order, Reason, Report, Standing, Use};
 use tasuki_relay::{After, Tenure};
 
@@ -274,8 +274,7 @@ fn refused_tap(tap: Option<OwnedFd>) -> String {
         memlock: 0,
         files: false,
         threads: false,
-        memif: None,
-        tap: Some("room:nic0".to_owned()),
+        endpoint: Some(Endpoint { kind: "tap".to_owned(), label: "room:nic0".to_owned(), text: String::new() }),
     };
     let fds: Vec<OwnedFd> = [memfd(&[0; 4096]), memfd(&[0; 65536]), memfd(&[])].into_iter().chain(tap).collect();
     talk.send(&serde_json::to_vec(&ToWorker::Begin(begin)).expect("text"), &fds);

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use tasuki_net::endpoint::{Bridge, Endpoint as _, tap};
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
-use tasuki_net::tap::TapNode;
 use tasuki_shm::line::{LINE_LEN, Line};
-use tasuki_shm::region::{Pages, PeerRegion, Region, Span};
+use tasuki_shm::region::{Pages, PeerRegion, Region};
 use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
 use tasuki_tap::Tap;
 use tasuki_tap::device::Before;
@@ -220,11 +220,11 @@ pub fn tap_node(number: u16, cpu: usize) -> Result<()> {
     let vni = join(&mut fds, number, [1 - number])?;
     let directory = PeerRegion::map_kept_whole(fds.next()?.as_fd())?;
     let lines = directory.len() / LINE_LEN;
-    let switch = Switch::<Span<Line>>::new(number, Lookup::new(directory.claims(0, lines)?));
-    drive(&mut TapNode::new(fds.next()?, vni, switch))
+    let switch = Switch::new(number, Lookup::new(directory.claims(0, lines)?));
+    drive(&mut Bridge::new(Box::new(tap::Tap::new(fds.next()?)), vni, switch))
 }
 
-fn drive(node: &mut TapNode<Span<Line>>) -> Result<()> {
+fn drive(node: &mut Bridge<tap::Tap>) -> Result<()> {
     let mut in_vain = 0;
     let mut ticked = Instant::now();
     loop {
@@ -237,7 +237,7 @@ fn drive(node: &mut TapNode<Span<Line>>) -> Result<()> {
             node.tick(ticked);
         }
         if node.arm() == Armed::Idle {
-            ensure!(node.tap().is_some(), "the namespace is gone");
+            ensure!(node.end.fd().is_some(), "the namespace is gone");
             node.rest(TICK);
         }
         in_vain = 0;

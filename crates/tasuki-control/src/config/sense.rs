@@ -5,16 +5,12 @@ use std::collections::BTreeSet;
 use tasuki_relay::message;
 use tasuki_shm::vni::node_memory::{POOL_PAGES_MAX, POOL_PAGES_MIN};
 
-use super::{Config, Device, Memif, NICE_MIN, Node, PAGE_KIB, Program, SIZES, Source, StationAddress, Work};
+use super::{Config, Device, NICE_MIN, Node, PAGE_KIB, Program, SIZES, Source, StationAddress, Work};
 
 /// Longest name of a node, a NIC or a VNI.
 const NAME_MAX: usize = 24;
 /// IP addresses of a node, at most: a message about it stays short, as there may be a thousand of them unread.
 const ADDRESSES_MAX: usize = 8;
-/// Bytes of a socket's path (`sun_path` of unix(7), with a zero behind it).
-const SOCKET_MAX: usize = 107;
-/// Bytes of memif's secret.
-const SECRET_MAX: usize = 23;
 
 impl Config {
     /// Returns the first contradiction.
@@ -65,12 +61,12 @@ impl Config {
     /// Returns the fault of a node's end of a VNI, if there is one.
     fn odd_vni(&self, node: &Node) -> Option<String> {
         let named = |what: String| Some(format!("node {:?}: {what}", node.name));
-        if let Some(what) = node.memif().and_then(odd_memif) {
+        if let Some(what) = node.endpoint().and_then(|kind| kind.odd()) {
             return named(what);
         }
         let Some(vni) = &node.vni else {
-            if node.memif().is_some() {
-                return named("memif is a way onto a VNI; name one (vni = …)".to_owned());
+            if let Some(kind) = node.endpoint() {
+                return named(format!("{} is a way onto a VNI; name one (vni = …)", kind.kind()));
             }
             if node.work == Work::Uplink {
                 return named("an uplink joins a NIC and a VNI; name the VNI (vni = …)".to_owned());
@@ -137,10 +133,10 @@ impl Config {
         let is_later =
             |other: &Node| self.node.iter().skip_while(|it| it.name != node.name).any(|it| it.name == other.name);
         // Of two nodes on VNIs the later one is at fault.
-        let outlet = node.outlet();
-        let same_outlet = |other: &&Node| other.outlet() == outlet && !(other.vni.is_some() && is_later(other));
-        if let Some((outlet, other)) = outlet.as_ref().and_then(|outlet| Some((outlet, others().find(same_outlet)?))) {
-            return named(format!("{outlet} is node {:?}'s as well; on a VNI each node has its own", other.name));
+        let label = node.label();
+        let same_label = |other: &&Node| other.label() == label && !(other.vni.is_some() && is_later(other));
+        if let Some((label, other)) = label.as_ref().and_then(|label| Some((label, others().find(same_label)?))) {
+            return named(format!("{label} is node {:?}'s as well; on a VNI each node has its own", other.name));
         }
         let same_mac = |other: &&Node| other.vni == node.vni && other.mac() == node.mac() && !is_later(other);
         others().find(same_mac).and_then(|other| {
@@ -210,22 +206,6 @@ fn size_of_frames(node: &Node) -> Option<String> {
     (!SIZES.contains(&size)).then(|| {
         format!("node {:?}: a frame has {least} to {most} bytes without its check sequence, not {size}", node.name)
     })
-}
-
-/// Returns the fault of a node's memif settings, if there is one.
-fn odd_memif(memif: &Memif) -> Option<String> {
-    let shown = memif.socket.display();
-    match () {
-        () if !memif.socket.is_absolute() => Some(format!("memif: its socket is named by a path from /, not {shown}")),
-        () if memif.socket.as_os_str().len() > SOCKET_MAX => Some(format!(
-            "memif: {shown} has more bytes than the path of a socket can ({SOCKET_MAX}); name a shorter one"
-        )),
-        () if memif.secret.len() > SECRET_MAX => Some(format!(
-            "memif: its secret has {} bytes, and memif has room for {SECRET_MAX}; shorten it",
-            memif.secret.len()
-        )),
-        () => None,
-    }
 }
 
 fn program_of(node: &Node) -> Option<String> {

@@ -42,7 +42,7 @@ impl Supervisor {
             workers.iter().filter_map(|record| Some((record.clone(), Process::find(record.process)?))).collect();
         let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
         self.begin_taps(&living, &mut found)?;
-        self.begin_memifs(&living, &mut found);
+        self.begin_endpoints(&living, &mut found);
         let (is_used, goes_on) = (!alive.is_empty(), !alive.is_empty() || !found.is_empty());
         for node in self.config.node.clone() {
             let record = nodes.iter().find(|(name, _)| *name == node.name).map(|(_, record)| record.clone());
@@ -181,7 +181,7 @@ impl Supervisor {
             asked: Default::default(),
             wanted,
         };
-        let sent = worker.write(&ToWorker::Again { keeps: true }, &[]);
+        let sent = worker.write(&ToWorker::Again, &[]);
         crash::point("daemon.again");
         drop(theirs);
         let node = worker.record.node.clone();

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use rustix::fs::{SealFlags, Stat};
-use tasuki_relay::message::{self, DeviceBundle, FDS_MAX, LAYOUT_MAX, MESSAGE_MAX, ToDaemon, ToWorker};
+use tasuki_relay::message::{DeviceBundle, FDS_MAX, LAYOUT_MAX, MESSAGE_MAX, ToDaemon, ToWorker};
 
 use super::card::{Kept, Memory};
 use super::keeping::Key;
@@ -14,7 +14,7 @@ use crate::foreign::{Foreign, seals};
 /// Bytes of memory that a worker makes for a card, at most: half of the addresses that there are for it.
 const MEMORY_MAX: u64 = 128 << 20;
 
-/// Returns how many descriptors belong to a message, unless that depends on earlier messages.
+/// Returns how many descriptors belong to a message, unless that depends on more than the message.
 pub(super) fn belong(message: &ToDaemon) -> Option<usize> {
     match message {
         ToDaemon::Begun { .. }
@@ -23,8 +23,7 @@ pub(super) fn belong(message: &ToDaemon) -> Option<usize> {
         | ToDaemon::NoClient { .. }
         | ToDaemon::Told { .. } => Some(0),
         ToDaemon::DriverState { .. } => Some(1),
-        ToDaemon::Client { client, .. } => Some(message::Client::OTHERS + client.regions.len()),
-        ToDaemon::DeviceBundle { .. } | ToDaemon::Memory { .. } => None,
+        ToDaemon::Client { .. } | ToDaemon::DeviceBundle { .. } | ToDaemon::Memory { .. } => None,
     }
 }
 

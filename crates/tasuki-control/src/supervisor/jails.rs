@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use tasuki_relay::message::Begin;
+use tasuki_relay::message::{self, Begin};
 use tasuki_shm::crash;
 use tasuki_tap::namespace::Unnamed;
 
@@ -38,8 +38,8 @@ pub struct Unsaid {
     pub begin: Begin,
     /// The node's program state and the worker's listening socket.
     pub fds: [OwnedFd; 2],
-    /// Its TAP, or the socket at which it serves memif.
-    pub outlet: Option<(String, OwnedFd)>,
+    /// Its endpoint, if it has one.
+    pub endpoint: Option<(message::Endpoint, OwnedFd)>,
 }
 
 /// A process that is not known to be its program yet.
@@ -474,10 +474,10 @@ impl Jailing {
 impl Worker {
     /// Sends the first message, and the descriptors that belong to it, once.
     pub(super) fn tell_what_it_is(&mut self) {
-        if let Some(Unsaid { program, begin, fds: [program_state, listener], outlet }) = self.unsaid.take() {
+        if let Some(Unsaid { program, begin, fds: [program_state, listener], endpoint }) = self.unsaid.take() {
             // If the worker is dead already, its pidfd reports that.
             let _ = program.map(|(path, file)| jail::tell(self.socket.as_fd(), &path, file.as_fd()));
-            super::tend::tell_what_it_is(self, begin, [&program_state, &listener], outlet);
+            super::tend::tell_what_it_is(self, begin, [&program_state, &listener], endpoint);
         }
     }
 }

@@ -41,8 +41,8 @@ pub(super) enum Key {
     /// A worker's heartbeat, and the NICs it was given.
     Worker(u32),
     Tap(String),
-    /// The listening socket for clients of memif.
-    Memif(String),
+    /// The descriptor of an endpoint that is no TAP.
+    Endpoint(String),
     /// The client that is connected there.
     Client(String),
 }
@@ -219,7 +219,7 @@ impl Supervisor {
         due.extend(self.nodes.keys().cloned().map(Key::ProgramState));
         due.extend(self.workers.keys().copied().map(Key::Worker));
         due.extend(self.taps.keys().cloned().map(Key::Tap));
-        due.extend(self.memifs.keys().flat_map(|label| [Key::Memif(label.clone()), Key::Client(label.clone())]));
+        due.extend(self.endpoints.keys().flat_map(|label| [Key::Endpoint(label.clone()), Key::Client(label.clone())]));
         self.keeping.due = due;
     }
 
@@ -290,8 +290,8 @@ impl Supervisor {
                 (text(&worker.given), vec![worker.heartbeat.as_ref()?.region().fd()])
             }
             Key::Tap(label) => (String::new(), vec![self.taps.get(label)?.fd()?]),
-            Key::Memif(label) => self.memifs.get(label)?.to_keep()?,
-            Key::Client(label) => self.memifs.get(label)?.client_to_keep()?,
+            Key::Endpoint(label) => self.endpoints.get(label)?.to_keep()?,
+            Key::Client(label) => self.endpoints.get(label)?.client_to_keep()?,
         })
     }
 

@@ -14,7 +14,7 @@
 //! - [`split`]: uplinks whose two sides have come to two workers
 //! - [`open`]: opens cards, and runs models of cards
 //! - [`vnis`]: Ethernet between nodes: the members, and the memory that outlives their workers
-//! - [`memifs`]: sockets at which programs on DPDK or VPP connect
+//! - [`endpoints`]: other endpoints of nodes on a VNI, and their clients
 //! - [`nodes`]: adds and removes nodes while the daemon runs
 //! - [`taps`]: the interfaces that network namespaces have instead of NICs
 //! - [`shortcuts`]: how namespaces reach each other past their workers
@@ -31,13 +31,13 @@ pub mod captures;
 pub mod card;
 pub mod deeds;
 pub mod door;
+pub mod endpoints;
 mod exit_watch;
 pub mod hear;
 pub mod jails;
 pub mod jobs;
 pub mod keeping;
 pub mod lines;
-pub mod memifs;
 pub mod nodes;
 pub mod open;
 pub mod policy;
@@ -224,7 +224,7 @@ pub struct Supervisor {
     shortcuts: shortcuts::Shortcuts,
     veth_ends_looked_at: Duration,
     vnis: BTreeMap<String, vnis::Net>,
-    memifs: BTreeMap<String, memifs::MemifEnd>,
+    endpoints: BTreeMap<String, endpoints::Endpoint>,
     leaving: Vec<nodes::Leaving>,
     keeping: keeping::Keeping,
     /// Numbers of NICs that the configuration no longer has.
@@ -308,7 +308,7 @@ impl Supervisor {
             shortcuts: shortcuts::Shortcuts::default(),
             veth_ends_looked_at: Duration::ZERO,
             vnis: BTreeMap::new(),
-            memifs: BTreeMap::new(),
+            endpoints: BTreeMap::new(),
             leaving: Vec::new(),
             keeping: keeping::Keeping::default(),
             strays: Default::default(),
@@ -352,7 +352,7 @@ impl Supervisor {
             self.keep_house();
             if let Some(ended) = self.ended {
                 if ended == Ended::Everything {
-                    self.close_memifs();
+                    self.close_endpoints();
                     self.close_taps();
                     self.end_keeper();
                     self.nodes.clear();

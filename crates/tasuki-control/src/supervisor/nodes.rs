@@ -5,8 +5,8 @@
 use tasuki_relay::message::ToWorker;
 
 use super::door::{Answer, No};
+use super::endpoints::Endpoint;
 use super::keeping::Key;
-use super::memifs::MemifEnd;
 use super::taps::TapEnd;
 use super::worker::Stage;
 use super::{About, Node, Supervisor, now};
@@ -76,14 +76,14 @@ impl Supervisor {
             self.taps.insert(label, tap);
             why.into_iter().for_each(|why| self.note(About::node(&name), why));
         }
-        if let Some((label, mut end)) = MemifEnd::of(&node) {
+        if let Some((label, mut end)) = Endpoint::of(&node) {
             end.make().map_err(|error| No::now(format!("node {name:?} was not added: {error:#}")))?;
-            self.memifs.insert(label, end);
+            self.endpoints.insert(label, end);
         }
         match self.make_node(&node) {
             Ok(()) => {}
             Err(error) => {
-                self.forget_outlet(&node);
+                self.forget_endpoint(&node);
                 return Err(No::now(format!("node {name:?} was not added: {error:#}")));
             }
         }
@@ -109,13 +109,13 @@ impl Supervisor {
         Ok(())
     }
 
-    fn forget_outlet(&mut self, node: &config::Node) {
-        let end = node.memif().and_then(|memif| self.memifs.remove(&memif.label()));
-        if let Some(memif) = node.memif() {
-            self.keep(Key::Memif(memif.label()));
-            self.keep(Key::Client(memif.label()));
+    fn forget_endpoint(&mut self, node: &config::Node) {
+        if let Some(label) = node.endpoint().map(|kind| kind.label()) {
+            let end = self.endpoints.remove(&label);
+            self.keep(Key::Endpoint(label.clone()));
+            self.keep(Key::Client(label));
+            end.into_iter().for_each(Endpoint::close);
         }
-        end.into_iter().for_each(MemifEnd::close);
         let label = node.tap().map(config::Tap::label);
         let is_shared = |label: &String| {
             self.config
@@ -200,7 +200,7 @@ impl Supervisor {
             self.keep(Key::ProgramState(name.clone()));
             if let Some(at) = self.config.node.iter().position(|node| node.name == name) {
                 let node = self.config.node.remove(at);
-                self.forget_outlet(&node);
+                self.forget_endpoint(&node);
                 self.record_node(&node, false);
             }
             let sentence = format!("node {name} is gone");

@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use tasuki_relay::message;
 use tasuki_tap::device::Before;
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::Namespace;
@@ -187,15 +188,16 @@ impl Supervisor {
         why.into_iter().for_each(|why| self.note(About::default(), why));
     }
 
-    /// Returns label and descriptor for a worker of this node, if it is to have a TAP.
-    pub(super) fn tap_for(&mut self, node: &str) -> Result<Option<(String, OwnedFd)>> {
+    /// Returns the description and the descriptor for a worker of this node, if it is to have a TAP.
+    pub(super) fn tap_for(&mut self, node: &str) -> Result<Option<(message::Endpoint, OwnedFd)>> {
         let Some(label) = self.config.tap(node).map(config::Tap::label) else { return Ok(None) };
         let tap = self.taps.get_mut(&label).with_context(|| format!("there is no TAP {label}"))?;
         let (device, why) = tap.make(&mut self.shortcuts).with_context(|| format!("it has no TAP {label}"))?;
         let device = device.try_clone()?;
         self.keep(Key::Tap(label.clone()));
         why.into_iter().for_each(|why| self.note(About::node(node), why));
-        Ok(Some((label, device)))
+        let description = message::Endpoint { kind: "tap".to_owned(), label, text: String::new() };
+        Ok(Some((description, device)))
     }
 
     /// Sends all frames of a captured namespace by way of its worker.

@@ -38,13 +38,13 @@ pub(super) fn tell_what_it_is(
     worker: &Worker,
     begin: Begin,
     [program_state, listener]: [&OwnedFd; 2],
-    outlet: Option<(String, OwnedFd)>,
+    endpoint: Option<(message::Endpoint, OwnedFd)>,
 ) {
     let heartbeat = worker.heartbeat.as_ref().expect("just made").region().fd();
-    let (label, device) = outlet.unzip();
+    let (endpoint, device) = endpoint.unzip();
     let fds = [heartbeat, program_state.as_fd(), listener.as_fd()].into_iter().chain(device.iter().map(OwnedFd::as_fd));
     // If the worker is dead already, its pidfd reports that.
-    let _ = worker.write(&ToWorker::Begin(Begin { tap: label, ..begin }), &fds.collect::<Vec<_>>());
+    let _ = worker.write(&ToWorker::Begin(Begin { endpoint, ..begin }), &fds.collect::<Vec<_>>());
 }
 
 /// Returns whether workers may have this nice value: by a privilege, or by RLIMIT_NICE.
@@ -234,9 +234,9 @@ impl Supervisor {
         let node = self.nodes.get(name).context("there is no such node")?;
         let config = self.config.node(name).context("there is no such node")?.clone();
         let generation = node.record.generation + u32::from(wanted);
-        let outlet = match self.tap_for(name)? {
+        let endpoint = match self.tap_for(name)? {
             Some(tap) => Some(tap),
-            None => self.memif_for(name)?,
+            None => self.endpoint_for(name)?,
         };
         let node = self.nodes.get(name).context("there is no such node")?;
         let binary = self.program_of(name, binary);
@@ -297,7 +297,7 @@ impl Supervisor {
             protocol_version: PROTOCOL_VERSION,
             party: number,
             node: name.to_owned(),
-            work: (&config.work).into(),
+            work: config.work_of_worker(),
             options: config.program().map(|program| program.options.clone()).unwrap_or_default(),
             cpu: config.cpu,
             aside: self.aside.clone(),
@@ -306,14 +306,9 @@ impl Supervisor {
             memlock,
             files: config.program().is_some_and(|program| !program.files.is_empty()),
             threads: config.program().is_some_and(|program| program.threads),
-            tap: None,
-            memif: config.memif().map(|memif| message::Memif {
-                id: memif.id,
-                secret: memif.secret.clone(),
-                keeps: true,
-            }),
+            endpoint: None,
         };
-        worker.unsaid = Some(Unsaid { program, begin, fds: [program_state, listener], outlet });
+        worker.unsaid = Some(Unsaid { program, begin, fds: [program_state, listener], endpoint });
         self.workers.insert(number, worker);
         self.keep(Key::Worker(number));
         self.deposit();

@@ -7,7 +7,7 @@ use super::card::{Card, Opening};
 use super::worker::{Fit, Stage, Worker};
 use super::{Supervisor, now};
 use crate::api::types::{NicView, NodeView, Status, WorkerView};
-use crate::config::{self, Work};
+use crate::config::{self, Kind, Work};
 
 impl Supervisor {
     pub(super) fn status_view(&self) -> Status {
@@ -122,7 +122,7 @@ fn work_of(node: &config::Node) -> String {
         Work::Answer(answer) => format!("answers ping at {}", answer.address),
         Work::Tap(tap) if node.vni.is_some() => tap.label(),
         Work::Tap(tap) => format!("the NIC of {}", tap.label()),
-        Work::Memif(memif) => format!("memif at {}", memif.label()),
+        Work::Memif(_) => node.endpoint().map(Kind::shown).unwrap_or_default(),
         Work::Uplink => "uplink".to_owned(),
         Work::Source(source) => format!("source of {} bytes, {} a second", source.size, source.rate),
         Work::Program(program) => program.path.display().to_string(),

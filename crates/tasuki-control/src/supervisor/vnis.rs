@@ -363,7 +363,7 @@ impl Supervisor {
             node: member.node.clone(),
             number: *number,
             mac: StationAddress(member.mac).to_string(),
-            interface: self.config.node(&member.node).and_then(config::Node::outlet),
+            interface: self.config.node(&member.node).and_then(config::Node::label),
             worker: self.cards.get(&member.nic).and_then(|card| card.holder()),
             memory: bytes_of(&member.node_memory),
             chargeable: self.chargeable(&member.node),

@@ -37,7 +37,7 @@ fn a_worker_that_dies_at_its_start() {
 
 #[test]
 fn a_worker_that_speaks_another_version() {
-    upgrade_fails("speech", &["speaks version 4 of the messages, and this tasukid 3", "rebuild the older"]);
+    upgrade_fails("speech", &["speaks version 5 of the messages, and this tasukid 4", "rebuild the older"]);
 }
 
 /// row: T24

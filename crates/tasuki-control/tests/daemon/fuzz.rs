@@ -6,8 +6,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree as _;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use serde_json::json;
 use tasuki_control::supervisor::worker::Words;
-use tasuki_relay::message::{Client, ClientRing, MESSAGE_MAX, PROTOCOL_VERSION, ToDaemon};
+use tasuki_relay::message::{Client, MESSAGE_MAX, PROTOCOL_VERSION, ToDaemon};
 use tasuki_relay::wire::{LEN, Reason, Report};
 
 /// One act of such a worker.
@@ -78,15 +79,13 @@ fn report() -> impl Strategy<Value = Report> {
 fn client() -> impl Strategy<Value = Client> {
     let ring = || {
         let any = (0..3_u16, any::<u32>(), 0..20_u8);
-        any.prop_map(|(region, offset, log2_size)| ClientRing { region, offset, log2_size })
+        any.prop_map(|(region, offset, size)| json!({ "region": region, "offset": offset, "log2_size": size }))
     };
     let regions = prop::collection::vec(any::<u64>(), 0..4);
-    (".{0,40}", regions, ring(), ring()).prop_map(|(name, regions, to_server, to_client)| Client {
-        name,
-        regions,
-        to_server,
-        to_client,
-    })
+    let memif = (regions, ring(), ring())
+        .prop_map(|(regions, there, back)| json!({ "regions": regions, "to_server": there, "to_client": back }));
+    let text = prop_oneof![4 => memif.prop_map(|text| text.to_string()), 1 => ".{0,40}", 1 => ".{4000,5000}"];
+    (".{0,40}", text).prop_map(|(name, text)| Client { name, text })
 }
 
 fn message(own: u32) -> impl Strategy<Value = ToDaemon> {

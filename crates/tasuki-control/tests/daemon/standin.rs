@@ -356,7 +356,7 @@ impl Standin {
                 let machine = Worker::new(Party(self.party.try_into().expect("a party")));
                 self.nics.insert(nic, Nic { name, machine, lease_page, bundle, fds, looks: false, plan: None });
             }
-            ToWorker::Again { .. } => {
+            ToWorker::Again => {
                 let mut nics: Vec<u32> = self.nics.keys().copied().collect();
                 // There are two NICs.
                 nics.extend(self.is("claims").then(|| 1 - nics[0]));

@@ -1,9 +1,9 @@
 //! Set-up of VNI nodes for the tests of this crate's modules.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 
-use tasuki_shm::line::Line;
+use tasuki_shm::line::{LINE_LEN, Line};
+use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::vni::directory::{Directory, Mac, NodeSet, directory_lines};
 use tasuki_shm::vni::node_memory::NodeMemoryFds;
 use tasuki_shm::wake::Clapper;
@@ -11,7 +11,7 @@ use tasuki_shm::wake::Clapper;
 use super::{PeerDescriptor, Vni};
 
 /// Memory of a directory, in one process.
-pub type Lines = Arc<[Line]>;
+pub type Lines = Span<Line>;
 
 /// Returns the station address of a node.
 pub fn mac(node: u16) -> Mac {
@@ -20,8 +20,9 @@ pub fn mac(node: u16) -> Mac {
 
 /// Makes a directory of `nodes` nodes, and its memory.
 pub fn directory(nodes: u16) -> (Lines, Directory<Lines>) {
-    let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
-    let mut directory = Directory::new(Arc::clone(&lines));
+    let count = directory_lines(64);
+    let lines = Region::create("directory", count * LINE_LEN, Pages::Small).unwrap().span(0, count).unwrap();
+    let mut directory = Directory::new(lines.clone());
     let mut set = NodeSet::default();
     for number in 0..nodes {
         set.insert(number);

@@ -170,8 +170,7 @@ impl Vni {
         self.number
     }
 
-    /// Returns a page of the node memory for a worker that passes frames on. Only the node's worker writes it; its
-    /// successor reads it.
+    /// Returns a page of the node memory for an endpoint. Only the node's worker writes it; its successor reads it.
     pub(crate) fn notes(&self) -> Span<Line> {
         self.node_memory.ledger()
     }

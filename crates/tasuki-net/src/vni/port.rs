@@ -7,26 +7,26 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
-use std::ops::Deref;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
 use tasuki_shm::arena::{Arena, Detach, Geometry, Slot};
-use tasuki_shm::line::{LINE_LEN, Line};
+use tasuki_shm::line::LINE_LEN;
 use tasuki_shm::region::{Pages, Region, RegionError};
 use tasuki_shm::slots::table_lines;
 use tasuki_shm::vni::node_memory::NodeMemoryFds;
 
 use super::finish::{CUTS_MAX, GSO_NONE, finish, is_finished};
 use super::ledger::{HEADS_MAX, Handled, Ledger, point};
-use super::{Incoming, PATIENCE, PeerDescriptor, SendError, Vni};
+use super::{Incoming, PATIENCE, PeerDescriptor, Vni};
 use crate::capture::{Captures, Direction};
+use crate::endpoint::egress::Waits;
+use crate::endpoint::{Dropped, Egress};
 use crate::nic::Mac;
 use crate::own::Own;
 use crate::port::{Armed, BURST_MAX, Burst, Frame, Port, Transactional};
-use crate::slow::Slow;
-use crate::switch::{Switch, To};
+use crate::switch::Switch;
 
 /// Length of a slot in bytes; no frame of a program is longer. Only pages that are touched cost memory.
 const SLOT_LEN: u32 = 16 * 1024;
@@ -37,49 +37,6 @@ const _: () = assert!(SLOTS as usize >= CUTS_MAX + 8 * BURST_MAX);
 
 /// Maximum number of received frames that are not committed as handled.
 const OPEN_MAX: usize = HEADS_MAX;
-
-/// How soon a port that waits for room looks again.
-const ROOM_AGAIN: Duration = Duration::from_micros(20);
-
-/// Counts of the frames that did not cross, by reason.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Dropped {
-    /// The destination node had no room, and had read nothing for a second.
-    pub no_room: u64,
-    /// No node has the destination address.
-    pub nobody: u64,
-    /// The frame is longer than a slot.
-    pub too_long: u64,
-    /// The frame contradicts its offload header.
-    pub malformed: u64,
-    /// The sender took the frame back before it was read.
-    pub too_late: u64,
-    /// The program gave the port a frame of an impossible length.
-    pub length: u64,
-    /// A node sent the frame from an address that is not its own.
-    pub forged: u64,
-}
-
-impl Dropped {
-    /// Returns the sum of all counts.
-    pub fn sum(&self) -> u64 {
-        self.counts().iter().map(|(_, count)| count).sum()
-    }
-
-    /// Returns each count with its name.
-    pub fn counts(&self) -> [(&'static str, u64); 7] {
-        let Dropped { no_room, nobody, too_long, malformed, too_late, length, forged } = *self;
-        [
-            ("dropped_no_room", no_room),
-            ("dropped_nobody", nobody),
-            ("dropped_too_long", too_long),
-            ("dropped_malformed", malformed),
-            ("dropped_too_late", too_late),
-            ("dropped_length", length),
-            ("dropped_forged", forged),
-        ]
-    }
-}
 
 /// A received message, or a part of it, that is not committed as handled. A dropped one has no frame.
 #[derive(Debug, Clone, Copy)]
@@ -111,23 +68,21 @@ pub struct Frames {
 
 /// A node's end of a VNI, as a port.
 #[derive(Debug)]
-pub struct VniPort<M> {
+pub struct VniPort {
     vni: Vni,
-    switch: Switch<M>,
+    switch: Switch,
     ledger: Ledger,
     station: Mac,
     intake: Frames,
     /// Slots of the frames that are staged and not committed: the front of the last burst that was passed in.
     staged: ArrayVec<u32, BURST_MAX>,
-    /// When the next of them began to wait for room.
-    waits: Option<Instant>,
-    slow: Slow,
+    waits: Waits,
     patience: Duration,
     /// Frames that did not cross, by reason.
     pub dropped: Dropped,
 }
 
-impl<M: Deref<Target = [Line]>> VniPort<M> {
+impl VniPort {
     /// Opens the end of node `number`, with the station address `station`, on memory that belongs to the node: see
     /// [`Vni::new`]. Completes what a predecessor was about to do.
     pub fn new(
@@ -135,12 +90,21 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
         station: Mac,
         node_memory: NodeMemoryFds,
         bell_receiver: OwnedFd,
-        switch: Switch<M>,
+        switch: Switch,
         intake: Frames,
     ) -> Result<Self, RegionError> {
         let (vni, ledger) = Vni::with_ledger(number, node_memory, bell_receiver)?;
-        let (staged, slow, dropped) = (ArrayVec::new(), Slow::default(), Dropped::default());
-        Ok(VniPort { vni, switch, ledger, station, intake, staged, waits: None, slow, patience: PATIENCE, dropped })
+        Ok(VniPort {
+            vni,
+            switch,
+            ledger,
+            station,
+            intake,
+            staged: ArrayVec::new(),
+            waits: Waits::default(),
+            patience: PATIENCE,
+            dropped: Dropped::default(),
+        })
     }
 
     /// Returns the arena in which frames lie and the program makes new ones.
@@ -177,7 +141,7 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
     }
 
     /// Replaces the switch that looks addresses up.
-    pub fn set_switch(&mut self, switch: Switch<M>) {
+    pub fn set_switch(&mut self, switch: Switch) {
         self.switch = switch;
     }
 
@@ -216,7 +180,7 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
     /// Returns how soon an [armed](Port::arm) port must look again without a bell, or `None`: no peer rings when there
     /// is room again.
     pub fn waits(&self) -> Option<Duration> {
-        self.waits.map(|_| ROOM_AGAIN)
+        self.waits.again_in()
     }
 
     /// Marks an armed port as awake again.
@@ -231,64 +195,32 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
         if !is_same || self.staged.len() > burst.len() {
             self.unstage();
         }
-        for frame in &burst[self.staged.len()..] {
-            if !self.stage_one(frame) {
+        let Self { vni, switch, waits, dropped, staged, .. } = self;
+        // The receivers check where its frames come from.
+        let mut egress = Egress {
+            vni,
+            switch,
+            notes: None,
+            waits,
+            patience: self.patience,
+            is_checked: false,
+            taken: &mut 0,
+            dropped,
+        };
+        for frame in &burst[staged.len()..] {
+            if !egress.send_bytes(frame.bytes()) {
                 break;
             }
-            self.staged.push(frame.slot.id().index);
+            staged.push(frame.slot.id().index);
         }
-        self.staged.len()
-    }
-
-    /// Returns false if the frame must wait.
-    #[inline]
-    fn stage_one(&mut self, frame: &Frame) -> bool {
-        let bytes = frame.bytes();
-        let Some(mac) = bytes.first_chunk().filter(|_| bytes.len() >= 14) else {
-            self.dropped.length += 1;
-            return true;
-        };
-        let several = match self.switch.find(*mac) {
-            To::Node(node) => return self.stage_for(node, bytes),
-            To::Nobody => {
-                self.dropped.nobody += 1;
-                return true;
-            }
-            several => self.switch.nodes_of(several),
-        };
-        if self.vni.send_to_all(several.iter(), bytes.len(), false, |room| room.copy_from_slice(bytes)).is_err() {
-            self.dropped.no_room += 1;
-        }
-        true
-    }
-
-    #[inline]
-    fn stage_for(&mut self, node: u16, bytes: &[u8]) -> bool {
-        let waited = self.waits.take();
-        match self.vni.draft(node, bytes.len()) {
-            Ok(room) => {
-                room.copy_from_slice(bytes);
-                self.vni.post(node, bytes.len(), false);
-                self.slow.had_room(node);
-            }
-            Err(SendError::NoRoom(_)) => {
-                let since = waited.unwrap_or_else(Instant::now);
-                if self.slow.may_wait_for(node, since, self.patience) {
-                    self.waits = Some(since);
-                    return false;
-                }
-                self.dropped.no_room += 1;
-            }
-            Err(_) => self.dropped.nobody += 1,
-        }
-        true
+        staged.len()
     }
 
     #[cold]
     fn unstage(&mut self) {
         self.vni.withdraw();
         self.staged.clear();
-        self.waits = None;
+        self.waits.clear();
     }
 
     /// Ends the turn if there is anything to commit: sends the staged frames, and commits all received frames except
@@ -475,7 +407,7 @@ fn frame_in(slot: Slot, len: usize) -> Frame {
     Frame { slot, len: u16::try_from(len).expect("a slot is shorter") }
 }
 
-impl<M: Deref<Target = [Line]>> Port for VniPort<M> {
+impl Port for VniPort {
     type Fault = Infallible;
 
     #[inline]
@@ -521,7 +453,7 @@ impl<M: Deref<Target = [Line]>> Port for VniPort<M> {
     }
 }
 
-impl<M: Deref<Target = [Line]>> Transactional for VniPort<M> {
+impl Transactional for VniPort {
     fn station(&self) -> Mac {
         self.station
     }

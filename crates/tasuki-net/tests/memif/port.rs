@@ -2,20 +2,26 @@
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
-use tasuki_net::memif::MemifNode;
-use tasuki_net::memif::client::Inherited;
-use tasuki_net::memif::control::Terms;
+use tasuki_net::endpoint::memif::Memif;
+use tasuki_net::endpoint::memif::control::Terms;
+use tasuki_net::endpoint::{Bridge, Connection as _};
 use tasuki_net::switch::Switch;
-use tasuki_shm::line::{Claims, Line};
+use tasuki_shm::line::{Claims, LINE_LEN, Line};
+use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
 
 use crate::net::{Net, received};
 
-pub type Lines = Arc<[Line]>;
-pub type Node = MemifNode<Lines>;
+pub type Lines = Span<Line>;
+pub type Node = Bridge<Memif>;
+
+/// Makes memory for a directory.
+pub fn directory_memory() -> Lines {
+    let count = directory_lines(64);
+    Region::create("directory", count * LINE_LEN, Pages::Small).unwrap().span(0, count).unwrap()
+}
 
 pub const SECRET: &str = "twenty-three-bytes-here";
 
@@ -44,8 +50,9 @@ pub fn listen(path: &Path) -> OwnedFd {
 }
 
 fn node(listener: &OwnedFd, terms: &Terms, net: &mut Net, lines: &Lines) -> Node {
-    let switch = Switch::new(PORT, Lookup::new(Claims::of(Arc::clone(lines))));
-    MemifNode::new(listener.try_clone().unwrap(), terms.clone(), net.take(PORT.into()), switch).unwrap()
+    let switch = Switch::new(PORT, Lookup::new(Claims::of(lines.clone())));
+    let memif = Memif::new(listener.try_clone().unwrap(), terms.clone()).unwrap();
+    Bridge::new(Box::new(memif), net.take(PORT.into()), switch)
 }
 
 pub struct World {
@@ -66,8 +73,8 @@ impl World {
 
     pub fn with(others: u16, pool_pages: u32, terms: Terms) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
-        let mut directory = Directory::new(Arc::clone(&lines));
+        let lines = directory_memory();
+        let mut directory = Directory::new(lines.clone());
         let mut nodes = NodeSet::default();
         for number in 0..=others {
             directory.add(mac(number), number).unwrap();
@@ -82,14 +89,14 @@ impl World {
 
     /// Replaces the worker, which is told to end, or killed between two turns.
     pub fn succeed(&mut self, told: bool) {
-        let parts = self.node.parts().unwrap();
+        let parts = self.node.end.parts().unwrap();
         if told {
             self.node.finish();
         }
         self.net.replace(PORT.into());
         // The old one writes nothing when it goes.
         self.node = node(&self.listener, &self.terms, &mut self.net, &self.lines);
-        parts.map(Inherited::new).into_iter().for_each(|inherited| self.node.go_on(inherited));
+        parts.into_iter().for_each(|parts| self.node.end.go_on(parts).unwrap());
     }
 
     pub fn path(&self) -> PathBuf {

@@ -1,23 +1,22 @@
 //! Two namespaces on a VNI, driven by threads.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use tasuki_net::endpoint::Bridge;
+use tasuki_net::endpoint::tap::Tap;
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
-use tasuki_net::tap::TapNode;
-use tasuki_shm::line::{Claims, Line};
+use tasuki_shm::line::{Claims, LINE_LEN};
+use tasuki_shm::region::{Pages, Region};
 use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
 use tasuki_tap::device::Before;
 
 use super::{Place, StopAtEnd};
 use crate::net::Net;
 
-type Lines = Arc<[Line]>;
-
 /// Drives a node until `stop` is set; returns the node.
-pub fn drive(mut node: TapNode<Lines>, stop: &AtomicBool) -> TapNode<Lines> {
+pub fn drive(mut node: Bridge<Tap>, stop: &AtomicBool) -> Bridge<Tap> {
     while !stop.load(Ordering::Relaxed) {
         if node.turn() == 0 && node.arm() == Armed::Idle {
             node.rest(Duration::from_millis(50));
@@ -28,13 +27,14 @@ pub fn drive(mut node: TapNode<Lines>, stop: &AtomicBool) -> TapNode<Lines> {
 }
 
 /// Runs `what` with two connected namespaces, 192.0.2.1 and 192.0.2.2; returns their nodes.
-pub fn with_two(pool_pages: u32, what: impl FnOnce([&Place; 2])) -> Option<[TapNode<Lines>; 2]> {
+pub fn with_two(pool_pages: u32, what: impl FnOnce([&Place; 2])) -> Option<[Bridge<Tap>; 2]> {
     if !super::is_possible() {
         return None;
     }
     let places = ["a", "b"].map(Place::new);
-    let lines: Lines = (0..directory_lines(4)).map(|_| Line::default()).collect();
-    let mut directory = Directory::new(Arc::clone(&lines));
+    let count = directory_lines(4);
+    let lines = Region::create("directory", count * LINE_LEN, Pages::Small).unwrap().span(0, count).unwrap();
+    let mut directory = Directory::new(lines.clone());
     let mut nodes = NodeSet::default();
     let mut net = Net::with(2, pool_pages);
     let mut ends = Vec::new();
@@ -43,8 +43,8 @@ pub fn with_two(pool_pages: u32, what: impl FnOnce([&Place; 2])) -> Option<[TapN
         let tap = place.tap_of(mac, &format!("192.0.2.{}/24", number + 1), Before::Offload);
         directory.add(mac, number.into()).expect("there is room");
         nodes.insert(number.into());
-        let switch = Switch::new(number.into(), Lookup::new(Claims::of(Arc::clone(&lines))));
-        ends.push(TapNode::new(tap, net.take(number.into()), switch));
+        let switch = Switch::new(number.into(), Lookup::new(Claims::of(lines.clone())));
+        ends.push(Bridge::new(Box::new(Tap::new(tap)), net.take(number.into()), switch));
     }
     directory.set_nodes(&nodes);
     let stop = AtomicBool::new(false);

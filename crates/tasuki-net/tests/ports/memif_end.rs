@@ -3,17 +3,17 @@
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use tasuki_net::memif::client::{Inherited, Parts};
-use tasuki_net::memif::control::Terms;
-use tasuki_net::memif::{Dropped, MemifNode};
+use tasuki_net::endpoint::memif::Memif;
+use tasuki_net::endpoint::memif::control::Terms;
+use tasuki_net::endpoint::{Bridge, Connection as _, Dropped, Parts};
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
 use tasuki_net::vni::Vni;
 
 use super::{End, Lost, Rest};
 use crate::memif_client::{Client, Shape};
-use crate::memif_port::{Lines, Node, SECRET, listen};
-use crate::net::readable;
+use crate::memif_port::{Node, SECRET, listen};
+use crate::net::any_readable;
 
 /// A quarter of its ring holds the frames of one turn: 32 frames of each of four nodes, in five buffers each.
 const SHAPE: Shape = Shape { log2: 12, buffer: 2048 };
@@ -33,14 +33,14 @@ struct Kept {
     folder: tempfile::TempDir,
 }
 
-fn node(listener: &OwnedFd, vni: Vni, switch: Switch<Lines>) -> Node {
+fn node(listener: &OwnedFd, vni: Vni, switch: Switch) -> Node {
     let listener = listener.try_clone().expect("a descriptor is left");
     let terms = Terms::new(0, SECRET, "a test").expect("a secret");
-    MemifNode::new(listener, terms, vni, switch).expect("descriptors are left")
+    Bridge::new(Box::new(Memif::new(listener, terms).expect("descriptors are left")), vni, switch)
 }
 
 impl MemifEnd {
-    pub fn new(vni: Vni, switch: Switch<Lines>) -> Self {
+    pub fn new(vni: Vni, switch: Switch) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("memif.sock");
         let listener = listen(&path);
@@ -73,7 +73,7 @@ impl End for MemifEnd {
     }
 
     fn is_woken(&self, within: Duration) -> bool {
-        readable(&self.node.fd(), within)
+        any_readable(&[self.node.bell().expect("it is ready"), self.node.source().expect("nothing waits")], within)
     }
 
     fn lost(&self) -> Lost {
@@ -88,7 +88,7 @@ impl End for MemifEnd {
     }
 
     fn end(mut self: Box<Self>, told: bool) -> Box<dyn Rest> {
-        let parts = self.node.parts().expect("descriptors are left").expect("it is connected");
+        let parts = self.node.end.parts().expect("descriptors are left").expect("it is connected");
         if told {
             self.node.finish();
         }
@@ -97,10 +97,10 @@ impl End for MemifEnd {
 }
 
 impl Rest for Kept {
-    fn succeed(self: Box<Self>, vni: Vni, switch: Switch<Lines>) -> Box<dyn End> {
+    fn succeed(self: Box<Self>, vni: Vni, switch: Switch) -> Box<dyn End> {
         let Kept { parts, client, listener, folder } = *self;
         let mut node = node(&listener, vni, switch);
-        node.go_on(Inherited::new(parts));
+        node.end.go_on(parts).expect("parts of a client");
         Box::new(MemifEnd { node, client, listener, folder })
     }
 }

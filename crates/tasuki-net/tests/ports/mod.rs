@@ -6,16 +6,15 @@ mod memif_end;
 mod native;
 mod tap_end;
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
 use tasuki_net::vni::Vni;
-use tasuki_shm::line::{Claims, Line};
-use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
+use tasuki_shm::line::Claims;
+use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet};
 
-use crate::memif_port::{Lines, mac};
+use crate::memif_port::{Lines, directory_memory, mac};
 use crate::net::Net;
 
 /// Longest wait for anything.
@@ -76,7 +75,7 @@ pub trait End {
 
 /// The parts of a node that outlive its worker, other than the node memory.
 pub trait Rest {
-    fn succeed(self: Box<Self>, vni: Vni, switch: Switch<Lines>) -> Box<dyn End>;
+    fn succeed(self: Box<Self>, vni: Vni, switch: Switch) -> Box<dyn End>;
 }
 
 pub struct World {
@@ -97,8 +96,8 @@ impl World {
             return None;
         }
         let count = u16::try_from(kinds.len()).expect("few nodes");
-        let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
-        let mut directory = Directory::new(Arc::clone(&lines));
+        let lines = directory_memory();
+        let mut directory = Directory::new(lines.clone());
         (0..count).for_each(|node| directory.add(mac(node), node).expect("there is room"));
         directory.set_nodes(&set(0..count));
         let mut world = World {
@@ -120,9 +119,9 @@ impl World {
         Some(world)
     }
 
-    fn switch(&self, number: usize) -> Switch<Lines> {
+    fn switch(&self, number: usize) -> Switch {
         let number = u16::try_from(number).expect("few nodes");
-        Switch::new(number, Lookup::new(Claims::of(Arc::clone(&self.lines))))
+        Switch::new(number, Lookup::new(Claims::of(self.lines.clone())))
     }
 
     pub fn end(&mut self, node: usize) -> &mut dyn End {

@@ -7,18 +7,17 @@ use tasuki_net::switch::{Switch, To};
 use tasuki_net::vni::{SendError, Vni};
 
 use super::{End, Lost, Rest};
-use crate::memif_port::Lines;
 use crate::net::readable;
 
 pub struct Native {
     vni: Vni,
-    switch: Switch<Lines>,
+    switch: Switch,
     came: Vec<Vec<u8>>,
     lost: Lost,
 }
 
 impl Native {
-    pub fn new(vni: Vni, switch: Switch<Lines>) -> Self {
+    pub fn new(vni: Vni, switch: Switch) -> Self {
         Native { vni, switch, came: Vec::new(), lost: Lost::default() }
     }
 }
@@ -93,7 +92,7 @@ impl End for Native {
 struct Program(Vec<Vec<u8>>);
 
 impl Rest for Program {
-    fn succeed(self: Box<Self>, vni: Vni, switch: Switch<Lines>) -> Box<dyn End> {
+    fn succeed(self: Box<Self>, vni: Vni, switch: Switch) -> Box<dyn End> {
         Box::new(Native { came: self.0, ..Native::new(vni, switch) })
     }
 }

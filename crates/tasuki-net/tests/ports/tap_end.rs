@@ -4,14 +4,14 @@
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use tasuki_net::endpoint::Bridge;
+use tasuki_net::endpoint::tap::Tap;
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
-use tasuki_net::tap::TapNode;
 use tasuki_net::vni::Vni;
 use tasuki_tap::device::Before;
 
 use super::{End, Lost, Rest};
-use crate::memif_port::Lines;
 use crate::net::any_readable;
 use crate::place::Place;
 
@@ -19,7 +19,7 @@ use crate::place::Place;
 const AHEAD: u64 = 400;
 
 pub struct TapEnd {
-    node: TapNode<Lines>,
+    node: Bridge<Tap>,
     rest: Kept,
 }
 
@@ -33,7 +33,7 @@ struct Kept {
 }
 
 impl TapEnd {
-    pub fn new(vni: Vni, switch: Switch<Lines>) -> Option<Self> {
+    pub fn new(vni: Vni, switch: Switch) -> Option<Self> {
         let place = Place::new("ports");
         // The kernel must send no frames of its own.
         let quiet = place.within(|| std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1"));
@@ -51,7 +51,7 @@ impl TapEnd {
         }
         let tap = node.device.try_clone().expect("a descriptor is left");
         let rest = Kept { tap, program: program.device, ahead: 0, _place: place };
-        let mut end = TapEnd { node: TapNode::new(node.device, vni, switch), rest };
+        let mut end = TapEnd { node: Bridge::new(Box::new(Tap::new(node.device)), vni, switch), rest };
         // A bridge forwards once its ports are ready: send until a frame gets through.
         let start = Instant::now();
         while end.node.dropped.not_own == 0 {
@@ -100,7 +100,7 @@ impl End for TapEnd {
     }
 
     fn is_woken(&self, within: Duration) -> bool {
-        let ends = [self.node.bell(), self.node.tap().expect("its interface is there")];
+        let ends = [self.node.bell().expect("it is ready"), self.node.source().expect("its interface is there")];
         any_readable(&ends, within)
     }
 
@@ -132,8 +132,8 @@ impl End for TapEnd {
 }
 
 impl Rest for Kept {
-    fn succeed(self: Box<Self>, vni: Vni, switch: Switch<Lines>) -> Box<dyn End> {
+    fn succeed(self: Box<Self>, vni: Vni, switch: Switch) -> Box<dyn End> {
         let tap = self.tap.try_clone().expect("a descriptor is left");
-        Box::new(TapEnd { node: TapNode::new(tap, vni, switch), rest: *self })
+        Box::new(TapEnd { node: Bridge::new(Box::new(Tap::new(tap)), vni, switch), rest: *self })
     }
 }

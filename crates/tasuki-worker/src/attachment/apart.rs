@@ -238,7 +238,7 @@ where
             );
             common.channel.tell(Some(self.given.number), sentence);
         }
-        let context = common.context(arena, self.given.number);
+        let mut context = common.context(arena, self.given.number);
         let mut fault = None;
         let (handler, burst) = (&mut self.handler, &mut self.burst);
         let forgotten = nic.forget(&old, |nic| {
@@ -246,7 +246,7 @@ where
                 if fault.is_some() {
                     break;
                 }
-                match handler.turn(nic, &context, burst) {
+                match handler.turn(nic, &mut context, burst) {
                     Ok(0) => break,
                     Ok(_) => {}
                     Err(error) => fault = Some(error),
@@ -263,7 +263,7 @@ where
     }
 
     /// Releases the card for a successor with memory of its own.
-    pub(super) fn halt(&mut self, common: &Common, how: How) -> Input {
+    pub(super) fn halt(&mut self, common: &mut Common, how: How) -> Input {
         let drops = self.plan.as_ref().is_some_and(|plan| plan.inflight == Inflight::Drop);
         self.stamped = false;
         let Card::Driven(nic) = &mut self.card else { return Input::Stuck(Reason::CardGone) };
@@ -273,10 +273,10 @@ where
         self.given.lease_page.leaves(Left::STOPPED);
         let mut fault = None;
         let (handler, burst) = (&mut self.handler, &mut self.burst);
-        let context = self.arena.as_ref().map(|arena| common.context(arena, self.given.number));
+        let mut context = self.arena.as_ref().map(|arena| common.context(arena, self.given.number));
         nic.quiesce(how, |nic| {
             // With an order to drop frames, leave them until the card is quiet; `drain` drops them.
-            if let (Some(context), None, false) = (&context, &fault, drops) {
+            if let (Some(context), None, false) = (&mut context, &fault, drops) {
                 handler.remember(context.program_state, context.nic, nic.turns().wrapping_add(1));
                 fault = handler.finish(nic, context, burst).err();
             }
@@ -296,7 +296,7 @@ where
     }
 
     /// Handles frames until no more arrive, and stops the card. Returns whether it stopped.
-    fn drain(&mut self, common: &Common, drops: bool) -> Result<bool, NicError> {
+    fn drain(&mut self, common: &mut Common, drops: bool) -> Result<bool, NicError> {
         let since = Instant::now();
         while since.elapsed() < STOP {
             let moved = self.last(common, drops)?;
@@ -315,7 +315,7 @@ where
     }
 
     /// Runs one more burst of a giver. Returns the number of frames moved.
-    fn last(&mut self, common: &Common, drops: bool) -> Result<usize, NicError> {
+    fn last(&mut self, common: &mut Common, drops: bool) -> Result<usize, NicError> {
         let had = self.burst.len();
         if drops {
             self.handler.drop_hand(&mut self.burst);
@@ -323,7 +323,7 @@ where
         self.remember(&common.program_state);
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return Ok(0) };
         if !drops {
-            return self.handler.finish(nic, &common.context(arena, self.given.number), &mut self.burst);
+            return self.handler.finish(nic, &mut common.context(arena, self.given.number), &mut self.burst);
         }
         let came = nic.receive(&mut self.burst)?;
         self.burst.clear();
@@ -335,7 +335,7 @@ where
 
     /// Ends the last burst before the NIC's memory goes to another node. Received frames are handled, for a while,
     /// or dropped. If the other node must not read old frames, they are wiped.
-    pub(super) fn stop_clean(&mut self, common: &Common) -> Input {
+    pub(super) fn stop_clean(&mut self, common: &mut Common) -> Input {
         let drops = self.plan.as_ref().is_some_and(|plan| plan.inflight == Inflight::Drop);
         self.stamped = false;
         if self.gone || !matches!(self.card, Card::Driven(_)) {
@@ -354,7 +354,7 @@ where
     }
 
     /// Sends all pending frames and wipes the handled frames. Returns whether both succeeded.
-    fn wipe(&mut self, common: &Common, drops: bool) -> Result<bool, NicError> {
+    fn wipe(&mut self, common: &mut Common, drops: bool) -> Result<bool, NicError> {
         let scrubs = self.scrubs();
         // The first pass takes long, so that the second has little to do, and the last next to nothing.
         for _ in 0..2 {
@@ -385,7 +385,7 @@ where
     }
 
     /// Sends the pending frames. Returns whether all went in time.
-    fn empty_hands(&mut self, common: &Common) -> Result<bool, NicError> {
+    fn empty_hands(&mut self, common: &mut Common) -> Result<bool, NicError> {
         let since = Instant::now();
         while !self.burst.is_empty() {
             if self.send(common)? == 0 && since.elapsed() > EMPTY_HANDS {

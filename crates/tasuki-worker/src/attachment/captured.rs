@@ -5,7 +5,7 @@ use tasuki_net::capture::{Capture, Captures};
 use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::{InPlace, Repoint, Scrub};
 
-use super::{Attachment, Card};
+use super::{Attachment, Card, Common};
 use crate::handler::FrameHandler;
 
 /// Adds a capture.
@@ -32,17 +32,17 @@ where
     }
 
     /// Starts a capture.
-    pub fn capture(&mut self, capture: Capture) {
+    pub fn capture(&mut self, _: &mut Common, capture: Capture) {
         add(self.captures(), capture);
     }
 
     /// Ends the capture with this number.
-    pub fn end_capture(&mut self, number: u32) {
+    pub fn end_capture(&mut self, _: &mut Common, number: u32) {
         end(self.captures(), number);
     }
 
     /// Ends all captures, whether the driver or the attachment holds them.
-    pub fn end_captures(&mut self) {
+    pub fn end_captures(&mut self, _: &mut Common) {
         *self.captures() = None;
     }
 

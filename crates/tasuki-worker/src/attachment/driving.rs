@@ -19,7 +19,7 @@ where
     #[inline]
     pub fn turn(&mut self, common: &mut Common) -> usize {
         let (Card::Driven(nic), Some(arena), false) = (&mut self.card, &self.arena, self.gone) else { return 0 };
-        match self.handler.turn(nic, &common.context(arena, self.given.number), &mut self.burst) {
+        match self.handler.turn(nic, &mut common.context(arena, self.given.number), &mut self.burst) {
             Ok(moved) => moved,
             Err(error) => {
                 self.lose(common, &error);
@@ -55,9 +55,7 @@ where
             // Arming a ring without slots would count the pending frames as handled.
             return false;
         }
-        let works =
-            self.arena.as_ref().is_none_or(|arena| self.handler.can_work(&common.context(arena, self.given.number)));
-        if self.drives() && !works {
+        if self.drives() && !self.handler.can_work(common.uplink.is_some()) {
             return true;
         }
         self.remember(&common.program_state);
@@ -76,16 +74,9 @@ where
     }
 
     /// Returns how long the worker may sleep before there is work without a bell.
-    pub fn rest(&self) -> Option<Duration> {
+    pub fn rest(&self, _: &mut Common) -> Option<Duration> {
         let is_stuck = self.handler.holds_its_own() && !self.burst.is_empty();
         if self.drives() && !self.gone { self.handler.rest().or(is_stuck.then_some(LAST_BURST)) } else { None }
-    }
-
-    /// Returns the descriptor that becomes readable when the node's programs send: while the NIC is driven and no
-    /// earlier frames are pending.
-    pub fn tap(&self) -> Option<BorrowedFd<'_>> {
-        let takes = self.drives() && !self.gone && self.burst.is_empty();
-        self.handler.bell().filter(|_| takes)
     }
 
     /// Returns the descriptor that hangs up when the card's server ends, while the NIC is driven.
@@ -94,8 +85,15 @@ where
         self.given.fds.get(bundle::DEVICE).filter(|_| is_used).map(AsFd::as_fd)
     }
 
+    /// Returns what becomes readable when there is work: the [bell](Self::bell), and, while the NIC is driven and no
+    /// earlier frames are pending, the source of the programs' frames.
+    pub fn fds(&self, _: &Common) -> [Option<BorrowedFd<'_>>; 2] {
+        let takes = self.drives() && !self.gone && self.burst.is_empty();
+        [self.bell(), self.handler.bell().filter(|_| takes)]
+    }
+
     /// Returns the bell: while the NIC is driven, the card rings it; while we wait for the lease, the giver does.
-    pub fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
         match &self.card {
             Card::Driven(nic) if self.drives() && !self.gone => Some(nic.fd()),
             _ if self.waits_since.is_some() => self.wake.as_ref().map(AsFd::as_fd),
@@ -104,7 +102,7 @@ where
     }
 
     /// Clears the bell that a giver rang after it passed the lease.
-    pub fn quiesce(&self) {
+    pub fn quiesce(&self, _: &mut Common) {
         if let (Some(_), Some(wake)) = (self.waits_since, &self.wake) {
             let _ = rustix::io::read(wake, &mut [0; 8]);
         }

@@ -1,102 +1,89 @@
-//! The client of a node with a memif, as it goes from worker to worker. The driver reports it to the daemon, and
-//! workers that do not drive hear of it.
+//! The client of a node's endpoint, as it goes from worker to worker. The driver reports it to the daemon, and workers
+//! that do not drive hear of it.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use anyhow::Result;
-use tasuki_net::memif::client::{Inherited, Parts, name_of};
-use tasuki_net::memif::refusal::Refusal;
+use tasuki_net::endpoint::{Connection, Dismissal};
 use tasuki_relay::message::{Client, ToDaemon};
 
 use super::VniAttachment;
 use super::end::End;
 use crate::attachment::Common;
+use crate::channel::DaemonChannel;
+use crate::endpoint::{pack, unpack};
 use crate::handler::FrameHandler;
-use crate::memif;
 
 impl<D: FrameHandler> VniAttachment<D> {
-    /// Takes note of a memif client that another worker of the node serves, or served when it passed the lease to
-    /// us.
-    pub fn hear_of_client(&mut self, client: Client, fds: Vec<OwnedFd>) -> Result<()> {
-        let inherited = Inherited::new(memif::unpack(client, fds)?);
+    /// Returns the connection to the node's client, if the node's endpoint has clients, whether this worker drives it
+    /// or not.
+    pub(super) fn connection(&mut self) -> Option<&mut dyn Connection> {
         match &mut self.end {
-            None => self.client = Some(inherited),
-            Some(End::Memif(end)) => end.go_on(inherited),
-            Some(_) => {}
+            Some(End::Bridge(bridge)) => bridge.end.connection(),
+            Some(_) => None,
+            None => self.endpoint.as_mut()?.connection(),
         }
-        Ok(())
+    }
+
+    /// Takes note of a client that another worker of the node serves, or served when it passed the lease to us.
+    pub fn hear_of_client(&mut self, common: &Common, client: Client, fds: Vec<OwnedFd>) -> Result<()> {
+        self.open_endpoint(common)?;
+        let parts = unpack(client, fds);
+        self.connection().map_or(Ok(()), |connection| connection.go_on(parts)).map_err(anyhow::Error::msg)
     }
 
     /// Forgets a client that has gone. A driver ignores this: it knows its own client best.
     pub fn forget_client(&mut self, socket: u64) {
-        self.client.take_if(|client| name_of(client.socket()) == socket);
+        self.connection().into_iter().for_each(|connection| connection.forget(socket));
     }
 
     /// Reports the connected client if it may have changed. It queues one message at a time, so that a client that
     /// connects and leaves all the time fills no queue.
     #[inline]
     pub(super) fn tell_news_of_client(&mut self, common: &mut Common) {
-        if let Some(End::Memif(end)) = &mut self.end
-            && end.has_news()
+        if let Some(End::Bridge(bridge)) = &mut self.end
+            && bridge.end.connection().is_some_and(|connection| connection.has_news())
             && !common.channel.is_behind()
         {
-            self.tell_client(common);
+            self.tell_client(&mut common.channel);
         }
     }
 
     /// Reports the client for a successor. Sends the client away, to connect again, if no successor can know of it.
     pub(super) fn entrust_client(&mut self, common: &mut Common) {
-        self.tell_client(common);
-        if let Some(End::Memif(end)) = &mut self.end
-            && end.client().is_some()
-            && self.told_client.is_none()
-        {
-            end.dismiss(Refusal::Moved);
+        self.tell_client(&mut common.channel);
+        let is_told = self.told_client.is_some();
+        if let Some(connection) = self.connection().filter(|_| !is_told) {
+            connection.dismiss(Dismissal::Moved);
         }
     }
 
-    /// Reports the connected client if it has changed.
-    fn tell_client(&mut self, common: &mut Common) {
-        let Some(End::Memif(end)) = &mut self.end else { return };
-        if !common.memif.as_ref().is_some_and(|memif| memif.keeps) {
-            return;
-        }
-        let parts = end.parts();
-        self.write_client(common, parts);
-    }
-
-    fn write_client(&mut self, common: &mut Common, parts: std::io::Result<Option<Parts>>) {
+    /// Reports the client that is connected, or the one of which this worker last heard, if it has changed.
+    fn tell_client(&mut self, channel: &mut DaemonChannel) {
         let nic = self.given.number;
+        let Some(parts) = self.connection().map(Connection::parts) else { return };
         let parts = parts.unwrap_or_else(|error| {
             let sentence = format!(
-                "the client of memif will be sent away when its worker is replaced: its descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"
+                "the client will be sent away when its worker is replaced: its descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"
             );
-            common.channel.tell(Some(nic), sentence);
+            channel.tell(Some(nic), sentence);
             None
         });
-        let socket = parts.as_ref().map(|parts| name_of(parts.socket.as_fd()));
+        let socket = parts.as_ref().map(|parts| parts.number);
         if socket == self.told_client {
             return;
         }
         if let Some(gone) = std::mem::replace(&mut self.told_client, socket) {
-            common.channel.write(&ToDaemon::NoClient { nic, socket: gone }, Vec::new());
+            channel.write(&ToDaemon::NoClient { nic, socket: gone }, Vec::new());
         }
-        if let Some((client, fds)) = parts.map(memif::pack) {
-            common.channel.write(&ToDaemon::Client { nic, client }, fds);
+        if let Some((client, fds)) = parts.map(pack) {
+            channel.write(&ToDaemon::Client { nic, client }, fds);
         }
     }
 
-    /// Reports to a daemon that has just started the connected client, or the client of which this worker last
-    /// heard.
+    /// Reports the client to a daemon that has just started.
     pub fn tell_client_again(&mut self, common: &mut Common) {
         self.told_client = None;
-        match (&self.end, &self.client) {
-            (Some(_), _) => self.tell_client(common),
-            (None, Some(client)) if common.memif.as_ref().is_some_and(|memif| memif.keeps) => {
-                let parts = client.parts();
-                self.write_client(common, parts);
-            }
-            _ => {}
-        }
+        self.tell_client(&mut common.channel);
     }
 }

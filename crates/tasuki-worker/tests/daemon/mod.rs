@@ -396,8 +396,7 @@ impl Node {
             memlock: 64 << 20,
             files: false,
             threads: false,
-            memif: None,
-            tap: None,
+            endpoint: None,
         };
         let fds = [fd_of(&worker.heartbeat), fd_of(&self.program_state), listening];
         worker.message(&ToWorker::Begin(begin), &fds);
@@ -641,7 +640,7 @@ impl Worker {
 /// Plays a daemon that has just started, and checks that the worker says who it is and that it has this NIC. Such a
 /// daemon gets the NIC's device bundle from its keeper.
 pub fn adopt(worker: &mut Worker, nic: &Nic) {
-    worker.talk.send(&serde_json::to_vec(&ToWorker::Again { keeps: true }).expect("JSON"), &[]);
+    worker.talk.send(&serde_json::to_vec(&ToWorker::Again).expect("JSON"), &[]);
     let (message, fds) = worker.hear_message();
     let mine = ToDaemon::Mine { party: worker.party.0.get(), node: "node".to_owned(), nics: vec![nic.number] };
     assert_eq!((message, fds.len()), (mine, 0));

@@ -1,5 +1,4 @@
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use proptest::prelude::*;
 use tasuki_shm::line::Claims;
@@ -31,7 +30,7 @@ struct Net {
     lines: Lines,
     _directory: Directory<Lines>,
     others: BTreeMap<u16, Vni>,
-    port: Option<VniPort<Lines>>,
+    port: Option<VniPort>,
 }
 
 impl Net {
@@ -75,7 +74,7 @@ impl Net {
     fn replace(&mut self) {
         self.port = None;
         let (node_memory, bell_receiver) = self.own(US);
-        let switch = Switch::new(US, Lookup::new(Claims::of(Arc::clone(&self.lines))));
+        let switch = Switch::new(US, Lookup::new(Claims::of(self.lines.clone())));
         let frames = Frames::new().unwrap();
         let mut port = VniPort::new(US, Mac(mac(US)), node_memory, bell_receiver, switch, frames).unwrap();
         self.peer_descriptors(US).into_iter().for_each(|bundle| port.add(bundle).unwrap());
@@ -159,7 +158,7 @@ impl Worker {
     }
 
     /// Takes one turn, wholly or not at all, as a user's program does.
-    fn turn(&mut self, port: &mut VniPort<Lines>) {
+    fn turn(&mut self, port: &mut VniPort) {
         if self.burst.is_empty() {
             self.remember(port.turns() + 1);
             let Ok(came) = port.receive(&mut self.burst);
@@ -283,7 +282,7 @@ proptest! {
 }
 
 /// Receives until no frame arrives.
-fn all(port: &mut VniPort<Lines>) -> Vec<Vec<u8>> {
+fn all(port: &mut VniPort) -> Vec<Vec<u8>> {
     let (mut burst, mut came) = (Burst::new(), Vec::new());
     for _ in 0..32 {
         let Ok(_) = port.receive(&mut burst);
@@ -344,7 +343,7 @@ fn who_reads_nothing_is_waited_for_as_long_as_the_port_has_patience() {
     let port = net.port.as_mut().unwrap();
     port.set_patience(Duration::ZERO);
     let mut burst = Burst::new();
-    let fill = |port: &mut VniPort<Lines>, burst: &mut Burst| {
+    let fill = |port: &mut VniPort, burst: &mut Burst| {
         while !burst.is_full() {
             let mut slot = port.arena().take().unwrap();
             slot.bytes_mut()[..60].copy_from_slice(&frame(US, 7)[..60]);

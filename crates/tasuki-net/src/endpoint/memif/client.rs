@@ -1,6 +1,6 @@
 //! One client: its socket, its memory, its two rings, and the bells of both sides.
 
-use std::io::{IoSlice, IoSliceMut};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recvmsg, sendmsg,
 };
+use serde::{Deserialize, Serialize};
 use tasuki_shm::region::{CommonRegion, RegionError};
 use zerocopy::IntoBytes;
 
@@ -20,6 +21,7 @@ use super::ledger::Ledger;
 use super::refusal::{Refusal, Way};
 use super::ring::{Regions, Ring};
 use super::wire::{MESSAGE_LEN, Message};
+use crate::endpoint::Parts;
 
 /// Maximum duration of a handshake.
 pub const HANDSHAKE: Duration = Duration::from_secs(5);
@@ -29,6 +31,9 @@ const AT_ONCE: usize = 16;
 
 /// Maximum number of descriptors taken from a message: the one that belongs to it, and one more that shows an excess.
 const DESCRIPTORS: usize = 2;
+
+/// Number of a client's descriptors that are not regions: the socket, and two eventfds.
+const OTHERS: usize = 3;
 
 /// Why a client is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,25 +99,36 @@ impl Client {
     }
 
     /// Returns what a successor needs, if the client is connected.
-    pub fn parts(&self) -> std::io::Result<Option<Parts>> {
+    pub fn parts(&self) -> io::Result<Option<Parts>> {
         let Some(attached) = &self.attached else { return Ok(None) };
-        let copy = |fd: &OwnedFd| fd.try_clone();
-        let regions = self.memories.iter().map(|(size, memory)| Ok((*size, copy(memory)?)));
+        let text = Text {
+            regions: self.memories.iter().map(|(size, _)| *size).collect(),
+            to_server: RingText::of(attached.from.place()),
+            to_client: RingText::of(attached.to.place()),
+        };
+        let memories = self.memories.iter().map(|(_, memory)| memory);
+        let fds = [&self.socket, &attached.bell, &attached.clapper].into_iter().chain(memories);
         Ok(Some(Parts {
             name: self.name(),
-            socket: copy(&self.socket)?,
-            regions: regions.collect::<std::io::Result<_>>()?,
-            to_server: (attached.from.place(), copy(&attached.bell)?),
-            to_client: (attached.to.place(), copy(&attached.clapper)?),
+            number: name_of(self.socket()),
+            text: serde_json::to_string(&text)?,
+            fds: fds.map(OwnedFd::try_clone).collect::<io::Result<_>>()?,
         }))
     }
 
     /// Maps a client's memory from a predecessor. Reads none of it before [`go_on`](Self::go_on).
-    fn map_again(parts: Parts) -> Result<Self, (OwnedFd, Refusal)> {
-        let Parts { name, socket, regions, to_server, to_client } = parts;
-        let regions = regions.into_iter().map(|(size, memory)| Handed::Region(size, memory));
-        let rings = [to_server, to_client].map(|(place, bell)| Handed::Ring(place, bell));
-        let (control, deeds) = Control::again(&name, regions.chain(rings));
+    fn map_again(
+        name: &str,
+        text: &Text,
+        [socket, bell, clapper]: [OwnedFd; 3],
+        memories: Vec<OwnedFd>,
+    ) -> Result<Self, (OwnedFd, Refusal)> {
+        let regions = text.regions.iter().zip(memories).map(|(size, memory)| Handed::Region(*size, memory));
+        let rings = [
+            Handed::Ring(text.to_server.place(Way::ToServer), bell),
+            Handed::Ring(text.to_client.place(Way::ToClient), clapper),
+        ];
+        let (control, deeds) = Control::again(name, regions.chain(rings));
         let mut client = Self::over(socket, control, Instant::now());
         for deed in deeds {
             match deed.map_err(End::from).and_then(|deed| client.act(deed)) {
@@ -257,19 +273,34 @@ fn hang_up(socket: &OwnedFd) {
     let _ = rustix::net::shutdown(socket, Shutdown::Both);
 }
 
-/// All parts of a connected client, which a successor of its server needs to continue. No process looks at them before.
-#[derive(Debug)]
-pub struct Parts {
-    /// Name that the client gives itself.
-    pub name: String,
-    /// Socket of the client.
-    pub socket: OwnedFd,
-    /// Size in bytes and memory file of each region.
-    pub regions: Vec<(u64, OwnedFd)>,
-    /// Ring in which the client sends, and the eventfd by which it rings.
-    pub to_server: (RingPlace, OwnedFd),
-    /// Ring in which the client receives, and the eventfd by which it is rung.
-    pub to_client: (RingPlace, OwnedFd),
+/// What a successor of a client's server must know besides the client's descriptors.
+#[derive(Debug, Serialize, Deserialize)]
+struct Text {
+    /// Length in bytes of each region.
+    regions: Vec<u64>,
+    /// Ring in which the client sends.
+    to_server: RingText,
+    /// Ring in which the client receives.
+    to_client: RingText,
+}
+
+/// Place of a ring.
+#[derive(Debug, Serialize, Deserialize)]
+struct RingText {
+    region: u16,
+    offset: u32,
+    log2_size: u8,
+}
+
+impl RingText {
+    fn of(RingPlace { region, offset, log2_size, .. }: RingPlace) -> Self {
+        RingText { region, offset, log2_size }
+    }
+
+    fn place(&self, way: Way) -> RingPlace {
+        let RingText { region, offset, log2_size } = *self;
+        RingPlace { way, region, offset, log2_size }
+    }
 }
 
 /// A client of a predecessor, mapped by the process that may have to continue with it; or why that is impossible.
@@ -278,8 +309,23 @@ pub struct Inherited(pub(super) Result<Box<Client>, (OwnedFd, Refusal)>);
 
 impl Inherited {
     /// Maps the memory, so that it is there when needed. Touches none of its rings and frames.
-    pub fn new(parts: Parts) -> Self {
-        Inherited(Client::map_again(parts).map(Box::new))
+    ///
+    /// # Errors
+    /// A sentence: these are no parts of a client.
+    pub fn new(parts: Parts) -> Result<Self, String> {
+        let Parts { name, text, mut fds, .. } = parts;
+        let text: Text = serde_json::from_str(&text).map_err(|error| {
+            format!("the description of a client of memif is not understood ({error}); rebuild the older of daemon and worker")
+        })?;
+        let (count, expected) = (fds.len(), OTHERS + text.regions.len());
+        if count != expected {
+            return Err(format!(
+                "{count} descriptors came with a client of memif, and {expected} belong to it; rebuild the older of daemon and worker"
+            ));
+        }
+        let memories = fds.split_off(OTHERS);
+        let others = <[OwnedFd; OTHERS]>::try_from(fds).expect("they were counted");
+        Ok(Inherited(Client::map_again(&name, &text, others, memories).map(Box::new)))
     }
 
     /// Returns the client's socket.
@@ -296,7 +342,7 @@ impl Inherited {
     }
 
     /// Returns what another process needs to continue with the client, or `None` once it is gone.
-    pub fn parts(&self) -> std::io::Result<Option<Parts>> {
+    pub fn parts(&self) -> io::Result<Option<Parts>> {
         match &self.0 {
             Ok(client) if !has_hung_up(client.socket()) => client.parts(),
             _ => Ok(None),

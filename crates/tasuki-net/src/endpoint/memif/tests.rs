@@ -1,8 +1,6 @@
 //! Replaces a node's worker, or kills it at any place in its code, while frames cross both ways; its client must notice
 //! nothing.
 
-use std::sync::Arc;
-
 use proptest::prelude::*;
 use rustix::net::{AddressFamily, SocketType};
 use tasuki_shm::line::Claims;
@@ -11,11 +9,14 @@ use tasuki_shm::vni::node_memory::NodeMemoryFds;
 use theirs::{Client, Shape};
 
 use super::*;
+use crate::endpoint::Bridge;
+use crate::switch::Switch;
+use crate::vni::Vni;
 use crate::vni::fixture::{Lines, directory, end, mac, received};
 use crate::vni::mortal::lives_for;
 
 /// A client written from the protocol's text.
-#[path = "../../tests/memif/client.rs"]
+#[path = "../../../tests/memif/client.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 mod theirs;
 
@@ -37,7 +38,7 @@ struct Net {
     third: Vni,
     listener: OwnedFd,
     _folder: tempfile::TempDir,
-    node: Option<MemifNode<Lines>>,
+    node: Option<Bridge<Memif>>,
     client: Client,
 }
 
@@ -79,12 +80,12 @@ impl Net {
     fn replace(&mut self, parts: Parts) {
         self.node = None;
         let mut node = node(&self.listener, end(US, &self.node_memories, &self.bells), &self.lines);
-        node.go_on(Inherited::new(parts));
+        node.end.go_on(parts).unwrap();
         self.node = Some(node);
     }
 
     fn parts(&mut self) -> Parts {
-        self.node.as_mut().unwrap().parts().unwrap().expect("it is connected")
+        self.node.as_mut().unwrap().end.parts().unwrap().expect("it is connected")
     }
 
     fn turn(&mut self) {
@@ -94,10 +95,10 @@ impl Net {
     }
 }
 
-fn node(listener: &OwnedFd, vni: Vni, lines: &Lines) -> MemifNode<Lines> {
-    let switch = Switch::new(US, Lookup::new(Claims::of(Arc::clone(lines))));
+fn node(listener: &OwnedFd, vni: Vni, lines: &Lines) -> Bridge<Memif> {
+    let switch = Switch::new(US, Lookup::new(Claims::of(lines.clone())));
     let terms = Terms::new(0, "", "a test").unwrap();
-    MemifNode::new(listener.try_clone().unwrap(), terms, vni, switch).unwrap()
+    Bridge::new(Box::new(Memif::new(listener.try_clone().unwrap(), terms).unwrap()), vni, switch)
 }
 
 /// The received frames of a numbered sequence.
@@ -225,7 +226,7 @@ proptest! {
         prop_assert!(net.client.channel.hear().is_none(), "and it has heard nothing");
         let node = net.node.as_ref().unwrap();
         prop_assert_eq!(node.dropped, Dropped::default());
-        prop_assert_eq!(node.client(), Some("a test's client".to_owned()));
+        prop_assert_eq!(node.end.client(), Some("a test's client".to_owned()));
     }
 }
 

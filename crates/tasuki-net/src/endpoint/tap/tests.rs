@@ -1,14 +1,15 @@
 //! Kills a worker at every place in its code while a namespace sends. The frames it had read must still reach the other
 //! node.
 
-use std::sync::Arc;
-
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tasuki_shm::line::Claims;
 use tasuki_shm::vni::directory::{Directory, Lookup};
 use tasuki_shm::vni::node_memory::NodeMemoryFds;
 
 use super::*;
+use crate::endpoint::Bridge;
+use crate::switch::Switch;
+use crate::vni::Vni;
 use crate::vni::fixture::{Lines, directory, end, mac, received};
 use crate::vni::mortal::lives_for;
 
@@ -40,9 +41,13 @@ impl Net {
     }
 
     /// Starts another worker, which continues.
-    fn worker(&self) -> TapNode<Lines> {
-        let switch = Switch::new(US, Lookup::new(Claims::of(Arc::clone(&self.lines))));
-        TapNode::new(self.tap.try_clone().unwrap(), end(US, &self.node_memories, &self.bells), switch)
+    fn worker(&self) -> Bridge<Tap> {
+        let switch = Switch::new(US, Lookup::new(Claims::of(self.lines.clone())));
+        Bridge::new(
+            Box::new(Tap::new(self.tap.try_clone().unwrap())),
+            end(US, &self.node_memories, &self.bells),
+            switch,
+        )
     }
 
     /// Has the namespace send frames with these numbers.

@@ -1,4 +1,4 @@
-//! Notes on frames that a node's worker read from its TAP and has not published. They lie on a page of the node memory,
+//! Notes on frames that a node's worker read from an endpoint, which forgot them, and has not published. They lie on a page of the node memory,
 //! for the successor of a killed worker.
 //!
 //! The kernel forgets a frame once it is read, so the worker notes beforehand where the frame will lie. Only the worker
@@ -21,9 +21,11 @@ use tasuki_shm::line::{LINE_WORDS, Line};
 use tasuki_shm::region::Span;
 use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release};
 
-use super::READS;
 use crate::vni::halves;
 use crate::vni::offload::HEADER_LEN;
+
+/// Maximum number of frames that an endpoint reads in a turn.
+pub(super) const READS: usize = 64;
 
 const COUNT: usize = 0;
 const READING: usize = 1;
@@ -38,7 +40,7 @@ pub(super) const FRONT_LEN: usize = HEADER_LEN + 14 + 2 * 4 + 8;
 
 /// The notes of a node.
 #[derive(Debug)]
-pub(super) struct Notes {
+pub(crate) struct Notes {
     lines: Span<Line>,
     count: usize,
 }

@@ -13,13 +13,8 @@ pub const WAIT: Duration = Duration::from_millis(2);
 pub struct Slow(NodeSet);
 
 impl Slow {
-    /// Returns whether a frame that has waited since `since` may go on waiting for room at `node`.
-    pub fn may_wait(&mut self, node: u16, since: Instant) -> bool {
-        self.may_wait_for(node, since, WAIT)
-    }
-
-    /// Like [`may_wait`](Self::may_wait), with `most` as the longest wait.
-    pub fn may_wait_for(&mut self, node: u16, since: Instant, most: Duration) -> bool {
+    /// Returns whether a frame that has waited since `since` may go on waiting for room at `node`, for up to `most`.
+    pub fn may_wait(&mut self, node: u16, since: Instant, most: Duration) -> bool {
         let may = !self.0.contains(node) && since.elapsed() < most;
         if !may {
             self.0.insert(node);
@@ -42,11 +37,11 @@ mod tests {
     fn who_was_waited_for_in_vain_is_waited_for_again_once_it_has_had_room() {
         let (mut slow, now) = (Slow::default(), Instant::now() + Duration::from_secs(60));
         let Some(long_ago) = Instant::now().checked_sub(WAIT) else { return };
-        assert!(slow.may_wait(1, now) && slow.may_wait(1, now));
-        assert!(!slow.may_wait(1, long_ago));
-        assert!(!slow.may_wait(1, now), "once");
-        assert!(slow.may_wait(2, now), "another is another");
+        assert!(slow.may_wait(1, now, WAIT) && slow.may_wait(1, now, WAIT));
+        assert!(!slow.may_wait(1, long_ago, WAIT));
+        assert!(!slow.may_wait(1, now, WAIT), "once");
+        assert!(slow.may_wait(2, now, WAIT), "another is another");
         slow.had_room(1);
-        assert!(slow.may_wait(1, now));
+        assert!(slow.may_wait(1, now, WAIT));
     }
 }

@@ -1,49 +1,28 @@
 //! Moves frames from the VNI into a client's buffers.
 
-use std::ops::Deref;
-
-use tasuki_shm::line::Line;
-
-use super::Dropped;
 use super::client::Attached;
 use super::ledger::Ledger;
 use super::refusal::Refusal;
 use super::ring::{Chain, Room};
-use crate::switch::{Front, Switch};
+use crate::endpoint::Dropped;
+use crate::switch::Front;
+use crate::vni::Incoming;
 use crate::vni::finish::{finish, is_finished};
-use crate::vni::{Incoming, Reader};
 
 /// Puts frames into a client's buffers.
-pub(super) struct Giver<'a, M> {
+pub(super) struct Giver<'a> {
     pub(super) attached: &'a mut Attached,
     pub(super) ledger: &'a mut Ledger,
-    pub(super) switch: &'a mut Switch<M>,
-    pub(super) given: u64,
+    pub(super) given: usize,
     pub(super) dropped: &'a mut Dropped,
     pub(super) copy: &'a mut [u8],
     pub(super) chain: &'a mut Chain,
-    pub(super) broken: Option<Refusal>,
+    pub(super) broken: &'a mut Option<Refusal>,
 }
 
-impl<M: Deref<Target = [Line]>> Reader for Giver<'_, M> {
+impl Giver<'_> {
     #[inline]
-    fn frame(&mut self, incoming: Incoming<'_>) {
-        match self.switch.admits(&incoming) {
-            Some(front) => self.give(&incoming, &front),
-            None => incoming.refuse(&mut self.dropped.forged, &mut self.dropped.too_late),
-        }
-    }
-
-    /// Shows the filled buffers now: if we died later, frames that the client has not seen would be lost.
-    #[inline]
-    fn before_they_go(&mut self) {
-        self.attached.to.show(self.ledger);
-    }
-}
-
-impl<M> Giver<'_, M> {
-    #[inline]
-    fn give(&mut self, incoming: &Incoming<'_>, front: &Front) {
+    pub(super) fn give(&mut self, incoming: &Incoming<'_>, front: &Front) {
         match incoming.offload() {
             Err(_) => self.dropped.too_late += 1,
             Ok(offload) if is_finished(&offload) => self.give_finished(incoming, front),
@@ -118,7 +97,7 @@ impl<M> Giver<'_, M> {
             Ok(Room::TooLong) => self.dropped.too_long += 1,
             Err(refusal) => {
                 self.dropped.away += 1;
-                self.broken = Some(refusal);
+                *self.broken = Some(refusal);
             }
         }
         false

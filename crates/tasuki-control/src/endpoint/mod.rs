@@ -1,0 +1,50 @@
+//! The kinds of endpoints by which a node's programs are on a VNI: what the daemon makes for a node's workers. A TAP is
+//! made elsewhere ([`taps`](crate::supervisor::taps)), as it may stand for a NIC too, and may have a shortcut.
+//!
+//! A kind has one file here, with its settings and its [`Kind`], and one in `tasuki_net::endpoint`, with its data path.
+
+pub mod memif;
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+
+use anyhow::Result;
+
+/// The settings of one endpoint.
+pub trait Kind: fmt::Debug {
+    /// Returns the name of the kind, for workers.
+    fn kind(&self) -> &'static str;
+
+    /// Returns the name by which users know this endpoint. No two nodes have the same one.
+    fn label(&self) -> String;
+
+    /// Returns what users see of it in a status.
+    fn shown(&self) -> String;
+
+    /// Returns what workers must know besides the descriptor.
+    fn text(&self) -> String;
+
+    /// Returns the fault of the settings, if there is one.
+    fn odd(&self) -> Option<String>;
+
+    /// Returns whether there may be several stations behind it, with addresses of their own.
+    fn has_others(&self) -> bool;
+
+    /// Returns whether programs connect here that must not notice when a worker is replaced.
+    fn has_clients(&self) -> bool {
+        false
+    }
+
+    /// Makes the endpoint. Every worker of the node gets the descriptor.
+    ///
+    /// # Errors
+    /// A sentence for the user: it cannot be made as yet.
+    fn make(&self) -> Result<OwnedFd>;
+
+    /// Returns what tells this endpoint from another of the same name, if it exists: a descriptor that an earlier daemon
+    /// made is of use only while that has not changed.
+    fn mark(&self) -> Option<String>;
+
+    /// Removes the parts that do not go with its descriptors.
+    fn remove(&self) {}
+}

@@ -1,0 +1,234 @@
+//! The endpoints of nodes on a VNI that are no TAPs: the daemon makes them, gives their descriptors to the nodes'
+//! workers, and keeps them for the next daemon.
+//!
+//! The descriptors of a connected client lie beside the endpoint's own, and with every other worker of the node, so the
+//! next driver goes on with the client. The daemon does not look into them, as a stranger made them; and a worker that
+//! lies about them lies to its own node.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use anyhow::{Context, Result};
+use rustix::io::Errno;
+use tasuki_relay::message::{self, ToWorker};
+
+use super::card::Card;
+use super::keeping::{Found, Key};
+use super::vnis::is_lost;
+use super::worker::Worker;
+use super::{About, Supervisor};
+use crate::foreign::Foreign;
+use crate::{channel, config};
+
+/// Bytes of a client's name, at most: memif has 32 for it, of which each may have become three.
+const NAME_MAX: usize = 96;
+
+/// Bytes of a client's description, at most.
+const TEXT_MAX: usize = 4096;
+
+/// An endpoint, as far as it exists.
+#[derive(Debug)]
+pub struct Endpoint {
+    /// Its node's work, which has its settings.
+    work: config::Work,
+    fd: Option<OwnedFd>,
+    /// What told it from others when it was made.
+    mark: Option<String>,
+    client: Option<Connected>,
+}
+
+/// A connected client.
+#[derive(Debug)]
+struct Connected {
+    message: message::Client,
+    /// Its socket first.
+    fds: Foreign,
+    /// Inode number of that socket.
+    socket: u64,
+}
+
+impl Connected {
+    /// Returns `None` if this cannot be a client.
+    fn new(message: message::Client, fds: Foreign) -> Option<Self> {
+        let message::Client { name, text } = &message;
+        if name.len() > NAME_MAX || text.len() > TEXT_MAX || !(1..=message::CLIENT_FDS_MAX).contains(&fds.len()) {
+            return None;
+        }
+        // A socket, and no file of a file system that would have to be asked.
+        rustix::net::sockopt::socket_type(&fds[0]).ok()?;
+        let socket = rustix::fs::fstat(&fds[0]).ok()?.st_ino;
+        Some(Connected { message, fds, socket })
+    }
+
+    fn tell(&self, worker: &Worker, nic: u32) -> Result<(), Errno> {
+        worker.write(&ToWorker::Client { nic, client: self.message.clone() }, &channel::lend(&self.fds))
+    }
+}
+
+impl Endpoint {
+    /// Returns the endpoint of a node, not made yet, under its label.
+    pub fn of(node: &config::Node) -> Option<(String, Self)> {
+        let label = node.endpoint()?.label();
+        Some((label, Endpoint { work: node.work.clone(), fd: None, mark: None, client: None }))
+    }
+
+    /// Returns for the keeper the descriptor, if it exists, and its mark.
+    pub fn to_keep(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
+        Some((self.mark.clone()?, vec![self.fd.as_ref()?.as_fd()]))
+    }
+
+    /// Returns for the keeper the client that is connected, as text and descriptors.
+    pub fn client_to_keep(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
+        let Connected { message, fds, .. } = self.client.as_ref()?;
+        Some((serde_json::to_string(message).expect("plain data"), channel::lend(fds)))
+    }
+
+    /// Makes it, unless it exists.
+    pub fn make(&mut self) -> Result<&OwnedFd> {
+        let fd = match self.fd.take() {
+            Some(fd) => fd,
+            None => {
+                let kind = self.work.endpoint().context("the node has none")?;
+                let fd = kind.make()?;
+                self.mark = kind.mark();
+                fd
+            }
+        };
+        Ok(self.fd.insert(fd))
+    }
+
+    /// Adopts the descriptor of an earlier daemon, unless it is of no use any more.
+    fn adopt(&mut self, mark: String, fd: Option<OwnedFd>) {
+        let now = self.work.endpoint().and_then(|kind| kind.mark());
+        self.fd = fd.filter(|_| now.as_ref() == Some(&mark));
+        self.mark = Some(mark);
+    }
+
+    /// Removes it. Not when the daemon exits alone: then the next daemon has it.
+    pub fn close(self) {
+        if let (Some(_), Some(kind)) = (self.fd, self.work.endpoint()) {
+            kind.remove();
+        }
+    }
+}
+
+impl Supervisor {
+    /// Adopts the endpoints of an earlier daemon, and makes the others, except those of which workers of the nodes in
+    /// `living` have the only descriptor.
+    pub(super) fn begin_endpoints(&mut self, living: &[String], found: &mut Found) {
+        self.endpoints = self.config.node.iter().filter_map(Endpoint::of).collect();
+        for (label, end) in &mut self.endpoints {
+            if let Some((mark, fds)) = found.remove(&Key::Endpoint(label.clone())) {
+                end.adopt(mark, fds.into_iter().next());
+            }
+            let client = found.remove(&Key::Client(label.clone()));
+            end.client =
+                client.and_then(|(what, fds)| Connected::new(serde_json::from_str(&what).ok()?, Foreign::new(fds)));
+        }
+        let kept: Vec<String> =
+            living.iter().filter_map(|node| Some(self.config.node(node)?.endpoint()?.label())).collect();
+        let mut troubles = Vec::new();
+        for (label, end) in self.endpoints.iter_mut().filter(|(label, _)| !kept.contains(label)) {
+            // A node that was added by hand is in no file that could be mended. Its worker is started once the
+            // endpoint exists.
+            if let Err(error) = end.make() {
+                troubles.push(format!("{label} is not served as yet: {error:#}"));
+            }
+        }
+        troubles.into_iter().for_each(|trouble| self.note(About::default(), trouble));
+    }
+
+    /// Returns the description and the descriptor for a worker of this node, if it is to have an endpoint.
+    pub(super) fn endpoint_for(&mut self, node: &str) -> Result<Option<(message::Endpoint, OwnedFd)>> {
+        let Some(kind) = self.config.node(node).and_then(config::Node::endpoint) else { return Ok(None) };
+        let (label, text) = (kind.label(), kind.text());
+        let description = message::Endpoint { kind: kind.kind().to_owned(), label: label.clone(), text };
+        let end = self.endpoints.get_mut(&label).with_context(|| format!("there is no endpoint {label}"))?;
+        let fd = end.make()?.as_fd().try_clone_to_owned()?;
+        self.keep(Key::Endpoint(label));
+        Ok(Some((description, fd)))
+    }
+
+    /// Returns the endpoint at which a worker serves clients by way of an end of a VNI: its own node's, or none.
+    fn endpoint_of(&mut self, number: u32, nic: u32) -> Option<&mut Endpoint> {
+        let node = &self.workers.get(&number)?.record.node;
+        let is_its = |card: &Card| card.vni().is_some() && card.config.node == *node;
+        self.cards.get(&nic).filter(|card| is_its(card))?;
+        let label = self.config.node(node)?.endpoint().filter(|kind| kind.has_clients())?.label();
+        self.endpoints.get_mut(&label)
+    }
+
+    /// Handles a worker's report of a client that it serves, or has heard of: the node's other workers are to know
+    /// the client, too. The driver's report counts more; a report from a worker that has just passed the lease goes
+    /// to the worker that has it.
+    pub(super) fn has_client(&mut self, number: u32, nic: u32, client: message::Client, fds: Foreign) {
+        let holder = self.cards.get(&nic).and_then(|card| card.holder());
+        let Some(end) = self.endpoint_of(number, nic) else {
+            return self.condemn(number, format!("speaks of a client at NIC {nic}, where its node has none"));
+        };
+        let Some(connected) = Connected::new(client, fds) else {
+            return self.condemn(number, "sent something else than a client is made of".to_owned());
+        };
+        if end.client.as_ref().is_some_and(|known| known.socket == connected.socket) {
+            return;
+        }
+        if end.client.is_none() || holder.is_none_or(|holder| holder == number) {
+            end.client = Some(connected);
+            self.keep_client(number);
+            return self.tell_others_of_client(nic, number);
+        }
+        if let Some(worker) = holder.and_then(|holder| self.workers.get(&holder)) {
+            // If the driver does not hear of it, the client finds its socket closed.
+            let _ = connected.tell(worker, nic);
+        }
+    }
+
+    /// Handles a worker's report that a client is gone.
+    pub(super) fn has_client_no_more(&mut self, number: u32, nic: u32, socket: u64) {
+        let Some(end) = self.endpoint_of(number, nic) else { return };
+        if end.client.take_if(|client| client.socket == socket).is_none() {
+            return;
+        }
+        self.keep_client(number);
+        for worker in self.workers.values().filter(|worker| worker.party() != number && worker.nics.contains_key(&nic))
+        {
+            // A worker that does not hear of it finds out when it goes on.
+            let _ = worker.write(&ToWorker::NoClient { nic, socket }, &[]);
+        }
+    }
+
+    fn keep_client(&mut self, number: u32) {
+        let node = self.workers.get(&number).and_then(|worker| self.config.node(&worker.record.node));
+        let label = node.and_then(config::Node::endpoint).map(|kind| kind.label());
+        label.into_iter().for_each(|label| self.keep(Key::Client(label)));
+    }
+
+    /// Tells all workers of an end except `but` about the client that is connected there.
+    fn tell_others_of_client(&mut self, nic: u32, but: u32) {
+        let has_it = |worker: &&Worker| worker.nics.contains_key(&nic) && worker.party() != but;
+        let others: Vec<u32> = self.workers.values().filter(has_it).map(Worker::party).collect();
+        others.into_iter().for_each(|number| self.tell_client(nic, number));
+    }
+
+    /// Tells all workers of an end that do not drive it about the client.
+    pub(super) fn tell_all_of_client(&mut self, nic: u32) {
+        let holder = self.cards.get(&nic).and_then(|card| card.holder());
+        self.tell_others_of_client(nic, holder.unwrap_or(0));
+    }
+
+    /// Tells a worker that was given an end about the client that is connected there, if any.
+    pub(super) fn tell_client(&mut self, nic: u32, number: u32) {
+        let Some(client) = self.endpoint_of(number, nic).and_then(|end| end.client.take()) else { return };
+        let told = self.workers.get(&number).map_or(Ok(()), |worker| client.tell(worker, nic));
+        if let Some(end) = self.endpoint_of(number, nic) {
+            end.client = Some(client);
+        }
+        if is_lost(told) {
+            self.condemn(number, "does not take what it must know of its node's client".to_owned());
+        }
+    }
+
+    /// Removes all endpoints.
+    pub(super) fn close_endpoints(&mut self) {
+        std::mem::take(&mut self.endpoints).into_values().for_each(Endpoint::close);
+    }
+}

@@ -1,0 +1,235 @@
+//! Moves frames between an endpoint and a node's end of a VNI, both ways.
+
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use arrayvec::ArrayVec;
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::egress::{Egress, ROOM_AGAIN, WAIT, Waits};
+use super::notes::{FRONT_LEN, Notes, len_of};
+use super::{Dropped, Endpoint};
+use crate::port::Armed;
+use crate::switch::Switch;
+use crate::vni::ledger::point;
+use crate::vni::offload::HEADER_LEN;
+use crate::vni::{Incoming, Reader, Vni};
+
+/// An endpoint on a VNI.
+#[derive(Debug)]
+pub struct Bridge<E: ?Sized = dyn Endpoint> {
+    vni: Vni,
+    switch: Switch,
+    /// Notes on frames that the endpoint has forgotten.
+    notes: Option<Notes>,
+    waits: Waits,
+    /// The endpoint was not ready when the bridge was armed.
+    naps: bool,
+    /// Number of frames that the programs received.
+    pub given: u64,
+    /// Number of frames that the programs sent.
+    pub taken: u64,
+    /// Frames that did not cross, in either direction.
+    pub dropped: Dropped,
+    /// The endpoint.
+    pub end: Box<E>,
+}
+
+impl<E: Endpoint + ?Sized> Bridge<E> {
+    /// Connects the programs behind `end` to a VNI. The caller has added all neighbours to `vni`. Sends the frames that
+    /// a predecessor had read and not published.
+    pub fn new(mut end: Box<E>, vni: Vni, switch: Switch) -> Self {
+        let page = vni.notes();
+        let notes = end.forgets().then(|| Notes::over(page.clone()));
+        end.begin(page);
+        let mut bridge = Bridge {
+            vni,
+            switch,
+            notes,
+            waits: Waits::default(),
+            naps: false,
+            given: 0,
+            taken: 0,
+            dropped: Dropped::default(),
+            end,
+        };
+        bridge.send_left();
+        bridge
+    }
+
+    /// Ends the bridge and returns the endpoint, without its programs: a successor serves them.
+    pub fn into_end(mut self) -> Box<E> {
+        self.end.release();
+        self.end
+    }
+
+    /// Sends the frames that a predecessor had read.
+    fn send_left(&mut self) {
+        let Some(notes) = &mut self.notes else { return };
+        // Copy all frames before sending the first: they lie in pages that are free.
+        let mut frames = Vec::new();
+        for (page, len) in notes.left() {
+            let len = len.or_else(|| len_of(&self.vni.left_at(page, FRONT_LEN)?));
+            frames.extend(len.and_then(|len| self.vni.left_at(page, len)));
+        }
+        let (mut egress, _) = self.split();
+        // These frames are noted already.
+        egress.notes = None;
+        for frame in frames.iter().filter(|frame| frame.len() >= HEADER_LEN + 14) {
+            let Some(room) = egress.stage() else { break };
+            room[..frame.len()].copy_from_slice(frame);
+            if !egress.send_staged(frame.len()) {
+                // One frame waits; a ring without room for it has none for the others.
+                break;
+            }
+        }
+        self.flush();
+    }
+
+    fn split(&mut self) -> (Egress<'_>, &mut E) {
+        let Self { vni, switch, notes, waits, taken, dropped, end, .. } = self;
+        let egress =
+            Egress { vni, switch, notes: notes.as_mut(), waits, patience: WAIT, is_checked: true, taken, dropped };
+        (egress, end)
+    }
+
+    /// Publishes the frames taken, and then commits them: drops the notes on them, and lets the endpoint have them back.
+    fn flush(&mut self) {
+        let Self { vni, notes, waits, end, .. } = self;
+        let staged = waits.staged().and_then(|len| Some((vni.staging_page()?, len)));
+        vni.flush_with(|| {
+            point("endpoint.published");
+            if let Some(notes) = notes {
+                notes.published(staged);
+            }
+            end.commit();
+        });
+    }
+
+    /// Returns the node's end of the VNI.
+    pub fn vni(&mut self) -> &mut Vni {
+        &mut self.vni
+    }
+
+    /// Replaces the switch that looks addresses up.
+    pub fn set_switch(&mut self, switch: Switch) {
+        self.switch = switch;
+    }
+
+    /// Takes the last turn before a handover. Drops a frame that was read and waits in vain for room: no successor would
+    /// find it.
+    pub fn finish(&mut self) {
+        while !self.split().0.send_waiting() {}
+        self.end.finish();
+        self.flush();
+    }
+
+    /// Takes one turn in each direction. Returns the number of frames that moved.
+    pub fn turn(&mut self) -> usize {
+        self.end.attend();
+        let came = if self.end.is_ready() { self.give() } else { 0 };
+        let (mut egress, end) = self.split();
+        let went = if egress.send_waiting() { end.take(&mut egress) } else { 0 };
+        self.flush();
+        came + went
+    }
+
+    /// Gives received frames to the endpoint.
+    fn give(&mut self) -> usize {
+        let Self { vni, switch, given, dropped, end, .. } = self;
+        let mut giver = Giver { switch, given: 0, dropped, end: &mut **end };
+        let came = vni.receive_by(&mut giver);
+        let gave = giver.given;
+        if gave > 0 {
+            *given += gave as u64;
+            self.end.ring();
+        }
+        came
+    }
+
+    /// Prepares the node for [rest](Self::rest), and looks for frames once more.
+    pub fn arm(&mut self) -> Armed {
+        if self.end.arm(self.waits.for_room()) == Armed::Busy {
+            return Armed::Busy;
+        }
+        // Do not look at frames that the endpoint does not take yet: it may need this very CPU to make room.
+        self.naps = !self.end.is_ready();
+        if self.naps { Armed::Idle } else { self.vni.arm() }
+    }
+
+    /// Returns the descriptor that becomes readable when a peer rings for an [armed](Self::arm) node.
+    pub fn bell(&self) -> Option<BorrowedFd<'_>> {
+        (!self.naps).then(|| self.vni.fd())
+    }
+
+    /// Returns the descriptor that becomes readable when the programs send, unless a frame of theirs waits for room.
+    pub fn source(&self) -> Option<BorrowedFd<'_>> {
+        self.end.fd().filter(|_| self.waits.again_in().is_none())
+    }
+
+    /// Returns how soon an [armed](Self::arm) node must look again without a bell, or `None`.
+    pub fn waits(&self) -> Option<Duration> {
+        let naps = self.naps.then_some(ROOM_AGAIN);
+        [self.waits.again_in(), naps, self.end.again_in()].into_iter().flatten().min()
+    }
+
+    /// Marks an armed node as awake again.
+    pub fn wake(&mut self) {
+        self.naps = false;
+        self.end.wake();
+        self.vni.wake();
+    }
+
+    /// Sleeps until there is work, or for `most`. Call it after [`arm`](Self::arm) found no frame.
+    pub fn rest(&mut self, most: Duration) {
+        let most = self.waits().map_or(most, |again| most.min(again));
+        let mut polled: ArrayVec<_, 2> = [self.bell(), self.source()]
+            .into_iter()
+            .flatten()
+            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+            .collect();
+        let most = Timespec::try_from(most).expect("seconds at most");
+        // Ignore why the poll ended: the next turn looks.
+        let _ = rustix::event::poll(&mut polled, Some(&most));
+        drop(polled);
+        self.wake();
+    }
+
+    /// Does periodic work; call it a few times a second. Returns whether the next tick has work.
+    pub fn tick(&mut self, now: Instant) -> bool {
+        self.switch.age(now);
+        self.vni.tick(now) | self.end.tick(now)
+    }
+
+    /// Returns each count with its name.
+    pub fn counts(&self) -> Vec<(&'static str, u64)> {
+        let mut counts = vec![("given", self.given), ("taken", self.taken)];
+        counts.extend(self.dropped.counts());
+        counts.extend(self.end.counts());
+        counts.push(("pages_left", self.vni.pages_left().into()));
+        counts
+    }
+}
+
+/// Gives frames from the VNI to an endpoint.
+struct Giver<'a, E: ?Sized> {
+    switch: &'a mut Switch,
+    given: usize,
+    dropped: &'a mut Dropped,
+    end: &'a mut E,
+}
+
+impl<E: Endpoint + ?Sized> Reader for Giver<'_, E> {
+    #[inline]
+    fn frame(&mut self, incoming: Incoming<'_>) {
+        match self.switch.admits(&incoming) {
+            Some(front) => self.given += self.end.give(&incoming, &front, self.dropped),
+            None => incoming.refuse(&mut self.dropped.forged, &mut self.dropped.too_late),
+        }
+    }
+
+    #[inline]
+    fn before_they_go(&mut self) {
+        self.end.show();
+    }
+}

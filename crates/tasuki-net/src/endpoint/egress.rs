@@ -1,0 +1,229 @@
+//! Sends the frames of a node to their destinations. Here is the one policy for frames that find no room: a frame waits
+//! for its destination for a bounded time, with all frames behind it; then it is dropped and counted.
+
+use std::time::{Duration, Instant};
+
+use tasuki_shm::vni::directory::Mac;
+
+use super::Dropped;
+use super::notes::Notes;
+use super::slow::Slow;
+pub use super::slow::WAIT;
+use crate::switch::{Switch, To};
+use crate::vni::ledger::point;
+use crate::vni::offload::HEADER_LEN;
+use crate::vni::{PIECE_MAX, SendError, Vni};
+
+/// How soon a sender that waits looks for room again. No node rings when it has room.
+pub(crate) const ROOM_AGAIN: Duration = Duration::from_micros(20);
+
+/// What is known of frames that found no room.
+#[derive(Debug, Default)]
+pub(crate) struct Waits {
+    /// When the next frame began to wait.
+    since: Option<Instant>,
+    /// The frame that waits in staging: its node, and its length in bytes.
+    staged: Option<(u16, usize)>,
+    slow: Slow,
+    /// The pool had no room to stage a frame.
+    is_full: bool,
+}
+
+impl Waits {
+    /// Returns whether a frame waits for room.
+    pub(crate) fn for_room(&self) -> bool {
+        self.since.is_some()
+    }
+
+    /// Returns how soon to look again.
+    pub(crate) fn again_in(&self) -> Option<Duration> {
+        (self.since.is_some() || self.is_full).then_some(ROOM_AGAIN)
+    }
+
+    /// Returns the length in bytes of the frame that waits in staging.
+    pub(super) fn staged(&self) -> Option<usize> {
+        self.staged.map(|(_, len)| len)
+    }
+
+    /// Forgets the frame that waits: it will not go.
+    pub(crate) fn clear(&mut self) {
+        (self.since, self.staged) = (None, None);
+    }
+}
+
+/// Sends frames into a VNI for one turn. Their receivers see them once the VNI is [flushed](Vni::flush).
+#[derive(Debug)]
+pub struct Egress<'a> {
+    pub(crate) vni: &'a mut Vni,
+    pub(crate) switch: &'a mut Switch,
+    pub(crate) notes: Option<&'a mut Notes>,
+    pub(crate) waits: &'a mut Waits,
+    /// How long a frame waits.
+    pub(crate) patience: Duration,
+    /// Whether frames must come from an address of this node. The receivers check that in any case.
+    pub(crate) is_checked: bool,
+    pub(crate) taken: &'a mut u64,
+    pub(crate) dropped: &'a mut Dropped,
+}
+
+impl Egress<'_> {
+    /// Makes room for the longest frame with its offload header, to be written and then [sent](Self::send_staged).
+    /// Returns `None` if the pool has none.
+    #[inline]
+    pub fn stage(&mut self) -> Option<&mut [u8]> {
+        self.waits.is_full = self.vni.stage().is_none();
+        if self.waits.is_full {
+            return None;
+        }
+        if let Some(notes) = &mut self.notes {
+            // A successor tells by the addresses whether a frame was written here.
+            self.vni.staged_mut()[..HEADER_LEN + 12].fill(0);
+            notes.reads_to(self.vni.staging_page());
+        }
+        Some(self.vni.staged_mut())
+    }
+
+    /// Sends the staged frame, `len` bytes with its offload header, or drops it. Returns false if it must wait: then the
+    /// next turn begins with it.
+    #[inline]
+    pub fn send_staged(&mut self, len: usize) -> bool {
+        let page = self.vni.staging_page();
+        let taken = *self.taken;
+        let goes_on = self.send_from_staging(len);
+        if *self.taken > taken
+            && let Some(notes) = &mut self.notes
+        {
+            notes.goes(page, len);
+        }
+        point("endpoint.staged");
+        goes_on
+    }
+
+    fn send_from_staging(&mut self, len: usize) -> bool {
+        if len < HEADER_LEN + 14 {
+            self.dropped.length += 1;
+            return true;
+        }
+        let addresses = addresses_of(&self.vni.staged_mut()[HEADER_LEN..]);
+        match self.find(addresses) {
+            None => true,
+            Some(To::Node(node)) => self.send_staged_to(node, len),
+            Some(several) => {
+                let nodes = self.switch.nodes_of(several);
+                match self.vni.post_staged_to_all(nodes.iter(), len) {
+                    Ok(_) => *self.taken += 1,
+                    Err(_) => self.dropped.no_room += 1,
+                }
+                true
+            }
+        }
+    }
+
+    fn send_staged_to(&mut self, node: u16, len: usize) -> bool {
+        let sent = self.vni.post_staged(node, len);
+        let goes_on = self.went(node, sent);
+        self.waits.staged = (!goes_on).then_some((node, len));
+        goes_on
+    }
+
+    /// Sends the staged frame that waits, if one does. Returns false if it must go on waiting.
+    #[inline]
+    pub(super) fn send_waiting(&mut self) -> bool {
+        self.waits.is_full = false;
+        self.waits.staged.take().is_none_or(|(node, len)| self.send_staged_to(node, len))
+    }
+
+    /// Sends a frame of `len` bytes without an offload header, or drops it; `copy` copies its front. Returns false if
+    /// the frame must wait: then it stays where it is.
+    ///
+    /// Another process may change the frame at any time. The addresses read first decide where it goes, and the sent
+    /// frame carries the same ones.
+    #[inline]
+    pub fn send(&mut self, len: usize, copy: impl Fn(&mut [u8])) -> bool {
+        let mut front = [0; 14];
+        if len >= front.len() {
+            copy(&mut front);
+        }
+        self.send_filled(len, &front, |room| {
+            copy(room);
+            room[..14].copy_from_slice(&front);
+        })
+    }
+
+    /// Like [`send`](Self::send), for a frame in memory of our own.
+    #[inline]
+    pub fn send_bytes(&mut self, frame: &[u8]) -> bool {
+        self.send_filled(frame.len(), frame, |room| room.copy_from_slice(frame))
+    }
+
+    /// Sends a frame of `len` bytes that begins with `front` and that `fill` writes.
+    #[inline]
+    fn send_filled(&mut self, len: usize, front: &[u8], fill: impl FnOnce(&mut [u8])) -> bool {
+        if !(14..=PIECE_MAX - HEADER_LEN).contains(&len) {
+            self.dropped.length += 1;
+            return true;
+        }
+        match self.find(addresses_of(front)) {
+            None => true,
+            Some(To::Node(node)) => {
+                let sent = self.vni.draft(node, len).map(fill);
+                if sent.is_ok() {
+                    self.vni.post(node, len, false);
+                }
+                self.went(node, sent)
+            }
+            Some(several) => {
+                let nodes = self.switch.nodes_of(several);
+                match self.vni.send_to_all(nodes.iter(), len, false, fill) {
+                    Ok(_) => *self.taken += 1,
+                    Err(_) => self.dropped.no_room += 1,
+                }
+                true
+            }
+        }
+    }
+
+    /// Returns where a frame with these addresses goes, or counts why it goes nowhere.
+    #[inline]
+    fn find(&mut self, (to, from): (Mac, Mac)) -> Option<To> {
+        if self.is_checked && !self.switch.may_send(from) {
+            self.dropped.not_own += 1;
+            return None;
+        }
+        let to = self.switch.find(to);
+        if to == To::Nobody {
+            self.dropped.nobody += 1;
+            return None;
+        }
+        Some(to)
+    }
+
+    /// Counts what became of a frame to `node`. Returns false if it must wait.
+    #[inline]
+    fn went(&mut self, node: u16, sent: Result<(), SendError>) -> bool {
+        let waited = self.waits.since.take();
+        match sent {
+            Ok(()) => {
+                *self.taken += 1;
+                self.waits.slow.had_room(node);
+            }
+            Err(SendError::NoRoom(_)) => {
+                let since = waited.unwrap_or_else(Instant::now);
+                if self.waits.slow.may_wait(node, since, self.patience) {
+                    self.waits.since = Some(since);
+                    return false;
+                }
+                self.dropped.no_room += 1;
+            }
+            Err(_) => self.dropped.nobody += 1,
+        }
+        true
+    }
+}
+
+/// Returns the two addresses at the head of a frame: destination and source.
+#[inline]
+fn addresses_of(frame: &[u8]) -> (Mac, Mac) {
+    let [to, from] = [0, 6].map(|at| Mac::try_from(&frame[at..at + 6]).expect("six bytes"));
+    (to, from)
+}

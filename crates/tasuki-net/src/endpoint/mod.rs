@@ -1,0 +1,237 @@
+//! An endpoint: where a node's programs receive and send. A [`Bridge`] joins it to the node's end of a VNI.
+//!
+//! | module     | contents                                                                   |
+//! |------------|----------------------------------------------------------------------------|
+//! | [`tap`]    | a network namespace, by a TAP                                              |
+//! | [`memif`]  | a DPDK or VPP program, by a memif                                          |
+//! | [`bridge`] | moves frames between an endpoint and a VNI                                 |
+//! | [`egress`] | sends frames to their nodes: the one policy for room, waiting and drops    |
+//! | `notes`    | frames that were read from an endpoint that forgets them, for a successor  |
+//! | `slow`     | nodes that have no room, and for how long a frame waits for one            |
+//!
+//! A killed worker loses no frame, because the receiver of a frame commits first: a frame that comes from an endpoint is
+//! published in the VNI before [`Endpoint::commit`]; a frame that goes to an endpoint is [shown](Endpoint::show) before
+//! its sender has it back. docs/decisions/0021-one-endpoint.md has the table of what commits what.
+
+pub mod bridge;
+pub mod egress;
+pub mod memif;
+pub(crate) mod notes;
+mod slow;
+pub mod tap;
+
+use std::fmt;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use tasuki_shm::line::Line;
+use tasuki_shm::region::Span;
+
+use crate::port::Armed;
+use crate::switch::Front;
+use crate::vni::Incoming;
+pub use bridge::Bridge;
+pub use egress::Egress;
+
+/// Counts of the frames that did not cross, by reason.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Dropped {
+    /// The endpoint did not take the frame: its interface is down, or it has no memory.
+    pub refused: u64,
+    /// No program was connected to the endpoint.
+    pub away: u64,
+    /// The program had posted no buffers for the frame.
+    pub no_buffer: u64,
+    /// No slot, or no chain of the program's buffers, holds the frame.
+    pub too_long: u64,
+    /// The frame contradicts its offload header.
+    pub malformed: u64,
+    /// The sender took the frame back before it was copied.
+    pub too_late: u64,
+    /// A node sent the frame from an address that is not its own.
+    pub forged: u64,
+    /// Frame of this node: its destination had no room.
+    pub no_room: u64,
+    /// Frame of this node: no node has the destination address.
+    pub nobody: u64,
+    /// Frame of this node: no frame has this length.
+    pub length: u64,
+    /// Frame of this node: its source address is not this node's.
+    pub not_own: u64,
+}
+
+impl Dropped {
+    /// Returns the sum of all counts.
+    pub fn sum(&self) -> u64 {
+        self.counts().iter().map(|(_, count)| count).sum()
+    }
+
+    /// Returns each count with its name.
+    pub fn counts(&self) -> [(&'static str, u64); 11] {
+        let Dropped {
+            refused,
+            away,
+            no_buffer,
+            too_long,
+            malformed,
+            too_late,
+            forged,
+            no_room,
+            nobody,
+            length,
+            not_own,
+        } = *self;
+        [
+            ("dropped_refused", refused),
+            ("dropped_away", away),
+            ("dropped_no_buffer", no_buffer),
+            ("dropped_too_long", too_long),
+            ("dropped_malformed", malformed),
+            ("dropped_too_late", too_late),
+            ("dropped_forged", forged),
+            ("dropped_no_room", no_room),
+            ("dropped_nobody", nobody),
+            ("dropped_length", length),
+            ("dropped_not_own", not_own),
+        ]
+    }
+}
+
+/// Where a node's programs receive and send frames. One thread uses it.
+///
+/// A turn of its [`Bridge`] calls, in this order: [`attend`](Self::attend); for each frame from the VNI
+/// [`give`](Self::give), then [`show`](Self::show) and [`ring`](Self::ring); [`take`](Self::take); and, once the frames
+/// taken are published, [`commit`](Self::commit).
+pub trait Endpoint: fmt::Debug {
+    /// Returns whether a frame is gone from the endpoint once it is read, as from a file descriptor. The bridge then
+    /// notes the frames that it has read and not published, and a successor sends them.
+    fn forgets(&self) -> bool;
+
+    /// Copies a frame in, with the bytes `front` at its beginning, which were checked. Returns the number of frames that
+    /// it became: several, if it was cut. Counts a frame that it drops.
+    fn give(&mut self, frame: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> usize;
+
+    /// Sends the frames that the programs have for others, up to a burst, until one must wait. Returns their number.
+    fn take(&mut self, egress: &mut Egress<'_>) -> usize;
+
+    /// Returns the descriptor that becomes readable when the programs send, or `None` if they are gone for good.
+    fn fd(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Returns each count of its own with its name.
+    fn counts(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+
+    /// Begins to serve, with this page of the node memory. Only the node's worker writes it; its successor reads it.
+    fn begin(&mut self, _: Span<Line>) {}
+
+    /// Does what its programs ask for on a control channel.
+    fn attend(&mut self) {}
+
+    /// Returns whether to give it frames now. Those that it is not given stay with their senders.
+    fn is_ready(&mut self) -> bool {
+        true
+    }
+
+    /// Shows its programs the frames that it was given. Their senders get the memory back next.
+    fn show(&mut self) {}
+
+    /// Wakes programs that were given frames.
+    fn ring(&mut self) {}
+
+    /// Counts the frames taken as gone: their receivers see them.
+    fn commit(&mut self) {}
+
+    /// Asks its programs to ring, and looks for frames once more. `waits` says that a frame of theirs waits for room, so
+    /// that there is no use in looking.
+    fn arm(&mut self, _waits: bool) -> Armed {
+        Armed::Idle
+    }
+
+    /// Ends the sleep that [`arm`](Self::arm) prepared.
+    fn wake(&mut self) {}
+
+    /// Returns how soon an armed endpoint must be looked at again, though nothing rings.
+    fn again_in(&self) -> Option<Duration> {
+        None
+    }
+
+    /// Does periodic work, a few times a second. Returns whether the next tick has work.
+    fn tick(&mut self, _: Instant) -> bool {
+        false
+    }
+
+    /// Prepares for a successor, which goes on with the same programs.
+    fn finish(&mut self) {}
+
+    /// Lets go of its programs: a successor serves them.
+    fn release(&mut self) {}
+
+    /// Returns its connection to a program, if it has such connections. It outlives the worker.
+    fn connection(&mut self) -> Option<&mut dyn Connection> {
+        None
+    }
+}
+
+/// Opens an endpoint: from its descriptor, its description, and the node's name. The error is a sentence.
+type Open = fn(OwnedFd, &str, &str) -> Result<Box<dyn Endpoint>, String>;
+
+/// All kinds of endpoints, by the names that daemon and workers use.
+const KINDS: [(&str, Open); 2] = [("tap", tap::open), ("memif", memif::open)];
+
+/// Opens the endpoint of node `node` that the daemon made as `fd`, and described in `text`.
+///
+/// # Errors
+/// A sentence: `kind` is unknown, or the others do not belong to it.
+pub fn open(kind: &str, fd: OwnedFd, text: &str, node: &str) -> Result<Box<dyn Endpoint>, String> {
+    let open = KINDS.iter().find(|(known, _)| *known == kind).map(|(_, open)| open);
+    let open = open.ok_or_else(|| format!("this worker knows no endpoint of kind {kind:?}; rebuild it"))?;
+    open(fd, text, node)
+}
+
+/// The connection to a program that must not notice when a worker is replaced. The daemon keeps its parts.
+pub trait Connection {
+    /// Returns whether the program may have changed or gone since the last call of [`parts`](Self::parts).
+    fn has_news(&self) -> bool;
+
+    /// Returns what another process needs to go on with the program, if one is connected.
+    ///
+    /// # Errors
+    /// A descriptor cannot be copied.
+    fn parts(&mut self) -> io::Result<Option<Parts>>;
+
+    /// Goes on with the program of a predecessor: at once, or when the endpoint [begins](Endpoint::begin) to serve.
+    ///
+    /// # Errors
+    /// A sentence: these are no parts of such a connection.
+    fn go_on(&mut self, parts: Parts) -> Result<(), String>;
+
+    /// Forgets a program of a predecessor that has gone, by its [number](Parts::number).
+    fn forget(&mut self, number: u64);
+
+    /// Sends the program away: the node ends, or no successor can know of it.
+    fn dismiss(&mut self, why: Dismissal);
+}
+
+/// What a process needs to go on with a connected program.
+#[derive(Debug)]
+pub struct Parts {
+    /// Name that the program gives itself.
+    pub name: String,
+    /// Number of its connection on this machine: the inode of its socket.
+    pub number: u64,
+    /// What the endpoint must know besides, as JSON.
+    pub text: String,
+    /// Descriptors; the socket first.
+    pub fds: Vec<OwnedFd>,
+}
+
+/// Why a program is sent away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dismissal {
+    /// The node ends.
+    Over,
+    /// The program must connect again, to a successor.
+    Moved,
+}

@@ -1,0 +1,52 @@
+//! The endpoint of a node on a VNI: where its programs send and receive, as the daemon made it.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use anyhow::{Context, Result};
+use tasuki_net::endpoint::{self, Parts};
+use tasuki_relay::message::{self, Client};
+
+/// The daemon's description of an endpoint, and its descriptor. The worker keeps them to its end, whatever becomes of
+/// the node's end of the VNI.
+#[derive(Debug)]
+pub struct Endpoint {
+    description: message::Endpoint,
+    node: String,
+    fd: OwnedFd,
+}
+
+impl Endpoint {
+    /// Takes over the endpoint of node `node`.
+    pub fn new(description: message::Endpoint, node: String, fd: OwnedFd) -> Self {
+        Endpoint { description, node, fd }
+    }
+
+    /// Returns the name by which users know it.
+    pub fn label(&self) -> &str {
+        &self.description.label
+    }
+
+    /// Opens it.
+    ///
+    /// # Errors
+    /// A sentence: this worker does not know it, or it is none.
+    pub fn open(&self) -> Result<Box<dyn endpoint::Endpoint>> {
+        let fd = self.fd.as_fd().try_clone_to_owned();
+        let fd = fd.context("a descriptor cannot be copied; raise RLIMIT_NOFILE")?;
+        let message::Endpoint { kind, text, .. } = &self.description;
+        endpoint::open(kind, fd, text, &self.node).map_err(anyhow::Error::msg)
+    }
+}
+
+/// Packs a client into a message and its descriptors.
+pub fn pack(parts: Parts) -> (Client, Vec<OwnedFd>) {
+    let Parts { name, text, fds, .. } = parts;
+    (Client { name, text }, fds)
+}
+
+/// Unpacks a client. Its endpoint checks the parts.
+pub fn unpack(client: Client, fds: Vec<OwnedFd>) -> Parts {
+    let Client { name, text } = client;
+    let number = fds.first().and_then(|socket| rustix::fs::fstat(socket).ok()).map_or(0, |stat| stat.st_ino);
+    Parts { name, number, text, fds }
+}
