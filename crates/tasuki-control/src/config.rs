@@ -18,6 +18,7 @@ use utoipa::ToSchema;
 
 use crate::api::roles::Roles;
 pub use crate::endpoint::Kind;
+pub use crate::endpoint::interface::Interface;
 pub use crate::endpoint::memif::Memif;
 
 /// Bytes of a frame that a source may send, without check sequence.
@@ -384,6 +385,8 @@ pub enum Work {
     Tap(Tap),
     /// Serves memif, to a program on DPDK or VPP, which is thereby on the node's VNI.
     Memif(Memif),
+    /// Brings a Linux interface, and the network behind it, onto the node's VNI.
+    Interface(Interface),
     /// Joins its NIC and its VNI.
     Uplink,
     /// Sends numbered frames.
@@ -496,6 +499,7 @@ impl Work {
     pub fn endpoint(&self) -> Option<&dyn Kind> {
         match self {
             Work::Memif(memif) => Some(memif),
+            Work::Interface(interface) => Some(interface),
             _ => None,
         }
     }
@@ -509,7 +513,7 @@ impl Node {
             Work::Sink => message::Work::Sink,
             Work::Answer(Answer { address }) => message::Work::Answer { address },
             Work::Tap(_) if self.vni.is_none() => message::Work::Tap,
-            Work::Tap(_) | Work::Memif(_) => message::Work::Bridge,
+            Work::Tap(_) | Work::Memif(_) | Work::Interface(_) => message::Work::Bridge,
             Work::Uplink => message::Work::Uplink,
             Work::Source(Source { rate, size, to }) => message::Work::Source { rate, size, to: to.map(|to| to.0) },
             Work::Program(_) => message::Work::Program,

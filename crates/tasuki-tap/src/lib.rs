@@ -6,6 +6,7 @@
 //! | [`device`]    | turns a descriptor into a TAP device                      |
 //! | [`interface`] | the interface: IP address, MAC address, up; by [`netlink`] |
 //! | [`namespace`] | work in another network namespace                         |
+//! | [`packet`]    | a packet socket for a whole interface                     |
 //! | [`shortcut`]  | namespaces that reach each other through the kernel       |
 //! | [`program`]   | BPF programs for the shortcut                             |
 //!
@@ -18,6 +19,7 @@ pub mod device;
 pub mod interface;
 pub mod namespace;
 pub mod netlink;
+pub mod packet;
 pub mod program;
 pub mod shortcut;
 
@@ -62,6 +64,12 @@ pub enum TapError {
         /// The kernel's error.
         why: io::Error,
     },
+    /// The interface does not exist.
+    #[error("there is no interface {0}; make it, or correct the name")]
+    NoInterface(String),
+    /// The kernel gives no packet socket.
+    #[error("the kernel gives no packet socket for the interface ({0}); that needs CAP_NET_RAW and Linux 4.20")]
+    NoPacketSocket(io::Error),
     /// The kernel cannot create a veth pair.
     #[error("the kernel makes no pair of interfaces ({0}); load its module: modprobe veth")]
     NoPair(io::Error),

@@ -56,9 +56,10 @@ pub enum Nodes {
     },
 }
 
-/// A node that is on a VNI: a network namespace, a program with a memif, or a native program.
+/// A node that is on a VNI: a network namespace, a program with a memif, what is behind a Linux interface, or a native
+/// program.
 #[derive(Debug, Args)]
-#[command(group(ArgGroup::new("outlet").required(true).args(["netns", "memif", "native"])))]
+#[command(group(ArgGroup::new("outlet").required(true).args(["netns", "memif", "link", "native"])))]
 #[command(group(ArgGroup::new("handles").requires("native").args(["work", "program"])))]
 pub struct Add {
     /// Name of the node.
@@ -70,6 +71,9 @@ pub struct Add {
     /// The socket at which a program on DPDK or VPP connects, as a client of memif.
     #[arg(long, value_name = "SOCKET")]
     pub memif: Option<PathBuf>,
+    /// The Linux interface that is to be on the VNI, with the network behind it: NAME, or NETNS:NAME.
+    #[arg(long, value_name = "NAME")]
+    pub link: Option<String>,
     /// The node's program is its worker, which gets the frames itself: name it with --work or --program.
     #[arg(long, requires = "handles")]
     pub native: bool,
@@ -92,27 +96,27 @@ pub struct Add {
     #[arg(long, value_name = "MAC", requires = "work")]
     pub to: Option<String>,
     /// The number by which the client asks for the memif port.
-    #[arg(long, default_value_t = 0, conflicts_with_all = ["netns", "native"])]
+    #[arg(long, default_value_t = 0, conflicts_with_all = ["netns", "link", "native"])]
     pub id: u32,
     /// The file with the secret that the memif client must know besides, at most 23 bytes: every user can read a
     /// command line.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["netns", "native"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["netns", "link", "native"])]
     pub secret_file: Option<PathBuf>,
     /// The VNI: Ethernet between the nodes that name the same one.
     #[arg(long, default_value = "lan")]
     pub vni: String,
     /// Name of the interface that the programs get; without, the name of the VNI.
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["memif", "native"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["memif", "link", "native"])]
     pub interface: Option<String>,
     /// The interface's address, such as 192.0.2.1/24; without, it is yours to set. With --work answer: the address
     /// that it answers for.
-    #[arg(long, conflicts_with = "memif")]
+    #[arg(long, conflicts_with_all = ["memif", "link"])]
     pub address: Option<String>,
     /// Its station address; without, one derived from the node's name.
     #[arg(long)]
     pub mac: Option<String>,
-    /// Whether it may send from addresses that are not its own, as a bridge does [default: check; allow with
-    /// --memif].
+    /// Whether it may send from addresses that are not its own, as a bridge does [default: check; allow with --memif
+    /// and --link].
     #[arg(long, value_enum)]
     pub spoof: Option<Spoof>,
     /// KiB of memory for frames that the node has sent and that are not read yet [default: 2048].
@@ -130,7 +134,7 @@ pub struct Add {
     pub no_standby: bool,
     /// Send all its frames by its worker, also those from and to other namespaces, which the kernel would pass on
     /// faster.
-    #[arg(long, conflicts_with_all = ["memif", "native"])]
+    #[arg(long, conflicts_with_all = ["memif", "link", "native"])]
     pub no_shortcut: bool,
 }
 
@@ -279,6 +283,11 @@ impl Add {
         let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or(path.clone());
         if let Some(socket) = &self.memif {
             return json!({ "memif": { "socket": absolute(socket), "id": self.id, "secret": secret } });
+        }
+        if let Some(link) = &self.link {
+            let (netns, name) =
+                link.rsplit_once(':').map_or((None, link.as_str()), |(netns, name)| (Some(netns), name));
+            return json!({ "interface": { "netns": netns, "name": name } });
         }
         if let Some(program) = &self.program {
             return json!({ "program": { "path": absolute(program), "options": self.options } });

@@ -3,6 +3,7 @@
 //!
 //! A kind has one file here, with its settings and its [`Kind`], and one in `tasuki_net::endpoint`, with its data path.
 
+pub mod interface;
 pub mod memif;
 
 use std::fmt;

@@ -17,6 +17,7 @@ mod hangs;
 mod keepers;
 mod kills;
 mod leaks;
+mod links;
 mod memifs;
 mod natives;
 mod own;

@@ -4,6 +4,7 @@
 //! |------------|----------------------------------------------------------------------------|
 //! | [`tap`]    | a network namespace, by a TAP                                              |
 //! | [`memif`]  | a DPDK or VPP program, by a memif                                          |
+//! | [`packet`] | a Linux interface, by a packet socket                                      |
 //! | [`bridge`] | moves frames between an endpoint and a VNI                                 |
 //! | [`egress`] | sends frames to their nodes: the one policy for room, waiting and drops    |
 //! | `notes`    | frames that were read from an endpoint that forgets them, for a successor  |
@@ -17,6 +18,7 @@ pub mod bridge;
 pub mod egress;
 pub mod memif;
 pub(crate) mod notes;
+pub mod packet;
 mod slow;
 pub mod tap;
 
@@ -178,7 +180,7 @@ pub trait Endpoint: fmt::Debug {
 type Open = fn(OwnedFd, &str, &str) -> Result<Box<dyn Endpoint>, String>;
 
 /// All kinds of endpoints, by the names that daemon and workers use.
-const KINDS: [(&str, Open); 2] = [("tap", tap::open), ("memif", memif::open)];
+const KINDS: [(&str, Open); 3] = [("tap", tap::open), ("memif", memif::open), ("packet", packet::open)];
 
 /// Opens the endpoint of node `node` that the daemon made as `fd`, and described in `text`.
 ///

@@ -147,7 +147,7 @@ pub fn a_node_that_is_not_driven_holds_up_nobody_else(pair: [Kind; 2]) {
         // A native program gets an error. For the other kinds the node waits, and then counts the frame.
         match pair[0] {
             Kind::Native => refused += u64::from(!world.end(FROM).send(&for_slow)),
-            Kind::Tap | Kind::Memif => world.send(FROM, &for_slow),
+            Kind::Tap | Kind::Link | Kind::Memif => world.send(FROM, &for_slow),
         }
         world.send(FROM, &frame(OTHER, FROM, number, 100));
         if number % 32 == 0 {
@@ -181,7 +181,7 @@ pub fn what_is_no_frame_is_refused_and_counted(pair: [Kind; 2]) {
     let longest = PIECE_MAX - 10;
     let no_frames = match pair[0] {
         Kind::Native => vec![6, 13, PIECE_MAX + 1],
-        Kind::Tap => vec![0, 1, 13],
+        Kind::Tap | Kind::Link => vec![0, 1, 13],
         Kind::Memif => vec![1, 6, 13, longest + 1],
     };
     for (number, len) in no_frames.iter().enumerate() {
@@ -192,7 +192,7 @@ pub fn what_is_no_frame_is_refused_and_counted(pair: [Kind; 2]) {
         world.send(FROM, &right);
         assert_same(&world.take(TO, 1), &[right]);
     }
-    let counted = if pair[0] == Kind::Tap { 0 } else { no_frames.len() as u64 };
+    let counted = if matches!(pair[0], Kind::Tap | Kind::Link) { 0 } else { no_frames.len() as u64 };
     assert_eq!(world.end(FROM).lost(), Lost { length: counted, ..Lost::default() });
     if pair == [Kind::Native, Kind::Native] || pair == [Kind::Memif, Kind::Native] {
         let right = frame(TO, FROM, 1, longest);
@@ -278,7 +278,7 @@ pub fn a_program_that_sends_in_anothers_address_is_not_heard(pair: [Kind; 2]) {
     for number in 0..5 {
         for lie in forged(TO, number) {
             // A bridge accepts no frame from a group or from the zero address, and the namespace here has a bridge.
-            let comes_that_far = pair[0] != Kind::Tap || lie[6] & 1 == 0 && lie[6..12] != [0; 6];
+            let comes_that_far = !matches!(pair[0], Kind::Tap | Kind::Link) || lie[6] & 1 == 0 && lie[6..12] != [0; 6];
             count += u64::from(comes_that_far);
             world.send(FROM, &lie);
         }
@@ -292,7 +292,7 @@ pub fn a_program_that_sends_in_anothers_address_is_not_heard(pair: [Kind; 2]) {
     match pair[0] {
         // A native program is its own worker.
         Kind::Native => assert_eq!(world.end(TO).lost(), Lost { forged: count, ..Lost::default() }),
-        Kind::Tap | Kind::Memif => {
+        Kind::Tap | Kind::Link | Kind::Memif => {
             assert_eq!(world.end(FROM).lost(), Lost { not_own: count, ..Lost::default() });
             assert_eq!(world.end(TO).lost(), Lost::default());
         }

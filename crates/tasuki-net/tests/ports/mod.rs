@@ -29,6 +29,8 @@ pub enum Kind {
     Tap,
     /// By rings in their memory.
     Memif,
+    /// By an interface that its kernel has already.
+    Link,
 }
 
 /// Counts of frames that a node did not forward, or did not deliver to its program.
@@ -92,7 +94,7 @@ pub struct World {
 impl World {
     /// Makes a node of each of these kinds. Where that is impossible, prints a sentence and returns `None`.
     pub fn new(kinds: &[Kind]) -> Option<Self> {
-        if kinds.contains(&Kind::Tap) && !crate::place::is_possible() {
+        if kinds.iter().any(|kind| matches!(kind, Kind::Tap | Kind::Link)) && !crate::place::is_possible() {
             return None;
         }
         let count = u16::try_from(kinds.len()).expect("few nodes");
@@ -112,7 +114,8 @@ impl World {
             let (vni, switch) = (world.net.take(number), world.switch(number));
             world.ends.push(Some(match kind {
                 Kind::Native => Box::new(native::Native::new(vni, switch)),
-                Kind::Tap => Box::new(tap_end::TapEnd::new(vni, switch)?),
+                Kind::Tap => Box::new(tap_end::TapEnd::with_tap(vni, switch)?),
+                Kind::Link => Box::new(tap_end::TapEnd::with_packets(vni, switch)?),
                 Kind::Memif => Box::new(memif_end::MemifEnd::new(vni, switch)),
             }));
         }

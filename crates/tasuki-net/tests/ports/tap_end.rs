@@ -1,15 +1,18 @@
-//! A namespace on a VNI. Its program is connected like a virtual machine: by a TAP of its own, and a bridge between
-//! that and the node's TAP, so that frames pass unchanged, with their tags.
+//! A namespace on a VNI, by a TAP or by a packet socket. Its program is connected like a virtual machine: by a TAP of its
+//! own, and a bridge between that and the node's interface, so that frames pass unchanged, with their tags.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use tasuki_net::endpoint::Bridge;
+use tasuki_net::endpoint::packet::Packet;
 use tasuki_net::endpoint::tap::Tap;
+use tasuki_net::endpoint::{Bridge, Endpoint};
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
 use tasuki_net::vni::Vni;
 use tasuki_tap::device::Before;
+use tasuki_tap::namespace::Namespace;
+use tasuki_tap::packet;
 
 use super::{End, Lost, Rest};
 use crate::net::any_readable;
@@ -19,13 +22,17 @@ use crate::place::Place;
 const AHEAD: u64 = 400;
 
 pub struct TapEnd {
-    node: Bridge<Tap>,
+    node: Bridge,
     rest: Kept,
 }
 
+/// Opens the node's interface.
+type Open = fn(OwnedFd) -> Box<dyn Endpoint>;
+
 struct Kept {
-    /// A copy of the node's TAP.
-    tap: OwnedFd,
+    /// A copy of the node's TAP or packet socket.
+    fd: OwnedFd,
+    open: Open,
     program: OwnedFd,
     /// Number of frames that the program has sent.
     ahead: u64,
@@ -33,7 +40,26 @@ struct Kept {
 }
 
 impl TapEnd {
-    pub fn new(vni: Vni, switch: Switch) -> Option<Self> {
+    /// Makes one with a TAP.
+    pub fn with_tap(vni: Vni, switch: Switch) -> Option<Self> {
+        Self::new(vni, switch, |fd| Box::new(Tap::new(fd)), |place| place.tap("nic0", None, Before::Offload).device)
+    }
+
+    /// Makes one with a packet socket, at one end of a pair of interfaces.
+    pub fn with_packets(vni: Vni, switch: Switch) -> Option<Self> {
+        Self::new(
+            vni,
+            switch,
+            |fd| Box::new(Packet::new(fd)),
+            |place| {
+                assert!(place.ip(&["link", "add", "nic0", "type", "veth", "peer", "name", "nic1"]), "a pair is made");
+                assert!(place.ip(&["link", "set", "nic1", "up", "mtu", "9100"]), "it is set up");
+                packet::open(&Namespace::named(&place.0), "nic1").expect("root opens a packet socket")
+            },
+        )
+    }
+
+    fn new(vni: Vni, switch: Switch, open: Open, make: impl FnOnce(&Place) -> OwnedFd) -> Option<Self> {
         let place = Place::new("ports");
         // The kernel must send no frames of its own.
         let quiet = place.within(|| std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1"));
@@ -42,16 +68,16 @@ impl TapEnd {
             println!("skipped: the kernel has no bridge");
             return None;
         }
-        let [node, program] = [("nic0", Before::Offload), ("program0", Before::Nothing)]
-            .map(|(name, before)| place.tap(name, None, before));
+        let node = make(&place);
+        let program = place.tap("program0", None, Before::Nothing);
         for (name, what) in [("bridge0", None), ("nic0", Some("bridge0")), ("program0", Some("bridge0"))] {
             let master = what.map_or(vec![], |bridge| vec!["master", bridge]);
             // The longest frame of the suite, and another tag.
             assert!(place.ip(&[&["link", "set", name, "up", "mtu", "9100"], &master[..]].concat()), "{name} is set up");
         }
-        let tap = node.device.try_clone().expect("a descriptor is left");
-        let rest = Kept { tap, program: program.device, ahead: 0, _place: place };
-        let mut end = TapEnd { node: Bridge::new(Box::new(Tap::new(node.device)), vni, switch), rest };
+        let fd = node.try_clone().expect("a descriptor is left");
+        let rest = Kept { fd, open, program: program.device, ahead: 0, _place: place };
+        let mut end = TapEnd { node: Bridge::new(open(node), vni, switch), rest };
         // A bridge forwards once its ports are ready: send until a frame gets through.
         let start = Instant::now();
         while end.node.dropped.not_own == 0 {
@@ -133,7 +159,7 @@ impl End for TapEnd {
 
 impl Rest for Kept {
     fn succeed(self: Box<Self>, vni: Vni, switch: Switch) -> Box<dyn End> {
-        let tap = self.tap.try_clone().expect("a descriptor is left");
-        Box::new(TapEnd { node: Bridge::new(Box::new(Tap::new(tap)), vni, switch), rest: *self })
+        let fd = self.fd.try_clone().expect("a descriptor is left");
+        Box::new(TapEnd { node: Bridge::new((self.open)(fd), vni, switch), rest: *self })
     }
 }

@@ -1,0 +1,121 @@
+//! Linux interfaces as ends of nodes: a program behind a veth pair talks to a namespace of the VNI, while workers and
+//! daemon are replaced and killed. Needs root.
+
+use std::process::Command;
+use std::time::Duration;
+
+use super::rooms::{BURST, Exchange, Room, Stream, deaths};
+use super::vnis::{DESK, SHOP, World};
+
+fn ip(room: &Room, words: &[&str]) {
+    let done = room.within(|| Command::new("ip").args(words).status());
+    assert!(done.is_ok_and(|status| status.success()), "ip {words:?}");
+}
+
+/// Makes a world with the namespace `shop` on the VNI, and the namespace `desk` behind the interface `wire0`.
+fn with_wire() -> Option<World> {
+    let world = World::new()?;
+    world.add("shop", &world.shop, SHOP, &[]);
+    ip(&world.desk, &["link", "add", "eth0", "type", "veth", "peer", "name", "wire0"]);
+    ip(&world.desk, &["address", "add", &format!("{DESK}/24"), "dev", "eth0"]);
+    ip(&world.desk, &["link", "set", "eth0", "up"]);
+    ip(&world.desk, &["link", "set", "wire0", "up"]);
+    world.rig.ask(&["node", "add", "desk", "--link", &format!("{}:wire0", world.desk.path())]);
+    world.await_pairs();
+    Some(world)
+}
+
+#[test]
+fn what_is_behind_an_interface_loses_nothing_while_workers_and_daemon_are_replaced() {
+    let Some(mut world) = with_wire() else { return };
+    let exchange = world.exchange();
+    exchange.goes_on(&world.rig, 300);
+    world.rig.ask(&["worker", "upgrade", "desk"]);
+    world.await_pairs();
+    exchange.goes_on(&world.rig, 200);
+    world.rig.kill_daemon();
+    exchange.goes_on(&world.rig, 200);
+    world.rig.start();
+    world.await_pairs();
+    world.rig.ask(&["worker", "upgrade", "desk"]);
+    world.await_pairs();
+    exchange.goes_on(&world.rig, 200);
+    let tally = exchange.end();
+    assert_eq!((tally.back, tally.twice, tally.twice_there), (tally.sent, 0, 0), "{tally:?}\n{}", world.rig.log());
+    let status = world.rig.ask(&["status"]);
+    assert!(status.contains(":wire0 on VNI lan"), "{status}");
+    let counts = world.rig.ask(&["vni", "stats", "lan"]);
+    assert!(counts.contains("desk"), "{counts}");
+    // The interface is its owner's: it stays.
+    world.rig.ask(&["node", "remove", "desk"]);
+    ip(&world.desk, &["link", "show", "wire0"]);
+    world.end();
+}
+
+#[test]
+fn what_is_behind_an_interface_loses_nothing_when_its_worker_is_killed() {
+    const KILLS: u64 = 6;
+    let Some(world) = with_wire() else { return };
+    let exchange = world.exchange();
+    for _ in 0..KILLS {
+        exchange.goes_on(&world.rig, 300);
+        world.kill_driver("desk");
+    }
+    exchange.goes_on(&world.rig, 300);
+    let (tally, deaths) = (exchange.end(), deaths(&world.rig));
+    assert_eq!(deaths, KILLS);
+    assert_eq!(tally.back, tally.sent, "{tally:?}\n{}", world.rig.log());
+    assert!(tally.twice + tally.twice_there <= 2 * BURST * KILLS, "{tally:?}");
+    world.end();
+}
+
+#[test]
+fn long_segments_cross_an_interface() {
+    let Some(world) = with_wire() else { return };
+    for (near, far, at_far) in [(&world.shop, &world.desk, DESK), (&world.desk, &world.shop, SHOP)] {
+        let stream = Stream::begin(near, far, at_far, Duration::ZERO);
+        stream.goes_on(&world.rig, 16 << 20);
+        stream.end();
+    }
+    world.end();
+}
+
+#[test]
+fn an_interface_that_is_not_there_or_goes_is_told_of_and_stops_nobody_else() {
+    let Some(world) = with_wire() else { return };
+    let path = world.desk.path();
+    let no_interface = format!("{path}:wire9");
+    for (link, says) in [
+        (no_interface.as_str(), "there is no interface wire9; make it, or correct the name"),
+        ("/proc/1/ns/none:wire0", "there is no network namespace at /proc/1/ns/none"),
+        ("sixteen-letters-", "cannot be the name of one"),
+    ] {
+        let said = world.rig.tasuki(&["node", "add", "yard", "--link", link]);
+        let said = String::from_utf8_lossy(&said.stderr).into_owned();
+        assert!(said.contains(says), "{link}: {said}");
+    }
+    let said = world.rig.tasuki(&["node", "add", "yard", "--link", &format!("{path}:wire0")]);
+    assert!(String::from_utf8_lossy(&said.stderr).contains("is node \"desk\"'s as well"), "{said:?}");
+    let guest = Room::new();
+    world.add("guest", &guest, "192.0.2.3", &[]);
+    world.rig.await_pair("guest");
+    ip(&world.desk, &["link", "del", "wire0"]);
+    let exchange = Exchange::begin([(&world.shop, SHOP), (&guest, "192.0.2.3")]);
+    exchange.goes_on(&world.rig, 300);
+    // A frame for all reaches the end, where it finds no interface.
+    world.rig.await_event("is gone, with its network namespace or by somebody's hand");
+    let tally = exchange.end();
+    assert_eq!(tally.back, tally.sent, "{tally:?}");
+    // Another of the same name, and the node anew.
+    ip(&world.desk, &["link", "add", "eth0", "type", "veth", "peer", "name", "wire0"]);
+    ip(&world.desk, &["address", "add", &format!("{DESK}/24"), "dev", "eth0"]);
+    ip(&world.desk, &["link", "set", "eth0", "up"]);
+    ip(&world.desk, &["link", "set", "wire0", "up"]);
+    world.rig.ask(&["node", "remove", "desk"]);
+    world.rig.ask(&["node", "add", "desk", "--link", &format!("{path}:wire0")]);
+    world.await_pairs();
+    let exchange = world.exchange();
+    exchange.goes_on(&world.rig, 200);
+    exchange.end();
+    world.end();
+}

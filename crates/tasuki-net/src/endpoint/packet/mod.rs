@@ -1,0 +1,144 @@
+//! A node whose programs are behind a Linux interface: a packet socket (packet(7)), whose frames carry the offload work
+//! that is still undone, as those of a TAP do.
+//!
+//! The kernel takes the outermost VLAN tag out of a frame before a packet socket sees it. It is put back here.
+
+mod socket;
+
+use std::cell::Cell;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketType};
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::notes::READS;
+use super::{Dropped, Egress, Endpoint};
+use crate::switch::Front;
+use crate::vni::Incoming;
+use crate::vni::ledger::point;
+use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
+use socket::Tag;
+
+/// Length in bytes of a VLAN tag, which stands behind the two addresses.
+const TAG_LEN: usize = 4;
+const TAG_AT: usize = HEADER_LEN + 12;
+
+/// Opens the interface behind a packet socket.
+pub(super) fn open(socket: OwnedFd, _: &str, _: &str) -> Result<Box<dyn Endpoint>, String> {
+    let is_raw = rustix::net::sockopt::socket_type(&socket) == Ok(SocketType::RAW);
+    if !is_raw || rustix::net::sockopt::socket_domain(&socket) != Ok(AddressFamily::PACKET) {
+        return Err("what the daemon sent as the node's packet socket is none; rebuild the older of the two".to_owned());
+    }
+    Ok(Box::new(Packet::new(socket)))
+}
+
+/// The interface behind a packet socket.
+#[derive(Debug)]
+pub struct Packet {
+    socket: OwnedFd,
+    /// The interface is gone.
+    gone: bool,
+    /// Number of frames that the kernel dropped because the socket had no room.
+    missed: Cell<u64>,
+}
+
+impl Packet {
+    /// Opens the interface behind `socket`: a raw packet socket that is bound to it, with offload headers
+    /// (`PACKET_VNET_HDR`) and `PACKET_AUXDATA`.
+    pub fn new(socket: OwnedFd) -> Self {
+        Packet { socket, gone: false, missed: Cell::new(0) }
+    }
+}
+
+impl Endpoint for Packet {
+    fn forgets(&self) -> bool {
+        true
+    }
+
+    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> usize {
+        // As for a TAP: a frame that its sender takes back while the kernel copies it cannot be recalled.
+        if !incoming.is_whole() {
+            dropped.too_late += 1;
+            return 0;
+        }
+        match incoming.write_with_header(self.socket.as_fd(), front) {
+            Ok(_) if incoming.is_whole() => return 1,
+            Ok(_) => dropped.too_late += 1,
+            Err(error) => {
+                dropped.refused += 1;
+                // The kernel unbinds the socket when its interface goes.
+                self.gone |= Errno::from_io_error(&error) == Some(Errno::NXIO);
+            }
+        }
+        0
+    }
+
+    fn take(&mut self, egress: &mut Egress<'_>) -> usize {
+        for count in 0..READS {
+            let Some(room) = egress.stage() else { return count };
+            let most = room.len() - TAG_LEN;
+            let len = match socket::receive(self.socket.as_fd(), &mut room[..most]) {
+                Ok((len, _)) if len < HEADER_LEN + 14 => continue,
+                Ok((len, None)) => len,
+                Ok((len, Some(tag))) => put_back(tag, room, len),
+                // A message about the interface: it went down.
+                Err(Errno::NETDOWN) => continue,
+                Err(_) => return count,
+            };
+            point("packet.read");
+            if !egress.send_staged(len) {
+                return count;
+            }
+        }
+        READS
+    }
+
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        (!self.gone).then(|| self.socket.as_fd())
+    }
+
+    fn counts(&self) -> Vec<(&'static str, u64)> {
+        // The kernel forgets the number when it is asked for it.
+        self.missed.set(self.missed.get() + socket::dropped(self.socket.as_fd()).unwrap_or(0));
+        vec![("dropped_by_socket", self.missed.get())]
+    }
+}
+
+/// Puts a tag back into the frame of `len` bytes, with its offload header. Returns its new length.
+fn put_back(tag: Tag, room: &mut [u8], len: usize) -> usize {
+    room.copy_within(TAG_AT..len, TAG_AT + TAG_LEN);
+    room[TAG_AT..TAG_AT + 2].copy_from_slice(&tag.protocol.to_be_bytes());
+    room[TAG_AT + 2..TAG_AT + TAG_LEN].copy_from_slice(&tag.control.to_be_bytes());
+    if let Ok((offload, _)) = Offload::read_from_prefix(room) {
+        let moved = u16::try_from(TAG_LEN).expect("4");
+        let hdr_len = offload.hdr_len.get();
+        let csum_start = offload.csum_start.get();
+        let offload = Offload {
+            hdr_len: if hdr_len > 0 { hdr_len.saturating_add(moved) } else { 0 }.into(),
+            csum_start: if offload.flags & NEEDS_CSUM != 0 { csum_start.saturating_add(moved) } else { csum_start }
+                .into(),
+            ..offload
+        };
+        room[..HEADER_LEN].copy_from_slice(offload.as_bytes());
+    }
+    len + TAG_LEN
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tag_stands_behind_the_addresses_again_and_the_header_counts_its_bytes() {
+        let offload = Offload { flags: NEEDS_CSUM, hdr_len: 54.into(), csum_start: 34.into(), ..Offload::default() };
+        let frame: Vec<u8> = (0..60).collect();
+        let mut room = [offload.as_bytes(), &frame, &[0; 4]].concat();
+        let len = put_back(Tag { protocol: 0x8100, control: 0x2005 }, &mut room, HEADER_LEN + 60);
+        assert_eq!(len, room.len());
+        let (back, _) = Offload::read_from_prefix(&room).unwrap();
+        assert_eq!((back.hdr_len.get(), back.csum_start.get()), (58, 38));
+        let expected = [&frame[..12], &[0x81, 0, 0x20, 5], &frame[12..]].concat();
+        assert_eq!(&room[HEADER_LEN..], expected);
+    }
+}

@@ -1,0 +1,98 @@
+//! A packet socket (packet(7)) that stands for a whole interface: it sees each frame that the interface receives, and
+//! sends through it.
+//!
+//! # Invariants
+//!
+//! - **P1** The system calls read the structures given to them, which consist of integers, and no more than their
+//!   lengths.
+#![allow(unsafe_code, reason = "binding a packet socket and setting its options, which rustix lacks")]
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType, netdevice};
+
+use crate::namespace::Namespace;
+use crate::{TapError, is_name};
+
+/// Bytes of received frames that the kernel keeps for the socket: a burst of 64 KiB segments.
+const ROOM: i32 = 8 << 20;
+
+/// Opens a raw, non-blocking packet socket for the interface `name` of a namespace. Each frame has an offload header
+/// before it (`PACKET_VNET_HDR`); tags come beside it (`PACKET_AUXDATA`). The interface receives frames for all
+/// addresses as long as the socket is open.
+pub fn open(place: &Namespace, name: &str) -> Result<OwnedFd, TapError> {
+    if !is_name(name) {
+        return Err(TapError::Name(name.to_owned()));
+    }
+    place.within(|| open_here(name))
+}
+
+/// Returns the number of an interface in its namespace, if it exists.
+pub fn index_of(place: &Namespace, name: &str) -> Option<u32> {
+    place.within(|| find(name).map(|(_, index)| index)).ok()
+}
+
+fn find(name: &str) -> Result<(OwnedFd, u32), TapError> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    // Without a protocol it receives nothing before it is bound.
+    let protocol: Option<Protocol> = None;
+    let socket = rustix::net::socket_with(AddressFamily::PACKET, SocketType::RAW, flags, protocol).map_err(refused)?;
+    match netdevice::name_to_index(&socket, name) {
+        Ok(index) => Ok((socket, index)),
+        Err(Errno::NODEV) => Err(TapError::NoInterface(name.to_owned())),
+        Err(errno) => Err(refused(errno)),
+    }
+}
+
+fn open_here(name: &str) -> Result<OwnedFd, TapError> {
+    let (socket, index) = find(name)?;
+    let index = i32::try_from(index).map_err(|_| TapError::NoInterface(name.to_owned()))?;
+    set(&socket, libc::SOL_PACKET, libc::PACKET_VNET_HDR, &1_i32)?;
+    set(&socket, libc::SOL_PACKET, libc::PACKET_AUXDATA, &1_i32)?;
+    set(&socket, libc::SOL_PACKET, libc::PACKET_IGNORE_OUTGOING, &1_i32)?;
+    // A smaller buffer loses more frames when they come in bursts; the endpoint counts them.
+    let _ = set(&socket, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, &ROOM);
+    let address = libc::sockaddr_ll {
+        sll_family: u16::try_from(libc::AF_PACKET).expect("17"),
+        sll_protocol: u16::try_from(libc::ETH_P_ALL).expect("3").to_be(),
+        sll_ifindex: index,
+        sll_hatype: 0,
+        sll_pkttype: 0,
+        sll_halen: 0,
+        sll_addr: [0; 8],
+    };
+    // SAFETY: the address is the structure of the length that is given (P1).
+    let bound = unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), len_of(&address)) };
+    if bound != 0 {
+        return Err(last());
+    }
+    let all = libc::packet_mreq {
+        mr_ifindex: index,
+        mr_type: u16::try_from(libc::PACKET_MR_PROMISC).expect("1"),
+        mr_alen: 0,
+        mr_address: [0; 8],
+    };
+    set(&socket, libc::SOL_PACKET, libc::PACKET_ADD_MEMBERSHIP, &all)?;
+    Ok(socket)
+}
+
+fn set<T: Copy>(socket: &OwnedFd, level: i32, option: i32, value: &T) -> Result<(), TapError> {
+    // SAFETY: the value is the structure of the length that is given (P1).
+    let done =
+        unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, (&raw const *value).cast(), len_of(value)) };
+    if done == 0 { Ok(()) } else { Err(last()) }
+}
+
+fn len_of<T>(value: &T) -> u32 {
+    u32::try_from(size_of_val(value)).expect("few bytes")
+}
+
+fn last() -> TapError {
+    TapError::NoPacketSocket(io::Error::last_os_error())
+}
+
+fn refused(errno: Errno) -> TapError {
+    TapError::NoPacketSocket(errno.into())
+}
