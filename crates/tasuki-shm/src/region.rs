@@ -13,7 +13,8 @@
 //!   while the pool of huge pages lasts. We check this before we map foreign memory: a peer's memory carries
 //!   `F_SEAL_FUTURE_WRITE`, which forbids every process to punch holes, or has small pages; memory that we adopt has
 //!   small pages. Into memory that we make on huge pages, only we can punch holes, and the processes to which we
-//!   hand it for writing. The kernel charges a filled hole to the process that fills it: see
+//!   hand it for writing. Memory of a stranger that keeps neither rule is guarded: the handler of SIGBUS maps zeroes
+//!   in its place (`region/guard.rs`). The kernel charges a filled hole to the process that fills it: see
 //!   docs/design/threat-model.md.
 #![allow(unsafe_code, reason = "mmap, mprotect, and the lending of atomics out of a mapping")]
 
@@ -32,6 +33,7 @@ use crate::slots::Table;
 use crate::sync::AtomicU64;
 
 mod common;
+mod guard;
 
 pub use common::CommonRegion;
 
@@ -133,6 +135,8 @@ impl RegionError {
 struct Mapping {
     base: NonNull<u8>,
     len: usize,
+    /// Guards memory that its maker can take away.
+    guard: Option<guard::Guard>,
 }
 
 // SAFETY: a mapping belongs to the process, not to a thread; through it we reach only atomics, or bytes guarded by
@@ -147,7 +151,7 @@ impl Mapping {
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, fd, 0) }
             .map_err(|errno| RegionError::from_errno("mapping shared memory", len, errno))?;
         let base = NonNull::new(base.cast::<u8>()).expect("the kernel maps nothing at address 0");
-        Ok(Mapping { base, len })
+        Ok(Mapping { base, len, guard: None })
     }
 
     fn check(&self, offset: usize, len: usize) -> Result<NonNull<u8>, RegionError> {
@@ -162,6 +166,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        // Before the range can belong to another mapping (G1).
+        self.guard = None;
         // SAFETY: mmap returned `base` and `len`, and no borrow is left: every Span holds an Arc (M1).
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of our own mapping failed: {unmapped:?}");

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use rustix::fs::SealFlags;
 use rustix::mm::ProtFlags;
 
+use super::guard::Guard;
 use super::{Mapping, PeerRegion, RegionError, Shared, Span, copy_abroad, sealed_len};
 
 /// File system type that `statfs` reports for a file on huge pages. Source: `include/uapi/linux/magic.h`.
@@ -39,6 +40,27 @@ impl CommonRegion {
         }
         let mapping = Mapping::new(memory, len.max(1), ProtFlags::READ | ProtFlags::WRITE)?;
         Ok(CommonRegion { mapping: Arc::new(mapping) })
+    }
+
+    /// Maps `len` bytes of memory that its maker can take away: a memory file of any kind (memfd, tmpfs, hugetlbfs),
+    /// sealed or not. If the memory goes, this region holds zeroes and [says so](Self::is_gone).
+    pub fn map_guarded(memory: BorrowedFd<'_>, len: usize) -> Result<Self, RegionError> {
+        // Only memory files have seals: the pages of all others could block.
+        rustix::fs::fcntl_get_seals(memory).map_err(|_| RegionError::NotMemory)?;
+        let stat =
+            rustix::fs::fstat(memory).map_err(|errno| RegionError::from_errno("measuring shared memory", 0, errno))?;
+        let have = usize::try_from(stat.st_size).map_err(|_| RegionError::NotMemory)?;
+        if have < len {
+            return Err(RegionError::Truncated { have, need: len });
+        }
+        let mut mapping = Mapping::new(memory, len.max(1), ProtFlags::READ | ProtFlags::WRITE)?;
+        mapping.guard = Some(Guard::on(&mapping)?);
+        Ok(CommonRegion { mapping: Arc::new(mapping) })
+    }
+
+    /// Returns whether the maker of guarded memory has taken it away.
+    pub fn is_gone(&self) -> bool {
+        self.mapping.guard.as_ref().is_some_and(Guard::is_gone)
     }
 
     /// Returns the length in bytes.
@@ -141,6 +163,26 @@ mod tests {
         rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK).unwrap();
         assert!(matches!(CommonRegion::map(memory.as_fd(), 4097), Err(RegionError::Truncated { .. })));
         assert!(CommonRegion::map(memory.as_fd(), 4096).is_ok());
+    }
+
+    #[test]
+    fn guarded_memory_that_is_cut_holds_zeroes_and_says_so() {
+        let memory = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&memory, 16 << 12).unwrap();
+        let cut = CommonRegion::map_guarded(memory.as_fd(), 16 << 12).unwrap();
+        let kept = CommonRegion::map_guarded(memory.as_fd(), 4096).unwrap();
+        cut.copy_from(0, &[7; 5000]).unwrap();
+        rustix::fs::ftruncate(&memory, 4096).unwrap();
+        let mut bytes = [1; 8];
+        kept.copy_to(0, &mut bytes).unwrap();
+        assert_eq!((bytes, kept.is_gone()), ([7; 8], false));
+        cut.copy_to(4096, &mut bytes).unwrap();
+        assert_eq!((bytes, cut.is_gone()), ([0; 8], true));
+        cut.span::<AtomicU64>(8192, 1).unwrap()[0].store(1, Ordering::Relaxed);
+        assert!(!kept.is_gone());
+        drop(cut);
+        assert!(CommonRegion::map_guarded(memory.as_fd(), 4097).is_err());
+        assert!(CommonRegion::map_guarded(tempfile::tempfile().unwrap().as_fd(), 0).is_err());
     }
 
     #[test]
