@@ -63,12 +63,13 @@ fn make_room(socket: &OwnedFd) {
 
 /// Listens at a path at which a later daemon finds a worker.
 pub fn listen(path: &std::path::Path) -> io::Result<OwnedFd> {
-    let socket = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-        None,
-    )?;
+    listen_by(path, SocketType::SEQPACKET)
+}
+
+/// Like [`listen`], at a socket of this kind.
+pub fn listen_by(path: &std::path::Path, kind: SocketType) -> io::Result<OwnedFd> {
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)?;
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}

@@ -20,6 +20,7 @@ use crate::api::roles::Roles;
 pub use crate::endpoint::Kind;
 pub use crate::endpoint::interface::Interface;
 pub use crate::endpoint::memif::Memif;
+pub use crate::endpoint::vm::Vm;
 
 /// Bytes of a frame that a source may send, without check sequence.
 const SIZES: std::ops::RangeInclusive<u16> = 60..=1514;
@@ -385,6 +386,8 @@ pub enum Work {
     Tap(Tap),
     /// Serves memif, to a program on DPDK or VPP, which is thereby on the node's VNI.
     Memif(Memif),
+    /// Is the network card of a virtual machine, on the node's VNI.
+    Vm(Vm),
     /// Brings a Linux interface, and the network behind it, onto the node's VNI.
     Interface(Interface),
     /// Joins its NIC and its VNI.
@@ -500,6 +503,7 @@ impl Work {
         match self {
             Work::Memif(memif) => Some(memif),
             Work::Interface(interface) => Some(interface),
+            Work::Vm(vm) => Some(vm),
             _ => None,
         }
     }
@@ -513,7 +517,7 @@ impl Node {
             Work::Sink => message::Work::Sink,
             Work::Answer(Answer { address }) => message::Work::Answer { address },
             Work::Tap(_) if self.vni.is_none() => message::Work::Tap,
-            Work::Tap(_) | Work::Memif(_) | Work::Interface(_) => message::Work::Bridge,
+            Work::Tap(_) | Work::Memif(_) | Work::Interface(_) | Work::Vm(_) => message::Work::Bridge,
             Work::Uplink => message::Work::Uplink,
             Work::Source(Source { rate, size, to }) => message::Work::Source { rate, size, to: to.map(|to| to.0) },
             Work::Program(_) => message::Work::Program,

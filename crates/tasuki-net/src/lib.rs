@@ -4,6 +4,7 @@
 //! |----------|---------------------------------------------------------------|
 //! | [`port`] | the trait of the data path: places where frames enter or leave |
 //! | [`nic`]  | drivers of network cards, and the buses over which they reach them |
+//! | [`virtq`] | the device's end of a virtqueue                              |
 //! | [`vni`]  | Ethernet between nodes through memory                         |
 //! | [`switch`] | where a frame goes: which node has which address            |
 //! | [`own`] | checks that a frame's IP addresses belong to its sender        |
@@ -18,4 +19,5 @@ pub mod nic;
 pub mod own;
 pub mod port;
 pub mod switch;
+pub mod virtq;
 pub mod vni;

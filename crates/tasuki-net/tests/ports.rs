@@ -2,6 +2,9 @@
 //! to program.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+#[path = "vm/machine.rs"]
+mod machine;
 #[path = "memif/client.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 mod memif_client;
@@ -31,3 +34,12 @@ suite!(link_to_link, Kind::Link, Kind::Link);
 suite!(native_to_link, Kind::Native, Kind::Link);
 suite!(tap_to_link, Kind::Tap, Kind::Link);
 suite!(memif_to_link, Kind::Memif, Kind::Link);
+suite!(vm_to_native, Kind::Vm, Kind::Native);
+suite!(vm_to_tap, Kind::Vm, Kind::Tap);
+suite!(vm_to_memif, Kind::Vm, Kind::Memif);
+suite!(vm_to_link, Kind::Vm, Kind::Link);
+suite!(vm_to_vm, Kind::Vm, Kind::Vm);
+suite!(native_to_vm, Kind::Native, Kind::Vm);
+suite!(tap_to_vm, Kind::Tap, Kind::Vm);
+suite!(memif_to_vm, Kind::Memif, Kind::Vm);
+suite!(link_to_vm, Kind::Link, Kind::Vm);

@@ -48,5 +48,5 @@ pub fn pack(parts: Parts) -> (Client, Vec<OwnedFd>) {
 pub fn unpack(client: Client, fds: Vec<OwnedFd>) -> Parts {
     let Client { name, text } = client;
     let number = fds.first().and_then(|socket| rustix::fs::fstat(socket).ok()).map_or(0, |stat| stat.st_ino);
-    Parts { name, number, text, fds }
+    Parts { name, number, version: 0, text, fds }
 }

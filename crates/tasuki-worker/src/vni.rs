@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tasuki_net::capture::{Capture, Captures};
-use tasuki_net::endpoint::{Bridge, Dismissal, Endpoint};
+use tasuki_net::endpoint::{Bridge, Dismissal, Endpoint, Recovery};
 use tasuki_net::nic::Mac;
 use tasuki_net::own::Own;
 use tasuki_net::port::{Armed, Transactional};
@@ -93,8 +93,8 @@ pub struct VniAttachment<D: FrameHandler> {
     end: Option<End>,
     /// The node's endpoint, opened in advance, while another worker drives the end.
     endpoint: Option<Box<dyn Endpoint>>,
-    /// Socket of the client that we last reported to the daemon.
-    told_client: Option<u64>,
+    /// Socket of the client that we last reported to the daemon, and the version of its parts.
+    told_client: Option<(u64, u64)>,
     /// Whether the programs behind the endpoint are gone for good and we have reported it.
     is_gone: bool,
     /// Counts when the heartbeat was last updated: frames given, taken, dropped.
@@ -503,11 +503,13 @@ impl<D: FrameHandler> VniAttachment<D> {
             }
             return Ok(End::Native(Box::new(Native::new(port))));
         }
-        let mut vni = Vni::new(number, node_memory, bell_receiver)?;
-        self.add_all(common, |bundle| vni.add(bundle));
-        vni.settle();
         self.open_endpoint(common)?;
         let endpoint = self.endpoint.take().context("the node has no endpoint")?;
+        let is_exact = endpoint.recovery() == Recovery::Exact;
+        let make = if is_exact { Vni::exact } else { Vni::new };
+        let mut vni = make(number, node_memory, bell_receiver)?;
+        self.add_all(common, |bundle| vni.add(bundle));
+        vni.settle();
         Ok(End::Bridge(Box::new(Bridge::new(endpoint, vni, switch))))
     }
 
@@ -593,6 +595,11 @@ impl<D: FrameHandler> VniAttachment<D> {
                 endpoint.label()
             );
             common.channel.tell(None, sentence);
+        }
+        if let Some(End::Bridge(bridge)) = &mut self.end
+            && let Some(trouble) = bridge.end.trouble()
+        {
+            common.channel.tell(Some(self.given.number), trouble);
         }
     }
 

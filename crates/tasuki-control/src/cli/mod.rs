@@ -59,7 +59,7 @@ pub enum Nodes {
 /// A node that is on a VNI: a network namespace, a program with a memif, what is behind a Linux interface, or a native
 /// program.
 #[derive(Debug, Args)]
-#[command(group(ArgGroup::new("outlet").required(true).args(["netns", "memif", "link", "native"])))]
+#[command(group(ArgGroup::new("outlet").required(true).args(["netns", "memif", "vm", "link", "native"])))]
 #[command(group(ArgGroup::new("handles").requires("native").args(["work", "program"])))]
 pub struct Add {
     /// Name of the node.
@@ -71,6 +71,9 @@ pub struct Add {
     /// The socket at which a program on DPDK or VPP connects, as a client of memif.
     #[arg(long, value_name = "SOCKET")]
     pub memif: Option<PathBuf>,
+    /// The socket at which a virtual machine's front end connects, by vhost-user (docs/users/connect-a-virtual-machine.md).
+    #[arg(long, value_name = "SOCKET")]
+    pub vm: Option<PathBuf>,
     /// The Linux interface that is to be on the VNI, with the network behind it: NAME, or NETNS:NAME.
     #[arg(long, value_name = "NAME")]
     pub link: Option<String>,
@@ -96,27 +99,27 @@ pub struct Add {
     #[arg(long, value_name = "MAC", requires = "work")]
     pub to: Option<String>,
     /// The number by which the client asks for the memif port.
-    #[arg(long, default_value_t = 0, conflicts_with_all = ["netns", "link", "native"])]
+    #[arg(long, default_value_t = 0, conflicts_with_all = ["netns", "vm", "link", "native"])]
     pub id: u32,
     /// The file with the secret that the memif client must know besides, at most 23 bytes: every user can read a
     /// command line.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["netns", "link", "native"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["netns", "vm", "link", "native"])]
     pub secret_file: Option<PathBuf>,
     /// The VNI: Ethernet between the nodes that name the same one.
     #[arg(long, default_value = "lan")]
     pub vni: String,
     /// Name of the interface that the programs get; without, the name of the VNI.
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["memif", "link", "native"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["memif", "vm", "link", "native"])]
     pub interface: Option<String>,
     /// The interface's address, such as 192.0.2.1/24; without, it is yours to set. With --work answer: the address
     /// that it answers for.
-    #[arg(long, conflicts_with_all = ["memif", "link"])]
+    #[arg(long, conflicts_with_all = ["memif", "vm", "link"])]
     pub address: Option<String>,
     /// Its station address; without, one derived from the node's name.
     #[arg(long)]
     pub mac: Option<String>,
-    /// Whether it may send from addresses that are not its own, as a bridge does [default: check; allow with --memif
-    /// and --link].
+    /// Whether it may send from addresses that are not its own, as a bridge does [default: check; allow with --memif,
+    /// --vm and --link].
     #[arg(long, value_enum)]
     pub spoof: Option<Spoof>,
     /// KiB of memory for frames that the node has sent and that are not read yet [default: 2048].
@@ -134,7 +137,7 @@ pub struct Add {
     pub no_standby: bool,
     /// Send all its frames by its worker, also those from and to other namespaces, which the kernel would pass on
     /// faster.
-    #[arg(long, conflicts_with_all = ["memif", "link", "native"])]
+    #[arg(long, conflicts_with_all = ["memif", "vm", "link", "native"])]
     pub no_shortcut: bool,
 }
 
@@ -283,6 +286,9 @@ impl Add {
         let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or(path.clone());
         if let Some(socket) = &self.memif {
             return json!({ "memif": { "socket": absolute(socket), "id": self.id, "secret": secret } });
+        }
+        if let Some(socket) = &self.vm {
+            return json!({ "vm": { "socket": absolute(socket) } });
         }
         if let Some(link) = &self.link {
             let (netns, name) =

@@ -5,13 +5,14 @@
 use std::ops::Range;
 
 /// Works that need more than their name, and the least that they need.
-const EXAMPLES: [(&str, &str); 6] = [
+const EXAMPLES: [(&str, &str); 7] = [
     ("answer", "{ address = \"192.0.2.77\" }"),
     ("interface", "{ name = \"eth1\" }"),
     ("memif", "{ socket = \"/run/web.sock\" }"),
     ("program", "{ path = \"/opt/mine\" }"),
     ("source", "{ rate = 1000 }"),
     ("tap", "{ name = \"nic0\" }"),
+    ("vm", "{ socket = \"/run/web.sock\" }"),
 ];
 
 fn example(work: &str) -> Option<&'static str> {
@@ -196,7 +197,7 @@ mod tests {
         ("3", "work = 3 is no work; write work = \"echo\", or a table, as work = { source = { rate = 1000 } }"),
         (
             "\"Sink\"",
-            "work = \"Sink\" is not known; there are `echo`, `sink`, `answer`, `tap`, `memif`, `interface`, `uplink`, `source`, `program`",
+            "work = \"Sink\" is not known; there are `echo`, `sink`, `answer`, `tap`, `memif`, `vm`, `interface`, `uplink`, `source`, `program`",
         ),
         (
             "\"tap\"",

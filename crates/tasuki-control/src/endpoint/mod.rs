@@ -5,6 +5,8 @@
 
 pub mod interface;
 pub mod memif;
+mod socket;
+pub mod vm;
 
 use std::fmt;
 use std::os::fd::OwnedFd;

@@ -59,6 +59,11 @@ impl Connected {
         Some(Connected { message, fds, socket })
     }
 
+    /// Returns whether this is the same client, in the same state.
+    fn is(&self, other: &Connected) -> bool {
+        self.socket == other.socket && self.message == other.message
+    }
+
     fn tell(&self, worker: &Worker, nic: u32) -> Result<(), Errno> {
         worker.write(&ToWorker::Client { nic, client: self.message.clone() }, &channel::lend(&self.fds))
     }
@@ -168,7 +173,8 @@ impl Supervisor {
         let Some(connected) = Connected::new(client, fds) else {
             return self.condemn(number, "sent something else than a client is made of".to_owned());
         };
-        if end.client.as_ref().is_some_and(|known| known.socket == connected.socket) {
+        let knows = end.client.as_ref().is_some_and(|known| known.is(&connected));
+        if knows {
             return;
         }
         if end.client.is_none() || holder.is_none_or(|holder| holder == number) {

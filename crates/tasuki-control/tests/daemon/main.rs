@@ -35,6 +35,7 @@ mod times;
 mod unplugged;
 mod uplinks;
 mod veth_ends;
+mod vms;
 mod vnis;
 
 /// Entry point of the `standin` processes; without orders it does nothing.

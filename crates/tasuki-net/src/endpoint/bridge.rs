@@ -8,12 +8,15 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::egress::{Egress, ROOM_AGAIN, WAIT, Waits};
 use super::notes::{FRONT_LEN, Notes, len_of};
-use super::{Dropped, Endpoint};
+use super::{Dropped, Endpoint, Given, Recovery};
 use crate::port::Armed;
 use crate::switch::Switch;
-use crate::vni::ledger::point;
+use crate::vni::ledger::{HEADS_MAX, Handled, Ledger, point};
 use crate::vni::offload::HEADER_LEN;
 use crate::vni::{Incoming, Reader, Vni};
+
+/// Maximum number of frames that a turn gives, if it is committed as a whole.
+const GIVES: usize = 64;
 
 /// An endpoint on a VNI.
 #[derive(Debug)]
@@ -22,9 +25,13 @@ pub struct Bridge<E: ?Sized = dyn Endpoint> {
     switch: Switch,
     /// Notes on frames that the endpoint has forgotten.
     notes: Option<Notes>,
+    /// Ledger of turns that are committed as a whole.
+    ledger: Option<Ledger>,
     waits: Waits,
     /// The endpoint was not ready when the bridge was armed.
     naps: bool,
+    /// When the endpoint began to have no room, if it has had none since.
+    stalls: Option<Instant>,
     /// Number of frames that the programs received.
     pub given: u64,
     /// Number of frames that the programs sent.
@@ -36,18 +43,29 @@ pub struct Bridge<E: ?Sized = dyn Endpoint> {
 }
 
 impl<E: Endpoint + ?Sized> Bridge<E> {
-    /// Connects the programs behind `end` to a VNI. The caller has added all neighbours to `vni`. Sends the frames that
-    /// a predecessor had read and not published.
-    pub fn new(mut end: Box<E>, vni: Vni, switch: Switch) -> Self {
+    /// Connects the programs behind `end` to a VNI. The caller has added all neighbours to `vni`, which it has made for
+    /// the endpoint's [`Recovery`]. Sends the frames that a predecessor had read and not published.
+    ///
+    /// # Panics
+    /// If `vni` was not made for such an endpoint.
+    pub fn new(mut end: Box<E>, mut vni: Vni, switch: Switch) -> Self {
         let page = vni.notes();
-        let notes = end.forgets().then(|| Notes::over(page.clone()));
-        end.begin(page);
+        let recovery = end.recovery();
+        let notes = (recovery == Recovery::Notes).then(|| Notes::over(page.clone()));
+        let ledger = vni.ledger.take();
+        assert_eq!(ledger.is_some(), recovery == Recovery::Exact, "the end was made for another kind of endpoint");
+        match &ledger {
+            Some(ledger) => end.resume(ledger.mark()),
+            None => end.begin(page),
+        }
         let mut bridge = Bridge {
             vni,
             switch,
             notes,
+            ledger,
             waits: Waits::default(),
             naps: false,
+            stalls: None,
             given: 0,
             taken: 0,
             dropped: Dropped::default(),
@@ -94,6 +112,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     }
 
     /// Publishes the frames taken, and then commits them: drops the notes on them, and lets the endpoint have them back.
+    #[inline]
     fn flush(&mut self) {
         let Self { vni, notes, waits, end, .. } = self;
         let staged = waits.staged().and_then(|len| Some((vni.staging_page()?, len)));
@@ -127,11 +146,81 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Takes one turn in each direction. Returns the number of frames that moved.
     pub fn turn(&mut self) -> usize {
         self.end.attend();
+        if self.ledger.is_some() {
+            return self.turn_as_a_whole();
+        }
         let came = if self.end.is_ready() { self.give() } else { 0 };
         let (mut egress, end) = self.split();
         let went = if egress.send_waiting() { end.take(&mut egress) } else { 0 };
         self.flush();
         came + went
+    }
+
+    /// Takes a turn in both directions that is committed by one store: a successor carries it out, or finds that it did
+    /// not happen.
+    fn turn_as_a_whole(&mut self) -> usize {
+        let handled = self.give_and_keep();
+        let taken = self.taken;
+        let (mut egress, end) = self.split();
+        let went = if egress.send_waiting() { end.take(&mut egress) } else { 0 };
+        let sent = self.taken - taken;
+        let came: u64 = handled.iter().map(|it| it.count).sum();
+        let Self { vni, ledger: Some(ledger), end, .. } = self else { return 0 };
+        if came == 0 && went == 0 {
+            end.commit();
+            return 0;
+        }
+        ledger.commit(&handled, vni.staged(), sent, end.mark());
+        vni.flush_with(|| {
+            end.commit();
+            point("endpoint.committed");
+        });
+        for it in &handled {
+            point("vni.retiring");
+            vni.retire(it.from, it.head, it.parts, it.count);
+        }
+        ledger.done();
+        usize::try_from(came).map_or(went, |came| came + went)
+    }
+
+    /// Gives received frames to the endpoint. Their senders keep them. Returns how far the frames of each node are
+    /// handled.
+    fn give_and_keep(&mut self) -> ArrayVec<Handled, HEADS_MAX> {
+        let Self { vni, switch, given, dropped, stalls, end, .. } = self;
+        let mut handled = ArrayVec::<Handled, HEADS_MAX>::new();
+        let mut captures = vni.captures().take();
+        vni.take_in(GIVES, |incoming, _| {
+            let known = handled.iter().rposition(|it| it.from == incoming.from);
+            if known.is_none() && handled.is_full() {
+                return false;
+            }
+            let taken = match switch.admits(&incoming) {
+                None => {
+                    incoming.refuse(&mut dropped.forged, &mut dropped.too_late);
+                    Given::Taken(0)
+                }
+                Some(front) => end.give(&incoming, &front, dropped),
+            };
+            match taken {
+                Given::Taken(count) => {
+                    *given += count as u64;
+                    *stalls = stalls.filter(|_| count == 0);
+                }
+                Given::NoRoom if stalls.get_or_insert_with(Instant::now).elapsed() < WAIT => return false,
+                Given::NoRoom => dropped.no_buffer += 1,
+            }
+            if let Some(captures) = &mut captures {
+                captures.came(&incoming);
+            }
+            let head = incoming.index.wrapping_add(1);
+            match known {
+                Some(at) => (handled[at].head, handled[at].count) = (head, handled[at].count + 1),
+                None => handled.push(Handled { from: incoming.from, head, parts: 0, count: 1 }),
+            }
+            true
+        });
+        *vni.captures() = captures;
+        handled
     }
 
     /// Gives received frames to the endpoint.
@@ -153,7 +242,8 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             return Armed::Busy;
         }
         // Do not look at frames that the endpoint does not take yet: it may need this very CPU to make room.
-        self.naps = !self.end.is_ready();
+        let is_stalled = self.stalls.is_some_and(|since| since.elapsed() < WAIT);
+        self.naps = is_stalled || !self.end.is_ready();
         if self.naps { Armed::Idle } else { self.vni.arm() }
     }
 
@@ -223,7 +313,10 @@ impl<E: Endpoint + ?Sized> Reader for Giver<'_, E> {
     #[inline]
     fn frame(&mut self, incoming: Incoming<'_>) {
         match self.switch.admits(&incoming) {
-            Some(front) => self.given += self.end.give(&incoming, &front, self.dropped),
+            Some(front) => match self.end.give(&incoming, &front, self.dropped) {
+                Given::Taken(count) => self.given += count,
+                Given::NoRoom => self.dropped.no_buffer += 1,
+            },
             None => incoming.refuse(&mut self.dropped.forged, &mut self.dropped.too_late),
         }
     }

@@ -4,14 +4,16 @@
 use std::time::{Duration, Instant};
 
 use tasuki_shm::vni::directory::Mac;
+use zerocopy::IntoBytes;
 
 use super::Dropped;
 use super::notes::Notes;
 use super::slow::Slow;
 pub use super::slow::WAIT;
 use crate::switch::{Switch, To};
+use crate::vni::finish::is_finished;
 use crate::vni::ledger::point;
-use crate::vni::offload::HEADER_LEN;
+use crate::vni::offload::{HEADER_LEN, Offload};
 use crate::vni::{PIECE_MAX, SendError, Vni};
 
 /// How soon a sender that waits looks for room again. No node rings when it has room.
@@ -140,11 +142,18 @@ impl Egress<'_> {
     /// frame carries the same ones.
     #[inline]
     pub fn send(&mut self, len: usize, copy: impl Fn(&mut [u8])) -> bool {
+        self.send_unfinished(len, &Offload::default(), copy)
+    }
+
+    /// Like [`send`](Self::send), for a frame with work left to do.
+    #[inline]
+    pub fn send_unfinished(&mut self, len: usize, offload: &Offload, copy: impl Fn(&mut [u8])) -> bool {
         let mut front = [0; 14];
         if len >= front.len() {
             copy(&mut front);
         }
-        self.send_filled(len, &front, |room| {
+        let header = (!is_finished(offload)).then_some(offload.as_bytes());
+        self.send_filled(len, header, &front, |room| {
             copy(room);
             room[..14].copy_from_slice(&front);
         })
@@ -153,28 +162,37 @@ impl Egress<'_> {
     /// Like [`send`](Self::send), for a frame in memory of our own.
     #[inline]
     pub fn send_bytes(&mut self, frame: &[u8]) -> bool {
-        self.send_filled(frame.len(), frame, |room| room.copy_from_slice(frame))
+        self.send_filled(frame.len(), None, frame, |room| room.copy_from_slice(frame))
     }
 
-    /// Sends a frame of `len` bytes that begins with `front` and that `fill` writes.
+    /// Sends a frame of `len` bytes that begins with `front` and that `fill` writes, behind its offload header if it has
+    /// one.
     #[inline]
-    fn send_filled(&mut self, len: usize, front: &[u8], fill: impl FnOnce(&mut [u8])) -> bool {
+    fn send_filled(&mut self, len: usize, header: Option<&[u8]>, front: &[u8], fill: impl FnOnce(&mut [u8])) -> bool {
         if !(14..=PIECE_MAX - HEADER_LEN).contains(&len) {
             self.dropped.length += 1;
             return true;
         }
+        let before = header.map_or(0, <[u8]>::len);
+        let len = before + len;
+        let fill = |room: &mut [u8]| {
+            if let Some(header) = header {
+                room[..before].copy_from_slice(header);
+            }
+            fill(&mut room[before..]);
+        };
         match self.find(addresses_of(front)) {
             None => true,
             Some(To::Node(node)) => {
                 let sent = self.vni.draft(node, len).map(fill);
                 if sent.is_ok() {
-                    self.vni.post(node, len, false);
+                    self.vni.post(node, len, header.is_some());
                 }
                 self.went(node, sent)
             }
             Some(several) => {
                 let nodes = self.switch.nodes_of(several);
-                match self.vni.send_to_all(nodes.iter(), len, false, fill) {
+                match self.vni.send_to_all(nodes.iter(), len, header.is_some(), fill) {
                     Ok(_) => *self.taken += 1,
                     Err(_) => self.dropped.no_room += 1,
                 }

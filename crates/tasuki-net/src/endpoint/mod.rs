@@ -4,6 +4,7 @@
 //! |------------|----------------------------------------------------------------------------|
 //! | [`tap`]    | a network namespace, by a TAP                                              |
 //! | [`memif`]  | a DPDK or VPP program, by a memif                                          |
+//! | [`guest`]  | a virtual machine, by vhost-user                                           |
 //! | [`packet`] | a Linux interface, by a packet socket                                      |
 //! | [`bridge`] | moves frames between an endpoint and a VNI                                 |
 //! | [`egress`] | sends frames to their nodes: the one policy for room, waiting and drops    |
@@ -16,6 +17,7 @@
 
 pub mod bridge;
 pub mod egress;
+pub mod guest;
 pub mod memif;
 pub(crate) mod notes;
 pub mod packet;
@@ -100,19 +102,39 @@ impl Dropped {
     }
 }
 
+/// What a successor goes by, if a worker is killed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recovery {
+    /// A frame is gone from the endpoint once it is read, as from a file descriptor. The bridge notes the frames that it
+    /// has read and not published, and a successor sends them. Frames given may come twice: up to a burst.
+    Notes,
+    /// The endpoint notes its own place. Frames that one side has seen and the other has not let go of come twice: up to
+    /// a burst each way.
+    Own,
+    /// The bridge commits each turn as a whole, with the endpoint's [mark](Endpoint::mark): each frame goes exactly once.
+    Exact,
+}
+
+/// What became of a frame that an endpoint was given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Given {
+    /// The endpoint is done with it, and it became this many frames: none, if it was dropped and counted.
+    Taken(usize),
+    /// There is no room for it at present.
+    NoRoom,
+}
+
 /// Where a node's programs receive and send frames. One thread uses it.
 ///
 /// A turn of its [`Bridge`] calls, in this order: [`attend`](Self::attend); for each frame from the VNI
 /// [`give`](Self::give), then [`show`](Self::show) and [`ring`](Self::ring); [`take`](Self::take); and, once the frames
 /// taken are published, [`commit`](Self::commit).
 pub trait Endpoint: fmt::Debug {
-    /// Returns whether a frame is gone from the endpoint once it is read, as from a file descriptor. The bridge then
-    /// notes the frames that it has read and not published, and a successor sends them.
-    fn forgets(&self) -> bool;
+    /// Returns what a successor goes by.
+    fn recovery(&self) -> Recovery;
 
-    /// Copies a frame in, with the bytes `front` at its beginning, which were checked. Returns the number of frames that
-    /// it became: several, if it was cut. Counts a frame that it drops.
-    fn give(&mut self, frame: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> usize;
+    /// Copies a frame in, with the bytes `front` at its beginning, which were checked. Counts a frame that it drops.
+    fn give(&mut self, frame: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given;
 
     /// Sends the frames that the programs have for others, up to a burst, until one must wait. Returns their number.
     fn take(&mut self, egress: &mut Egress<'_>) -> usize;
@@ -127,6 +149,14 @@ pub trait Endpoint: fmt::Debug {
 
     /// Begins to serve, with this page of the node memory. Only the node's worker writes it; its successor reads it.
     fn begin(&mut self, _: Span<Line>) {}
+
+    /// Begins to serve, where [recovery](Self::recovery) is exact. `mark` is that of the last turn that was committed.
+    fn resume(&mut self, _mark: Option<u64>) {}
+
+    /// Returns how far the endpoint is, once the present turn is committed.
+    fn mark(&self) -> u64 {
+        0
+    }
 
     /// Does what its programs ask for on a control channel.
     fn attend(&mut self) {}
@@ -170,6 +200,11 @@ pub trait Endpoint: fmt::Debug {
     /// Lets go of its programs: a successor serves them.
     fn release(&mut self) {}
 
+    /// Returns what a person must know, once.
+    fn trouble(&mut self) -> Option<String> {
+        None
+    }
+
     /// Returns its connection to a program, if it has such connections. It outlives the worker.
     fn connection(&mut self) -> Option<&mut dyn Connection> {
         None
@@ -180,7 +215,8 @@ pub trait Endpoint: fmt::Debug {
 type Open = fn(OwnedFd, &str, &str) -> Result<Box<dyn Endpoint>, String>;
 
 /// All kinds of endpoints, by the names that daemon and workers use.
-const KINDS: [(&str, Open); 3] = [("tap", tap::open), ("memif", memif::open), ("packet", packet::open)];
+const KINDS: [(&str, Open); 4] =
+    [("tap", tap::open), ("memif", memif::open), ("packet", packet::open), ("vm", guest::open)];
 
 /// Opens the endpoint of node `node` that the daemon made as `fd`, and described in `text`.
 ///
@@ -223,6 +259,8 @@ pub struct Parts {
     pub name: String,
     /// Number of its connection on this machine: the inode of its socket.
     pub number: u64,
+    /// Differs from that of other parts of the same connection.
+    pub version: u64,
     /// What the endpoint must know besides, as JSON.
     pub text: String,
     /// Descriptors; the socket first.

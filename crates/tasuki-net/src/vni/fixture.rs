@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use tasuki_shm::line::{LINE_LEN, Line};
-use tasuki_shm::region::{Pages, Region, Span};
+use tasuki_shm::region::{Pages, Region, RegionError, Span};
 use tasuki_shm::vni::directory::{Directory, Mac, NodeSet, directory_lines};
 use tasuki_shm::vni::node_memory::NodeMemoryFds;
 use tasuki_shm::wake::Clapper;
@@ -34,9 +34,20 @@ pub fn directory(nodes: u16) -> (Lines, Directory<Lines>) {
 
 /// Opens the end of node `number`, given a node memory and a bell for each node. Adds all other nodes.
 pub fn end(number: u16, node_memories: &[NodeMemoryFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni {
+    made_by(Vni::new, number, node_memories, bells)
+}
+
+/// Like [`end`], for an endpoint whose turns are committed as a whole.
+pub fn exact_end(number: u16, node_memories: &[NodeMemoryFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni {
+    made_by(Vni::exact, number, node_memories, bells)
+}
+
+type Make = fn(u16, NodeMemoryFds, OwnedFd) -> Result<Vni, RegionError>;
+
+fn made_by(make: Make, number: u16, node_memories: &[NodeMemoryFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni {
     let [control, pool] = node_memories[usize::from(number)].fds().map(|fd| fd.try_clone_to_owned().unwrap());
     let bell_receiver = bells[usize::from(number)].0.try_clone().unwrap();
-    let mut vni = Vni::new(number, NodeMemoryFds { control, pool }, bell_receiver).unwrap();
+    let mut vni = make(number, NodeMemoryFds { control, pool }, bell_receiver).unwrap();
     for (other, (node_memory, bell)) in (0..).zip(node_memories.iter().zip(bells)).filter(|(other, _)| *other != number)
     {
         let (node_memory, bell) = (node_memory.to_read().unwrap(), Clapper::from_peer(bell.1.try_clone().unwrap()));

@@ -49,7 +49,7 @@ pub struct Incoming<'a> {
     /// Number of the node that sent it.
     pub from: u16,
     /// Index of its message in that node's ring to us.
-    pub(super) index: u32,
+    pub(crate) index: u32,
     /// IP addresses of that node.
     pub(crate) own: &'a Own,
     /// Count of that node's frames with an address that is not its own.

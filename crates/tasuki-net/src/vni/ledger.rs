@@ -13,6 +13,7 @@
 //! | 1        | number of turns noted as done                                                                 |
 //! | 2, 3     | number of frames given, in two copies: the one of the turn count's parity is valid            |
 //! | 4        | numbers of heads and messages below                                                           |
+//! | 5, 6     | how far the node's endpoint is, in two copies like words 2 and 3                              |
 //! | 8..136   | heads, two words each: the node; how far its ring was read, and parts of the message there    |
 //! | 136..    | messages, three words each: its place in a ring and the node; its tag; where the frame lies   |
 
@@ -30,7 +31,7 @@ use super::halves;
 use super::neighbour::say_that_we_talk;
 
 /// Maximum number of nodes whose frames one turn can handle.
-pub(super) const HEADS_MAX: usize = 64;
+pub(crate) const HEADS_MAX: usize = 64;
 
 /// Maximum number of messages of a turn that a successor repeats. Only frames to many nodes make more.
 pub(super) const MESSAGES_MAX: usize = (LEDGER_LINES * LINE_WORDS - MESSAGES_AT) / 3;
@@ -39,29 +40,30 @@ const TURNS: usize = 0;
 const DONE: usize = 1;
 const GIVEN: usize = 2;
 const LENGTHS: usize = 4;
+const MARK: usize = 5;
 const HEADS_AT: usize = 8;
 const MESSAGES_AT: usize = HEADS_AT + 2 * HEADS_MAX;
 const _: () = assert!(MESSAGES_AT == 136 && MESSAGES_MAX >= 100);
 
 /// How far the frames of a node are handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Handled {
-    pub(super) from: u16,
+pub(crate) struct Handled {
+    pub(crate) from: u16,
     /// Index of the first message that is not wholly handled.
-    pub(super) head: u32,
+    pub(crate) head: u32,
     /// Number of handled parts of that message.
-    pub(super) parts: u32,
+    pub(crate) parts: u32,
     /// Number of frames handled since the last turn.
-    pub(super) count: u64,
+    pub(crate) count: u64,
 }
 
 /// A node's ledger.
 #[derive(Debug)]
-pub(super) struct Ledger {
+pub(crate) struct Ledger {
     lines: Span<Line>,
     /// As they stand in the ledger.
-    pub(super) turns: u64,
-    pub(super) given: u64,
+    pub(crate) turns: u64,
+    pub(crate) given: u64,
 }
 
 /// A place at which a test may kill the node's worker.
@@ -85,6 +87,11 @@ impl Ledger {
         ledger
     }
 
+    /// Returns how far the node's endpoint was at the end of the last turn, or nothing before the first.
+    pub(crate) fn mark(&self) -> Option<u64> {
+        (self.turns > 0).then(|| self.word(MARK + usize::from(self.turns & 1 == 1)).load(Acquire))
+    }
+
     #[inline]
     fn word(&self, at: usize) -> &AtomicU64 {
         self.lines[at / LINE_WORDS].word(at % LINE_WORDS)
@@ -95,14 +102,16 @@ impl Ledger {
         self.word(at).store(word, Relaxed);
     }
 
-    /// Ends a turn that handled these frames, sends these messages and gave `given` frames. The caller then carries it
+    /// Ends a turn that handled these frames, sends these messages and gave `given` frames; `mark` is how far the node's
+    /// endpoint is then. The caller then carries it
     /// out and calls [`done`](Self::done).
     #[inline]
-    pub(super) fn commit<'m>(
+    pub(crate) fn commit<'m>(
         &mut self,
         handled: &[Handled],
         messages: impl Iterator<Item = (u16, u32, &'m Message<1>)>,
         given: u64,
+        mark: u64,
     ) {
         for (i, it) in handled.iter().enumerate() {
             self.put(HEADS_AT + 2 * i, it.from.into());
@@ -119,6 +128,7 @@ impl Ledger {
         self.put(LENGTHS, u64::from(index(handled.len())) << 32 | u64::from(index(count)));
         (self.turns, self.given) = (self.turns + 1, self.given + given);
         self.put(GIVEN + usize::from(self.turns & 1 == 1), self.given);
+        self.put(MARK + usize::from(self.turns & 1 == 1), mark);
         point("vni.written");
         // V5: stores become visible in program order, even those of a worker that dies. All later stores stay behind
         // this one (E3 of nic/ledger.rs).
@@ -129,7 +139,7 @@ impl Ledger {
 
     /// Notes that the last turn is carried out.
     #[inline]
-    pub(super) fn done(&self) {
+    pub(crate) fn done(&self) {
         point("vni.done");
         self.word(DONE).store(self.turns, Release);
         // No store of the next turn precedes this one.

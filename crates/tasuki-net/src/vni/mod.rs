@@ -110,6 +110,8 @@ pub struct Vni {
     aside: Aside,
     /// Frames that a predecessor sent to nodes that are not added yet.
     left: HashMap<u16, LeftBehind>,
+    /// Ledger of an end whose turns are committed as a whole, until its bridge takes it.
+    pub(crate) ledger: Option<ledger::Ledger>,
     /// Captures of this end, if there are any.
     captures: Option<Box<Captures>>,
 }
@@ -122,6 +124,13 @@ impl Vni {
         assert!(number < NODES_MAX, "a VNI has no node {number}");
         let (node_memory, pool) = NodeMemory::adopt(node_memory)?;
         Ok(Self::over(number, node_memory, pool, bell_receiver))
+    }
+
+    /// Like [`new`](Self::new), for an endpoint whose turns are [committed as a whole](crate::endpoint::Recovery::Exact).
+    pub fn exact(number: u16, node_memory: NodeMemoryFds, bell_receiver: OwnedFd) -> Result<Self, RegionError> {
+        let (mut vni, ledger) = Self::with_ledger(number, node_memory, bell_receiver)?;
+        vni.ledger = Some(ledger);
+        Ok(vni)
     }
 
     /// Like [`new`](Self::new), with a ledger. First does what a predecessor may have left undone there, before any
@@ -161,6 +170,7 @@ impl Vni {
             staging: None,
             aside: Aside::new(),
             left,
+            ledger: None,
             captures: None,
         }
     }

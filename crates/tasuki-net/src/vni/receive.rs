@@ -86,7 +86,7 @@ impl Vni {
     /// again, and so do the first frame that `each` refuses and all behind it. The ring that comes first changes from
     /// time to time, so that no node has all of `most`.
     #[inline]
-    pub(super) fn take_in(&mut self, most: usize, mut each: impl FnMut(Incoming<'_>, u32) -> bool) -> usize {
+    pub(crate) fn take_in(&mut self, most: usize, mut each: impl FnMut(Incoming<'_>, u32) -> bool) -> usize {
         self.begin_look();
         let mut came = 0;
         let mut look = |vni: &mut Self, from: u16| {
@@ -197,7 +197,7 @@ impl Vni {
 
     /// Marks all messages of node `from` before `head` as handled, and `parts` parts of the one at `head`: `count`
     /// frames more.
-    pub(super) fn retire(&mut self, from: u16, head: u32, parts: u32, count: u64) {
+    pub(crate) fn retire(&mut self, from: u16, head: u32, parts: u32, count: u64) {
         let Some(neighbour) = self.neighbours.get_mut(usize::from(from)).and_then(Option::as_mut) else { return };
         neighbour.inbox.retire_to(head, parts);
         neighbour.counts.received += count;

@@ -297,7 +297,7 @@ impl Vni {
     }
 
     /// Returns the staged messages, each with its node and its place in the ring to that node.
-    pub(super) fn staged(&self) -> impl Iterator<Item = (u16, u32, &Message<1>)> {
+    pub(crate) fn staged(&self) -> impl Iterator<Item = (u16, u32, &Message<1>)> {
         let touched = self.touched.iter().filter_map(|to| Some((*to, self.neighbours[usize::from(*to)].as_ref()?)));
         touched.flat_map(|(to, it)| it.outbox.staged().map(move |(index, message)| (to, index, message)))
     }

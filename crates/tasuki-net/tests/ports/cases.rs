@@ -147,7 +147,7 @@ pub fn a_node_that_is_not_driven_holds_up_nobody_else(pair: [Kind; 2]) {
         // A native program gets an error. For the other kinds the node waits, and then counts the frame.
         match pair[0] {
             Kind::Native => refused += u64::from(!world.end(FROM).send(&for_slow)),
-            Kind::Tap | Kind::Link | Kind::Memif => world.send(FROM, &for_slow),
+            Kind::Tap | Kind::Link | Kind::Memif | Kind::Vm => world.send(FROM, &for_slow),
         }
         world.send(FROM, &frame(OTHER, FROM, number, 100));
         if number % 32 == 0 {
@@ -183,11 +183,12 @@ pub fn what_is_no_frame_is_refused_and_counted(pair: [Kind; 2]) {
         Kind::Native => vec![6, 13, PIECE_MAX + 1],
         Kind::Tap | Kind::Link => vec![0, 1, 13],
         Kind::Memif => vec![1, 6, 13, longest + 1],
+        Kind::Vm => vec![0, 1, 6, 13],
     };
     for (number, len) in no_frames.iter().enumerate() {
         let mut wrong = frame(TO, FROM, number, 20.max(*len));
         wrong.truncate(*len);
-        assert_eq!(world.end(FROM).send(&wrong), pair[0] == Kind::Memif, "{len} bytes");
+        assert_eq!(world.end(FROM).send(&wrong), matches!(pair[0], Kind::Memif | Kind::Vm), "{len} bytes");
         let right = frame(TO, FROM, number, 60);
         world.send(FROM, &right);
         assert_same(&world.take(TO, 1), &[right]);
@@ -292,7 +293,7 @@ pub fn a_program_that_sends_in_anothers_address_is_not_heard(pair: [Kind; 2]) {
     match pair[0] {
         // A native program is its own worker.
         Kind::Native => assert_eq!(world.end(TO).lost(), Lost { forged: count, ..Lost::default() }),
-        Kind::Tap | Kind::Link | Kind::Memif => {
+        Kind::Tap | Kind::Link | Kind::Memif | Kind::Vm => {
             assert_eq!(world.end(FROM).lost(), Lost { not_own: count, ..Lost::default() });
             assert_eq!(world.end(TO).lost(), Lost::default());
         }

@@ -5,6 +5,7 @@ pub mod cases;
 mod memif_end;
 mod native;
 mod tap_end;
+mod vm_end;
 
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,8 @@ pub enum Kind {
     Memif,
     /// By an interface that its kernel has already.
     Link,
+    /// By the virtqueues of a virtual machine.
+    Vm,
 }
 
 /// Counts of frames that a node did not forward, or did not deliver to its program.
@@ -111,12 +114,15 @@ impl World {
             came: vec![Vec::new(); kinds.len()],
         };
         for (number, kind) in kinds.iter().enumerate() {
-            let (vni, switch) = (world.net.take(number), world.switch(number));
+            let short = u16::try_from(number).expect("few nodes");
+            let vni = if *kind == Kind::Vm { world.net.take_exact(short) } else { world.net.take(number) };
+            let switch = world.switch(number);
             world.ends.push(Some(match kind {
                 Kind::Native => Box::new(native::Native::new(vni, switch)),
                 Kind::Tap => Box::new(tap_end::TapEnd::with_tap(vni, switch)?),
                 Kind::Link => Box::new(tap_end::TapEnd::with_packets(vni, switch)?),
                 Kind::Memif => Box::new(memif_end::MemifEnd::new(vni, switch)),
+                Kind::Vm => Box::new(vm_end::VmEnd::new(vni, switch)),
             }));
         }
         Some(world)

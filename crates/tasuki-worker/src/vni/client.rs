@@ -69,11 +69,12 @@ impl<D: FrameHandler> VniAttachment<D> {
             channel.tell(Some(nic), sentence);
             None
         });
-        let socket = parts.as_ref().map(|parts| parts.number);
-        if socket == self.told_client {
+        let now = parts.as_ref().map(|parts| (parts.number, parts.version));
+        if now == self.told_client {
             return;
         }
-        if let Some(gone) = std::mem::replace(&mut self.told_client, socket) {
+        let before = std::mem::replace(&mut self.told_client, now).map(|(socket, _)| socket);
+        if let Some(gone) = before.filter(|before| now.map(|(socket, _)| socket) != Some(*before)) {
             channel.write(&ToDaemon::NoClient { nic, socket: gone }, Vec::new());
         }
         if let Some((client, fds)) = parts.map(pack) {

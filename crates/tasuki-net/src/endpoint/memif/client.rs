@@ -111,6 +111,7 @@ impl Client {
         Ok(Some(Parts {
             name: self.name(),
             number: name_of(self.socket()),
+            version: 0,
             text: serde_json::to_string(&text)?,
             fds: fds.map(OwnedFd::try_clone).collect::<io::Result<_>>()?,
         }))

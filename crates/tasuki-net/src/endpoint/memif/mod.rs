@@ -42,7 +42,7 @@ use tasuki_shm::line::Line;
 use tasuki_shm::region::Span;
 
 use super::egress::WAIT;
-use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Parts};
+use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Parts, Recovery};
 use crate::port::Armed;
 use crate::switch::Front;
 use crate::vni::ledger::point;
@@ -313,8 +313,8 @@ impl Memif {
 
 impl Endpoint for Memif {
     /// A frame stays in the client's ring until it is committed.
-    fn forgets(&self) -> bool {
-        false
+    fn recovery(&self) -> Recovery {
+        Recovery::Own
     }
 
     fn begin(&mut self, page: Span<Line>) {
@@ -348,17 +348,17 @@ impl Endpoint for Memif {
     }
 
     #[inline]
-    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> usize {
+    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given {
         let Self { client, ledger, copy, chain, broken, .. } = self;
         match (client.as_mut().and_then(|client| client.attached.as_mut()), ledger) {
             (Some(attached), Some(ledger)) => {
                 let mut giver = Giver { attached, ledger, given: 0, dropped, copy, chain, broken };
                 giver.give(incoming, front);
-                giver.given
+                Given::Taken(giver.given)
             }
             _ => {
                 dropped.away += 1;
-                0
+                Given::Taken(0)
             }
         }
     }

@@ -13,7 +13,7 @@ use rustix::net::{AddressFamily, SocketType};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::notes::READS;
-use super::{Dropped, Egress, Endpoint};
+use super::{Dropped, Egress, Endpoint, Given, Recovery};
 use crate::switch::Front;
 use crate::vni::Incoming;
 use crate::vni::ledger::point;
@@ -52,18 +52,18 @@ impl Packet {
 }
 
 impl Endpoint for Packet {
-    fn forgets(&self) -> bool {
-        true
+    fn recovery(&self) -> Recovery {
+        Recovery::Notes
     }
 
-    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> usize {
+    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given {
         // As for a TAP: a frame that its sender takes back while the kernel copies it cannot be recalled.
         if !incoming.is_whole() {
             dropped.too_late += 1;
-            return 0;
+            return Given::Taken(0);
         }
         match incoming.write_with_header(self.socket.as_fd(), front) {
-            Ok(_) if incoming.is_whole() => return 1,
+            Ok(_) if incoming.is_whole() => return Given::Taken(1),
             Ok(_) => dropped.too_late += 1,
             Err(error) => {
                 dropped.refused += 1;
@@ -71,7 +71,7 @@ impl Endpoint for Packet {
                 self.gone |= Errno::from_io_error(&error) == Some(Errno::NXIO);
             }
         }
-        0
+        Given::Taken(0)
     }
 
     fn take(&mut self, egress: &mut Egress<'_>) -> usize {

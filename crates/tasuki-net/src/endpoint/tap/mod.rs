@@ -14,7 +14,7 @@ use rustix::fs::FileType;
 use rustix::io::Errno;
 
 use super::notes::READS;
-use super::{Dropped, Egress, Endpoint};
+use super::{Dropped, Egress, Endpoint, Given, Recovery};
 use crate::switch::Front;
 use crate::vni::Incoming;
 use crate::vni::ledger::point;
@@ -62,20 +62,20 @@ impl Tap {
 }
 
 impl Endpoint for Tap {
-    fn forgets(&self) -> bool {
-        true
+    fn recovery(&self) -> Recovery {
+        Recovery::Notes
     }
 
-    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> usize {
+    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given {
         match self.write(incoming, front) {
-            Ok(true) => return 1,
+            Ok(true) => return Given::Taken(1),
             Ok(false) => dropped.too_late += 1,
             Err(error) => {
                 dropped.refused += 1;
                 Errno::from_io_error(&error).into_iter().for_each(|errno| self.note(errno));
             }
         }
-        0
+        Given::Taken(0)
     }
 
     fn ring(&mut self) {

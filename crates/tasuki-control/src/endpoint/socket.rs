@@ -1,0 +1,67 @@
+//! Sockets at which programs connect to a node.
+
+use std::io::ErrorKind;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use crate::channel;
+
+/// Bytes of a socket's path (`sun_path` of unix(7), with a zero behind it).
+const SOCKET_MAX: usize = 107;
+
+/// Returns the fault of a socket's path in the settings of `what`, if there is one.
+pub fn odd(what: &str, path: &Path) -> Option<String> {
+    let shown = path.display();
+    match () {
+        () if !path.is_absolute() => Some(format!("{what}: its socket is named by a path from /, not {shown}")),
+        () if path.as_os_str().len() > SOCKET_MAX => Some(format!(
+            "{what}: {shown} has more bytes than the path of a socket can ({SOCKET_MAX}); name a shorter one"
+        )),
+        () => None,
+    }
+}
+
+/// Returns device and inode number of the file at `path`: if another file has taken its place, clients do not find the
+/// listener.
+pub fn mark(path: &Path) -> Option<String> {
+    let there = std::fs::symlink_metadata(path).ok()?;
+    Some(format!("{}:{}", there.dev(), there.ino()))
+}
+
+/// Listens for clients: for the daemon's user alone, until an operator changes the file's owner or mode.
+pub fn listen(path: &Path, kind: SocketType) -> Result<OwnedFd> {
+    let shown = path.display();
+    match std::fs::symlink_metadata(path) {
+        Ok(there) if !there.file_type().is_socket() => {
+            bail!("{shown} is there already, and no socket; name another path")
+        }
+        Ok(_) if is_served(path, kind) => bail!("somebody else serves at {shown}; name another path, or end them"),
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(error).with_context(|| format!("{shown} cannot be looked at"));
+        }
+        _ => {}
+    }
+    let listener = channel::listen_by(path, kind)
+        .with_context(|| format!("{shown} cannot be listened at; is its folder there?"))?;
+    Ok(listener)
+}
+
+/// Returns whether a process serves at `path`.
+fn is_served(path: &Path, kind: SocketType) -> bool {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None);
+    let Ok((socket, address)) = socket.and_then(|socket| Ok((socket, SocketAddrUnix::new(path)?))) else {
+        return false;
+    };
+    match rustix::net::connect(&socket, &address) {
+        Ok(()) | Err(Errno::AGAIN) => true,
+        // It is another kind of socket, and in use.
+        Err(Errno::PROTOTYPE) => true,
+        Err(_) => false,
+    }
+}

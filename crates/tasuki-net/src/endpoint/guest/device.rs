@@ -1,0 +1,433 @@
+//! The device that a front end sees: its features, its memory and its two rings. The front end's messages change it.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use arrayvec::ArrayVec;
+use rustix::fs::OFlags;
+use serde::{Deserialize, Serialize};
+use tasuki_shm::region::CommonRegion;
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::wire::{FDS_MAX, NO_FD, Region, RingAddress, RingState, feature, protocol, request};
+use crate::virtq::{Broken, DriverMemory, Place, Queue, STRETCHES_MAX, Stretch};
+
+/// Index of the ring by which the guest receives.
+pub const TO_GUEST: usize = 0;
+/// Index of the ring by which the guest sends.
+pub const FROM_GUEST: usize = 1;
+const RINGS: usize = 2;
+
+/// Features that we offer.
+const FEATURES: u64 = feature::CSUM
+    | feature::GUEST_CSUM
+    | feature::GUEST_TSO4
+    | feature::GUEST_TSO6
+    | feature::GUEST_ECN
+    | feature::HOST_TSO4
+    | feature::HOST_TSO6
+    | feature::HOST_ECN
+    | feature::MRG_RXBUF
+    | feature::INDIRECT_DESC
+    | feature::EVENT_IDX
+    | feature::PROTOCOL_FEATURES
+    | feature::VERSION_1
+    | feature::IN_ORDER
+    | feature::GUEST_USO4
+    | feature::GUEST_USO6
+    | feature::HOST_USO;
+
+const PROTOCOL_FEATURES: u64 = protocol::REPLY_ACK | protocol::CONFIGURE_MEM_SLOTS | protocol::STATUS;
+
+/// Why a front end is sent away. vhost-user has no message for it: the reason goes to the daemon's user.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// A message that we did not offer, or that is out of its turn.
+    #[error("it sent request {0}, which it was not offered")]
+    Request(u32),
+    /// The body has another length than the request.
+    #[error("it sent request {0} with a body of {1} bytes, which is not its length")]
+    Length(u32, usize),
+    /// The descriptors that belong to the request did not come.
+    #[error("{1} descriptors came with its request {0}, and others belong to it")]
+    Descriptors(u32, usize),
+    /// A feature that was not offered.
+    #[error("it takes features that it was not offered ({0:#x})")]
+    Features(u64),
+    /// A ring that does not exist.
+    #[error("it speaks of ring {0}, and there are {RINGS}: start it with one pair of queues")]
+    Ring(u64),
+    /// A descriptor that is no eventfd.
+    #[error("what it sent as the eventfd of ring {0} is none")]
+    Eventfd(u64),
+    /// Memory that cannot be mapped.
+    #[error(
+        "its memory cannot be shared: {0}; give the machine a memory backend that is a file in memory, and share=on"
+    )]
+    Memory(String),
+    /// More stretches of memory than we have room for.
+    #[error("its memory comes in more than {STRETCHES_MAX} stretches")]
+    Stretches,
+    /// A rule of a virtqueue.
+    #[error(transparent)]
+    Queue(#[from] Broken),
+    /// It does not read our answers.
+    #[error("it does not read the answers that it asked for")]
+    Deaf,
+    /// It left, or the node ends.
+    #[error("it has left")]
+    Left,
+}
+
+/// A ring, as the front end describes it.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct RingText {
+    place: Place,
+    /// Index of the first chain to take, from the front end.
+    base: u16,
+    /// Where the used ring stood when the ring started.
+    done: u16,
+    is_enabled: bool,
+    /// Whether the front end has started it: it gave an eventfd for kicks, or said that it gives none.
+    is_started: bool,
+    has_kick: bool,
+    has_call: bool,
+}
+
+impl RingText {
+    /// Returns whether the ring runs. A front end without the protocol's features enables none.
+    fn may_run(&self, has_protocol: bool) -> bool {
+        self.is_started && (self.is_enabled || !has_protocol)
+    }
+}
+
+/// What a successor must know besides descriptors.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Text {
+    features: u64,
+    protocol_features: u64,
+    status: u64,
+    /// Number of times that a ring was started: marks of other sessions do not count.
+    session: u32,
+    rings: [RingText; RINGS],
+    /// Stretches: guest address, front end's address, length, offset.
+    stretches: Vec<(u64, u64, u64, u64)>,
+}
+
+/// The device.
+#[derive(Debug, Default)]
+pub struct Device {
+    text: Text,
+    files: ArrayVec<OwnedFd, STRETCHES_MAX>,
+    kicks: [Option<OwnedFd>; RINGS],
+    calls: [Option<OwnedFd>; RINGS],
+    /// All memory of the guest.
+    pub memory: DriverMemory,
+    /// Rings that are started and enabled.
+    pub queues: [Option<Queue>; RINGS],
+}
+
+/// A body of a fixed length.
+fn body<T: FromBytes>(request: u32, bytes: &[u8]) -> Result<T, Refusal> {
+    T::read_from_bytes(bytes).map_err(|_| Refusal::Length(request, bytes.len()))
+}
+
+impl Device {
+    /// Handles a request. Returns the body of the answer, if the request has one of its own.
+    pub fn hear(
+        &mut self,
+        request: u32,
+        bytes: &[u8],
+        mut fds: ArrayVec<OwnedFd, FDS_MAX>,
+    ) -> Result<Option<Vec<u8>>, Refusal> {
+        let number = |number: u64| Ok(Some(number.as_bytes().to_vec()));
+        let has_protocol = |bit| self.text.protocol_features & bit != 0;
+        match request {
+            request::GET_FEATURES => return number(FEATURES),
+            request::SET_FEATURES => {
+                let features: u64 = body(request, bytes)?;
+                if features & !FEATURES != 0 {
+                    return Err(Refusal::Features(features & !FEATURES));
+                }
+                self.text.features = features;
+                self.open_queues()?;
+            }
+            request::SET_OWNER | request::SET_VRING_ERR => {}
+            request::RESET_OWNER => self.stop(),
+            request::GET_PROTOCOL_FEATURES => return number(PROTOCOL_FEATURES),
+            request::SET_PROTOCOL_FEATURES => {
+                let features: u64 = body(request, bytes)?;
+                if features & !PROTOCOL_FEATURES != 0 {
+                    return Err(Refusal::Features(features & !PROTOCOL_FEATURES));
+                }
+                self.text.protocol_features = features;
+            }
+            request::SET_MEM_TABLE => self.set_memory(bytes, fds)?,
+            request::GET_MAX_MEM_SLOTS if has_protocol(protocol::CONFIGURE_MEM_SLOTS) => {
+                return number(STRETCHES_MAX as u64);
+            }
+            request::ADD_MEM_REG if has_protocol(protocol::CONFIGURE_MEM_SLOTS) => {
+                let region = bytes.get(8..).unwrap_or_default();
+                let region: Region = body(request, region)?;
+                let file = fds.pop().filter(|_| fds.is_empty()).ok_or(Refusal::Descriptors(request, fds.len()))?;
+                self.add(region, file)?;
+                self.open_queues()?;
+            }
+            request::REM_MEM_REG if has_protocol(protocol::CONFIGURE_MEM_SLOTS) => {
+                let region = bytes.get(8..).unwrap_or_default();
+                let region: Region = body(request, region)?;
+                self.remove(region);
+                self.open_queues()?;
+            }
+            request::SET_STATUS if has_protocol(protocol::STATUS) => {
+                self.text.status = body(request, bytes)?;
+                if self.text.status == 0 {
+                    self.stop();
+                }
+            }
+            request::GET_STATUS if has_protocol(protocol::STATUS) => return number(self.text.status),
+            request::SET_VRING_NUM => {
+                let RingState { index, number } = body(request, bytes)?;
+                let ring = self.ring(index.into())?;
+                ring.place.size = u16::try_from(number).map_err(|_| Broken::Size(u16::MAX))?;
+                self.open_queues()?;
+            }
+            request::SET_VRING_ADDR => {
+                let RingAddress { index, descriptors, used, available, .. } = body(request, bytes)?;
+                let ring = self.ring(index.into())?;
+                ring.place = Place { descriptors, used, available, ..ring.place };
+                self.open_queues()?;
+            }
+            request::SET_VRING_BASE => {
+                let RingState { index, number } = body(request, bytes)?;
+                // The upper half is of packed rings, which are not offered.
+                self.ring(index.into())?.base = u16::try_from(number & 0xffff).expect("two bytes");
+            }
+            request::GET_VRING_BASE => {
+                let RingState { index, .. } = body(request, bytes)?;
+                let at = index as usize;
+                let base = self.ring(index.into())?.base;
+                let base = self.queues[at].take().map_or(base, |queue| queue.indices().0);
+                self.text.rings[at] = RingText { base, is_started: false, ..self.text.rings[at].clone() };
+                self.kicks[at] = None;
+                let answer = RingState { index, number: base.into() };
+                return Ok(Some(answer.as_bytes().to_vec()));
+            }
+            request::SET_VRING_KICK | request::SET_VRING_CALL => self.set_eventfd(request, bytes, fds)?,
+            request::SET_VRING_ENABLE => {
+                let RingState { index, number } = body(request, bytes)?;
+                self.ring(index.into())?.is_enabled = number != 0;
+                self.open_queues()?;
+            }
+            other => return Err(Refusal::Request(other)),
+        }
+        Ok(None)
+    }
+
+    fn ring(&mut self, index: u64) -> Result<&mut RingText, Refusal> {
+        let at = usize::try_from(index).ok();
+        at.and_then(|at| self.text.rings.get_mut(at)).ok_or(Refusal::Ring(index))
+    }
+
+    /// Stops both rings.
+    fn stop(&mut self) {
+        for (at, ring) in self.text.rings.iter_mut().enumerate() {
+            *ring = RingText::default();
+            (self.queues[at], self.kicks[at], self.calls[at]) = (None, None, None);
+        }
+    }
+
+    fn set_eventfd(&mut self, request: u32, bytes: &[u8], mut fds: ArrayVec<OwnedFd, FDS_MAX>) -> Result<(), Refusal> {
+        let number: u64 = body(request, bytes)?;
+        let index = number & 0xff;
+        let fd = if number & NO_FD == 0 { Some(fds.pop().ok_or(Refusal::Descriptors(request, 0))?) } else { None };
+        if let Some(fd) = &fd {
+            if !super::is_eventfd(fd.as_fd()) {
+                return Err(Refusal::Eventfd(index));
+            }
+            // The front end may undo this at any time: see `ring`.
+            let _ = rustix::fs::fcntl_setfl(fd, OFlags::NONBLOCK);
+        }
+        let ring = self.ring(index)?;
+        let at = usize::from(index > 0);
+        if request == request::SET_VRING_CALL {
+            ring.has_call = fd.is_some();
+            self.calls[at] = fd;
+            return Ok(());
+        }
+        ring.has_kick = fd.is_some();
+        ring.is_started = true;
+        self.kicks[at] = fd;
+        self.queues[at] = None;
+        self.text.session = self.text.session.wrapping_add(1);
+        self.open_queues()
+    }
+
+    fn set_memory(&mut self, bytes: &[u8], fds: ArrayVec<OwnedFd, FDS_MAX>) -> Result<(), Refusal> {
+        let count = bytes.first_chunk().map_or(0, |count| u32::from_ne_bytes(*count)) as usize;
+        let regions = bytes.get(8..).unwrap_or_default();
+        if count > STRETCHES_MAX {
+            return Err(Refusal::Stretches);
+        }
+        if regions.len() < count * size_of::<Region>() {
+            return Err(Refusal::Length(request::SET_MEM_TABLE, bytes.len()));
+        }
+        if fds.len() != count {
+            return Err(Refusal::Descriptors(request::SET_MEM_TABLE, fds.len()));
+        }
+        self.keep_places();
+        (self.text.stretches, self.files) = (Vec::new(), ArrayVec::new());
+        self.memory.0.clear();
+        for (bytes, file) in regions.chunks_exact(size_of::<Region>()).zip(fds) {
+            self.add(body(request::SET_MEM_TABLE, bytes)?, file)?;
+        }
+        self.open_queues()
+    }
+
+    fn add(&mut self, region: Region, file: OwnedFd) -> Result<(), Refusal> {
+        let Region { guest, len, user, offset } = region;
+        let odd = |why: String| Refusal::Memory(why);
+        let whole = offset.checked_add(len).filter(|_| guest.checked_add(len).is_some() && len > 0);
+        let whole = whole.and_then(|whole| usize::try_from(whole).ok());
+        let whole = whole.ok_or_else(|| odd("a stretch of it has no end".to_owned()))?;
+        if self.files.is_full() {
+            return Err(Refusal::Stretches);
+        }
+        let mapped = CommonRegion::map_guarded(file.as_fd(), whole).map_err(|error| odd(error.to_string()))?;
+        self.memory.0.push(Stretch { guest, user, len, region: mapped, offset });
+        self.files.push(file);
+        self.text.stretches.push((guest, user, len, offset));
+        Ok(())
+    }
+
+    fn remove(&mut self, region: Region) {
+        let is_it = |it: &(u64, u64, u64, u64)| (it.0, it.1, it.2) == (region.guest, region.user, region.len);
+        if let Some(at) = self.text.stretches.iter().position(is_it) {
+            self.keep_places();
+            self.text.stretches.remove(at);
+            self.memory.0.remove(at);
+            self.files.remove(at);
+        }
+    }
+
+    /// Closes the queues, whose memory changes, and notes where they were.
+    fn keep_places(&mut self) {
+        for (at, ring) in self.text.rings.iter_mut().enumerate() {
+            if let Some(queue) = self.queues[at].take() {
+                (ring.base, ring.done) = queue.indices();
+                self.text.session = self.text.session.wrapping_add(1);
+            }
+        }
+    }
+
+    /// Opens the queues that are ready and not open.
+    fn open_queues(&mut self) -> Result<(), Refusal> {
+        let has_protocol = self.text.features & feature::PROTOCOL_FEATURES != 0;
+        for (at, ring) in self.text.rings.iter_mut().enumerate() {
+            let is_described = ring.place.size > 0 && ring.place.descriptors > 0 && !self.memory.0.is_empty();
+            if !ring.may_run(has_protocol) {
+                if let Some(queue) = self.queues[at].take() {
+                    (ring.base, ring.done) = queue.indices();
+                }
+                continue;
+            }
+            if self.queues[at].is_some() || !is_described {
+                continue;
+            }
+            let has_event_index = self.text.features & feature::EVENT_IDX != 0;
+            let queue = Queue::new(&self.memory, ring.place, ring.base, None, has_event_index)?;
+            ring.done = queue.indices().1;
+            self.queues[at] = Some(queue);
+        }
+        Ok(())
+    }
+
+    /// Returns whether the front end negotiated this feature.
+    #[inline]
+    pub fn has(&self, feature: u64) -> bool {
+        self.text.features & feature != 0
+    }
+
+    /// Returns whether the front end negotiated this feature of the protocol.
+    pub fn has_protocol(&self, feature: u64) -> bool {
+        self.text.protocol_features & feature != 0
+    }
+
+    /// Returns the eventfds by which the front end kicks.
+    pub fn kicks(&self) -> impl Iterator<Item = &OwnedFd> {
+        self.kicks.iter().flatten()
+    }
+
+    /// Returns the eventfd that interrupts the guest for this ring.
+    #[inline]
+    pub fn call(&self, ring: usize) -> Option<&OwnedFd> {
+        self.calls[ring].as_ref()
+    }
+
+    /// Returns whether a started ring has no eventfd for kicks: its driver expects us to look.
+    pub fn must_poll(&self) -> bool {
+        self.queues.iter().zip(&self.kicks).any(|(queue, kick)| queue.is_some() && kick.is_none())
+    }
+
+    /// Returns how far both rings are, with the session to which that belongs.
+    #[inline]
+    pub fn mark(&self) -> u64 {
+        let [to, from] = [TO_GUEST, FROM_GUEST]
+            .map(|at| self.queues[at].as_ref().map_or(self.text.rings[at].done, |queue| queue.indices().1));
+        u64::from(self.text.session) << 32 | u64::from(to) << 16 | u64::from(from)
+    }
+
+    /// Returns the description for a successor.
+    pub fn text(&self) -> String {
+        serde_json::to_string(&self.text).expect("plain data")
+    }
+
+    /// Returns the descriptors for a successor, in the order in which [`again`](Self::again) takes them.
+    pub fn fds(&self) -> impl Iterator<Item = &OwnedFd> {
+        self.files.iter().chain(self.kicks.iter().flatten()).chain(self.calls.iter().flatten())
+    }
+
+    /// Makes the device of a predecessor anew. Opens no queue before [`go_on`](Self::go_on).
+    pub fn again(text: &str, fds: Vec<OwnedFd>) -> Result<Self, String> {
+        let older = "rebuild the older of daemon and worker";
+        let mut text: Text = serde_json::from_str(text)
+            .map_err(|error| format!("the description of a virtual machine is not understood ({error}); {older}"))?;
+        let stretches = std::mem::take(&mut text.stretches);
+        let flags = text.rings.iter().map(|ring| usize::from(ring.has_kick) + usize::from(ring.has_call));
+        let (count, expected) = (fds.len(), stretches.len() + flags.sum::<usize>());
+        if count != expected {
+            return Err(format!(
+                "{count} descriptors came with a virtual machine, and {expected} belong to it; {older}"
+            ));
+        }
+        let mut device = Device { text, ..Device::default() };
+        let mut fds = fds.into_iter();
+        for (guest, user, len, offset) in stretches {
+            let file = fds.next().expect("they were counted");
+            device.add(Region { guest, len, user, offset }, file).map_err(|refusal| refusal.to_string())?;
+        }
+        let has = [0, 1].map(|at| (device.text.rings[at].has_kick, device.text.rings[at].has_call));
+        device.kicks = has.map(|(kick, _)| kick.then(|| fds.next().expect("they were counted")));
+        device.calls = has.map(|(_, call)| call.then(|| fds.next().expect("they were counted")));
+        Ok(device)
+    }
+
+    /// Goes on where a predecessor stopped, whose last mark this is.
+    pub fn go_on(&mut self, mark: Option<u64>) -> Result<(), Refusal> {
+        let mark = mark.filter(|mark| mark >> 32 == u64::from(self.text.session));
+        let has_protocol = self.has(feature::PROTOCOL_FEATURES);
+        let has_event_index = self.has(feature::EVENT_IDX);
+        for (at, ring) in self.text.rings.iter().enumerate() {
+            if !ring.may_run(has_protocol) || ring.place.descriptors == 0 {
+                continue;
+            }
+            let shift = if at == TO_GUEST { 16 } else { 0 };
+            let done = mark.map_or(ring.done, |mark| u16::try_from(mark >> shift & 0xffff).expect("two bytes"));
+            // Chains complete in order: as many were taken as were completed.
+            let next = ring.base.wrapping_add(done.wrapping_sub(ring.done));
+            let queue = Queue::new(&self.memory, ring.place, next, Some(done), has_event_index)?;
+            queue.show_again();
+            self.queues[at] = Some(queue);
+        }
+        Ok(())
+    }
+}

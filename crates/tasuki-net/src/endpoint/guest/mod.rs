@@ -1,0 +1,678 @@
+//! A node that is a virtual machine: the back end of its virtio-net device, by vhost-user. The guest needs nothing but
+//! its stock driver, and the machine a front end: QEMU, Cloud Hypervisor, or DPDK's virtio-user.
+//!
+//! The memory between us is the machine's: it hands it over, and the guest and the front end can write all of it at any
+//! time. One copy takes a frame from the guest's memory into the node's pool; one copy takes a frame from its sender's
+//! pool into the guest's buffers. Offload headers cross as they are; a frame that the guest's driver would not take
+//! unfinished is [finished](crate::vni::finish) in a private copy.
+//!
+//! | module        | contents                                          |
+//! |---------------|---------------------------------------------------|
+//! | [`wire`]      | messages                                          |
+//! | [`device`]    | features, memory and rings, as messages set them  |
+//! | [`channel`]   | the socket: a message at a time, without waiting  |
+//!
+//! # Exactly once
+//!
+//! Each turn of the [bridge](super::bridge) is one commit in the node memory: the frames that were handled, the frames
+//! to send, and how far both rings are ([`Device::mark`]). The used indices are stored after it. A successor stores them
+//! again; what it stores, the guest sees once.
+
+pub mod channel;
+pub mod device;
+pub mod wire;
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use arrayvec::ArrayVec;
+use rustix::event::{PollFd, PollFlags, Timespec, epoll};
+use rustix::fs::OFlags;
+use rustix::net::{Shutdown, SocketFlags, SocketType};
+use zerocopy::IntoBytes;
+
+use super::egress::ROOM_AGAIN;
+use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Parts, Recovery};
+use crate::port::Armed;
+use crate::switch::Front;
+use crate::virtq::{Broken, Chain, DriverMemory, PIECES_MAX, Piece, Queue, len_of};
+use crate::vni::finish::{GSO_NONE, finish};
+use crate::vni::ledger::point;
+use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
+use crate::vni::{Incoming, PIECE_MAX};
+use channel::Channel;
+use device::{Device, FROM_GUEST, Refusal, TO_GUEST};
+use wire::feature;
+
+/// Number of frames taken from the guest before the node turns to frames for it.
+const TAKES: usize = 32;
+
+/// Number of turns between two looks at the control channel, while frames flow.
+const ATTEND_EVERY: u32 = 64;
+
+/// Maximum number of connections that are accepted in one turn.
+const KNOCKS: usize = 4;
+
+/// Length in bytes of the header before a frame in the guest's memory, with the number of its buffers and without
+/// (VIRTIO 1.2, 5.1.6).
+const LONG_HEADER: usize = 12;
+
+/// Maximum number of buffers that one frame is merged from.
+const MERGED_MAX: usize = 64;
+
+/// How long a turn before a handover waits for the rest of a message.
+const LAST_WORD: Duration = Duration::from_millis(5);
+
+/// Counts of front ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Clients {
+    /// Number of times that a device was started.
+    pub attached: u64,
+    /// Number of front ends that were sent away.
+    pub refused: u64,
+    /// Number of interrupts.
+    pub interrupts: u64,
+}
+
+/// Opens the socket at which a machine's front end connects.
+pub(super) fn open(listener: OwnedFd, _: &str, _: &str) -> Result<Box<dyn Endpoint>, String> {
+    if rustix::net::sockopt::socket_type(&listener) != Ok(SocketType::STREAM) {
+        return Err(
+            "what the daemon sent as the socket of the node's machine is none; rebuild the older of the two".to_owned()
+        );
+    }
+    let guest = Guest::new(listener).map_err(|error| format!("a machine cannot be served: {error}"))?;
+    Ok(Box::new(guest))
+}
+
+/// A front end, from its connection on.
+#[derive(Debug)]
+struct Machine {
+    channel: Channel,
+    device: Device,
+}
+
+/// The back end of a machine's network card.
+#[derive(Debug)]
+pub struct Guest {
+    listener: OwnedFd,
+    epoll: OwnedFd,
+    machine: Option<Box<Machine>>,
+    /// The machine of a predecessor, until the endpoint begins to serve.
+    inherited: Option<Box<Machine>>,
+    serves: bool,
+    /// How far the rings were when a predecessor committed last.
+    mark: Option<u64>,
+    has_news: bool,
+    /// Grows whenever the parts of the machine change.
+    version: u64,
+    /// What the daemon's user must know.
+    trouble: Option<String>,
+    /// Counts of the front ends so far.
+    pub clients: Clients,
+    copy: Box<[u8]>,
+    chain: Box<Chain>,
+    room: Box<Room>,
+    turns: u32,
+    knocked: bool,
+    /// Whether the guest was told that it need not kick.
+    is_quiesced: bool,
+    broken: Option<Refusal>,
+}
+
+/// Buffers of the guest for one frame.
+#[derive(Debug, Default)]
+struct Room {
+    /// Chains: the head of each, and its number of bytes.
+    heads: ArrayVec<(u16, usize), MERGED_MAX>,
+    pieces: ArrayVec<Piece, PIECES_MAX>,
+}
+
+impl Guest {
+    /// Serves a front end that connects to `listener`, a stream socket.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn new(listener: OwnedFd) -> io::Result<Self> {
+        rustix::fs::fcntl_setfl(&listener, OFlags::NONBLOCK)?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        watch(&epoll, listener.as_fd())?;
+        Ok(Guest {
+            listener,
+            epoll,
+            machine: None,
+            inherited: None,
+            serves: false,
+            mark: None,
+            has_news: false,
+            version: 0,
+            trouble: None,
+            clients: Clients::default(),
+            copy: vec![0; PIECE_MAX - HEADER_LEN].into(),
+            chain: Box::default(),
+            room: Box::default(),
+            turns: 0,
+            knocked: true,
+            is_quiesced: false,
+            broken: None,
+        })
+    }
+
+    /// Returns whether a guest runs its device.
+    pub fn is_running(&self) -> bool {
+        self.machine.as_ref().is_some_and(|machine| machine.device.queues.iter().all(Option::is_some))
+    }
+
+    /// Reads the front end's messages, and accepts connections.
+    fn hear(&mut self) {
+        self.knocked = false;
+        let was_running = self.is_running();
+        if let Some(machine) = &mut self.machine {
+            let Machine { channel, device } = &mut **machine;
+            let before = self.version;
+            let heard = channel.hear(device, &mut self.version);
+            if self.version != before {
+                self.has_news = true;
+                // Kicks may have changed, and were not watched yet. A descriptor that is watched already is an error
+                // of no consequence.
+                device.kicks().for_each(|kick| _ = watch(&self.epoll, kick.as_fd()));
+                self.is_quiesced = false;
+            }
+            if let Err(refusal) = heard {
+                self.end(&refusal);
+            }
+        }
+        self.clients.attached += u64::from(self.is_running() && !was_running);
+        for _ in 0..KNOCKS {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let Ok(socket) = rustix::net::accept_with(&self.listener, flags) else { return };
+            if self.machine.is_some() {
+                self.clients.refused += 1;
+                self.trouble =
+                    Some("a second front end connected, and was sent away: the node has a machine already".to_owned());
+                continue;
+            }
+            if watch(&self.epoll, socket.as_fd()).is_ok() {
+                self.machine = Some(Box::new(Machine { channel: Channel::new(socket), device: Device::default() }));
+            }
+        }
+    }
+
+    /// Ends the connection.
+    fn end(&mut self, refusal: &Refusal) {
+        let Some(machine) = self.machine.take() else { return };
+        self.has_news = true;
+        self.version += 1;
+        self.unwatch(&machine);
+        if *refusal != Refusal::Left {
+            self.clients.refused += 1;
+            self.trouble = Some(format!("the machine's front end was sent away: {refusal}"));
+        }
+        machine.channel.hang_up();
+    }
+
+    fn unwatch(&self, machine: &Machine) {
+        let _ = epoll::delete(&self.epoll, machine.channel.socket());
+        machine.device.kicks().for_each(|kick| _ = epoll::delete(&self.epoll, kick));
+    }
+
+    /// Goes on with the machine of a predecessor.
+    fn go_on_now(&mut self, mut machine: Box<Machine>) {
+        if self.machine.is_some() {
+            return;
+        }
+        let went = machine.device.go_on(self.mark);
+        let _ = watch(&self.epoll, machine.channel.socket().as_fd());
+        machine.device.kicks().for_each(|kick| _ = watch(&self.epoll, kick.as_fd()));
+        // A predecessor may have ended before it interrupted the guest.
+        [TO_GUEST, FROM_GUEST].into_iter().filter_map(|at| machine.device.call(at)).for_each(ring);
+        (self.machine, self.is_quiesced, self.knocked) = (Some(machine), false, true);
+        if let Err(refusal) = went {
+            self.end(&refusal);
+        }
+    }
+
+    fn take_from_guest(&mut self, egress: &mut Egress<'_>) -> Result<usize, Broken> {
+        let Self { machine, chain, is_quiesced, .. } = self;
+        let Some(machine) = machine else { return Ok(0) };
+        let header = header_len(&machine.device);
+        let Device { memory, queues, .. } = &mut machine.device;
+        let Some(queue) = &mut queues[FROM_GUEST] else { return Ok(0) };
+        if queue.look()? == 0 {
+            return Ok(0);
+        }
+        if !std::mem::replace(is_quiesced, true) {
+            queue.want_kicks(false);
+        }
+        for count in 0..TAKES {
+            if !queue.take(memory, chain)? {
+                return Ok(count);
+            }
+            let mut offload = Offload::default();
+            let pieces = &chain.readable;
+            let len = len_of(pieces);
+            let has_header = len >= header && memory.copy_to(pieces, 0, offload.as_mut_bytes());
+            let len = if has_header { len - header } else { 0 };
+            let goes_on = egress.send_unfinished(len, &offload, |room| _ = memory.copy_to(pieces, header, room));
+            if !goes_on {
+                queue.put_back(1);
+                return Ok(count);
+            }
+            queue.complete(chain.head, 0);
+        }
+        Ok(TAKES)
+    }
+
+    fn give_to_guest(
+        &mut self,
+        incoming: &Incoming<'_>,
+        front: &Front,
+        dropped: &mut Dropped,
+    ) -> Result<Given, Broken> {
+        let Self { machine, copy, chain, room, .. } = self;
+        let Some(machine) = machine else { return Ok(away(dropped)) };
+        let takes_as_it_is = |offload: &Offload| takes(&machine.device, offload);
+        let Ok(offload) = incoming.offload() else { return Ok(too_late(dropped)) };
+        let is_fit = takes_as_it_is(&offload);
+        let header = header_len(&machine.device);
+        let merges = machine.device.has(feature::MRG_RXBUF);
+        let Device { memory, queues, .. } = &mut machine.device;
+        let Some(queue) = &mut queues[TO_GUEST] else { return Ok(away(dropped)) };
+        let mut to = Into { memory, queue, chain, room, header, merges };
+        if is_fit {
+            let found = to.find(header + incoming.len())?;
+            if found != Found::Room {
+                return Ok(found.given(dropped));
+            }
+            to.write_header(&offload);
+            to.write(header, incoming.len(), |at, len, region, offset| {
+                incoming.copy_to_common(at, len, region, offset)
+            });
+            // The bytes that were checked; the sender may have changed its copy since.
+            to.write(header, front.len(), |at, len, region, offset| region.copy_from(offset, &front[at..at + len]));
+            if !incoming.is_whole() {
+                to.forget();
+                return Ok(too_late(dropped));
+            }
+            to.complete(header + incoming.len());
+            return Ok(Given::Taken(1));
+        }
+        let Ok(len) = incoming.copy_to(copy) else { return Ok(too_late(dropped)) };
+        copy[..front.len()].copy_from_slice(front);
+        let before = to.queue.indices();
+        let (mut count, mut failed) = (0, None);
+        let made = finish(&offload, &mut copy[..len], |front, back| {
+            if failed.is_some() {
+                return;
+            }
+            let all = front.len() + back.len();
+            match to.find(header + all) {
+                Ok(Found::Room) => {}
+                Ok(found) => return failed = Some(Ok(found)),
+                Err(broken) => return failed = Some(Err(broken)),
+            }
+            to.write_header(&Offload::default());
+            to.write(header, front.len(), |at, len, region, offset| region.copy_from(offset, &front[at..at + len]));
+            to.write(header + front.len(), back.len(), |at, len, region, offset| {
+                region.copy_from(offset, &back[at..at + len])
+            });
+            to.complete(header + all);
+            count += 1;
+        });
+        match (made, failed) {
+            (Ok(_), None) => Ok(Given::Taken(count)),
+            (_, Some(Err(broken))) => Err(broken),
+            (Err(_), _) => {
+                dropped.malformed += 1;
+                Ok(Given::Taken(0))
+            }
+            (Ok(_), Some(Ok(found))) => {
+                // All parts go, or none: those that went are not shown yet.
+                let (next, done) = to.queue.indices();
+                to.queue.put_back(next.wrapping_sub(before.0));
+                to.queue.undo(done.wrapping_sub(before.1));
+                Ok(found.given(dropped))
+            }
+        }
+    }
+}
+
+fn away(dropped: &mut Dropped) -> Given {
+    dropped.away += 1;
+    Given::Taken(0)
+}
+
+fn too_late(dropped: &mut Dropped) -> Given {
+    dropped.too_late += 1;
+    Given::Taken(0)
+}
+
+/// Returns the length in bytes of the header before each frame.
+fn header_len(device: &Device) -> usize {
+    let is_long = device.has(feature::VERSION_1) || device.has(feature::MRG_RXBUF);
+    if is_long { LONG_HEADER } else { HEADER_LEN }
+}
+
+/// Returns whether the guest's driver takes a frame with this work left to do.
+fn takes(device: &Device, offload: &Offload) -> bool {
+    const ECN: u8 = 0x80;
+    let needs_csum = offload.flags & NEEDS_CSUM != 0;
+    let cuts = match offload.gso_type & !ECN {
+        GSO_NONE => true,
+        1 => device.has(feature::GUEST_TSO4),
+        4 => device.has(feature::GUEST_TSO6),
+        5 => device.has(feature::GUEST_USO4) && device.has(feature::GUEST_USO6),
+        _ => false,
+    };
+    (!needs_csum || device.has(feature::GUEST_CSUM))
+        && cuts
+        && (offload.gso_type & ECN == 0 || device.has(feature::GUEST_ECN))
+}
+
+/// Whether the guest has buffers for a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Found {
+    Room,
+    /// It has none at present.
+    None,
+    /// No buffer, or no number of merged ones, holds the frame.
+    TooLong,
+}
+
+impl Found {
+    fn given(self, dropped: &mut Dropped) -> Given {
+        match self {
+            Found::None => Given::NoRoom,
+            Found::Room | Found::TooLong => {
+                dropped.too_long += 1;
+                Given::Taken(0)
+            }
+        }
+    }
+}
+
+/// The way into the guest's buffers.
+struct Into<'a> {
+    memory: &'a DriverMemory,
+    queue: &'a mut Queue,
+    chain: &'a mut Chain,
+    room: &'a mut Room,
+    header: usize,
+    merges: bool,
+}
+
+impl Into<'_> {
+    /// Takes buffers for `len` bytes. Takes none if they are too few.
+    #[inline]
+    fn find(&mut self, len: usize) -> Result<Found, Broken> {
+        self.room.heads.clear();
+        self.room.pieces.clear();
+        let (mut have, mut taken) = (0, 0);
+        let found = loop {
+            if have >= len {
+                return Ok(Found::Room);
+            }
+            if !self.queue.take(self.memory, self.chain)? {
+                break if taken == self.queue.size() { Found::TooLong } else { Found::None };
+            }
+            taken += 1;
+            let room = len_of(&self.chain.writable);
+            have += room;
+            let fits = self.room.pieces.try_extend_from_slice(&self.chain.writable).is_ok()
+                && self.room.heads.try_push((self.chain.head, room)).is_ok();
+            if !fits || (!self.merges && have < len) {
+                break Found::TooLong;
+            }
+        };
+        self.queue.put_back(taken);
+        self.room.heads.clear();
+        Ok(found)
+    }
+
+    /// Puts the buffers back.
+    fn forget(&mut self) {
+        self.queue.put_back(u16::try_from(self.room.heads.len()).expect("a few"));
+        self.room.heads.clear();
+    }
+
+    #[inline]
+    fn write_header(&mut self, offload: &Offload) {
+        let mut header = [0; LONG_HEADER];
+        header[..HEADER_LEN].copy_from_slice(offload.as_bytes());
+        let buffers = u16::try_from(self.room.heads.len()).expect("a few");
+        header[HEADER_LEN..].copy_from_slice(&buffers.to_le_bytes());
+        self.write(0, self.header, |at, len, region, offset| region.copy_from(offset, &header[at..at + len]));
+    }
+
+    #[inline]
+    fn write(
+        &self,
+        from: usize,
+        len: usize,
+        copy: impl FnMut(
+            usize,
+            usize,
+            &tasuki_shm::region::CommonRegion,
+            usize,
+        ) -> Result<(), tasuki_shm::region::RegionError>,
+    ) {
+        self.memory.fill(&self.room.pieces, from, len, copy);
+    }
+
+    /// Completes the buffers, which hold `len` bytes.
+    #[inline]
+    fn complete(&mut self, len: usize) {
+        let mut left = len;
+        for (head, room) in self.room.heads.drain(..) {
+            let part = room.min(left);
+            left -= part;
+            self.queue.complete(head, u32::try_from(part).expect("no longer than a frame"));
+        }
+    }
+}
+
+impl Endpoint for Guest {
+    fn recovery(&self) -> Recovery {
+        Recovery::Exact
+    }
+
+    fn resume(&mut self, mark: Option<u64>) {
+        (self.mark, self.serves) = (mark, true);
+        self.inherited.take().into_iter().for_each(|machine| self.go_on_now(machine));
+    }
+
+    fn mark(&self) -> u64 {
+        self.machine.as_ref().map_or(0, |machine| machine.device.mark())
+    }
+
+    fn attend(&mut self) {
+        self.turns = self.turns.wrapping_add(1);
+        let in_handshake = self.machine.is_some() && !self.is_running();
+        if self.knocked || in_handshake || self.turns.is_multiple_of(ATTEND_EVERY) {
+            self.hear();
+            if self.machine.as_ref().is_some_and(|machine| machine.device.memory.is_gone()) {
+                self.end(&Broken::Gone.into());
+            }
+        }
+    }
+
+    #[inline]
+    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given {
+        if self.broken.is_some() {
+            return away(dropped);
+        }
+        self.give_to_guest(incoming, front, dropped).unwrap_or_else(|broken| {
+            self.broken = Some(broken.into());
+            away(dropped)
+        })
+    }
+
+    fn take(&mut self, egress: &mut Egress<'_>) -> usize {
+        if self.broken.is_some() {
+            return 0;
+        }
+        self.take_from_guest(egress).unwrap_or_else(|broken| {
+            self.broken = Some(broken.into());
+            0
+        })
+    }
+
+    /// Shows the guest what is completed, and interrupts it if it wants that.
+    #[inline]
+    fn commit(&mut self) {
+        if let Some(machine) = &mut self.machine {
+            for at in [TO_GUEST, FROM_GUEST] {
+                let wants = machine.device.queues[at].as_mut().is_some_and(Queue::show);
+                point("guest.shown");
+                if let Some(call) = machine.device.call(at).filter(|_| wants) {
+                    ring(call);
+                    self.clients.interrupts += 1;
+                }
+            }
+        }
+        if let Some(refusal) = self.broken.take() {
+            self.end(&refusal);
+        }
+    }
+
+    fn arm(&mut self, waits: bool) -> Armed {
+        let Some(machine) = &mut self.machine else { return Armed::Idle };
+        let Some(queue) = &mut machine.device.queues[FROM_GUEST] else { return Armed::Idle };
+        if std::mem::take(&mut self.is_quiesced) {
+            queue.want_kicks(true);
+        }
+        if !waits && queue.look() != Ok(0) { Armed::Busy } else { Armed::Idle }
+    }
+
+    fn wake(&mut self) {
+        self.knocked = true;
+        if let Some(machine) = &self.machine {
+            machine.device.kicks().for_each(|kick| tasuki_shm::wake::drain(kick.as_fd()));
+        }
+    }
+
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.epoll.as_fd())
+    }
+
+    fn again_in(&self) -> Option<Duration> {
+        self.machine.as_ref().filter(|machine| machine.device.must_poll()).map(|_| ROOM_AGAIN)
+    }
+
+    fn tick(&mut self, _: Instant) -> bool {
+        self.knocked = true;
+        self.machine.is_some() && !self.is_running()
+    }
+
+    /// Reads the rest of a message that has begun, and sends away a front end whose device does not run yet.
+    fn finish(&mut self) {
+        let until = Instant::now() + LAST_WORD;
+        while self.machine.as_ref().is_some_and(|machine| machine.channel.is_within()) && Instant::now() < until {
+            self.hear();
+        }
+        let is_within = self.machine.as_ref().is_some_and(|machine| machine.channel.is_within());
+        if !self.is_running() || is_within {
+            self.end(&Refusal::Left);
+        }
+    }
+
+    fn release(&mut self) {
+        self.serves = false;
+        if let Some(mut machine) = self.machine.take() {
+            self.unwatch(&machine);
+            let is_running = machine.device.queues.iter().all(Option::is_some);
+            machine.device.queues = [None, None];
+            // It is ours again if the successor gives the lease back.
+            self.inherited = is_running.then_some(machine);
+        }
+    }
+
+    fn counts(&self) -> Vec<(&'static str, u64)> {
+        let Clients { attached, refused, interrupts } = self.clients;
+        vec![("clients_attached", attached), ("clients_refused", refused), ("interrupts", interrupts)]
+    }
+
+    fn trouble(&mut self) -> Option<String> {
+        self.trouble.take()
+    }
+
+    fn connection(&mut self) -> Option<&mut dyn Connection> {
+        Some(self)
+    }
+}
+
+impl Connection for Guest {
+    fn has_news(&self) -> bool {
+        self.has_news
+    }
+
+    /// A front end whose device does not run yet has no parts: it connects again when its worker is replaced.
+    fn parts(&mut self) -> io::Result<Option<Parts>> {
+        self.has_news = false;
+        let machine = match (&self.machine, &self.inherited) {
+            (Some(machine), _) if self.is_running() => machine,
+            (None, Some(machine)) => machine,
+            _ => return Ok(None),
+        };
+        let fds = [machine.channel.socket()].into_iter().chain(machine.device.fds());
+        Ok(Some(Parts {
+            name: "a virtual machine".to_owned(),
+            number: machine.channel.number(),
+            version: self.version,
+            text: machine.device.text(),
+            fds: fds.map(OwnedFd::try_clone).collect::<io::Result<_>>()?,
+        }))
+    }
+
+    fn go_on(&mut self, parts: Parts) -> Result<(), String> {
+        let Parts { text, mut fds, .. } = parts;
+        if fds.is_empty() {
+            return Err("no socket came with a virtual machine; rebuild the older of daemon and worker".to_owned());
+        }
+        let socket = fds.remove(0);
+        let machine = Box::new(Machine { channel: Channel::new(socket), device: Device::again(&text, fds)? });
+        if self.serves {
+            self.go_on_now(machine);
+        } else {
+            self.inherited = Some(machine);
+        }
+        Ok(())
+    }
+
+    fn forget(&mut self, number: u64) {
+        self.inherited.take_if(|machine| machine.channel.number() == number);
+    }
+
+    fn dismiss(&mut self, _: Dismissal) {
+        self.end(&Refusal::Left);
+    }
+}
+
+/// Writes to an eventfd. Never waits, even if the front end made it block: a full eventfd is readable anyway.
+fn ring(eventfd: &OwnedFd) {
+    let mut polled = [PollFd::new(eventfd, PollFlags::OUT)];
+    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    if rustix::event::poll(&mut polled, Some(&at_once)) == Ok(1) && polled[0].revents().contains(PollFlags::OUT) {
+        let _ = rustix::io::write(eventfd, &1_u64.to_ne_bytes());
+    }
+}
+
+/// Returns whether this is an eventfd: writing to other files may do more.
+fn is_eventfd(descriptor: BorrowedFd<'_>) -> bool {
+    let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
+    rustix::fs::readlink(path, Vec::new()).is_ok_and(|name| name.as_bytes() == b"anon_inode:[eventfd]")
+}
+
+fn watch(epoll: &OwnedFd, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+    Ok(epoll::add(epoll, descriptor, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?)
+}
+
+/// Shuts a connection down, for all processes that hold the socket.
+fn hang_up(socket: &OwnedFd) {
+    // Fails if it is shut down already.
+    let _ = rustix::net::shutdown(socket, Shutdown::Both);
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,349 @@
+//! Kills a node's worker at every place in its code while frames cross both ways: each arrives exactly once, and the
+//! guest notices nothing. And what a hostile guest or front end is told.
+
+use rustix::net::AddressFamily;
+use tasuki_shm::line::Claims;
+use tasuki_shm::vni::directory::{Directory, Lookup};
+use tasuki_shm::vni::node_memory::NodeMemoryFds;
+use theirs::{CSUM, EVENT_IDX, GUEST_CSUM, GUEST_TSO4, INDIRECT, MRG_RXBUF, Machine, PROTOCOL, VERSION_1};
+
+use super::*;
+use crate::endpoint::Bridge;
+use crate::switch::Switch;
+use crate::vni::Vni;
+use crate::vni::fixture::{Lines, directory, end, exact_end, mac, received};
+use crate::vni::mortal::lives_for;
+
+/// A machine written from the specifications.
+#[path = "../../../tests/vm/machine.rs"]
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod theirs;
+
+const US: u16 = 0;
+const OTHER: u16 = 1;
+const ALL: u64 = VERSION_1 | MRG_RXBUF | INDIRECT | EVENT_IDX | PROTOCOL;
+
+struct Net {
+    node_memories: Vec<NodeMemoryFds>,
+    bells: Vec<(OwnedFd, OwnedFd)>,
+    lines: Lines,
+    _directory: Directory<Lines>,
+    other: Vni,
+    listener: OwnedFd,
+    folder: tempfile::TempDir,
+    node: Option<Bridge<Guest>>,
+}
+
+/// A frame that carries its number; its length follows from the number.
+fn frame(to: u16, from: u16, number: usize) -> Vec<u8> {
+    let len = [60, 100, 700, 1514, 4000][number % 5] + number % 7;
+    let mut frame = [&mac(to)[..], &mac(from), &[0x88, 0xb5], &number.to_le_bytes()].concat();
+    frame.extend((22..len).map(|i| i.wrapping_mul(37).wrapping_add(number).to_le_bytes()[0]));
+    frame
+}
+
+impl Net {
+    fn new() -> Self {
+        let node_memories: Vec<_> =
+            (0..2).map(|number| NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap()).collect();
+        let bells: Vec<_> = (0..2).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
+        let (lines, directory) = directory(2);
+        let other = end(OTHER, &node_memories, &bells);
+        let folder = tempfile::tempdir().unwrap();
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+        let path = folder.path().join("vm.sock");
+        rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::net::listen(&listener, 4).unwrap();
+        let mut net = Net { node_memories, bells, lines, _directory: directory, other, listener, folder, node: None };
+        net.node = Some(net.worker());
+        net
+    }
+
+    fn worker(&self) -> Bridge<Guest> {
+        let switch = Switch::new(US, Lookup::new(Claims::of(self.lines.clone())));
+        let guest = Guest::new(self.listener.try_clone().unwrap()).unwrap();
+        Bridge::new(Box::new(guest), exact_end(US, &self.node_memories, &self.bells), switch)
+    }
+
+    fn machine(&mut self, features: u64, size: u16) -> Machine {
+        let path = self.folder.path().join("vm.sock");
+        Machine::start(&path, features, size, || self.turn())
+    }
+
+    fn turn(&mut self) {
+        let node = self.node.as_mut().unwrap();
+        node.rest(Duration::ZERO);
+        node.turn();
+    }
+
+    fn settle(&mut self) {
+        (0..20).for_each(|_| self.turn());
+    }
+
+    fn guest(&mut self) -> &mut Guest {
+        &mut self.node.as_mut().unwrap().end
+    }
+
+    fn parts(&mut self) -> Parts {
+        self.guest().parts().unwrap().expect("it runs")
+    }
+
+    fn replace(&mut self, parts: Parts) {
+        self.node = None;
+        let mut node = self.worker();
+        node.end.go_on(parts).unwrap();
+        self.node = Some(node);
+    }
+
+    /// Sends a frame with an offload header to the guest.
+    fn give(&mut self, header: &[u8], frame: &[u8]) {
+        let len = header.len() + frame.len();
+        self.other.draft(US, len).unwrap().copy_from_slice(&[header, frame].concat());
+        self.other.post(US, len, true);
+        self.other.flush();
+    }
+
+    fn trouble(&mut self) -> String {
+        self.guest().trouble().expect("a sentence")
+    }
+}
+
+#[test]
+fn wherever_a_worker_is_killed_each_frame_crosses_exactly_once() {
+    const BEFORE: usize = 3;
+    const COUNT: usize = 9;
+    for (features, pieces) in [(ALL, Some(100)), (VERSION_1 | MRG_RXBUF | PROTOCOL, None)] {
+        for places in 0.. {
+            let mut net = Net::new();
+            let mut machine = net.machine(features, 64);
+            machine.pieces = pieces;
+            let exchange = |net: &mut Net, machine: &mut Machine, numbers: std::ops::Range<usize>| {
+                for number in numbers {
+                    assert!(machine.send(&frame(OTHER, US, number)));
+                    net.other.send(US, &frame(US, OTHER, number)).unwrap();
+                }
+                net.other.flush();
+            };
+            exchange(&mut net, &mut machine, 0..BEFORE);
+            net.settle();
+            let (mut there, mut back) = (received(&mut net.other), machine.receive());
+            exchange(&mut net, &mut machine, BEFORE..COUNT);
+            let parts = net.parts();
+            let mut node = net.node.take().unwrap();
+            let was_killed = lives_for(places, || {
+                (0..3).for_each(|_| {
+                    node.rest(Duration::ZERO);
+                    node.turn();
+                });
+            });
+            drop(node);
+            // At even places, read what is shown before the next worker starts; at odd places, do not.
+            if places % 2 == 0 {
+                there.extend(received(&mut net.other));
+                back.extend(machine.receive());
+            }
+            net.replace(parts);
+            net.settle();
+            there.extend(received(&mut net.other));
+            back.extend(machine.receive());
+            let right = |to, from| (0..COUNT).map(|number| frame(to, from, number)).collect::<Vec<_>>();
+            assert!(there == right(OTHER, US), "{} there, killed at place {places}", there.len());
+            assert!(back == right(US, OTHER), "{} back, killed at place {places}", back.len());
+            assert_eq!(net.node.as_ref().unwrap().dropped, Dropped::default(), "killed at place {places}");
+            // Nothing is left for a third.
+            let parts = net.parts();
+            net.replace(parts);
+            net.settle();
+            assert!(received(&mut net.other).is_empty() && machine.receive().is_empty(), "place {places}");
+            if !was_killed {
+                assert!(places > 8, "it passes more places than that");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_segment_goes_whole_to_a_guest_that_takes_it_and_cut_to_another() {
+    // TCP over IPv4: 3,000 bytes of payload in segments of 1,000.
+    let payload: Vec<u8> = (0..3000_u16).map(|i| i.to_le_bytes()[0]).collect();
+    let tcp = [&[0x30, 0x39, 0, 80][..], &1_u32.to_be_bytes(), &[0; 4], &[0x50, 0x10, 1, 0, 0, 0, 0, 0]].concat();
+    let total = u16::try_from(20 + tcp.len() + payload.len()).unwrap();
+    let ip = [&[0x45, 0][..], &total.to_be_bytes(), &[0, 1, 0x40, 0, 64, 6, 0, 0, 192, 0, 2, 1, 192, 0, 2, 2]].concat();
+    let segment = [&mac(US)[..], &mac(OTHER), &[8, 0], &ip, &tcp, &payload].concat();
+    let offload = Offload {
+        flags: NEEDS_CSUM,
+        gso_type: 1,
+        hdr_len: 54.into(),
+        gso_size: 1000.into(),
+        csum_start: 34.into(),
+        csum_offset: 16.into(),
+    };
+    let mut net = Net::new();
+    let mut takes = net.machine(ALL | CSUM | GUEST_CSUM | GUEST_TSO4, 64);
+    net.give(offload.as_bytes(), &segment);
+    net.settle();
+    let came = takes.receive_with_headers();
+    assert_eq!(came.len(), 1);
+    assert!(came[0].1 == segment && came[0].0[..HEADER_LEN] == *offload.as_bytes(), "as it was sent");
+    // The same the other way.
+    let mut back = segment.clone();
+    back[..6].copy_from_slice(&mac(OTHER));
+    back[6..12].copy_from_slice(&mac(US));
+    assert!(takes.send_with(&[offload.as_bytes(), &[0, 0]].concat(), &back));
+    net.settle();
+    let mut headers = Vec::new();
+    net.other.wake();
+    net.other.receive(|incoming| headers.push(incoming.offload().unwrap()));
+    assert_eq!(headers, [offload]);
+    drop(takes);
+    net.settle();
+    assert!(!net.guest().is_running(), "it has left");
+    let mut plain = net.machine(ALL, 64);
+    net.give(offload.as_bytes(), &segment);
+    net.settle();
+    let came = plain.receive();
+    assert_eq!(came.iter().map(Vec::len).collect::<Vec<_>>(), [1054, 1054, 1054]);
+    assert!(came.iter().flat_map(|frame| &frame[54..]).eq(&payload));
+}
+
+#[test]
+fn a_guest_without_buffers_loses_frames_of_its_own_alone_and_after_a_while() {
+    let mut net = Net::new();
+    let mut machine = net.machine(ALL, 8);
+    for number in 0..12 {
+        net.other.send(US, &frame(US, OTHER, 5 * number)).unwrap();
+    }
+    net.other.flush();
+    net.turn();
+    assert_eq!(net.node.as_ref().unwrap().dropped.no_buffer, 0, "they wait");
+    assert!(machine.send(&frame(OTHER, US, 0)));
+    net.turn();
+    assert_eq!(received(&mut net.other).len(), 1, "its own frames go on");
+    std::thread::sleep(Duration::from_millis(5));
+    net.settle();
+    assert_eq!(net.node.as_ref().unwrap().dropped.no_buffer, 4);
+    assert_eq!(machine.receive().len(), 8);
+    net.other.send(US, &frame(US, OTHER, 1)).unwrap();
+    net.other.flush();
+    net.settle();
+    assert_eq!(machine.receive(), [frame(US, OTHER, 1)]);
+}
+
+#[test]
+fn a_guest_that_breaks_a_rule_is_sent_away_with_a_sentence_and_the_next_is_served() {
+    type Deed = fn(&mut Machine);
+    let deeds: [(Deed, &str); 7] = [
+        (|machine| machine.write(0xa000 + 2, &2000_u16.to_le_bytes()), "more than a queue ahead"),
+        (
+            |machine| {
+                machine.write(0xa000 + 4, &64_u16.to_le_bytes());
+                machine.write(0xa000 + 2, &1_u16.to_le_bytes());
+            },
+            "names a descriptor that does not exist",
+        ),
+        (
+            |machine| {
+                machine.describe(0x8000, 0, theirs::GUEST + theirs::LEN, 64, 0, 0);
+                machine.offer(theirs::SEND, 0);
+            },
+            "a descriptor lies outside",
+        ),
+        (
+            |machine| {
+                machine.describe(0x8000, 0, u64::MAX, 64, 0, 0);
+                machine.offer(theirs::SEND, 0);
+            },
+            "a descriptor lies outside",
+        ),
+        (
+            |machine| {
+                machine.describe(0x8000, 0, theirs::GUEST, 64, 1, 0);
+                machine.offer(theirs::SEND, 0);
+            },
+            "a chain is longer than its table",
+        ),
+        (
+            |machine| {
+                machine.describe(0x8_0000, 0, theirs::GUEST, 16, 4, 0);
+                machine.describe(0x8000, 0, theirs::GUEST + 0x8_0000, 16, 4, 0);
+                machine.offer(theirs::SEND, 0);
+            },
+            "an indirect table is within another",
+        ),
+        (|machine| rustix::fs::ftruncate(&machine.memory, 0).unwrap(), "memory was taken away"),
+    ];
+    let mut net = Net::new();
+    for (deed, says) in deeds {
+        let mut machine = net.machine(ALL, 64);
+        deed(&mut machine);
+        machine.write(0, &[]);
+        (0..200).for_each(|_| net.turn());
+        let said = net.trouble();
+        assert!(said.contains(says), "{said}");
+        assert!(machine.is_hung_up());
+    }
+    let mut machine = net.machine(ALL, 64);
+    assert!(machine.send(&frame(OTHER, US, 1)));
+    net.settle();
+    assert_eq!(received(&mut net.other), [frame(OTHER, US, 1)]);
+}
+
+#[test]
+fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
+    use theirs::{connect, memory, message, send, state, table};
+    let path = |net: &Net| net.folder.path().join("vm.sock");
+    let odd: [(Vec<u8>, usize, &str); 12] = [
+        (message(2, 0, &(1_u64 << 27).to_ne_bytes()), 0, "features that it was not offered (0x8000000)"),
+        (message(16, 0, &1_u64.to_ne_bytes()), 0, "features that it was not offered (0x1)"),
+        (message(7, 0, &[]), 1, "it sent request 7, which it was not offered"),
+        (message(37, 0, &[0; 40]), 1, "it sent request 37, which it was not offered"),
+        (message(2, 0, &[0; 4]), 0, "a body of 4 bytes, which is not its length"),
+        (message(5, 0, &table(&[[0, 4096, 0, 0]])), 0, "0 descriptors came with its request 5"),
+        (message(5, 0, &table(&[[0, 4096, 0, 1 << 40]])), 1, "its memory cannot be shared"),
+        (message(5, 0, &table(&[[1, u64::MAX, 0, 0]])), 1, "a stretch of it has no end"),
+        (message(8, 0, &state(2, 8)), 0, "it speaks of ring 2, and there are 2"),
+        (message(12, 0, &0_u64.to_ne_bytes()), 1, "what it sent as the eventfd of ring 0 is none"),
+        (message(13, 0, &0_u64.to_ne_bytes()), 0, "0 descriptors came with its request 13"),
+        ([&1_u32.to_ne_bytes()[..], &1_u32.to_ne_bytes(), &100_000_u32.to_ne_bytes()].concat(), 0, "100000 bytes"),
+    ];
+    let mut net = Net::new();
+    let file = memory(8192);
+    for (bytes, fds, says) in odd {
+        let socket = connect(&path(&net));
+        net.turn();
+        let fds = vec![file.as_fd(); fds];
+        assert!(send(&socket, &bytes, &fds));
+        net.settle();
+        let said = net.trouble();
+        assert!(said.contains(says), "{said} for {says}");
+    }
+    // Byte by byte, it is the same message.
+    let socket = connect(&path(&net));
+    for byte in message(1, 0, &[]) {
+        assert!(theirs::answer(&socket).is_none());
+        assert!(send(&socket, &[byte], &[]));
+        net.settle();
+    }
+    assert_eq!(theirs::answer(&socket).map(|(request, _)| request), Some(1));
+}
+
+#[test]
+fn a_guest_is_interrupted_once_a_turn_and_only_if_it_wants_that() {
+    let mut net = Net::new();
+    let mut machine = net.machine(VERSION_1 | MRG_RXBUF | PROTOCOL, 64);
+    for number in 0..20 {
+        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+    }
+    net.other.flush();
+    net.turn();
+    assert!(machine.was_rung(theirs::RECEIVE));
+    assert_eq!((machine.receive().len(), net.guest().clients.interrupts), (20, 1));
+    machine.write(0x2000, &1_u16.to_le_bytes());
+    net.other.send(US, &frame(US, OTHER, 0)).unwrap();
+    net.other.flush();
+    net.settle();
+    assert!(!machine.was_rung(theirs::RECEIVE));
+    assert_eq!(machine.receive().len(), 1);
+}

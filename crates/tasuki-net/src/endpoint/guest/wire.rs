@@ -1,0 +1,126 @@
+//! Messages of vhost-user.
+//!
+//! Names follow the specification, which says what each is.
+//!
+//! Source: QEMU, `docs/interop/vhost-user.rst` (7.2). All numbers are in the byte order of the machine.
+
+#![allow(missing_docs, reason = "the specification has it")]
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Length of a message's head in bytes.
+pub const HEAD_LEN: usize = size_of::<Head>();
+
+/// Length in bytes of the longest body that a front end may send: the memory table is the longest that we know.
+pub const BODY_MAX: usize = 512;
+
+/// Maximum number of descriptors beside a message: one for each stretch of memory.
+pub const FDS_MAX: usize = 8;
+
+/// Head of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Head {
+    pub request: u32,
+    /// Bits of [`flags`].
+    pub flags: u32,
+    /// Length of the body in bytes.
+    pub len: u32,
+}
+
+/// Flags of a message.
+pub mod flags {
+    /// Bits of the version, and the version.
+    pub const VERSION_MASK: u32 = 3;
+    pub const VERSION: u32 = 1;
+    /// The message is an answer.
+    pub const REPLY: u32 = 1 << 2;
+    /// The front end waits for an answer, whatever the request.
+    pub const NEED_REPLY: u32 = 1 << 3;
+}
+
+/// Numbers of the front end's requests.
+pub mod request {
+    pub const GET_FEATURES: u32 = 1;
+    pub const SET_FEATURES: u32 = 2;
+    pub const SET_OWNER: u32 = 3;
+    pub const RESET_OWNER: u32 = 4;
+    pub const SET_MEM_TABLE: u32 = 5;
+    pub const SET_VRING_NUM: u32 = 8;
+    pub const SET_VRING_ADDR: u32 = 9;
+    pub const SET_VRING_BASE: u32 = 10;
+    pub const GET_VRING_BASE: u32 = 11;
+    pub const SET_VRING_KICK: u32 = 12;
+    pub const SET_VRING_CALL: u32 = 13;
+    pub const SET_VRING_ERR: u32 = 14;
+    pub const GET_PROTOCOL_FEATURES: u32 = 15;
+    pub const SET_PROTOCOL_FEATURES: u32 = 16;
+    pub const SET_VRING_ENABLE: u32 = 18;
+    pub const GET_MAX_MEM_SLOTS: u32 = 36;
+    pub const ADD_MEM_REG: u32 = 37;
+    pub const REM_MEM_REG: u32 = 38;
+    pub const SET_STATUS: u32 = 39;
+    pub const GET_STATUS: u32 = 40;
+}
+
+/// Bits of the protocol's features.
+pub mod protocol {
+    pub const REPLY_ACK: u64 = 1 << 3;
+    pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
+    pub const STATUS: u64 = 1 << 16;
+}
+
+/// Bits of the device's features (VIRTIO 1.2, 5.1.3 and 6).
+pub mod feature {
+    pub const CSUM: u64 = 1 << 0;
+    pub const GUEST_CSUM: u64 = 1 << 1;
+    pub const GUEST_TSO4: u64 = 1 << 7;
+    pub const GUEST_TSO6: u64 = 1 << 8;
+    pub const GUEST_ECN: u64 = 1 << 9;
+    pub const HOST_TSO4: u64 = 1 << 11;
+    pub const HOST_TSO6: u64 = 1 << 12;
+    pub const HOST_ECN: u64 = 1 << 13;
+    pub const MRG_RXBUF: u64 = 1 << 15;
+    pub const INDIRECT_DESC: u64 = 1 << 28;
+    pub const EVENT_IDX: u64 = 1 << 29;
+    /// The front end knows the protocol's features.
+    pub const PROTOCOL_FEATURES: u64 = 1 << 30;
+    pub const VERSION_1: u64 = 1 << 32;
+    pub const IN_ORDER: u64 = 1 << 35;
+    pub const GUEST_USO4: u64 = 1 << 54;
+    pub const GUEST_USO6: u64 = 1 << 55;
+    pub const HOST_USO: u64 = 1 << 56;
+}
+
+/// Body of the messages about the state of a ring.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct RingState {
+    pub index: u32,
+    pub number: u32,
+}
+
+/// Body of [`request::SET_VRING_ADDR`]. Addresses are the front end's.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct RingAddress {
+    pub index: u32,
+    pub flags: u32,
+    pub descriptors: u64,
+    pub used: u64,
+    pub available: u64,
+    pub log: u64,
+}
+
+/// A stretch of memory.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Region {
+    pub guest: u64,
+    pub len: u64,
+    pub user: u64,
+    pub offset: u64,
+}
+
+/// Bit of a ring's number in the messages that bring an eventfd: none comes.
+pub const NO_FD: u64 = 1 << 8;

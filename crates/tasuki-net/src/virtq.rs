@@ -1,0 +1,453 @@
+//! The device's end of a split virtqueue, in memory that its driver can write at any time.
+//!
+//! Source: Virtual I/O Device (VIRTIO) 1.2, 2.6 and 2.7.
+//!
+//! # Rules
+//!
+//! - **Q1** Our two indices are private. They are stored for the driver to see, and loaded from its memory only when a
+//!   queue starts.
+//! - **Q2** The driver's index is at most a queue ahead of ours.
+//! - **Q3** A descriptor is read once, and used only after a check that its bytes lie in memory that was announced.
+//! - **Q4** A chain has at most [`PIECES_MAX`] pieces and at most as many descriptors as its table, so that a loop ends.
+//! - **Q5** Chains complete in the order in which they were made available.
+//!
+//! The model of the card (`tasuki-sim`) has an end of its own: a judge of drivers must share no code with them.
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, fence};
+
+use arrayvec::ArrayVec;
+use tasuki_shm::region::{CommonRegion, RegionError, Span};
+
+/// Maximum number of pieces of a chain.
+pub const PIECES_MAX: usize = 256;
+
+/// Maximum number of stretches of a driver's memory.
+pub const STRETCHES_MAX: usize = 8;
+
+/// Maximum number of descriptors of a queue (2.7).
+pub const SIZE_MAX: u16 = 32768;
+
+/// Length of a descriptor in bytes.
+const DESCRIPTOR_LEN: usize = 16;
+/// Flags of a descriptor (2.7.5).
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+
+/// Index in words of 2 bytes (2.7.6, 2.7.8).
+const FLAGS: usize = 0;
+const INDEX: usize = 1;
+const RING: usize = 2;
+/// `flags` of the available ring: the driver wants no interrupts. `flags` of the used ring: we want no kicks.
+const SILENT: u16 = 1;
+
+/// The rule that a driver broke. Its device needs a reset.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Broken {
+    /// A number of descriptors that no queue has.
+    #[error("a queue of {0} descriptors is none: the number is a power of two up to {SIZE_MAX}")]
+    Size(u16),
+    /// A part of the queue is not aligned, or not in memory that was announced.
+    #[error("a ring lies outside the memory that was announced, or is not aligned")]
+    Ring,
+    /// Q2.
+    #[error("the available index is more than a queue ahead")]
+    Overrun,
+    /// The available ring names a descriptor that does not exist.
+    #[error("the available ring names a descriptor that does not exist")]
+    Head,
+    /// Q3.
+    #[error("a descriptor lies outside the memory that was announced")]
+    Outside,
+    /// Q4.
+    #[error("a chain is longer than its table, or has more than {PIECES_MAX} pieces")]
+    Chain,
+    /// A table of descriptors in a descriptor is odd: in itself, with a successor, or of no whole number.
+    #[error("an indirect table is within another, is followed by a descriptor, or has a broken descriptor")]
+    Indirect,
+    /// The memory went away.
+    #[error("the driver's memory was taken away")]
+    Gone,
+}
+
+/// A stretch of a driver's memory.
+#[derive(Debug)]
+pub struct Stretch {
+    /// First address, as descriptors have it.
+    pub guest: u64,
+    /// First address, as the front end has it.
+    pub user: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// The memory that holds it.
+    pub region: CommonRegion,
+    /// Offset of the stretch in that memory, in bytes.
+    pub offset: u64,
+}
+
+/// All memory of a driver.
+#[derive(Debug, Default)]
+pub struct DriverMemory(pub ArrayVec<Stretch, STRETCHES_MAX>);
+
+/// Bytes that lie within a stretch (Q3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    stretch: u8,
+    /// Offset in the memory of the stretch.
+    offset: usize,
+    /// Number of bytes.
+    pub len: usize,
+}
+
+impl DriverMemory {
+    /// Returns whether any of it was taken away.
+    pub fn is_gone(&self) -> bool {
+        self.0.iter().any(|stretch| stretch.region.is_gone())
+    }
+
+    fn place(&self, len: usize, offset_of: impl Fn(&Stretch) -> Option<u64>) -> Option<(u8, usize)> {
+        (0_u8..).zip(&self.0).find_map(|(at, stretch)| {
+            let offset = offset_of(stretch)?;
+            let fits = offset.checked_add(len as u64)? <= stretch.len;
+            fits.then_some((at, usize::try_from(stretch.offset + offset).ok()?))
+        })
+    }
+
+    /// Puts the pieces of `len` bytes at the driver's address `address` into `pieces`.
+    fn pieces(&self, mut address: u64, len: u32, pieces: &mut ArrayVec<Piece, PIECES_MAX>) -> Result<(), Broken> {
+        let mut left = len as usize;
+        while left > 0 {
+            let found = (0_u8..).zip(&self.0).find_map(|(at, stretch)| {
+                let offset = address.checked_sub(stretch.guest).filter(|offset| *offset < stretch.len)?;
+                let len = usize::try_from(stretch.len - offset).map_or(left, |rest| rest.min(left));
+                Some(Piece { stretch: at, offset: usize::try_from(stretch.offset + offset).ok()?, len })
+            });
+            let piece = found.ok_or(Broken::Outside)?;
+            pieces.try_push(piece).map_err(|_| Broken::Chain)?;
+            address = address.checked_add(piece.len as u64).ok_or(Broken::Outside)?;
+            left -= piece.len;
+        }
+        Ok(())
+    }
+
+    fn region(&self, piece: Piece) -> &CommonRegion {
+        &self.0[usize::from(piece.stretch)].region
+    }
+
+    /// Copies bytes from the pieces, from byte `from` on, as many as `into` has. Returns whether there were as many.
+    #[inline]
+    pub fn copy_to(&self, pieces: &[Piece], mut from: usize, into: &mut [u8]) -> bool {
+        let mut done = 0;
+        for piece in pieces {
+            if from >= piece.len {
+                from -= piece.len;
+                continue;
+            }
+            let len = (piece.len - from).min(into.len() - done);
+            let room = &mut into[done..done + len];
+            self.region(*piece).copy_to(piece.offset + from, room).expect("the piece was checked");
+            done += len;
+            from = 0;
+            if done == into.len() {
+                return true;
+            }
+        }
+        done == into.len()
+    }
+
+    /// Has `copy` fill the pieces with `len` bytes, from their byte `from` on. Its arguments: offset among the `len`
+    /// bytes, number of bytes, region, and offset in the region.
+    #[inline]
+    pub fn fill(
+        &self,
+        pieces: &[Piece],
+        mut from: usize,
+        len: usize,
+        mut copy: impl FnMut(usize, usize, &CommonRegion, usize) -> Result<(), RegionError>,
+    ) {
+        let mut done = 0;
+        for piece in pieces {
+            if from >= piece.len {
+                from -= piece.len;
+                continue;
+            }
+            let part = (piece.len - from).min(len - done);
+            copy(done, part, self.region(*piece), piece.offset + from).expect("the piece was checked");
+            done += part;
+            from = 0;
+            if done == len {
+                return;
+            }
+        }
+    }
+}
+
+/// A chain of descriptors.
+#[derive(Debug, Default)]
+pub struct Chain {
+    /// Index of its first descriptor, by which the driver knows it.
+    pub head: u16,
+    /// Pieces for us to read.
+    pub readable: ArrayVec<Piece, PIECES_MAX>,
+    /// Pieces for us to write.
+    pub writable: ArrayVec<Piece, PIECES_MAX>,
+}
+
+/// Returns the number of bytes of these pieces.
+#[inline]
+pub fn len_of(pieces: &[Piece]) -> usize {
+    pieces.iter().map(|piece| piece.len).sum()
+}
+
+/// Where a queue lies, as the front end names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+pub struct Place {
+    /// Number of descriptors.
+    pub size: u16,
+    /// The front end's address of the descriptor table.
+    pub descriptors: u64,
+    /// The front end's address of the available ring.
+    pub available: u64,
+    /// The front end's address of the used ring.
+    pub used: u64,
+}
+
+/// A descriptor, read once.
+#[derive(Debug, Clone, Copy)]
+struct Descriptor {
+    address: u64,
+    len: u32,
+    flags: u16,
+    next: u16,
+}
+
+impl Descriptor {
+    #[expect(clippy::cast_possible_truncation, reason = "parts of a word")]
+    fn of(address: u64, rest: u64) -> Self {
+        Descriptor {
+            address: u64::from_le(address),
+            len: u64::from_le(rest) as u32,
+            flags: (u64::from_le(rest) >> 32) as u16,
+            next: (u64::from_le(rest) >> 48) as u16,
+        }
+    }
+}
+
+/// The device's end of a queue.
+#[derive(Debug)]
+pub struct Queue {
+    size: u16,
+    descriptors: Span<AtomicU64>,
+    available: Span<AtomicU16>,
+    used: Span<AtomicU16>,
+    used_ring: Span<AtomicU32>,
+    has_event_index: bool,
+    /// The next chain that we take (Q1).
+    next: u16,
+    /// The driver's index at the last look (Q2).
+    known: u16,
+    /// The next place in the used ring (Q1), and how far the driver sees it.
+    done: u16,
+    shown: u16,
+}
+
+impl Queue {
+    /// Opens a queue. `next` is the index of the next chain, and `done` that of the next place in the used ring: that in
+    /// the driver's memory, if none is given.
+    pub fn new(
+        memory: &DriverMemory,
+        place: Place,
+        next: u16,
+        done: Option<u16>,
+        has_event_index: bool,
+    ) -> Result<Self, Broken> {
+        let Place { size, descriptors, available, used } = place;
+        if !size.is_power_of_two() || size > SIZE_MAX {
+            return Err(Broken::Size(size));
+        }
+        let count = usize::from(size);
+        let lend = |address: u64, len: usize| {
+            let (stretch, offset) =
+                memory.place(len, |stretch| address.checked_sub(stretch.user)).ok_or(Broken::Ring)?;
+            Ok((&memory.0[usize::from(stretch)].region, offset))
+        };
+        let odd = |_| Broken::Ring;
+        let (region, at) = lend(descriptors, DESCRIPTOR_LEN * count)?;
+        let descriptors = region.span::<AtomicU64>(at, 2 * count).map_err(odd)?;
+        let words = RING + count + 1;
+        let (region, at) = lend(available, 2 * words)?;
+        let available = region.span::<AtomicU16>(at, words).map_err(odd)?;
+        let words = RING + 4 * count + 1;
+        let (region, at) = lend(used, 2 * words)?;
+        let used_ring = region.span::<AtomicU32>(at + 2 * RING, 2 * count).map_err(odd)?;
+        let used = region.span::<AtomicU16>(at, words).map_err(odd)?;
+        let done = done.unwrap_or_else(|| u16::from_le(used[INDEX].load(Acquire)));
+        Ok(Queue {
+            size,
+            descriptors,
+            available,
+            used,
+            used_ring,
+            has_event_index,
+            next,
+            known: next,
+            done,
+            shown: done,
+        })
+    }
+
+    /// Returns the number of descriptors.
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// Returns the index of the next chain, and that of the next place in the used ring.
+    pub fn indices(&self) -> (u16, u16) {
+        (self.next, self.done)
+    }
+
+    /// Looks whether the driver has made more chains available. Returns the number of chains that we have not taken
+    /// (Q2).
+    #[inline]
+    pub fn look(&mut self) -> Result<u16, Broken> {
+        self.known = u16::from_le(self.available[INDEX].load(Acquire));
+        let there = self.known.wrapping_sub(self.next);
+        if there > self.size { Err(Broken::Overrun) } else { Ok(there) }
+    }
+
+    /// Takes the next chain. Returns false if there was none at the last look, which it repeats once.
+    #[inline]
+    pub fn take(&mut self, memory: &DriverMemory, chain: &mut Chain) -> Result<bool, Broken> {
+        if self.known == self.next && self.look()? == 0 {
+            return Ok(false);
+        }
+        let at = RING + usize::from(self.next & (self.size - 1));
+        chain.head = u16::from_le(self.available[at].load(Relaxed));
+        chain.readable.clear();
+        chain.writable.clear();
+        if chain.head >= self.size {
+            return Err(Broken::Head);
+        }
+        self.walk(memory, chain)?;
+        self.next = self.next.wrapping_add(1);
+        Ok(true)
+    }
+
+    /// Puts the last `count` chains that were taken back.
+    pub fn put_back(&mut self, count: u16) {
+        self.next = self.next.wrapping_sub(count);
+    }
+
+    #[inline]
+    fn walk(&self, memory: &DriverMemory, chain: &mut Chain) -> Result<(), Broken> {
+        let mut at = chain.head;
+        for _ in 0..self.size {
+            let first = 2 * usize::from(at);
+            let words = [0, 1].map(|word| self.descriptors[first + word].load(Relaxed));
+            let descriptor = Descriptor::of(words[0], words[1]);
+            if descriptor.flags & INDIRECT != 0 {
+                let is_last = descriptor.flags & NEXT == 0;
+                return if is_last { self.walk_table(memory, descriptor, chain) } else { Err(Broken::Indirect) };
+            }
+            add(memory, descriptor, chain)?;
+            if descriptor.flags & NEXT == 0 {
+                return Ok(());
+            }
+            at = descriptor.next;
+            if at >= self.size {
+                return Err(Broken::Head);
+            }
+        }
+        Err(Broken::Chain)
+    }
+
+    /// Walks a table of descriptors that a descriptor names (2.7.5.3).
+    fn walk_table(&self, memory: &DriverMemory, table: Descriptor, chain: &mut Chain) -> Result<(), Broken> {
+        let len = table.len as usize;
+        let count = len / DESCRIPTOR_LEN;
+        if !len.is_multiple_of(DESCRIPTOR_LEN) || count == 0 || count > usize::from(self.size) {
+            return Err(Broken::Indirect);
+        }
+        let mut lies = ArrayVec::new();
+        memory.pieces(table.address, table.len, &mut lies)?;
+        let mut at = 0;
+        for _ in 0..count {
+            let mut bytes = [0; DESCRIPTOR_LEN];
+            memory.copy_to(&lies, at * DESCRIPTOR_LEN, &mut bytes);
+            let [address, rest] =
+                [0, 8].map(|at| u64::from_ne_bytes(*bytes[at..].first_chunk().expect("16 bytes are two words")));
+            let descriptor = Descriptor::of(address, rest);
+            if descriptor.flags & INDIRECT != 0 {
+                return Err(Broken::Indirect);
+            }
+            add(memory, descriptor, chain)?;
+            if descriptor.flags & NEXT == 0 {
+                return Ok(());
+            }
+            at = usize::from(descriptor.next);
+            if at >= count {
+                return Err(Broken::Head);
+            }
+        }
+        Err(Broken::Chain)
+    }
+
+    /// Completes the chain with this head, into which we wrote `len` bytes (Q5). The driver sees it after
+    /// [`show`](Self::show).
+    #[inline]
+    pub fn complete(&mut self, head: u16, len: u32) {
+        let at = 2 * usize::from(self.done & (self.size - 1));
+        self.used_ring[at].store(u32::from(head).to_le(), Relaxed);
+        self.used_ring[at + 1].store(len.to_le(), Relaxed);
+        self.done = self.done.wrapping_add(1);
+    }
+
+    /// Takes the last `count` completions back. The driver has not seen them.
+    pub fn undo(&mut self, count: u16) {
+        self.done = self.done.wrapping_sub(count);
+    }
+
+    /// Shows the completed chains to the driver. Returns whether it wants an interrupt for them (2.7.7).
+    #[inline]
+    pub fn show(&mut self) -> bool {
+        if self.shown == self.done {
+            return false;
+        }
+        let before = std::mem::replace(&mut self.shown, self.done);
+        self.used[INDEX].store(self.done.to_le(), Release);
+        fence(SeqCst);
+        if self.has_event_index {
+            let event = u16::from_le(self.available[RING + usize::from(self.size)].load(Relaxed));
+            self.done.wrapping_sub(event).wrapping_sub(1) < self.done.wrapping_sub(before)
+        } else {
+            u16::from_le(self.available[FLAGS].load(Relaxed)) & SILENT == 0
+        }
+    }
+
+    /// Shows the completions of a predecessor that the driver may not have seen.
+    pub fn show_again(&self) {
+        self.used[INDEX].store(self.done.to_le(), Release);
+    }
+
+    /// Tells the driver whether to kick when it makes chains available (2.7.10). This is a hint: look once more
+    /// afterwards.
+    pub fn want_kicks(&self, yes: bool) {
+        if self.has_event_index {
+            // The driver kicks when it passes this index. One that it has passed already keeps it silent.
+            let event = if yes { self.next } else { self.next.wrapping_sub(1) };
+            self.used[RING + 4 * usize::from(self.size)].store(event.to_le(), Relaxed);
+        } else {
+            self.used[FLAGS].store(if yes { 0 } else { SILENT.to_le() }, Relaxed);
+        }
+        if yes {
+            fence(SeqCst);
+        }
+    }
+}
+
+#[inline]
+fn add(memory: &DriverMemory, descriptor: Descriptor, chain: &mut Chain) -> Result<(), Broken> {
+    let pieces = if descriptor.flags & WRITE == 0 { &mut chain.readable } else { &mut chain.writable };
+    memory.pieces(descriptor.address, descriptor.len, pieces)
+}

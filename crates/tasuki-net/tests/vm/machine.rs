@@ -1,0 +1,305 @@
+//! A virtual machine: the front end and its guest's driver, written from the specifications of vhost-user and VIRTIO and
+//! sharing nothing with the back end. It reads and writes its memory as a file, so it needs no mapping.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use rustix::event::EventfdFlags;
+use rustix::fs::MemfdFlags;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags,
+    SocketType,
+};
+
+pub const CSUM: u64 = 1;
+pub const GUEST_CSUM: u64 = 2;
+pub const GUEST_TSO4: u64 = 1 << 7;
+pub const MRG_RXBUF: u64 = 1 << 15;
+pub const INDIRECT: u64 = 1 << 28;
+pub const EVENT_IDX: u64 = 1 << 29;
+pub const PROTOCOL: u64 = 1 << 30;
+pub const VERSION_1: u64 = 1 << 32;
+
+/// Addresses of the machine's memory: of the guest, and of the front end.
+pub const GUEST: u64 = 0x4000_0000;
+pub const USER: u64 = 0x7f00_0000_0000;
+pub const LEN: u64 = 16 << 20;
+
+/// Bytes of a buffer for received frames, and of one for frames to send.
+const RECEIVE_LEN: u64 = 2048;
+const SEND_LEN: u64 = 16 << 10;
+
+/// Places in the memory: descriptors, available ring, used ring of each queue; the buffers.
+const RINGS: [[u64; 3]; 2] = [[0, 0x2000, 0x4000], [0x8000, 0xa000, 0xc000]];
+const BUFFERS: [u64; 2] = [0x10_0000, 0x40_0000];
+/// Indirect tables of the sending queue, one for each buffer.
+const TABLES: u64 = 0x8_0000;
+
+pub const RECEIVE: usize = 0;
+pub const SEND: usize = 1;
+
+/// A guest and its front end.
+pub struct Machine {
+    pub socket: OwnedFd,
+    pub memory: OwnedFd,
+    pub kicks: [OwnedFd; 2],
+    pub calls: [OwnedFd; 2],
+    pub features: u64,
+    size: u16,
+    /// Indices of both available rings, and how far both used rings are read.
+    available: [u16; 2],
+    used: [u16; 2],
+    /// Whether the driver sends with indirect tables, in pieces of this many bytes.
+    pub pieces: Option<usize>,
+}
+
+pub fn memory(len: u64) -> OwnedFd {
+    let memory = rustix::fs::memfd_create("machine", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&memory, len).unwrap();
+    memory
+}
+
+pub fn eventfd() -> OwnedFd {
+    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
+}
+
+pub fn connect(path: &Path) -> OwnedFd {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+    rustix::net::connect(&socket, &rustix::net::SocketAddrUnix::new(path).unwrap()).unwrap();
+    socket
+}
+
+/// Builds a message.
+pub fn message(request: u32, flags: u32, body: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(body.len()).unwrap();
+    [&request.to_ne_bytes()[..], &(flags | 1).to_ne_bytes(), &len.to_ne_bytes(), body].concat()
+}
+
+pub fn send(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+    let mut beside = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        beside.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut beside, SendFlags::NOSIGNAL).is_ok()
+}
+
+/// Reads an answer, if there is one: its request and its body.
+pub fn answer(socket: &OwnedFd) -> Option<(u32, Vec<u8>)> {
+    let mut bytes = [0; 512];
+    let mut beside = RecvAncillaryBuffer::default();
+    let got =
+        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut beside, RecvFlags::DONTWAIT).ok()?;
+    (got.bytes >= 12).then(|| (u32::from_ne_bytes(bytes[..4].try_into().unwrap()), bytes[12..got.bytes].to_vec()))
+}
+
+pub fn state(index: u32, number: u32) -> [u8; 8] {
+    [index.to_ne_bytes(), number.to_ne_bytes()].concat().try_into().unwrap()
+}
+
+/// Builds the body of SET_MEM_TABLE.
+pub fn table(stretches: &[[u64; 4]]) -> Vec<u8> {
+    let count = u64::try_from(stretches.len()).unwrap();
+    let words = stretches.iter().flatten().flat_map(|word| word.to_ne_bytes());
+    count.to_ne_bytes().into_iter().chain(words).collect()
+}
+
+impl Machine {
+    /// Connects and starts its device; `turn` gives the back end a turn.
+    pub fn start(path: &Path, features: u64, size: u16, turn: impl FnMut()) -> Self {
+        let mut machine = Machine {
+            socket: connect(path),
+            memory: memory(LEN),
+            kicks: [eventfd(), eventfd()],
+            calls: [eventfd(), eventfd()],
+            features,
+            size,
+            available: [0; 2],
+            used: [0; 2],
+            pieces: None,
+        };
+        machine.set_up(turn);
+        machine
+    }
+
+    /// Asks, and returns the number that is the answer.
+    pub fn ask(&self, request: u32, body: &[u8], turn: &mut impl FnMut()) -> u64 {
+        assert!(send(&self.socket, &message(request, 0, body), &[]));
+        for _ in 0..1000 {
+            turn();
+            if let Some((answered, body)) = answer(&self.socket) {
+                assert_eq!(answered, request);
+                return u64::from_ne_bytes(body.try_into().unwrap());
+            }
+        }
+        panic!("no answer to request {request}");
+    }
+
+    fn set_up(&mut self, mut turn: impl FnMut()) {
+        let say = |machine: &Self, request, body: &[u8], fds: &[BorrowedFd<'_>]| {
+            assert!(send(&machine.socket, &message(request, 0, body), fds));
+        };
+        say(self, 3, &[], &[]);
+        let offered = self.ask(1, &[], &mut turn);
+        assert_eq!(offered & self.features, self.features, "{offered:#x}");
+        say(self, 2, &(self.features).to_ne_bytes(), &[]);
+        if self.features & PROTOCOL != 0 {
+            let offered = self.ask(15, &[], &mut turn);
+            say(self, 16, &offered.to_ne_bytes(), &[]);
+        }
+        say(self, 5, &table(&[[GUEST, LEN, USER, 0]]), &[self.memory.as_fd()]);
+        for (index, [descriptors, available, used]) in (0_u32..).zip(RINGS) {
+            let at = index as usize;
+            say(self, 8, &state(index, self.size.into()), &[]);
+            say(self, 10, &state(index, 0), &[]);
+            let words = [USER + descriptors, USER + used, USER + available, 0];
+            let address: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+            say(self, 9, &[&state(index, 0)[..], &address].concat(), &[]);
+            say(self, 13, &u64::from(index).to_ne_bytes(), &[self.calls[at].as_fd()]);
+            say(self, 12, &u64::from(index).to_ne_bytes(), &[self.kicks[at].as_fd()]);
+            if self.features & PROTOCOL != 0 {
+                say(self, 18, &state(index, 1), &[]);
+            }
+        }
+        (0..self.size).for_each(|at| self.post(at));
+        for _ in 0..4 {
+            turn();
+        }
+    }
+
+    pub fn write(&self, at: u64, bytes: &[u8]) {
+        assert_eq!(rustix::io::pwrite(&self.memory, bytes, at), Ok(bytes.len()));
+    }
+
+    pub fn read(&self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        assert_eq!(rustix::io::pread(&self.memory, &mut bytes, at), Ok(len));
+        bytes
+    }
+
+    pub fn half(&self, at: u64) -> u16 {
+        u16::from_le_bytes(self.read(at, 2).try_into().unwrap())
+    }
+
+    fn word(&self, at: u64) -> u32 {
+        u32::from_le_bytes(self.read(at, 4).try_into().unwrap())
+    }
+
+    /// Writes a descriptor into a table.
+    pub fn describe(&self, table: u64, at: u16, address: u64, len: usize, flags: u16, next: u16) {
+        let len = u32::try_from(len).unwrap();
+        let bytes =
+            [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat();
+        self.write(table + 16 * u64::from(at), &bytes);
+    }
+
+    /// Makes a chain available.
+    pub fn offer(&mut self, queue: usize, head: u16) {
+        let ring = RINGS[queue][1];
+        let at = self.available[queue];
+        self.write(ring + 4 + 2 * u64::from(at % self.size), &head.to_le_bytes());
+        self.available[queue] = at.wrapping_add(1);
+        self.write(ring + 2, &self.available[queue].to_le_bytes());
+        let used = RINGS[queue][2];
+        let wants = if self.features & EVENT_IDX != 0 {
+            self.half(used + 4 + 8 * u64::from(self.size)) == at
+        } else {
+            self.half(used) & 1 == 0
+        };
+        if wants {
+            rustix::io::write(&self.kicks[queue], &1_u64.to_ne_bytes()).unwrap();
+        }
+    }
+
+    /// Posts a buffer for a received frame.
+    fn post(&mut self, buffer: u16) {
+        let address = GUEST + BUFFERS[RECEIVE] + RECEIVE_LEN * u64::from(buffer);
+        self.describe(RINGS[RECEIVE][0], buffer, address, RECEIVE_LEN.try_into().unwrap(), 2, 0);
+        self.offer(RECEIVE, buffer);
+    }
+
+    fn header_len(&self) -> usize {
+        if self.features & (VERSION_1 | MRG_RXBUF) != 0 { 12 } else { 10 }
+    }
+
+    /// Sends a frame. Returns false if the queue is full.
+    pub fn send(&mut self, frame: &[u8]) -> bool {
+        self.send_with(&vec![0; self.header_len()], frame)
+    }
+
+    /// Sends a frame with this header.
+    pub fn send_with(&mut self, header: &[u8], frame: &[u8]) -> bool {
+        let used = self.half(RINGS[SEND][2] + 2);
+        if self.available[SEND].wrapping_sub(used) >= self.size {
+            return false;
+        }
+        let at = self.available[SEND] % self.size;
+        let bytes = [header, frame].concat();
+        let place = BUFFERS[SEND] + SEND_LEN * u64::from(at);
+        self.write(place, &bytes);
+        match self.pieces {
+            None => self.describe(RINGS[SEND][0], at, GUEST + place, bytes.len(), 0, 0),
+            Some(len) => {
+                let table = TABLES + 1024 * u64::from(at);
+                let count = bytes.len().div_ceil(len);
+                for (i, piece) in (0_u16..).zip(bytes.chunks(len)) {
+                    let next = usize::from(i) + 1 < count;
+                    let address = GUEST + place + (usize::from(i) * len) as u64;
+                    self.describe(table, i, address, piece.len(), u16::from(next), if next { i + 1 } else { 0 });
+                }
+                self.describe(RINGS[SEND][0], at, GUEST + table, 16 * count, 4, 0);
+            }
+        }
+        self.offer(SEND, at);
+        true
+    }
+
+    /// Returns the number of chains that the back end has completed.
+    pub fn completed(&self, queue: usize) -> u16 {
+        self.half(RINGS[queue][2] + 2)
+    }
+
+    /// Reads all received frames, each with its header.
+    pub fn receive_with_headers(&mut self) -> Vec<(Vec<u8>, Vec<u8>)> {
+        let header = self.header_len();
+        let mut frames = Vec::new();
+        let shown = self.completed(RECEIVE);
+        while self.used[RECEIVE] != shown {
+            let (mut bytes, mut left) = (Vec::new(), 1);
+            while left > 0 {
+                assert_ne!(self.used[RECEIVE], shown, "all buffers of a frame come at once");
+                let at = RINGS[RECEIVE][2] + 4 + 8 * u64::from(self.used[RECEIVE] % self.size);
+                let (head, len) = (self.word(at), self.word(at + 4) as usize);
+                let buffer = u16::try_from(head).unwrap();
+                bytes.extend(self.read(BUFFERS[RECEIVE] + RECEIVE_LEN * u64::from(buffer), len));
+                if bytes.len() == len {
+                    left = if header == 12 { u16::from_le_bytes([bytes[10], bytes[11]]) } else { 1 };
+                }
+                self.used[RECEIVE] = self.used[RECEIVE].wrapping_add(1);
+                self.post(buffer);
+                left -= 1;
+            }
+            let frame = bytes.split_off(header);
+            frames.push((bytes, frame));
+        }
+        frames
+    }
+
+    /// Reads all received frames.
+    pub fn receive(&mut self) -> Vec<Vec<u8>> {
+        self.receive_with_headers().into_iter().map(|(_, frame)| frame).collect()
+    }
+
+    /// Returns whether the back end has interrupted the guest for this queue since the last call.
+    pub fn was_rung(&self, queue: usize) -> bool {
+        rustix::io::read(&self.calls[queue], &mut [0; 8]).is_ok()
+    }
+
+    /// Returns whether the back end has hung up.
+    pub fn is_hung_up(&self) -> bool {
+        rustix::io::read(&self.socket, &mut [0; 1]) == Ok(0)
+    }
+}
