@@ -7,14 +7,14 @@
 #![allow(dead_code, reason = "each target needs another part of it")]
 #![allow(unsafe_code, reason = "SIGPIPE is ignored by a call into libc")]
 
-#[path = "../../crates/tasuki-shm/tests/forger/mod.rs"]
+#[path = "../../crates/tasuki-call/tests/forger/mod.rs"]
 pub mod forger;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
+use tasuki_call::{Ask, Client, ClientOptions, Deferred, Request, Server, ServerOptions, State, Turn};
 use tasuki_shm::arena::{Detach, Geometry};
-use tasuki_shm::call::{Ask, Client, ClientOptions, Deferred, Request, Server, ServerOptions, State, Turn};
 
 /// Ignores SIGPIPE, as the runtime of every Rust program does before `main`; here `main` is libFuzzer's.
 pub fn ignore_broken_pipes() {

@@ -17,7 +17,7 @@ use common::forger::{self, Memory, Shape};
 use common::{Choices, World, folder, ignore_broken_pipes, options};
 use libfuzzer_sys::fuzz_target;
 use rustix::fs::{MemfdFlags, OFlags, SealFlags};
-use tasuki_shm::call::{Ask, Client, Deadline};
+use tasuki_call::{Ask, Client, Deadline};
 
 /// Contents of one packet.
 struct Saying {

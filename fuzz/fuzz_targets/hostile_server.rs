@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use common::forger::{self, End, Manners, REPLY_BYTES, REPLY_SLOT, SLOT_LEN};
 use common::{Choices, folder, ignore_broken_pipes, options};
 use libfuzzer_sys::fuzz_target;
-use tasuki_shm::call::{Ask, CallError, Client, Deadline, Failure, Reply, Ticket};
+use tasuki_call::{Ask, CallError, Client, Deadline, Failure, Reply, Ticket};
 
 /// Welcomes clients, or turns them away.
 struct Doorman {

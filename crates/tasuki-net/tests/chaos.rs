@@ -7,7 +7,7 @@
 
 #[cfg(test)]
 #[allow(dead_code, reason = "other tests use the rest of it")]
-#[path = "../../tasuki-shm/tests/common/dice.rs"]
+#[path = "../../tasuki-call/tests/common/dice.rs"]
 mod dice;
 #[cfg(test)]
 mod chaos {

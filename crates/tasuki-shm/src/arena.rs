@@ -31,8 +31,8 @@ pub enum Detach {
     /// (SIGSEGV) until they come back. Finds bugs of the sender. The sender could undo it.
     Guard,
     /// By the receiver: it holds the sender's userfaultfd and write-protects the pages. A stray write faults
-    /// (SIGBUS), in any thread and through any pointer. Finds bugs, but a sender can undo it on purpose. See
-    /// [`crate::enforce`].
+    /// (SIGBUS), in any thread and through any pointer. Finds bugs, but a sender can undo it on purpose. The
+    /// receiver's part is in the crate `tasuki-call` (`enforce.rs`).
     Enforced,
 }
 
@@ -419,7 +419,7 @@ impl PeerArena {
     /// Makes the CPU fetch the beginning of the slot that the peer claims to have sent. Trusts nothing: a wrong
     /// claim only wastes the fetch.
     #[inline]
-    pub(crate) fn prefetch(&self, id: SlotId, len: u64) {
+    pub fn prefetch(&self, id: SlotId, len: u64) {
         let len = usize::try_from(len).unwrap_or(usize::MAX).min(PREFETCHED);
         self.region.prefetch_to_read(id.index as usize * self.geometry.slot_len as usize, len);
     }
@@ -510,7 +510,9 @@ impl PeerSlot {
         self.len == 0
     }
 
-    pub(crate) fn offset(&self) -> usize {
+    /// Returns where the slot begins in the peer's arena, in bytes.
+    #[inline]
+    pub fn offset(&self) -> usize {
         self.id.index as usize * self.arena.geometry.slot_len as usize
     }
 
@@ -547,8 +549,10 @@ impl PeerSlot {
         unsafe { self.arena.region.bytes(self.offset(), self.len) }.expect("a slot lies in its arena")
     }
 
-    /// Ends our hold without a message: the answer to the request that brought the slot tells the owner.
-    pub(crate) fn surrender(self) -> SlotId {
+    /// Ends our hold without a message: the answer to the request that brought the slot tells the owner. Only the
+    /// thread that accepts the peer's slots may do this.
+    #[inline]
+    pub fn surrender(self) -> SlotId {
         self.arena.no_longer_held(self.id.index);
         let slot = ManuallyDrop::new(self);
         // SAFETY: `slot` is never dropped, so this takes its one reference to the arena, once (A2).

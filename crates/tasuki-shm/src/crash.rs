@@ -34,30 +34,6 @@ pub fn point(name: &'static str) {
     }
 }
 
-/// All crash points of a call, in the order in which a call passes them.
-pub const POINTS: &[&str] = &[
-    "client.connected",
-    "client.send.taken",
-    "client.send.detached",
-    "client.send.pushed",
-    "client.send.rung",
-    "client.wait.parked",
-    "client.return.attached",
-    "server.accept.hello",
-    "server.accept.welcomed",
-    "server.serve.popped",
-    "server.serve.begun",
-    "server.serve.protected",
-    "server.return.lent",
-    "server.return.pushed",
-    "server.return.rung",
-    "server.park.parked",
-    "giver.passed",
-    "giver.released",
-    "taker.taken",
-    "taker.told",
-];
-
 /// All crash points of a NIC's driver, in the order in which a burst passes them.
 pub const NIC_POINTS: &[&str] = &[
     "nic.posted",

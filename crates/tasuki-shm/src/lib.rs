@@ -1,5 +1,4 @@
-//! Memory that several processes write at the same time: arenas, rings, bells, leases, and calls between processes
-//! on top of them.
+//! Memory that several processes write at the same time: arenas, rings, bells and leases.
 //!
 //! | module      | contents                                                                |
 //! |-------------|-------------------------------------------------------------------------|
@@ -8,7 +7,6 @@
 //! | [`arena`]   | memory cut into slots that move between owner and peer                  |
 //! | [`slots`]   | the holder of each slot                                                 |
 //! | [`pool`]    | memory for frames of any length, with one writer and many readers       |
-//! | [`enforce`] | write-protects a peer's mapping from outside                            |
 //! | [`ring`]    | a queue from one producer to one consumer                               |
 //! | [`bell`]    | wakes a parked process; costs no system call while it is awake          |
 //! | [`wake`]    | the kernel's part of a bell                                             |
@@ -16,10 +14,9 @@
 //! | [`mod@slice`] | how long a process runs at a time                                       |
 //! | [`stats`]   | counters and histograms that other processes read                       |
 //! | [`vni`]     | the layout of a VNI's memory                                            |
-//! | [`call`]    | request and response between processes                                  |
 //!
-//! Each module states and numbers its rules; other places cite them by number. docs/design/shm.md and
-//! docs/design/call.md say what each party may rely on, and what it may not.
+//! Each module states and numbers its rules; other places cite them by number. docs/design/shm.md says
+//! what each party may rely on, and what it may not.
 
 pub mod bell;
 pub mod lease;
@@ -34,11 +31,7 @@ pub mod vni;
 #[cfg(not(loom))]
 pub mod arena;
 #[cfg(not(loom))]
-pub mod call;
-#[cfg(not(loom))]
 pub mod crash;
-#[cfg(not(loom))]
-pub mod enforce;
 #[cfg(not(loom))]
 pub mod region;
 #[cfg(not(loom))]

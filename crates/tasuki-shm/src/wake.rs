@@ -85,7 +85,7 @@ impl Sleeper {
     }
 }
 
-pub(crate) fn timespec(left: Duration) -> Timespec {
+fn timespec(left: Duration) -> Timespec {
     Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX), tv_nsec: left.subsec_nanos().into() }
 }
 

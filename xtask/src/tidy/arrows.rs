@@ -13,9 +13,11 @@ enum May {
     Only(&'static [&'static str]),
 }
 
-const ARROWS: [(&str, May); 9] = [
+const ARROWS: [(&str, May); 10] = [
     // Compiled and checked alone, also under loom.
     ("tasuki-shm", May::Only(&[])),
+    // A protocol with versions of its own, for programs that use nothing else of ours.
+    ("tasuki-call", May::Only(&["tasuki-shm"])),
     // Everything that touches devices, guests and the kernel's network. Tested against models and TAPs.
     ("tasuki-net", May::Only(&["tasuki-shm", "tasuki-sim", "tasuki-tap"])),
     // A contract between versions: pure, and independent of our other crates.

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use rustix::process::Resource;
-use tasuki_shm::call::{Ask, Client, ClientOptions, Deadline};
+use tasuki_call::{Ask, Client, ClientOptions, Deadline};
 
 use super::{DEADLINE, METHOD, await_server, message};
 use crate::orders::Orders;

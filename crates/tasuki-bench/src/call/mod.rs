@@ -10,10 +10,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use rustix::pipe::{PipeFlags, pipe_with};
+use tasuki_call::{Ask, Client, ClientOptions, Deadline, INLINE_MAX, Peers, Request, Server, ServerOptions, Ticket};
 use tasuki_shm::arena::{Detach, Geometry};
-use tasuki_shm::call::{
-    Ask, Client, ClientOptions, Deadline, INLINE_MAX, Peers, Request, Server, ServerOptions, Ticket,
-};
 use tasuki_shm::line::LINE_LEN;
 use zerocopy::{FromBytes, IntoBytes};
 

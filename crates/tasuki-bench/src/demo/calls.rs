@@ -7,9 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rustix::process::Signal;
-use tasuki_shm::call::{
-    Ask, CallError, Client, ClientOptions, Deadline, Request, Server, ServerOptions, State, Successor,
-};
+use tasuki_call::{Ask, CallError, Client, ClientOptions, Deadline, Request, Server, ServerOptions, State, Successor};
 use tasuki_shm::sync::Relaxed;
 
 use crate::case;

@@ -6,7 +6,7 @@
 
 mod field;
 
-#[path = "../../../tasuki-shm/tests/common/dice.rs"]
+#[path = "../../../tasuki-call/tests/common/dice.rs"]
 pub mod dice;
 
 use std::time::Duration;
