@@ -1,10 +1,4 @@
-//! Calls: request and response between processes, through memory alone.
-//!
-//! A [`Server`] binds a path. A [`Client`] connects to it once, over a unix socket. From then on the two talk
-//! through two rings and two arenas, each written by one of them. Small requests travel inside a ring entry. Larger
-//! ones travel in a slot, which moves to the server and comes back with the reply. docs/design/call.md describes the
-//! protocol and its guarantees.
-
+#![doc = include_str!("../README.md")]
 // Under loom `tasuki_shm` has only the parts that its models run.
 #![cfg(not(loom))]
 
