@@ -15,6 +15,7 @@ mod archive;
 mod relay;
 mod system;
 mod systemd;
+mod vm;
 mod wire;
 
 use std::fs;
@@ -29,6 +30,7 @@ use crate::stream;
 use crate::tally::{Reader, Tally};
 pub use relay::prepare as prepare_relay;
 use system::{ENDED, KERNEL_LINE, System};
+pub use vm::prepare as prepare_vm;
 use wire::Wire;
 
 /// Time limit of a guest, in seconds; a guest that takes longer hangs. A guest boots in seconds. The drivers' tests
@@ -54,16 +56,21 @@ pub enum Part {
     Drivers,
     /// The daemon, under systemd
     Daemon,
+    /// Virtual machines as nodes of a daemon on this host
+    Vm,
 }
 
-/// Runs the tests of one part, or of both.
+/// Runs the tests of one part, or of those that have all their programs in a guest.
 pub fn run(checkout: &Checkout, only: Option<Part>) -> anyhow::Result<Tally> {
     let mut tally = Tally::default();
-    if only != Some(Part::Daemon) {
+    if only.is_none_or(|only| only == Part::Drivers) {
         tally += &drivers(checkout)?;
     }
-    if only != Some(Part::Drivers) {
+    if only.is_none_or(|only| only == Part::Daemon) {
         tally += &daemon(checkout)?;
+    }
+    if only == Some(Part::Vm) {
+        tally += &vm::run(checkout)?;
     }
     Ok(tally)
 }

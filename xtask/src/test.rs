@@ -98,6 +98,10 @@ fn unit(checkout: &Checkout) -> anyhow::Result<Tally> {
     let other = other_worker(checkout)?;
     let mut command = checkout.cargo("test");
     command.env("TASUKI_OTHER_WORKER", other);
+    match guest::prepare_vm(checkout) {
+        Ok(files) => _ = command.env("TASUKI_VM", std::env::join_paths(files)?),
+        Err(error) => println!("xtask: the tests with a virtual machine are skipped: {error:#}"),
+    }
     command.args(["--workspace", "--all-features", "--no-fail-fast", "--", "--show-output"]);
     let mut reader = Reader::default();
     let status = stream::run_showing(&mut command, |line| reader.line(line))?;

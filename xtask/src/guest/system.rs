@@ -73,6 +73,15 @@ pub struct System {
     busybox: PathBuf,
 }
 
+impl System {
+    /// Returns the file of a kernel module, if the kernel has one.
+    pub fn module(&self, name: &str) -> anyhow::Result<Option<PathBuf>> {
+        let file = format!("{name}.ko");
+        let files = files_under(&self.modules)?;
+        Ok(files.into_iter().find(|path| path.file_name().is_some_and(|its| its == file.as_str())))
+    }
+}
+
 /// Fetches the kernel and the shell, unless a previous call did.
 pub fn fetch(place: &Path) -> anyhow::Result<System> {
     let root = place.join("debian");
