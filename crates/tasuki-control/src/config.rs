@@ -195,7 +195,7 @@ pub struct Node {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<StationAddress>,
     /// Whether it may send there from addresses that are not its own: `check`, the default, or `allow`. By default
-    /// an uplink may, and so may a node with a memif. An address that another node of the VNI has is refused in any
+    /// an uplink may, and so may a node with a memif, a virtual machine or an interface. An address that another node of the VNI has is refused in any
     /// case.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spoof: Option<Spoof>,
@@ -504,7 +504,13 @@ impl Work {
             Work::Memif(memif) => Some(memif),
             Work::Interface(interface) => Some(interface),
             Work::Vm(vm) => Some(vm),
-            _ => None,
+            Work::Echo
+            | Work::Sink
+            | Work::Answer(_)
+            | Work::Tap(_)
+            | Work::Uplink
+            | Work::Source(_)
+            | Work::Program(_) => None,
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use tasuki_net::endpoint::egress::WAIT;
 use tasuki_net::port::{Armed, Burst, Frame, Port, Transactional};
 use tasuki_net::vni::port::VniPort;
 use tasuki_relay::message::heartbeat;
@@ -12,9 +13,6 @@ use crate::tap::{LONGEST, SHORTEST};
 
 /// Time within which a working card sends a frame of 1,514 bytes (10 Mb/s: 1.2 ms).
 const STUCK_AFTER: Duration = Duration::from_millis(2);
-
-/// Time for which a frame from an uplink's NIC, and all frames behind it, wait for a node without room.
-const WAIT: Duration = Duration::from_millis(2);
 
 /// Time after which stuck frames are tried again.
 const AGAIN: Duration = Duration::from_millis(1);

@@ -1,6 +1,6 @@
 //! A node's end of a VNI. The lease on an end changes hands by the relay's tables, as the lease on a NIC does.
 //!
-//! The driver of an end passes frames between the VNI and the node's endpoint: a network namespace, or a memif client.
+//! The driver of an end passes frames between the VNI and the node's endpoint: see `tasuki_net::endpoint`.
 //! Or the node's program is the driver itself.
 //!
 //! There is no driver state. A driver's progress is in the node memory, and it is written there before any other

@@ -68,7 +68,7 @@ pub struct VniNodeView {
     pub number: u16,
     /// Its station address.
     pub mac: String,
-    /// The interface that its programs have, as NAMESPACE:NAME, or the socket at which they connect by memif.
+    /// The interface that its programs have, as NAMESPACE:NAME, or the socket at which they connect.
     pub interface: Option<String>,
     /// The worker that drives its end.
     pub worker: Option<u32>,

@@ -59,7 +59,7 @@ pub enum Nodes {
 /// A node that is on a VNI: a network namespace, a program with a memif, what is behind a Linux interface, or a native
 /// program.
 #[derive(Debug, Args)]
-#[command(group(ArgGroup::new("outlet").required(true).args(["netns", "memif", "vm", "link", "native"])))]
+#[command(group(ArgGroup::new("endpoint").required(true).args(["netns", "memif", "vm", "link", "native"])))]
 #[command(group(ArgGroup::new("handles").requires("native").args(["work", "program"])))]
 pub struct Add {
     /// Name of the node.
@@ -75,7 +75,7 @@ pub struct Add {
     #[arg(long, value_name = "SOCKET")]
     pub vm: Option<PathBuf>,
     /// The Linux interface that is to be on the VNI, with the network behind it: NAME, or NETNS:NAME.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "[NETNS:]NAME")]
     pub link: Option<String>,
     /// The node's program is its worker, which gets the frames itself: name it with --work or --program.
     #[arg(long, requires = "handles")]

@@ -66,7 +66,7 @@ impl Config {
         }
         let Some(vni) = &node.vni else {
             if let Some(kind) = node.endpoint() {
-                return named(format!("{} is a way onto a VNI; name one (vni = …)", kind.kind()));
+                return named(format!("{} is a way onto a VNI; name one (vni = …)", kind.key()));
             }
             if node.work == Work::Uplink {
                 return named("an uplink joins a NIC and a VNI; name the VNI (vni = …)".to_owned());

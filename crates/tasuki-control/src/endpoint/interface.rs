@@ -32,6 +32,10 @@ impl Kind for Interface {
         "packet"
     }
 
+    fn key(&self) -> &'static str {
+        "interface"
+    }
+
     /// NAMESPACE:NAME, or NAME in the daemon's own namespace.
     fn label(&self) -> String {
         self.netns.iter().map(|netns| format!("{netns}:")).chain([self.name.clone()]).collect()

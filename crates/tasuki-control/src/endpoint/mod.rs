@@ -18,6 +18,11 @@ pub trait Kind: fmt::Debug {
     /// Returns the name of the kind, for workers.
     fn kind(&self) -> &'static str;
 
+    /// Returns the name of the kind in the configuration.
+    fn key(&self) -> &'static str {
+        self.kind()
+    }
+
     /// Returns the name by which users know this endpoint. No two nodes have the same one.
     fn label(&self) -> String;
 

@@ -13,7 +13,7 @@ use crate::port::Armed;
 use crate::switch::Switch;
 use crate::vni::ledger::{HEADS_MAX, Handled, Ledger, point};
 use crate::vni::offload::HEADER_LEN;
-use crate::vni::{Incoming, Reader, Vni};
+use crate::vni::{BESIDE, Incoming, PIECE_MAX, Reader, Vni};
 
 /// Maximum number of frames that a turn gives, if it is committed as a whole.
 const GIVES: usize = 64;
@@ -87,14 +87,19 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         // Copy all frames before sending the first: they lie in pages that are free.
         let mut frames = Vec::new();
         for (page, len) in notes.left() {
+            let was_read = len.is_none();
             let len = len.or_else(|| len_of(&self.vni.left_at(page, FRONT_LEN)?));
-            frames.extend(len.and_then(|len| self.vni.left_at(page, len)));
+            let Some(mut frame) = len.and_then(|len| self.vni.left_at(page, len)) else { continue };
+            if let Some(all) = self.vni.left_at(page, PIECE_MAX + BESIDE).filter(|_| was_read) {
+                self.end.mend(&mut frame, &all[PIECE_MAX..]);
+            }
+            frames.push(frame);
         }
         let (mut egress, _) = self.split();
         // These frames are noted already.
         egress.notes = None;
         for frame in frames.iter().filter(|frame| frame.len() >= HEADER_LEN + 14) {
-            let Some(room) = egress.stage() else { break };
+            let Some((room, _)) = egress.stage() else { break };
             room[..frame.len()].copy_from_slice(frame);
             if !egress.send_staged(frame.len()) {
                 // One frame waits; a ring without room for it has none for the others.

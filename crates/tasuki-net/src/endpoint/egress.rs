@@ -70,9 +70,10 @@ pub struct Egress<'a> {
 
 impl Egress<'_> {
     /// Makes room for the longest frame with its offload header, to be written and then [sent](Self::send_staged).
-    /// Returns `None` if the pool has none.
+    /// Behind it are 64 bytes that a successor [gets](super::Endpoint::mend) with the frame, if the worker dies while it
+    /// reads. Returns `None` if the pool has no room.
     #[inline]
-    pub fn stage(&mut self) -> Option<&mut [u8]> {
+    pub fn stage(&mut self) -> Option<(&mut [u8], &mut [u8])> {
         self.waits.is_full = self.vni.stage().is_none();
         if self.waits.is_full {
             return None;
@@ -82,7 +83,22 @@ impl Egress<'_> {
             self.vni.staged_mut()[..HEADER_LEN + 12].fill(0);
             notes.reads_to(self.vni.staging_page());
         }
-        Some(self.vni.staged_mut())
+        Some(self.vni.staged_mut().split_at_mut(PIECE_MAX))
+    }
+
+    /// Counts a frame that is longer than the room, or that could not be read.
+    pub fn drop_too_long(&mut self) {
+        self.dropped.too_long += 1;
+    }
+
+    /// Has a successor leave the frame alone that is staged: it is being changed.
+    pub fn forget_staged(&mut self) {
+        self.notes.iter_mut().for_each(|notes| notes.reads_to(None));
+    }
+
+    /// Returns the room that was [staged](Self::stage) last.
+    pub fn staged(&mut self) -> &mut [u8] {
+        &mut self.vni.staged_mut()[..PIECE_MAX]
     }
 
     /// Sends the staged frame, `len` bytes with its offload header, or drops it. Returns false if it must wait: then the

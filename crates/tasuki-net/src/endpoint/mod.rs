@@ -172,6 +172,9 @@ pub trait Endpoint: fmt::Debug {
     /// Wakes programs that were given frames.
     fn ring(&mut self) {}
 
+    /// Completes a frame that a predecessor was reading when it died, by what it wrote [beside](Egress::stage) the frame.
+    fn mend(&self, _frame: &mut Vec<u8>, _beside: &[u8]) {}
+
     /// Counts the frames taken as gone: their receivers see them.
     fn commit(&mut self) {}
 

@@ -5,7 +5,7 @@
 //! other readers have given back. Its quota bounds their number, not their places. Without this memory, the stalled
 //! reader would hold up all others until the sender takes its pages back (V4).
 
-use super::{PIECE_MAX, SendError, Vni};
+use super::{BESIDE, PIECE_MAX, SendError, Vni};
 
 /// Private memory for one frame.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ pub(super) struct Aside {
 
 impl Aside {
     pub(super) fn new() -> Self {
-        Aside { bytes: vec![0; PIECE_MAX].into(), is_used: false }
+        Aside { bytes: vec![0; PIECE_MAX + BESIDE].into(), is_used: false }
     }
 
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {

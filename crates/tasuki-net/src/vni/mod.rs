@@ -65,6 +65,9 @@ pub use send::SendError;
 /// Length in bytes of the longest frame with its offload header: 64 KiB of IP behind Ethernet's header and two tags.
 pub const PIECE_MAX: usize = HEADER_LEN + 14 + 8 + 65_536;
 
+/// Bytes behind the room for a staged frame, for what its endpoint must remember with it.
+pub(crate) const BESIDE: usize = 64;
+
 /// Maximum number of rings that every look includes because they were busy last.
 const ACTIVE: usize = 4;
 

@@ -9,7 +9,7 @@ use super::ledger::point;
 use super::neighbour::{Talk, name_of};
 use super::offload::HEADER_LEN;
 use super::outbox::{NoRoom, SharedRun, Stock, WITH_HEADER, run_pages};
-use super::{PIECE_MAX, Vni};
+use super::{BESIDE, PIECE_MAX, Vni};
 
 /// Number of pages taken at a time for frames whose destination is not known yet.
 const STAGED_PAGES: u32 = 64;
@@ -113,7 +113,7 @@ impl Vni {
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "17")]
     pub fn stage(&mut self) -> Option<&mut [u8]> {
-        const PAGES: u32 = PIECE_MAX.div_ceil(PAGE_LEN) as u32;
+        const PAGES: u32 = (PIECE_MAX + BESIDE).div_ceil(PAGE_LEN) as u32;
         if self.staging.as_ref().is_none_or(|run| run.pages() < PAGES) {
             if let Some(run) = self.staging.take() {
                 self.pool.give(run);
@@ -130,7 +130,7 @@ impl Vni {
         (self.staging.is_some() || self.aside.is_used).then(|| self.staged_mut())
     }
 
-    /// Returns the room that [`stage`](Self::stage) made last.
+    /// Returns the room that [`stage`](Self::stage) made last, with [`BESIDE`] bytes behind it.
     ///
     /// # Panics
     /// If there is none.
@@ -138,7 +138,7 @@ impl Vni {
     pub(crate) fn staged_mut(&mut self) -> &mut [u8] {
         match &self.staging {
             Some(run) if !self.aside.is_used => {
-                let len = PIECE_MAX.min(run.pages() as usize * PAGE_LEN);
+                let len = (PIECE_MAX + BESIDE).min(run.pages() as usize * PAGE_LEN);
                 self.pool.bytes_mut(run, 0, len)
             }
             _ => self.aside.bytes_mut(),
@@ -153,7 +153,7 @@ impl Vni {
 
     /// Returns a copy of `len` bytes from this page of the pool on; a predecessor may have written them.
     pub(crate) fn left_at(&mut self, page: u32, len: usize) -> Option<Vec<u8>> {
-        (len <= PIECE_MAX).then(|| self.pool.copy_of(page, len)).flatten()
+        (len <= PIECE_MAX + BESIDE).then(|| self.pool.copy_of(page, len)).flatten()
     }
 
     /// Sends the first `len` staged bytes, a frame behind an offload header, to node `to`. If there is no room, the

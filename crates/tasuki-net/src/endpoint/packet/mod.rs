@@ -76,22 +76,46 @@ impl Endpoint for Packet {
 
     fn take(&mut self, egress: &mut Egress<'_>) -> usize {
         for count in 0..READS {
-            let Some(room) = egress.stage() else { return count };
+            let Some((room, beside)) = egress.stage() else { return count };
             let most = room.len() - TAG_LEN;
-            let len = match socket::receive(self.socket.as_fd(), &mut room[..most]) {
+            let (len, tag) = match socket::receive(self.socket.as_fd(), &mut room[..most], beside) {
                 Ok((len, _)) if len < HEADER_LEN + 14 => continue,
-                Ok((len, None)) => len,
-                Ok((len, Some(tag))) => put_back(tag, room, len),
+                Ok((len, _)) if len > most => {
+                    egress.drop_too_long();
+                    continue;
+                }
+                Ok(read) => read,
                 // A message about the interface: it went down.
                 Err(Errno::NETDOWN) => continue,
-                Err(_) => return count,
+                Err(Errno::AGAIN | Errno::INTR) => return count,
+                // A frame that the kernel could not describe is gone.
+                Err(_) => {
+                    egress.drop_too_long();
+                    return count;
+                }
             };
             point("packet.read");
+            let len = match tag {
+                None => len,
+                Some(tag) => {
+                    // A frame that is moved in part is no frame.
+                    egress.forget_staged();
+                    put_back(tag, egress.staged(), len)
+                }
+            };
             if !egress.send_staged(len) {
                 return count;
             }
         }
         READS
+    }
+
+    fn mend(&self, frame: &mut Vec<u8>, beside: &[u8]) {
+        if let Some(tag) = socket::tag_of(beside) {
+            let len = frame.len();
+            frame.resize(len + TAG_LEN, 0);
+            put_back(tag, frame, len);
+        }
     }
 
     fn fd(&self) -> Option<BorrowedFd<'_>> {
@@ -140,5 +164,22 @@ mod tests {
         assert_eq!((back.hdr_len.get(), back.csum_start.get()), (58, 38));
         let expected = [&frame[..12], &[0x81, 0, 0x20, 5], &frame[12..]].concat();
         assert_eq!(&room[HEADER_LEN..], expected);
+    }
+
+    #[test]
+    fn a_successor_puts_back_the_tag_of_a_frame_that_was_being_read() {
+        let status = libc::TP_STATUS_VLAN_VALID | libc::TP_STATUS_VLAN_TPID_VALID;
+        let head = [&36_u64.to_ne_bytes()[..], &libc::SOL_PACKET.to_ne_bytes(), &libc::PACKET_AUXDATA.to_ne_bytes()];
+        let body = [&status.to_ne_bytes()[..], &[0; 12], &9_u16.to_ne_bytes(), &0x8100_u16.to_ne_bytes()];
+        let mut beside = [head.concat(), body.concat()].concat();
+        beside.resize(64, 0);
+        let packet = Packet::new(std::fs::File::open("/dev/null").unwrap().into());
+        let frame: Vec<u8> = [vec![0; HEADER_LEN], (0..60).collect()].concat();
+        let mut tagged = frame.clone();
+        packet.mend(&mut tagged, &beside);
+        assert_eq!(tagged, [&frame[..TAG_AT], &[0x81, 0, 0, 9], &frame[TAG_AT..]].concat());
+        let mut untagged = frame.clone();
+        packet.mend(&mut untagged, &[0; 64]);
+        assert_eq!(untagged, frame);
     }
 }

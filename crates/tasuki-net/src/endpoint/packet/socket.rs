@@ -12,10 +12,6 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-/// Space for one control message that holds a `struct tpacket_auxdata`, aligned for its header.
-#[repr(C, align(8))]
-struct Control([u8; 64]);
-
 /// What the kernel says of a frame beside its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tag {
@@ -25,26 +21,27 @@ pub struct Tag {
     pub control: u16,
 }
 
-/// Receives the next message. Returns its length in bytes, and the tag that the kernel took out of the frame (packet(7):
-/// `PACKET_AUXDATA`). Does not wait.
+/// Receives the next message. Returns its length in bytes, which may be more than there is room for, and the tag that the
+/// kernel took out of the frame (packet(7): `PACKET_AUXDATA`). The kernel writes that to `control`. Does not wait.
 #[inline]
-pub fn receive(socket: BorrowedFd<'_>, room: &mut [u8]) -> Result<(usize, Option<Tag>), Errno> {
-    let mut control = Control([0; 64]);
+pub fn receive(socket: BorrowedFd<'_>, room: &mut [u8], control: &mut [u8]) -> Result<(usize, Option<Tag>), Errno> {
+    // What is left of another frame's would be taken for this one's.
+    control[..size_of::<libc::cmsghdr>()].fill(0);
     let mut part = libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: room.len() };
     // SAFETY: the structure consists of pointers and integers, for which zero is a value (K2).
     let mut message: libc::msghdr = unsafe { MaybeUninit::zeroed().assume_init() };
     message.msg_iov = &raw mut part;
     message.msg_iovlen = 1;
-    message.msg_control = control.0.as_mut_ptr().cast();
-    message.msg_controllen = control.0.len();
+    message.msg_control = control.as_mut_ptr().cast();
+    message.msg_controllen = control.len();
     // SAFETY: all of its buffers outlive the call (K1).
-    let len = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
+    let len = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT | libc::MSG_TRUNC) };
     let Ok(len) = usize::try_from(len) else { return Err(last_errno()) };
-    Ok((len, tag_of(&control.0[..message.msg_controllen.min(control.0.len())])))
+    Ok((len, tag_of(control)))
 }
 
 /// Returns the tag that a control message holds.
-fn tag_of(control: &[u8]) -> Option<Tag> {
+pub fn tag_of(control: &[u8]) -> Option<Tag> {
     const HEAD: usize = size_of::<libc::cmsghdr>();
     let head = control.first_chunk::<HEAD>()?;
     let [level, kind] = [8, 12].map(|at| i32::from_ne_bytes(*head[at..].first_chunk().expect("a head is longer")));

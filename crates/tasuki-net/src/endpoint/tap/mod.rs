@@ -86,7 +86,7 @@ impl Endpoint for Tap {
 
     fn take(&mut self, egress: &mut Egress<'_>) -> usize {
         for count in 0..READS {
-            let Some(room) = egress.stage() else { return count };
+            let Some((room, _)) = egress.stage() else { return count };
             let len = match rustix::io::read(&self.tap, room) {
                 Ok(len) if len >= HEADER_LEN + 14 => len,
                 Ok(_) => continue,
