@@ -4,7 +4,6 @@ mod apart;
 pub mod captured;
 mod driving;
 
-use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
@@ -17,11 +16,12 @@ use tasuki_net::nic::{DriverState, InPlace, MemoryLayout, NicError, NicMemory, R
 use tasuki_net::port::Burst;
 use tasuki_relay::message::{self, ToDaemon, heartbeat};
 use tasuki_relay::method::Method;
-use tasuki_relay::wire::{Order, Plan, Reason, Report};
-use tasuki_relay::worker::{Do, Input, Side, Tables, Worker};
-use tasuki_relay::{After, Party, Tenure, taker};
+use tasuki_relay::wire::{Plan, Reason, Report};
+use tasuki_relay::worker::{Do, Input, Tables, Worker};
+use tasuki_relay::{After, Party, Tenure};
 use tasuki_shm::arena::Arena;
 
+use crate::attached::Attached;
 use crate::bundle::{self, Opened, Refused, Text};
 use crate::channel::DaemonChannel;
 use crate::cpus::Cpus;
@@ -225,110 +225,10 @@ where
         }
     }
 
-    /// Returns the number of the NIC.
-    pub fn number(&self) -> u32 {
-        self.given.number
-    }
-
     /// Returns whether this worker drives the NIC.
     #[inline]
     pub fn drives(&self) -> bool {
         self.worker.drives()
-    }
-
-    /// Returns whether the daemon ordered the worker to leave the NIC.
-    pub fn is_left(&self) -> bool {
-        matches!(self.worker.side(), Side::Taker(taker::State::Left))
-    }
-
-    /// Returns whether the NIC is about to move to memory of our own. Only the daemon that ordered this knows of it.
-    pub fn is_apart(&self) -> bool {
-        match self.card {
-            Card::Apart(_) => true,
-            Card::Cold(..) => self.own.is_some(),
-            _ => false,
-        }
-    }
-
-    /// Returns whether this worker drives the NIC or could do so at once.
-    pub fn is_ready(&self) -> bool {
-        !self.is_left() && !matches!(self.card, Card::Unknown | Card::Passed(_))
-    }
-
-    /// Returns the time since which this worker waits for the lease, if it does.
-    pub fn waits(&self) -> Option<Instant> {
-        self.waits_since
-    }
-
-    /// Returns whether a taker may poll the lease word without sleeping: only if the driver stays on another CPU
-    /// than ours.
-    pub fn may_spin(&self, cpu: Option<u32>) -> bool {
-        matches!((self.given.lease_page.driver_cpu(), cpu), (Some(its), Some(ours)) if its != ours)
-    }
-
-    /// Returns whether the lease was passed to a node that has us fenced: the fence is microseconds away.
-    pub fn awaits_fence(&self) -> bool {
-        self.passed.is_some_and(|since| since.elapsed() < FENCED_WITHIN)
-    }
-
-    /// Returns whether a worker that prepares for this NIC waits for our CPU.
-    pub fn is_awaited(&self) -> bool {
-        self.drives() && self.given.lease_page.is_awaited()
-    }
-
-    /// Sets the plan for the next order to release.
-    pub fn plan(&mut self, plan: Plan) {
-        // When a taker that is ready receives the plan again, the giver has released the NIC and is being fenced.
-        self.called = (plan.fenced && matches!(self.card, Card::Apart(_))).then(Instant::now);
-        self.plan = Some(plan);
-    }
-
-    /// Returns whether an order to take is microseconds away.
-    pub fn is_called(&self) -> bool {
-        self.called.is_some_and(|since| since.elapsed() < CALLED)
-    }
-
-    /// Sets the driver state from which the next order to take goes on.
-    pub fn stored(&mut self, memory: Option<OwnedFd>) {
-        self.stored = memory;
-    }
-
-    /// Sends the NIC's counts to the daemon, if this worker drives the NIC.
-    pub fn tell_counts(&mut self, common: &mut Common) {
-        let Card::Driven(nic) = &mut self.card else { return };
-        let mut counts: Vec<_> = nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
-        // Slots of the arena that the card has. If this count keeps growing, slots are lost for good.
-        let slots = self.arena.as_ref().map(Arena::census);
-        counts.extend(slots.map(|slots| ("slots_with_card".to_owned(), slots.peer.into())));
-        counts.extend(self.handler.counts());
-        common.channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
-    }
-
-    /// Passes an input to the relay's tables and carries out the actions they name, until no input is left.
-    pub fn hear(&mut self, common: &mut Common, input: Input) {
-        if let Input::Order(Order::Prepare { kind, version, method, .. }) = input {
-            (self.asked, self.method) = ((kind, version), method);
-        }
-        if let Input::Order(Order::Take { epoch, after, .. }) = input {
-            self.called = None;
-            // The plan to store counts once. If the relay comes to nothing, the lease is granted anew and the ledger
-            // says where to go on.
-            let stores = self.plan.as_mut().is_some_and(|plan| std::mem::take(&mut plan.store));
-            self.awaits_driver_state = (stores && after == After::Passed).then_some(epoch);
-        }
-        if matches!(input, Input::Order(Order::StandDown)) {
-            // A driver state stored for a relay that came to nothing is not valid for the next relay.
-            (self.stored, self.awaits_driver_state) = (None, None);
-        }
-        let mut inputs = VecDeque::from([input]);
-        while let Some(input) = inputs.pop_front() {
-            match self.worker.hear(&common.tables, input) {
-                Ok(todo) => inputs.extend(todo.into_iter().filter_map(|what| self.act(common, what))),
-                Err(refused) => common.channel.tell(Some(self.given.number), format!("{input:?} was {refused}")),
-            }
-        }
-        let waits = matches!(self.worker.side(), Side::Taker(taker::State::Waiting));
-        self.waits_since = if waits { self.waits_since.or_else(|| Some(Instant::now())) } else { None };
     }
 
     fn act(&mut self, common: &mut Common, what: Do) -> Option<Input> {
@@ -685,25 +585,5 @@ where
     /// Returns whether `now` is the word we wait for while the driver state for it has not arrived.
     fn is_early(&self, now: Tenure) -> bool {
         self.stored.is_none() && now.holder.is_none() && self.awaits_driver_state == Some(now.epoch)
-    }
-
-    /// Returns the lease word if it differs from the tenure we know. While we wait for the lease, returns it unless
-    /// it is early.
-    #[inline]
-    pub fn word(&self) -> Option<Input> {
-        let now = self.given.lease_page.tenure();
-        let is_news = if self.waits_since.is_some() { !self.is_early(now) } else { now != self.tenure };
-        is_news.then_some(Input::Word(now))
-    }
-
-    /// Parks the card, if this worker drives it.
-    pub fn park(&mut self, common: &mut Common) {
-        self.burst.clear();
-        self.give_up();
-        if let Card::Driven(nic) = std::mem::replace(&mut self.card, Card::Unknown)
-            && let Err(failed) = nic.park()
-        {
-            common.channel.tell(Some(self.given.number), failed.error.to_string());
-        }
     }
 }

@@ -37,7 +37,7 @@ pub const FIRST_LOOK: usize = 8;
 ///
 /// State that must be exact has two copies in the program state. Before each driver call that commits, the handler
 /// writes one copy, for the turn that this call ends. A successor reads the copy of the last turn.
-pub trait FrameHandler: Sized {
+pub trait FrameHandler: Sized + 'static {
     /// Description of the work, from the first message.
     type Told;
 

@@ -21,6 +21,7 @@ mod numbered;
 mod open;
 mod pace;
 
+mod attached;
 mod attachment;
 mod channel;
 mod exit_mark;

@@ -8,17 +8,20 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_net::capture::{Capture, Terms};
+use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::bus::{Vfio, VfioUser};
 use tasuki_net::nic::e1000e::{self, E1000e};
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::virtio_net::driver_state as virtio;
+use tasuki_net::nic::{InPlace, Repoint, Scrub};
 use tasuki_relay::Party;
 use tasuki_relay::message::{self, Begin, PROTOCOL_VERSION, ToDaemon, ToWorker};
 use tasuki_relay::wire::Order;
 use tasuki_relay::worker::{Input, Tables};
 use tasuki_shm::slice;
 
-use crate::attachment::{Attachment, Common, Given};
+use crate::attached::Attached;
+use crate::attachment::{Attachment, Common, Given, captured};
 use crate::channel::{DaemonChannel, Heard};
 use crate::confine::Keeps;
 use crate::cpus::Cpus;
@@ -46,33 +49,14 @@ const TURNS: u64 = 16;
 /// Time for which a taker polls the lease word before it sleeps until the bell rings.
 const SPIN: Duration = Duration::from_millis(20);
 
-/// A NIC by its driver and the way to its card, for which its data path is compiled; or the node's end of a VNI.
-enum AnyAttachment<D: FrameHandler> {
-    E1000eUser(Box<Attachment<E1000e<VfioUser>, D>>),
-    E1000eVfio(Box<Attachment<E1000e<Vfio>, D>>),
-    VirtioUser(Box<Attachment<VirtioNet<VfioUser>, D>>),
-    VirtioVfio(Box<Attachment<VirtioNet<Vfio>, D>>),
-    Vni(Box<VniAttachment<D>>),
-}
-
-macro_rules! each {
-    ($any:expr, $attachment:ident => $what:expr) => {
-        match $any {
-            AnyAttachment::E1000eUser($attachment) => $what,
-            AnyAttachment::E1000eVfio($attachment) => $what,
-            AnyAttachment::VirtioUser($attachment) => $what,
-            AnyAttachment::VirtioVfio($attachment) => $what,
-            AnyAttachment::Vni($attachment) => $what,
-        }
-    };
-}
-
 struct Node<D: FrameHandler> {
     name: String,
     common: Common,
     /// Description of the frame handler, from the first message.
     told: D::Told,
-    attachments: Vec<AnyAttachment<D>>,
+    /// The NICs, each by its driver and the way to its card, for which its data path is compiled; and the node's end of a
+    /// VNI.
+    attachments: Vec<Box<dyn Attached<D>>>,
     poll: bool,
     idle_looks: u32,
     /// Count of announced messages at the last read.
@@ -189,7 +173,7 @@ impl<D: FrameHandler> Node<D> {
             }
             if look.is_multiple_of(TURNS) {
                 self.common.cpus.toil();
-                if self.attachments.iter().any(|attachment| each!(attachment, attachment => attachment.is_awaited())) {
+                if self.attachments.iter().any(|attachment| attachment.is_awaited()) {
                     std::thread::yield_now();
                 }
             }
@@ -213,32 +197,27 @@ impl<D: FrameHandler> Node<D> {
     fn turn(&mut self) -> (usize, bool) {
         let (mut moved, mut drives) = (0, false);
         for attachment in &mut self.attachments {
-            each!(attachment, attachment => {
-                if (attachment.drives() || attachment.waits().is_some()) && let Some(word) = attachment.word() {
-                    attachment.hear(&mut self.common, word);
-                }
-                if attachment.drives() {
-                    drives = true;
-                    moved += attachment.turn(&mut self.common);
-                }
-            });
+            if let Some(count) = attachment.look(&mut self.common) {
+                drives = true;
+                moved += count;
+            }
         }
         (moved, drives)
     }
 
     /// Returns whether an order to take is about to arrive.
     fn is_called(&self) -> bool {
-        self.attachments.iter().any(|attachment| each!(attachment, attachment => attachment.is_called()))
+        self.attachments.iter().any(|attachment| attachment.is_called())
     }
 
     /// Returns whether waiting is worth a core: for a lease that comes soon, or for a fence, which stops a busy
     /// process sooner than a process that must be woken for it.
     fn spins(&self) -> bool {
         let cpu = self.common.cpus.cpu();
-        let waits = |attachment: &AnyAttachment<D>| each!(attachment, attachment => attachment.waits().is_some_and(|since| attachment.may_spin(cpu) && since.elapsed() < SPIN));
-        self.attachments
-            .iter()
-            .any(|attachment| waits(attachment) || each!(attachment, attachment => attachment.awaits_fence()))
+        let waits = |attachment: &dyn Attached<D>| {
+            attachment.waits().is_some_and(|since| attachment.may_spin(cpu) && since.elapsed() < SPIN)
+        };
+        self.attachments.iter().any(|attachment| waits(&**attachment) || attachment.awaits_fence())
     }
 
     /// Sleeps until a bell rings, the daemon sends a message, or a daemon calls.
@@ -247,30 +226,25 @@ impl<D: FrameHandler> Node<D> {
         let mut rest: Option<Duration> = None;
         let mut is_ready = false;
         for attachment in &mut self.attachments {
-            each!(attachment, attachment => {
-                if let Some(word) = attachment.waits().and_then(|_| attachment.word()) {
-                    attachment.hear(&mut self.common, word);
-                }
-                if !attachment.arm(&mut self.common) {
-                    self.quiesce();
-                    return Ok(());
-                }
-                rest = [rest, attachment.rest(&mut self.common)].into_iter().flatten().min();
-                is_ready |= attachment.is_ready();
-            });
+            if let Some(word) = attachment.waits().and_then(|_| attachment.word()) {
+                attachment.hear(&mut self.common, word);
+            }
+            if !attachment.arm(&mut self.common) {
+                self.wake();
+                return Ok(());
+            }
+            rest = [rest, attachment.rest(&mut self.common)].into_iter().flatten().min();
+            is_ready |= attachment.is_ready();
         }
         if self.over {
             return Ok(());
         }
         let out = if self.common.channel.is_behind() { PollFlags::OUT } else { PollFlags::empty() };
         let daemon = self.common.channel.fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN | out));
-        let fds = self
-            .attachments
-            .iter()
-            .flat_map(|attachment| each!(attachment, attachment => attachment.fds(&self.common)));
+        let fds = self.attachments.iter().flat_map(|attachment| attachment.fds(&self.common));
         let fds = fds.flatten().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         // The kernel reports a hang-up without being asked for it.
-        let lines = self.attachments.iter().filter_map(|attachment| each!(attachment, attachment => attachment.line()));
+        let lines = self.attachments.iter().filter_map(|attachment| attachment.line());
         let lines = lines.map(|line| PollFd::from_borrowed_fd(line, PollFlags::empty()));
         let mut poll: Vec<_> = daemon.into_iter().chain(fds).chain(lines).collect();
         let rest = rest.map(|rest| Timespec::try_from(rest).expect("less than a second"));
@@ -286,15 +260,13 @@ impl<D: FrameHandler> Node<D> {
             Err(errno) => return Err(errno).context("the kernel refused to wait"),
         }
         drop(poll);
-        self.quiesce();
+        self.wake();
         Ok(())
     }
 
     /// Ends the sleep of all attachments.
-    fn quiesce(&mut self) {
-        self.attachments
-            .iter_mut()
-            .for_each(|attachment| each!(attachment, attachment => attachment.quiesce(&mut self.common)));
+    fn wake(&mut self) {
+        self.attachments.iter_mut().for_each(|attachment| attachment.wake(&mut self.common));
     }
 
     /// Handles all messages that have arrived. If `round` is set, also checks what need not be checked once a burst.
@@ -305,9 +277,7 @@ impl<D: FrameHandler> Node<D> {
         while let Some(heard) = self.common.channel.next() {
             match heard {
                 Heard::Order(nic, order) => self.order(nic, Input::Order(order)),
-                Heard::Plan(nic, plan) => {
-                    self.of(nic, |attachment| each!(attachment, attachment => attachment.plan(plan)))
-                }
+                Heard::Plan(nic, plan) => self.of(nic, |attachment| attachment.plan(plan)),
                 Heard::Message(message, fds) => self.message(*message, fds),
                 Heard::Nonsense(sentence) => self.common.channel.tell(None, sentence),
             }
@@ -315,7 +285,9 @@ impl<D: FrameHandler> Node<D> {
         if round {
             self.common.channel.flush();
             for attachment in &mut self.attachments {
-                each!(attachment, attachment => if attachment.drives() { attachment.now_and_then(&mut self.common) });
+                if attachment.drives() {
+                    attachment.now_and_then(&mut self.common);
+                }
             }
             if let Some(trouble) = self.common.tap.and_then(Tap::trouble) {
                 self.common.channel.tell(None, trouble);
@@ -330,31 +302,30 @@ impl<D: FrameHandler> Node<D> {
                 .channel
                 .tell(Some(nic), format!("an order came for NIC {nic}, of which this worker has nothing"));
         };
-        let is_at_work = |attachment: &AnyAttachment<D>| each!(attachment, attachment => attachment.drives() || attachment.waits().is_some());
-        let is_ready = each!(&self.attachments[index], attachment => attachment.is_ready());
-        if matches!(input, Input::Order(Order::Prepare { .. })) && !is_ready && !self.attachments.iter().any(is_at_work)
+        let is_at_work = |attachment: &dyn Attached<D>| attachment.drives() || attachment.waits().is_some();
+        let is_ready = self.attachments[index].is_ready();
+        if matches!(input, Input::Order(Order::Prepare { .. }))
+            && !is_ready
+            && !self.attachments.iter().any(|attachment| is_at_work(&**attachment))
         {
             self.common.cpus.step_aside();
         }
-        self.common.drives_one =
-            self.attachments.iter().filter(|attachment| each!(attachment, attachment => attachment.drives())).count()
-                == 1;
-        each!(&mut self.attachments[index], attachment => attachment.hear(&mut self.common, input));
-        let awaits_fence = |attachment: &AnyAttachment<D>| each!(attachment, attachment => attachment.awaits_fence());
-        match self.attachments.iter().any(|attachment| each!(attachment, attachment => attachment.is_ready())) {
+        self.common.drives_one = self.attachments.iter().filter(|attachment| attachment.drives()).count() == 1;
+        self.attachments[index].hear(&mut self.common, input);
+        match self.attachments.iter().any(|attachment| attachment.is_ready()) {
             true => self.common.go_home(),
             // Aside, the worker would be stopped late: the daemon that stops it runs aside, too.
-            false if self.attachments.iter().any(awaits_fence) => {}
+            false if self.attachments.iter().any(|attachment| attachment.awaits_fence()) => {}
             false => self.common.cpus.step_aside(),
         }
-        if each!(&self.attachments[index], attachment => attachment.is_left()) {
+        if self.attachments[index].is_left() {
             self.attachments.remove(index);
             self.over = self.attachments.is_empty();
         }
     }
 
     fn index(&self, nic: u32) -> Option<usize> {
-        self.attachments.iter().position(|attachment| each!(attachment, attachment => attachment.number()) == nic)
+        self.attachments.iter().position(|attachment| attachment.number() == nic)
     }
 
     fn message(&mut self, message: ToWorker, fds: Vec<OwnedFd>) {
@@ -367,9 +338,7 @@ impl<D: FrameHandler> Node<D> {
                     self.common.channel.tell(Some(nic), format!("{error:#}"));
                 }
             }
-            ToWorker::DriverState { nic } => {
-                self.of(nic, |attachment| each!(attachment, attachment => attachment.stored(fds.into_iter().next())))
-            }
+            ToWorker::DriverState { nic } => self.of(nic, |attachment| attachment.stored(fds.into_iter().next())),
             ToWorker::Neighbour { nic, number, addresses } => {
                 self.of_vni(nic, |attachment, common| attachment.meet(common, number, &addresses, fds))
             }
@@ -392,7 +361,7 @@ impl<D: FrameHandler> Node<D> {
             // A NIC that was left already has no captures left to end.
             ToWorker::NoCapture { nic, capture } => {
                 if let Some(index) = self.index(nic) {
-                    each!(&mut self.attachments[index], attachment => attachment.end_capture(&mut self.common, capture));
+                    captured::end(self.attachments[index].captures(&mut self.common), capture);
                 }
             }
             ToWorker::Client { nic, client } => {
@@ -405,12 +374,12 @@ impl<D: FrameHandler> Node<D> {
             ToWorker::Again => self.again(),
             ToWorker::Counts => {
                 for attachment in &mut self.attachments {
-                    each!(attachment, attachment => attachment.tell_counts(&mut self.common));
+                    attachment.tell_counts(&mut self.common);
                 }
             }
             ToWorker::End => {
                 for attachment in &mut self.attachments {
-                    each!(attachment, attachment => attachment.park(&mut self.common));
+                    attachment.park(&mut self.common);
                 }
                 self.common.cpus.step_aside();
                 self.over = true;
@@ -418,9 +387,9 @@ impl<D: FrameHandler> Node<D> {
         }
     }
 
-    fn of(&mut self, nic: u32, then: impl FnOnce(&mut AnyAttachment<D>)) {
+    fn of(&mut self, nic: u32, then: impl FnOnce(&mut dyn Attached<D>)) {
         match self.index(nic) {
-            Some(index) => then(&mut self.attachments[index]),
+            Some(index) => then(&mut *self.attachments[index]),
             None => {
                 self.common
                     .channel
@@ -439,15 +408,15 @@ impl<D: FrameHandler> Node<D> {
             .with_context(|| format!("NIC {nic} is to be captured, of which this worker has nothing"))?;
         let terms = Terms { number, socket, missed, interface, snap };
         let capture = Capture::begin(terms).context("a capture cannot begin")?;
-        each!(&mut self.attachments[index], attachment => attachment.capture(&mut self.common, capture));
+        captured::add(self.attachments[index].captures(&mut self.common), capture);
         Ok(())
     }
 
     /// Handles a message about the node's end of a VNI.
     fn of_vni(&mut self, nic: u32, then: impl FnOnce(&mut VniAttachment<D>, &mut Common) -> Result<()>) {
-        let attachment = self.index(nic).map(|index| &mut self.attachments[index]);
-        let done = match attachment {
-            Some(AnyAttachment::Vni(attachment)) => then(attachment, &mut self.common),
+        let end = self.index(nic).and_then(|index| self.attachments[index].vni());
+        let done = match end {
+            Some(end) => then(end, &mut self.common),
             _ => Err(anyhow::anyhow!("a message came about end {nic} of a VNI, of which this worker has nothing")),
         };
         if let Err(error) = done {
@@ -472,24 +441,18 @@ impl<D: FrameHandler> Node<D> {
         let is_vni = bundle.kind == message::vni::KIND;
         let given = Given { number, name, iova, fenced, bundle, fds: fds.collect(), lease_page, text };
         if is_vni {
-            self.attachments.push(AnyAttachment::Vni(Box::new(VniAttachment::new(given, &self.common, &self.told))));
+            self.attachments.push(Box::new(VniAttachment::new(given, &self.common, &self.told)));
             self.idle_looks = IDLE_LOOKS_OF_KERNEL;
             return Ok(());
         }
         let (common, told) = (&self.common, &self.told);
         self.attachments.push(match way {
-            Some((Driver::VirtioNet, true)) => {
-                AnyAttachment::VirtioVfio(Box::new(Attachment::new(given, common, told)))
-            }
-            Some((Driver::VirtioNet, false)) => {
-                AnyAttachment::VirtioUser(Box::new(Attachment::new(given, common, told)))
-            }
-            Some((Driver::E1000e | Driver::Rtl8139, true)) => {
-                AnyAttachment::E1000eVfio(Box::new(Attachment::new(given, common, told)))
-            }
+            Some((Driver::VirtioNet, true)) => attachment::<VirtioNet<Vfio>, D>(given, common, told),
+            Some((Driver::VirtioNet, false)) => attachment::<VirtioNet<VfioUser>, D>(given, common, told),
+            Some((Driver::E1000e | Driver::Rtl8139, true)) => attachment::<E1000e<Vfio>, D>(given, common, told),
             // Any attachment refuses a device bundle that it does not understand, and says what is wrong with it.
             Some((Driver::E1000e | Driver::Rtl8139, false)) | None => {
-                AnyAttachment::E1000eUser(Box::new(Attachment::new(given, common, told)))
+                attachment::<E1000e<VfioUser>, D>(given, common, told)
             }
         });
         Ok(())
@@ -501,20 +464,29 @@ impl<D: FrameHandler> Node<D> {
     fn again(&mut self) {
         for attachment in &mut self.attachments {
             // The captures came through the former daemon.
-            each!(attachment, attachment => attachment.end_captures(&mut self.common));
-            each!(attachment, attachment => if attachment.is_apart() {
+            *attachment.captures(&mut self.common) = None;
+            if attachment.is_apart() {
                 attachment.hear(&mut self.common, Input::Order(Order::Leave));
-            });
-        }
-        self.attachments.retain(|attachment| each!(attachment, attachment => !attachment.is_left()));
-        for attachment in &mut self.attachments {
-            if let AnyAttachment::Vni(attachment) = attachment {
-                attachment.tell_client_again(&mut self.common);
             }
         }
-        let nics =
-            self.attachments.iter().map(|attachment| each!(attachment, attachment => attachment.number())).collect();
+        self.attachments.retain(|attachment| !attachment.is_left());
+        for attachment in &mut self.attachments {
+            if let Some(end) = attachment.vni() {
+                end.tell_client_again(&mut self.common);
+            }
+        }
+        let nics = self.attachments.iter().map(|attachment| attachment.number()).collect();
         let mine = ToDaemon::Mine { party: self.common.party.0.get(), node: self.name.clone(), nics };
         self.common.channel.write(&mine, Vec::new());
     }
+}
+
+/// Returns an attachment for a NIC with this driver and this way to its card.
+fn attachment<N, D>(given: Given, common: &Common, told: &D::Told) -> Box<dyn Attached<D>>
+where
+    N: InPlace + Repoint + Scrub + 'static,
+    N::Bus: BundleBus,
+    D: FrameHandler,
+{
+    Box::new(Attachment::<N, D>::new(given, common, told))
 }

@@ -20,7 +20,7 @@ pub const STATE_MAX: usize = 480;
 /// A turn is over once the driver has told the card of the frames to send. If the worker is killed after that, the
 /// turn has happened and no successor repeats it. A turn must act on frames and state alone: the worker may open no
 /// file and no socket.
-pub trait Program: Sized {
+pub trait Program: Sized + 'static {
     /// State that a successor must have: plain data of at most [`STATE_MAX`] bytes, all zeros at first. It is exact
     /// over upgrade, death and handover, for each NIC and each node. The state after a turn without frames is
     /// remembered with the next turn in which a frame arrives or goes.

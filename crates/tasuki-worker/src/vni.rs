@@ -15,7 +15,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use tasuki_net::capture::{Capture, Captures};
+use tasuki_net::capture::Captures;
 use tasuki_net::endpoint::{Bridge, Dismissal, Endpoint, Recovery};
 use tasuki_net::nic::Mac;
 use tasuki_net::own::Own;
@@ -24,7 +24,7 @@ use tasuki_net::switch::Switch;
 use tasuki_net::vni::port::{Frames, VniPort};
 use tasuki_net::vni::{PeerDescriptor, Vni};
 use tasuki_relay::message::{ToDaemon, heartbeat, vni};
-use tasuki_relay::wire::{Order, Plan, Position, Reason};
+use tasuki_relay::wire::{Order, Position, Reason};
 use tasuki_relay::worker::{Do, Input, Side, Worker};
 use tasuki_relay::{After, Tenure, taker};
 use tasuki_shm::line::LINE_LEN;
@@ -34,7 +34,8 @@ use tasuki_shm::vni::directory::Lookup;
 use tasuki_shm::vni::node_memory::NodeMemoryFds;
 use tasuki_shm::wake::Clapper;
 
-use crate::attachment::{Common, Given, captured};
+use crate::attached::Attached;
+use crate::attachment::{Common, Given};
 use crate::bundle::Refused;
 use crate::fail;
 use crate::handler::FrameHandler;
@@ -138,71 +139,6 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Returns the number by which the daemon names this end, as it names NICs.
-    pub fn number(&self) -> u32 {
-        self.given.number
-    }
-
-    /// Returns whether this worker drives the end.
-    #[inline]
-    pub fn drives(&self) -> bool {
-        self.worker.drives()
-    }
-
-    /// Returns whether a worker that prepares for this end waits for our CPU.
-    pub fn is_awaited(&self) -> bool {
-        self.drives() && self.given.lease_page.is_awaited()
-    }
-
-    /// Returns whether the daemon ordered the worker to leave the end.
-    pub fn is_left(&self) -> bool {
-        matches!(self.worker.side(), Side::Taker(taker::State::Left))
-    }
-
-    /// Returns whether this worker drives the end or could do so at once.
-    pub fn is_ready(&self) -> bool {
-        self.is_ready && !self.is_left()
-    }
-
-    /// Returns whether an order to take is microseconds away: never for an end.
-    pub fn is_called(&self) -> bool {
-        false
-    }
-
-    /// Returns whether the lease was passed to a node that has us fenced: never, since an end stays with its node.
-    pub fn awaits_fence(&self) -> bool {
-        false
-    }
-
-    /// Returns the time since which this worker waits for the lease, if it does.
-    pub fn waits(&self) -> Option<Instant> {
-        self.waits_since
-    }
-
-    /// Returns whether the end is about to move to memory of our own: never, since node memory stays in place.
-    pub fn is_apart(&self) -> bool {
-        false
-    }
-
-    /// Ignores the plan for the next order to release: there is one way only.
-    pub fn plan(&mut self, _: Plan) {}
-
-    /// Ignores a driver state for the next order to take: an end has none.
-    pub fn stored(&mut self, _: Option<OwnedFd>) {}
-
-    /// Returns whether a taker may poll the lease word without sleeping: only if the driver stays on another CPU
-    /// than ours.
-    pub fn may_spin(&self, cpu: Option<u32>) -> bool {
-        matches!((self.given.lease_page.driver_cpu(), cpu), (Some(its), Some(ours)) if its != ours)
-    }
-
-    /// Returns the lease word if it differs from the tenure we know, and always while we wait for the lease.
-    #[inline]
-    pub fn word(&self) -> Option<Input> {
-        let now = self.given.lease_page.tenure();
-        (self.waits_since.is_some() || now != self.tenure).then_some(Input::Word(now))
-    }
-
     /// Adds a node of the VNI, or replaces the memory of a known one.
     pub fn meet(&mut self, common: &mut Common, number: u16, addresses: &[IpAddr], fds: Vec<OwnedFd>) -> Result<()> {
         ensure!(number < NODES_MAX, "the daemon speaks of node {number}, and a VNI has {NODES_MAX}");
@@ -259,54 +195,6 @@ impl<D: FrameHandler> VniAttachment<D> {
 
     fn on_vni<'a>(&'a mut self, common: &'a mut Common) -> Option<&'a mut dyn OnVni> {
         self.sleeper(common).map(Sleeper::on_vni)
-    }
-
-    fn captures<'a>(&'a mut self, common: &'a mut Common) -> &'a mut Option<Box<Captures>> {
-        match self.end.as_mut().and_then(|end| end.sleeper(&mut common.uplink)) {
-            Some(end) => end.on_vni().captures(),
-            None => &mut self.captures,
-        }
-    }
-
-    /// Adds a capture.
-    pub fn capture(&mut self, common: &mut Common, capture: Capture) {
-        captured::add(self.captures(common), capture);
-    }
-
-    /// Ends the capture with this number.
-    pub fn end_capture(&mut self, common: &mut Common, number: u32) {
-        captured::end(self.captures(common), number);
-    }
-
-    /// Ends all captures. A new daemon does not know those that came through the former one.
-    pub fn end_captures(&mut self, common: &mut Common) {
-        *self.captures(common) = None;
-    }
-
-    /// Sends the end's counts to the daemon, if the end is driven here.
-    pub fn tell_counts(&mut self, common: &mut Common) {
-        let Some(end) = self.on_vni(common) else { return };
-        let mut counts: Vec<_> = end.counts().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
-        if let Some(End::Native(_)) = self.end {
-            counts.extend(self.handler.counts());
-        }
-        common.channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
-    }
-
-    /// Passes an input to the relay's tables and carries out the actions they name, until no input is left.
-    pub fn hear(&mut self, common: &mut Common, input: Input) {
-        if let Input::Order(Order::Prepare { kind, version, .. }) = input {
-            self.asked = (kind, version);
-        }
-        let mut inputs = VecDeque::from([input]);
-        while let Some(input) = inputs.pop_front() {
-            match self.worker.hear(&common.tables, input) {
-                Ok(todo) => inputs.extend(todo.into_iter().filter_map(|what| self.act(common, what))),
-                Err(refused) => common.channel.tell(Some(self.given.number), format!("{input:?} was {refused}")),
-            }
-        }
-        let waits = matches!(self.worker.side(), Side::Taker(taker::State::Waiting));
-        self.waits_since = if waits { self.waits_since.or_else(|| Some(Instant::now())) } else { None };
     }
 
     fn act(&mut self, common: &mut Common, what: Do) -> Option<Input> {
@@ -539,9 +427,63 @@ impl<D: FrameHandler> VniAttachment<D> {
         Ok(Switch::new(self.own_number()?, Lookup::new(directory.claims(0, lines)?)))
     }
 
-    /// Runs one turn in each direction. Returns the number of frames moved.
+    /// Runs periodic work if it is due. Returns the time until it is due again, or nothing if no work is left.
+    fn tick(&mut self, common: &mut Common) -> Option<Duration> {
+        self.end.as_ref()?;
+        let now = Instant::now();
+        let passed = now.saturating_duration_since(self.ticked);
+        if passed < TICK {
+            return Some(TICK - passed);
+        }
+        self.ticked = now;
+        self.on_vni(common)?.tick(now).then_some(TICK)
+    }
+}
+
+impl<D: FrameHandler> Attached<D> for VniAttachment<D> {
+    fn given(&self) -> &Given {
+        &self.given
+    }
+
+    fn worker(&self) -> &Worker {
+        &self.worker
+    }
+
+    fn vni(&mut self) -> Option<&mut VniAttachment<D>> {
+        Some(self)
+    }
+
+    fn is_ready(&self) -> bool {
+        self.is_ready && !self.is_left()
+    }
+
+    fn waits(&self) -> Option<Instant> {
+        self.waits_since
+    }
+
     #[inline]
-    pub fn turn(&mut self, common: &mut Common) -> usize {
+    fn word(&self) -> Option<Input> {
+        let now = self.given.lease_page.tenure();
+        (self.waits_since.is_some() || now != self.tenure).then_some(Input::Word(now))
+    }
+
+    fn hear(&mut self, common: &mut Common, input: Input) {
+        if let Input::Order(Order::Prepare { kind, version, .. }) = input {
+            self.asked = (kind, version);
+        }
+        let mut inputs = VecDeque::from([input]);
+        while let Some(input) = inputs.pop_front() {
+            match self.worker.hear(&common.tables, input) {
+                Ok(todo) => inputs.extend(todo.into_iter().filter_map(|what| self.act(common, what))),
+                Err(refused) => common.channel.tell(Some(self.given.number), format!("{input:?} was {refused}")),
+            }
+        }
+        let waits = matches!(self.worker.side(), Side::Taker(taker::State::Waiting));
+        self.waits_since = if waits { self.waits_since.or_else(|| Some(Instant::now())) } else { None };
+    }
+
+    #[inline]
+    fn turn(&mut self, common: &mut Common) -> usize {
         let (moved, now) = match &mut self.end {
             Some(End::Bridge(bridge)) => {
                 let moved = bridge.turn();
@@ -572,20 +514,38 @@ impl<D: FrameHandler> VniAttachment<D> {
         moved
     }
 
-    /// Runs periodic work if it is due. Returns the time until it is due again, or nothing if no work is left.
-    fn tick(&mut self, common: &mut Common) -> Option<Duration> {
-        self.end.as_ref()?;
-        let now = Instant::now();
-        let passed = now.saturating_duration_since(self.ticked);
-        if passed < TICK {
-            return Some(TICK - passed);
-        }
-        self.ticked = now;
-        self.on_vni(common)?.tick(now).then_some(TICK)
+    fn arm(&mut self, common: &mut Common) -> bool {
+        self.tell_news_of_client(common);
+        self.sleeper(common).is_none_or(|end| end.arm() == Armed::Idle)
     }
 
-    /// Checks at intervals whether the programs behind the endpoint can still come.
-    pub fn now_and_then(&mut self, common: &mut Common) {
+    fn rest(&mut self, common: &mut Common) -> Option<Duration> {
+        let due = self.tick(common);
+        let waits = self.sleeper(common).and_then(|end| end.waits());
+        // A handler that waits for room has no other work.
+        let works = matches!(self.end, Some(End::Native(_)) if waits.is_none()).then(|| self.handler.rest()).flatten();
+        [due, waits, works].into_iter().flatten().min()
+    }
+
+    fn fds<'a>(&'a self, common: &'a Common) -> [Option<BorrowedFd<'a>>; 2] {
+        match &self.end {
+            Some(end) => end.sleeper_ref(&common.uplink).map_or([None; 2], Sleeper::fds),
+            None => [self.waits_since.and_then(|_| self.given.fds.get(WAKE)).map(AsFd::as_fd), None],
+        }
+    }
+
+    fn wake(&mut self, common: &mut Common) {
+        let waits_since = self.waits_since;
+        match (self.sleeper(common), waits_since) {
+            (Some(end), _) => end.wake(),
+            (None, Some(_)) => {
+                let _ = rustix::io::read(&self.given.fds[WAKE], &mut [0; 8]);
+            }
+            (None, None) => {}
+        }
+    }
+
+    fn now_and_then(&mut self, common: &mut Common) {
         if let (Some(End::Bridge(bridge)), Some(endpoint), false) = (&self.end, &common.endpoint, self.is_gone)
             && bridge.end.fd().is_none()
         {
@@ -603,49 +563,23 @@ impl<D: FrameHandler> VniAttachment<D> {
         }
     }
 
-    /// Arms the bells. Returns whether the worker may sleep.
-    pub fn arm(&mut self, common: &mut Common) -> bool {
-        self.tell_news_of_client(common);
-        self.sleeper(common).is_none_or(|end| end.arm() == Armed::Idle)
-    }
-
-    /// Returns how long the worker may sleep before there is work without a bell.
-    pub fn rest(&mut self, common: &mut Common) -> Option<Duration> {
-        let due = self.tick(common);
-        let waits = self.sleeper(common).and_then(|end| end.waits());
-        // A handler that waits for room has no other work.
-        let works = matches!(self.end, Some(End::Native(_)) if waits.is_none()).then(|| self.handler.rest()).flatten();
-        [due, waits, works].into_iter().flatten().min()
-    }
-
-    /// Returns what becomes readable when there is work: while the end is driven, its bell and the source of the
-    /// programs' frames; while we wait for the lease, the bell that the giver rings.
-    pub fn fds<'a>(&'a self, common: &'a Common) -> [Option<BorrowedFd<'a>>; 2] {
-        match &self.end {
-            Some(end) => end.sleeper_ref(&common.uplink).map_or([None; 2], Sleeper::fds),
-            None => [self.waits_since.and_then(|_| self.given.fds.get(WAKE)).map(AsFd::as_fd), None],
+    fn captures<'a>(&'a mut self, common: &'a mut Common) -> &'a mut Option<Box<Captures>> {
+        match self.end.as_mut().and_then(|end| end.sleeper(&mut common.uplink)) {
+            Some(end) => end.on_vni().captures(),
+            None => &mut self.captures,
         }
     }
 
-    /// Returns the connection to a device's server: none, since no server stands behind an end.
-    pub fn line(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
-    /// Ends the sleep that [`arm`](Self::arm) prepared.
-    pub fn quiesce(&mut self, common: &mut Common) {
-        let waits_since = self.waits_since;
-        match (self.sleeper(common), waits_since) {
-            (Some(end), _) => end.wake(),
-            (None, Some(_)) => {
-                let _ = rustix::io::read(&self.given.fds[WAKE], &mut [0; 8]);
-            }
-            (None, None) => {}
+    fn tell_counts(&mut self, common: &mut Common) {
+        let Some(end) = self.on_vni(common) else { return };
+        let mut counts: Vec<_> = end.counts().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        if let Some(End::Native(_)) = self.end {
+            counts.extend(self.handler.counts());
         }
+        common.channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
-    /// Stops driving the end. Frames that were sent stay available to a successor.
-    pub fn park(&mut self, common: &mut Common) {
+    fn park(&mut self, common: &mut Common) {
         if let Some(connection) = self.connection() {
             connection.dismiss(Dismissal::Over);
         }

@@ -17,6 +17,7 @@ use tasuki_shm::arena::Arena;
 use tasuki_shm::region::{Region, RegionError};
 
 use super::{Attachment, Card, Common, EMPTY_HANDS, LAST_BURST};
+use crate::attached::Attached as _;
 use crate::bundle::{self, Moved, Refused, Text};
 use crate::channel::DaemonChannel;
 use crate::handler::FrameHandler;

@@ -5,7 +5,7 @@ use tasuki_net::capture::{Capture, Captures};
 use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::{InPlace, Repoint, Scrub};
 
-use super::{Attachment, Card, Common};
+use super::{Attachment, Card};
 use crate::handler::FrameHandler;
 
 /// Adds a capture.
@@ -24,31 +24,16 @@ impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
 where
     N::Bus: BundleBus,
 {
-    fn captures(&mut self) -> &mut Option<Box<Captures>> {
+    pub(super) fn own_captures(&mut self) -> &mut Option<Box<Captures>> {
         match &mut self.card {
             Card::Driven(nic) => nic.captures(),
             _ => &mut self.captures,
         }
     }
 
-    /// Starts a capture.
-    pub fn capture(&mut self, _: &mut Common, capture: Capture) {
-        add(self.captures(), capture);
-    }
-
-    /// Ends the capture with this number.
-    pub fn end_capture(&mut self, _: &mut Common, number: u32) {
-        end(self.captures(), number);
-    }
-
-    /// Ends all captures, whether the driver or the attachment holds them.
-    pub fn end_captures(&mut self, _: &mut Common) {
-        *self.captures() = None;
-    }
-
     /// Takes the captures back from a driver that is about to be dropped.
     pub(super) fn keep_captures(&mut self) {
-        self.captures = self.captures().take();
+        self.captures = self.own_captures().take();
     }
 
     /// Drives the NIC from now on, and gives the driver the captures.

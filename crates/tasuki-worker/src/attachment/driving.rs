@@ -1,13 +1,21 @@
-//! A driven NIC: its part of the data path, its periodic checks, and its sleep.
+//! A NIC as the worker's loop sees it: its part of the data path, its periodic checks, and its sleep.
 
-use std::os::fd::{AsFd, BorrowedFd};
-use std::time::Duration;
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
 
+use tasuki_net::capture::Captures;
 use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::{InPlace, Link, NicError, Repoint, Scrub};
 use tasuki_net::port::Armed;
+use tasuki_relay::message::ToDaemon;
+use tasuki_relay::wire::{Order, Plan};
+use tasuki_relay::worker::{Input, Side, Worker};
+use tasuki_relay::{After, taker};
+use tasuki_shm::arena::Arena;
 
-use super::{Attachment, Card, Common, LAST_BURST};
+use super::{Attachment, CALLED, Card, Common, FENCED_WITHIN, Given, LAST_BURST};
+use crate::attached::Attached;
 use crate::bundle;
 use crate::handler::FrameHandler;
 
@@ -15,9 +23,130 @@ impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
 where
     N::Bus: BundleBus,
 {
-    /// Runs one burst. Returns the number of frames moved.
+    /// Returns the bell: while the NIC is driven, the card rings it; while we wait for the lease, the giver does.
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        match &self.card {
+            Card::Driven(nic) if self.drives() && !self.gone => Some(nic.fd()),
+            _ if self.waits_since.is_some() => self.wake.as_ref().map(AsFd::as_fd),
+            _ => None,
+        }
+    }
+
+    /// Marks the card as gone and reports it. No other worker can drive it either.
+    #[cold]
+    pub(super) fn lose(&mut self, common: &mut Common, error: &NicError) {
+        if !self.gone {
+            self.gone = true;
+            let help = match error {
+                NicError::Gone => "; when it is there again, stop all (tasuki stop) and start tasukid anew",
+                _ => "",
+            };
+            common.channel.tell(Some(self.given.number), format!("{error}{help}"));
+        }
+    }
+}
+
+impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attached<D> for Attachment<N, D>
+where
+    N::Bus: BundleBus,
+{
+    fn given(&self) -> &Given {
+        &self.given
+    }
+
+    fn worker(&self) -> &Worker {
+        &self.worker
+    }
+
+    fn is_ready(&self) -> bool {
+        !self.is_left() && !matches!(self.card, Card::Unknown | Card::Passed(_))
+    }
+
+    fn waits(&self) -> Option<Instant> {
+        self.waits_since
+    }
+
+    fn is_apart(&self) -> bool {
+        match self.card {
+            Card::Apart(_) => true,
+            Card::Cold(..) => self.own.is_some(),
+            _ => false,
+        }
+    }
+
+    fn awaits_fence(&self) -> bool {
+        self.passed.is_some_and(|since| since.elapsed() < FENCED_WITHIN)
+    }
+
+    fn plan(&mut self, plan: Plan) {
+        // When a taker that is ready receives the plan again, the giver has released the NIC and is being fenced.
+        self.called = (plan.fenced && matches!(self.card, Card::Apart(_))).then(Instant::now);
+        self.plan = Some(plan);
+    }
+
+    fn is_called(&self) -> bool {
+        self.called.is_some_and(|since| since.elapsed() < CALLED)
+    }
+
+    fn stored(&mut self, memory: Option<OwnedFd>) {
+        self.stored = memory;
+    }
+
+    fn tell_counts(&mut self, common: &mut Common) {
+        let Card::Driven(nic) = &mut self.card else { return };
+        let mut counts: Vec<_> = nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        // Slots of the arena that the card has. If this count keeps growing, slots are lost for good.
+        let slots = self.arena.as_ref().map(Arena::census);
+        counts.extend(slots.map(|slots| ("slots_with_card".to_owned(), slots.peer.into())));
+        counts.extend(self.handler.counts());
+        common.channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
+    }
+
+    fn hear(&mut self, common: &mut Common, input: Input) {
+        if let Input::Order(Order::Prepare { kind, version, method, .. }) = input {
+            (self.asked, self.method) = ((kind, version), method);
+        }
+        if let Input::Order(Order::Take { epoch, after, .. }) = input {
+            self.called = None;
+            // The plan to store counts once. If the relay comes to nothing, the lease is granted anew and the ledger
+            // says where to go on.
+            let stores = self.plan.as_mut().is_some_and(|plan| std::mem::take(&mut plan.store));
+            self.awaits_driver_state = (stores && after == After::Passed).then_some(epoch);
+        }
+        if matches!(input, Input::Order(Order::StandDown)) {
+            // A driver state stored for a relay that came to nothing is not valid for the next relay.
+            (self.stored, self.awaits_driver_state) = (None, None);
+        }
+        let mut inputs = VecDeque::from([input]);
+        while let Some(input) = inputs.pop_front() {
+            match self.worker.hear(&common.tables, input) {
+                Ok(todo) => inputs.extend(todo.into_iter().filter_map(|what| self.act(common, what))),
+                Err(refused) => common.channel.tell(Some(self.given.number), format!("{input:?} was {refused}")),
+            }
+        }
+        let waits = matches!(self.worker.side(), Side::Taker(taker::State::Waiting));
+        self.waits_since = if waits { self.waits_since.or_else(|| Some(Instant::now())) } else { None };
+    }
+
     #[inline]
-    pub fn turn(&mut self, common: &mut Common) -> usize {
+    fn word(&self) -> Option<Input> {
+        let now = self.given.lease_page.tenure();
+        let is_news = if self.waits_since.is_some() { !self.is_early(now) } else { now != self.tenure };
+        is_news.then_some(Input::Word(now))
+    }
+
+    fn park(&mut self, common: &mut Common) {
+        self.burst.clear();
+        self.give_up();
+        if let Card::Driven(nic) = std::mem::replace(&mut self.card, Card::Unknown)
+            && let Err(failed) = nic.park()
+        {
+            common.channel.tell(Some(self.given.number), failed.error.to_string());
+        }
+    }
+
+    #[inline]
+    fn turn(&mut self, common: &mut Common) -> usize {
         let (Card::Driven(nic), Some(arena), false) = (&mut self.card, &self.arena, self.gone) else { return 0 };
         match self.handler.turn(nic, &mut common.context(arena, self.given.number), &mut self.burst) {
             Ok(moved) => moved,
@@ -28,9 +157,7 @@ where
         }
     }
 
-    /// Checks what need not be checked once a burst: whether the card still exists, and whether its link has come
-    /// up.
-    pub fn now_and_then(&mut self, common: &mut Common) {
+    fn now_and_then(&mut self, common: &mut Common) {
         if self.gone {
             return;
         }
@@ -47,8 +174,7 @@ where
         }
     }
 
-    /// Arms the bells. Returns whether the worker may sleep.
-    pub fn arm(&mut self, common: &mut Common) -> bool {
+    fn arm(&mut self, common: &mut Common) -> bool {
         // If a namespace goes on sending and the card takes nothing, the link is down, and the worker may sleep. Its
         // pending frames then have not come from the card.
         if self.drives() && !self.gone && !self.burst.is_empty() && !self.handler.holds_its_own() {
@@ -73,51 +199,28 @@ where
         }
     }
 
-    /// Returns how long the worker may sleep before there is work without a bell.
-    pub fn rest(&self, _: &mut Common) -> Option<Duration> {
+    fn rest(&mut self, _: &mut Common) -> Option<Duration> {
         let is_stuck = self.handler.holds_its_own() && !self.burst.is_empty();
         if self.drives() && !self.gone { self.handler.rest().or(is_stuck.then_some(LAST_BURST)) } else { None }
     }
 
-    /// Returns the descriptor that hangs up when the card's server ends, while the NIC is driven.
-    pub fn line(&self) -> Option<BorrowedFd<'_>> {
-        let is_used = self.drives() && !self.gone;
-        self.given.fds.get(bundle::DEVICE).filter(|_| is_used).map(AsFd::as_fd)
-    }
-
-    /// Returns what becomes readable when there is work: the [bell](Self::bell), and, while the NIC is driven and no
-    /// earlier frames are pending, the source of the programs' frames.
-    pub fn fds(&self, _: &Common) -> [Option<BorrowedFd<'_>>; 2] {
+    fn fds<'a>(&'a self, _: &'a Common) -> [Option<BorrowedFd<'a>>; 2] {
         let takes = self.drives() && !self.gone && self.burst.is_empty();
         [self.bell(), self.handler.bell().filter(|_| takes)]
     }
 
-    /// Returns the bell: while the NIC is driven, the card rings it; while we wait for the lease, the giver does.
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
-        match &self.card {
-            Card::Driven(nic) if self.drives() && !self.gone => Some(nic.fd()),
-            _ if self.waits_since.is_some() => self.wake.as_ref().map(AsFd::as_fd),
-            _ => None,
-        }
+    fn line(&self) -> Option<BorrowedFd<'_>> {
+        let is_used = self.drives() && !self.gone;
+        self.given.fds.get(bundle::DEVICE).filter(|_| is_used).map(AsFd::as_fd)
     }
 
-    /// Clears the bell that a giver rang after it passed the lease.
-    pub fn quiesce(&self, _: &mut Common) {
+    fn wake(&mut self, _: &mut Common) {
         if let (Some(_), Some(wake)) = (self.waits_since, &self.wake) {
             let _ = rustix::io::read(wake, &mut [0; 8]);
         }
     }
 
-    /// Marks the card as gone and reports it. No other worker can drive it either.
-    #[cold]
-    pub(super) fn lose(&mut self, common: &mut Common, error: &NicError) {
-        if !self.gone {
-            self.gone = true;
-            let help = match error {
-                NicError::Gone => "; when it is there again, stop all (tasuki stop) and start tasukid anew",
-                _ => "",
-            };
-            common.channel.tell(Some(self.given.number), format!("{error}{help}"));
-        }
+    fn captures<'a>(&'a mut self, _: &'a mut Common) -> &'a mut Option<Box<Captures>> {
+        self.own_captures()
     }
 }
