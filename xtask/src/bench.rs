@@ -34,6 +34,9 @@ pub fn bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
     if args.first().is_some_and(|bench| bench == "vni") {
         needs::provide(&[needs::IP, needs::IPERF3, needs::TESTPMD]);
     }
+    if args.first().is_some_and(|bench| bench == "guest") {
+        needs::provide(&[needs::TESTPMD]);
+    }
     if args.first().is_some_and(|bench| bench == "relay") && wants_guest(args) {
         needs::provide(&[needs::QEMU]);
         match guest::prepare_relay(checkout) {

@@ -8,6 +8,7 @@ mod cpus;
 mod demo;
 mod distance;
 mod floors;
+mod guest;
 mod host;
 mod interrupt;
 mod iperf;
@@ -60,6 +61,8 @@ enum Bench {
     Nic(How),
     /// Measures Ethernet between nodes through shared memory.
     Vni(How),
+    /// Measures the network card of a virtual machine.
+    Guest(How),
     /// Measures a NIC that changes hands while packets flow.
     Relay {
         #[command(flatten)]
@@ -204,7 +207,7 @@ fn main() -> ExitCode {
 
 fn run() -> Result<()> {
     let asked = Arguments::parse().bench;
-    if let Bench::Call(how) | Bench::Nic(how) | Bench::Vni(how) | Bench::Relay { how, .. } = &asked
+    if let Bench::Call(how) | Bench::Nic(how) | Bench::Vni(how) | Bench::Guest(how) | Bench::Relay { how, .. } = &asked
         && how.markdown
     {
         table::write_markdown();
@@ -220,6 +223,12 @@ fn run() -> Result<()> {
             Ok((nic::rows(samples)?, None))
         }),
         Bench::Vni(how) => vni(&how),
+        Bench::Guest(how) => {
+            let interrupt = Interrupt::catch()?;
+            let json = how.json_file()?;
+            let rows = guest::rows(how.quick, &how.only, &interrupt)?;
+            publish(&Report { bench: "guest", host: Host::look(Cpus::choose()?), rows }, None, json)
+        }
         Bench::Relay { how, guest } => relay(&how, guest.as_deref()),
         Bench::TapNode { number, cpu } => vni::tap_node(number, cpu),
         Bench::IdleNode { number } => vni::idle_node(number),

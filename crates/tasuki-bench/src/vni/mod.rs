@@ -24,7 +24,7 @@ use crate::program;
 use crate::rounds::{Effort, Manner};
 use crate::sample::Sample;
 
-use huge::HugePages;
+pub use huge::HugePages;
 pub use idle::node as idle_node;
 pub use netns::tap_node;
 pub use rows::{is_of_namespaces, rows, rows_of_namespaces};

@@ -56,8 +56,8 @@ pub enum Nodes {
     },
 }
 
-/// A node that is on a VNI: a network namespace, a program with a memif, what is behind a Linux interface, or a native
-/// program.
+/// A node that is on a VNI: a network namespace, a program with a memif, a virtual machine, what is behind a Linux
+/// interface, or a native program.
 #[derive(Debug, Args)]
 #[command(group(ArgGroup::new("endpoint").required(true).args(["netns", "memif", "vm", "link", "native"])))]
 #[command(group(ArgGroup::new("handles").requires("native").args(["work", "program"])))]

@@ -27,6 +27,8 @@ pub struct Bridge<E: ?Sized = dyn Endpoint> {
     notes: Option<Notes>,
     /// Ledger of turns that are committed as a whole.
     ledger: Option<Ledger>,
+    /// The endpoint's mark in the ledger.
+    last_mark: Option<u64>,
     waits: Waits,
     /// The endpoint was not ready when the bridge was armed.
     naps: bool,
@@ -62,6 +64,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             vni,
             switch,
             notes,
+            last_mark: ledger.as_ref().and_then(Ledger::mark),
             ledger,
             waits: Waits::default(),
             naps: false,
@@ -170,12 +173,14 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         let went = if egress.send_waiting() { end.take(&mut egress) } else { 0 };
         let sent = self.taken - taken;
         let came: u64 = handled.iter().map(|it| it.count).sum();
-        let Self { vni, ledger: Some(ledger), end, .. } = self else { return 0 };
-        if came == 0 && went == 0 {
+        let Self { vni, ledger: Some(ledger), last_mark, end, .. } = self else { return 0 };
+        let mark = end.mark();
+        if came == 0 && went == 0 && *last_mark == Some(mark) {
             end.commit();
             return 0;
         }
-        ledger.commit(&handled, vni.staged(), sent, end.mark());
+        *last_mark = Some(mark);
+        ledger.commit(&handled, vni.staged(), sent, mark);
         vni.flush_with(|| {
             end.commit();
             point("endpoint.committed");

@@ -3,7 +3,7 @@
 //!
 //! Its maker can change its bytes at any time. So bytes go in and out only as copies, and we lend out nothing but
 //! atomics (M2). It need not be sealed against further writers, because it has some anyway. But none of its pages
-//! may be a huge page, since a hole in those cannot always be filled (M3).
+//! may be a huge page, since a hole in those cannot always be filled (M3); unless it is mapped under a guard.
 #![allow(unsafe_code, reason = "copies bytes that another process reads and writes at will")]
 
 use std::os::fd::BorrowedFd;
@@ -13,7 +13,7 @@ use rustix::fs::SealFlags;
 use rustix::mm::ProtFlags;
 
 use super::guard::Guard;
-use super::{Mapping, PeerRegion, RegionError, Shared, Span, copy_abroad, sealed_len};
+use super::{Mapping, PAGE_LEN, PeerRegion, RegionError, Shared, Span, copy_abroad, sealed_len};
 
 /// File system type that `statfs` reports for a file on huge pages. Source: `include/uapi/linux/magic.h`.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
@@ -53,7 +53,10 @@ impl CommonRegion {
         if have < len {
             return Err(RegionError::Truncated { have, need: len });
         }
-        let mut mapping = Mapping::new(memory, len.max(1), ProtFlags::READ | ProtFlags::WRITE)?;
+        // Whole pages of the file: a part of a huge page can be neither unmapped nor replaced.
+        let page = usize::try_from(stat.st_blksize).map_or(PAGE_LEN, |page| page.max(PAGE_LEN));
+        let whole = len.max(1).next_multiple_of(page);
+        let mut mapping = Mapping::new(memory, whole, ProtFlags::READ | ProtFlags::WRITE)?;
         mapping.guard = Some(Guard::on(&mapping)?);
         Ok(CommonRegion { mapping: Arc::new(mapping) })
     }

@@ -24,12 +24,14 @@ pub struct Channel {
     bytes: [u8; HEAD_LEN + BODY_MAX],
     have: usize,
     fds: ArrayVec<OwnedFd, FDS_MAX>,
+    /// Answers that wait until the state is committed of which they speak.
+    answers: Vec<u8>,
 }
 
 impl Channel {
     /// Talks to the front end behind `socket`, which must not block.
     pub fn new(socket: OwnedFd) -> Self {
-        Channel { socket, bytes: [0; HEAD_LEN + BODY_MAX], have: 0, fds: ArrayVec::new() }
+        Channel { socket, bytes: [0; HEAD_LEN + BODY_MAX], have: 0, fds: ArrayVec::new(), answers: Vec::new() }
     }
 
     /// Returns the socket.
@@ -52,7 +54,8 @@ impl Channel {
         super::hang_up(&self.socket);
     }
 
-    /// Reads the front end's messages, has `device` handle them, and answers. Adds the number of messages to `count`.
+    /// Reads the front end's messages and has `device` handle them. Adds the number of messages to `count`. The answers
+    /// go with [`answer`](Self::answer).
     ///
     /// # Errors
     /// Why the front end is to be sent away.
@@ -67,8 +70,8 @@ impl Channel {
             let done = device.hear(request, body, fds);
             let wants_ack = flags & flags::NEED_REPLY != 0 && device.has_protocol(protocol::REPLY_ACK);
             match done? {
-                Some(body) => self.answer(request, &body)?,
-                None if wants_ack => self.answer(request, 0_u64.as_bytes())?,
+                Some(body) => self.prepare(request, &body),
+                None if wants_ack => self.prepare(request, 0_u64.as_bytes()),
                 None => {}
             }
         }
@@ -121,13 +124,29 @@ impl Channel {
         }
     }
 
-    fn answer(&self, request: u32, body: &[u8]) -> Result<(), Refusal> {
+    fn prepare(&mut self, request: u32, body: &[u8]) {
         let len = u32::try_from(body.len()).expect("an answer is short");
         let head = Head { request, flags: flags::VERSION | flags::REPLY, len };
-        let parts = [IoSlice::new(head.as_bytes()), IoSlice::new(body)];
+        self.answers.extend_from_slice(head.as_bytes());
+        self.answers.extend_from_slice(body);
+    }
+
+    /// Sends the answers.
+    ///
+    /// # Errors
+    /// The front end does not read them.
+    #[inline]
+    pub fn answer(&mut self) -> Result<(), Refusal> {
+        if self.answers.is_empty() {
+            return Ok(());
+        }
+        let parts = [IoSlice::new(&self.answers)];
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        match sendmsg(self.socket.as_fd(), &parts, &mut SendAncillaryBuffer::default(), flags) {
-            Ok(sent) if sent == head.as_bytes().len() + body.len() => Ok(()),
+        let sent = sendmsg(self.socket.as_fd(), &parts, &mut SendAncillaryBuffer::default(), flags);
+        let whole = self.answers.len();
+        self.answers.clear();
+        match sent {
+            Ok(sent) if sent == whole => Ok(()),
             Ok(_) | Err(Errno::AGAIN) => Err(Refusal::Deaf),
             Err(_) => Err(Refusal::Left),
         }

@@ -70,6 +70,12 @@ pub enum Refusal {
     /// A rule of a virtqueue.
     #[error(transparent)]
     Queue(#[from] Broken),
+    /// A predecessor had heard more than it could tell.
+    #[error("its worker ended while the device changed: it has to connect again")]
+    Stale,
+    /// It connected and says nothing.
+    #[error("it connected and said nothing for 5 seconds")]
+    Silent,
     /// It does not read our answers.
     #[error("it does not read the answers that it asked for")]
     Deaf,
@@ -106,7 +112,7 @@ pub struct Text {
     features: u64,
     protocol_features: u64,
     status: u64,
-    /// Number of times that a ring was started: marks of other sessions do not count.
+    /// Number of the device's state, which grows with each change: marks of another state do not count.
     session: u32,
     rings: [RingText; RINGS],
     /// Stretches: guest address, front end's address, length, offset.
@@ -132,6 +138,16 @@ fn body<T: FromBytes>(request: u32, bytes: &[u8]) -> Result<T, Refusal> {
 }
 
 impl Device {
+    /// Makes the device of a new front end. `session` is the last one of the front end before.
+    pub fn new(session: u32) -> Self {
+        Device { text: Text { session: session.wrapping_add(1), ..Text::default() }, ..Device::default() }
+    }
+
+    /// Returns the number of its state.
+    pub fn session(&self) -> u32 {
+        self.text.session
+    }
+
     /// Handles a request. Returns the body of the answer, if the request has one of its own.
     pub fn hear(
         &mut self,
@@ -139,6 +155,17 @@ impl Device {
         bytes: &[u8],
         mut fds: ArrayVec<OwnedFd, FDS_MAX>,
     ) -> Result<Option<Vec<u8>>, Refusal> {
+        let asks = matches!(
+            request,
+            request::GET_FEATURES
+                | request::GET_PROTOCOL_FEATURES
+                | request::GET_STATUS
+                | request::GET_MAX_MEM_SLOTS
+                | request::SET_OWNER
+        );
+        if !asks {
+            self.text.session = self.text.session.wrapping_add(1);
+        }
         let number = |number: u64| Ok(Some(number.as_bytes().to_vec()));
         let has_protocol = |bit| self.text.protocol_features & bit != 0;
         match request {
@@ -168,7 +195,8 @@ impl Device {
             request::ADD_MEM_REG if has_protocol(protocol::CONFIGURE_MEM_SLOTS) => {
                 let region = bytes.get(8..).unwrap_or_default();
                 let region: Region = body(request, region)?;
-                let file = fds.pop().filter(|_| fds.is_empty()).ok_or(Refusal::Descriptors(request, fds.len()))?;
+                let count = fds.len();
+                let file = fds.pop().filter(|_| count == 1).ok_or(Refusal::Descriptors(request, count))?;
                 self.add(region, file)?;
                 self.open_queues()?;
             }
@@ -258,7 +286,6 @@ impl Device {
         ring.is_started = true;
         self.kicks[at] = fd;
         self.queues[at] = None;
-        self.text.session = self.text.session.wrapping_add(1);
         self.open_queues()
     }
 
@@ -314,7 +341,6 @@ impl Device {
         for (at, ring) in self.text.rings.iter_mut().enumerate() {
             if let Some(queue) = self.queues[at].take() {
                 (ring.base, ring.done) = queue.indices();
-                self.text.session = self.text.session.wrapping_add(1);
             }
         }
     }
@@ -405,6 +431,9 @@ impl Device {
             let file = fds.next().expect("they were counted");
             device.add(Region { guest, len, user, offset }, file).map_err(|refusal| refusal.to_string())?;
         }
+        if !fds.as_slice().iter().all(|fd| super::is_eventfd(fd.as_fd())) {
+            return Err(format!("what came as the eventfds of a virtual machine are none; {older}"));
+        }
         let has = [0, 1].map(|at| (device.text.rings[at].has_kick, device.text.rings[at].has_call));
         device.kicks = has.map(|(kick, _)| kick.then(|| fds.next().expect("they were counted")));
         device.calls = has.map(|(_, call)| call.then(|| fds.next().expect("they were counted")));
@@ -412,8 +441,16 @@ impl Device {
     }
 
     /// Goes on where a predecessor stopped, whose last mark this is.
+    ///
+    /// # Errors
+    /// The mark is of a later state than the description, or a ring is broken.
     pub fn go_on(&mut self, mark: Option<u64>) -> Result<(), Refusal> {
-        let mark = mark.filter(|mark| mark >> 32 == u64::from(self.text.session));
+        let session = mark.map(|mark| u32::try_from(mark >> 32).expect("four bytes"));
+        let is_later = |session: u32| (1..1 << 31).contains(&session.wrapping_sub(self.text.session));
+        if session.is_some_and(is_later) {
+            return Err(Refusal::Stale);
+        }
+        let mark = mark.filter(|_| session == Some(self.text.session));
         let has_protocol = self.has(feature::PROTOCOL_FEATURES);
         let has_event_index = self.has(feature::EVENT_IDX);
         for (at, ring) in self.text.rings.iter().enumerate() {

@@ -61,6 +61,9 @@ const LONG_HEADER: usize = 12;
 /// Maximum number of buffers that one frame is merged from.
 const MERGED_MAX: usize = 64;
 
+/// How long a front end may say nothing after it has connected.
+const SILENCE: Duration = Duration::from_secs(5);
+
 /// How long a turn before a handover waits for the rest of a message.
 const LAST_WORD: Duration = Duration::from_millis(5);
 
@@ -91,6 +94,8 @@ pub(super) fn open(listener: OwnedFd, _: &str, _: &str) -> Result<Box<dyn Endpoi
 struct Machine {
     channel: Channel,
     device: Device,
+    /// When it connected, until it has said something.
+    silent: Option<Instant>,
 }
 
 /// The back end of a machine's network card.
@@ -104,6 +109,8 @@ pub struct Guest {
     serves: bool,
     /// How far the rings were when a predecessor committed last.
     mark: Option<u64>,
+    /// The last state of a device of this node.
+    session: u32,
     has_news: bool,
     /// Grows whenever the parts of the machine change.
     version: u64,
@@ -145,6 +152,7 @@ impl Guest {
             inherited: None,
             serves: false,
             mark: None,
+            session: 0,
             has_news: false,
             version: 0,
             trouble: None,
@@ -169,15 +177,12 @@ impl Guest {
         self.knocked = false;
         let was_running = self.is_running();
         if let Some(machine) = &mut self.machine {
-            let Machine { channel, device } = &mut **machine;
+            let Machine { channel, device, silent } = &mut **machine;
             let before = self.version;
             let heard = channel.hear(device, &mut self.version);
             if self.version != before {
-                self.has_news = true;
-                // Kicks may have changed, and were not watched yet. A descriptor that is watched already is an error
-                // of no consequence.
-                device.kicks().for_each(|kick| _ = watch(&self.epoll, kick.as_fd()));
-                self.is_quiesced = false;
+                (self.has_news, self.is_quiesced, *silent) = (true, false, None);
+                self.watch_all();
             }
             if let Err(refusal) = heard {
                 self.end(&refusal);
@@ -194,7 +199,8 @@ impl Guest {
                 continue;
             }
             if watch(&self.epoll, socket.as_fd()).is_ok() {
-                self.machine = Some(Box::new(Machine { channel: Channel::new(socket), device: Device::default() }));
+                let (channel, device) = (Channel::new(socket), Device::new(self.session));
+                self.machine = Some(Box::new(Machine { channel, device, silent: Some(Instant::now()) }));
             }
         }
     }
@@ -204,7 +210,8 @@ impl Guest {
         let Some(machine) = self.machine.take() else { return };
         self.has_news = true;
         self.version += 1;
-        self.unwatch(&machine);
+        self.session = machine.device.session();
+        self.watch_all();
         if *refusal != Refusal::Left {
             self.clients.refused += 1;
             self.trouble = Some(format!("the machine's front end was sent away: {refusal}"));
@@ -212,9 +219,16 @@ impl Guest {
         machine.channel.hang_up();
     }
 
-    fn unwatch(&self, machine: &Machine) {
-        let _ = epoll::delete(&self.epoll, machine.channel.socket());
-        machine.device.kicks().for_each(|kick| _ = epoll::delete(&self.epoll, kick));
+    /// Watches the listener, and of the machine the socket and the eventfds that it has now. The front end may have
+    /// earlier eventfds open too, so closing ours would not end their watch: begin with none.
+    fn watch_all(&mut self) {
+        let Ok(epoll) = epoll::create(epoll::CreateFlags::CLOEXEC) else { return };
+        let _ = watch(&epoll, self.listener.as_fd());
+        if let Some(machine) = &self.machine {
+            let _ = watch(&epoll, machine.channel.socket().as_fd());
+            machine.device.kicks().for_each(|kick| _ = watch(&epoll, kick.as_fd()));
+        }
+        self.epoll = epoll;
     }
 
     /// Goes on with the machine of a predecessor.
@@ -223,31 +237,41 @@ impl Guest {
             return;
         }
         let went = machine.device.go_on(self.mark);
-        let _ = watch(&self.epoll, machine.channel.socket().as_fd());
-        machine.device.kicks().for_each(|kick| _ = watch(&self.epoll, kick.as_fd()));
         // A predecessor may have ended before it interrupted the guest.
         [TO_GUEST, FROM_GUEST].into_iter().filter_map(|at| machine.device.call(at)).for_each(ring);
         (self.machine, self.is_quiesced, self.knocked) = (Some(machine), false, true);
+        self.watch_all();
         if let Err(refusal) = went {
             self.end(&refusal);
         }
     }
 
-    fn take_from_guest(&mut self, egress: &mut Egress<'_>) -> Result<usize, Broken> {
-        let Self { machine, chain, is_quiesced, .. } = self;
-        let Some(machine) = machine else { return Ok(0) };
+    /// Returns the number of frames taken, also before the guest broke a rule.
+    fn take_from_guest(&mut self, egress: &mut Egress<'_>) -> usize {
+        let Self { machine, chain, is_quiesced, broken, .. } = self;
+        let Some(machine) = machine else { return 0 };
         let header = header_len(&machine.device);
         let Device { memory, queues, .. } = &mut machine.device;
-        let Some(queue) = &mut queues[FROM_GUEST] else { return Ok(0) };
-        if queue.look()? == 0 {
-            return Ok(0);
+        let Some(queue) = &mut queues[FROM_GUEST] else { return 0 };
+        match queue.look() {
+            Ok(0) => return 0,
+            Ok(_) => {}
+            Err(rule) => {
+                *broken = Some(rule.into());
+                return 0;
+            }
         }
         if !std::mem::replace(is_quiesced, true) {
             queue.want_kicks(false);
         }
         for count in 0..TAKES {
-            if !queue.take(memory, chain)? {
-                return Ok(count);
+            match queue.take(memory, chain) {
+                Ok(true) => {}
+                Ok(false) => return count,
+                Err(rule) => {
+                    *broken = Some(rule.into());
+                    return count;
+                }
             }
             let mut offload = Offload::default();
             let pieces = &chain.readable;
@@ -257,11 +281,11 @@ impl Guest {
             let goes_on = egress.send_unfinished(len, &offload, |room| _ = memory.copy_to(pieces, header, room));
             if !goes_on {
                 queue.put_back(1);
-                return Ok(count);
+                return count;
             }
             queue.complete(chain.head, 0);
         }
-        Ok(TAKES)
+        TAKES
     }
 
     fn give_to_guest(
@@ -479,11 +503,12 @@ impl Endpoint for Guest {
 
     fn resume(&mut self, mark: Option<u64>) {
         (self.mark, self.serves) = (mark, true);
+        self.session = mark.map_or(0, |mark| u32::try_from(mark >> 32).expect("four bytes"));
         self.inherited.take().into_iter().for_each(|machine| self.go_on_now(machine));
     }
 
     fn mark(&self) -> u64 {
-        self.machine.as_ref().map_or(0, |machine| machine.device.mark())
+        self.machine.as_ref().map_or(u64::from(self.session) << 32, |machine| machine.device.mark())
     }
 
     fn attend(&mut self) {
@@ -512,16 +537,16 @@ impl Endpoint for Guest {
         if self.broken.is_some() {
             return 0;
         }
-        self.take_from_guest(egress).unwrap_or_else(|broken| {
-            self.broken = Some(broken.into());
-            0
-        })
+        self.take_from_guest(egress)
     }
 
     /// Shows the guest what is completed, and interrupts it if it wants that.
     #[inline]
     fn commit(&mut self) {
         if let Some(machine) = &mut self.machine {
+            if let Err(refusal) = machine.channel.answer() {
+                self.broken.get_or_insert(refusal);
+            }
             for at in [TO_GUEST, FROM_GUEST] {
                 let wants = machine.device.queues[at].as_mut().is_some_and(Queue::show);
                 point("guest.shown");
@@ -560,8 +585,12 @@ impl Endpoint for Guest {
         self.machine.as_ref().filter(|machine| machine.device.must_poll()).map(|_| ROOM_AGAIN)
     }
 
-    fn tick(&mut self, _: Instant) -> bool {
+    fn tick(&mut self, now: Instant) -> bool {
         self.knocked = true;
+        let silent = self.machine.as_ref().and_then(|machine| machine.silent);
+        if silent.is_some_and(|since| now.saturating_duration_since(since) >= SILENCE) {
+            self.end(&Refusal::Silent);
+        }
         self.machine.is_some() && !self.is_running()
     }
 
@@ -580,12 +609,13 @@ impl Endpoint for Guest {
     fn release(&mut self) {
         self.serves = false;
         if let Some(mut machine) = self.machine.take() {
-            self.unwatch(&machine);
+            self.session = machine.device.session();
             let is_running = machine.device.queues.iter().all(Option::is_some);
             machine.device.queues = [None, None];
             // It is ours again if the successor gives the lease back.
             self.inherited = is_running.then_some(machine);
         }
+        self.watch_all();
     }
 
     fn counts(&self) -> Vec<(&'static str, u64)> {
@@ -631,7 +661,8 @@ impl Connection for Guest {
             return Err("no socket came with a virtual machine; rebuild the older of daemon and worker".to_owned());
         }
         let socket = fds.remove(0);
-        let machine = Box::new(Machine { channel: Channel::new(socket), device: Device::again(&text, fds)? });
+        let (channel, device) = (Channel::new(socket), Device::again(&text, fds)?);
+        let machine = Box::new(Machine { channel, device, silent: None });
         if self.serves {
             self.go_on_now(machine);
         } else {

@@ -347,3 +347,79 @@ fn a_guest_is_interrupted_once_a_turn_and_only_if_it_wants_that() {
     assert!(!machine.was_rung(theirs::RECEIVE));
     assert_eq!(machine.receive().len(), 1);
 }
+
+#[test]
+fn a_machine_after_another_begins_at_its_own_rings_whoever_serves_it() {
+    let mut net = Net::new();
+    let mut first = net.machine(ALL, 64);
+    for number in 0..20 {
+        assert!(first.send(&frame(OTHER, US, number)));
+        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+    }
+    net.other.flush();
+    net.settle();
+    assert_eq!((received(&mut net.other).len(), first.receive().len()), (20, 20));
+    drop(first);
+    net.settle();
+    let mut second = net.machine(ALL, 64);
+    let parts = net.parts();
+    net.replace(parts);
+    net.settle();
+    assert_eq!((second.completed(theirs::SEND), second.completed(theirs::RECEIVE)), (0, 0));
+    assert!(second.send(&frame(OTHER, US, 1)));
+    net.other.send(US, &frame(US, OTHER, 1)).unwrap();
+    net.other.flush();
+    net.settle();
+    assert_eq!(received(&mut net.other), [frame(OTHER, US, 1)]);
+    assert_eq!(second.receive(), [frame(US, OTHER, 1)]);
+}
+
+#[test]
+fn a_description_from_before_a_change_is_not_gone_by() {
+    let mut net = Net::new();
+    let mut machine = net.machine(ALL, 64);
+    for number in 0..20 {
+        assert!(machine.send(&frame(OTHER, US, number)));
+    }
+    net.settle();
+    let stale = net.parts();
+    // The ring stops, and starts anew at its beginning; the worker is killed before it tells the daemon.
+    let base = machine.ask(11, &theirs::state(1, 0), &mut || net.turn());
+    assert_eq!(base >> 32, 20);
+    net.replace(stale);
+    net.settle();
+    assert!(!net.guest().is_running());
+    assert!(net.trouble().contains("it has to connect again"));
+    assert!(machine.is_hung_up());
+}
+
+#[test]
+fn good_chains_before_a_bad_one_go() {
+    let mut net = Net::new();
+    let mut machine = net.machine(ALL, 64);
+    assert!(machine.send(&frame(OTHER, US, 1)));
+    machine.describe(0x8000, 1, theirs::GUEST + theirs::LEN, 64, 0, 0);
+    machine.offer(theirs::SEND, 1);
+    net.settle();
+    assert_eq!(received(&mut net.other), [frame(OTHER, US, 1)]);
+    assert!(net.trouble().contains("a descriptor lies outside"));
+}
+
+#[test]
+fn an_eventfd_that_was_replaced_wakes_nobody() {
+    let mut net = Net::new();
+    let machine = net.machine(ALL, 64);
+    let new = theirs::eventfd();
+    assert!(theirs::send(&machine.socket, &theirs::message(12, 0, &1_u64.to_ne_bytes()), &[new.as_fd()]));
+    net.settle();
+    rustix::io::write(&machine.kicks[1], &1_u64.to_ne_bytes()).unwrap();
+    let node = net.node.as_mut().unwrap();
+    assert_eq!(node.arm(), Armed::Idle);
+    let is_readable = |fd: BorrowedFd<'_>| {
+        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&at_once)) == Ok(1)
+    };
+    assert!(!is_readable(node.source().unwrap()));
+    rustix::io::write(&new, &1_u64.to_ne_bytes()).unwrap();
+    assert!(is_readable(node.source().unwrap()));
+}

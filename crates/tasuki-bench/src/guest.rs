@@ -1,0 +1,255 @@
+//! The network card of a virtual machine: frames between a front end of vhost-user and our back end, beside DPDK's back
+//! end with the same front end. The front end is DPDK's virtio-user, as fast as a guest can be; each end has one CPU.
+//!
+//! `g2h`: the guest sends. Our back end copies each frame into the node's pool, from which another node of the same
+//! thread reads it. `h2g`: that node sends; our back end copies each frame into the guest's buffers.
+
+use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use tasuki_net::endpoint::Bridge;
+use tasuki_net::endpoint::guest::Guest;
+use tasuki_net::switch::Switch;
+use tasuki_net::vni::{PeerDescriptor, Vni};
+use tasuki_shm::line::{Claims, LINE_LEN};
+use tasuki_shm::region::{Pages, Region};
+use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
+use tasuki_shm::vni::node_memory::{NodeMemoryFds, POOL_PAGES};
+use tasuki_shm::wake::Clapper;
+
+use crate::cpus::{self, Cpus};
+use crate::interrupt::Interrupt;
+use crate::program;
+use crate::report::{Kind, Row};
+use crate::vni::HugePages;
+use crate::workplace::Workplace;
+
+/// Numbers of the guest's node and of the other.
+const GUEST: u16 = 0;
+const OTHER: u16 = 1;
+
+/// Station addresses that testpmd's generator uses: its own, and that of its peer.
+const FROM: [u8; 6] = [2, 0, 0, 0, 0, 0];
+const TO_GUEST: [u8; 6] = [2, 0, 0, 0, 0, 1];
+
+/// How the frames go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    GuestToHost,
+    HostToGuest,
+}
+
+/// The cases: name, way, and length of a frame in bytes.
+const CASES: [(&str, Way, usize); 4] = [
+    ("g2h-64", Way::GuestToHost, 64),
+    ("g2h-1518", Way::GuestToHost, 1514),
+    ("h2g-64", Way::HostToGuest, 64),
+    ("h2g-1518", Way::HostToGuest, 1514),
+];
+
+/// Seconds of a measurement, after the front end has begun.
+const SECONDS: u64 = 6;
+
+/// Measures, and makes the rows.
+pub fn rows(is_quick: bool, only: &[String], interrupt: &Interrupt) -> Result<Vec<Row>> {
+    ensure!(program::is_there("dpdk-testpmd"), "it needs dpdk-testpmd (apt-get install dpdk-dev)");
+    let _pages = HugePages::reserve()?;
+    let cpus = Cpus::choose()?;
+    let rounds = if is_quick { 1 } else { 5 };
+    let is_wanted = |name: &str| only.is_empty() || only.iter().any(|prefix| name.starts_with(prefix.as_str()));
+    let mut rows = Vec::new();
+    for (name, way, len) in CASES.into_iter().filter(|(name, ..)| is_wanted(name)) {
+        let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+        for round in 1..=rounds {
+            ours.push(by_bridge(way, len, cpus, interrupt)?);
+            theirs.push(by_dpdk(way, len, cpus, interrupt)?);
+            let mega = |rates: &[f64]| rates.last().map_or(0.0, |rate| rate / 1e6);
+            eprintln!("round {round}/{rounds} · {name} · {:.2} Mpps, DPDK {:.2} Mpps", mega(&ours), mega(&theirs));
+        }
+        let bar = if len == 64 { 1.0 } else { 1.2 };
+        let row = Row::higher(name, "pps", "frames/s", middle(ours)).against("dpdk-vhost", Kind::Peer, middle(theirs));
+        rows.push(row.bar(bar, "dpdk-vhost")?);
+    }
+    ensure!(!rows.is_empty(), "no case begins so; the cases are {}", CASES.map(|(name, ..)| name).join(", "));
+    Ok(rows)
+}
+
+fn middle(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// The middle of the three best one-second rates: the others have the begin or the end of the traffic in them.
+fn best(mut rates: Vec<f64>) -> Result<f64> {
+    rates.sort_by(f64::total_cmp);
+    let best = rates.split_off(rates.len().saturating_sub(3));
+    ensure!(best.iter().any(|rate| *rate > 0.0), "no frame came");
+    Ok(middle(best))
+}
+
+/// A program of DPDK that forwards for some time and prints its rates. Dropping it ends it.
+struct Testpmd(Child);
+
+impl Drop for Testpmd {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Testpmd {
+    fn start(cpu: usize, vdev: &str, mode: &str, len: usize) -> Result<Self> {
+        let mut command = Command::new("dpdk-testpmd");
+        let prefix = format!("tasuki{}-{cpu}", std::process::id());
+        command.args(["--lcores", &format!("0@{cpu},1@{cpu}"), "--file-prefix", &prefix]);
+        command.args(["--no-pci", "-m", "256", "--single-file-segments", "--vdev", vdev, "--", "--nb-cores=1"]);
+        command.arg(format!("--forward-mode={mode}")).arg(format!("--txpkts={len}"));
+        command.args(["--stats-period", "1", "--txd=1024", "--rxd=1024"]);
+        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
+        Ok(Testpmd(child.context("dpdk-testpmd could not be started")?))
+    }
+
+    /// Reads the rates at which it receives, for `seconds`.
+    fn received(&mut self, seconds: u64, interrupt: &Interrupt) -> Result<Vec<f64>> {
+        let out = self.0.stdout.take().context("its output was taken")?;
+        let until = Instant::now() + Duration::from_secs(seconds);
+        let mut rates = Vec::new();
+        for line in BufReader::new(out).lines().map_while(Result::ok) {
+            interrupt.check()?;
+            let rate: Option<f64> =
+                line.split_once("Rx-pps:").and_then(|(_, rest)| rest.split_whitespace().next()?.parse().ok());
+            rates.extend(rate);
+            if Instant::now() > until {
+                break;
+            }
+        }
+        Ok(rates)
+    }
+}
+
+fn front(socket: &Path, cpu: usize, way: Way, len: usize) -> Result<Testpmd> {
+    let vdev = format!("net_virtio_user0,path={},queues=1,queue_size=1024", socket.display());
+    Testpmd::start(cpu, &vdev, if way == Way::GuestToHost { "txonly" } else { "rxonly" }, len)
+}
+
+/// Measures DPDK's back end.
+fn by_dpdk(way: Way, len: usize, cpus: Cpus, interrupt: &Interrupt) -> Result<f64> {
+    let folder = Workplace::new()?;
+    let socket = folder.directory().join("vhost.sock");
+    let mode = if way == Way::GuestToHost { "rxonly" } else { "txonly" };
+    let mut back = Testpmd::start(cpus.server, &format!("net_vhost0,iface={}", socket.display()), mode, len)?;
+    let until = Instant::now() + program::PATIENCE;
+    while !socket.exists() {
+        ensure!(Instant::now() < until, "DPDK's back end does not begin");
+        std::thread::sleep(program::LOOK);
+    }
+    std::thread::sleep(Duration::from_secs(1));
+    let mut front = front(&socket, cpus.client, way, len)?;
+    let receiver = if way == Way::GuestToHost { &mut back } else { &mut front };
+    best(receiver.received(SECONDS + 2, interrupt)?)
+}
+
+/// Measures our back end.
+fn by_bridge(way: Way, len: usize, cpus: Cpus, interrupt: &Interrupt) -> Result<f64> {
+    let folder = Workplace::new()?;
+    let socket = folder.directory().join("vm.sock");
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::bind(&listener, &SocketAddrUnix::new(&socket)?)?;
+    rustix::net::listen(&listener, 1)?;
+    let (count, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let back = scope.spawn(|| serve(listener, way, len, cpus.server, (&count, &is_over)));
+        let rates = (|| {
+            let mut front = front(&socket, cpus.client, way, len)?;
+            if way == Way::HostToGuest {
+                return front.received(SECONDS + 2, interrupt);
+            }
+            let mut rates = Vec::new();
+            let (mut before, mut since) = (0, Instant::now());
+            for _ in 0..SECONDS + 2 {
+                std::thread::sleep(Duration::from_secs(1));
+                interrupt.check()?;
+                let now = count.load(Ordering::Relaxed);
+                rates.push((now - before) as f64 / since.elapsed().as_secs_f64());
+                (before, since) = (now, Instant::now());
+            }
+            Ok(rates)
+        })();
+        is_over.store(true, Ordering::Relaxed);
+        back.join().map_err(|_| anyhow::anyhow!("the back end panicked"))??;
+        best(rates?)
+    })
+}
+
+/// Plays the back end and the other node, until it is over.
+fn serve(
+    listener: OwnedFd,
+    way: Way,
+    len: usize,
+    cpu: usize,
+    (count, is_over): (&AtomicU64, &AtomicBool),
+) -> Result<()> {
+    cpus::pin(cpu)?;
+    let memories = [GUEST, OTHER].map(|number| NodeMemoryFds::create(&format!("bench-{number}"), POOL_PAGES));
+    let [ours, theirs] = memories;
+    let (ours, theirs) = (ours?, theirs?);
+    let bells = (tasuki_shm::wake::bell_pipe()?, tasuki_shm::wake::bell_pipe()?);
+    let peer = |number, memory: &NodeMemoryFds, bell: &OwnedFd| -> Result<PeerDescriptor> {
+        let (node_memory, bell) = (memory.to_read()?, Clapper::from_peer(bell.try_clone()?));
+        Ok(PeerDescriptor { number, node_memory, bell, own: Default::default() })
+    };
+    let (to_guest, to_other) = (peer(GUEST, &ours, &bells.0.1)?, peer(OTHER, &theirs, &bells.1.1)?);
+    let mut vni = Vni::exact(GUEST, ours, bells.0.0)?;
+    let mut other = Vni::new(OTHER, theirs, bells.1.0)?;
+    vni.add(to_other)?;
+    other.add(to_guest)?;
+    vni.settle();
+    other.settle();
+    let lines = directory_lines(64);
+    let memory = Region::create("bench-directory", lines * LINE_LEN, Pages::Small)?;
+    let mut directory = Directory::new(memory.span(0, lines)?);
+    let all = [GUEST, OTHER].into_iter().fold(NodeSet::default(), |mut all, node| {
+        all.insert(node);
+        all
+    });
+    directory.set_nodes(&all);
+    // Each has others behind it: the generator sends in an address of its own.
+    directory.set_uplinks(&all);
+    let switch = Switch::new(GUEST, Lookup::new(Claims::of(memory.span(0, lines)?)));
+    let mut bridge = Bridge::new(Box::new(Guest::new(listener)?), vni, switch);
+    let frame = [&TO_GUEST[..], &FROM, &[8, 0], &vec![0x45; len - 14]].concat();
+    let mut looks = 0_u32;
+    while !is_over.load(Ordering::Relaxed) {
+        if way == Way::HostToGuest && bridge.end.is_running() {
+            for _ in 0..32 {
+                if other.send(GUEST, &frame).is_err() {
+                    break;
+                }
+            }
+            other.flush();
+        }
+        bridge.turn();
+        if way == Way::GuestToHost {
+            let mut bytes = 0;
+            other.receive(|incoming| bytes += incoming.len());
+            std::hint::black_box(bytes);
+            count.store(bridge.taken, Ordering::Relaxed);
+        }
+        looks = looks.wrapping_add(1);
+        if !bridge.end.is_running() {
+            bridge.rest(Duration::from_millis(1));
+        } else if looks.is_multiple_of(1 << 14) {
+            bridge.tick(Instant::now());
+            other.tick(Instant::now());
+            other.wake();
+        }
+    }
+    Ok(())
+}
