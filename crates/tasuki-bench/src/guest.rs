@@ -34,9 +34,10 @@ use crate::workplace::Workplace;
 const GUEST: u16 = 0;
 const OTHER: u16 = 1;
 
-/// Station addresses that testpmd's generator uses: its own, and that of its peer.
-const FROM: [u8; 6] = [2, 0, 0, 0, 0, 0];
-const TO_GUEST: [u8; 6] = [2, 0, 0, 0, 0, 1];
+/// Station addresses of both nodes.
+const ADDRESSES: [[u8; 6]; 2] = [[2, 0, 0, 0, 0, 1], [2, 0, 0, 0, 0, 2]];
+const OF_GUEST: &str = "02:00:00:00:00:01";
+const OF_OTHER: &str = "02:00:00:00:00:02";
 
 /// How the frames go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,9 +109,19 @@ impl Testpmd {
         let mut command = Command::new("dpdk-testpmd");
         let prefix = format!("tasuki{}-{cpu}", std::process::id());
         command.args(["--lcores", &format!("0@{cpu},1@{cpu}"), "--file-prefix", &prefix]);
-        command.args(["--no-pci", "-m", "256", "--single-file-segments", "--vdev", vdev, "--", "--nb-cores=1"]);
+        command.args([
+            "--no-pci",
+            "--in-memory",
+            "-m",
+            "256",
+            "--single-file-segments",
+            "--vdev",
+            vdev,
+            "--",
+            "--nb-cores=1",
+        ]);
         command.arg(format!("--forward-mode={mode}")).arg(format!("--txpkts={len}"));
-        command.args(["--stats-period", "1", "--txd=1024", "--rxd=1024"]);
+        command.args(["--stats-period", "1", "--txd=1024", "--rxd=1024", &format!("--eth-peer=0,{OF_OTHER}")]);
         let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
         Ok(Testpmd(child.context("dpdk-testpmd could not be started")?))
     }
@@ -134,7 +145,7 @@ impl Testpmd {
 }
 
 fn front(socket: &Path, cpu: usize, way: Way, len: usize) -> Result<Testpmd> {
-    let vdev = format!("net_virtio_user0,path={},queues=1,queue_size=1024", socket.display());
+    let vdev = format!("net_virtio_user0,path={},queues=1,queue_size=1024,mac={OF_GUEST}", socket.display());
     Testpmd::start(cpu, &vdev, if way == Way::GuestToHost { "txonly" } else { "rxonly" }, len)
 }
 
@@ -220,11 +231,10 @@ fn serve(
         all
     });
     directory.set_nodes(&all);
-    // Each has others behind it: the generator sends in an address of its own.
-    directory.set_uplinks(&all);
+    (GUEST..).zip(ADDRESSES).try_for_each(|(node, address)| directory.add(address, node))?;
     let switch = Switch::new(GUEST, Lookup::new(Claims::of(memory.span(0, lines)?)));
     let mut bridge = Bridge::new(Box::new(Guest::new(listener)?), vni, switch);
-    let frame = [&TO_GUEST[..], &FROM, &[8, 0], &vec![0x45; len - 14]].concat();
+    let frame = [&ADDRESSES[0][..], &ADDRESSES[1], &[8, 0], &vec![0x45; len - 14]].concat();
     let mut looks = 0_u32;
     while !is_over.load(Ordering::Relaxed) {
         if way == Way::HostToGuest && bridge.end.is_running() {

@@ -18,7 +18,6 @@ use std::collections::HashMap;
 use std::ops::Deref;
 use std::time::{Duration, Instant};
 
-use arrayvec::ArrayVec;
 use tasuki_shm::line::Line;
 use tasuki_shm::region::Span;
 use tasuki_shm::vni::NODES_MAX;
@@ -61,6 +60,8 @@ pub struct Switch<M = Span<Line>> {
     /// For each node, the address that the directory last confirmed as the node's own.
     own: Box<[Mac]>,
     learnt: HashMap<Mac, (u16, Instant)>,
+    /// First bytes of the frame that was admitted last.
+    front: Box<[u8; FRONT_MAX]>,
 }
 
 /// Address that no node owns: a group address.
@@ -70,7 +71,7 @@ const NONE: Mac = [0xff; 6];
 pub const FRONT: usize = 12;
 
 /// First bytes of a frame, as the receiver checked them: the sender can still change the frame in its own memory.
-pub type Front = ArrayVec<u8, FRONT_MAX>;
+pub type Front = [u8];
 
 impl<M: Deref<Target = [Line]>> Switch<M> {
     /// Makes the switch of node `us`.
@@ -78,8 +79,18 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         let nodes = NodeSet::default();
         let own = vec![NONE; NODES_MAX.into()].into_boxed_slice();
         let (uplinks, learnt) = (nodes, HashMap::new());
-        let mut switch =
-            Switch { us, directory, version: 0, last: None, nodes, uplinks, is_uplink: false, own, learnt };
+        let mut switch = Switch {
+            us,
+            directory,
+            version: 0,
+            last: None,
+            nodes,
+            uplinks,
+            is_uplink: false,
+            own,
+            learnt,
+            front: Box::new([0; FRONT_MAX]),
+        };
         switch.look();
         switch
     }
@@ -125,15 +136,26 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     /// Returns the first bytes of a received frame if its sender may send it (W3), and learns its source address. The
     /// caller passes these bytes on, not the ones in the sender's memory.
     #[inline]
-    pub fn admits(&mut self, incoming: &Incoming<'_>) -> Option<Front> {
+    pub fn admits(&mut self, incoming: &Incoming<'_>) -> Option<&Front> {
         let front = incoming.front()?;
         if !incoming.own.is_empty() {
-            // Copy the checked bytes once, and only those: the source must not change between the check and the use.
-            let front = incoming.long_front();
-            let may = self.may_be_from(source(front.first_chunk()?), incoming.from) && incoming.own.may_send(&front);
-            return may.then_some(front);
+            return self.admits_by_ip(incoming);
         }
-        self.may_be_from(source(&front), incoming.from).then(|| front.into_iter().collect())
+        if !self.may_be_from(source(&front), incoming.from) {
+            return None;
+        }
+        self.front[..FRONT].copy_from_slice(&front);
+        Some(&self.front[..FRONT])
+    }
+
+    /// Like [`admits`](Self::admits), for a node whose IP addresses are known.
+    #[cold]
+    fn admits_by_ip(&mut self, incoming: &Incoming<'_>) -> Option<&Front> {
+        // Copy the checked bytes once, and only those: the source must not change between the check and the use.
+        let len = incoming.long_front(&mut self.front);
+        let from = source(self.front.first_chunk().expect("it has room for more"));
+        let may = self.may_be_from(from, incoming.from) && incoming.own.may_send(&self.front[..len]);
+        may.then_some(&self.front[..len])
     }
 
     /// Like [`admits`](Self::admits), for a frame that was copied into our own memory, from byte 0 on.

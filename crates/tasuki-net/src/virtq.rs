@@ -131,6 +131,28 @@ impl DriverMemory {
         Ok(())
     }
 
+    fn at(&self, address: u64) -> Option<(&CommonRegion, usize)> {
+        let stretch = self.0.iter().find(|it| address.wrapping_sub(it.guest) < it.len)?;
+        let offset = stretch.offset.wrapping_add(address - stretch.guest);
+        Some((&stretch.region, usize::try_from(offset).ok()?))
+    }
+
+    /// Brings `len` bytes at the driver's address `address` nearer, to be read soon.
+    #[inline]
+    pub fn prefetch_to_read(&self, address: u64, len: usize) {
+        if let Some((region, offset)) = self.at(address) {
+            region.prefetch_to_read(offset, len);
+        }
+    }
+
+    /// Brings `len` bytes at the driver's address `address` nearer, to be written soon.
+    #[inline]
+    pub fn prefetch_to_write(&self, address: u64, len: usize) {
+        if let Some((region, offset)) = self.at(address) {
+            region.prefetch_to_write(offset, len);
+        }
+    }
+
     fn region(&self, piece: Piece) -> &CommonRegion {
         &self.0[usize::from(piece.stretch)].region
     }
@@ -332,6 +354,18 @@ impl Queue {
         self.walk(memory, chain)?;
         self.next = self.next.wrapping_add(1);
         Ok(true)
+    }
+
+    /// Returns the address of the first bytes of the chain that is `ahead` behind the next, if the driver had made it
+    /// available at the last look. It is unchecked: a hint.
+    #[inline]
+    pub fn address_ahead(&self, ahead: u16) -> Option<u64> {
+        if self.known.wrapping_sub(self.next) <= ahead {
+            return None;
+        }
+        let at = RING + usize::from(self.next.wrapping_add(ahead) & (self.size - 1));
+        let head = u16::from_le(self.available[at].load(Relaxed)) & (self.size - 1);
+        Some(u64::from_le(self.descriptors[2 * usize::from(head)].load(Relaxed)))
     }
 
     /// Puts the last `count` chains that were taken back.

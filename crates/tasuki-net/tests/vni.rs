@@ -623,7 +623,7 @@ mod tests {
                     pool.write_all_at(&VICTIM, at as u64).unwrap();
                     count += 1;
                 }
-                assert_eq!(incoming.write_with_header(into.as_fd(), &front).unwrap(), HEADER_LEN + sent.len());
+                assert_eq!(incoming.write_with_header(into.as_fd(), front).unwrap(), HEADER_LEN + sent.len());
                 assert!(switch.admits(&incoming).is_none(), "it is changed");
             });
             let mut came = vec![0; HEADER_LEN + sent.len()];

@@ -209,7 +209,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
                     incoming.refuse(&mut dropped.forged, &mut dropped.too_late);
                     Given::Taken(0)
                 }
-                Some(front) => end.give(&incoming, &front, dropped),
+                Some(front) => end.give(&incoming, front, dropped),
             };
             match taken {
                 Given::Taken(count) => {
@@ -323,7 +323,7 @@ impl<E: Endpoint + ?Sized> Reader for Giver<'_, E> {
     #[inline]
     fn frame(&mut self, incoming: Incoming<'_>) {
         match self.switch.admits(&incoming) {
-            Some(front) => match self.end.give(&incoming, &front, self.dropped) {
+            Some(front) => match self.end.give(&incoming, front, self.dropped) {
                 Given::Taken(count) => self.given += count,
                 Given::NoRoom => self.dropped.no_buffer += 1,
             },

@@ -158,20 +158,26 @@ impl Egress<'_> {
     /// frame carries the same ones.
     #[inline]
     pub fn send(&mut self, len: usize, copy: impl Fn(&mut [u8])) -> bool {
-        self.send_unfinished(len, &Offload::default(), copy)
-    }
-
-    /// Like [`send`](Self::send), for a frame with work left to do.
-    #[inline]
-    pub fn send_unfinished(&mut self, len: usize, offload: &Offload, copy: impl Fn(&mut [u8])) -> bool {
         let mut front = [0; 14];
         if len >= front.len() {
             copy(&mut front);
         }
+        self.send_unfinished(len, &Offload::default(), &front, copy)
+    }
+
+    /// Like [`send`](Self::send), for a frame with work left to do. Its first bytes were read before: `front`.
+    #[inline]
+    pub fn send_unfinished(
+        &mut self,
+        len: usize,
+        offload: &Offload,
+        front: &[u8; 14],
+        copy: impl Fn(&mut [u8]),
+    ) -> bool {
         let header = (!is_finished(offload)).then_some(offload.as_bytes());
-        self.send_filled(len, header, &front, |room| {
+        self.send_filled(len, header, front, |room| {
             copy(room);
-            room[..14].copy_from_slice(&front);
+            room[..14].copy_from_slice(front);
         })
     }
 

@@ -76,13 +76,12 @@ impl Incoming<'_> {
         Some(front)
     }
 
-    /// Returns a longer copy: enough to check the frame's IP addresses.
+    /// Copies more of the frame: enough to check its IP addresses. Returns the number of bytes.
     #[cold]
-    pub(crate) fn long_front(&self) -> Front {
-        let mut front = [0; FRONT_MAX];
+    pub(crate) fn long_front(&self, front: &mut [u8; FRONT_MAX]) -> usize {
         let len = self.len().min(FRONT_MAX);
         self.pool.copy_to(self.frame(), &mut front[..len]);
-        front[..len].iter().copied().collect()
+        len
     }
 
     /// Counts the frame as `forged`: not from the node that sent it. If its sender has taken it back meanwhile, counts

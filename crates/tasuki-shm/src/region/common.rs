@@ -82,6 +82,22 @@ impl CommonRegion {
         Span::new(&self.mapping, offset, count)
     }
 
+    /// Brings `len` bytes at `offset` nearer, to be read soon. Does nothing for bytes outside the region.
+    #[inline]
+    pub fn prefetch_to_read(&self, offset: usize, len: usize) {
+        if let Ok(first) = self.mapping.check(offset, len) {
+            super::prefetch_to_read(first, len);
+        }
+    }
+
+    /// Brings `len` bytes at `offset` nearer, to be written soon. Does nothing for bytes outside the region.
+    #[inline]
+    pub fn prefetch_to_write(&self, offset: usize, len: usize) {
+        if let Ok(first) = self.mapping.check(offset, len) {
+            super::prefetch_to_write(first, len);
+        }
+    }
+
     /// Copies bytes from `offset` on into `into`, whatever other processes do to them meanwhile.
     #[inline]
     pub fn copy_to(&self, offset: usize, into: &mut [u8]) -> Result<(), RegionError> {

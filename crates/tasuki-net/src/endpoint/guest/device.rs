@@ -361,6 +361,10 @@ impl Device {
             }
             let has_event_index = self.text.features & feature::EVENT_IDX != 0;
             let queue = Queue::new(&self.memory, ring.place, ring.base, None, has_event_index)?;
+            if at == TO_GUEST {
+                // Nobody waits for buffers in its sleep.
+                queue.want_kicks(false);
+            }
             ring.done = queue.indices().1;
             self.queues[at] = Some(queue);
         }
