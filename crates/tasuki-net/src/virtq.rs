@@ -8,7 +8,7 @@
 //!   queue starts.
 //! - **Q2** The driver's index is at most a queue ahead of ours.
 //! - **Q3** A descriptor is read once, and used only after a check that its bytes lie in memory that was announced.
-//! - **Q4** A chain has at most [`PIECES_MAX`] pieces and at most as many descriptors as its table, so that a loop ends.
+//! - **Q4** A chain has at most [`PIECES_MAX`] descriptors and pieces, so that a loop ends, and soon.
 //! - **Q5** Chains complete in the order in which they were made available.
 //!
 //! The model of the card (`tasuki-sim`) has an end of its own: a judge of drivers must share no code with them.
@@ -61,7 +61,7 @@ pub enum Broken {
     #[error("a descriptor lies outside the memory that was announced")]
     Outside,
     /// Q4.
-    #[error("a chain is longer than its table, or has more than {PIECES_MAX} pieces")]
+    #[error("a chain has more than {PIECES_MAX} descriptors or pieces, or is a loop")]
     Chain,
     /// A table of descriptors in a descriptor is odd: in itself, with a successor, or of no whole number.
     #[error("an indirect table is within another, is followed by a descriptor, or has a broken descriptor")]
@@ -376,7 +376,7 @@ impl Queue {
     #[inline]
     fn walk(&self, memory: &DriverMemory, chain: &mut Chain) -> Result<(), Broken> {
         let mut at = chain.head;
-        for _ in 0..self.size {
+        for _ in 0..PIECES_MAX {
             let first = 2 * usize::from(at);
             let words = [0, 1].map(|word| self.descriptors[first + word].load(Relaxed));
             let descriptor = Descriptor::of(words[0], words[1]);
@@ -406,7 +406,7 @@ impl Queue {
         let mut lies = ArrayVec::new();
         memory.pieces(table.address, table.len, &mut lies)?;
         let mut at = 0;
-        for _ in 0..count {
+        for _ in 0..count.min(PIECES_MAX) {
             let mut bytes = [0; DESCRIPTOR_LEN];
             memory.copy_to(&lies, at * DESCRIPTOR_LEN, &mut bytes);
             let [address, rest] =

@@ -11,9 +11,12 @@ use super::notes::{FRONT_LEN, Notes, len_of};
 use super::{Dropped, Endpoint, Given, Recovery};
 use crate::port::Armed;
 use crate::switch::Switch;
-use crate::vni::ledger::{HEADS_MAX, Handled, Ledger, point};
+use crate::vni::ledger::{HEADS_MAX, Handled, Ledger, MESSAGES_MAX, point};
 use crate::vni::offload::HEADER_LEN;
 use crate::vni::{BESIDE, Incoming, PIECE_MAX, Reader, Vni};
+
+/// Maximum number of nodes whose frames wait for room at the endpoint.
+const STALLS_MAX: usize = 32;
 
 /// Maximum number of frames that a turn gives, if it is committed as a whole.
 const GIVES: usize = 64;
@@ -32,8 +35,8 @@ pub struct Bridge<E: ?Sized = dyn Endpoint> {
     waits: Waits,
     /// The endpoint was not ready when the bridge was armed.
     naps: bool,
-    /// When the endpoint began to have no room, if it has had none since.
-    stalls: Option<Instant>,
+    /// Nodes whose next frame found no room at the endpoint, and since when.
+    stalls: ArrayVec<(u16, Instant), STALLS_MAX>,
     /// Number of frames that the programs received.
     pub given: u64,
     /// Number of frames that the programs sent.
@@ -68,7 +71,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             ledger,
             waits: Waits::default(),
             naps: false,
-            stalls: None,
+            stalls: ArrayVec::new(),
             given: 0,
             taken: 0,
             dropped: Dropped::default(),
@@ -114,8 +117,10 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
 
     fn split(&mut self) -> (Egress<'_>, &mut E) {
         let Self { vni, switch, notes, waits, taken, dropped, end, .. } = self;
+        let most = if self.ledger.is_some() { MESSAGES_MAX } else { usize::MAX };
+        let notes = notes.as_mut();
         let egress =
-            Egress { vni, switch, notes: notes.as_mut(), waits, patience: WAIT, is_checked: true, taken, dropped };
+            Egress { vni, switch, notes, waits, patience: WAIT, is_checked: true, posted: 0, most, taken, dropped };
         (egress, end)
     }
 
@@ -214,9 +219,11 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             match taken {
                 Given::Taken(count) => {
                     *given += count as u64;
-                    *stalls = stalls.filter(|_| count == 0);
+                    if count > 0 {
+                        stalls.retain(|(from, _)| *from != incoming.from);
+                    }
                 }
-                Given::NoRoom if stalls.get_or_insert_with(Instant::now).elapsed() < WAIT => return false,
+                Given::NoRoom if may_wait(stalls, incoming.from) => return false,
                 Given::NoRoom => dropped.no_buffer += 1,
             }
             if let Some(captures) = &mut captures {
@@ -252,7 +259,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             return Armed::Busy;
         }
         // Do not look at frames that the endpoint does not take yet: it may need this very CPU to make room.
-        let is_stalled = self.stalls.is_some_and(|since| since.elapsed() < WAIT);
+        let is_stalled = self.stalls.iter().any(|(_, since)| since.elapsed() < WAIT);
         self.naps = is_stalled || !self.end.is_ready();
         if self.naps { Armed::Idle } else { self.vni.arm() }
     }
@@ -308,6 +315,17 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         counts.extend(self.end.counts());
         counts.push(("pages_left", self.vni.pages_left().into()));
         counts
+    }
+}
+
+/// Returns whether a frame of node `from` may wait for room at the endpoint, with those behind it. Frames of others have
+/// waits of their own.
+#[cold]
+fn may_wait(stalls: &mut ArrayVec<(u16, Instant), STALLS_MAX>, from: u16) -> bool {
+    match stalls.iter().find(|(node, _)| *node == from) {
+        Some((_, since)) => since.elapsed() < WAIT,
+        // Where many nodes wait, a further one does not.
+        None => stalls.try_push((from, Instant::now())).is_ok(),
     }
 }
 

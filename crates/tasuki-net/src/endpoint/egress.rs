@@ -62,6 +62,9 @@ pub struct Egress<'a> {
     pub(crate) waits: &'a mut Waits,
     /// How long a frame waits.
     pub(crate) patience: Duration,
+    /// Number of messages to nodes so far, and the most of a turn: a ledger holds no more.
+    pub(crate) posted: usize,
+    pub(crate) most: usize,
     /// Whether frames must come from an address of this node. The receivers check that in any case.
     pub(crate) is_checked: bool,
     pub(crate) taken: &'a mut u64,
@@ -206,14 +209,23 @@ impl Egress<'_> {
         match self.find(addresses_of(front)) {
             None => true,
             Some(To::Node(node)) => {
+                if self.posted >= self.most {
+                    return false;
+                }
                 let sent = self.vni.draft(node, len).map(fill);
                 if sent.is_ok() {
+                    self.posted += 1;
                     self.vni.post(node, len, header.is_some());
                 }
                 self.went(node, sent)
             }
             Some(several) => {
                 let nodes = self.switch.nodes_of(several);
+                let count = nodes.iter().count();
+                if self.posted > 0 && self.posted + count > self.most {
+                    return false;
+                }
+                self.posted += count;
                 match self.vni.send_to_all(nodes.iter(), len, header.is_some(), fill) {
                     Ok(_) => *self.taken += 1,
                     Err(_) => self.dropped.no_room += 1,

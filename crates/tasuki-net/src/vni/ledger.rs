@@ -34,7 +34,7 @@ use super::neighbour::say_that_we_talk;
 pub(crate) const HEADS_MAX: usize = 64;
 
 /// Maximum number of messages of a turn that a successor repeats. Only frames to many nodes make more.
-pub(super) const MESSAGES_MAX: usize = (LEDGER_LINES * LINE_WORDS - MESSAGES_AT) / 3;
+pub(crate) const MESSAGES_MAX: usize = (LEDGER_LINES * LINE_WORDS - MESSAGES_AT) / 3;
 
 const TURNS: usize = 0;
 const DONE: usize = 1;

@@ -204,6 +204,8 @@ impl VniPort {
             waits,
             patience: self.patience,
             is_checked: false,
+            posted: 0,
+            most: usize::MAX,
             taken: &mut 0,
             dropped,
         };

@@ -47,7 +47,7 @@ pub struct Machine {
     pub kicks: [OwnedFd; 2],
     pub calls: [OwnedFd; 2],
     pub features: u64,
-    size: u16,
+    pub size: u16,
     /// Indices of both available rings, and how far both used rings are read.
     available: [u16; 2],
     used: [u16; 2],
@@ -56,7 +56,7 @@ pub struct Machine {
 }
 
 pub fn memory(len: u64) -> OwnedFd {
-    let memory = rustix::fs::memfd_create("machine", MemfdFlags::CLOEXEC).unwrap();
+    let memory = rustix::fs::memfd_create("machine", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&memory, len).unwrap();
     memory
 }

@@ -64,11 +64,17 @@ const KNOCKS: usize = 4;
 /// (VIRTIO 1.2, 5.1.6).
 const LONG_HEADER: usize = 12;
 
+/// Bit of `gso_type`: the segment has an ECN mark.
+const ECN: u8 = 0x80;
+
 /// Maximum number of buffers that one frame is merged from.
 const MERGED_MAX: usize = 64;
 
 /// How long a front end may say nothing after it has connected.
 const SILENCE: Duration = Duration::from_secs(5);
+
+/// How long a description may be on its way that is newer than the one that a successor has.
+const LATE_NEWS: Duration = Duration::from_millis(100);
 
 /// How long a turn before a handover waits for the rest of a message.
 const LAST_WORD: Duration = Duration::from_millis(5);
@@ -113,6 +119,8 @@ pub struct Guest {
     /// The machine of a predecessor, until the endpoint begins to serve.
     inherited: Option<Box<Machine>>,
     serves: bool,
+    /// A machine whose description is older than the mark: a newer one may be on its way.
+    stale: Option<(Box<Machine>, Instant)>,
     /// How far the rings were when a predecessor committed last.
     mark: Option<u64>,
     /// The last state of a device of this node.
@@ -157,6 +165,7 @@ impl Guest {
             machine: None,
             inherited: None,
             serves: false,
+            stale: None,
             mark: None,
             session: 0,
             has_news: false,
@@ -243,6 +252,11 @@ impl Guest {
             return;
         }
         let went = machine.device.go_on(self.mark);
+        if went == Err(Refusal::Stale) {
+            self.stale = Some((machine, Instant::now()));
+            return;
+        }
+        self.stale = None;
         // A predecessor may have ended before it interrupted the guest.
         [TO_GUEST, FROM_GUEST].into_iter().filter_map(|at| machine.device.call(at)).for_each(ring);
         (self.machine, self.is_quiesced, self.knocked) = (Some(machine), false, true);
@@ -312,6 +326,10 @@ impl Guest {
         let Some(machine) = machine else { return Ok(away(dropped)) };
         let takes_as_it_is = |offload: &Offload| takes(&machine.device, offload);
         let Ok(offload) = incoming.offload() else { return Ok(too_late(dropped)) };
+        let Some(offload) = sound(offload, incoming.len()) else {
+            dropped.malformed += 1;
+            return Ok(Given::Taken(0));
+        };
         let is_fit = takes_as_it_is(&offload);
         let header = header_len(&machine.device);
         let merges = machine.device.has(feature::MRG_RXBUF);
@@ -395,9 +413,28 @@ fn header_len(device: &Device) -> usize {
     if is_long { LONG_HEADER } else { HEADER_LEN }
 }
 
+/// Returns the header of a frame of `len` bytes with nothing in it but what the guest's driver is to go by, or nothing if
+/// it contradicts the frame: another node may have written anything.
+fn sound(offload: Offload, len: usize) -> Option<Offload> {
+    const DATA_VALID: u8 = 2;
+    let Offload { flags, gso_type, hdr_len, gso_size, csum_start, csum_offset } = offload;
+    let mut sound = Offload { flags: flags & (NEEDS_CSUM | DATA_VALID), gso_type, ..Offload::default() };
+    if flags & NEEDS_CSUM != 0 {
+        let (start, offset) = (usize::from(csum_start.get()), usize::from(csum_offset.get()));
+        (start >= 14 && start + offset + 2 <= len).then_some(())?;
+        (sound.csum_start, sound.csum_offset) = (csum_start, csum_offset);
+    }
+    if gso_type != GSO_NONE {
+        let is_known = matches!(gso_type & !ECN, 1 | 4 | 5);
+        let fits = gso_size.get() > 0 && usize::from(hdr_len.get()) <= len && flags & NEEDS_CSUM != 0;
+        (is_known && fits).then_some(())?;
+        (sound.hdr_len, sound.gso_size) = (hdr_len, gso_size);
+    }
+    Some(sound)
+}
+
 /// Returns whether the guest's driver takes a frame with this work left to do.
 fn takes(device: &Device, offload: &Offload) -> bool {
-    const ECN: u8 = 0x80;
     let needs_csum = offload.flags & NEEDS_CSUM != 0;
     let cuts = match offload.gso_type & !ECN {
         GSO_NONE => true,
@@ -529,6 +566,10 @@ impl Endpoint for Guest {
     }
 
     fn attend(&mut self) {
+        if let Some((machine, _)) = self.stale.take_if(|(_, since)| since.elapsed() >= LATE_NEWS) {
+            self.machine = Some(machine);
+            self.end(&Refusal::Stale);
+        }
         self.turns = self.turns.wrapping_add(1);
         let in_handshake = self.machine.is_some() && !self.is_running();
         if self.knocked || in_handshake || self.turns.is_multiple_of(ATTEND_EVERY) {
@@ -678,7 +719,9 @@ impl Connection for Guest {
             return Err("no socket came with a virtual machine; rebuild the older of daemon and worker".to_owned());
         }
         let socket = fds.remove(0);
-        let (channel, device) = (Channel::new(socket), Device::again(&text, fds)?);
+        let channel = Channel::new(socket);
+        // A front end that no successor can serve has to connect again.
+        let device = Device::again(&text, fds).inspect_err(|_| channel.hang_up())?;
         let machine = Box::new(Machine { channel, device, silent: None });
         if self.serves {
             self.go_on_now(machine);

@@ -19,6 +19,9 @@ use crate::vni::mortal::lives_for;
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 mod theirs;
 
+#[path = "attack.rs"]
+mod attack;
+
 const US: u16 = 0;
 const OTHER: u16 = 1;
 const ALL: u64 = VERSION_1 | MRG_RXBUF | INDIRECT | EVENT_IDX | PROTOCOL;
@@ -262,7 +265,7 @@ fn a_guest_that_breaks_a_rule_is_sent_away_with_a_sentence_and_the_next_is_serve
                 machine.describe(0x8000, 0, theirs::GUEST, 64, 1, 0);
                 machine.offer(theirs::SEND, 0);
             },
-            "a chain is longer than its table",
+            "or is a loop",
         ),
         (
             |machine| {
@@ -387,6 +390,7 @@ fn a_description_from_before_a_change_is_not_gone_by() {
     let base = machine.ask(11, &theirs::state(1, 0), &mut || net.turn());
     assert_eq!(base >> 32, 20);
     net.replace(stale);
+    std::thread::sleep(LATE_NEWS);
     net.settle();
     assert!(!net.guest().is_running());
     assert!(net.trouble().contains("it has to connect again"));

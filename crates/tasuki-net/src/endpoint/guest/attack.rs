@@ -1,0 +1,939 @@
+//! Attacks of somebody who did not write the back end: hostile front ends and guests, and random traffic with random
+//! deaths. `TASUKI_ATTACK_SECONDS` says for how long the random ones run.
+
+use std::os::fd::AsFd;
+
+use theirs::{connect, eventfd, message, send, state, table};
+
+use super::*;
+
+const SEND_USED: u64 = 0xc000 + 2;
+const SEND_RINGS: [u64; 3] = [0x8000, 0xa000, 0xc000];
+const RECEIVE_RINGS: [u64; 3] = [0, 0x2000, 0x4000];
+
+struct Lab {
+    node_memories: Vec<NodeMemoryFds>,
+    bells: Vec<(OwnedFd, OwnedFd)>,
+    lines: Lines,
+    _directory: Directory<Lines>,
+    others: Vec<Vni>,
+    listener: OwnedFd,
+    folder: tempfile::TempDir,
+    node: Option<Bridge<Guest>>,
+}
+
+impl Lab {
+    fn new(nodes: u16) -> Self {
+        let node_memories: Vec<_> =
+            (0..nodes).map(|number| NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap()).collect();
+        let bells: Vec<_> = (0..nodes).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
+        let (lines, directory) = directory(nodes);
+        let others = (1..nodes).map(|number| end(number, &node_memories, &bells)).collect();
+        let folder = tempfile::tempdir().unwrap();
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+        let path = folder.path().join("vm.sock");
+        rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::net::listen(&listener, 4).unwrap();
+        let mut lab = Lab { node_memories, bells, lines, _directory: directory, others, listener, folder, node: None };
+        lab.node = Some(lab.worker());
+        lab
+    }
+
+    fn worker(&self) -> Bridge<Guest> {
+        let switch = Switch::new(US, Lookup::new(Claims::of(self.lines.clone())));
+        let guest = Guest::new(self.listener.try_clone().unwrap()).unwrap();
+        Bridge::new(Box::new(guest), exact_end(US, &self.node_memories, &self.bells), switch)
+    }
+
+    fn machine(&mut self, features: u64, size: u16) -> Machine {
+        let path = self.folder.path().join("vm.sock");
+        Machine::start(&path, features, size, || self.turn())
+    }
+
+    fn turn(&mut self) {
+        let node = self.node.as_mut().unwrap();
+        node.rest(Duration::ZERO);
+        node.turn();
+    }
+
+    fn settle(&mut self) {
+        (0..20).for_each(|_| self.turn());
+    }
+
+    fn guest(&mut self) -> &mut Guest {
+        &mut self.node.as_mut().unwrap().end
+    }
+
+    fn parts(&mut self) -> Parts {
+        self.guest().parts().unwrap().expect("it runs")
+    }
+
+    fn replace(&mut self, parts: Parts) {
+        self.node = None;
+        let mut node = self.worker();
+        node.end.go_on(parts).unwrap();
+        self.node = Some(node);
+    }
+}
+
+fn trouble(net: &mut Net) -> Option<String> {
+    net.guest().trouble()
+}
+
+fn set_table(net: &mut Net, machine: &Machine) {
+    let body = table(&[[theirs::GUEST, theirs::LEN, theirs::USER, 0]]);
+    assert!(send(&machine.socket, &message(5, 0, &body), &[machine.memory.as_fd()]));
+    net.settle();
+}
+
+/// The memory table changes under running rings (QEMU does that when memory is plugged), and the worker is killed
+/// before the daemon has the new parts.
+#[test]
+fn killed_between_a_new_memory_table_and_its_report_frames_cross_once() {
+    let mut net = Net::new();
+    let mut machine = net.machine(ALL, 64);
+    let parts = net.parts();
+    for number in 0..5 {
+        assert!(machine.send(&frame(OTHER, US, number)));
+        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+    }
+    net.other.flush();
+    net.settle();
+    let (mut there, mut back) = (received(&mut net.other).len(), machine.receive().len());
+    set_table(&mut net, &machine);
+    for number in 5..8 {
+        assert!(machine.send(&frame(OTHER, US, number)));
+        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+    }
+    net.other.flush();
+    net.settle();
+    there += received(&mut net.other).len();
+    back += machine.receive().len();
+    let shown = machine.half(SEND_USED);
+    net.replace(parts);
+    let shown_by_successor = machine.half(SEND_USED);
+    net.settle();
+    there += received(&mut net.other).len();
+    assert_eq!((there, back, shown, shown_by_successor), (8, 8, 8, 8), "there, back, used index before and after");
+}
+
+/// The device was stopped and that was answered; the worker is killed before the daemon has heard of it.
+#[test]
+fn killed_after_it_answered_that_a_ring_is_stopped_nobody_writes_to_the_guest() {
+    let mut net = Net::new();
+    let machine = net.machine(VERSION_1 | MRG_RXBUF | PROTOCOL, 64);
+    let parts = net.parts();
+    for index in 0..2 {
+        assert_eq!(machine.ask(11, &state(index, 0), &mut || net.turn()) & 0xffff_ffff, u64::from(index));
+    }
+    // The guest has its memory back.
+    machine.write(0, &vec![0xee; 0xd000]);
+    machine.write(0x2002, &64_u16.to_le_bytes());
+    let before = machine.read(0, theirs::LEN.try_into().unwrap());
+    net.replace(parts);
+    net.other.send(US, &frame(US, OTHER, 1)).unwrap();
+    net.other.flush();
+    net.settle();
+    let after = machine.read(0, theirs::LEN.try_into().unwrap());
+    let changed: Vec<_> = before.iter().zip(&after).enumerate().filter(|(_, (a, b))| a != b).map(|(i, _)| i).collect();
+    assert!(
+        changed.is_empty(),
+        "bytes {:#x?} of the guest were written after its device was stopped",
+        &changed[..changed.len().min(8)]
+    );
+}
+
+/// A front end replaces an interrupt's eventfd (QEMU does when the guest unmasks a vector). The daemon compares texts.
+#[test]
+fn parts_with_another_interrupt_have_another_text() {
+    let mut net = Net::new();
+    let machine = net.machine(ALL, 64);
+    let before = net.parts();
+    let call = eventfd();
+    assert!(send(&machine.socket, &message(13, 0, &0_u64.to_ne_bytes()), &[call.as_fd()]));
+    net.settle();
+    assert!(net.guest().has_news());
+    let after = net.parts();
+    assert_ne!(before.version, after.version);
+    assert!(
+        (before.number, before.text) != (after.number, after.text),
+        "Connected::is of the daemon takes both for the same"
+    );
+}
+
+/// The same after the machine has left.
+#[test]
+fn an_eventfd_of_a_stopped_ring_wakes_nobody() {
+    let mut net = Net::new();
+    let machine = net.machine(ALL, 64);
+    for index in 0..2 {
+        machine.ask(11, &state(index, 0), &mut || net.turn());
+    }
+    // QEMU goes on with the device itself: the guest kicks it, and it drains its own eventfd or not.
+    rustix::io::write(&machine.kicks[1], &1_u64.to_ne_bytes()).unwrap();
+    net.settle();
+    let Machine { kicks, socket, .. } = machine;
+    drop(socket);
+    net.settle();
+    assert!(net.guest().machine.is_none());
+    let node = net.node.as_mut().unwrap();
+    let _ = node.arm();
+    let mut polled = [PollFd::from_borrowed_fd(node.source().unwrap(), PollFlags::IN)];
+    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    assert_eq!(rustix::event::poll(&mut polled, Some(&at_once)), Ok(0), "the worker never sleeps again");
+    drop(kicks);
+}
+
+/// Broadcasts on a VNI with many nodes: more messages than the ledger holds.
+#[test]
+fn broadcasts_cross_exactly_once_wherever_the_worker_is_killed() {
+    const NODES: u16 = 8;
+    for places in 0.. {
+        let mut lab = Lab::new(NODES);
+        let mut machine = lab.machine(ALL, 64);
+        let parts = lab.parts();
+        for number in 0..20 {
+            let mut all = frame(OTHER, US, number);
+            all[..6].fill(0xff);
+            assert!(machine.send(&all));
+        }
+        let mut node = lab.node.take().unwrap();
+        let was_killed = lives_for(places, || {
+            (0..3).for_each(|_| {
+                node.rest(Duration::ZERO);
+                node.turn();
+            });
+        });
+        drop(node);
+        lab.replace(parts);
+        lab.settle();
+        let counts: Vec<_> = lab.others.iter_mut().map(|other| received(other).len()).collect();
+        assert!(counts.iter().all(|count| *count == 20), "{counts:?}, killed at place {places}");
+        if !was_killed {
+            break;
+        }
+    }
+}
+
+/// A segment that never fits, while another node's frames flow.
+#[test]
+fn a_frame_without_room_waits_a_bounded_time_though_others_flow() {
+    let mut lab = Lab::new(3);
+    let mut machine = lab.machine(ALL, 64);
+    // TCP over IPv4: more cuts than the guest has buffers.
+    let payload = vec![7; 10_000];
+    let tcp = [&[0x30, 0x39, 0, 80][..], &1_u32.to_be_bytes(), &[0; 4], &[0x50, 0x10, 1, 0, 0, 0, 0, 0]].concat();
+    let total = u16::try_from(20 + tcp.len() + payload.len()).unwrap();
+    let ip = [&[0x45, 0][..], &total.to_be_bytes(), &[0, 1, 0x40, 0, 64, 6, 0, 0, 192, 0, 2, 1, 192, 0, 2, 2]].concat();
+    let segment = [&mac(US)[..], &mac(1), &[8, 0], &ip, &tcp, &payload].concat();
+    let offload = Offload {
+        flags: NEEDS_CSUM,
+        gso_type: 1,
+        hdr_len: 54.into(),
+        gso_size: 100.into(),
+        csum_start: 34.into(),
+        csum_offset: 16.into(),
+    };
+    let len = HEADER_LEN + segment.len();
+    lab.others[0].draft(US, len).unwrap().copy_from_slice(&[offload.as_bytes(), &segment].concat());
+    lab.others[0].post(US, len, true);
+    lab.others[0].send(US, &frame(US, 1, 0)).unwrap();
+    lab.others[0].flush();
+    let start = Instant::now();
+    let mut from_first = 0;
+    while start.elapsed() < Duration::from_millis(500) && from_first == 0 {
+        lab.others[1].send(US, &frame(US, 2, 0)).unwrap();
+        lab.others[1].flush();
+        lab.turn();
+        from_first += machine.receive().iter().filter(|frame| frame[6..12] == mac(1)).count();
+        lab.others[1].wake();
+    }
+    assert_eq!(from_first, 1, "the frame behind the segment has waited {:?}", start.elapsed());
+}
+
+/// A header whose fields contradict the frame reaches a guest as it is.
+#[test]
+fn a_false_offload_header_of_another_node_does_not_reach_a_guest() {
+    let mut net = Net::new();
+    let mut takes = net.machine(ALL | CSUM | GUEST_CSUM | GUEST_TSO4, 64);
+    let odd = Offload {
+        flags: 0xff,
+        gso_type: 1,
+        hdr_len: 65535.into(),
+        gso_size: 0.into(),
+        csum_start: 65000.into(),
+        csum_offset: 65535.into(),
+    };
+    net.give(odd.as_bytes(), &frame(US, OTHER, 0));
+    net.settle();
+    let came = takes.receive_with_headers();
+    assert!(came.is_empty(), "{:x?}", came[0].0);
+}
+
+/// The lease comes back, or a successor began, before the last news of the client reached it.
+#[test]
+fn parts_that_come_late_count() {
+    let mut net = Net::new();
+    let mut machine = net.machine(VERSION_1 | MRG_RXBUF | PROTOCOL, 64);
+    let early = net.parts();
+    let call = eventfd();
+    assert!(send(&machine.socket, &message(13, 0, &0_u64.to_ne_bytes()), &[call.as_fd()]));
+    net.settle();
+    let late = net.parts();
+    net.node.as_mut().unwrap().finish();
+    net.replace(early);
+    net.guest().go_on(late).unwrap();
+    net.settle();
+    let _ = rustix::io::read(&call, &mut [0; 8]);
+    net.other.send(US, &frame(US, OTHER, 1)).unwrap();
+    net.other.flush();
+    net.settle();
+    assert_eq!(machine.receive().len(), 1);
+    assert!(rustix::io::read(&call, &mut [0; 8]).is_ok(), "the guest is interrupted by the eventfd that it gave last");
+}
+
+/// The same machine, rings restarted, lease back: marks and texts.
+#[test]
+fn handover_there_and_back_keeps_the_place() {
+    let mut net = Net::new();
+    let mut machine = net.machine(ALL, 64);
+    let mut total = 0;
+    for round in 0..4 {
+        for number in 0..7 {
+            assert!(machine.send(&frame(OTHER, US, number)));
+            net.other.send(US, &frame(US, OTHER, number)).unwrap();
+        }
+        net.other.flush();
+        net.settle();
+        total += 7;
+        assert_eq!((received(&mut net.other).len(), machine.receive().len()), (7, 7), "round {round}");
+        assert_eq!(machine.half(SEND_USED), total);
+        // Away and back: the same Guest.
+        let mut node = net.node.take().unwrap();
+        node.finish();
+        let parts = node.end.parts().unwrap().unwrap();
+        let kept = node.into_end();
+        let mut second = net.worker();
+        second.end.go_on(parts).unwrap();
+        net.node = Some(second);
+        for number in 0..3 {
+            assert!(machine.send(&frame(OTHER, US, number)));
+            net.other.send(US, &frame(US, OTHER, number)).unwrap();
+        }
+        net.other.flush();
+        net.settle();
+        total += 3;
+        assert_eq!((received(&mut net.other).len(), machine.receive().len()), (3, 3), "round {round}, away");
+        net.node.as_mut().unwrap().finish();
+        net.node = None;
+        let switch = Switch::new(US, Lookup::new(Claims::of(net.lines.clone())));
+        net.node = Some(Bridge::new(kept, exact_end(US, &net.node_memories, &net.bells), switch));
+        assert_eq!(machine.half(SEND_USED), total);
+    }
+}
+
+/// A front end's memory that a successor can no longer map.
+#[test]
+fn a_machine_whose_memory_was_sealed_meanwhile_is_told_that_it_is_gone() {
+    let mut net = Net::new();
+    let path = net.folder.path().join("vm.sock");
+    let machine = Machine::start(&path, ALL, 64, || net.turn());
+    assert!(net.guest().is_running());
+    let parts = net.parts();
+    rustix::fs::fcntl_add_seals(&machine.memory, rustix::fs::SealFlags::FUTURE_WRITE).unwrap();
+    net.node = None;
+    let mut node = net.worker();
+    // The daemon has it, too.
+    let _daemons = parts.fds[0].try_clone().unwrap();
+    let went = node.end.go_on(parts);
+    net.node = Some(node);
+    net.settle();
+    assert!(went.is_err());
+    assert!(machine.is_hung_up(), "{went:?}: the front end waits for ever");
+}
+
+/// QEMU's first stretch on huge pages: 640 KiB of a file with pages of 2 MiB.
+#[test]
+fn memory_on_huge_pages_is_unmapped_when_the_machine_leaves() {
+    if std::fs::read_to_string("/proc/sys/vm/nr_hugepages").is_ok_and(|count| count.trim() == "0") {
+        return println!("skipped: the kernel has no huge pages: sysctl vm.nr_hugepages=16");
+    }
+    let flags = rustix::fs::MemfdFlags::HUGETLB | rustix::fs::MemfdFlags::HUGE_2MB;
+    let memory = rustix::fs::memfd_create("huge", flags).unwrap();
+    rustix::fs::ftruncate(&memory, 4 << 20).unwrap();
+    let mapped = || {
+        std::fs::read_to_string("/proc/self/maps").unwrap().lines().filter(|line| line.contains("memfd:huge")).count()
+    };
+    let mut net = Net::new();
+    let socket = connect(&net.folder.path().join("vm.sock"));
+    net.settle();
+    let stretches =
+        [[0, 0xa_0000, theirs::USER, 0], [0xc_0000, (4 << 20) - 0xc_0000, theirs::USER + 0xc_0000, 0xc_0000]];
+    assert!(send(&socket, &message(5, 0, &table(&stretches)), &[memory.as_fd(), memory.as_fd()]));
+    net.settle();
+    assert_eq!((mapped(), trouble(&mut net)), (2, None));
+    drop(socket);
+    net.settle();
+    assert!(net.guest().machine.is_none());
+    assert_eq!(mapped(), 0, "mappings of a machine that has left");
+}
+
+/// The same memory is taken away.
+#[test]
+fn memory_on_huge_pages_that_is_cut_holds_zeroes() {
+    if std::fs::read_to_string("/proc/sys/vm/nr_hugepages").is_ok_and(|count| count.trim() == "0") {
+        return println!("skipped: the kernel has no huge pages: sysctl vm.nr_hugepages=16");
+    }
+    let flags = rustix::fs::MemfdFlags::HUGETLB | rustix::fs::MemfdFlags::HUGE_2MB;
+    let memory = rustix::fs::memfd_create("huge", flags).unwrap();
+    rustix::fs::ftruncate(&memory, 4 << 20).unwrap();
+    let region = tasuki_shm::region::CommonRegion::map_guarded(memory.as_fd(), 0xa_0000).unwrap();
+    rustix::fs::ftruncate(&memory, 0).unwrap();
+    let mut bytes = [1; 8];
+    region.copy_to(0, &mut bytes).unwrap();
+    assert_eq!((bytes, region.is_gone()), ([0; 8], true));
+    std::mem::forget(region);
+}
+
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        (self.roll() >> 11) % n
+    }
+
+    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[usize::try_from(self.below(of.len() as u64)).expect("few")]
+    }
+
+    fn number(&mut self) -> u64 {
+        match self.below(6) {
+            0 => self.roll(),
+            1 => self.below(8),
+            2 => theirs::GUEST + self.below(theirs::LEN + 64) - 32,
+            3 => theirs::USER + self.below(0x1_0000),
+            4 => 1 << self.below(64),
+            _ => u64::MAX - self.below(4096),
+        }
+    }
+}
+
+/// Random messages, random rings, random deaths. Only panics and hangs are findings.
+#[test]
+#[allow(clippy::cast_possible_truncation, reason = "dice")]
+fn fuzz_messages_and_rings() {
+    let seconds = std::env::var("TASUKI_ATTACK_SECONDS").ok().and_then(|it| it.parse().ok()).unwrap_or(3);
+    let seed = std::env::var("ATTACK_SEED").ok().and_then(|it| it.parse().ok()).unwrap_or(1);
+    let end = Instant::now() + Duration::from_secs(seconds);
+    let (mut rounds, mut ran, mut slowest, mut crossed, mut deaths, mut went_on, mut refused) =
+        (0_u64, 0_u64, Duration::ZERO, 0_usize, 0_u64, 0_u64, 0_u64);
+    let mut dice = Dice(0x9e37_79b9_7f4a_7c15 ^ seed);
+    let plain = tempfile::tempfile().unwrap();
+    let requests: Vec<u32> = vec![1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 36, 37, 38, 39, 40];
+    while Instant::now() < end {
+        rounds += 1;
+        let mut net = Net::new();
+        let features = dice.pick(&[
+            ALL,
+            ALL | GUEST_CSUM | CSUM | GUEST_TSO4,
+            VERSION_1,
+            PROTOCOL,
+            MRG_RXBUF,
+            EVENT_IDX | PROTOCOL | VERSION_1,
+        ]);
+        let size = 1 << dice.below(8);
+        let mut machine = net.machine(features, size);
+        let pipes = tasuki_shm::wake::bell_pipe().unwrap();
+        for _ in 0..dice.below(400) {
+            if !net.guest().is_running() && dice.below(6) == 0 {
+                drop(machine);
+                (0..70).for_each(|_| net.turn());
+                machine = net.machine(features, size);
+            }
+            let before = Instant::now();
+            let what = dice.below(14);
+            match what {
+                // A message.
+                0 | 1 => {
+                    let request = if dice.below(200) == 0 { dice.number() as u32 } else { dice.pick(&requests) };
+                    let mut body = match request {
+                        5 => {
+                            let count = if dice.below(30) == 0 { dice.below(10) } else { 1 + dice.below(3) } as usize;
+                            let stretches: Vec<_> = (0..count)
+                                .map(|_| {
+                                    if dice.below(40) > 0 {
+                                        [theirs::GUEST, theirs::LEN, theirs::USER, 0]
+                                    } else {
+                                        [dice.number(), dice.number(), dice.number(), dice.number()]
+                                    }
+                                })
+                                .collect();
+                            table(&stretches)
+                        }
+                        37 | 38 => {
+                            let words = if dice.below(20) > 0 {
+                                [0, theirs::GUEST, theirs::LEN, theirs::USER, 0]
+                            } else {
+                                [0, dice.number(), dice.below(1 << 25), dice.number(), 0]
+                            };
+                            words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+                        }
+                        8 | 10 | 11 | 18 => state(
+                            if dice.below(100) == 0 { 2 } else { dice.below(2) as u32 },
+                            dice.pick(if request == 18 {
+                                &[1, 1, 1, 0]
+                            } else if rounds % 20 == 0 {
+                                &[0, 1, 65535, 7]
+                            } else {
+                                &[64, 256, 32, 8]
+                            }),
+                        )
+                        .to_vec(),
+                        9 => {
+                            let at = dice.pick(&[RECEIVE_RINGS, SEND_RINGS]);
+                            let words = if dice.below(20) > 0 {
+                                [theirs::USER + at[0], theirs::USER + at[2], theirs::USER + at[1], 0]
+                            } else {
+                                [dice.number(), dice.number(), dice.number(), dice.number()]
+                            };
+                            let address: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+                            [&state(dice.below(2) as u32, 0)[..], &address].concat()
+                        }
+                        12 | 13 => (dice.below(2) | if dice.below(4) == 0 { 0x100 } else { 0 }).to_ne_bytes().to_vec(),
+                        2 => dice
+                            .pick(&[ALL, VERSION_1, 0, PROTOCOL, MRG_RXBUF, EVENT_IDX, ALL | GUEST_TSO4])
+                            .to_ne_bytes()
+                            .to_vec(),
+                        16 => (dice.pick(&[1_u64 << 3, 1 << 15, 1 << 16, (1 << 3) | (1 << 15) | (1 << 16)]))
+                            .to_ne_bytes()
+                            .to_vec(),
+                        39 => dice.below(16).to_ne_bytes().to_vec(),
+                        _ => Vec::new(),
+                    };
+                    if dice.below(300) == 0 {
+                        body.truncate(dice.below(body.len() as u64 + 1) as usize);
+                    }
+                    let fresh = eventfd();
+                    let fds: Vec<std::os::fd::BorrowedFd<'_>> = match request {
+                        12 | 13 if dice.below(100) > 0 && body.get(1) == Some(&0) => vec![fresh.as_fd()],
+                        5 => vec![machine.memory.as_fd(); body.len().saturating_sub(8) / 32]
+                            .into_iter()
+                            .take(10)
+                            .collect(),
+                        37 => vec![machine.memory.as_fd()],
+                        _ if dice.below(10) == 0 => vec![plain.as_fd(), pipes.0.as_fd(), fresh.as_fd()],
+                        _ => Vec::new(),
+                    };
+                    let flags = if dice.below(4) == 0 { 8 } else { 0 };
+                    let bytes = message(request, flags, &body);
+                    if dice.below(20) == 0 {
+                        let cut = dice.below(bytes.len() as u64) as usize;
+                        let _ = send(&machine.socket, &bytes[..cut.max(1)], &fds);
+                    } else {
+                        let _ = send(&machine.socket, &bytes, &fds);
+                    }
+                }
+                2 => while dice.below(2) == 0 && theirs::answer(&machine.socket).is_some() {},
+                // The guest's memory.
+                3 | 4 => {
+                    for _ in 0..dice.below(12) {
+                        let ring = dice.pick(&[RECEIVE_RINGS, SEND_RINGS]);
+                        match dice.below(4) {
+                            0 => {
+                                let near = machine
+                                    .half(ring[2] + 2)
+                                    .wrapping_add(dice.below(u64::from(size) + u64::from(dice.0 & 31 == 0)) as u16);
+                                machine.write(ring[1] + 2, &near.to_le_bytes());
+                            }
+                            1 => machine.write(
+                                ring[1] + 4 + 2 * dice.below(u64::from(size)),
+                                &(dice.below(u64::from(size) + 1) as u16).to_le_bytes(),
+                            ),
+                            2 => machine.describe(
+                                ring[0],
+                                dice.below(u64::from(size)) as u16,
+                                if dice.below(30) == 0 {
+                                    dice.number()
+                                } else {
+                                    theirs::GUEST + dice.below(theirs::LEN - 80_000)
+                                },
+                                dice.pick(&[0, 1, 12, 16, 64, 1500, 4096, 70_000]),
+                                dice.pick(&[0, 0, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7]),
+                                dice.below(u64::from(size) + 1) as u16,
+                            ),
+                            _ => machine.write(
+                                ring[2] + 2 * dice.below(4 + 4 * u64::from(size)),
+                                &(dice.roll() as u16).to_le_bytes(),
+                            ),
+                        }
+                    }
+                }
+                5 => {
+                    _ = machine.send_with(
+                        &[dice.roll().to_le_bytes(), dice.roll().to_le_bytes()].concat()[..12],
+                        &frame(OTHER, US, dice.below(50) as usize),
+                    )
+                }
+                6 => _ = machine.send(&frame(OTHER, US, dice.below(50) as usize)),
+                7 => {
+                    for _ in 0..dice.below(20) {
+                        let _ = net.other.send(US, &frame(US, OTHER, dice.below(50) as usize));
+                    }
+                    net.other.flush();
+                }
+                8 => {
+                    let bytes = [
+                        &[dice.pick(&[0, 1, 255]), dice.pick(&[0, 1, 4, 5, 0x81, 9])][..],
+                        &dice.roll().to_le_bytes(),
+                        &frame(US, OTHER, dice.below(50) as usize),
+                    ]
+                    .concat();
+                    if let Ok(room) = net.other.draft(US, bytes.len()) {
+                        room.copy_from_slice(&bytes);
+                        net.other.post(US, bytes.len(), true);
+                        net.other.flush();
+                    }
+                }
+                9 => {
+                    let node = net.node.as_mut().unwrap();
+                    let _ = node.arm();
+                    node.wake();
+                    node.tick(Instant::now());
+                }
+                // A death, or a handover, perhaps with a liar's text.
+                10 if dice.below(4) == 0 => {
+                    let parts = net.guest().parts().unwrap();
+                    let mut node = net.node.take().unwrap();
+                    let places = dice.below(30) as u32;
+                    if dice.below(2) == 0 {
+                        deaths += u64::from(lives_for(places, || {
+                            (0..3).for_each(|_| {
+                                node.rest(Duration::ZERO);
+                                node.turn();
+                            });
+                        }));
+                        drop(node);
+                    } else {
+                        node.finish();
+                        drop(node);
+                    }
+                    let mut node = net.worker();
+                    if let Some(mut parts) = parts {
+                        if dice.below(3) == 0 {
+                            let mut bytes = parts.text.into_bytes();
+                            for _ in 0..dice.below(4) {
+                                let at = dice.below(bytes.len() as u64) as usize;
+                                if bytes[at].is_ascii_digit() {
+                                    bytes[at] = b'0' + dice.below(10) as u8;
+                                }
+                            }
+                            parts.text = String::from_utf8(bytes).unwrap();
+                        }
+                        match node.end.go_on(parts) {
+                            Ok(()) => went_on += 1,
+                            Err(_) => refused += 1,
+                        }
+                    }
+                    net.node = Some(node);
+                }
+                11 if dice.below(60) == 0 => {
+                    rustix::fs::ftruncate(&machine.memory, 0).unwrap();
+                    net.settle();
+                    rustix::fs::ftruncate(&machine.memory, theirs::LEN).unwrap();
+                }
+                12 if dice.below(20) == 0 => {
+                    let path = net.folder.path().join("vm.sock");
+                    drop(connect(&path));
+                }
+                _ => net.turn(),
+            }
+            net.turn();
+            if before.elapsed() > slowest {
+                slowest = before.elapsed();
+                println!("{what} took {slowest:?}");
+            }
+            if dice.below(30) == 0 {
+                crossed += received(&mut net.other).len();
+            }
+            ran += u64::from(net.guest().is_running());
+        }
+        drop(machine);
+        (0..70).for_each(|_| net.turn());
+        let mut honest = net.machine(ALL, 64);
+        assert!(net.guest().is_running(), "round {rounds}: {:?}", trouble(&mut net));
+        net.settle();
+        received(&mut net.other);
+        honest.receive();
+        assert!(honest.send(&frame(OTHER, US, 1)));
+        net.other.send(US, &frame(US, OTHER, 2)).unwrap();
+        net.other.flush();
+        net.settle();
+        // F18: frames of the machine before may come only now.
+        assert_eq!(received(&mut net.other).last(), Some(&frame(OTHER, US, 1)), "round {rounds}");
+        assert_eq!(honest.receive(), [frame(US, OTHER, 2)], "round {rounds}");
+    }
+    println!(
+        "{rounds} rounds, {ran} steps with a running device, {crossed} frames, {deaths} deaths, {went_on} went on, {refused} refused, slowest step {slowest:?}"
+    );
+}
+
+/// Random traffic of several nodes, both ways, with broadcasts, segments that are cut, a guest that is short of
+/// buffers, and random deaths and handovers: each frame exactly once and in order.
+#[test]
+#[allow(clippy::cast_possible_truncation, reason = "dice")]
+fn fuzz_exactly_once() {
+    const NODES: u16 = 4;
+    let seconds = std::env::var("TASUKI_ATTACK_SECONDS").ok().and_then(|it| it.parse().ok()).unwrap_or(3);
+    let seed: u64 = std::env::var("ATTACK_SEED").ok().and_then(|it| it.parse().ok()).unwrap_or(1);
+    let until = Instant::now() + Duration::from_secs(seconds);
+    let mut dice = Dice(0x9e37_79b9_7f4a_7c15 ^ (seed << 7));
+    let (mut rounds, mut deaths, mut handovers, mut frames, mut skipped, mut cuts, mut restarts) =
+        (0, 0, 0, 0, 0, 0, 0);
+    while Instant::now() < until {
+        rounds += 1;
+        let begun = Instant::now();
+        let mut lab = Lab::new(NODES);
+        let features = dice.pick(&[
+            ALL,
+            VERSION_1 | MRG_RXBUF | PROTOCOL,
+            VERSION_1,
+            EVENT_IDX | PROTOCOL | VERSION_1 | MRG_RXBUF,
+        ]);
+        let size = dice.pick(&[64, 128]);
+        let mut machine = lab.machine(features, size);
+        if features & INDIRECT != 0 && dice.below(2) == 0 {
+            machine.pieces = Some(dice.pick(&[100, 500, 2000]));
+        }
+        let mut number = 0_usize;
+        // What each node must get of the guest's, and what the guest must get of each node.
+        let mut to_nodes: Vec<Vec<Vec<u8>>> = vec![Vec::new(); NODES.into()];
+        let mut to_guest: Vec<Vec<Vec<u8>>> = vec![Vec::new(); NODES.into()];
+        let mut at_nodes = to_nodes.clone();
+        let mut at_guest = to_guest.clone();
+        let mut lost = 0;
+        let short = |to: u16, from: u16, number: usize| {
+            let mut frame = frame(to, from, 5 * (number / 5) + number % 3);
+            frame[14..22].copy_from_slice(&number.to_le_bytes());
+            frame
+        };
+        for _ in 0..30 + dice.below(60) {
+            match dice.below(6) {
+                0 | 1 => {
+                    for _ in 0..dice.below(8) {
+                        number += 1;
+                        let to = 1 + dice.below(3) as u16;
+                        let mut it = short(to, US, number);
+                        let all = dice.below(4) == 0;
+                        if all {
+                            it[..6].fill(0xff);
+                        }
+                        if !machine.send(&it) {
+                            break;
+                        }
+                        (1..NODES)
+                            .filter(|node| all || *node == to)
+                            .for_each(|node| to_nodes[usize::from(node)].push(it.clone()));
+                    }
+                }
+                2 | 3 => {
+                    let from = 1 + dice.below(3) as u16;
+                    for _ in 0..dice.below(8) {
+                        number += 1;
+                        let other = &mut lab.others[usize::from(from) - 1];
+                        if dice.below(4) == 0 {
+                            let count = 1 + dice.below(12) as usize;
+                            let payload: Vec<u8> = (0..count * 100).map(|i| (i + number) as u8).collect();
+                            let tcp = [
+                                &[0x30, 0x39, 0, 80][..],
+                                &1_u32.to_be_bytes(),
+                                &[0; 4],
+                                &[0x50, 0x10, 1, 0, 0, 0, 0, 0],
+                            ]
+                            .concat();
+                            let total = u16::try_from(20 + tcp.len() + payload.len()).unwrap();
+                            let ip = [
+                                &[0x45, 0][..],
+                                &total.to_be_bytes(),
+                                &[0, 1, 0x40, 0, 64, 6, 0, 0, 192, 0, 2, 1, 192, 0, 2, 2],
+                            ]
+                            .concat();
+                            let segment = [&mac(US)[..], &mac(from), &[8, 0], &ip, &tcp, &payload].concat();
+                            let offload = Offload {
+                                flags: NEEDS_CSUM,
+                                gso_type: 1,
+                                hdr_len: 54.into(),
+                                gso_size: 100.into(),
+                                csum_start: 34.into(),
+                                csum_offset: 16.into(),
+                            };
+                            let len = HEADER_LEN + segment.len();
+                            let Ok(room) = other.draft(US, len) else { break };
+                            room.copy_from_slice(&[offload.as_bytes(), &segment].concat());
+                            other.post(US, len, true);
+                            cuts += 1;
+                            finish(&offload, &mut segment.clone(), |front, back| {
+                                to_guest[usize::from(from)].push([front, back].concat())
+                            })
+                            .unwrap();
+                        } else {
+                            let mut it = short(US, from, number);
+                            if features & MRG_RXBUF == 0 {
+                                it.truncate(1500);
+                            }
+                            if other.send(US, &it).is_err() {
+                                break;
+                            }
+                            to_guest[usize::from(from)].push(it);
+                        }
+                    }
+                    lab.others[usize::from(from) - 1].flush();
+                }
+                4 => {
+                    for it in machine.receive() {
+                        at_guest[usize::from(it[11])].push(it);
+                    }
+                    for node in 1..NODES {
+                        at_nodes[usize::from(node)].extend(received(&mut lab.others[usize::from(node) - 1]));
+                    }
+                }
+                _ => {
+                    let parts = lab.parts();
+                    let mut node = lab.node.take().unwrap();
+                    let places = dice.below(40) as u32;
+                    let was_killed = lives_for(places, || {
+                        (0..1 + places % 4).for_each(|_| {
+                            node.rest(Duration::ZERO);
+                            node.turn();
+                        });
+                    });
+                    lost += node.dropped.sum();
+                    deaths += u32::from(was_killed);
+                    if !was_killed && dice.below(2) == 0 {
+                        handovers += 1;
+                        node.finish();
+                    }
+                    drop(node);
+                    lab.replace(parts);
+                }
+            }
+            if dice.below(3) == 0 {
+                lab.turn();
+            }
+            // The front end stops and starts the sending ring, and the daemon hears of it.
+            if dice.below(40) == 0 {
+                restarts += 1;
+                let base = machine.ask(11, &state(1, 0), &mut || lab.turn()) >> 32;
+                assert!(send(&machine.socket, &message(10, 0, &state(1, base as u32)), &[]));
+                assert!(send(&machine.socket, &message(12, 0, &1_u64.to_ne_bytes()), &[machine.kicks[1].as_fd()]));
+                lab.turn();
+                lab.turn();
+            }
+        }
+        let steps = begun.elapsed();
+        if steps > Duration::from_secs(1) {
+            println!("round {rounds} took {steps:?}");
+        }
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(30) {
+            lab.turn();
+            for it in machine.receive() {
+                at_guest[usize::from(it[11])].push(it);
+            }
+            for node in 1..NODES {
+                at_nodes[usize::from(node)].extend(received(&mut lab.others[usize::from(node) - 1]));
+            }
+        }
+        if start.elapsed() > Duration::from_secs(1) {
+            println!("the end of round {rounds} took {:?}", start.elapsed());
+        }
+        lost += lab.node.as_ref().unwrap().dropped.sum();
+        frames += number;
+        if lost > 0 {
+            skipped += 1;
+            // Not twice and in order, even so.
+            for (came, sent) in at_nodes.iter().zip(&to_nodes).chain(at_guest.iter().zip(&to_guest)) {
+                let mut rest = sent.iter();
+                assert!(came.iter().all(|it| rest.any(|sent| sent == it)), "round {rounds}, {lost} lost");
+            }
+            continue;
+        }
+        assert!(
+            at_nodes == to_nodes,
+            "round {rounds}, seed {seed}: {:?} of {:?} at the nodes",
+            at_nodes.iter().map(Vec::len).collect::<Vec<_>>(),
+            to_nodes.iter().map(Vec::len).collect::<Vec<_>>()
+        );
+        assert!(
+            at_guest == to_guest,
+            "round {rounds}, seed {seed}: {:?} of {:?} at the guest",
+            at_guest.iter().map(Vec::len).collect::<Vec<_>>(),
+            to_guest.iter().map(Vec::len).collect::<Vec<_>>()
+        );
+    }
+    println!(
+        "{rounds} rounds ({skipped} with drops), {frames} frames, {cuts} segments, {deaths} deaths, {handovers} handovers, {restarts} restarts"
+    );
+}
+
+/// One ring is stopped and started again; the other goes on. Then an ordinary upgrade.
+#[test]
+fn a_ring_keeps_its_place_when_the_other_is_started_again() {
+    let mut net = Net::new();
+    let mut machine = net.machine(ALL, 64);
+    for number in 0..5 {
+        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+    }
+    net.other.flush();
+    net.settle();
+    assert_eq!(machine.receive().len(), 5);
+    let shown = machine.half(0x4002);
+    let base = machine.ask(11, &state(1, 0), &mut || net.turn()) >> 32;
+    assert_eq!(base, 0);
+    assert!(send(&machine.socket, &message(10, 0, &state(1, 0)), &[]));
+    assert!(send(&machine.socket, &message(12, 0, &1_u64.to_ne_bytes()), &[machine.kicks[1].as_fd()]));
+    net.settle();
+    let parts = net.parts();
+    net.node.as_mut().unwrap().finish();
+    net.replace(parts);
+    assert_eq!(machine.half(0x4002), shown, "the used index of the ring that went on");
+}
+
+/// Frames come between the start of the first ring and that of the second, as in any handshake.
+#[test]
+fn a_ring_keeps_its_place_when_the_other_is_started_later() {
+    let mut net = Net::new();
+    let path = net.folder.path().join("vm.sock");
+    let mut turns = 0;
+    let machine = Machine::start(&path, VERSION_1 | MRG_RXBUF, 64, || {
+        net.turn();
+        turns += 1;
+    });
+    let _ = turns;
+    // The same by hand: stop both, start the first, receive, start the second.
+    for ring in 0..2 {
+        machine.ask(11, &state(ring, 0), &mut || net.turn());
+    }
+    assert!(send(&machine.socket, &message(12, 0, &0_u64.to_ne_bytes()), &[machine.kicks[0].as_fd()]));
+    net.settle();
+    for number in 0..5 {
+        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+    }
+    net.other.flush();
+    net.settle();
+    let shown = machine.half(0x4002);
+    assert!(shown >= 5);
+    assert!(send(&machine.socket, &message(12, 0, &1_u64.to_ne_bytes()), &[machine.kicks[1].as_fd()]));
+    net.settle();
+    let parts = net.parts();
+    net.node.as_mut().unwrap().finish();
+    net.replace(parts);
+    assert_eq!(machine.half(0x4002), shown, "the used index of the first ring");
+}
