@@ -96,6 +96,8 @@ pub struct VniAttachment<D: FrameHandler> {
     endpoint: Option<Box<dyn Endpoint>>,
     /// Socket of the client that we last reported to the daemon, and the version of its parts.
     told_client: Option<(u64, u64)>,
+    /// When that was.
+    told_client_at: Instant,
     /// Whether the programs behind the endpoint are gone for good and we have reported it.
     is_gone: bool,
     /// Counts when the heartbeat was last updated: frames given, taken, dropped.
@@ -131,6 +133,7 @@ impl<D: FrameHandler> VniAttachment<D> {
             endpoint: None,
             is_gone: false,
             told_client: None,
+            told_client_at: Instant::now().checked_sub(Duration::from_secs(1)).unwrap_or_else(Instant::now),
             told: (0, 0, 0),
             waits_since: None,
             turns: 0,
@@ -521,10 +524,11 @@ impl<D: FrameHandler> Attached<D> for VniAttachment<D> {
 
     fn rest(&mut self, common: &mut Common) -> Option<Duration> {
         let due = self.tick(common);
+        let news = self.end.is_some().then(|| self.news_in()).flatten();
         let waits = self.sleeper(common).and_then(|end| end.waits());
         // A handler that waits for room has no other work.
         let works = matches!(self.end, Some(End::Native(_)) if waits.is_none()).then(|| self.handler.rest()).flatten();
-        [due, waits, works].into_iter().flatten().min()
+        [due, news, waits, works].into_iter().flatten().min()
     }
 
     fn fds<'a>(&'a self, common: &'a Common) -> [Option<BorrowedFd<'a>>; 2] {

@@ -7,6 +7,7 @@ mod leftovers;
 mod paths;
 mod size;
 mod source;
+mod subjects;
 mod threats;
 mod unsafety;
 mod words;
@@ -57,6 +58,7 @@ pub fn run(checkout: &Checkout) -> anyhow::Result<bool> {
     let mut findings = unsafety::check(&sources, &files);
     findings.extend(sources.iter().flat_map(leftovers::check));
     findings.extend(files.iter().flat_map(paths::check));
+    findings.extend(subjects::check(checkout));
     findings.extend(words::check(&sources, &files)?);
     findings.extend(sources.iter().flat_map(words::repeats));
     findings.extend(arrows::check(&metadata(&checkout.root.join("Cargo.toml"))?, &files)?);

@@ -19,7 +19,7 @@ use super::card::{Card, LeasePage};
 use super::deeds::party;
 use super::keeping::{CardText, Found, Key};
 use super::lines::Lines;
-use super::worker::{Stage, Words, Worker, tells};
+use super::worker::{Stage, Words, Worker, clients, tells};
 use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, now, watch};
 use crate::channel;
 use crate::process::Process;
@@ -176,6 +176,7 @@ impl Supervisor {
             group: None,
             lines,
             tells: tells(asked),
+            clients: clients(asked),
             deaf: None,
             is_adopted: true,
             asked: Default::default(),

@@ -15,7 +15,7 @@ use super::card::Card;
 use super::keeping::{Found, Key};
 use super::vnis::is_lost;
 use super::worker::Worker;
-use super::{About, Supervisor};
+use super::{About, Supervisor, now};
 use crate::foreign::Foreign;
 use crate::{channel, config};
 
@@ -166,6 +166,10 @@ impl Supervisor {
     /// the client, too. The driver's report counts more; a report from a worker that has just passed the lease goes
     /// to the worker that has it.
     pub(super) fn has_client(&mut self, number: u32, nic: u32, client: message::Client, fds: Foreign) {
+        let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.clients.take(now()));
+        if is_often {
+            return self.condemn(number, "reports its node's client too often".to_owned());
+        }
         let holder = self.cards.get(&nic).and_then(|card| card.holder());
         let Some(end) = self.endpoint_of(number, nic) else {
             return self.condemn(number, format!("speaks of a client at NIC {nic}, where its node has none"));

@@ -21,7 +21,7 @@ use super::deeds::{STANDS, party};
 use super::jails::{Cell, Unsaid};
 use super::keeping::Key;
 use super::policy::{self, Death, Trouble};
-use super::worker::{Fit, Stage, Words, Worker, tells};
+use super::worker::{Fit, Stage, Words, Worker, clients, tells};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, split, watch};
 use crate::config::{Device, Work, not_startable};
 use crate::jail;
@@ -288,6 +288,7 @@ impl Supervisor {
             group,
             lines,
             tells: tells(now()),
+            clients: clients(now()),
             deaf: None,
             is_adopted: false,
             asked: Default::default(),

@@ -99,6 +99,11 @@ pub enum Stage {
 const TELLS: u32 = 50;
 const TELLS_EVERY: Duration = Duration::from_millis(500);
 
+/// Limits a worker's reports of its node's client: each has descriptors, which take time to close.
+pub fn clients(now: Duration) -> Bucket {
+    Bucket::new(64, Duration::from_millis(10), now)
+}
+
 /// Returns the allowance of a worker that has said nothing yet.
 pub fn tells(now: Duration) -> Bucket {
     Bucket::new(TELLS, TELLS_EVERY, now)
@@ -136,6 +141,8 @@ pub struct Worker {
     pub lines: Option<Lines>,
     /// Its allowance of sentences for users.
     pub tells: Bucket,
+    /// How often it may still report its node's client.
+    pub clients: Bucket,
     /// Its control group, in its node's: see [`crate::cgroup`]. `None` if the machine has none for the daemon.
     pub group: Option<Group>,
     /// Since when its thread has ended, or it has closed its end: it is ending, or ignores the daemon.

@@ -153,7 +153,11 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     pub fn finish(&mut self) {
         while !self.split().0.send_waiting() {}
         self.end.finish();
-        self.flush();
+        match self.ledger {
+            // What the endpoint has heard last is committed, too.
+            Some(_) => _ = self.turn_as_a_whole(),
+            None => self.flush(),
+        }
     }
 
     /// Takes one turn in each direction. Returns the number of frames that moved.

@@ -2,6 +2,7 @@
 //! that do not drive hear of it.
 
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use tasuki_net::endpoint::{Connection, Dismissal};
@@ -13,6 +14,9 @@ use crate::attachment::Common;
 use crate::channel::DaemonChannel;
 use crate::endpoint::{pack, unpack};
 use crate::handler::FrameHandler;
+
+/// Shortest interval between two reports of a client: a program may come, go and change as often as it likes.
+const AGAIN: Duration = Duration::from_millis(20);
 
 impl<D: FrameHandler> VniAttachment<D> {
     /// Returns the connection to the node's client, if the node's endpoint has clients, whether this worker drives it
@@ -44,9 +48,16 @@ impl<D: FrameHandler> VniAttachment<D> {
         if let Some(End::Bridge(bridge)) = &mut self.end
             && bridge.end.connection().is_some_and(|connection| connection.has_news())
             && !common.channel.is_behind()
+            && self.told_client_at.elapsed() >= AGAIN
         {
             self.tell_client(&mut common.channel);
         }
+    }
+
+    /// Returns how soon to report the client, if that is due.
+    pub(super) fn news_in(&mut self) -> Option<Duration> {
+        let has_news = self.connection().is_some_and(|connection| connection.has_news());
+        has_news.then(|| AGAIN.saturating_sub(self.told_client_at.elapsed()))
     }
 
     /// Reports the client for a successor. Sends the client away, to connect again, if no successor can know of it.
@@ -73,6 +84,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         if now == self.told_client {
             return;
         }
+        self.told_client_at = Instant::now();
         let before = std::mem::replace(&mut self.told_client, now).map(|(socket, _)| socket);
         if let Some(gone) = before.filter(|before| now.map(|(socket, _)| socket) != Some(*before)) {
             channel.write(&ToDaemon::NoClient { nic, socket: gone }, Vec::new());

@@ -937,3 +937,30 @@ fn a_ring_keeps_its_place_when_the_other_is_started_later() {
     net.replace(parts);
     assert_eq!(machine.half(0x4002), shown, "the used index of the first ring");
 }
+
+/// The rest of a message comes while the worker prepares its handover.
+#[test]
+fn a_message_that_ends_in_the_last_turn_costs_no_place() {
+    let mut net = Net::new();
+    let mut machine = net.machine(ALL, 64);
+    for number in 0..5 {
+        assert!(machine.send(&frame(OTHER, US, number)));
+    }
+    net.settle();
+    assert_eq!((received(&mut net.other).len(), machine.half(0xc002)), (5, 5));
+    let call = theirs::eventfd();
+    let bytes = theirs::message(13, 0, &0_u64.to_ne_bytes());
+    assert!(theirs::send(&machine.socket, &bytes[..6], &[call.as_fd()]));
+    net.turn();
+    assert!(theirs::send(&machine.socket, &bytes[6..], &[]));
+    net.node.as_mut().unwrap().finish();
+    let parts = net.parts();
+    net.replace(parts);
+    let shown = machine.half(0xc002);
+    net.settle();
+    assert_eq!(
+        (shown, received(&mut net.other).len()),
+        (5, 0),
+        "used index that the successor stored; frames that came again"
+    );
+}

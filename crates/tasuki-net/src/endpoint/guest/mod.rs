@@ -126,8 +126,6 @@ pub struct Guest {
     /// The last state of a device of this node.
     session: u32,
     has_news: bool,
-    /// Grows whenever the parts of the machine change.
-    version: u64,
     /// What the daemon's user must know.
     trouble: Option<String>,
     /// Counts of the front ends so far.
@@ -169,7 +167,6 @@ impl Guest {
             mark: None,
             session: 0,
             has_news: false,
-            version: 0,
             trouble: None,
             clients: Clients::default(),
             copy: vec![0; PIECE_MAX - HEADER_LEN].into(),
@@ -193,10 +190,13 @@ impl Guest {
         let was_running = self.is_running();
         if let Some(machine) = &mut self.machine {
             let Machine { channel, device, silent } = &mut **machine;
-            let before = self.version;
-            let heard = channel.hear(device, &mut self.version);
-            if self.version != before {
-                (self.has_news, self.is_quiesced, *silent) = (true, false, None);
+            let (before, mut count) = (device.session(), 0);
+            let heard = channel.hear(device, &mut count);
+            if count > 0 {
+                *silent = None;
+            }
+            if device.session() != before {
+                (self.has_news, self.is_quiesced) = (true, false);
                 self.watch_all();
             }
             if let Err(refusal) = heard {
@@ -224,7 +224,6 @@ impl Guest {
     fn end(&mut self, refusal: &Refusal) {
         let Some(machine) = self.machine.take() else { return };
         self.has_news = true;
-        self.version += 1;
         self.session = machine.device.session();
         self.watch_all();
         if *refusal != Refusal::Left {
@@ -251,6 +250,8 @@ impl Guest {
         if self.machine.is_some() {
             return;
         }
+        // The daemon hears from us when this machine leaves only if it has heard of it from us before.
+        self.has_news = true;
         let went = machine.device.go_on(self.mark);
         if went == Err(Refusal::Stale) {
             self.stale = Some((machine, Instant::now()));
@@ -707,7 +708,7 @@ impl Connection for Guest {
         Ok(Some(Parts {
             name: "a virtual machine".to_owned(),
             number: machine.channel.number(),
-            version: self.version,
+            version: machine.device.session().into(),
             text: machine.device.text(),
             fds: fds.map(OwnedFd::try_clone).collect::<io::Result<_>>()?,
         }))
