@@ -11,72 +11,6 @@ const SEND_USED: u64 = 0xc000 + 2;
 const SEND_RINGS: [u64; 3] = [0x8000, 0xa000, 0xc000];
 const RECEIVE_RINGS: [u64; 3] = [0, 0x2000, 0x4000];
 
-struct Lab {
-    node_memories: Vec<NodeMemoryFds>,
-    bells: Vec<(OwnedFd, OwnedFd)>,
-    lines: Lines,
-    _directory: Directory<Lines>,
-    others: Vec<Vni>,
-    listener: OwnedFd,
-    folder: tempfile::TempDir,
-    node: Option<Bridge<Guest>>,
-}
-
-impl Lab {
-    fn new(nodes: u16) -> Self {
-        let node_memories: Vec<_> =
-            (0..nodes).map(|number| NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap()).collect();
-        let bells: Vec<_> = (0..nodes).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
-        let (lines, directory) = directory(nodes);
-        let others = (1..nodes).map(|number| end(number, &node_memories, &bells)).collect();
-        let folder = tempfile::tempdir().unwrap();
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
-        let path = folder.path().join("vm.sock");
-        rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
-        rustix::net::listen(&listener, 4).unwrap();
-        let mut lab = Lab { node_memories, bells, lines, _directory: directory, others, listener, folder, node: None };
-        lab.node = Some(lab.worker());
-        lab
-    }
-
-    fn worker(&self) -> Bridge<Guest> {
-        let switch = Switch::new(US, Lookup::new(Claims::of(self.lines.clone())));
-        let guest = Guest::new(self.listener.try_clone().unwrap()).unwrap();
-        Bridge::new(Box::new(guest), exact_end(US, &self.node_memories, &self.bells), switch)
-    }
-
-    fn machine(&mut self, features: u64, size: u16) -> Machine {
-        let path = self.folder.path().join("vm.sock");
-        Machine::start(&path, features, size, || self.turn())
-    }
-
-    fn turn(&mut self) {
-        let node = self.node.as_mut().unwrap();
-        node.rest(Duration::ZERO);
-        node.turn();
-    }
-
-    fn settle(&mut self) {
-        (0..20).for_each(|_| self.turn());
-    }
-
-    fn guest(&mut self) -> &mut Guest {
-        &mut self.node.as_mut().unwrap().end
-    }
-
-    fn parts(&mut self) -> Parts {
-        self.guest().parts().unwrap().expect("it runs")
-    }
-
-    fn replace(&mut self, parts: Parts) {
-        self.node = None;
-        let mut node = self.worker();
-        node.end.go_on(parts).unwrap();
-        self.node = Some(node);
-    }
-}
-
 fn trouble(net: &mut Net) -> Option<String> {
     net.guest().trouble()
 }
@@ -91,37 +25,37 @@ fn set_table(net: &mut Net, machine: &Machine) {
 /// before the daemon has the new parts.
 #[test]
 fn killed_between_a_new_memory_table_and_its_report_frames_cross_once() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut machine = net.machine(ALL, 64);
     let parts = net.parts();
     for number in 0..5 {
         assert!(machine.send(&frame(OTHER, US, number)));
-        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+        net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
     }
-    net.other.flush();
+    net.others[0].flush();
     net.settle();
-    let (mut there, mut back) = (received(&mut net.other).len(), machine.receive().len());
+    let (mut there, mut back) = (received(&mut net.others[0]).len(), machine.receive().len());
     set_table(&mut net, &machine);
     for number in 5..8 {
         assert!(machine.send(&frame(OTHER, US, number)));
-        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+        net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
     }
-    net.other.flush();
+    net.others[0].flush();
     net.settle();
-    there += received(&mut net.other).len();
+    there += received(&mut net.others[0]).len();
     back += machine.receive().len();
     let shown = machine.half(SEND_USED);
     net.replace(parts);
     let shown_by_successor = machine.half(SEND_USED);
     net.settle();
-    there += received(&mut net.other).len();
+    there += received(&mut net.others[0]).len();
     assert_eq!((there, back, shown, shown_by_successor), (8, 8, 8, 8), "there, back, used index before and after");
 }
 
 /// The device was stopped and that was answered; the worker is killed before the daemon has heard of it.
 #[test]
 fn killed_after_it_answered_that_a_ring_is_stopped_nobody_writes_to_the_guest() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let machine = net.machine(VERSION_1 | MRG_RXBUF | PROTOCOL, 64);
     let parts = net.parts();
     for index in 0..2 {
@@ -132,8 +66,8 @@ fn killed_after_it_answered_that_a_ring_is_stopped_nobody_writes_to_the_guest() 
     machine.write(0x2002, &64_u16.to_le_bytes());
     let before = machine.read(0, theirs::LEN.try_into().unwrap());
     net.replace(parts);
-    net.other.send(US, &frame(US, OTHER, 1)).unwrap();
-    net.other.flush();
+    net.others[0].send(US, &frame(US, OTHER, 1)).unwrap();
+    net.others[0].flush();
     net.settle();
     let after = machine.read(0, theirs::LEN.try_into().unwrap());
     let changed: Vec<_> = before.iter().zip(&after).enumerate().filter(|(_, (a, b))| a != b).map(|(i, _)| i).collect();
@@ -147,7 +81,7 @@ fn killed_after_it_answered_that_a_ring_is_stopped_nobody_writes_to_the_guest() 
 /// A front end replaces an interrupt's eventfd (QEMU does when the guest unmasks a vector). The daemon compares texts.
 #[test]
 fn parts_with_another_interrupt_have_another_text() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let machine = net.machine(ALL, 64);
     let before = net.parts();
     let call = eventfd();
@@ -165,7 +99,7 @@ fn parts_with_another_interrupt_have_another_text() {
 /// The same after the machine has left.
 #[test]
 fn an_eventfd_of_a_stopped_ring_wakes_nobody() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let machine = net.machine(ALL, 64);
     for index in 0..2 {
         machine.ask(11, &state(index, 0), &mut || net.turn());
@@ -190,15 +124,15 @@ fn an_eventfd_of_a_stopped_ring_wakes_nobody() {
 fn broadcasts_cross_exactly_once_wherever_the_worker_is_killed() {
     const NODES: u16 = 8;
     for places in 0.. {
-        let mut lab = Lab::new(NODES);
-        let mut machine = lab.machine(ALL, 64);
-        let parts = lab.parts();
+        let mut net = Net::new(NODES);
+        let mut machine = net.machine(ALL, 64);
+        let parts = net.parts();
         for number in 0..20 {
             let mut all = frame(OTHER, US, number);
             all[..6].fill(0xff);
             assert!(machine.send(&all));
         }
-        let mut node = lab.node.take().unwrap();
+        let mut node = net.node.take().unwrap();
         let was_killed = lives_for(places, || {
             (0..3).for_each(|_| {
                 node.rest(Duration::ZERO);
@@ -206,9 +140,9 @@ fn broadcasts_cross_exactly_once_wherever_the_worker_is_killed() {
             });
         });
         drop(node);
-        lab.replace(parts);
-        lab.settle();
-        let counts: Vec<_> = lab.others.iter_mut().map(|other| received(other).len()).collect();
+        net.replace(parts);
+        net.settle();
+        let counts: Vec<_> = net.others.iter_mut().map(|other| received(other).len()).collect();
         assert!(counts.iter().all(|count| *count == 20), "{counts:?}, killed at place {places}");
         if !was_killed {
             break;
@@ -219,8 +153,8 @@ fn broadcasts_cross_exactly_once_wherever_the_worker_is_killed() {
 /// A segment that never fits, while another node's frames flow.
 #[test]
 fn a_frame_without_room_waits_a_bounded_time_though_others_flow() {
-    let mut lab = Lab::new(3);
-    let mut machine = lab.machine(ALL, 64);
+    let mut net = Net::new(3);
+    let mut machine = net.machine(ALL, 64);
     // TCP over IPv4: more cuts than the guest has buffers.
     let payload = vec![7; 10_000];
     let tcp = [&[0x30, 0x39, 0, 80][..], &1_u32.to_be_bytes(), &[0; 4], &[0x50, 0x10, 1, 0, 0, 0, 0, 0]].concat();
@@ -236,18 +170,18 @@ fn a_frame_without_room_waits_a_bounded_time_though_others_flow() {
         csum_offset: 16.into(),
     };
     let len = HEADER_LEN + segment.len();
-    lab.others[0].draft(US, len).unwrap().copy_from_slice(&[offload.as_bytes(), &segment].concat());
-    lab.others[0].post(US, len, true);
-    lab.others[0].send(US, &frame(US, 1, 0)).unwrap();
-    lab.others[0].flush();
+    net.others[0].draft(US, len).unwrap().copy_from_slice(&[offload.as_bytes(), &segment].concat());
+    net.others[0].post(US, len, true);
+    net.others[0].send(US, &frame(US, 1, 0)).unwrap();
+    net.others[0].flush();
     let start = Instant::now();
     let mut from_first = 0;
     while start.elapsed() < Duration::from_millis(500) && from_first == 0 {
-        lab.others[1].send(US, &frame(US, 2, 0)).unwrap();
-        lab.others[1].flush();
-        lab.turn();
+        net.others[1].send(US, &frame(US, 2, 0)).unwrap();
+        net.others[1].flush();
+        net.turn();
         from_first += machine.receive().iter().filter(|frame| frame[6..12] == mac(1)).count();
-        lab.others[1].wake();
+        net.others[1].wake();
     }
     assert_eq!(from_first, 1, "the frame behind the segment has waited {:?}", start.elapsed());
 }
@@ -255,7 +189,7 @@ fn a_frame_without_room_waits_a_bounded_time_though_others_flow() {
 /// A header whose fields contradict the frame reaches a guest as it is.
 #[test]
 fn a_false_offload_header_of_another_node_does_not_reach_a_guest() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut takes = net.machine(ALL | CSUM | GUEST_CSUM | GUEST_TSO4, 64);
     let odd = Offload {
         flags: 0xff,
@@ -274,7 +208,7 @@ fn a_false_offload_header_of_another_node_does_not_reach_a_guest() {
 /// The lease comes back, or a successor began, before the last news of the client reached it.
 #[test]
 fn parts_that_come_late_count() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut machine = net.machine(VERSION_1 | MRG_RXBUF | PROTOCOL, 64);
     let early = net.parts();
     let call = eventfd();
@@ -286,8 +220,8 @@ fn parts_that_come_late_count() {
     net.guest().go_on(late).unwrap();
     net.settle();
     let _ = rustix::io::read(&call, &mut [0; 8]);
-    net.other.send(US, &frame(US, OTHER, 1)).unwrap();
-    net.other.flush();
+    net.others[0].send(US, &frame(US, OTHER, 1)).unwrap();
+    net.others[0].flush();
     net.settle();
     assert_eq!(machine.receive().len(), 1);
     assert!(rustix::io::read(&call, &mut [0; 8]).is_ok(), "the guest is interrupted by the eventfd that it gave last");
@@ -296,18 +230,18 @@ fn parts_that_come_late_count() {
 /// The same machine, rings restarted, lease back: marks and texts.
 #[test]
 fn handover_there_and_back_keeps_the_place() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut machine = net.machine(ALL, 64);
     let mut total = 0;
     for round in 0..4 {
         for number in 0..7 {
             assert!(machine.send(&frame(OTHER, US, number)));
-            net.other.send(US, &frame(US, OTHER, number)).unwrap();
+            net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
         }
-        net.other.flush();
+        net.others[0].flush();
         net.settle();
         total += 7;
-        assert_eq!((received(&mut net.other).len(), machine.receive().len()), (7, 7), "round {round}");
+        assert_eq!((received(&mut net.others[0]).len(), machine.receive().len()), (7, 7), "round {round}");
         assert_eq!(machine.half(SEND_USED), total);
         // Away and back: the same Guest.
         let mut node = net.node.take().unwrap();
@@ -319,12 +253,12 @@ fn handover_there_and_back_keeps_the_place() {
         net.node = Some(second);
         for number in 0..3 {
             assert!(machine.send(&frame(OTHER, US, number)));
-            net.other.send(US, &frame(US, OTHER, number)).unwrap();
+            net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
         }
-        net.other.flush();
+        net.others[0].flush();
         net.settle();
         total += 3;
-        assert_eq!((received(&mut net.other).len(), machine.receive().len()), (3, 3), "round {round}, away");
+        assert_eq!((received(&mut net.others[0]).len(), machine.receive().len()), (3, 3), "round {round}, away");
         net.node.as_mut().unwrap().finish();
         net.node = None;
         let switch = Switch::new(US, Lookup::new(Claims::of(net.lines.clone())));
@@ -336,7 +270,7 @@ fn handover_there_and_back_keeps_the_place() {
 /// A front end's memory that a successor can no longer map.
 #[test]
 fn a_machine_whose_memory_was_sealed_meanwhile_is_told_that_it_is_gone() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let path = net.folder.path().join("vm.sock");
     let machine = Machine::start(&path, ALL, 64, || net.turn());
     assert!(net.guest().is_running());
@@ -365,7 +299,7 @@ fn memory_on_huge_pages_is_unmapped_when_the_machine_leaves() {
     let mapped = || {
         std::fs::read_to_string("/proc/self/maps").unwrap().lines().filter(|line| line.contains("memfd:huge")).count()
     };
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let socket = connect(&net.folder.path().join("vm.sock"));
     net.settle();
     let stretches =
@@ -440,7 +374,7 @@ fn fuzz_messages_and_rings() {
     let requests: Vec<u32> = vec![1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 36, 37, 38, 39, 40];
     while Instant::now() < end {
         rounds += 1;
-        let mut net = Net::new();
+        let mut net = Net::new(2);
         let features = dice.pick(&[
             ALL,
             ALL | GUEST_CSUM | CSUM | GUEST_TSO4,
@@ -585,9 +519,9 @@ fn fuzz_messages_and_rings() {
                 6 => _ = machine.send(&frame(OTHER, US, dice.below(50) as usize)),
                 7 => {
                     for _ in 0..dice.below(20) {
-                        let _ = net.other.send(US, &frame(US, OTHER, dice.below(50) as usize));
+                        let _ = net.others[0].send(US, &frame(US, OTHER, dice.below(50) as usize));
                     }
-                    net.other.flush();
+                    net.others[0].flush();
                 }
                 8 => {
                     let bytes = [
@@ -596,10 +530,10 @@ fn fuzz_messages_and_rings() {
                         &frame(US, OTHER, dice.below(50) as usize),
                     ]
                     .concat();
-                    if let Ok(room) = net.other.draft(US, bytes.len()) {
+                    if let Ok(room) = net.others[0].draft(US, bytes.len()) {
                         room.copy_from_slice(&bytes);
-                        net.other.post(US, bytes.len(), true);
-                        net.other.flush();
+                        net.others[0].post(US, bytes.len(), true);
+                        net.others[0].flush();
                     }
                 }
                 9 => {
@@ -661,7 +595,7 @@ fn fuzz_messages_and_rings() {
                 println!("{what} took {slowest:?}");
             }
             if dice.below(30) == 0 {
-                crossed += received(&mut net.other).len();
+                crossed += received(&mut net.others[0]).len();
             }
             ran += u64::from(net.guest().is_running());
         }
@@ -670,14 +604,14 @@ fn fuzz_messages_and_rings() {
         let mut honest = net.machine(ALL, 64);
         assert!(net.guest().is_running(), "round {rounds}: {:?}", trouble(&mut net));
         net.settle();
-        received(&mut net.other);
+        received(&mut net.others[0]);
         honest.receive();
         assert!(honest.send(&frame(OTHER, US, 1)));
-        net.other.send(US, &frame(US, OTHER, 2)).unwrap();
-        net.other.flush();
+        net.others[0].send(US, &frame(US, OTHER, 2)).unwrap();
+        net.others[0].flush();
         net.settle();
         // F18: frames of the machine before may come only now.
-        assert_eq!(received(&mut net.other).last(), Some(&frame(OTHER, US, 1)), "round {rounds}");
+        assert_eq!(received(&mut net.others[0]).last(), Some(&frame(OTHER, US, 1)), "round {rounds}");
         assert_eq!(honest.receive(), [frame(US, OTHER, 2)], "round {rounds}");
     }
     println!(
@@ -700,7 +634,7 @@ fn fuzz_exactly_once() {
     while Instant::now() < until {
         rounds += 1;
         let begun = Instant::now();
-        let mut lab = Lab::new(NODES);
+        let mut net = Net::new(NODES);
         let features = dice.pick(&[
             ALL,
             VERSION_1 | MRG_RXBUF | PROTOCOL,
@@ -708,7 +642,7 @@ fn fuzz_exactly_once() {
             EVENT_IDX | PROTOCOL | VERSION_1 | MRG_RXBUF,
         ]);
         let size = dice.pick(&[64, 128]);
-        let mut machine = lab.machine(features, size);
+        let mut machine = net.machine(features, size);
         if features & INDIRECT != 0 && dice.below(2) == 0 {
             machine.pieces = Some(dice.pick(&[100, 500, 2000]));
         }
@@ -747,7 +681,7 @@ fn fuzz_exactly_once() {
                     let from = 1 + dice.below(3) as u16;
                     for _ in 0..dice.below(8) {
                         number += 1;
-                        let other = &mut lab.others[usize::from(from) - 1];
+                        let other = &mut net.others[usize::from(from) - 1];
                         if dice.below(4) == 0 {
                             let count = 1 + dice.below(12) as usize;
                             let payload: Vec<u8> = (0..count * 100).map(|i| (i + number) as u8).collect();
@@ -794,19 +728,19 @@ fn fuzz_exactly_once() {
                             to_guest[usize::from(from)].push(it);
                         }
                     }
-                    lab.others[usize::from(from) - 1].flush();
+                    net.others[usize::from(from) - 1].flush();
                 }
                 4 => {
                     for it in machine.receive() {
                         at_guest[usize::from(it[11])].push(it);
                     }
                     for node in 1..NODES {
-                        at_nodes[usize::from(node)].extend(received(&mut lab.others[usize::from(node) - 1]));
+                        at_nodes[usize::from(node)].extend(received(&mut net.others[usize::from(node) - 1]));
                     }
                 }
                 _ => {
-                    let parts = lab.parts();
-                    let mut node = lab.node.take().unwrap();
+                    let parts = net.parts();
+                    let mut node = net.node.take().unwrap();
                     let places = dice.below(40) as u32;
                     let was_killed = lives_for(places, || {
                         (0..1 + places % 4).for_each(|_| {
@@ -821,20 +755,20 @@ fn fuzz_exactly_once() {
                         node.finish();
                     }
                     drop(node);
-                    lab.replace(parts);
+                    net.replace(parts);
                 }
             }
             if dice.below(3) == 0 {
-                lab.turn();
+                net.turn();
             }
             // The front end stops and starts the sending ring, and the daemon hears of it.
             if dice.below(40) == 0 {
                 restarts += 1;
-                let base = machine.ask(11, &state(1, 0), &mut || lab.turn()) >> 32;
+                let base = machine.ask(11, &state(1, 0), &mut || net.turn()) >> 32;
                 assert!(send(&machine.socket, &message(10, 0, &state(1, base as u32)), &[]));
                 assert!(send(&machine.socket, &message(12, 0, &1_u64.to_ne_bytes()), &[machine.kicks[1].as_fd()]));
-                lab.turn();
-                lab.turn();
+                net.turn();
+                net.turn();
             }
         }
         let steps = begun.elapsed();
@@ -843,18 +777,18 @@ fn fuzz_exactly_once() {
         }
         let start = Instant::now();
         while start.elapsed() < Duration::from_millis(30) {
-            lab.turn();
+            net.turn();
             for it in machine.receive() {
                 at_guest[usize::from(it[11])].push(it);
             }
             for node in 1..NODES {
-                at_nodes[usize::from(node)].extend(received(&mut lab.others[usize::from(node) - 1]));
+                at_nodes[usize::from(node)].extend(received(&mut net.others[usize::from(node) - 1]));
             }
         }
         if start.elapsed() > Duration::from_secs(1) {
             println!("the end of round {rounds} took {:?}", start.elapsed());
         }
-        lost += lab.node.as_ref().unwrap().dropped.sum();
+        lost += net.node.as_ref().unwrap().dropped.sum();
         frames += number;
         if lost > 0 {
             skipped += 1;
@@ -886,12 +820,12 @@ fn fuzz_exactly_once() {
 /// One ring is stopped and started again; the other goes on. Then an ordinary upgrade.
 #[test]
 fn a_ring_keeps_its_place_when_the_other_is_started_again() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut machine = net.machine(ALL, 64);
     for number in 0..5 {
-        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+        net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
     }
-    net.other.flush();
+    net.others[0].flush();
     net.settle();
     assert_eq!(machine.receive().len(), 5);
     let shown = machine.half(0x4002);
@@ -909,24 +843,18 @@ fn a_ring_keeps_its_place_when_the_other_is_started_again() {
 /// Frames come between the start of the first ring and that of the second, as in any handshake.
 #[test]
 fn a_ring_keeps_its_place_when_the_other_is_started_later() {
-    let mut net = Net::new();
-    let path = net.folder.path().join("vm.sock");
-    let mut turns = 0;
-    let machine = Machine::start(&path, VERSION_1 | MRG_RXBUF, 64, || {
-        net.turn();
-        turns += 1;
-    });
-    let _ = turns;
-    // The same by hand: stop both, start the first, receive, start the second.
+    let mut net = Net::new(2);
+    let machine = net.machine(VERSION_1 | MRG_RXBUF, 64);
+    // The front end stops both rings, and starts the second after frames came on the first.
     for ring in 0..2 {
         machine.ask(11, &state(ring, 0), &mut || net.turn());
     }
     assert!(send(&machine.socket, &message(12, 0, &0_u64.to_ne_bytes()), &[machine.kicks[0].as_fd()]));
     net.settle();
     for number in 0..5 {
-        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+        net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
     }
-    net.other.flush();
+    net.others[0].flush();
     net.settle();
     let shown = machine.half(0x4002);
     assert!(shown >= 5);
@@ -941,13 +869,13 @@ fn a_ring_keeps_its_place_when_the_other_is_started_later() {
 /// The rest of a message comes while the worker prepares its handover.
 #[test]
 fn a_message_that_ends_in_the_last_turn_costs_no_place() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut machine = net.machine(ALL, 64);
     for number in 0..5 {
         assert!(machine.send(&frame(OTHER, US, number)));
     }
     net.settle();
-    assert_eq!((received(&mut net.other).len(), machine.half(0xc002)), (5, 5));
+    assert_eq!((received(&mut net.others[0]).len(), machine.half(0xc002)), (5, 5));
     let call = theirs::eventfd();
     let bytes = theirs::message(13, 0, &0_u64.to_ne_bytes());
     assert!(theirs::send(&machine.socket, &bytes[..6], &[call.as_fd()]));
@@ -959,7 +887,7 @@ fn a_message_that_ends_in_the_last_turn_costs_no_place() {
     let shown = machine.half(0xc002);
     net.settle();
     assert_eq!(
-        (shown, received(&mut net.other).len()),
+        (shown, received(&mut net.others[0]).len()),
         (5, 0),
         "used index that the successor stored; frames that came again"
     );

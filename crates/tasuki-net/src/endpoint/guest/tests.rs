@@ -31,7 +31,8 @@ struct Net {
     bells: Vec<(OwnedFd, OwnedFd)>,
     lines: Lines,
     _directory: Directory<Lines>,
-    other: Vni,
+    /// Node 1 and on.
+    others: Vec<Vni>,
     listener: OwnedFd,
     folder: tempfile::TempDir,
     node: Option<Bridge<Guest>>,
@@ -46,19 +47,19 @@ fn frame(to: u16, from: u16, number: usize) -> Vec<u8> {
 }
 
 impl Net {
-    fn new() -> Self {
+    fn new(nodes: u16) -> Self {
         let node_memories: Vec<_> =
-            (0..2).map(|number| NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap()).collect();
-        let bells: Vec<_> = (0..2).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
-        let (lines, directory) = directory(2);
-        let other = end(OTHER, &node_memories, &bells);
+            (0..nodes).map(|number| NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap()).collect();
+        let bells: Vec<_> = (0..nodes).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
+        let (lines, directory) = directory(nodes);
+        let others = (OTHER..nodes).map(|number| end(number, &node_memories, &bells)).collect();
         let folder = tempfile::tempdir().unwrap();
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
         let path = folder.path().join("vm.sock");
         rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
         rustix::net::listen(&listener, 4).unwrap();
-        let mut net = Net { node_memories, bells, lines, _directory: directory, other, listener, folder, node: None };
+        let mut net = Net { node_memories, bells, lines, _directory: directory, others, listener, folder, node: None };
         net.node = Some(net.worker());
         net
     }
@@ -102,9 +103,9 @@ impl Net {
     /// Sends a frame with an offload header to the guest.
     fn give(&mut self, header: &[u8], frame: &[u8]) {
         let len = header.len() + frame.len();
-        self.other.draft(US, len).unwrap().copy_from_slice(&[header, frame].concat());
-        self.other.post(US, len, true);
-        self.other.flush();
+        self.others[0].draft(US, len).unwrap().copy_from_slice(&[header, frame].concat());
+        self.others[0].post(US, len, true);
+        self.others[0].flush();
     }
 
     fn trouble(&mut self) -> String {
@@ -118,19 +119,19 @@ fn wherever_a_worker_is_killed_each_frame_crosses_exactly_once() {
     const COUNT: usize = 9;
     for (features, pieces) in [(ALL, Some(100)), (VERSION_1 | MRG_RXBUF | PROTOCOL, None)] {
         for places in 0.. {
-            let mut net = Net::new();
+            let mut net = Net::new(2);
             let mut machine = net.machine(features, 64);
             machine.pieces = pieces;
             let exchange = |net: &mut Net, machine: &mut Machine, numbers: std::ops::Range<usize>| {
                 for number in numbers {
                     assert!(machine.send(&frame(OTHER, US, number)));
-                    net.other.send(US, &frame(US, OTHER, number)).unwrap();
+                    net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
                 }
-                net.other.flush();
+                net.others[0].flush();
             };
             exchange(&mut net, &mut machine, 0..BEFORE);
             net.settle();
-            let (mut there, mut back) = (received(&mut net.other), machine.receive());
+            let (mut there, mut back) = (received(&mut net.others[0]), machine.receive());
             exchange(&mut net, &mut machine, BEFORE..COUNT);
             let parts = net.parts();
             let mut node = net.node.take().unwrap();
@@ -143,12 +144,12 @@ fn wherever_a_worker_is_killed_each_frame_crosses_exactly_once() {
             drop(node);
             // At even places, read what is shown before the next worker starts; at odd places, do not.
             if places % 2 == 0 {
-                there.extend(received(&mut net.other));
+                there.extend(received(&mut net.others[0]));
                 back.extend(machine.receive());
             }
             net.replace(parts);
             net.settle();
-            there.extend(received(&mut net.other));
+            there.extend(received(&mut net.others[0]));
             back.extend(machine.receive());
             let right = |to, from| (0..COUNT).map(|number| frame(to, from, number)).collect::<Vec<_>>();
             assert!(there == right(OTHER, US), "{} there, killed at place {places}", there.len());
@@ -158,7 +159,7 @@ fn wherever_a_worker_is_killed_each_frame_crosses_exactly_once() {
             let parts = net.parts();
             net.replace(parts);
             net.settle();
-            assert!(received(&mut net.other).is_empty() && machine.receive().is_empty(), "place {places}");
+            assert!(received(&mut net.others[0]).is_empty() && machine.receive().is_empty(), "place {places}");
             if !was_killed {
                 assert!(places > 8, "it passes more places than that");
                 break;
@@ -183,7 +184,7 @@ fn a_segment_goes_whole_to_a_guest_that_takes_it_and_cut_to_another() {
         csum_start: 34.into(),
         csum_offset: 16.into(),
     };
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut takes = net.machine(ALL | CSUM | GUEST_CSUM | GUEST_TSO4, 64);
     net.give(offload.as_bytes(), &segment);
     net.settle();
@@ -197,8 +198,8 @@ fn a_segment_goes_whole_to_a_guest_that_takes_it_and_cut_to_another() {
     assert!(takes.send_with(&[offload.as_bytes(), &[0, 0]].concat(), &back));
     net.settle();
     let mut headers = Vec::new();
-    net.other.wake();
-    net.other.receive(|incoming| headers.push(incoming.offload().unwrap()));
+    net.others[0].wake();
+    net.others[0].receive(|incoming| headers.push(incoming.offload().unwrap()));
     assert_eq!(headers, [offload]);
     drop(takes);
     net.settle();
@@ -213,23 +214,23 @@ fn a_segment_goes_whole_to_a_guest_that_takes_it_and_cut_to_another() {
 
 #[test]
 fn a_guest_without_buffers_loses_frames_of_its_own_alone_and_after_a_while() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut machine = net.machine(ALL, 8);
     for number in 0..12 {
-        net.other.send(US, &frame(US, OTHER, 5 * number)).unwrap();
+        net.others[0].send(US, &frame(US, OTHER, 5 * number)).unwrap();
     }
-    net.other.flush();
+    net.others[0].flush();
     net.turn();
     assert_eq!(net.node.as_ref().unwrap().dropped.no_buffer, 0, "they wait");
     assert!(machine.send(&frame(OTHER, US, 0)));
     net.turn();
-    assert_eq!(received(&mut net.other).len(), 1, "its own frames go on");
+    assert_eq!(received(&mut net.others[0]).len(), 1, "its own frames go on");
     std::thread::sleep(Duration::from_millis(5));
     net.settle();
     assert_eq!(net.node.as_ref().unwrap().dropped.no_buffer, 4);
     assert_eq!(machine.receive().len(), 8);
-    net.other.send(US, &frame(US, OTHER, 1)).unwrap();
-    net.other.flush();
+    net.others[0].send(US, &frame(US, OTHER, 1)).unwrap();
+    net.others[0].flush();
     net.settle();
     assert_eq!(machine.receive(), [frame(US, OTHER, 1)]);
 }
@@ -277,7 +278,7 @@ fn a_guest_that_breaks_a_rule_is_sent_away_with_a_sentence_and_the_next_is_serve
         ),
         (|machine| rustix::fs::ftruncate(&machine.memory, 0).unwrap(), "memory was taken away"),
     ];
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     for (deed, says) in deeds {
         let mut machine = net.machine(ALL, 64);
         deed(&mut machine);
@@ -290,7 +291,7 @@ fn a_guest_that_breaks_a_rule_is_sent_away_with_a_sentence_and_the_next_is_serve
     let mut machine = net.machine(ALL, 64);
     assert!(machine.send(&frame(OTHER, US, 1)));
     net.settle();
-    assert_eq!(received(&mut net.other), [frame(OTHER, US, 1)]);
+    assert_eq!(received(&mut net.others[0]), [frame(OTHER, US, 1)]);
 }
 
 #[test]
@@ -311,7 +312,7 @@ fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
         (message(13, 0, &0_u64.to_ne_bytes()), 0, "0 descriptors came with its request 13"),
         ([&1_u32.to_ne_bytes()[..], &1_u32.to_ne_bytes(), &100_000_u32.to_ne_bytes()].concat(), 0, "100000 bytes"),
     ];
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let file = memory(8192);
     for (bytes, fds, says) in odd {
         let socket = connect(&path(&net));
@@ -334,18 +335,18 @@ fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
 
 #[test]
 fn a_guest_is_interrupted_once_a_turn_and_only_if_it_wants_that() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut machine = net.machine(VERSION_1 | MRG_RXBUF | PROTOCOL, 64);
     for number in 0..20 {
-        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+        net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
     }
-    net.other.flush();
+    net.others[0].flush();
     net.turn();
     assert!(machine.was_rung(theirs::RECEIVE));
     assert_eq!((machine.receive().len(), net.guest().clients.interrupts), (20, 1));
     machine.write(0x2000, &1_u16.to_le_bytes());
-    net.other.send(US, &frame(US, OTHER, 0)).unwrap();
-    net.other.flush();
+    net.others[0].send(US, &frame(US, OTHER, 0)).unwrap();
+    net.others[0].flush();
     net.settle();
     assert!(!machine.was_rung(theirs::RECEIVE));
     assert_eq!(machine.receive().len(), 1);
@@ -353,15 +354,15 @@ fn a_guest_is_interrupted_once_a_turn_and_only_if_it_wants_that() {
 
 #[test]
 fn a_machine_after_another_begins_at_its_own_rings_whoever_serves_it() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut first = net.machine(ALL, 64);
     for number in 0..20 {
         assert!(first.send(&frame(OTHER, US, number)));
-        net.other.send(US, &frame(US, OTHER, number)).unwrap();
+        net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
     }
-    net.other.flush();
+    net.others[0].flush();
     net.settle();
-    assert_eq!((received(&mut net.other).len(), first.receive().len()), (20, 20));
+    assert_eq!((received(&mut net.others[0]).len(), first.receive().len()), (20, 20));
     drop(first);
     net.settle();
     let mut second = net.machine(ALL, 64);
@@ -370,16 +371,16 @@ fn a_machine_after_another_begins_at_its_own_rings_whoever_serves_it() {
     net.settle();
     assert_eq!((second.completed(theirs::SEND), second.completed(theirs::RECEIVE)), (0, 0));
     assert!(second.send(&frame(OTHER, US, 1)));
-    net.other.send(US, &frame(US, OTHER, 1)).unwrap();
-    net.other.flush();
+    net.others[0].send(US, &frame(US, OTHER, 1)).unwrap();
+    net.others[0].flush();
     net.settle();
-    assert_eq!(received(&mut net.other), [frame(OTHER, US, 1)]);
+    assert_eq!(received(&mut net.others[0]), [frame(OTHER, US, 1)]);
     assert_eq!(second.receive(), [frame(US, OTHER, 1)]);
 }
 
 #[test]
 fn a_description_from_before_a_change_is_not_gone_by() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut machine = net.machine(ALL, 64);
     for number in 0..20 {
         assert!(machine.send(&frame(OTHER, US, number)));
@@ -399,19 +400,19 @@ fn a_description_from_before_a_change_is_not_gone_by() {
 
 #[test]
 fn good_chains_before_a_bad_one_go() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let mut machine = net.machine(ALL, 64);
     assert!(machine.send(&frame(OTHER, US, 1)));
     machine.describe(0x8000, 1, theirs::GUEST + theirs::LEN, 64, 0, 0);
     machine.offer(theirs::SEND, 1);
     net.settle();
-    assert_eq!(received(&mut net.other), [frame(OTHER, US, 1)]);
+    assert_eq!(received(&mut net.others[0]), [frame(OTHER, US, 1)]);
     assert!(net.trouble().contains("a descriptor lies outside"));
 }
 
 #[test]
 fn an_eventfd_that_was_replaced_wakes_nobody() {
-    let mut net = Net::new();
+    let mut net = Net::new(2);
     let machine = net.machine(ALL, 64);
     let new = theirs::eventfd();
     assert!(theirs::send(&machine.socket, &theirs::message(12, 0, &1_u64.to_ne_bytes()), &[new.as_fd()]));
