@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tasuki_net::endpoint::memif::Memif;
 use tasuki_net::endpoint::memif::control::Terms;
-use tasuki_net::endpoint::{Bridge, Connection as _, Dropped, Parts};
+use tasuki_net::endpoint::{Bridge, Connection as _, Parts};
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
 use tasuki_net::vni::Vni;
@@ -77,10 +77,7 @@ impl End for MemifEnd {
     }
 
     fn lost(&self) -> Lost {
-        let dropped = self.node.dropped;
-        let Dropped { no_room, nobody, length, away, not_own, forged, .. } = dropped;
-        assert_eq!(dropped.sum(), no_room + nobody + length + away + not_own + forged, "{dropped:?}");
-        Lost { no_room, nobody, length, away, not_own, forged }
+        Lost::of(self.node.dropped)
     }
 
     fn vni(&mut self) -> &mut Vni {

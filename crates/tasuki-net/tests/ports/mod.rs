@@ -9,6 +9,7 @@ mod vm_end;
 
 use std::time::{Duration, Instant};
 
+use tasuki_net::endpoint::Dropped;
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
 use tasuki_net::vni::Vni;
@@ -51,6 +52,15 @@ pub struct Lost {
     pub not_own: u64,
     /// Another node's worker sent it with a source address that is not its own.
     pub forged: u64,
+}
+
+impl Lost {
+    /// Takes an endpoint's counts; panics if one is counted that no case expects.
+    pub fn of(dropped: Dropped) -> Lost {
+        let Dropped { no_room, nobody, length, away, not_own, forged, .. } = dropped;
+        assert_eq!(dropped.sum(), no_room + nobody + length + away + not_own + forged, "{dropped:?}");
+        Lost { no_room, nobody, length, away, not_own, forged }
+    }
 }
 
 /// A node and the program behind it.

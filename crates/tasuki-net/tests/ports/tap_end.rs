@@ -131,15 +131,7 @@ impl End for TapEnd {
     }
 
     fn lost(&self) -> Lost {
-        let dropped = self.node.dropped;
-        assert_eq!((dropped.refused, dropped.too_late), (0, 0));
-        Lost {
-            no_room: dropped.no_room,
-            nobody: dropped.nobody,
-            not_own: dropped.not_own,
-            forged: dropped.forged,
-            ..Lost::default()
-        }
+        Lost::of(self.node.dropped)
     }
 
     fn vni(&mut self) -> &mut Vni {
