@@ -5,6 +5,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use rustix::event::EventfdFlags;
 use rustix::fs::MemfdFlags;
@@ -34,6 +35,9 @@ const SEND_LEN: u64 = 16 << 10;
 /// Places in the memory: descriptors, available ring, used ring of each queue; the buffers.
 const RINGS: [[u64; 3]; 2] = [[0, 0x2000, 0x4000], [0x8000, 0xa000, 0xc000]];
 const BUFFERS: [u64; 2] = [0x10_0000, 0x40_0000];
+/// Longer than any answer takes, even on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(10);
+
 /// Indirect tables of the sending queue, one for each buffer.
 const TABLES: u64 = 0x8_0000;
 
@@ -128,7 +132,8 @@ impl Machine {
     /// Asks, and returns the number that is the answer.
     pub fn ask(&self, request: u32, body: &[u8], turn: &mut impl FnMut()) -> u64 {
         assert!(send(&self.socket, &message(request, 0, body), &[]));
-        for _ in 0..1000 {
+        let until = Instant::now() + PATIENCE;
+        while Instant::now() < until {
             turn();
             if let Some((answered, body)) = answer(&self.socket) {
                 assert_eq!(answered, request);

@@ -30,6 +30,7 @@ use arrayvec::ArrayVec;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use rustix::fs::OFlags;
 use rustix::net::{Shutdown, SocketFlags, SocketType};
+use tasuki_shm::region::{CommonRegion, RegionError};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::egress::ROOM_AGAIN;
@@ -58,7 +59,7 @@ const FETCHED: usize = 128;
 const ATTEND_EVERY: u32 = 64;
 
 /// Maximum number of connections that are accepted in one turn.
-const KNOCKS: usize = 4;
+const ACCEPTS: usize = 4;
 
 /// Length in bytes of the header before a frame in the guest's memory, with the number of its buffers and without
 /// (VIRTIO 1.2, 5.1.6).
@@ -134,7 +135,7 @@ pub struct Guest {
     chain: Box<Chain>,
     room: Box<Room>,
     turns: u32,
-    knocked: bool,
+    must_hear: bool,
     /// Whether the guest was told that it need not kick.
     is_quiesced: bool,
     broken: Option<Refusal>,
@@ -173,7 +174,7 @@ impl Guest {
             chain: Box::default(),
             room: Box::default(),
             turns: 0,
-            knocked: true,
+            must_hear: true,
             is_quiesced: false,
             broken: None,
         })
@@ -186,7 +187,7 @@ impl Guest {
 
     /// Reads the front end's messages, and accepts connections.
     fn hear(&mut self) {
-        self.knocked = false;
+        self.must_hear = false;
         let was_running = self.is_running();
         if let Some(machine) = &mut self.machine {
             let Machine { channel, device, silent } = &mut **machine;
@@ -204,7 +205,11 @@ impl Guest {
             }
         }
         self.clients.attached += u64::from(self.is_running() && !was_running);
-        for _ in 0..KNOCKS {
+        if self.stale.is_some() {
+            // The place may be taken or free: it is known soon, and a new front end waits for it.
+            return;
+        }
+        for _ in 0..ACCEPTS {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let Ok(socket) = rustix::net::accept_with(&self.listener, flags) else { return };
             if self.machine.is_some() {
@@ -260,7 +265,7 @@ impl Guest {
         self.stale = None;
         // A predecessor may have ended before it interrupted the guest.
         [TO_GUEST, FROM_GUEST].into_iter().filter_map(|at| machine.device.call(at)).for_each(ring);
-        (self.machine, self.is_quiesced, self.knocked) = (Some(machine), false, true);
+        (self.machine, self.is_quiesced, self.must_hear) = (Some(machine), false, true);
         self.watch_all();
         if let Err(refusal) = went {
             self.end(&refusal);
@@ -325,18 +330,17 @@ impl Guest {
     ) -> Result<Given, Broken> {
         let Self { machine, copy, chain, room, .. } = self;
         let Some(machine) = machine else { return Ok(away(dropped)) };
-        let takes_as_it_is = |offload: &Offload| takes(&machine.device, offload);
         let Ok(offload) = incoming.offload() else { return Ok(too_late(dropped)) };
         let Some(offload) = sound(offload, incoming.len()) else {
             dropped.malformed += 1;
             return Ok(Given::Taken(0));
         };
-        let is_fit = takes_as_it_is(&offload);
+        let is_fit = takes(&machine.device, &offload);
         let header = header_len(&machine.device);
         let merges = machine.device.has(feature::MRG_RXBUF);
         let Device { memory, queues, .. } = &mut machine.device;
         let Some(queue) = &mut queues[TO_GUEST] else { return Ok(away(dropped)) };
-        let mut to = Into { memory, queue, chain, room, header, merges };
+        let mut to = Buffers { memory, queue, chain, room, header, merges };
         if is_fit {
             if let Some(address) = to.queue.address_ahead(AHEAD) {
                 to.memory.prefetch_to_write(address, FETCHED);
@@ -471,8 +475,8 @@ impl Found {
     }
 }
 
-/// The way into the guest's buffers.
-struct Into<'a> {
+/// The ring by which the guest receives, and the buffers of it that one frame takes.
+struct Buffers<'a> {
     memory: &'a DriverMemory,
     queue: &'a mut Queue,
     chain: &'a mut Chain,
@@ -481,7 +485,7 @@ struct Into<'a> {
     merges: bool,
 }
 
-impl Into<'_> {
+impl Buffers<'_> {
     /// Takes buffers for `len` bytes. Takes none if they are too few.
     #[inline]
     fn find(&mut self, len: usize) -> Result<Found, Broken> {
@@ -529,12 +533,7 @@ impl Into<'_> {
         &self,
         from: usize,
         len: usize,
-        copy: impl FnMut(
-            usize,
-            usize,
-            &tasuki_shm::region::CommonRegion,
-            usize,
-        ) -> Result<(), tasuki_shm::region::RegionError>,
+        copy: impl FnMut(usize, usize, &CommonRegion, usize) -> Result<(), RegionError>,
     ) {
         self.memory.fill(&self.room.pieces, from, len, copy);
     }
@@ -570,10 +569,11 @@ impl Endpoint for Guest {
         if let Some((machine, _)) = self.stale.take_if(|(_, since)| since.elapsed() >= LATE_NEWS) {
             self.machine = Some(machine);
             self.end(&Refusal::Stale);
+            self.must_hear = true;
         }
         self.turns = self.turns.wrapping_add(1);
         let in_handshake = self.machine.is_some() && !self.is_running();
-        if self.knocked || in_handshake || self.turns.is_multiple_of(ATTEND_EVERY) {
+        if self.must_hear || in_handshake || self.turns.is_multiple_of(ATTEND_EVERY) {
             self.hear();
             if self.machine.as_ref().is_some_and(|machine| machine.device.memory.is_gone()) {
                 self.end(&Broken::Gone.into());
@@ -630,7 +630,7 @@ impl Endpoint for Guest {
     }
 
     fn wake(&mut self) {
-        self.knocked = true;
+        self.must_hear = true;
         if let Some(machine) = &self.machine {
             machine.device.kicks().for_each(|kick| tasuki_shm::wake::drain(kick.as_fd()));
         }
@@ -645,7 +645,7 @@ impl Endpoint for Guest {
     }
 
     fn tick(&mut self, now: Instant) -> bool {
-        self.knocked = true;
+        self.must_hear = true;
         let silent = self.machine.as_ref().and_then(|machine| machine.silent);
         if silent.is_some_and(|since| now.saturating_duration_since(since) >= SILENCE) {
             self.end(&Refusal::Silent);
@@ -667,6 +667,8 @@ impl Endpoint for Guest {
 
     fn release(&mut self) {
         self.serves = false;
+        // Another worker may serve it meanwhile: it is not ours to send away.
+        self.inherited = self.stale.take().map(|(machine, _)| machine);
         if let Some(mut machine) = self.machine.take() {
             self.session = machine.device.session();
             let is_running = machine.device.queues.iter().all(Option::is_some);

@@ -212,6 +212,20 @@ fn a_segment_goes_whole_to_a_guest_that_takes_it_and_cut_to_another() {
     assert!(came.iter().flat_map(|frame| &frame[54..]).eq(&payload));
 }
 
+/// The worker that has the lease by then may serve the machine, as it has heard more.
+#[test]
+fn a_worker_that_gave_the_lease_away_sends_no_machine_away() {
+    let mut net = Net::new(2);
+    let machine = net.machine(ALL, 64);
+    let stale = net.parts();
+    machine.ask(11, &theirs::state(1, 0), &mut || net.turn());
+    net.replace(stale);
+    net.guest().release();
+    std::thread::sleep(LATE_NEWS);
+    net.guest().attend();
+    assert!(!machine.is_hung_up());
+}
+
 #[test]
 fn a_guest_without_buffers_loses_frames_of_its_own_alone_and_after_a_while() {
     let mut net = Net::new(2);
@@ -391,6 +405,10 @@ fn a_description_from_before_a_change_is_not_gone_by() {
     let base = machine.ask(11, &theirs::state(1, 0), &mut || net.turn());
     assert_eq!(base >> 32, 20);
     net.replace(stale);
+    // A front end that connects meanwhile waits until it is known that the place is free.
+    let _other = theirs::connect(&net.folder.path().join("vm.sock"));
+    net.settle();
+    assert!(net.guest().machine.is_none());
     std::thread::sleep(LATE_NEWS);
     net.settle();
     assert!(!net.guest().is_running());

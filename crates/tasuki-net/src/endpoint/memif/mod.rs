@@ -66,7 +66,7 @@ const ATTEND_EVERY: u32 = 64;
 const SECOND_LOOK: Duration = Duration::from_micros(100);
 
 /// Maximum number of connections that are accepted in one turn.
-const KNOCKS: usize = 4;
+const ACCEPTS: usize = 4;
 
 /// What a client must know to be let in.
 #[derive(Debug, Serialize, Deserialize)]
@@ -124,7 +124,7 @@ pub struct Memif {
     chain: Chain,
     turns: u32,
     /// The control channel may have a message.
-    knocked: bool,
+    must_hear: bool,
     /// A new connection does not wake the node, because no descriptor was left.
     is_deaf: bool,
     /// When the client began to have few or no buffers posted. Frames wait for it briefly.
@@ -159,7 +159,7 @@ impl Memif {
             copy: vec![0; PIECE_MAX - HEADER_LEN].into(),
             chain: Chain::default(),
             turns: 0,
-            knocked: true,
+            must_hear: true,
             is_deaf: false,
             stalls: None,
             is_quiesced: Some(false),
@@ -228,7 +228,7 @@ impl Memif {
 
     /// Reads the client's messages, and accepts new connections.
     fn hear(&mut self) {
-        self.knocked = false;
+        self.must_hear = false;
         if let Some(client) = &mut self.client {
             let was_attached = client.attached.is_some();
             match client.hear(&self.terms) {
@@ -243,7 +243,7 @@ impl Memif {
                 Err(end) => self.end(end),
             }
         }
-        for _ in 0..KNOCKS {
+        for _ in 0..ACCEPTS {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let socket = match rustix::net::accept_with(&self.listener, flags) {
                 Ok(socket) => socket,
@@ -325,7 +325,7 @@ impl Endpoint for Memif {
     fn attend(&mut self) {
         self.turns = self.turns.wrapping_add(1);
         let in_handshake = self.client.as_ref().is_some_and(|client| client.attached.is_none());
-        if self.knocked || in_handshake || self.turns.is_multiple_of(ATTEND_EVERY) {
+        if self.must_hear || in_handshake || self.turns.is_multiple_of(ATTEND_EVERY) {
             self.hear();
         }
     }
@@ -412,7 +412,7 @@ impl Endpoint for Memif {
     }
 
     fn wake(&mut self) {
-        self.knocked = true;
+        self.must_hear = true;
         self.in_doubt = false;
         if let Some(Client { attached: Some(attached), .. }) = self.client.as_deref() {
             tasuki_shm::wake::drain(attached.bell.as_fd());
@@ -428,7 +428,7 @@ impl Endpoint for Memif {
     }
 
     fn tick(&mut self, now: Instant) -> bool {
-        self.knocked = true;
+        self.must_hear = true;
         self.is_deaf = self.is_deaf && watch(&self.epoll, self.listener.as_fd()).is_err();
         if self.client.as_ref().is_some_and(|client| client.is_late(now)) {
             self.end(Refusal::TooSlow.into());
