@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use tasuki_net::endpoint::{self, Parts};
 use tasuki_relay::message::{self, Client};
 
-/// The daemon's description of an endpoint, and its descriptor. The worker keeps them to its end, whatever becomes of
-/// the node's end of the VNI.
+/// The daemon's description of an endpoint, and its descriptor. The worker keeps them to its end, also when
+/// the node's end of the VNI is taken from it.
 #[derive(Debug)]
 pub struct Endpoint {
     description: message::Endpoint,

@@ -107,8 +107,8 @@ pub fn run<D: FrameHandler>() -> Result<()> {
 /// The way to the node's programs: a TAP that stands for the node's NIC, or the endpoint of a node on a VNI.
 type Way = (Option<&'static Tap>, Option<Endpoint>);
 
-/// Takes the last descriptor of the first message if the node has an endpoint. The worker keeps it to its end, whatever
-/// becomes of the node's NICs.
+/// Takes the last descriptor of the first message if the node has an endpoint. The worker keeps it to its end, also when
+/// the node's NICs are taken from it.
 fn take_endpoint(begin: &Begin, fds: &mut Vec<OwnedFd>) -> Result<Way> {
     let Some(description) = &begin.endpoint else {
         let needs_one = matches!(begin.work, message::Work::Tap | message::Work::Bridge);

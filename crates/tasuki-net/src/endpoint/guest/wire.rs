@@ -35,7 +35,7 @@ pub mod flags {
     pub const VERSION: u32 = 1;
     /// The message is an answer.
     pub const REPLY: u32 = 1 << 2;
-    /// The front end waits for an answer, whatever the request.
+    /// The front end waits for an answer, also to a request that has none of its own.
     pub const NEED_REPLY: u32 = 1 << 3;
 }
 
