@@ -21,7 +21,6 @@ use tasuki_relay::worker::{Do, Input, Tables, Worker};
 use tasuki_relay::{After, Party, Tenure};
 use tasuki_shm::arena::Arena;
 
-use crate::attached::Attached;
 use crate::bundle::{self, Opened, Refused, Text};
 use crate::channel::DaemonChannel;
 use crate::cpus::Cpus;
@@ -574,6 +573,8 @@ where
     /// Has a giver that passed the lease receive, send and ring as before. Only a fence ends it.
     #[cfg(feature = "crash-points")]
     fn drive_for_ever(&mut self, common: &mut Common) {
+        use crate::attached::Attached as _;
+
         if let Card::Passed(nic) = std::mem::replace(&mut self.card, Card::Unknown) {
             self.card = Card::Driven(nic);
             while !self.gone {
