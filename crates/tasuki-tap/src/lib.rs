@@ -64,6 +64,9 @@ pub enum TapError {
         /// The kernel's error.
         why: io::Error,
     },
+    /// Its packets have no Ethernet header, or come back at once.
+    #[error("the interface {0} has no Ethernet frames, as it is the loopback or a tunnel of IP; name another")]
+    NotEthernet(String),
     /// The interface does not exist.
     #[error("there is no interface {0}; make it, or correct the name")]
     NoInterface(String),

@@ -3,8 +3,8 @@
 //!
 //! # Invariants
 //!
-//! - **P1** The system calls read the structures given to them, which consist of integers, and no more than their
-//!   lengths.
+//! - **P1** The system calls read and write the structures given to them, which consist of integers, and no more than
+//!   their lengths.
 #![allow(unsafe_code, reason = "binding a packet socket and setting its options, which rustix lacks")]
 
 use std::io;
@@ -22,6 +22,9 @@ const ROOM: i32 = 8 << 20;
 /// Opens a raw, non-blocking packet socket for the interface `name` of a namespace. Each frame has an offload header
 /// before it (`PACKET_VNET_HDR`); tags come beside it (`PACKET_AUXDATA`). The interface receives frames for all
 /// addresses as long as the socket is open.
+///
+/// # Errors
+/// There is no such interface, it has no Ethernet header before its packets, or the kernel refuses.
 pub fn open(place: &Namespace, name: &str) -> Result<OwnedFd, TapError> {
     if !is_name(name) {
         return Err(TapError::Name(name.to_owned()));
@@ -68,6 +71,9 @@ fn open_here(name: &str) -> Result<OwnedFd, TapError> {
     if bound != 0 {
         return Err(last());
     }
+    if hardware_of(&socket)? != libc::ARPHRD_ETHER {
+        return Err(TapError::NotEthernet(name.to_owned()));
+    }
     let all = libc::packet_mreq {
         mr_ifindex: index,
         mr_type: u16::try_from(libc::PACKET_MR_PROMISC).expect("1"),
@@ -76,6 +82,16 @@ fn open_here(name: &str) -> Result<OwnedFd, TapError> {
     };
     set(&socket, libc::SOL_PACKET, libc::PACKET_ADD_MEMBERSHIP, &all)?;
     Ok(socket)
+}
+
+/// Returns the hardware type of the interface that the socket is bound to (`ARPHRD_*`, netdevice(7)).
+fn hardware_of(socket: &OwnedFd) -> Result<u16, TapError> {
+    // SAFETY: the structure consists of integers, for which zeroes are values (P1).
+    let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+    let mut len = len_of(&address);
+    // SAFETY: the kernel writes no more than the length of the structure (P1).
+    let named = unsafe { libc::getsockname(socket.as_raw_fd(), (&raw mut address).cast(), &raw mut len) };
+    if named == 0 { Ok(address.sll_hatype) } else { Err(last()) }
 }
 
 fn set<T: Copy>(socket: &OwnedFd, level: i32, option: i32, value: &T) -> Result<(), TapError> {

@@ -47,7 +47,7 @@ pub fn listen(path: &Path, kind: SocketType) -> Result<OwnedFd> {
         _ => {}
     }
     let listener = channel::listen_by(path, kind)
-        .with_context(|| format!("{shown} cannot be listened at; is its folder there?"))?;
+        .with_context(|| format!("{shown} cannot be listened at (is its folder there?)"))?;
     Ok(listener)
 }
 

@@ -87,6 +87,8 @@ fn an_interface_that_is_not_there_or_goes_is_told_of_and_stops_nobody_else() {
     let no_interface = format!("{path}:wire9");
     for (link, says) in [
         (no_interface.as_str(), "there is no interface wire9; make it, or correct the name"),
+        // What is sent there comes back.
+        ("lo", "the interface lo has no Ethernet frames"),
         ("/proc/1/ns/none:wire0", "there is no network namespace at /proc/1/ns/none"),
         ("sixteen-letters-", "cannot be the name of one"),
     ] {

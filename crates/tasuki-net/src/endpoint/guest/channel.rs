@@ -86,7 +86,10 @@ impl Channel {
             let whole = HEAD_LEN + head.map_or(0, |head| head.len as usize);
             if let Some(head) = head {
                 let is_request = head.flags & flags::VERSION_MASK == flags::VERSION && head.flags & flags::REPLY == 0;
-                if !is_request || whole > self.bytes.len() {
+                if !is_request {
+                    return Err(Refusal::Foreign);
+                }
+                if whole > self.bytes.len() {
                     return Err(Refusal::Length(head.request, head.len as usize));
                 }
                 if self.have == whole {

@@ -41,6 +41,9 @@ const PROTOCOL_FEATURES: u64 = protocol::REPLY_ACK | protocol::CONFIGURE_MEM_SLO
 /// Why a front end is sent away. vhost-user has no message for it: the reason goes to the daemon's user.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
+    /// Bytes that are no request of version 1 of vhost-user.
+    #[error("what it sends is not vhost-user; at this socket only a machine's front end connects")]
+    Foreign,
     /// A message that we did not offer, or that is out of its turn.
     #[error("it sent request {0}, which it was not offered")]
     Request(u32),

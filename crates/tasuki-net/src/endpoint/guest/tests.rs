@@ -312,11 +312,12 @@ fn a_guest_that_breaks_a_rule_is_sent_away_with_a_sentence_and_the_next_is_serve
 fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
     use theirs::{connect, memory, message, send, state, table};
     let path = |net: &Net| net.folder.path().join("vm.sock");
-    let odd: [(Vec<u8>, usize, &str); 12] = [
+    let odd: [(Vec<u8>, usize, &str); 13] = [
         (message(2, 0, &(1_u64 << 27).to_ne_bytes()), 0, "features that it was not offered (0x8000000)"),
         (message(16, 0, &1_u64.to_ne_bytes()), 0, "features that it was not offered (0x1)"),
         (message(7, 0, &[]), 1, "it sent request 7, which it was not offered"),
         (message(37, 0, &[0; 40]), 1, "it sent request 37, which it was not offered"),
+        (b"GET / HTTP/1.1\r\n\r\n".to_vec(), 0, "what it sends is not vhost-user"),
         (message(2, 0, &[0; 4]), 0, "a body of 4 bytes, which is not its length"),
         (message(5, 0, &table(&[[0, 4096, 0, 0]])), 0, "0 descriptors came with its request 5"),
         (message(5, 0, &table(&[[0, 4096, 0, 1 << 40]])), 1, "its memory cannot be shared"),
