@@ -261,8 +261,7 @@ fn handover_there_and_back_keeps_the_place() {
         assert_eq!((received(&mut net.others[0]).len(), machine.receive().len()), (3, 3), "round {round}, away");
         net.node.as_mut().unwrap().finish();
         net.node = None;
-        let switch = Switch::new(US, Lookup::new(Claims::of(net.lines.clone())));
-        net.node = Some(Bridge::new(kept, exact_end(US, &net.node_memories, &net.bells), switch));
+        net.node = Some(Bridge::new(kept, net.nodes.exact_end(US), net.nodes.switch(US)));
         assert_eq!(machine.half(SEND_USED), total);
     }
 }

@@ -1,17 +1,12 @@
 //! Kills a node's worker at every place in its code while frames cross both ways: each arrives exactly once, and the
 //! guest notices nothing. And what a hostile guest or front end is told.
 
-use rustix::net::AddressFamily;
-use tasuki_shm::line::Claims;
-use tasuki_shm::vni::directory::{Directory, Lookup};
-use tasuki_shm::vni::node_memory::NodeMemoryFds;
 use theirs::{CSUM, EVENT_IDX, GUEST_CSUM, GUEST_TSO4, INDIRECT, MRG_RXBUF, Machine, PROTOCOL, VERSION_1};
 
 use super::*;
 use crate::endpoint::Bridge;
-use crate::switch::Switch;
 use crate::vni::Vni;
-use crate::vni::fixture::{Lines, directory, end, exact_end, mac, received};
+use crate::vni::fixture::{Nodes, frame, listen, mac, received};
 use crate::vni::mortal::lives_for;
 
 /// A machine written from the specifications.
@@ -27,10 +22,7 @@ const OTHER: u16 = 1;
 const ALL: u64 = VERSION_1 | MRG_RXBUF | INDIRECT | EVENT_IDX | PROTOCOL;
 
 struct Net {
-    node_memories: Vec<NodeMemoryFds>,
-    bells: Vec<(OwnedFd, OwnedFd)>,
-    lines: Lines,
-    _directory: Directory<Lines>,
+    nodes: Nodes,
     /// Node 1 and on.
     others: Vec<Vni>,
     listener: OwnedFd,
@@ -38,36 +30,20 @@ struct Net {
     node: Option<Bridge<Guest>>,
 }
 
-/// A frame that carries its number; its length follows from the number.
-fn frame(to: u16, from: u16, number: usize) -> Vec<u8> {
-    let len = [60, 100, 700, 1514, 4000][number % 5] + number % 7;
-    let mut frame = [&mac(to)[..], &mac(from), &[0x88, 0xb5], &number.to_le_bytes()].concat();
-    frame.extend((22..len).map(|i| i.wrapping_mul(37).wrapping_add(number).to_le_bytes()[0]));
-    frame
-}
-
 impl Net {
-    fn new(nodes: u16) -> Self {
-        let node_memories: Vec<_> =
-            (0..nodes).map(|number| NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap()).collect();
-        let bells: Vec<_> = (0..nodes).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
-        let (lines, directory) = directory(nodes);
-        let others = (OTHER..nodes).map(|number| end(number, &node_memories, &bells)).collect();
+    fn new(count: u16) -> Self {
+        let nodes = Nodes::new(count);
+        let others = (OTHER..count).map(|number| nodes.end(number)).collect();
         let folder = tempfile::tempdir().unwrap();
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
-        let path = folder.path().join("vm.sock");
-        rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
-        rustix::net::listen(&listener, 4).unwrap();
-        let mut net = Net { node_memories, bells, lines, _directory: directory, others, listener, folder, node: None };
+        let listener = listen(&folder.path().join("vm.sock"), SocketType::STREAM);
+        let mut net = Net { nodes, others, listener, folder, node: None };
         net.node = Some(net.worker());
         net
     }
 
     fn worker(&self) -> Bridge<Guest> {
-        let switch = Switch::new(US, Lookup::new(Claims::of(self.lines.clone())));
         let guest = Guest::new(self.listener.try_clone().unwrap()).unwrap();
-        Bridge::new(Box::new(guest), exact_end(US, &self.node_memories, &self.bells), switch)
+        Bridge::new(Box::new(guest), self.nodes.exact_end(US), self.nodes.switch(US))
     }
 
     fn machine(&mut self, features: u64, size: u16) -> Machine {

@@ -2,17 +2,13 @@
 //! nothing.
 
 use proptest::prelude::*;
-use rustix::net::{AddressFamily, SocketType};
-use tasuki_shm::line::Claims;
-use tasuki_shm::vni::directory::{Directory, Lookup};
-use tasuki_shm::vni::node_memory::NodeMemoryFds;
+use rustix::net::SocketType;
 use theirs::{Client, Shape};
 
 use super::*;
 use crate::endpoint::Bridge;
-use crate::switch::Switch;
 use crate::vni::Vni;
-use crate::vni::fixture::{Lines, directory, end, mac, received};
+use crate::vni::fixture::{Nodes, frame, listen, received};
 use crate::vni::mortal::lives_for;
 
 /// A client written from the protocol's text.
@@ -30,10 +26,7 @@ const NODES: u16 = 3;
 const BURST: usize = 32;
 
 struct Net {
-    node_memories: Vec<NodeMemoryFds>,
-    bells: Vec<(OwnedFd, OwnedFd)>,
-    lines: Lines,
-    _directory: Directory<Lines>,
+    nodes: Nodes,
     other: Vni,
     third: Vni,
     listener: OwnedFd,
@@ -42,44 +35,29 @@ struct Net {
     client: Client,
 }
 
-/// A frame that carries its number; its length follows from the number.
-fn frame(to: u16, from: u16, number: usize) -> Vec<u8> {
-    let len = [60, 100, 700, 1514, 4000][number % 5] + number % 7;
-    let mut frame = [&mac(to)[..], &mac(from), &[0x88, 0xb5], &number.to_le_bytes()].concat();
-    frame.extend((22..len).map(|i| i.wrapping_mul(37).wrapping_add(number).to_le_bytes()[0]));
-    frame
-}
-
 fn number_of(frame: &[u8]) -> usize {
     usize::from_le_bytes(frame[14..22].try_into().unwrap())
 }
 
 impl Net {
     fn new(shape: Shape) -> Self {
-        let node_memories: Vec<_> =
-            (0..NODES).map(|number| NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap()).collect();
-        let bells: Vec<_> = (0..NODES).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
-        let (lines, directory) = directory(NODES);
-        let [other, third] = [OTHER, THIRD].map(|number| end(number, &node_memories, &bells));
+        let nodes = Nodes::new(NODES);
+        let [other, third] = [OTHER, THIRD].map(|number| nodes.end(number));
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("memif.sock");
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
-        rustix::net::listen(&listener, 4).unwrap();
-        let mut node = node(&listener, end(US, &node_memories, &bells), &lines);
+        let listener = listen(&path, SocketType::SEQPACKET);
+        let mut node = node(&listener, &nodes);
         let client = Client::connect(&path, shape, "", || {
             node.rest(Duration::ZERO);
             node.turn();
         });
-        let (node, _folder, _directory) = (Some(node), folder, directory);
-        Net { node_memories, bells, lines, _directory, other, third, listener, _folder, node, client }
+        Net { nodes, other, third, listener, _folder: folder, node: Some(node), client }
     }
 
     /// Starts another worker, with the parts that a daemon has kept.
     fn replace(&mut self, parts: Parts) {
         self.node = None;
-        let mut node = node(&self.listener, end(US, &self.node_memories, &self.bells), &self.lines);
+        let mut node = node(&self.listener, &self.nodes);
         node.end.go_on(parts).unwrap();
         self.node = Some(node);
     }
@@ -95,10 +73,9 @@ impl Net {
     }
 }
 
-fn node(listener: &OwnedFd, vni: Vni, lines: &Lines) -> Bridge<Memif> {
-    let switch = Switch::new(US, Lookup::new(Claims::of(lines.clone())));
+fn node(listener: &OwnedFd, nodes: &Nodes) -> Bridge<Memif> {
     let terms = Terms::new(0, "", "a test").unwrap();
-    Bridge::new(Box::new(Memif::new(listener.try_clone().unwrap(), terms).unwrap()), vni, switch)
+    Bridge::new(Box::new(Memif::new(listener.try_clone().unwrap(), terms).unwrap()), nodes.end(US), nodes.switch(US))
 }
 
 /// The received frames of a numbered sequence.

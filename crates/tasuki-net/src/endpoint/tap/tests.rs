@@ -2,15 +2,11 @@
 //! node.
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
-use tasuki_shm::line::Claims;
-use tasuki_shm::vni::directory::{Directory, Lookup};
-use tasuki_shm::vni::node_memory::NodeMemoryFds;
 
 use super::*;
 use crate::endpoint::Bridge;
-use crate::switch::Switch;
 use crate::vni::Vni;
-use crate::vni::fixture::{Lines, directory, end, mac, received};
+use crate::vni::fixture::{Nodes, mac, received};
 use crate::vni::mortal::lives_for;
 
 const US: u16 = 0;
@@ -18,10 +14,7 @@ const OTHER: u16 = 1;
 
 /// A node whose namespace end of the TAP is a socket that keeps message boundaries; reads and writes work as on a TAP.
 struct Net {
-    node_memories: Vec<NodeMemoryFds>,
-    bells: Vec<(OwnedFd, OwnedFd)>,
-    lines: Lines,
-    _directory: Directory<Lines>,
+    nodes: Nodes,
     other: Vni,
     tap: OwnedFd,
     namespace: OwnedFd,
@@ -29,25 +22,18 @@ struct Net {
 
 impl Net {
     fn new() -> Self {
-        let node_memories: Vec<_> =
-            (0..2).map(|number| NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap()).collect();
-        let bells: Vec<_> = (0..2).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
-        let (lines, _directory) = directory(2);
-        let other = end(OTHER, &node_memories, &bells);
+        let nodes = Nodes::new(2);
+        let other = nodes.end(OTHER);
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (tap, namespace) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        Net { node_memories, bells, lines, _directory, other, tap, namespace }
+        Net { nodes, other, tap, namespace }
     }
 
     /// Starts another worker, which continues.
     fn worker(&self) -> Bridge<Tap> {
-        let switch = Switch::new(US, Lookup::new(Claims::of(self.lines.clone())));
-        Bridge::new(
-            Box::new(Tap::new(self.tap.try_clone().unwrap())),
-            end(US, &self.node_memories, &self.bells),
-            switch,
-        )
+        let tap = Tap::new(self.tap.try_clone().unwrap());
+        Bridge::new(Box::new(tap), self.nodes.end(US), self.nodes.switch(US))
     }
 
     /// Has the namespace send frames with these numbers.
@@ -120,7 +106,7 @@ fn no_frame_is_lost_wherever_a_worker_is_killed() {
 #[test]
 fn what_a_liar_leaves_on_the_page_harms_nobody() {
     let mut net = Net::new();
-    let page = end(US, &net.node_memories, &net.bells).notes();
+    let page = net.nodes.end(US).notes();
     for word in [0, 1, u64::from(u32::MAX), u64::MAX, 1 << 32 | 30, 5 << 32 | u64::from(u32::MAX)] {
         for line in &*page {
             (0..8).for_each(|at| line.word(at).store(word, std::sync::atomic::Ordering::Relaxed));

@@ -1,23 +1,13 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use tasuki_shm::line::Claims;
-use tasuki_shm::vni::directory::{Directory, Lookup};
-use tasuki_shm::wake::Clapper;
 use zerocopy::IntoBytes;
 
 use super::*;
 use crate::vni::finish::GSO_UDP_L4;
-use crate::vni::fixture::{Lines, directory, mac};
+use crate::vni::fixture::{Nodes, mac};
 use crate::vni::mortal::lives_for;
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
-
-/// What a daemon keeps for a node.
-struct Kept {
-    node_memory: NodeMemoryFds,
-    bell_receiver: OwnedFd,
-    bell: OwnedFd,
-}
 
 const NODES: u16 = 4;
 /// The native node, the nodes that send to it, and the nodes that it sends to.
@@ -26,58 +16,28 @@ const SENDERS: [u16; 2] = [0, 3];
 const TO: [u16; 2] = [2, 3];
 
 struct Net {
-    kept: Vec<Kept>,
-    lines: Lines,
-    _directory: Directory<Lines>,
+    nodes: Nodes,
     others: BTreeMap<u16, Vni>,
     port: Option<VniPort>,
 }
 
 impl Net {
     fn new() -> Self {
-        let kept = (0..NODES).map(|number| {
-            let (bell_receiver, bell) = tasuki_shm::wake::bell_pipe().unwrap();
-            Kept { node_memory: NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap(), bell_receiver, bell }
-        });
-        let kept: Vec<_> = kept.collect();
-        let (lines, directory) = directory(NODES);
-        let mut net = Net { kept, lines, _directory: directory, others: BTreeMap::new(), port: None };
-        for number in (0..NODES).filter(|number| *number != US) {
-            let (node_memory, bell_receiver) = net.own(number);
-            let mut vni = Vni::new(number, node_memory, bell_receiver).unwrap();
-            net.peer_descriptors(number).into_iter().for_each(|bundle| vni.add(bundle).unwrap());
-            vni.settle();
-            net.others.insert(number, vni);
-        }
+        let nodes = Nodes::new(NODES);
+        let others = (0..NODES).filter(|number| *number != US).map(|number| (number, nodes.end(number))).collect();
+        let mut net = Net { nodes, others, port: None };
         net.replace();
         net
-    }
-
-    fn own(&self, number: u16) -> (NodeMemoryFds, OwnedFd) {
-        let kept = &self.kept[usize::from(number)];
-        let [control, pool] = kept.node_memory.fds().map(|fd| fd.try_clone_to_owned().unwrap());
-        (NodeMemoryFds { control, pool }, kept.bell_receiver.try_clone().unwrap())
-    }
-
-    fn peer_descriptors(&self, to: u16) -> Vec<PeerDescriptor> {
-        let others = (0..).zip(&self.kept).filter(|(number, _)| *number != to);
-        let peer_descriptor = |(number, kept): (u16, &Kept)| PeerDescriptor {
-            number,
-            node_memory: kept.node_memory.to_read().unwrap(),
-            bell: Clapper::from_peer(kept.bell.try_clone().unwrap()),
-            own: Default::default(),
-        };
-        others.map(peer_descriptor).collect()
     }
 
     /// Replaces the native node's worker.
     fn replace(&mut self) {
         self.port = None;
-        let (node_memory, bell_receiver) = self.own(US);
-        let switch = Switch::new(US, Lookup::new(Claims::of(self.lines.clone())));
+        let (node_memory, bell_receiver) = self.nodes.own(US);
+        let switch = self.nodes.switch(US);
         let frames = Frames::new().unwrap();
         let mut port = VniPort::new(US, Mac(mac(US)), node_memory, bell_receiver, switch, frames).unwrap();
-        self.peer_descriptors(US).into_iter().for_each(|bundle| port.add(bundle).unwrap());
+        self.nodes.peers_of(US).into_iter().for_each(|bundle| port.add(bundle).unwrap());
         port.settle();
         // A port hears newly talking nodes when it wakes.
         port.wake();
