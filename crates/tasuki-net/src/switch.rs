@@ -57,18 +57,55 @@ pub struct Switch<M = Span<Line>> {
     uplinks: NodeSet,
     /// Whether this node is an uplink.
     is_uplink: bool,
-    /// For each node, the address that the directory last confirmed as the node's own.
-    own: Box<[Mac]>,
+    /// For each node, the address that the directory last confirmed as the node's own, as a [number](number_of).
+    own: Box<[u64]>,
     learnt: HashMap<Mac, (u16, Instant)>,
     /// First bytes of the frame that was admitted last.
     front: Box<[u8; FRONT_MAX]>,
 }
 
-/// Address that no node owns: a group address.
-const NONE: Mac = [0xff; 6];
+/// Number of an address that no node owns: a group address.
+const NONE: u64 = number_of([0xff; 6]);
+
+/// Returns an address as a number.
+const fn number_of(mac: Mac) -> u64 {
+    let [a, b, c, d, e, f] = mac;
+    u64::from_le_bytes([a, b, c, d, e, f, 0, 0])
+}
+
+/// Returns the address that a number stands for.
+fn address_of(number: u64) -> Mac {
+    let [mac @ .., _, _] = number.to_le_bytes();
+    mac
+}
 
 /// Number of first bytes of a frame that hold its two addresses.
 pub const FRONT: usize = 12;
+
+/// The two addresses of a frame, as they were read: never in memory, from which a CPU could not load them again in other
+/// parts without a wait (`tasuki_shm::region::copy`).
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Addresses {
+    /// Bytes 0 to 7, little-endian.
+    pub(crate) first: u64,
+    /// Bytes 8 to 11, little-endian.
+    pub(crate) rest: u32,
+}
+
+impl Addresses {
+    /// Takes the addresses out of checked bytes, if they are no more than those.
+    #[inline]
+    pub(crate) fn of(front: &Front) -> Option<Self> {
+        let (first, rest) = front.split_first_chunk()?;
+        let rest = <[u8; FRONT - 8]>::try_from(rest).ok()?;
+        Some(Addresses { first: u64::from_le_bytes(*first), rest: u32::from_le_bytes(rest) })
+    }
+
+    /// Returns the number of the source address.
+    fn source(self) -> u64 {
+        self.first >> 48 | u64::from(self.rest) << 16
+    }
+}
 
 /// First bytes of a frame, as the receiver checked them: the sender can still change the frame in its own memory.
 pub type Front = [u8];
@@ -137,14 +174,15 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     /// caller passes these bytes on, not the ones in the sender's memory.
     #[inline]
     pub fn admits(&mut self, incoming: &Incoming<'_>) -> Option<&Front> {
-        let front = incoming.front()?;
+        let addresses = incoming.front()?;
         if !incoming.own.is_empty() {
             return self.admits_by_ip(incoming);
         }
-        if !self.may_be_from(source(&front), incoming.from) {
+        if !self.may_be_from(addresses.source(), incoming.from) {
             return None;
         }
-        self.front[..FRONT].copy_from_slice(&front);
+        self.front[..8].copy_from_slice(&addresses.first.to_le_bytes());
+        self.front[8..FRONT].copy_from_slice(&addresses.rest.to_le_bytes());
         Some(&self.front[..FRONT])
     }
 
@@ -153,7 +191,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     fn admits_by_ip(&mut self, incoming: &Incoming<'_>) -> Option<&Front> {
         // Copy the checked bytes once, and only those: the source must not change between the check and the use.
         let len = incoming.long_front(&mut self.front);
-        let from = source(self.front.first_chunk().expect("it has room for more"));
+        let from = number_of(source(self.front.first_chunk().expect("it has room for more")));
         let may = self.may_be_from(from, incoming.from) && incoming.own.may_send(&self.front[..len]);
         may.then_some(&self.front[..len])
     }
@@ -161,7 +199,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     /// Like [`admits`](Self::admits), for a frame that was copied into our own memory, from byte 0 on.
     #[inline]
     pub fn admits_copy(&mut self, frame: &[u8], incoming: &Incoming<'_>) -> bool {
-        frame.first_chunk().is_some_and(|front| self.may_be_from(source(front), incoming.from))
+        frame.first_chunk().is_some_and(|front| self.may_be_from(number_of(source(front)), incoming.from))
             && incoming.own.may_send(&frame[..frame.len().min(FRONT_MAX)])
     }
 
@@ -169,16 +207,16 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     /// its receivers check too.
     #[inline]
     pub fn may_send(&mut self, from: Mac) -> bool {
-        self.may_be_from(from, self.us)
+        self.may_be_from(number_of(from), self.us)
     }
 
     #[inline]
-    fn may_be_from(&mut self, mac: Mac, node: u16) -> bool {
+    fn may_be_from(&mut self, mac: u64, node: u16) -> bool {
         if self.directory.version() != self.version {
             self.look();
         }
         // A group address never matches.
-        (self.own[usize::from(node)] == mac && mac != NONE) || self.may_be_anew(mac, node)
+        (self.own[usize::from(node)] == mac && mac != NONE) || self.may_be_anew(address_of(mac), node)
     }
 
     #[cold]
@@ -187,7 +225,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
             return false;
         }
         match self.directory.find(mac) {
-            Some(owner) if owner == node => self.own[usize::from(node)] = mac,
+            Some(owner) if owner == node => self.own[usize::from(node)] = number_of(mac),
             Some(_) => return false,
             None if node == self.us => return self.is_uplink,
             None if self.uplinks.contains(node) => self.learn(mac, node, Instant::now()),
@@ -257,7 +295,7 @@ mod tests {
 
     /// Whether the switch admits a frame that `node` sent from this address.
     fn hears(switch: &mut Switch<Lines>, mac: Mac, node: u16) -> bool {
-        switch.may_be_from(mac, node)
+        switch.may_be_from(number_of(mac), node)
     }
 
     const ONE: Mac = [2, 0, 0, 0, 0, 1];
@@ -329,7 +367,7 @@ mod tests {
             ([3, 0, 0, 0, 0, 1], 3, false),
             (ONE, 0, false),
             (STRANGER, 0, false),
-            (NONE, 99, false),
+            ([0xff; 6], 99, false),
         ] {
             // The second call tests the remembered result.
             assert_eq!(

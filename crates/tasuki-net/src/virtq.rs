@@ -7,7 +7,7 @@
 //! - **Q1** Our two indices are private. They are stored for the driver to see, and loaded from its memory only when a
 //!   queue starts.
 //! - **Q2** The driver's index is at most a queue ahead of ours.
-//! - **Q3** A descriptor is read once, and used only after a check that its bytes lie in memory that was announced.
+//! - **Q3** A descriptor that is used was read once, and is used only after a check that its bytes lie in memory that was announced.
 //! - **Q4** A chain has at most [`PIECES_MAX`] descriptors and pieces, so that a loop ends, and soon.
 //! - **Q5** Chains complete in the order in which they were made available.
 //!
@@ -114,16 +114,21 @@ impl DriverMemory {
         })
     }
 
+    /// Returns as much of `len` bytes at the driver's address `address` as lies in one stretch.
+    #[inline]
+    fn piece(&self, address: u64, len: usize) -> Option<Piece> {
+        (0_u8..).zip(&self.0).find_map(|(at, stretch)| {
+            let offset = address.checked_sub(stretch.guest).filter(|offset| *offset < stretch.len)?;
+            let len = usize::try_from(stretch.len - offset).map_or(len, |rest| rest.min(len));
+            Some(Piece { stretch: at, offset: usize::try_from(stretch.offset + offset).ok()?, len })
+        })
+    }
+
     /// Puts the pieces of `len` bytes at the driver's address `address` into `pieces`.
     fn pieces(&self, mut address: u64, len: u32, pieces: &mut ArrayVec<Piece, PIECES_MAX>) -> Result<(), Broken> {
         let mut left = len as usize;
         while left > 0 {
-            let found = (0_u8..).zip(&self.0).find_map(|(at, stretch)| {
-                let offset = address.checked_sub(stretch.guest).filter(|offset| *offset < stretch.len)?;
-                let len = usize::try_from(stretch.len - offset).map_or(left, |rest| rest.min(left));
-                Some(Piece { stretch: at, offset: usize::try_from(stretch.offset + offset).ok()?, len })
-            });
-            let piece = found.ok_or(Broken::Outside)?;
+            let piece = self.piece(address, left).ok_or(Broken::Outside)?;
             pieces.try_push(piece).map_err(|_| Broken::Chain)?;
             address = address.checked_add(piece.len as u64).ok_or(Broken::Outside)?;
             left -= piece.len;
@@ -151,6 +156,12 @@ impl DriverMemory {
         if let Some((region, offset)) = self.at(address) {
             region.prefetch_to_write(offset, len);
         }
+    }
+
+    /// Returns the memory in which a piece lies, and its offset there in bytes.
+    #[inline]
+    pub fn place_of(&self, piece: Piece) -> (&CommonRegion, usize) {
+        (self.region(piece), piece.offset)
     }
 
     fn region(&self, piece: Piece) -> &CommonRegion {
@@ -256,22 +267,53 @@ impl Descriptor {
     }
 }
 
+/// An index of a ring: 16 bits that wrap.
+///
+/// It lies in memory as 32 bits. Compilers load 16 bits together with their neighbours; a CPU that has just stored one of
+/// those does not have it for such a load before all earlier stores are in its cache, which include a burst of frames.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Index(u32);
+
+impl Index {
+    fn of(index: u16) -> Self {
+        Index(index.into())
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "it has 16 bits")]
+    fn get(self) -> u16 {
+        self.0 as u16
+    }
+
+    fn plus(self, count: u16) -> Self {
+        Index::of(self.get().wrapping_add(count))
+    }
+
+    fn minus(self, count: u16) -> Self {
+        Index::of(self.get().wrapping_sub(count))
+    }
+
+    /// Returns how far it is ahead of `other`.
+    fn since(self, other: Self) -> u16 {
+        self.get().wrapping_sub(other.get())
+    }
+}
+
 /// The device's end of a queue.
 #[derive(Debug)]
 pub struct Queue {
-    size: u16,
+    size: u32,
     descriptors: Span<AtomicU64>,
     available: Span<AtomicU16>,
     used: Span<AtomicU16>,
     used_ring: Span<AtomicU32>,
     has_event_index: bool,
     /// The next chain that we take (Q1).
-    next: u16,
+    next: Index,
     /// The driver's index at the last look (Q2).
-    known: u16,
+    known: Index,
     /// The next place in the used ring (Q1), and how far the driver sees it.
-    done: u16,
-    shown: u16,
+    done: Index,
+    shown: Index,
 }
 
 impl Queue {
@@ -306,36 +348,41 @@ impl Queue {
         let used = region.span::<AtomicU16>(at, words).map_err(odd)?;
         let done = done.unwrap_or_else(|| u16::from_le(used[INDEX].load(Acquire)));
         Ok(Queue {
-            size,
+            size: size.into(),
             descriptors,
             available,
             used,
             used_ring,
             has_event_index,
-            next,
-            known: next,
-            done,
-            shown: done,
+            next: Index::of(next),
+            known: Index::of(next),
+            done: Index::of(done),
+            shown: Index::of(done),
         })
     }
 
     /// Returns the number of descriptors.
     pub fn size(&self) -> u16 {
-        self.size
+        u16::try_from(self.size).expect("a queue has no more")
+    }
+
+    /// Returns the place of an index in a ring.
+    fn place(&self, index: Index) -> usize {
+        (index.0 & (self.size - 1)) as usize
     }
 
     /// Returns the index of the next chain, and that of the next place in the used ring.
     pub fn indices(&self) -> (u16, u16) {
-        (self.next, self.done)
+        (self.next.get(), self.done.get())
     }
 
     /// Looks whether the driver has made more chains available. Returns the number of chains that we have not taken
     /// (Q2).
     #[inline]
     pub fn look(&mut self) -> Result<u16, Broken> {
-        self.known = u16::from_le(self.available[INDEX].load(Acquire));
-        let there = self.known.wrapping_sub(self.next);
-        if there > self.size { Err(Broken::Overrun) } else { Ok(there) }
+        self.known = Index::of(u16::from_le(self.available[INDEX].load(Acquire)));
+        let there = self.known.since(self.next);
+        if u32::from(there) > self.size { Err(Broken::Overrun) } else { Ok(there) }
     }
 
     /// Takes the next chain. Returns false if there was none at the last look, which it repeats once.
@@ -344,15 +391,15 @@ impl Queue {
         if self.known == self.next && self.look()? == 0 {
             return Ok(false);
         }
-        let at = RING + usize::from(self.next & (self.size - 1));
+        let at = RING + self.place(self.next);
         chain.head = u16::from_le(self.available[at].load(Relaxed));
         chain.readable.clear();
         chain.writable.clear();
-        if chain.head >= self.size {
+        if u32::from(chain.head) >= self.size {
             return Err(Broken::Head);
         }
         self.walk(memory, chain)?;
-        self.next = self.next.wrapping_add(1);
+        self.next = self.next.plus(1);
         Ok(true)
     }
 
@@ -360,17 +407,45 @@ impl Queue {
     /// available at the last look. It is unchecked: a hint.
     #[inline]
     pub fn address_ahead(&self, ahead: u16) -> Option<u64> {
-        if self.known.wrapping_sub(self.next) <= ahead {
+        if self.known.since(self.next) <= ahead {
             return None;
         }
-        let at = RING + usize::from(self.next.wrapping_add(ahead) & (self.size - 1));
-        let head = u16::from_le(self.available[at].load(Relaxed)) & (self.size - 1);
-        Some(u64::from_le(self.descriptors[2 * usize::from(head)].load(Relaxed)))
+        let at = RING + self.place(self.next.plus(ahead));
+        let head = self.place(Index::of(u16::from_le(self.available[at].load(Relaxed))));
+        Some(u64::from_le(self.descriptors[2 * head].load(Relaxed)))
+    }
+
+    /// Returns the head of the next chain and its piece, if it is plain: one descriptor with at least `len` bytes for us
+    /// to write, in one stretch. Does not take it: [`complete_next`](Self::complete_next) does.
+    #[inline]
+    pub fn next_plain(&mut self, memory: &DriverMemory, len: usize) -> Result<Option<(u16, Piece)>, Broken> {
+        if self.known == self.next && self.look()? == 0 {
+            return Ok(None);
+        }
+        let at = RING + self.place(self.next);
+        let head = u16::from_le(self.available[at].load(Relaxed));
+        if u32::from(head) >= self.size {
+            return Err(Broken::Head);
+        }
+        let [address, rest] = [0, 1].map(|word| self.descriptors[2 * usize::from(head) + word].load(Relaxed));
+        let descriptor = Descriptor::of(address, rest);
+        if descriptor.flags != WRITE || (descriptor.len as usize) < len {
+            return Ok(None);
+        }
+        let piece = memory.piece(descriptor.address, descriptor.len as usize);
+        Ok(piece.filter(|piece| piece.len >= len).map(|piece| (head, piece)))
+    }
+
+    /// Takes the next chain, which has this head, and [completes](Self::complete) it.
+    #[inline]
+    pub fn complete_next(&mut self, head: u16, len: u32) {
+        self.next = self.next.plus(1);
+        self.complete(head, len);
     }
 
     /// Puts the last `count` chains that were taken back.
     pub fn put_back(&mut self, count: u16) {
-        self.next = self.next.wrapping_sub(count);
+        self.next = self.next.minus(count);
     }
 
     #[inline]
@@ -389,7 +464,7 @@ impl Queue {
                 return Ok(());
             }
             at = descriptor.next;
-            if at >= self.size {
+            if u32::from(at) >= self.size {
                 return Err(Broken::Head);
             }
         }
@@ -400,7 +475,7 @@ impl Queue {
     fn walk_table(&self, memory: &DriverMemory, table: Descriptor, chain: &mut Chain) -> Result<(), Broken> {
         let len = table.len as usize;
         let count = len / DESCRIPTOR_LEN;
-        if !len.is_multiple_of(DESCRIPTOR_LEN) || count == 0 || count > usize::from(self.size) {
+        if !len.is_multiple_of(DESCRIPTOR_LEN) || count == 0 || count > self.size as usize {
             return Err(Broken::Indirect);
         }
         let mut lies = ArrayVec::new();
@@ -431,15 +506,15 @@ impl Queue {
     /// [`show`](Self::show).
     #[inline]
     pub fn complete(&mut self, head: u16, len: u32) {
-        let at = 2 * usize::from(self.done & (self.size - 1));
+        let at = 2 * self.place(self.done);
         self.used_ring[at].store(u32::from(head).to_le(), Relaxed);
         self.used_ring[at + 1].store(len.to_le(), Relaxed);
-        self.done = self.done.wrapping_add(1);
+        self.done = self.done.plus(1);
     }
 
     /// Takes the last `count` completions back. The driver has not seen them.
     pub fn undo(&mut self, count: u16) {
-        self.done = self.done.wrapping_sub(count);
+        self.done = self.done.minus(count);
     }
 
     /// Shows the completed chains to the driver. Returns whether it wants an interrupt for them (2.7.7).
@@ -449,11 +524,11 @@ impl Queue {
             return false;
         }
         let before = std::mem::replace(&mut self.shown, self.done);
-        self.used[INDEX].store(self.done.to_le(), Release);
+        self.used[INDEX].store(self.done.get().to_le(), Release);
         fence(SeqCst);
         if self.has_event_index {
-            let event = u16::from_le(self.available[RING + usize::from(self.size)].load(Relaxed));
-            self.done.wrapping_sub(event).wrapping_sub(1) < self.done.wrapping_sub(before)
+            let event = u16::from_le(self.available[RING + self.size as usize].load(Relaxed));
+            self.done.since(Index::of(event)).wrapping_sub(1) < self.done.since(before)
         } else {
             u16::from_le(self.available[FLAGS].load(Relaxed)) & SILENT == 0
         }
@@ -461,7 +536,7 @@ impl Queue {
 
     /// Shows the completions of a predecessor that the driver may not have seen.
     pub fn show_again(&self) {
-        self.used[INDEX].store(self.done.to_le(), Release);
+        self.used[INDEX].store(self.done.get().to_le(), Release);
     }
 
     /// Tells the driver whether to kick when it makes chains available (2.7.10). This is a hint: look once more
@@ -469,8 +544,8 @@ impl Queue {
     pub fn want_kicks(&self, yes: bool) {
         if self.has_event_index {
             // The driver kicks when it passes this index. One that it has passed already keeps it silent.
-            let event = if yes { self.next } else { self.next.wrapping_sub(1) };
-            self.used[RING + 4 * usize::from(self.size)].store(event.to_le(), Relaxed);
+            let event = if yes { self.next } else { self.next.minus(1) }.get();
+            self.used[RING + 4 * self.size as usize].store(event.to_le(), Relaxed);
         } else {
             self.used[FLAGS].store(if yes { 0 } else { SILENT.to_le() }, Relaxed);
         }

@@ -394,6 +394,17 @@ impl PeerPool {
         self.region.copy_to(piece.offset as usize, into).expect("the piece was checked");
     }
 
+    /// Returns the 8 bytes of a piece from its byte `at` on as a word in native order. Trust them only if the piece
+    /// [is whole](Self::is_whole) afterwards.
+    ///
+    /// # Panics
+    /// If the piece is not in the pool, or has fewer bytes.
+    #[inline]
+    pub fn word(&self, piece: Piece, at: usize) -> u64 {
+        assert!(at + 8 <= piece.len as usize, "8 bytes from {at} on of a piece of {}", piece.len);
+        self.region.word(piece.offset as usize + at).expect("the piece was checked")
+    }
+
     /// Copies `len` bytes of a piece, from its byte `at` on, into a stranger's memory at `offset`. Trust them only
     /// if the piece [is whole](Self::is_whole) afterwards.
     ///

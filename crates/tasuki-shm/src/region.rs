@@ -532,6 +532,14 @@ impl PeerRegion {
         Ok(())
     }
 
+    /// Returns the 8 bytes from `offset` on, which need not be aligned, as a word in native order.
+    #[inline]
+    pub fn word(&self, offset: usize) -> Result<u64, RegionError> {
+        let first = self.mapping.check(offset, 8)?;
+        // SAFETY: in the mapping (checked; M1, M3).
+        Ok(unsafe { copy::load_word(first.as_ptr()) })
+    }
+
     /// Writes `before`, and then bytes from `offset` on, to a descriptor in one system call. The kernel copies the
     /// bytes, whatever the peer does to them meanwhile. Returns how many bytes the kernel took.
     pub fn write_to(&self, fd: BorrowedFd<'_>, before: &[u8], offset: usize, len: usize) -> io::Result<usize> {

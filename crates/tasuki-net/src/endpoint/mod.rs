@@ -18,6 +18,7 @@
 pub mod bridge;
 pub mod egress;
 pub mod guest;
+mod listener;
 pub mod memif;
 pub(crate) mod notes;
 pub mod packet;

@@ -10,11 +10,12 @@ use tasuki_shm::region::{CommonRegion, RegionError, Span};
 use tasuki_shm::ring::{Broken, Consumer};
 use zerocopy::{FromZeros, IntoBytes};
 
+use super::halves;
 use super::ledger::point;
 use super::offload::{HEADER_LEN, Offload};
 use super::outbox::{WITH_HEADER, piece_of};
 use crate::own::{FRONT_MAX, Own};
-use crate::switch::{FRONT, Front};
+use crate::switch::{Addresses, FRONT, Front};
 
 /// Length in bytes of the offload header.
 #[expect(clippy::cast_possible_truncation, reason = "10")]
@@ -70,10 +71,17 @@ impl Incoming<'_> {
 
     /// Returns a copy of the frame's first bytes, or `None` if it is too short to be a frame.
     #[inline]
-    pub(crate) fn front(&self) -> Option<[u8; FRONT]> {
-        let mut front = [0; FRONT];
-        (self.len() >= 14).then(|| self.pool.copy_to(self.frame(), &mut front))?;
-        Some(front)
+    pub(crate) fn front(&self) -> Option<Addresses> {
+        (self.len() >= 14).then(|| {
+            let [first, second] = [0, FRONT - 8].map(|at| u64::from_le(self.pool.word(self.frame(), at)));
+            Addresses { first, rest: halves(second).1 }
+        })
+    }
+
+    /// Returns whether work is left to do on the frame.
+    #[inline]
+    pub(crate) fn is_finished(&self) -> bool {
+        self.header == 0
     }
 
     /// Copies more of the frame: enough to check its IP addresses. Returns the number of bytes.

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use rustix::fs::SealFlags;
 use rustix::mm::ProtFlags;
 
+use super::copy::store_word;
 use super::guard::Guard;
 use super::{Mapping, PAGE_LEN, PeerRegion, RegionError, Shared, Span, copy_abroad, sealed_len};
 
@@ -117,6 +118,18 @@ impl CommonRegion {
         Ok(())
     }
 
+    /// Stores words, in native order, from byte `offset` on, which need not be aligned. They never pass through memory
+    /// of ours.
+    #[inline]
+    pub fn put_words<const N: usize>(&self, offset: usize, words: [u64; N]) -> Result<(), RegionError> {
+        let first = self.mapping.check(offset, 8 * N)?;
+        for (at, word) in words.into_iter().enumerate() {
+            // SAFETY: within what was checked (M1, M3), and we make no reference to it (M2).
+            unsafe { store_word(first.as_ptr().wrapping_add(8 * at), word) };
+        }
+        Ok(())
+    }
+
     /// Copies `len` bytes at `at` of a peer's memory into this region at `offset`, in one copy.
     #[inline]
     pub fn copy_from_peer(&self, offset: usize, peer: &PeerRegion, at: usize, len: usize) -> Result<(), RegionError> {
@@ -149,6 +162,11 @@ mod tests {
             again.copy_to(33, &mut copy).unwrap();
             assert_eq!(copy, bytes, "{len} bytes");
         }
+        ours.put_words(4091, [0x0706_0504_0302_0100_u64, 0x0f0e_0d0c_0b0a_0908].map(u64::from_le)).unwrap();
+        let mut copy = [0; 18];
+        again.copy_to(4090, &mut copy).unwrap();
+        assert_eq!(copy[1..17], std::array::from_fn::<u8, 16, _>(|i| i.to_le_bytes()[0]));
+        assert!(ours.put_words(8192 - 15, [0; 2]).is_err() && ours.put_words(usize::MAX, [0; 1]).is_err());
         ours.span::<AtomicU16>(6, 1).unwrap()[0].store(0x1234, Ordering::Relaxed);
         assert_eq!(theirs.span::<AtomicU64>(0, 1).unwrap()[0].load(Ordering::Relaxed) >> 48, 0x1234);
     }

@@ -172,6 +172,62 @@ pub(super) unsafe fn copy_abroad(from: *const u8, to: *mut u8, len: usize) {
     to.iter().zip(from).for_each(|(to, from)| to.store(from.load(crate::sync::Relaxed), crate::sync::Relaxed));
 }
 
+/// Loads 8 bytes that another process may be writing into a register.
+///
+/// A copy into our own memory would be loaded again in other parts than those in which it was stored. The CPU then waits
+/// until all earlier stores are in its cache: some 50 ns, if one of them is to a line that another CPU has.
+///
+/// # Safety
+/// `from` is mapped for reading for 8 bytes (M1). It need not be aligned.
+#[inline]
+pub(super) unsafe fn load_word(from: *const u8) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let word;
+        // SAFETY: loads 8 bytes that the caller vouches for (M1).
+        unsafe {
+            std::arch::asm!(
+                "mov {word}, qword ptr [{from}]",
+                word = out(reg) word,
+                from = in(reg) from,
+                options(nostack, preserves_flags, readonly)
+            );
+        }
+        word
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let mut bytes = [0; 8];
+        // SAFETY: as the caller vouches (M1); `bytes` are ours alone.
+        unsafe { copy_abroad(from, bytes.as_mut_ptr(), 8) };
+        u64::from_ne_bytes(bytes)
+    }
+}
+
+/// Stores 8 bytes that another process may be reading or writing, from a register: see [`load_word`].
+///
+/// # Safety
+/// `to` is mapped for writing for 8 bytes (M1), to which no code of this process has a reference (M2). It need not be
+/// aligned.
+#[inline]
+pub(super) unsafe fn store_word(to: *mut u8, word: u64) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: stores 8 bytes that the caller vouches for (M1, M2).
+    unsafe {
+        std::arch::asm!(
+            "mov qword ptr [{to}], {word}",
+            to = in(reg) to,
+            word = in(reg) word,
+            options(nostack, preserves_flags)
+        );
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    // SAFETY: as the caller vouches (M1, M2).
+    unsafe {
+        copy_abroad(word.to_ne_bytes().as_ptr(), to, 8);
+    }
+}
+
 /// Asks the CPU for the lines of `len` bytes from `first` on, for writing soon. A hint: it reads and changes
 /// nothing.
 pub(super) fn prefetch_to_write(first: NonNull<u8>, len: usize) {

@@ -27,16 +27,16 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
-use rustix::event::{PollFd, PollFlags, Timespec, epoll};
-use rustix::fs::OFlags;
-use rustix::net::{Shutdown, SocketFlags, SocketType};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{Shutdown, SocketType};
 use tasuki_shm::region::{CommonRegion, RegionError};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::egress::ROOM_AGAIN;
+use super::listener::Listener;
 use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Parts, Recovery};
 use crate::port::Armed;
-use crate::switch::Front;
+use crate::switch::{Addresses, Front};
 use crate::virtq::{Broken, Chain, DriverMemory, PIECES_MAX, Piece, Queue, len_of};
 use crate::vni::finish::{GSO_NONE, finish};
 use crate::vni::ledger::point;
@@ -114,8 +114,7 @@ struct Machine {
 /// The back end of a machine's network card.
 #[derive(Debug)]
 pub struct Guest {
-    listener: OwnedFd,
-    epoll: OwnedFd,
+    listener: Listener,
     machine: Option<Box<Machine>>,
     /// The machine of a predecessor, until the endpoint begins to serve.
     inherited: Option<Box<Machine>>,
@@ -155,12 +154,8 @@ impl Guest {
     /// # Errors
     /// No descriptor is left.
     pub fn new(listener: OwnedFd) -> io::Result<Self> {
-        rustix::fs::fcntl_setfl(&listener, OFlags::NONBLOCK)?;
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        watch(&epoll, listener.as_fd())?;
         Ok(Guest {
-            listener,
-            epoll,
+            listener: Listener::new(listener)?,
             machine: None,
             inherited: None,
             serves: false,
@@ -210,15 +205,14 @@ impl Guest {
             return;
         }
         for _ in 0..ACCEPTS {
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            let Ok(socket) = rustix::net::accept_with(&self.listener, flags) else { return };
+            let Some(socket) = self.listener.accept() else { return };
             if self.machine.is_some() {
                 self.clients.refused += 1;
                 self.trouble =
                     Some("a second front end connected, and was sent away: the node has a machine already".to_owned());
                 continue;
             }
-            if watch(&self.epoll, socket.as_fd()).is_ok() {
+            if self.listener.watch(socket.as_fd()).is_ok() {
                 let (channel, device) = (Channel::new(socket), Device::new(self.session));
                 self.machine = Some(Box::new(Machine { channel, device, silent: Some(Instant::now()) }));
             }
@@ -238,16 +232,13 @@ impl Guest {
         machine.channel.hang_up();
     }
 
-    /// Watches the listener, and of the machine the socket and the eventfds that it has now. The front end may have
-    /// earlier eventfds open too, so closing ours would not end their watch: begin with none.
+    /// Watches the listener, and of the machine the socket and the eventfds that it has now: the front end may have
+    /// earlier ones open, too.
     fn watch_all(&mut self) {
-        let Ok(epoll) = epoll::create(epoll::CreateFlags::CLOEXEC) else { return };
-        let _ = watch(&epoll, self.listener.as_fd());
-        if let Some(machine) = &self.machine {
-            let _ = watch(&epoll, machine.channel.socket().as_fd());
-            machine.device.kicks().for_each(|kick| _ = watch(&epoll, kick.as_fd()));
-        }
-        self.epoll = epoll;
+        let machine = self.machine.iter();
+        self.listener.watch_only(
+            machine.flat_map(|it| [it.channel.socket()].into_iter().chain(it.device.kicks())).map(AsFd::as_fd),
+        );
     }
 
     /// Goes on with the machine of a predecessor.
@@ -330,10 +321,15 @@ impl Guest {
     ) -> Result<Given, Broken> {
         let Self { machine, copy, chain, room, .. } = self;
         let Some(machine) = machine else { return Ok(away(dropped)) };
-        let Ok(offload) = incoming.offload() else { return Ok(too_late(dropped)) };
-        let Some(offload) = sound(offload, incoming.len()) else {
-            dropped.malformed += 1;
-            return Ok(Given::Taken(0));
+        let offload = if incoming.is_finished() {
+            Offload::default()
+        } else {
+            let Ok(offload) = incoming.offload() else { return Ok(too_late(dropped)) };
+            let Some(offload) = sound(offload, incoming.len()) else {
+                dropped.malformed += 1;
+                return Ok(Given::Taken(0));
+            };
+            offload
         };
         let is_fit = takes(&machine.device, &offload);
         let header = header_len(&machine.device);
@@ -344,6 +340,9 @@ impl Guest {
         if is_fit {
             if let Some(address) = to.queue.address_ahead(AHEAD) {
                 to.memory.prefetch_to_write(address, FETCHED);
+            }
+            if let Some(given) = to.give_plain(incoming, front, &offload)? {
+                return Ok(given.unwrap_or_else(|| too_late(dropped)));
             }
             let found = to.find(header + incoming.len())?;
             if found != Found::Room {
@@ -410,6 +409,22 @@ fn away(dropped: &mut Dropped) -> Given {
 fn too_late(dropped: &mut Dropped) -> Given {
     dropped.too_late += 1;
     Given::Taken(0)
+}
+
+/// Returns the header of a frame that one buffer holds, and the frame's addresses behind it, little-endian.
+#[inline]
+fn words_of(offload: &Offload, addresses: Addresses) -> [u64; 3] {
+    let Offload { flags, gso_type, hdr_len, gso_size, csum_start, csum_offset } = *offload;
+    let [hdr_len, gso_size, csum_start, csum_offset] =
+        [hdr_len, gso_size, csum_start, csum_offset].map(|field| u64::from(field.get()));
+    let Addresses { first, rest } = addresses;
+    let buffers = 1;
+    let words = [
+        u64::from(flags) | u64::from(gso_type) << 8 | hdr_len << 16 | gso_size << 32 | csum_start << 48,
+        csum_offset | buffers << 16 | first << 32,
+        first >> 32 | u64::from(rest) << 32,
+    ];
+    words.map(u64::to_le)
 }
 
 /// Returns the length in bytes of the header before each frame.
@@ -486,6 +501,29 @@ struct Buffers<'a> {
 }
 
 impl Buffers<'_> {
+    /// Gives a frame that the next buffer holds alone, as nearly all do. Returns nothing if it does not, and within it
+    /// nothing if the sender took the frame back.
+    #[inline]
+    fn give_plain(
+        &mut self,
+        incoming: &Incoming<'_>,
+        front: &Front,
+        offload: &Offload,
+    ) -> Result<Option<Option<Given>>, Broken> {
+        let len = LONG_HEADER + incoming.len();
+        let Some(addresses) = Addresses::of(front).filter(|_| self.header == LONG_HEADER) else { return Ok(None) };
+        let Some((head, piece)) = self.queue.next_plain(self.memory, len)? else { return Ok(None) };
+        let (region, at) = self.memory.place_of(piece);
+        let put = incoming.copy_to_common(0, incoming.len(), region, at + LONG_HEADER);
+        // The addresses that were checked; the sender may have changed its copy since.
+        put.and_then(|()| region.put_words(at, words_of(offload, addresses))).expect("the piece was checked");
+        if !incoming.is_whole() {
+            return Ok(Some(None));
+        }
+        self.queue.complete_next(head, u32::try_from(len).expect("no longer than a frame"));
+        Ok(Some(Some(Given::Taken(1))))
+    }
+
     /// Takes buffers for `len` bytes. Takes none if they are too few.
     #[inline]
     fn find(&mut self, len: usize) -> Result<Found, Broken> {
@@ -637,7 +675,7 @@ impl Endpoint for Guest {
     }
 
     fn fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.epoll.as_fd())
+        Some(self.listener.fd())
     }
 
     fn again_in(&self) -> Option<Duration> {
@@ -646,6 +684,7 @@ impl Endpoint for Guest {
 
     fn tick(&mut self, now: Instant) -> bool {
         self.must_hear = true;
+        self.listener.tick();
         let silent = self.machine.as_ref().and_then(|machine| machine.silent);
         if silent.is_some_and(|since| now.saturating_duration_since(since) >= SILENCE) {
             self.end(&Refusal::Silent);
@@ -756,10 +795,6 @@ fn ring(eventfd: &OwnedFd) {
 fn is_eventfd(descriptor: BorrowedFd<'_>) -> bool {
     let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
     rustix::fs::readlink(path, Vec::new()).is_ok_and(|name| name.as_bytes() == b"anon_inode:[eventfd]")
-}
-
-fn watch(epoll: &OwnedFd, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-    Ok(epoll::add(epoll, descriptor, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?)
 }
 
 /// Shuts a connection down, for all processes that hold the socket.

@@ -33,15 +33,13 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::event::epoll;
-use rustix::fs::OFlags;
-use rustix::io::Errno;
-use rustix::net::{SocketFlags, SocketType};
+use rustix::net::SocketType;
 use serde::{Deserialize, Serialize};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::Span;
 
 use super::egress::WAIT;
+use super::listener::Listener;
 use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Parts, Recovery};
 use crate::port::Armed;
 use crate::switch::Front;
@@ -106,7 +104,7 @@ pub struct Clients {
 /// A socket to which memif clients connect, and the client.
 #[derive(Debug)]
 pub struct Memif {
-    listener: OwnedFd,
+    listener: Listener,
     terms: Terms,
     client: Option<Box<Client>>,
     /// The client of a predecessor, until the endpoint begins to serve.
@@ -115,7 +113,6 @@ pub struct Memif {
     ledger: Option<Ledger>,
     /// The client has changed or gone, and the caller has not asked for its parts since.
     has_news: bool,
-    epoll: OwnedFd,
     /// Counts of the clients so far.
     pub clients: Clients,
     /// Copy of a frame that is being finished.
@@ -125,8 +122,6 @@ pub struct Memif {
     turns: u32,
     /// The control channel may have a message.
     must_hear: bool,
-    /// A new connection does not wake the node, because no descriptor was left.
-    is_deaf: bool,
     /// When the client began to have few or no buffers posted. Frames wait for it briefly.
     stalls: Option<Instant>,
     /// Whether the client was told that it need not ring; `None` if unknown.
@@ -144,23 +139,18 @@ impl Memif {
     /// # Errors
     /// No descriptor is left.
     pub fn new(listener: OwnedFd, terms: Terms) -> io::Result<Self> {
-        rustix::fs::fcntl_setfl(&listener, OFlags::NONBLOCK)?;
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        watch(&epoll, listener.as_fd())?;
         Ok(Memif {
-            listener,
+            listener: Listener::new(listener)?,
             terms,
             client: None,
             inherited: None,
             ledger: None,
             has_news: false,
-            epoll,
             clients: Clients::default(),
             copy: vec![0; PIECE_MAX - HEADER_LEN].into(),
             chain: Chain::default(),
             turns: 0,
             must_hear: true,
-            is_deaf: false,
             stalls: None,
             is_quiesced: Some(false),
             in_doubt: false,
@@ -190,7 +180,7 @@ impl Memif {
         match (client, &mut self.ledger) {
             (Ok(client), Some(ledger)) => {
                 let client = self.client.insert(client);
-                let watched = watch(&self.epoll, client.socket()).map_err(|_| End::Refused(Refusal::Moved));
+                let watched = self.listener.watch(client.socket()).map_err(|_| End::Refused(Refusal::Moved));
                 match watched.and_then(|()| client.go_on(&self.terms, ledger)) {
                     Ok(()) => self.serve(None),
                     Err(end) => self.end(end),
@@ -244,24 +234,14 @@ impl Memif {
             }
         }
         for _ in 0..ACCEPTS {
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            let socket = match rustix::net::accept_with(&self.listener, flags) {
-                Ok(socket) => socket,
-                Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
-                    // Accept connections at the next tick instead: waking for them until there is a descriptor would
-                    // spin.
-                    self.is_deaf |= epoll::delete(&self.epoll, &self.listener).is_ok();
-                    return;
-                }
-                Err(_) => return,
-            };
+            let Some(socket) = self.listener.accept() else { return };
             if self.client.is_some() {
                 self.note(Refusal::Busy(self.terms.id));
                 dismiss(&socket, Refusal::Busy(self.terms.id));
                 continue;
             }
             match Client::greet(socket, &self.terms, Instant::now()) {
-                Ok(client) if watch(&self.epoll, client.socket()).is_ok() => self.client = Some(Box::new(client)),
+                Ok(client) if self.listener.watch(client.socket()).is_ok() => self.client = Some(Box::new(client)),
                 _ => self.clients.left += 1,
             }
         }
@@ -272,7 +252,7 @@ impl Memif {
     fn serve(&mut self, is_quiesced: Option<bool>) {
         self.has_news = true;
         let Some(Client { attached: Some(attached), .. }) = self.client.as_deref() else { return };
-        if watch(&self.epoll, attached.bell.as_fd()).is_err() {
+        if self.listener.watch(attached.bell.as_fd()).is_err() {
             return self.end(Refusal::RingSilent(Way::ToServer).into());
         }
         self.stalls = None;
@@ -299,9 +279,9 @@ impl Memif {
 
     /// Ends the watches: the client may have the descriptors open too, so closing ours would not.
     fn unwatch(&self, client: &Client) {
-        let _ = epoll::delete(&self.epoll, client.socket());
+        self.listener.unwatch(client.socket());
         if let Some(attached) = &client.attached {
-            let _ = epoll::delete(&self.epoll, &attached.bell);
+            self.listener.unwatch(attached.bell.as_fd());
         }
     }
 
@@ -420,7 +400,7 @@ impl Endpoint for Memif {
     }
 
     fn fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.epoll.as_fd())
+        Some(self.listener.fd())
     }
 
     fn again_in(&self) -> Option<Duration> {
@@ -429,7 +409,7 @@ impl Endpoint for Memif {
 
     fn tick(&mut self, now: Instant) -> bool {
         self.must_hear = true;
-        self.is_deaf = self.is_deaf && watch(&self.epoll, self.listener.as_fd()).is_err();
+        self.listener.tick();
         if self.client.as_ref().is_some_and(|client| client.is_late(now)) {
             self.end(Refusal::TooSlow.into());
         }
@@ -495,10 +475,6 @@ impl Connection for Memif {
             Dismissal::Moved => Refusal::Moved.into(),
         });
     }
-}
-
-fn watch(epoll: &OwnedFd, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-    Ok(epoll::add(epoll, descriptor, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?)
 }
 
 #[cfg(test)]

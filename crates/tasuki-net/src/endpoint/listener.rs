@@ -1,0 +1,78 @@
+//! The socket at which an endpoint's programs connect, and what else the endpoint waits for.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::event::epoll;
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+
+/// A listening socket in a set of watched descriptors.
+#[derive(Debug)]
+pub(super) struct Listener {
+    socket: OwnedFd,
+    epoll: OwnedFd,
+    /// The socket is not watched, because no descriptor was left for a connection.
+    is_deaf: bool,
+}
+
+impl Listener {
+    /// Watches `socket`, which listens.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn new(socket: OwnedFd) -> io::Result<Self> {
+        rustix::fs::fcntl_setfl(&socket, OFlags::NONBLOCK)?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let listener = Listener { socket, epoll, is_deaf: false };
+        listener.watch(listener.socket.as_fd())?;
+        Ok(listener)
+    }
+
+    /// Accepts a connection, if there is one and a descriptor for it.
+    pub fn accept(&mut self) -> Option<OwnedFd> {
+        match rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            Ok(connection) => Some(connection),
+            Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                // The connection waits for the next tick: waking for it until there is a descriptor would spin.
+                self.is_deaf |= epoll::delete(&self.epoll, &self.socket).is_ok();
+                None
+            }
+            Err(_) => None,
+        }
+    }
+
+    /// Watches the socket again, if it was not. Call it a few times a second.
+    pub fn tick(&mut self) {
+        self.is_deaf = self.is_deaf && self.watch(self.socket.as_fd()).is_err();
+    }
+
+    /// Watches another descriptor.
+    ///
+    /// # Errors
+    /// No memory is left.
+    pub fn watch(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        Ok(epoll::add(&self.epoll, descriptor, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?)
+    }
+
+    /// Watches a descriptor no more.
+    pub fn unwatch(&self, descriptor: BorrowedFd<'_>) {
+        let _ = epoll::delete(&self.epoll, descriptor);
+    }
+
+    /// Watches the socket and `others`, and nothing else: not even a file whose descriptor was closed here while another
+    /// process has it open.
+    pub fn watch_only<'a>(&mut self, others: impl Iterator<Item = BorrowedFd<'a>>) {
+        // Without a descriptor for a new set, the earlier one stays.
+        let Ok(epoll) = epoll::create(epoll::CreateFlags::CLOEXEC) else { return };
+        self.epoll = epoll;
+        self.is_deaf = self.watch(self.socket.as_fd()).is_err();
+        others.for_each(|descriptor| _ = self.watch(descriptor));
+    }
+
+    /// Returns the descriptor that is readable while a watched one is.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}
