@@ -11,7 +11,7 @@
 //! - **A2** At most one [`Slot`] exists for a slot, and only while the slot's holder is the owner (rule S1 of
 //!   [`crate::slots`]).
 //! - **A3** A withdrawn slot ([`Detach::Guard`]) has no `Slot`, so no code in this process refers to its bytes.
-#![allow(unsafe_code, reason = "lends the bytes of a slot to the one who holds it")]
+#![allow(unsafe_code, reason = "lends the bytes of a slot to its holder")]
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -530,7 +530,7 @@ impl PeerSlot {
         copy
     }
 
-    /// Returns the bytes as 64-bit words in native order. Loads each word once, in place, whatever the peer does
+    /// Returns the bytes as 64-bit words in native order. Loads each word once, in place, even if the peer writes it
     /// meanwhile.
     ///
     /// If the length is not a multiple of 8, the last word also holds bytes of the slot that the peer did not send.

@@ -11,8 +11,8 @@
 //! - **B2** A ringer that has published an entry looks at the bell afterwards, with a full fence between.
 //! - **B3** A ringer rings a bell at most once per nap: the word counts the naps.
 //!
-//! B1 and B2 are the two halves of **DEKKER**: each side stores, fences, and loads what the other stored, so at
-//! least one of them sees the other. That is why no wake-up is lost.
+//! B1 and B2 are the two halves of **DEKKER**: each side stores, fences, and loads the other's word, so at least one of
+//! them sees the other. That is why no wake-up is lost.
 
 use std::ops::Deref;
 
@@ -158,7 +158,7 @@ impl<P: Deref<Target = [Line]>> Ringer<P> {
         asleep
     }
 
-    /// Returns what the peer published last.
+    /// Returns the state that the peer published last.
     #[inline]
     pub fn published(&self) -> Published {
         Published::decode(self.claims.load(0, 0))

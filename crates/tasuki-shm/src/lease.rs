@@ -99,6 +99,6 @@ mod tests {
         let blue = lease.take(passed, BLUE).unwrap();
         assert_eq!(blue, Tenure { holder: Some(BLUE), epoch: 2 });
         assert_eq!(lease.pass(red), Err(Lost { now: blue }), "an old holder learns that it was replaced");
-        assert_eq!(lease.take(passed, RED), Err(Lost { now: blue }), "who comes second loses");
+        assert_eq!(lease.take(passed, RED), Err(Lost { now: blue }), "the second taker loses");
     }
 }

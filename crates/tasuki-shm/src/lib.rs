@@ -15,8 +15,8 @@
 //! | [`stats`]   | counters and histograms that other processes read                       |
 //! | [`vni`]     | the layout of a VNI's memory                                            |
 //!
-//! Each module states and numbers its rules; other places cite them by number. docs/design/shm.md says
-//! what each party may rely on, and what it may not.
+//! Each module states and numbers its rules; other places cite them by number. docs/design/shm.md has the promises to
+//! each party.
 
 pub mod bell;
 pub mod lease;

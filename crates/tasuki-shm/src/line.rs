@@ -1,7 +1,7 @@
 //! The unit of shared memory that two CPUs exchange: a cache line of eight 64-bit words.
 //!
-//! Our own lines are [`Line`]s, to which we store. A peer's lines are [`Claims`], which we can only load: they hold
-//! what the peer says, which need not be true.
+//! Our own lines are [`Line`]s, to which we store. A peer's lines are [`Claims`], which we can only load: they hold the
+//! peer's statements, which need not be true.
 
 use std::ops::Deref;
 
@@ -10,7 +10,7 @@ use crate::sync::{AtomicU64, Relaxed};
 /// 64-bit words in a line.
 pub const LINE_WORDS: usize = 8;
 
-/// Bytes in a line: what one transfer between two CPUs moves.
+/// Bytes in a line, the unit of a transfer between two CPUs.
 pub const LINE_LEN: usize = 64;
 
 /// One cache line of shared memory. All zeroes is a valid line, and fresh memory holds zeroes.
@@ -40,7 +40,7 @@ impl<M: Deref<Target = [Line]>> Claims<M> {
         Claims(lines)
     }
 
-    /// Returns what the peer claims in word `word` of line `line`. Unordered: see [`crate::sync`].
+    /// Returns the peer's claim in word `word` of line `line`. Unordered: see [`crate::sync`].
     #[inline]
     pub fn load(&self, line: usize, word: usize) -> u64 {
         self.0[line].0[word].load(Relaxed)

@@ -20,7 +20,7 @@
 //! - **RETAKE** a generation: [`Generations::renew`] stores it before the owner writes the bytes anew;
 //!   [`PeerGenerations::are`] loads it after the reader read them. (The ring that brings the piece makes sure that
 //!   the bytes are written before they are read at all.)
-#![cfg_attr(not(loom), allow(unsafe_code, reason = "lends the bytes of a run to the one who holds it"))]
+#![cfg_attr(not(loom), allow(unsafe_code, reason = "lends the bytes of a run to its holder"))]
 
 use std::ops::Deref;
 #[cfg(not(loom))]
@@ -74,7 +74,7 @@ impl<M: Deref<Target = [Line]>> Generations<M> {
 
     /// Returns the generation of a page.
     #[inline]
-    #[expect(clippy::cast_possible_truncation, reason = "a half is what is meant")]
+    #[expect(clippy::cast_possible_truncation, reason = "a half is meant")]
     pub fn of(&self, page: u32) -> u32 {
         let (line, word, shift) = place_of(page);
         (self.0[line].word(word).load(Relaxed) >> shift) as u32
@@ -106,7 +106,7 @@ impl<M: Deref<Target = [Line]>> PeerGenerations<M> {
     /// Whether `page` still has this generation. If so, the bytes read before this call are the bytes that the owner
     /// wrote (P3).
     #[inline]
-    #[expect(clippy::cast_possible_truncation, reason = "a half is what is meant")]
+    #[expect(clippy::cast_possible_truncation, reason = "a half is meant")]
     pub fn are(&self, page: u32, generation: u32) -> bool {
         // RETAKE: load the generation after the bytes.
         fence(Acquire);
@@ -270,7 +270,7 @@ impl Pool {
     }
 
     /// Frees the pages of a run that no reader reads any more.
-    #[expect(clippy::needless_pass_by_value, reason = "whoever gives a run away has it no longer")]
+    #[expect(clippy::needless_pass_by_value, reason = "the caller gives the run away")]
     pub fn give(&mut self, run: Run) {
         self.pages.give(run.first, run.count);
     }

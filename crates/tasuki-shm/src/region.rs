@@ -366,7 +366,7 @@ impl Region {
     }
 
     /// Lends `count` atomics (`AtomicU64` or [`Line`]) from byte `offset` on.
-    #[allow(private_bounds, reason = "the sealed list of what may be lent")]
+    #[allow(private_bounds, reason = "the sealed list of types that may be lent")]
     pub fn span<T: Shared>(&self, offset: usize, count: usize) -> Result<Span<T>, RegionError> {
         Span::new(&self.mapping, offset, count)
     }
@@ -386,10 +386,7 @@ impl Region {
     /// # Safety
     /// No other process can write these bytes (peers map them read-only), and no other code of this process has a
     /// reference to them while the result lives.
-    #[allow(
-        clippy::mut_from_ref,
-        reason = "who may write which bytes is the arena's knowledge, not the borrow checker's"
-    )]
+    #[allow(clippy::mut_from_ref, reason = "the arena knows the writer of each byte, and the borrow checker does not")]
     pub(crate) unsafe fn bytes_mut(&self, offset: usize, len: usize) -> Result<&mut [u8], RegionError> {
         let first = self.mapping.check(offset, len)?;
         // SAFETY: in bounds (checked), alive (M1, M3), and exclusive: the caller promises that, and the arena keeps
@@ -523,8 +520,8 @@ impl PeerRegion {
         Ok(Claims::of(Span::new(&self.mapping, offset, count)?))
     }
 
-    /// Copies bytes from `offset` on into `into`, whatever the peer does to them meanwhile. The copy is a value of
-    /// its own, even if the peer's memory never held exactly these bytes at one moment.
+    /// Copies bytes from `offset` on into `into`, even if the peer writes them meanwhile. The copy is a value of its
+    /// own, even if the peer's memory never held exactly these bytes at one moment.
     pub fn copy_to(&self, offset: usize, into: &mut [u8]) -> Result<(), RegionError> {
         let first = self.mapping.check(offset, into.len())?;
         // SAFETY: the source lies in the mapping (checked; M1, M3), the destination is ours alone.
@@ -541,7 +538,7 @@ impl PeerRegion {
     }
 
     /// Writes `before`, and then bytes from `offset` on, to a descriptor in one system call. The kernel copies the
-    /// bytes, whatever the peer does to them meanwhile. Returns how many bytes the kernel took.
+    /// bytes, even if the peer writes them meanwhile. Returns how many bytes the kernel took.
     pub fn write_to(&self, fd: BorrowedFd<'_>, before: &[u8], offset: usize, len: usize) -> io::Result<usize> {
         let first = self.mapping.check(offset, len).map_err(io::Error::other)?;
         let part = |base: *const u8, len| libc::iovec { iov_base: base.cast_mut().cast(), iov_len: len };

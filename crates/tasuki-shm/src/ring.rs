@@ -5,8 +5,8 @@
 //! it is there. There is no shared tail. The consumer's `head` lies in the consumer's own memory, and the producer
 //! looks at it only when it believes the ring full.
 //!
-//! The two ends do not trust each other. Each keeps its own index in private memory and checks what the peer wrote
-//! as a claim.
+//! The two ends do not trust each other. Each keeps its own index in private memory and checks the peer's words as
+//! claims.
 //!
 //! # Rules
 //!
@@ -46,7 +46,7 @@ pub struct Message<const N: usize = MESSAGE_WORDS> {
 /// A rule of this module that the peer broke. The connection is over: nothing the peer says can be trusted any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
-    /// The consumer claims to have retired messages that were not yet pushed, or took back what it had retired.
+    /// The consumer claims to have retired messages that were not yet pushed, or took back retired ones.
     #[error("the peer broke ring rule R2: it says that its head is {head} where ours goes from {oldest} to {tail}")]
     R2 {
         /// Head that the peer claims.
@@ -83,7 +83,7 @@ pub enum PushError {
 }
 
 /// Returns the index: the low half of a stamp.
-#[expect(clippy::cast_possible_truncation, reason = "the low half is what is meant")]
+#[expect(clippy::cast_possible_truncation, reason = "the low half is meant")]
 #[inline]
 fn index_of(stamp: u64) -> u32 {
     stamp as u32
@@ -489,7 +489,7 @@ mod tests {
         let head = lines(1);
         let mut successor = Consumer::new(Claims::of(Arc::clone(&ours)), Arc::clone(&head), tail);
         let mut tx = Producer::new(ours, Claims::of(head), tail);
-        assert_eq!(successor.pop(), Ok(None), "what the dead consumer left is not taken for new");
+        assert_eq!(successor.pop(), Ok(None), "messages that the dead consumer left are not taken for new");
         tx.push(&message(7)).unwrap();
         assert_eq!(successor.pop(), Ok(Some(message(7))));
     }

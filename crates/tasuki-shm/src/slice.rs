@@ -1,9 +1,9 @@
 //! The time for which a process runs without interruption while others want its CPU too.
 //!
-//! A thread that asks the scheduler for a shorter slice than others runs at once when it is woken, even while one of
-//! the others is busy (EEVDF, Linux 6.12). So a frame that a busy program sends leaves when the program sends it,
-//! and not at the next tick, four milliseconds later. And a worker that takes a NIC over does not wait for the
-//! program beside it. The thread gets no larger share of the CPU. No privilege is needed.
+//! A woken thread with a shorter slice than the running one runs at once (EEVDF, Linux 6.12). So a frame that a busy
+//! program sends leaves when the program sends it, and not at the next tick, four milliseconds later. And a worker that
+//! takes a NIC over does not wait for the program beside it. The thread gets no larger share of the CPU. No privilege
+//! is needed.
 //!
 //! # Invariants
 //!

@@ -395,7 +395,7 @@ impl<M: Table> Slots<M> {
     pub fn attach_at(&self, index: u32) -> Result<SlotId, WrongSlot> {
         let lent = self.table.word(index).map(|place| (place, place.load(Relaxed)));
         match lent {
-            #[expect(clippy::cast_possible_truncation, reason = "the low half says who holds it")]
+            #[expect(clippy::cast_possible_truncation, reason = "the low half names the holder")]
             Some((place, word)) if u64::from(word as u32) == Holder::Peer.code() => {
                 place.store(word ^ Holder::Peer.code() ^ Holder::Owner.code(), Relaxed);
                 Ok(SlotId { index, ..SlotId::from_word(word) })
@@ -563,7 +563,7 @@ mod tests {
         let ours = taken.take().unwrap();
         let error = taken.adopt_all([5, 0, 7].map(id)).unwrap_err();
         assert_eq!(error, WrongSlot::S3 { id: ours, held: Some(Holder::Owner), needed: Holder::Free });
-        taken.release(ours).expect("what is held stays so");
+        taken.release(ours).expect("a held slot stays held");
         for twice in [[5, 6, 5], [5, 70, 5]] {
             let error = slots(100).adopt_all(twice.map(id)).unwrap_err();
             assert_eq!(error, WrongSlot::S3 { id: id(5), held: Some(Holder::Peer), needed: Holder::Free });

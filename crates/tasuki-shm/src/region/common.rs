@@ -78,7 +78,7 @@ impl CommonRegion {
     }
 
     /// Lends `count` atomics (`AtomicU16`, `AtomicU32`, `AtomicU64`) from byte `offset` on.
-    #[allow(private_bounds, reason = "the sealed list of what may be lent")]
+    #[allow(private_bounds, reason = "the sealed list of types that may be lent")]
     pub fn span<T: Shared>(&self, offset: usize, count: usize) -> Result<Span<T>, RegionError> {
         Span::new(&self.mapping, offset, count)
     }
@@ -99,7 +99,7 @@ impl CommonRegion {
         }
     }
 
-    /// Copies bytes from `offset` on into `into`, whatever other processes do to them meanwhile.
+    /// Copies bytes from `offset` on into `into`, even if other processes write them meanwhile.
     #[inline]
     pub fn copy_to(&self, offset: usize, into: &mut [u8]) -> Result<(), RegionError> {
         let first = self.mapping.check(offset, into.len())?;
@@ -108,7 +108,7 @@ impl CommonRegion {
         Ok(())
     }
 
-    /// Copies `from` into the region at `offset`, whatever other processes do there meanwhile.
+    /// Copies `from` into the region at `offset`, even if other processes write there meanwhile.
     #[inline]
     pub fn copy_from(&self, offset: usize, from: &[u8]) -> Result<(), RegionError> {
         let first = self.mapping.check(offset, from.len())?;

@@ -23,8 +23,8 @@ pub(super) unsafe fn copy_abroad(from: *const u8, to: *mut u8, len: usize) {
         // SAFETY: as the caller vouches (M1, M2).
         return unsafe { copy_little(from, to, len) };
     }
-    // SAFETY: copies the front and the back of what the caller vouches for (M1, M2), each a whole number of lines,
-    // to the same place in `to`.
+    // SAFETY: copies the front and the back of the caller's bytes (M1, M2), each a whole number of lines, to the same
+    // place in `to`.
     unsafe {
         std::arch::asm!(
             "2:",

@@ -60,10 +60,10 @@ pub const POOL_PAGES_MIN: u32 = 64;
 /// Maximum number of pages of a pool: 2 GiB. A piece names its place in 32 bits.
 pub const POOL_PAGES_MAX: u32 = 1 << 19;
 
-/// Returns how many bytes of a node memory with a pool of `pool_pages` pages one other node reads at most. If
-/// another process reads a page that the node's worker has not written, or has punched out, the kernel allocates the
-/// page and charges it to the reader's control group. So the memory limit of a node must leave room for this much of
-/// each of its neighbours. Otherwise they could get its worker killed.
+/// Returns how many bytes of a node memory with a pool of `pool_pages` pages one other node reads at most. When another
+/// process reads a page that is not written, or was punched out, the kernel allocates it and charges the reader's
+/// control group. So the memory limit of a node must leave room for this much of each of its neighbours. Otherwise they
+/// could get its worker killed.
 pub fn readable_len(pool_pages: u32) -> u64 {
     // Bell, set and generations; one line; one ring.
     let control = Layout::of(pool_pages).lines_at + 2 * PAGE_LEN;
@@ -75,7 +75,7 @@ pub fn readable_len(pool_pages: u32) -> u64 {
 pub enum NodeMemoryError {
     /// The number of pages is out of range.
     #[error(
-        "a pool of {pages} pages (4 KiB each) was asked for; it has {POOL_PAGES_MIN} to {POOL_PAGES_MAX}, {POOL_PAGES} where nobody says"
+        "a pool of {pages} pages (4 KiB each) was asked for; it has {POOL_PAGES_MIN} to {POOL_PAGES_MAX}, by default {POOL_PAGES}"
     )]
     PoolPages {
         /// Number of pages requested.
@@ -291,7 +291,7 @@ mod tests {
                 command.stdin(memory.try_clone().unwrap()).stderr(std::process::Stdio::null());
                 command.output().unwrap()
             };
-            assert_eq!(nobody("head -c 1").stdout, [0], "it reads what it was lent");
+            assert_eq!(nobody("head -c 1").stdout, [0], "it reads the memory that it was lent");
             assert!(!nobody("exec 3<>/proc/self/fd/0").status.success(), "and does not get a second writer");
             assert!(!nobody("exec 3>/proc/self/fd/0").status.success());
         }
