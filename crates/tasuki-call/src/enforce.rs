@@ -210,7 +210,7 @@ pub fn inspect(pid: u32, base: u64, uffd: BorrowedFd<'_>) -> Result<(), EnforceE
     let refuse = |what| EnforceError::NotRegistered { what };
     let is_one = |path: &Path| std::fs::read_link(path).is_ok_and(|to| to.as_os_str() == "anon_inode:[userfaultfd]");
     if !is_one(Path::new(&format!("/proc/self/fd/{}", uffd.as_raw_fd()))) {
-        return Err(refuse("what it handed over is no userfaultfd"));
+        return Err(refuse("its descriptor is not a userfaultfd"));
     }
     let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps"))
         .map_err(|_| refuse("its /proc/PID/smaps cannot be read (it needs the server's user, or root)"))?;

@@ -119,7 +119,7 @@ pub enum SegmentError {
     Memory(#[from] RegionError),
     /// The memory holds something else.
     #[error(
-        "the memory handed over is no control memory of a Tasuki call (it begins with {found:#018x}); the peer is of another version or broken"
+        "the memory handed over is not the control memory of a Tasuki call (it begins with {found:#018x}); the peer is of another version or broken"
     )]
     Foreign {
         /// First word of the memory.

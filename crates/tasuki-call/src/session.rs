@@ -479,7 +479,7 @@ impl<'a> Request<'a> {
         let status = status.into();
         assert_ne!(status, 0, "status 0 means success");
         let note = &note[..note.floor_char_boundary(super::INLINE_MAX)];
-        self.finish(status, Cargo::Bytes(Inline::new(note.as_bytes()).expect("cut to what fits")));
+        self.finish(status, Cargo::Bytes(Inline::new(note.as_bytes()).expect("cut to fit")));
     }
 
     /// Defers the answer: [`Server::resume`](super::Server::resume) returns the request later.

@@ -31,7 +31,7 @@ pub enum StateError {
     Memory(#[from] RegionError),
     /// The memory holds something else.
     #[error(
-        "the memory is no state of a Tasuki server (it begins with {found:#018x}); pass the descriptor that State::create made"
+        "the memory is not the state of a Tasuki server (it begins with {found:#018x}); pass the descriptor that State::create made"
     )]
     Foreign {
         /// First word of the memory.

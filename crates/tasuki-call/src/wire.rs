@@ -200,7 +200,7 @@ pub(crate) enum Packet {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     /// The bytes do not begin with the protocol's mark.
-    #[error("what answered is no Tasuki call endpoint")]
+    #[error("the peer is not a Tasuki call endpoint")]
     Foreign,
     /// The packet has another version.
     #[error("the peer speaks version {0} of the call protocol, this program {VERSION}; rebuild the older of the two")]

@@ -422,7 +422,7 @@ mod tests {
         says("connect: refused for a reason of a later version", error, &["code 99", "rebuild the older"]);
 
         let error = is!(answered_with(b"HTTP/1.1 400 Bad Request", &[]), ConnectError::Malformed(Malformed::Foreign));
-        says("connect: a program that speaks something else", error, &["no Tasuki call endpoint"]);
+        says("connect: a program that speaks something else", error, &["not a Tasuki call endpoint"]);
         let error = is!(answered_with(&head(VERSION, 3), &[]), ConnectError::Malformed(Malformed::Body(3)));
         says("connect: a welcome that is cut off", error, &["malformed packet of kind 3"]);
         let error = is!(answered_with(&head(VERSION, 77), &[]), ConnectError::Malformed(Malformed::Body(77)));

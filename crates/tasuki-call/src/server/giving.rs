@@ -91,8 +91,8 @@ impl Server {
         self.giving = Giving::Passed(socket);
     }
 
-    /// Takes the lease back, because the successor died before it reported its take-over. Whatever the lease says,
-    /// no other process serves.
+    /// Takes the lease back, because the successor died before it reported its take-over. Any lease word will do: no
+    /// other process serves.
     fn take_back(&mut self) -> Giving {
         let state = self.options.state.as_ref().expect("only a server with state is watched");
         match state.take(state.tenure()) {
