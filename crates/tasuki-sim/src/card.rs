@@ -285,7 +285,7 @@ impl Drop for Running {
             thread.join().is_err()
         });
         if panicked && !std::thread::panicking() {
-            panic!("the model stopped because the driver did what it must not; see the message above");
+            panic!("the model stopped because the driver broke a rule; see the message above");
         }
     }
 }

@@ -118,22 +118,24 @@ impl fmt::Display for Class {
             Class::TailOutside => "set a head or tail outside of its ring",
             Class::TailBackwards => "moved a tail back, behind descriptors that the card may have fetched",
             Class::UnmappedDma => "sent the card to memory that it cannot reach",
-            Class::BadDescriptor => "wrote a descriptor that makes no sense",
-            Class::UnknownRegister => "used a register that there is not",
-            Class::OddAccess => "used a register not by as many bits as it has",
+            Class::BadDescriptor => "wrote an invalid descriptor",
+            Class::UnknownRegister => "used a register that does not exist",
+            Class::OddAccess => "used a register with an access of another width",
             Class::DuringReset => "used a register while a reset was going on",
-            Class::SetupWhileEnabled => "changed what may be changed only while the unit is off",
-            Class::NoBusMaster => "gave work to a card that is not allowed to be master of the bus",
+            Class::SetupWhileEnabled => "changed a setting that may change only while the unit is off",
+            Class::NoBusMaster => "gave work to a card that may not be master of the bus",
             Class::NoQueue => "had frames sent to a queue that has no ring",
-            Class::ReadOnly => "wrote what can only be read",
-            Class::StatusOrder => "set bits of the status in an order that is none, took one back, or did in the wrong state what belongs to another",
-            Class::Feature => "accepted a feature that was not offered or rests on another, or used one that it had not accepted",
-            Class::EarlyRing => "told the card of work before DRIVER_OK, or in a queue that is off or another",
+            Class::ReadOnly => "wrote a read-only field",
+            Class::StatusOrder => "set status bits in a wrong order, took one back, or took a step in the wrong state",
+            Class::Feature => {
+                "accepted a feature that was not offered or rests on another, or used one that it had not accepted"
+            }
+            Class::EarlyRing => "told the card of work before DRIVER_OK, or in a queue that is off or the wrong one",
             Class::IndexAhead => "made more chains available than the queue has descriptors, or took some back",
             Class::TwiceAvailable => "made a chain available that the card has already",
-            Class::BadHeader => "asked in the header of a frame for what was not agreed on",
-            Class::BadCommand => "gave a command that makes no sense, or that it must not give",
-            Class::ShortBuffer => "left a buffer that is too short for a frame of the MTU that was agreed on",
+            Class::BadHeader => "asked in a frame's header for a feature that was not negotiated",
+            Class::BadCommand => "gave an invalid or forbidden command",
+            Class::ShortBuffer => "left a buffer that is too short for a frame of the negotiated MTU",
             Class::InactivePair => "sent frames by a pair of queues that is not in use",
         })
     }
@@ -160,7 +162,7 @@ impl fmt::Display for Entry {
 
 /// Breaches of a rule by a driver.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the driver did {count} times what it must not; the first: {first}")]
+#[error("the driver broke rules {count} times; the first: {first}")]
 pub struct Offence {
     /// Number of breaches.
     pub count: u64,

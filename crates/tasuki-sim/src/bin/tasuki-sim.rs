@@ -182,7 +182,7 @@ fn free_place(path: &Path) -> Result<()> {
     ensure!(folder.is_dir(), "the folder of {} does not exist; create it, or choose another path", path.display());
     match path.symlink_metadata() {
         Ok(meta) if meta.file_type().is_socket() => {
-            bail!("a socket is at {} already; stop what serves there, or remove it if nothing does", path.display())
+            bail!("a socket is at {} already; stop its server, or remove the file if there is none", path.display())
         }
         Ok(_) => bail!("{} exists and is not a socket; choose another path", path.display()),
         Err(_) => Ok(()),

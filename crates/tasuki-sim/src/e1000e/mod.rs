@@ -4,7 +4,7 @@
 //! Only a step accesses the host's memory, raises interrupts and puts frames on the wire; a register access changes
 //! the device's state at once.
 //!
-//! Where the data sheet leaves something open, the model does what is harder on a driver; docs/design/sim.md lists
+//! Where the data sheet leaves a choice, the model takes the one that is harder on a driver; docs/design/sim.md lists
 //! these places.
 #![allow(clippy::cast_possible_truncation, reason = "registers and descriptors are cut into their fields everywhere")]
 

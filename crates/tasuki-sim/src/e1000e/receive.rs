@@ -22,8 +22,8 @@ const CRC_LEN: usize = 4;
 const VLAN_TAG_LEN: usize = 4;
 
 /// Nanoseconds for which the card still delivers from its packet buffer after RCTL.EN was cleared. The data sheet
-/// says only that the card finishes what it had begun; drivers wait for 10 ms and more. A frame of full length takes
-/// 12 µs on the wire.
+/// says only that the card finishes work that it had begun; drivers wait for 10 ms and more. A frame of full length
+/// takes 12 µs on the wire.
 const STOP_NS: u64 = 20_000;
 
 /// Contents of poisoned memory.

@@ -78,7 +78,7 @@ impl Device {
             _ => {}
         }
         let ring = cursors(self, queue);
-        // Whatever the driver wrote, head and tail stay inside the ring; otherwise the ring counts as empty.
+        // Head and tail stay inside the ring after any writes of the driver; otherwise the ring counts as empty.
         if ring.head >= ring.len || ring.tail >= ring.len {
             ring.head = ring.head.min(ring.len.saturating_sub(1));
             ring.tail = ring.head;

@@ -23,7 +23,7 @@ pub enum Breach {
     #[error("the client announced a message of {0} bytes")]
     Size(u32),
     /// The message is not a command: clients send only commands.
-    #[error("the client sent a message with the flags {0:#x}, which is no command")]
+    #[error("the client sent a message with the flags {0:#x}, which is not a command")]
     NoCommand(u32),
     /// The client did not begin with its version.
     #[error("the client began with command {0} and not with its version")]

@@ -7,7 +7,7 @@
 //! state at once.
 //!
 //! The device polls: each step reads the available indices, and the device asks for notifications only before a nap.
-//! docs/design/sim.md lists what the specification leaves open, and our choices.
+//! docs/design/sim.md lists the choices that the specification leaves open, and ours.
 #![allow(clippy::cast_possible_truncation, reason = "registers and descriptors are cut into their fields everywhere")]
 
 mod chain;
@@ -192,7 +192,7 @@ pub struct Device {
     pub faults: Faults,
     pci: Pci,
     common: Common,
-    /// Receive and transmit queue of each pair, and the control queue, which is last here whatever its index.
+    /// Receive and transmit queue of each pair, and the control queue, which is last here, whichever its index.
     queues: [Queue; QUEUES],
     filter: Filter,
     steering: Steering,

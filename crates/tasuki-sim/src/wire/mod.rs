@@ -1,4 +1,4 @@
-//! Wires: what a card can be plugged into.
+//! Wires: the other ends of a card's cable.
 
 mod datagram;
 mod pcap;

@@ -84,7 +84,7 @@ impl Counts {
     }
 }
 
-/// A source of numbered frames that checks what comes back.
+/// A source of numbered frames that checks the frames that come back.
 #[derive(Debug)]
 pub struct Source {
     options: SourceOptions,
