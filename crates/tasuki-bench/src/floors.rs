@@ -298,7 +298,7 @@ fn futex_value(number: u64) -> u32 {
 /// Stores `number` and wakes the process that sleeps on `word`.
 fn wake(word: &AtomicU32, number: u64) -> Result<()> {
     word.store(futex_value(number), Release);
-    futex::wake(word, futex::Flags::empty(), 1).context("the kernel woke nobody")?;
+    futex::wake(word, futex::Flags::empty(), 1).context("the kernel woke no process")?;
     Ok(())
 }
 
@@ -311,7 +311,7 @@ fn sleep_until(word: &AtomicU32, number: u64) -> Result<()> {
         }
         match futex::wait(word, futex::Flags::empty(), found, None) {
             Ok(()) | Err(Errno::AGAIN | Errno::INTR) => {}
-            Err(errno) => return Err(errno).context("the kernel let nobody sleep"),
+            Err(errno) => return Err(errno).context("the kernel refused to sleep"),
         }
     }
 }

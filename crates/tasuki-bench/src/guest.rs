@@ -170,7 +170,7 @@ fn is_listened_at(path: &Path) -> Result<bool> {
     // Flags of a socket that accepts connections (`__SO_ACCEPTCON` in proc_net(5)).
     const ACCEPTS: &str = "00010000";
     let sockets = std::fs::read_to_string("/proc/net/unix").context("the machine's sockets cannot be read")?;
-    let path = path.to_str().context("the path of the socket is no text")?;
+    let path = path.to_str().context("the path of the socket is not UTF-8")?;
     Ok(sockets.lines().any(|line| line.ends_with(path) && line.split_whitespace().nth(3) == Some(ACCEPTS)))
 }
 

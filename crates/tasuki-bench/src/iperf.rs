@@ -45,7 +45,7 @@ impl Sending {
             pipe.read_to_string(&mut text).map(|_| text)
         });
         self.0.await_end(interrupt)?;
-        let text = reader.join().map_err(|_| anyhow!("the thread that reads what iperf3 says panicked"))??;
+        let text = reader.join().map_err(|_| anyhow!("the thread that reads iperf3's output panicked"))??;
         Said::read(&text)
     }
 }
@@ -57,7 +57,7 @@ pub struct Said(Value);
 impl Said {
     /// Parses the output of `--json`.
     pub fn read(text: &str) -> Result<Self> {
-        let said: Value = serde_json::from_str(text).context("iperf3 said no JSON")?;
+        let said: Value = serde_json::from_str(text).context("iperf3's output is not JSON")?;
         match said["error"].as_str() {
             Some(error) => Err(anyhow!("iperf3: {error}")),
             None => Ok(Said(said)),
@@ -67,7 +67,7 @@ impl Said {
     /// Returns the number at `place` (a JSON pointer).
     pub fn number(&self, place: &str) -> Result<f64> {
         let number = self.0.pointer(place).and_then(Value::as_f64);
-        number.with_context(|| format!("iperf3 said something else than it used to: there is no number at {place}"))
+        number.with_context(|| format!("iperf3's report has no number at {place}"))
     }
 }
 
@@ -80,7 +80,7 @@ mod tests {
         let text = r#"{"start": {}, "intervals": [], "end": {
             "streams": [{"sender": {"bytes": 25000000, "max_rtt": 2710, "min_rtt": 90}, "receiver": {}}],
             "sum_sent": {"bytes": 25000000, "bits_per_second": 200000000.5, "retransmits": 3, "sender": true}}}"#;
-        let said = Said::read(text).expect("what 3.12 says");
+        let said = Said::read(text).expect("a report of 3.12");
         let numbers =
             ["/end/sum_sent/bits_per_second", "/end/streams/0/sender/max_rtt"].map(|at| said.number(at).unwrap());
         assert_eq!(numbers, [200_000_000.5, 2710.0]);

@@ -103,7 +103,7 @@ enum Bench {
         /// CPU to stay on.
         cpu: usize,
     },
-    /// Shows what Tasuki does, with figures, in less than a minute.
+    /// Shows Tasuki at work, with figures, in less than a minute.
     Demo {
         /// Also connects this machine's own kernel to the cable of a network card that changes hands. Needs root.
         #[arg(long, value_enum)]
@@ -119,7 +119,7 @@ enum Bench {
     /// Plays a server of the demo. The demo starts itself with this subcommand.
     #[command(hide = true)]
     DemoServer {
-        /// How the server comes to its office.
+        /// The server's way into service.
         office: demo::Office,
         /// CPU to stay on.
         cpu: usize,

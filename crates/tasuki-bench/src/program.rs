@@ -167,7 +167,7 @@ impl Program {
             }
             let mut chunk = [0; 4096];
             let len = stdout.read(&mut chunk).with_context(|| format!("{} cannot be listened to", self.name))?;
-            ensure!(len > 0, "{} ended before it said \"{what}\"; what it printed says why", self.name);
+            ensure!(len > 0, "{} ended before it said \"{what}\"; its output says why", self.name);
             said.extend_from_slice(&chunk[..len]);
         }
         Ok(())

@@ -233,7 +233,7 @@ mod tests {
             row.against_in_pairs("memif", Kind::Peer, 31.0, Some(1.4), "2 at 110 ns".into()).bar(1.3, "memif").unwrap();
         assert!(row.bars[0].holds, "{row:?}");
         let row = row.against_in_pairs("memcpy", Kind::Floor, 31.0, None, "none".into()).bar(1.0, "memcpy").unwrap();
-        assert_eq!((row.against[1].ratio, row.bars.len()), (None, 1), "what cannot be compared is not judged");
+        assert_eq!((row.against[1].ratio, row.bars.len()), (None, 1), "a figure without a comparison is not judged");
     }
 
     #[test]

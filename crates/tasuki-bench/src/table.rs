@@ -52,7 +52,7 @@ pub fn empty() -> Table {
     table
 }
 
-/// Joins what stands in one cell.
+/// Joins the lines of one cell.
 fn lines(all: Vec<String>) -> String {
     all.join(if MARKDOWN.load(Relaxed) { "; " } else { "\n" })
 }

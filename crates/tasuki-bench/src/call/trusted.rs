@@ -3,7 +3,7 @@
 //! # Invariants
 //!
 //! - **T1** Both ends of a bench are this program, and its client does not write a slot that it has sent.
-#![allow(unsafe_code, reason = "reads in place what another process could write")]
+#![allow(unsafe_code, reason = "reads in place bytes that another process could write")]
 
 use tasuki_shm::arena::PeerSlot;
 

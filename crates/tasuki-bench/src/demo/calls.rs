@@ -45,7 +45,7 @@ const READY: &str = "ready";
 
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// How a demo server comes to its office.
+/// A demo server's way into service.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 pub enum Office {
     /// Is the first server.
@@ -225,7 +225,7 @@ fn figures(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     println!("round trips between two processes (median; AnT's paper: at most {} ns)", number(ant));
     let inline = samples.p50("spin-inline")?;
     line("48 bytes and back, both processes awake", inline, &format!("{:.0} × faster than AnT", ant / inline));
-    line("  … what the CPUs need to exchange two cache lines", samples.p50("ping-pong-tight")?, "the floor");
+    line("  … the exchange of two cache lines alone", samples.p50("ping-pong-tight")?, "the floor");
     line("4 KiB written by the client, all read by the server", samples.p50("spin-slot")?, "no copy");
     line("48 bytes and back on one CPU, each giving way to the other", samples.p50("same-core")?, "");
     line("  … the same through a unix socket", samples.p50("seqpacket-same-core")?, "");

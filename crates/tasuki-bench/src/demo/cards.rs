@@ -164,7 +164,7 @@ fn await_frames(control: &Control) -> Result<()> {
     Ok(())
 }
 
-/// Runs the case and prints what happened.
+/// Runs the case and prints its results.
 pub fn show(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     println!("a network card (a model of Intel's 82574L) at 1 Gb/s: 1,488,095 frames a second, each sent back");
     line("frames", ["lost", "twice", "out of order", "nobody drives", "longest gap"].map(str::to_owned));

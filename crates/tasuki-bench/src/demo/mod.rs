@@ -1,6 +1,5 @@
-//! The demo shows on one screen what Tasuki does: a network card changes hands while packets flow, and calls go on
-//! between processes whose servers are replaced or die. On request, this machine's own kernel is on the wire of such
-//! a card.
+//! The demo fits on one screen: a network card changes hands while packets flow, and calls go on between processes
+//! whose servers are replaced or die. On request, this machine's own kernel is on the wire of such a card.
 
 mod calls;
 mod cards;

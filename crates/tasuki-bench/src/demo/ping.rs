@@ -30,7 +30,7 @@ const QUIET: Duration = Duration::from_millis(100);
 const PROGRAMS: [(&str, &str); 4] =
     [("unshare", "util-linux"), ("ip", "iproute2"), ("ping", "iputils-ping"), ("iperf3", "iperf3")];
 
-/// Checks that the demo can run here; the error says what is missing.
+/// Checks that the demo can run here; the error names the missing part.
 pub fn is_possible() -> Result<()> {
     ensure!(
         rustix::process::geteuid().is_root(),
@@ -142,7 +142,7 @@ impl Asking {
         let mut text = String::new();
         // The few lines fit the pipe, so they can wait there until now.
         self.0.output()?.read_to_string(&mut text)?;
-        Said::read(&text).with_context(|| format!("ping said something else than it used to:\n{text}"))
+        Said::read(&text).with_context(|| format!("ping's output has another form than it had:\n{text}"))
     }
 }
 

@@ -220,7 +220,7 @@ impl Trials {
                 parked = Instant::now();
                 sample.record(parked - began);
             }
-            let nic = self.nic.as_mut().context("a card that nobody drives is not received from")?;
+            let nic = self.nic.as_mut().context("no driver has the card, so none receives")?;
             let came = nic.receive(&mut burst)?;
             if came == 0 {
                 idle += 1;

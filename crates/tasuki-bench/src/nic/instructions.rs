@@ -55,7 +55,7 @@ impl Count {
         let packets =
             numbers(&said).nth(self.printed).context("the program did not say how many packets there were")?;
         let collected = counts.lines().find_map(|line| line.split_once("Collected :"));
-        let (_, collected) = collected.context("callgrind did not say what it counted")?;
+        let (_, collected) = collected.context("callgrind did not name its counts")?;
         let instructions = numbers(collected).next().context("callgrind counted nothing")?;
         ensure!(instructions > 0.0, "callgrind saw no {}: was it inlined?", self.function);
         Ok(instructions / packets)

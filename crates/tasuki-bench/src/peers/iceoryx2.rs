@@ -148,7 +148,7 @@ fn check<const WORDS: usize>(number: u64, answer: &Answer) -> Result<()> {
 /// Makes a node that leaves files only in the pair's own directory or under its own prefix.
 fn node(orders: &Orders) -> Result<Node<ipc::Service>> {
     set_log_level(LogLevel::Error);
-    let root = orders.directory.to_str().context("the directory for temporary files has a name that is no text")?;
+    let root = orders.directory.to_str().context("the directory for temporary files has a name that is not UTF-8")?;
     let mut config = Config::default();
     config.global.set_root_path(&Path::new(root.as_bytes()).context("iceoryx2 refused the directory")?);
     config.global.prefix = FileName::new(orders.shm_prefix.as_bytes()).context("iceoryx2 refused the prefix")?;

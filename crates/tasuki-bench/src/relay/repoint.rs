@@ -2,7 +2,7 @@
 //! the card at its own rings.
 //!
 //! Both owners run on one CPU, the card and its wire on the other. A pause lasts from the giver's last burst to the
-//! taker's first look at its rings, after which the card has executed all that the taker wrote.
+//! taker's first look at its rings, after which the card has executed all writes of the taker.
 
 use std::num::NonZeroU32;
 use std::os::fd::OwnedFd;
@@ -84,7 +84,7 @@ impl Owner {
             return Ok(None);
         }
         let tenure = self.lease_page.lease.tenure();
-        ensure!(tenure.holder.is_none(), "an owner was woken, and nobody has passed the lease");
+        ensure!(tenure.holder.is_none(), "an owner was woken, and no owner has passed the lease");
         self.tenure = Some(self.lease_page.lease.take(tenure, self.us)?);
         let mut nic = {
             let ready = self.ready.take().context("an owner takes over only when it is ready")?;
@@ -113,7 +113,7 @@ impl Owner {
             }
         }
         self.lease_page.words[LEFT].store(nic.left().0, Relaxed);
-        let ours = self.tenure.take().context("only who holds the lease passes it")?;
+        let ours = self.tenure.take().context("only the holder of the lease passes it")?;
         self.lease_page.lease.pass(ours)?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other owner cannot be woken")?;
         let quiesced = u64::try_from(began.elapsed().as_nanos())?;

@@ -120,7 +120,7 @@ pub fn play(folder: &Path, trials: u32) -> Result<()> {
         cpus::first(1, model)?;
     }
     set_up(INTERFACE, OURS)?;
-    let listener = TcpListener::bind(RECEIVER).context("nobody can be listened to at the card's cable")?;
+    let listener = TcpListener::bind(RECEIVER).context("the card's cable cannot be listened at")?;
     sender.tell("connect")?;
     let (connection, _) = listener.accept().context("the program did not connect")?;
     let (tell, came) = mpsc::channel();
@@ -154,7 +154,7 @@ pub fn play(folder: &Path, trials: u32) -> Result<()> {
         note(samples.entry(name.to_owned()).or_insert_with(Sample::new), &arrivals, (asked, settled, pause))?;
     }
     drop(sender);
-    receiver.join().map_err(|_| anyhow!("whoever receives panicked"))??;
+    receiver.join().map_err(|_| anyhow!("the receiver panicked"))??;
     let lines = samples.iter().map(|(kind, sample)| Ok((kind, sample.to_line()?)));
     let lines = lines.collect::<Result<BTreeMap<_, _>>>()?;
     std::fs::write(folder.join(SAMPLES), serde_json::to_string(&lines)?).context("the figures cannot be written")
@@ -273,7 +273,7 @@ impl Sends {
             let mut longest = row("arrives_longest_p50", took);
             if relay.is_some() {
                 longest = longest.against("alone", Kind::Floor, quiet).bar_at((quiet + pause).round());
-                longest.note = Some(format!("the bar is what it takes alone, and the pause: {}", number(pause)));
+                longest.note = Some(format!("the bar is its time alone, and the pause: {}", number(pause)));
             }
             rows.extend([
                 row("call_p50", summary.p50 as f64 / 1e3).against("minix3", Kind::Paper, 12.0).against(

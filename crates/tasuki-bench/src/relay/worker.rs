@@ -100,7 +100,7 @@ impl Worker {
             return Ok(None);
         }
         let tenure = self.lease_page.lease.tenure();
-        ensure!(tenure.holder.is_none(), "a worker was woken, and nobody has passed the lease");
+        ensure!(tenure.holder.is_none(), "a worker was woken, and no worker has passed the lease");
         self.tenure = Some(self.lease_page.lease.take(tenure, self.us)?);
         let prepared = self.next.take().context("a worker takes over only when it is ready")?;
         let mut nic = Card::pick_up(prepared)?;
@@ -124,7 +124,7 @@ impl Worker {
     fn give(&mut self, mut nic: Card) -> Result<()> {
         self.lease_page.words[RELEASED_AT].store(now_ns(), Relaxed);
         nic.conclude(&Burst::new());
-        let ours = self.tenure.take().context("only who holds the lease passes it")?;
+        let ours = self.tenure.take().context("only the holder of the lease passes it")?;
         self.lease_page.lease.pass(ours)?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other worker cannot be woken")?;
         // `take` stands it down, off the critical path.

@@ -18,9 +18,9 @@ use crate::sample::Sample;
 
 /// Bytes of shared buffers, used in turn.
 ///
-/// With so few that they stay in one core's own cache (256 KiB), a transfer takes three to six times as long,
-/// because the writer has to win the lines back from the core that has just read them. (Copying in pieces of 1 KiB
-/// makes no difference.)
+/// With so few that they stay in one core's own cache (256 KiB), a transfer takes three to six times as long. The
+/// writer has to win the lines back from the core that has just read them. (Copying in pieces of 1 KiB makes no
+/// difference.)
 const WINDOW: usize = 2 << 20;
 
 /// Most shared buffers.
@@ -101,7 +101,7 @@ pub fn receive<const LEN: usize>(mut orders: Orders) -> Result<()> {
         }
         side.counts[1].word(0).store(number, Release);
     }
-    ensure!(wrong == 0, "{wrong} frames are not what was sent");
+    ensure!(wrong == 0, "{wrong} frames are not as they were sent");
     Ok(())
 }
 

@@ -95,7 +95,7 @@ pub fn send<const LEN: usize, const ZERO_COPY: bool>(mut orders: Orders) -> Resu
     let rates: Vec<f64> = serde_json::from_str(&said).context("the receiving role gave up")?;
     // Skip the first nonzero rate too: its interval began before the first frame.
     let rates: Vec<_> = rates.into_iter().skip_while(|rate| *rate == 0.0).skip(1).collect();
-    ensure!(rates.len() >= LEAST, "{PROGRAM} received nothing, or not for long; see what it says by hand");
+    ensure!(rates.len() >= LEAST, "{PROGRAM} received nothing, or not for long; run it by hand to see its output");
     let rate = median(&rates).context("just counted")?;
     let mut sample = Sample::new();
     sample.note("rate", rate);

@@ -156,7 +156,7 @@ pub fn receive<const COPIES_LOCKED: bool>(mut orders: Orders) -> Result<()> {
         }
         wrong += u64::from(usize::from(buffer[0]) != in_turn(number));
     }
-    ensure!(wrong == 0, "{wrong} frames are not what was sent");
+    ensure!(wrong == 0, "{wrong} frames are not as they were sent");
     Ok(())
 }
 

@@ -179,7 +179,7 @@ fn between_namespaces(
         row.against("veth", Kind::Peer, veth).against("mint", Kind::Paper, paper / 1e9)
     };
     let mut through_pools = row(&format!("{}-by-workers", traffic.case()), by_workers);
-    through_pools.note = Some("as where one of the two is no namespace, or takes no shortcut".to_owned());
+    through_pools.note = Some("as when one of the two is not a namespace, or takes no shortcut".to_owned());
     let row = row(traffic.case(), ours).bar(bar, "veth")?;
     let row = if traffic == Traffic::Tcp { row.bar_at(paper / 1e9) } else { row };
     Ok(vec![row, through_pools])

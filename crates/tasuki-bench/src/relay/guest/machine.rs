@@ -90,7 +90,7 @@ fn console(listener: &UnixListener, child: &mut Child) -> Result<UnixStream> {
                 return Ok(console);
             }
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-            Err(error) => return Err(error).context("nobody can come to the guest's console"),
+            Err(error) => return Err(error).context("the guest's console cannot be listened at"),
         }
         if let Some(status) = child.try_wait()? {
             bail!("QEMU ended with {status} before it had begun");

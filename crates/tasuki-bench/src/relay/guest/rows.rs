@@ -9,7 +9,7 @@ use crate::report::{Kind, Row};
 
 /// Caveat for the figures of the kernel's way.
 const FORGIVING: &str =
-    "QEMU's card keeps what comes while it takes nothing, as no silicon does, and the wire has room for 1 MB of it";
+    "QEMU's card, unlike silicon, keeps the frames that come while it takes none, and the wire has room for 1 MB";
 
 /// Steps of the kernel's way, by the paper's names, in the order in which the guest reports them.
 const STEPS: [(&str, &str); 4] =
