@@ -1,6 +1,5 @@
-//! `campaign`: repeats thousands of times what the suite tries a few times. The observations are kept as a record,
-//! like
-//! a benchmark's.
+//! `campaign`: repeats the suite's random trials thousands of times. The observations are kept as a record, like a
+//! benchmark's.
 
 use std::path::PathBuf;
 
@@ -28,8 +27,8 @@ pub enum Campaign {
         #[arg(long)]
         json: Option<PathBuf>,
     },
-    /// Freeze a driving worker at random times under traffic; measure how long a freeze takes, and what the worker
-    /// holds then. Needs root
+    /// Freeze a driving worker at random times under traffic; measure how long a freeze takes, and the locks that the
+    /// worker holds then. Needs root
     Freezes {
         /// Number of freezes for each card
         #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]

@@ -38,7 +38,7 @@ enum Verb {
     },
     /// Run the whole suite: unit and process tests, loom models, drivers in a guest, short fuzz runs
     Test {
-        /// Run what fits into five minutes once everything is built: most unit and process tests
+        /// Run the tests that fit into five minutes once everything is built: most unit and process tests
         #[arg(long, conflicts_with_all = ["only", "fuzz_seconds"])]
         quick: bool,
         /// Run one stage only
@@ -54,7 +54,7 @@ enum Verb {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
-    /// Repeat thousands of times what the suite tries a few times, and record the observations
+    /// Repeat the suite's random trials thousands of times, and record the observations
     #[command(subcommand)]
     Campaign(campaign::Campaign),
     /// Run all checks that a change must pass: fmt, clippy, tidy, doc, test

@@ -12,7 +12,7 @@ use crate::stream;
 pub struct Need {
     pub program: &'static str,
     pub package: &'static str,
-    /// What does not run without the program, as a phrase for messages.
+    /// The work that does not run without the program, as a phrase for messages.
     pub serves: &'static str,
 }
 
@@ -41,7 +41,7 @@ pub const PING: Need = Need {
 pub const IP: Need = Need {
     program: "ip",
     package: "iproute2",
-    serves: "the demo cannot set up a TAP (--wire tap), and bench vni leaves out what goes between namespaces",
+    serves: "the demo cannot set up a TAP (--wire tap), and bench vni leaves out the cases between namespaces",
 };
 
 /// Sends TCP from this machine's kernel.
@@ -89,9 +89,8 @@ impl Need {
     }
 }
 
-/// Installs the missing programs if we are root on a Debian machine. Otherwise prints the command to type, and what
-/// does
-/// not run until then. In both cases the caller goes on with what can run.
+/// Installs the missing programs if we are root on a Debian machine. Otherwise prints the command to type, and the work
+/// that waits for it. In both cases the caller goes on with the rest.
 pub fn provide(needs: &[Need]) {
     let missing = needs.iter().copied().filter(|need| !need.is_met()).collect::<Vec<_>>();
     if missing.is_empty() {

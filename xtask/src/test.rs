@@ -25,7 +25,7 @@ pub enum Stage {
 const STAGES: [Stage; 4] = [Stage::Unit, Stage::Loom, Stage::Guest, Stage::Fuzz];
 
 /// The tallies of the stages.
-#[must_use = "a report nobody closes has no closing line"]
+#[must_use = "a report that is not closed has no closing line"]
 pub struct Report(Vec<(Stage, Tally)>);
 
 /// Runs the stage `only`, or all stages, whether or not an earlier one failed.
@@ -112,9 +112,9 @@ fn unit(checkout: &Checkout) -> anyhow::Result<Tally> {
 const SLOW: [(&str, &[&str]); 2] =
     [("daemon", &["attacks::", "callers::", "clients::", "confined::", "forged::", "ruled::"]), ("handover", &[])];
 
-/// Runs what fits into five minutes once all is built, for every commit: all unit tests and all tests with real
-/// processes, but those in [`SLOW`], of which it runs a selection. Leaves out the code in the documentation and the
-/// other stages.
+/// Runs the tests that fit into five minutes once all is built, for every commit: all unit tests and all tests with
+/// real processes, but those in [`SLOW`], of which it runs a selection. Leaves out the code in the documentation and
+/// the other stages.
 pub fn quick(checkout: &Checkout) -> anyhow::Result<Report> {
     let of_workspace = || {
         let mut command = checkout.cargo("test");

@@ -76,7 +76,7 @@ pub fn pack(checkout: &Checkout, place: &Path, system: &System) -> anyhow::Resul
     )?);
     let program = |is: &dyn Fn(&str) -> bool| {
         let found = programs.iter().find(|path| path.file_name().and_then(OsStr::to_str).is_some_and(is));
-        system::read(found.context("cargo did not build what it was told to")?)
+        system::read(found.context("cargo did not build the program")?)
     };
     let mut archive = system::begin(system, COMMANDS)?;
     archive.add_tree("debian", &debian)?;

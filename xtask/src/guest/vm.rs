@@ -15,7 +15,7 @@ use crate::tally::{Reader, Tally};
 const MODULES: [&str; 3] = ["failover", "net_failover", "virtio_net"];
 
 /// Commands that the guest runs: it takes the card, which the first process keeps from drivers, and then serves an echo
-/// and a shell. What it says last is what the tests wait for.
+/// and a shell. The tests wait for its last line.
 const COMMANDS: &str = "
 for module in /net/*.ko; do insmod $module; done
 for device in /sys/bus/pci/devices/*; do

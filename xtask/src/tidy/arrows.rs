@@ -49,7 +49,7 @@ pub fn check(metadata: &Value, files: &[File]) -> anyhow::Result<Vec<Finding>> {
         let path = manifest.map_or("Cargo.toml", |file| file.path.as_str());
         let line = |text: &str| manifest.and_then(|file| line_with(&file.text, text)).unwrap_or(1);
         let Some((_, may)) = ARROWS.iter().find(|(known, _)| known == name) else {
-            let advice = format!("say in xtask/src/tidy/arrows.rs what {name} may depend on");
+            let advice = format!("list in xtask/src/tidy/arrows.rs the crates that {name} may depend on");
             findings.push(Finding::new(path, line("name ="), advice));
             continue;
         };
@@ -116,6 +116,6 @@ mod tests {
     #[test]
     fn a_crate_without_a_rule_is_found() {
         let found = findings(&serde_json::json!([{ "name": "tasuki-new", "dependencies": [] }]));
-        assert_eq!(found, ["Cargo.toml:1: say in xtask/src/tidy/arrows.rs what tasuki-new may depend on"]);
+        assert_eq!(found, ["Cargo.toml:1: list in xtask/src/tidy/arrows.rs the crates that tasuki-new may depend on"]);
     }
 }

@@ -12,7 +12,7 @@ fn advice(line: &Line) -> Option<String> {
     let code = line.code.as_str();
     for name in ["todo", "unimplemented"] {
         if find_word(code, name).is_some_and(|at| code[at + name.len()..].starts_with('!')) {
-            return Some(format!("write what `{name}!` stands for, or leave the function out"));
+            return Some(format!("write the code that `{name}!` stands for, or leave the function out"));
         }
     }
     if find_word(code, "dbg").is_some_and(|at| code[at + "dbg".len()..].starts_with('!')) {
@@ -24,7 +24,7 @@ fn advice(line: &Line) -> Option<String> {
         );
     }
     let word = ["FIXME", "XXX"].into_iter().find(|word| find_word(&line.comment, word).is_some())?;
-    Some(format!("do what {word} says, or write it down where its reader will look"))
+    Some(format!("do the work that {word} names, or write it down where its reader will look"))
 }
 
 #[cfg(test)]

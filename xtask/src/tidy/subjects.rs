@@ -1,4 +1,4 @@
-//! Subjects of commits: what a list of them shows whole.
+//! Subjects of commits: short enough for a list.
 
 use std::process::Command;
 
