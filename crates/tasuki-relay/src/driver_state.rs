@@ -252,7 +252,7 @@ mod tests {
             let mut flipped = memory.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
             let error = DriverState::read(&flipped).expect_err("a flipped bit");
-            assert!(error.to_string().contains("; "), "what to do is said: {error}");
+            assert!(error.to_string().contains("; "), "the error gives a remedy: {error}");
         }
     }
 

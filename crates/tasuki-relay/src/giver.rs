@@ -79,8 +79,8 @@ pub const TABLE: &[Row<State, Event, Action>] = {
     use Event::*;
     use State::*;
     const ENDED: &[State] = &[Passed, Out];
-    const OVER: &str = "who has let go is a taker or nothing, and has another table";
-    const FIRST: &str = "what a row says is done before anything else is heard (Y5)";
+    const OVER: &str = "a worker that has let go is a taker or nothing, and has another table";
+    const FIRST: &str = "a row is carried out before the next event is heard (Y5)";
     const NO_SWAP: &str = "it has tried none";
     &[
         Row { from: &[Driving], on: Release, then: Go(Stopping, &[Stop]), because: "nobody else may begin while a burst is under way" },
@@ -90,14 +90,14 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Driving], on: Recall, then: Stay(&[SayKept]), because: "the order never came, or the card did not stop; the arbiter waits for a word" },
         Row { from: &[Stopping], on: Recall, then: Go(Driving, &[Resume, SayKept]), because: "nobody else has begun: it still holds the lease" },
         Row { from: &[Passing], on: Recall, then: Refuse, because: FIRST },
-        Row { from: ENDED, on: Recall, then: Refuse, because: "passed is final; an order to take, as any taker gets it, is the way back" },
+        Row { from: ENDED, on: Recall, then: Refuse, because: "a pass is final; only an order to take brings the lease back" },
         Row { from: &[Stopping], on: Stopped, then: Go(Passing, &[WriteDriverState, Pass]), because: "the driver state must be true before anybody can win the lease (Y4)" },
         Row { from: &[Driving, Passing], on: Stopped, then: Refuse, because: "it was not stopping" },
         Row { from: ENDED, on: Stopped, then: Refuse, because: OVER },
         Row { from: &[Stopping], on: Stuck, then: Go(Driving, &[Resume, SayKept]), because: "a card that will not stop stays where it is" },
         Row { from: &[Driving, Passing], on: Stuck, then: Refuse, because: "it was not stopping" },
         Row { from: ENDED, on: Stuck, then: Refuse, because: OVER },
-        Row { from: &[Passing], on: Won, then: Go(Passed, &[SayReleased]), because: "from now on only the word says who drives (Y1)" },
+        Row { from: &[Passing], on: Won, then: Go(Passed, &[SayReleased]), because: "from now on the word alone names the driver (Y1)" },
         Row { from: &[Driving, Stopping], on: Won, then: Refuse, because: NO_SWAP },
         Row { from: ENDED, on: Won, then: Refuse, because: OVER },
         Row { from: &[Passing], on: Lost, then: Go(Out, &[Yield, SayReplaced]), because: "it was fenced and replaced while it stopped" },

@@ -81,7 +81,7 @@ impl Tenure {
     }
 }
 
-/// How the last driver ended, which says in what state its device is.
+/// How the last driver ended, and with it the state of its device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum After {
     /// The driver stopped and wrote its driver state.

@@ -74,7 +74,7 @@ pub enum Work {
         rate: u64,
         /// Length of each frame in bytes, without check sequence.
         size: u16,
-        /// Destination station address; without, broadcast.
+        /// Destination station address; by default broadcast.
         #[serde(default)]
         to: Option<[u8; 6]>,
     },
@@ -127,20 +127,20 @@ pub struct Endpoint {
     pub kind: String,
     /// Name by which users know it.
     pub label: String,
-    /// What the code must know besides; only that kind's code reads it.
+    /// Further settings; only that kind's code reads them.
     pub text: String,
 }
 
 /// Maximum number of descriptors beside a [`Client`].
 pub const CLIENT_FDS_MAX: usize = 24;
 
-/// A program that is connected to a node's endpoint and must not notice when a worker is replaced, for the next driver
-/// of the node's end of a VNI. Beside it: its descriptors, its socket first.
+/// A program that is connected to a node's endpoint and must not notice a new worker. The next driver of the node's end
+/// of a VNI gets it. Beside it: its descriptors, its socket first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Client {
     /// Name that the program gave itself.
     pub name: String,
-    /// What its endpoint must know besides; only the code of that kind of endpoint reads it.
+    /// State for its endpoint; only the code of that kind of endpoint reads it.
     pub text: String,
 }
 
@@ -158,7 +158,7 @@ pub struct DeviceBundle {
     pub can: Can,
     /// Bus, memory and driver, as JSON.
     pub text: String,
-    /// Layout of memory that a worker made, as JSON; without, the layout is that of the text.
+    /// Layout of memory that a worker made, as JSON; by default the layout is that of the text.
     #[serde(default)]
     pub layout: Option<String>,
     /// Number of descriptors that belong to the bundle.
@@ -264,7 +264,7 @@ pub enum ToWorker {
     Client {
         /// Number of the end, as of a NIC.
         nic: u32,
-        /// The client's name, and what its endpoint must know.
+        /// The client's name, and the state for its endpoint.
         client: Client,
     },
     /// The client has gone.
@@ -301,7 +301,7 @@ pub enum ToWorker {
         /// Number of the capture.
         capture: u32,
     },
-    /// A request to say who you are, from a daemon that has just started: the answer is the node's
+    /// A request for the worker's identity, from a daemon that has just started: the answer is the node's
     /// [`ToDaemon::Client`] if it has one, and [`ToDaemon::Mine`].
     Again,
     /// A request for the counts.
@@ -354,7 +354,7 @@ pub enum ToDaemon {
     Client {
         /// Number of the end, as of a NIC.
         nic: u32,
-        /// The client's name, and what its endpoint must know.
+        /// The client's name, and the state for its endpoint.
         client: Client,
     },
     /// The client has gone.

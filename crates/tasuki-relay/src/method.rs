@@ -100,7 +100,7 @@ pub enum NotPossible {
     ForeignMemory,
     /// The old node's memory would become the new node's.
     #[error(
-        "keep between nodes that do not trust each other is not safe: the new node gets the old one's memory, and what the old one has set up stays; take repoint or cold, or declare the nodes trusted"
+        "keep between nodes that do not trust each other is not safe: the new node gets the old one's memory, and the old one's settings stay; take repoint or cold, or declare the nodes trusted"
     )]
     SharedMemory,
     /// The card has one queue.
@@ -115,7 +115,7 @@ pub enum NotPossible {
     SharedReach,
     /// The new node cannot see all that the last owner has left in the card.
     #[error(
-        "repoint between nodes that do not trust each other needs a card in which the new node can undo, or see, all that the old one has left, and in this one it cannot; take cold"
+        "repoint between nodes that do not trust each other needs a card whose settings the new node can all undo or read, and this one has others; take cold"
     )]
     Illegible,
     /// The ring bases are fixed once the card runs.
@@ -248,7 +248,7 @@ mod tests {
                 assert!(choose(&card, trust, None).is_ok(), "any card goes somehow");
                 for &method in Method::ALL {
                     match choose(&card, trust, Some(method)) {
-                        Ok(choice) => assert_eq!(choice.method, method, "nothing else than what was asked for"),
+                        Ok(choice) => assert_eq!(choice.method, method, "nothing but the requested method"),
                         Err(error) => assert!(error.to_string().contains("; take "), "{error}"),
                     }
                 }

@@ -110,15 +110,15 @@ pub const TABLE: &[Row<State, Event, Action>] = {
     use Event as E;
     use State::*;
     const OVER: &str = "its part is over";
-    const FIRST: &str = "what a row says is done before anything else is heard (Y5)";
+    const FIRST: &str = "a row is carried out before the next event is heard (Y5)";
     const BUSY: &[State] = &[Taking, Reading, Returning];
     &[
         Row { from: &[Idle], on: E::Prepare, then: Go(Preparing, &[A::Map]), because: "all that takes time is done while the giver drives" },
-        Row { from: &[Preparing, Waiting], on: E::Prepare, then: Stay(&[]), because: "it is at it, or past it" },
+        Row { from: &[Preparing, Waiting], on: E::Prepare, then: Stay(&[]), because: "it does so already, or has done it" },
         Row { from: &[Ready], on: E::Prepare, then: Stay(&[A::SayReady]), because: "it is prepared already" },
         Row { from: BUSY, on: E::Prepare, then: Refuse, because: FIRST },
         Row { from: &[Driving, Left], on: E::Prepare, then: Refuse, because: OVER },
-        Row { from: &[Failed], on: E::Prepare, then: Stay(&[A::SayUnfit]), because: "what it could not do it cannot do now; a fresh worker may" },
+        Row { from: &[Failed], on: E::Prepare, then: Stay(&[A::SayUnfit]), because: "it would fail again; a fresh worker may not" },
         Row { from: &[Preparing], on: E::Prepared, then: Go(Ready, &[A::SayReady]), because: "the arbiter begins nothing before it has heard this" },
         Row { from: &[Idle, Ready, Waiting, Taking, Reading, Returning, Driving, Failed, Left], on: E::Prepared, then: Refuse, because: "it was not preparing" },
         Row { from: &[Preparing], on: E::Unfit, then: Go(Failed, &[A::SayUnfit]), because: "it costs nothing to find out while the giver drives" },
@@ -128,7 +128,7 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Idle, Preparing, Failed], on: E::Take, then: Stay(&[A::SayLost]), because: "it cannot, and the arbiter must not wait for it" },
         Row { from: BUSY, on: E::Take, then: Refuse, because: FIRST },
         Row { from: &[Driving, Left], on: E::Take, then: Refuse, because: OVER },
-        Row { from: &[Waiting], on: E::Free, then: Go(Taking, &[A::Take]), because: "whoever wins the swap drives (Y1)" },
+        Row { from: &[Waiting], on: E::Free, then: Go(Taking, &[A::Take]), because: "the winner of the swap drives (Y1)" },
         Row { from: &[Idle, Preparing, Ready, Failed, Taking, Reading, Returning, Driving, Left], on: E::Free, then: Refuse, because: "nobody told it to take" },
         Row { from: &[Waiting], on: E::Moved, then: Go(Ready, &[A::SayLost]), because: "the order is void: the lease is in another epoch (Y2)" },
         Row { from: &[Idle, Preparing, Ready, Failed, Taking, Reading, Returning, Driving, Left], on: E::Moved, then: Refuse, because: "it was not looking" },
@@ -138,16 +138,16 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Returning], on: E::Lost, then: Go(Failed, &[A::SayFailed]), because: "it was fenced and replaced meanwhile" },
         Row { from: &[Idle, Preparing, Ready, Waiting, Reading, Driving, Failed, Left], on: E::Won, then: Refuse, because: "it has tried no swap" },
         Row { from: &[Idle, Preparing, Ready, Waiting, Reading, Driving, Failed, Left], on: E::Lost, then: Refuse, because: "it has tried no swap" },
-        Row { from: &[Reading], on: E::Sound, then: Go(Driving, &[A::LookOnce, A::SayTaken]), because: "what came in the gap may have rung for nobody: one look, always" },
+        Row { from: &[Reading], on: E::Sound, then: Go(Driving, &[A::LookOnce, A::SayTaken]), because: "frames that came in the gap may have rung no bell: it always looks once" },
         Row { from: &[Idle, Preparing, Ready, Waiting, Taking, Returning, Driving, Failed, Left], on: E::Sound, then: Refuse, because: "it was not reading" },
-        Row { from: &[Reading], on: E::Broken, then: Go(Returning, &[A::Pass]), because: "nothing was touched yet: whoever wrote it can still go on" },
+        Row { from: &[Reading], on: E::Broken, then: Go(Returning, &[A::Pass]), because: "nothing was touched yet: the giver can still go on" },
         Row { from: &[Idle, Preparing, Ready, Waiting, Taking, Returning, Driving, Failed, Left], on: E::Broken, then: Refuse, because: "it was not reading" },
         Row { from: &[Waiting], on: E::StandDown, then: Go(Ready, &[A::SayLost]), because: "the lease stays where it is, and the next to be told may be another" },
         Row { from: &[Idle, Preparing, Ready, Failed], on: E::StandDown, then: Stay(&[A::SayLost]), because: "it waits for nothing; the arbiter wants to hear that" },
         Row { from: BUSY, on: E::StandDown, then: Refuse, because: FIRST },
         Row { from: &[Driving, Left], on: E::StandDown, then: Refuse, because: OVER },
         Row { from: &[Idle, Preparing, Ready, Waiting, Failed], on: E::Leave, then: Go(Left, &[A::Go]), because: "another drives, and is believed to go on doing so" },
-        Row { from: BUSY, on: E::Leave, then: Refuse, because: "it holds the lease, or may: who leaves then strands it" },
+        Row { from: BUSY, on: E::Leave, then: Refuse, because: "it holds the lease, or may: leaving would strand it" },
         Row { from: &[Driving, Left], on: E::Leave, then: Refuse, because: OVER },
     ]
 };

@@ -66,7 +66,7 @@ impl All for Position {
     };
 }
 
-/// Reason why a worker cannot do, or did not do, what it was ordered.
+/// Reason why a worker cannot carry out an order, or did not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum Reason {
     /// The worker may not lock enough memory.
@@ -122,17 +122,17 @@ pub enum Reason {
     #[error("the order was taken back before the lease was passed")]
     Recalled,
     /// The worker did not answer by the deadline.
-    #[error("the worker did not answer by the deadline; look at what it does, or raise the limit")]
+    #[error("the worker did not answer by the deadline; see whether it hangs, or raise the limit")]
     Late,
     /// The worker died.
-    #[error("the worker died; its log says of what")]
+    #[error("the worker died; its log says why")]
     Died,
     /// No worker is left that could drive the device.
-    #[error("nobody is left who could drive the device: it is parked; start a worker for its node")]
+    #[error("no worker is left that could drive the device: it is parked; start a worker for its node")]
     NobodyLeft,
     /// A descriptor is of another kind or size.
     #[error(
-        "descriptor {position} of the device is not what it should be; daemon and worker do not fit together: rebuild the older"
+        "descriptor {position} of the device is of the wrong kind or size; daemon and worker do not fit together: rebuild the older"
     )]
     Odd {
         /// [`Position`] of the descriptor.
@@ -143,8 +143,8 @@ pub enum Reason {
         "frames came before the worker could point the card at its memory, and stay with the old owner; ask again, or see why the machine was so slow"
     )]
     FramesCame,
-    /// The card's last owner, who is not trusted, has left something in the card that cannot be undone while the
-    /// card runs.
+    /// The card's last owner, which is not trusted, has left something in the card that cannot be undone while the card
+    /// runs.
     #[error("the card's last owner has left something in it that only a reset undoes ({value:#x}); hand it over cold")]
     LeftBehind {
         /// Value that was found in the card.
@@ -247,7 +247,7 @@ impl All for Standing {
 /// Order from the daemon to a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Order {
-    /// Say who you are.
+    /// Report your identity.
     Who,
     /// Map all this, and check whether you read such a driver state.
     Prepare {
@@ -288,7 +288,7 @@ pub enum Order {
 /// Report from a worker to the daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Report {
-    /// Who I am.
+    /// My identity.
     Hello {
         /// Standing of the worker.
         standing: Standing,
@@ -341,13 +341,13 @@ pub enum Report {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     /// The length is wrong.
-    #[error("a packet of the relay has {LEN} bytes, and this one {have}; its sender is no part of Tasuki")]
+    #[error("a packet of the relay has {LEN} bytes, and this one {have}; its sender is not part of Tasuki")]
     Length {
         /// Number of bytes.
         have: usize,
     },
     /// The relay's mark is missing.
-    #[error("a packet without the relay's mark came in; its sender is no part of Tasuki")]
+    #[error("a packet without the relay's mark came in; its sender is not part of Tasuki")]
     Foreign,
     /// The version is another.
     #[error(

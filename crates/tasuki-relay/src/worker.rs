@@ -129,7 +129,7 @@ impl Worker {
         self.side
     }
 
-    /// Returns whether the worker drives. Once a burst it checks only this and the word of orders.
+    /// Returns whether the worker drives. Once a burst the data path checks only this and the count of messages.
     pub fn drives(&self) -> bool {
         self.side == Side::Giver(giver::State::Driving)
     }
@@ -143,7 +143,7 @@ impl Worker {
         }
     }
 
-    /// Returns the worker's answer to an arbiter that asks who it is.
+    /// Returns the worker's answer to an arbiter that asks for its identity.
     pub fn hello(&self) -> Report {
         use taker::State as T;
         let standing = match self.side {

@@ -39,9 +39,9 @@ fn a_bundle_that_is_not_whole_is_refused_before_anything_is_touched() {
     let changes: [(Change, &str); 10] = [
         (|_, fds| fds.truncate(fds.len() - 1), "did not get descriptor"),
         (|_, fds| fds.clear(), "did not get descriptor 6"),
-        (|_, fds| drop(fds.remove(0)), "descriptor 6 of the device is not what it should be"),
-        (|_, fds| fds.swap(0, 1), "descriptor 6 of the device is not what it should be"),
-        (|_, fds| fds.swap(1, 2), "descriptor 2 of the device is not what it should be"),
+        (|_, fds| drop(fds.remove(0)), "descriptor 6 of the device is of the wrong kind or size"),
+        (|_, fds| fds.swap(0, 1), "descriptor 6 of the device is of the wrong kind or size"),
+        (|_, fds| fds.swap(1, 2), "descriptor 2 of the device is of the wrong kind or size"),
         (|_, fds| fds.push(fds[0].try_clone().unwrap()), "descriptor"),
         (|_, fds| *fds.last_mut().unwrap() = memfd(&[0; 4096]), "descriptor 5 of the device"),
         (|bundle, _| bundle.text = bundle.text.replace("e1000e", "ne2000"), "descriptor 2 of the device"),

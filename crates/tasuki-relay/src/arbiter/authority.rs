@@ -89,7 +89,7 @@ pub const AUTHORITY: &[Rule] = {
     use Is::*;
     use Verdict::*;
     const AT_ITS_END: &[Is] = &[Left, Condemned, Fenced, Dead];
-    const BEFORE: &str = "it was said before the worker heard that its part is over";
+    const BEFORE: &str = "the worker sent it before it heard that its part is over";
     const LATER: &str = "the lease word said so before the report came";
     &[
         Rule { of: &[Unheard, Given, Ready, Waiting, Holding, Late, Unfit, Silent], says: Says::Hello, then: Hear, because: "a worker may always say how it stands" },
@@ -116,7 +116,7 @@ pub const AUTHORITY: &[Rule] = {
         Rule { of: &[Given, Unfit], says: Says::Kept, then: Breach, because: "it did not drive" },
         Rule { of: AT_ITS_END, says: Says::Kept, then: Stale, because: BEFORE },
 
-        Rule { of: &[Unheard, Ready, Waiting, Late, Silent], says: Says::Taken, then: Hear, because: "it was told to take, and the word is asked whether it did" },
+        Rule { of: &[Unheard, Ready, Waiting, Late, Silent], says: Says::Taken, then: Hear, because: "it was told to take; the lease word says whether it did" },
         Rule { of: &[Holding], says: Says::Taken, then: Stale, because: LATER },
         Rule { of: &[Given, Unfit], says: Says::Taken, then: Breach, because: "it was not told to take" },
         Rule { of: AT_ITS_END, says: Says::Taken, then: Stale, because: BEFORE },

@@ -2,8 +2,8 @@
 //! worker can pass any more.
 //!
 //! It is never in the path of a frame, and a relay that has begun ends without it. If the arbiter dies, the lease
-//! word and the workers tell the next one what it has forgotten. The only record of its own that it needs is the
-//! record of workers that it has fenced.
+//! word and the workers tell the next one the state. The only record of its own that it needs is the record of workers
+//! that it has fenced.
 
 mod authority;
 mod report;
@@ -38,8 +38,7 @@ impl Default for Table {
 /// starts.
 pub const MEMBERS_MAX: usize = 8;
 
-/// Number of times that a worker may be ordered to take the lease and report that it could not, while no other
-/// worker took it, before it counts as unfit.
+/// Number of failed orders to take the lease, while no other worker took it, after which a worker counts as unfit.
 const LOST_MOST: u8 = 4;
 
 /// Number of times in a row that the lease word may change under the arbiter's compare-and-swap. Honest workers
@@ -395,7 +394,7 @@ impl Arbiter {
         }
     }
 
-    /// Returns the actions that follow from `input`. A refused input changes only what is known of its sender.
+    /// Returns the actions that follow from `input`. A refused input changes only its sender's record.
     pub fn hear(&mut self, table: &Table, input: Input) -> Result<Vec<Do>, Refused> {
         let mut doing = Vec::new();
         let mut event = self.classify(&table.authority, input, &mut doing);
@@ -484,11 +483,11 @@ impl Arbiter {
                 if self.fencing.is_empty() {
                     self.fencing.extend(self.giver);
                 }
-                let whom: Vec<_> = self.fencing.iter().copied().filter(|whom| !self.is_harmless(*whom)).collect();
-                whom.iter().for_each(|whom| self.set(*whom, Is::Condemned));
-                self.fencing.clone_from(&whom);
-                doing.extend(whom.iter().map(|whom| Do::Fence(*whom)));
-                return whom.is_empty().then_some(Event::Fenced);
+                let harmful: Vec<_> = self.fencing.iter().copied().filter(|party| !self.is_harmless(*party)).collect();
+                harmful.iter().for_each(|party| self.set(*party, Is::Condemned));
+                self.fencing.clone_from(&harmful);
+                doing.extend(harmful.iter().map(|party| Do::Fence(*party)));
+                return harmful.is_empty().then_some(Event::Fenced);
             }
             Action::Seize => {
                 // Y3: from a live holder, seize only a lease that it has passed.
@@ -552,7 +551,7 @@ impl Arbiter {
         (self.giver, self.after, self.moved) = (new, After::Lost, 0);
     }
 
-    /// Notes what the input says of a worker, and returns the event that it means.
+    /// Notes the news of a worker in the input, and returns the event that it means.
     fn classify(&mut self, authority: &[Rule], input: Input, doing: &mut Vec<Do>) -> Option<Event> {
         match input {
             Input::Asked(ask) => self.asked(ask, doing),

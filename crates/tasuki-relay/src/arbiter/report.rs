@@ -12,7 +12,7 @@ impl Arbiter {
         let Some(is) = self.is(party) else { return (Verdict::Breach, "it was not given this NIC") };
         match verdict(authority, is, Says::of(report)) {
             (Verdict::Hear, _) if self.denies(party, report, word) => {
-                (Verdict::Breach, "the lease word denies what it says")
+                (Verdict::Breach, "the lease word contradicts it")
             }
             (Verdict::Breach, _) if is == Is::Given && self.is_outdated(report) => {
                 (Verdict::Stale, "it was given the device anew before this was heard")
@@ -106,8 +106,8 @@ impl Arbiter {
             }
             Report::Taken { epoch } => {
                 self.set(party, Is::Holding);
-                // While workers are being fenced, the lease word itself will say so: the arbiter seizes after the
-                // fence what the fenced worker held.
+                // While workers are being fenced, the lease word itself will say so: after the fence the arbiter seizes
+                // the lease of the fenced worker.
                 if is_next && epoch == self.seen.epoch.wrapping_add(1) && self.state != State::Fencing {
                     self.seen = Tenure { holder: Some(party), epoch };
                     return Some(Event::Taken);

@@ -6,7 +6,7 @@ use crate::table::{All, Row, Then::*};
 /// that is to have it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum State {
-    /// The arbiter has started, and asks all workers who they are.
+    /// The arbiter has started, and asks all workers for their identities.
     Finding,
     /// A worker holds the lease, and no order is under way.
     Steady,
@@ -35,7 +35,7 @@ pub enum State {
 /// Event at the arbiter, as far as the lease is concerned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// Every worker has said who it is, or is dead or silent.
+    /// Every worker has answered, or is dead or silent.
     Heard,
     /// A person or a policy asks for an upgrade or a handover.
     Asked,
@@ -176,17 +176,17 @@ pub const TABLE: &[Row<State, Event, Action>] = {
     use Action as A;
     use Event as E;
     use State::*;
-    const NOTED: &str = "who can do what is noted for when somebody is chosen; the lease is where it was";
-    const FIRST: &str = "what a row says is done before anything else is heard (Y5)";
-    const OUTCOME: &str = "it has tried nothing of which this could be the outcome";
+    const NOTED: &str = "each worker's standing is noted for the next choice; the lease stays where it was";
+    const FIRST: &str = "a row is carried out before the next event is heard (Y5)";
+    const OUTCOME: &str = "it has tried nothing that ends so";
     const NOT_FINDING: &[State] = &[Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Choosing, Granting, Parked];
     const BUSY: &[State] = &[Finding, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Granting];
     const INSIDE: &[State] = &[Seizing, Choosing];
     &[
-        Row { from: &[Finding], on: E::Heard, then: Stay(&[A::Look]), because: "nobody waits for the lease now, so the word cannot change but by those who hold it" },
+        Row { from: &[Finding], on: E::Heard, then: Stay(&[A::Look]), because: "nobody waits for the lease now, so only its holder can change the word" },
         Row { from: NOT_FINDING, on: E::Heard, then: Refuse, because: "it knows them" },
 
-        Row { from: &[Steady], on: E::Asked, then: Go(Preparing, &[A::Prepare, A::Watch]), because: "what takes time is done while the giver drives" },
+        Row { from: &[Steady], on: E::Asked, then: Go(Preparing, &[A::Prepare, A::Watch]), because: "slow steps are done while the giver drives" },
         Row { from: BUSY, on: E::Asked, then: Refuse, because: "one relay at a time; ask again when this one has settled" },
         Row { from: INSIDE, on: E::Asked, then: Refuse, because: FIRST },
         Row { from: &[Parked], on: E::Asked, then: Go(Choosing, &[A::Choose]), because: "nobody drives, and all that the next does not trust are fenced: it is ready, and need not wait for anybody" },
@@ -194,7 +194,7 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Steady], on: E::AskedStaged, then: Go(Passing, &[A::Take, A::Release, A::Watch]), because: "it has said before that it could go on at once" },
         Row { from: BUSY, on: E::AskedStaged, then: Refuse, because: "one relay at a time; ask again when this one has settled" },
         Row { from: INSIDE, on: E::AskedStaged, then: Refuse, because: FIRST },
-        Row { from: &[Parked], on: E::AskedStaged, then: Refuse, because: "nobody drives, and who was staged is asked for as anybody" },
+        Row { from: &[Parked], on: E::AskedStaged, then: Refuse, because: "nobody drives, and a staged worker is asked for like any other" },
 
         Row { from: &[Preparing], on: E::Ready, then: Go(Passing, &[A::Take, A::Release, A::Watch]), because: "the taker watches the word when the giver passes it: no message stands between release and take" },
         Row { from: &[Granting, Finding, Steady, Letting, Passing, Recalling, Clearing, Fencing], on: E::Ready, then: Stay(&[]), because: NOTED },
@@ -222,7 +222,7 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: INSIDE, on: E::KeptAlone, then: Refuse, because: FIRST },
 
         Row { from: &[Passing, Recalling, Clearing, Granting], on: E::Taken, then: Go(Steady, &[A::Settle, A::Say]), because: "the relay is over: the word has said so since it was won" },
-        Row { from: &[Finding, Fencing], on: E::Taken, then: Stay(&[]), because: "the word is looked at, or tried, before anything is decided" },
+        Row { from: &[Finding, Fencing], on: E::Taken, then: Stay(&[]), because: "the arbiter reads or swaps the word before it decides" },
         Row { from: &[Steady, Preparing, Letting, Parked], on: E::Taken, then: Refuse, because: "nobody was told to take: a worker that lies, or that was believed to be silent" },
         Row { from: INSIDE, on: E::Taken, then: Refuse, because: FIRST },
         Row { from: &[Clearing], on: E::Lost, then: Go(Steady, &[]), because: "nobody waits any more: the next relay can begin" },
@@ -231,7 +231,7 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Parked], on: E::Lost, then: Go(Choosing, &[A::Choose]), because: "it was late, and could go on now" },
         Row { from: INSIDE, on: E::Lost, then: Refuse, because: FIRST },
         Row { from: &[Passing, Recalling, Granting], on: E::Failed, then: Go(Seizing, &[A::Seize]), because: "nobody drives: roll back to the giver, or on to another" },
-        Row { from: &[Finding, Fencing], on: E::Failed, then: Stay(&[]), because: "the word is looked at, or tried, before anything is decided" },
+        Row { from: &[Finding, Fencing], on: E::Failed, then: Stay(&[]), because: "the arbiter reads or swaps the word before it decides" },
         Row { from: &[Steady, Preparing, Letting, Clearing, Parked], on: E::Failed, then: Refuse, because: "nobody was told to take: a worker that lies, or that was believed to be silent" },
         Row { from: INSIDE, on: E::Failed, then: Refuse, because: FIRST },
 
@@ -255,19 +255,19 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Letting], on: E::Deadline, then: Go(Recalling, &[A::Recall, A::Watch]), because: "nobody else was told anything: the giver is asked which it is" },
         Row { from: &[Passing, Granting], on: E::Deadline, then: Go(Seizing, &[A::Seize]), because: "a deadline decides nothing: it has the arbiter try the word (Y1)" },
         Row { from: &[Recalling], on: E::Deadline, then: Go(Fencing, &[A::Fence]), because: "a giver that neither lets go nor stays is hung" },
-        Row { from: &[Finding, Steady, Clearing, Fencing, Parked], on: E::Deadline, then: Stay(&[]), because: "nothing here has one" },
+        Row { from: &[Finding, Steady, Clearing, Fencing, Parked], on: E::Deadline, then: Stay(&[]), because: "no deadline is set here" },
         Row { from: INSIDE, on: E::Deadline, then: Refuse, because: FIRST },
 
         Row { from: &[Fencing], on: E::Fenced, then: Go(Seizing, &[A::Seize]), because: "from now on it does no harm, and may lose the lease (Y3)" },
-        Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Granting, Parked], on: E::Fenced, then: Stay(&[]), because: "whoever it was is not in the way" },
+        Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Granting, Parked], on: E::Fenced, then: Stay(&[]), because: "the fenced worker is not in the way" },
         Row { from: INSIDE, on: E::Fenced, then: Refuse, because: FIRST },
 
         Row { from: &[Finding, Seizing], on: E::Seized, then: Go(Choosing, &[A::Choose]), because: "nobody drives, and nobody can begin but by our leave" },
-        Row { from: &[Finding, Seizing], on: E::FreeNow, then: Go(Seizing, &[A::Seize]), because: "whoever had it does no harm: try again, from what the word is now" },
+        Row { from: &[Finding, Seizing], on: E::FreeNow, then: Go(Seizing, &[A::Seize]), because: "its holder does no harm: try again from the present word" },
         Row { from: &[Finding], on: E::HeldByGiver, then: Go(Steady, &[]), because: "packets flowed while the arbiter was away" },
         Row { from: &[Seizing], on: E::HeldByGiver, then: Go(Recalling, &[A::Recall, A::Watch]), because: "it has not let go by the deadline: roll back before anything has changed" },
         Row { from: &[Seizing], on: E::HeldByNext, then: Go(Steady, &[A::Settle, A::Say]), because: "it was quicker than the deadline" },
-        Row { from: &[Finding, Seizing], on: E::HeldBySilent, then: Go(Fencing, &[A::Fence]), because: "whoever may still write is fenced before the lease passes (Y3)" },
+        Row { from: &[Finding, Seizing], on: E::HeldBySilent, then: Go(Fencing, &[A::Fence]), because: "every worker that may still write is fenced before the lease passes (Y3)" },
         Row { from: &[Finding], on: E::HeldByNext, then: Refuse, because: "nobody was told to take" },
         Row { from: &[Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Choosing, Granting, Parked], on: E::Seized, then: Refuse, because: OUTCOME },
         Row { from: &[Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Choosing, Granting, Parked], on: E::FreeNow, then: Refuse, because: OUTCOME },
@@ -283,7 +283,7 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Granting, Parked], on: E::ChosenBehindFence, then: Refuse, because: OUTCOME },
         Row { from: &[Preparing, Letting, Passing, Recalling, Clearing, Fencing, Choosing, Parked], on: E::Forged, then: Refuse, because: OUTCOME },
         Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Granting, Parked], on: E::NobodyLeft, then: Refuse, because: OUTCOME },
-        Row { from: &[Granting], on: E::PassedOn, then: Stay(&[A::Take, A::Watch]), because: "only whoever is told so now can take from this word (Y2)" },
+        Row { from: &[Granting], on: E::PassedOn, then: Stay(&[A::Take, A::Watch]), because: "only the worker that is ordered now can take from this word (Y2)" },
         Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Choosing, Parked], on: E::PassedOn, then: Refuse, because: OUTCOME },
     ]
 };

@@ -41,8 +41,12 @@ fn a_dismissed_worker_is_told_so_and_not_chosen_any_more() {
     assert_eq!(arbiter.give(party(3), HOME), Some(Page::Shared));
     says(&mut arbiter, &table, 2, Report::Ready);
     assert_eq!(arbiter.dismiss(party(2)), [Do::Tell(party(2), Order::Leave)]);
-    assert_eq!(arbiter.dismiss(party(1)), [], "who drives cannot be spared");
-    assert_eq!(arbiter.dismiss(party(3)), [Do::Tell(party(3), Order::Leave)], "who gets ready has not said so yet");
+    assert_eq!(arbiter.dismiss(party(1)), [], "a driver cannot be spared");
+    assert_eq!(
+        arbiter.dismiss(party(3)),
+        [Do::Tell(party(3), Order::Leave)],
+        "a worker that prepares has not reported yet"
+    );
     assert_eq!(says(&mut arbiter, &table, 2, Report::Ready), [], "it was said before it heard");
     let doing = arbiter.hear(&table, Input::Gone(party(1))).unwrap();
     assert!(matches!(doing[..], [Do::Swap { .. }]), "{doing:?}");
@@ -167,7 +171,7 @@ fn a_lease_word_that_names_a_stranger_condemns_its_writers_and_not_the_stranger(
         let mut arbiter = arbiter.clone();
         let forged = Tenure { holder: Some(victim), epoch: 2 };
         let doing = arbiter.hear(&table, Input::Swapped(Err(forged))).unwrap();
-        assert_eq!(doing, [Do::Fence(party(2))], "whoever could write it, but the dead");
+        assert_eq!(doing, [Do::Fence(party(2))], "every living worker that could write it");
     }
 }
 
@@ -213,8 +217,8 @@ fn a_stranger_gets_the_device_when_nobody_of_the_old_node_can_run() {
     assert!(!arbiter.may_hold(party(1)) && arbiter.page_for(HOME) == Page::Fresh);
 }
 
-/// The taker refuses what the last owner has left, and all workers of that owner are fenced. A device that no worker
-/// drives then goes to the requested worker if that is ready, and to no other.
+/// The taker refuses the card that the last owner has left, and all workers of that owner are fenced. A device that no
+/// worker drives then goes to the requested worker if that is ready, and to no other.
 #[test]
 fn a_device_that_nobody_drives_goes_to_whom_it_is_asked_for_and_who_is_ready() {
     let (mut arbiter, table) = steady();
@@ -229,11 +233,7 @@ fn a_device_that_nobody_drives_goes_to_whom_it_is_asked_for_and_who_is_ready() {
     let failed = Input::Report(party(3), Report::Failed { epoch: 3, reason }, Tenure::free(3));
     assert!(matches!(arbiter.hear(&table, failed).unwrap()[..], [Do::Swap { .. }]));
     let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
-    assert_eq!(
-        doing,
-        [Do::Say(RelayOutcome { driver: None, why: Some(reason) })],
-        "whoever asked hears what was wrong"
-    );
+    assert_eq!(doing, [Do::Say(RelayOutcome { driver: None, why: Some(reason) })], "the requester hears the reason");
     // A worker that is not ready would leave the device parked.
     assert!(matches!(arbiter.hear(&table, ask(3)).unwrap()[..], [Do::Say(RelayOutcome { driver: None, .. })]));
     assert_eq!(arbiter.state(), State::Parked);
