@@ -35,8 +35,8 @@ pub fn stay(cpus: &[u32]) {
     keep(None, cpus);
 }
 
-/// Moves a process of one thread. A killed process takes itself apart there, for half a millisecond, and not on the
-/// CPU of its successor.
+/// Moves a process of one thread. The kernel tears down a killed process there, in half a millisecond, and not on its
+/// successor's CPU.
 pub fn send(process: Pid, cpus: &[u32]) {
     keep(Some(process), cpus);
 }
@@ -77,7 +77,7 @@ mod tests {
             let set = of(&config.node[0], config, aside);
             set.map(|set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect::<Vec<_>>())
         };
-        assert_eq!(its(&config(None), &[0, 1]), None, "nobody has one");
+        assert_eq!(its(&config(None), &[0, 1]), None, "no node has one");
         assert_eq!(its(&config(Some(3)), &[0, 1]), Some(vec![0, 1, 3]));
         assert_eq!(its(&config(Some(3)), &[]), Some(vec![3]));
         let mut two = config(None);

@@ -1,8 +1,8 @@
 //! Control groups: a node's processes together have bounds, and one write stops all of a worker's.
 //!
-//! [`Groups`] is what this machine has of them, both kinds: version 2 where it is mounted, version 1's controllers
-//! for the rest. Beneath the daemon's own group lie `tasuki/ID/node-NAME`, with the node's [`Bounds`], and in it a
-//! group of each worker, without bounds of its own:
+//! [`Groups`] are those of this machine: version 2 where it is mounted, version 1's controllers for the rest. Beneath
+//! the daemon's own group lie `tasuki/ID/node-NAME`, with the node's [`Bounds`], and in it a group of each worker,
+//! without bounds of its own:
 //!
 //! ```text
 //! let groups = Groups::find("a name that stays over restarts", None);
@@ -11,7 +11,7 @@
 //! spawn::start(&program, worker.birthplace())?; // and the process writes 0 into each of worker.doors(); or worker.add(pid)
 //! worker.freeze()?;                             // asks; comes back at once
 //! while !worker.is_frozen()? { hint::spin_loop() }   // from here on none of its threads runs an instruction in user space
-//! worker.kill()?;                               // also of what is frozen; it runs nothing more
+//! worker.kill()?;                               // also frozen processes, which run nothing more
 //! worker.remove();                              // once it is dead
 //! ```
 //!
@@ -32,7 +32,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal};
 use rustix::thread::CpuSet;
 
-/// What all processes of a node may have together.
+/// Bounds on all processes of a node together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Bounds {
     /// Bytes of memory.

@@ -38,7 +38,7 @@ pub enum Nothing {
     Closed,
     /// It is longer than any message of Tasuki.
     #[error(
-        "a message is longer than {MESSAGE_MAX} bytes or brings more than {FDS_MAX} descriptors; its sender is no part of Tasuki"
+        "a message is longer than {MESSAGE_MAX} bytes or brings more than {FDS_MAX} descriptors; its sender is not part of Tasuki"
     )]
     TooLong,
     /// The kernel's reason.

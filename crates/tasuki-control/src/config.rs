@@ -37,20 +37,20 @@ pub enum ConfigError {
         /// The kernel's reason.
         why: std::io::Error,
     },
-    /// It is no TOML, or has keys that mean nothing.
+    /// It is not valid TOML, or has unknown keys.
     #[error("{}:{line}: {what}", path.display())]
     Wrong {
         path: PathBuf,
         /// Line of the mistake, from 1.
         line: usize,
-        /// The mistake, and what is allowed there.
+        /// The mistake, and the allowed values.
         what: String,
     },
     /// It contradicts itself.
     #[error("{}: {what}", path.display())]
     Senseless {
         path: PathBuf,
-        /// The contradiction, and what to do.
+        /// The contradiction, and its repair.
         what: String,
     },
 }
@@ -83,7 +83,7 @@ pub struct Daemon {
     pub prepare_ms: u64,
     /// Whether a node whose workers keep dying waits before the next worker starts.
     pub restart: Restart,
-    /// What becomes of a worker whose process cannot be confined as intended before it begins.
+    /// The treatment of a worker whose process cannot be confined as intended.
     pub confine: Confine,
     /// Range of users, of which each node gets one.
     pub uids: Uids,
@@ -116,13 +116,13 @@ impl Default for Daemon {
     }
 }
 
-/// What becomes of a worker that cannot be confined as docs/design/worker.md says.
+/// The treatment of a worker that cannot be confined as docs/design/worker.md says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Confine {
     /// It is not started.
     Strict,
-    /// It is started, and `tasuki status` says what does not hold.
+    /// It is started, and `tasuki status` lists the missing restrictions.
     BestEffort,
     /// The daemon confines nothing before the worker begins: for tests whose workers are scripts, and a debugger.
     /// The worker's runtime still confines itself.
@@ -186,12 +186,12 @@ impl Daemon {
 pub struct Node {
     /// 1 to 24 of the characters a-z, 0-9, - and _, beginning with a letter; unique among the nodes.
     pub name: String,
-    /// What its workers do with frames.
+    /// The work of its workers.
     pub work: Work,
     /// The VNI that it has an end of: Ethernet between the nodes of this machine that name the same one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vni: Option<String>,
-    /// Its station address there; without, one derived from its name.
+    /// Its station address there; by default one derived from its name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<StationAddress>,
     /// Whether it may send there from addresses that are not its own: `check`, the default, or `allow`. By default
@@ -205,7 +205,7 @@ pub struct Node {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schema(value_type = Vec<String>)]
     pub addresses: Vec<IpAddr>,
-    /// KiB of memory for frames that it has sent there and that are not read yet; without, 2048.
+    /// KiB of memory for frames that it has sent there and that are not read yet; by default 2048.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool_kib: Option<u32>,
     /// The CPU that its workers run on.
@@ -215,14 +215,14 @@ pub struct Node {
     #[serde(default)]
     pub poll: bool,
     /// The nice value of its workers while they drive a NIC, or are ready to, and sleep when there is nothing to do:
-    /// -20 to 0. Without, -20, as the kernel's own drivers go before programs, but 0 for a program of the user's
+    /// -20 to 0. By default -20, as the kernel's own drivers go before programs, but 0 for a program of the user's
     /// own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nice: Option<i32>,
     /// Whether a second worker stands by while it has a NIC.
     #[serde(default = "yes")]
     pub standby: bool,
-    /// Bounds on its processes together; without, half of the machine's memory, and 512 processes and threads.
+    /// Bounds on its processes together; by default half of the machine's memory, and 512 processes and threads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bounds: Option<Bounds>,
     /// The nodes that it trusts: a NIC moves between nodes that trust each other without the end of any worker.
@@ -230,7 +230,7 @@ pub struct Node {
     pub trusts: Vec<String>,
 }
 
-/// What becomes of a frame whose source address is not the sending node's.
+/// The treatment of a frame whose source address is not the sending node's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Spoof {
@@ -244,13 +244,13 @@ pub enum Spoof {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Bounds {
-    /// MiB of memory; without, half of the machine's.
+    /// MiB of memory; by default half of the machine's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u32>,
-    /// Number of processes and threads; without, 512.
+    /// Number of processes and threads; by default 512.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pids: Option<u32>,
-    /// CPU time, in hundredths of one CPU; without, as much as there is. Its drivers' `nice` then counts within the
+    /// CPU time, in hundredths of one CPU; by default as much as there is. Its drivers' `nice` then counts within the
     /// node alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<u32>,
@@ -281,7 +281,7 @@ impl Node {
         if let Work::Tap(tap) = &self.work { Some(tap) } else { None }
     }
 
-    /// Returns its endpoint, if it has one that is no TAP.
+    /// Returns its endpoint, if it has one other than a TAP.
     pub fn endpoint(&self) -> Option<&dyn Kind> {
         self.work.endpoint()
     }
@@ -335,7 +335,9 @@ impl TryFrom<String> for StationAddress {
         let mac =
             bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok()).filter(|mac| mac[0] & 1 == 0 && *mac != [0; 6]);
         mac.map(StationAddress).ok_or_else(|| {
-            format!("{text:?} is no address that a station can have; write six bytes, the first of them even, as 02:00:00:00:00:01")
+            format!(
+                "{text:?} cannot be a station's address; write six bytes, the first of them even, as 02:00:00:00:00:01"
+            )
         })
     }
 }
@@ -372,7 +374,7 @@ fn yes() -> bool {
     true
 }
 
-/// What a node does with frames: [`message::Work`], as a configuration has it.
+/// A node's work: [`message::Work`], as a configuration has it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub enum Work {
@@ -431,9 +433,8 @@ pub struct Answer {
 fn answered_for<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Ipv4Addr, D::Error> {
     let text = String::deserialize(from)?;
     text.parse().map_err(|_| {
-        let sentence = format!(
-            "{text:?} is no address that could be answered for; name one of IPv4, without a length, as 192.0.2.77"
-        );
+        let sentence =
+            format!("{text:?} is not an address to answer for; name one of IPv4, without a length, as 192.0.2.77");
         serde::de::Error::custom(sentence)
     })
 }
@@ -445,10 +446,10 @@ fn answered_for<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Ipv4Addr, D
 pub struct Tap {
     /// Name of the interface.
     pub name: String,
-    /// The namespace: as `ip netns` calls it, or a path from /; without, the daemon's own.
+    /// The namespace: as `ip netns` calls it, or a path from /; by default the daemon's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
-    /// The address that the interface gets when it is made; without, the daemon sets none.
+    /// The address that the interface gets when it is made; by default the daemon sets none.
     #[serde(
         default,
         deserialize_with = "address",
@@ -488,7 +489,7 @@ pub struct Source {
     /// Bytes of each frame, without check sequence.
     #[serde(default = "shortest")]
     pub size: u16,
-    /// Station address to send to; without, all stations.
+    /// Station address to send to; by default all stations.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<StationAddress>,
 }
@@ -498,7 +499,7 @@ fn shortest() -> u16 {
 }
 
 impl Work {
-    /// Returns the endpoint that it names, if it names one that is no TAP.
+    /// Returns the endpoint that it names, if it names one other than a TAP.
     pub fn endpoint(&self) -> Option<&dyn Kind> {
         match self {
             Work::Memif(memif) => Some(memif),
@@ -548,9 +549,9 @@ pub struct Nic {
     pub device: Device,
     /// The node that has it at first.
     pub node: String,
-    /// Descriptors in each of its rings; without, 256, or as many as the card can have.
+    /// Descriptors in each of its rings; by default 256, or as many as the card can have.
     pub ring: Option<u16>,
-    /// For the model: what it is plugged into, as `tasuki sim nic` takes it.
+    /// For the model: its wire, as `tasuki sim nic` takes it.
     #[serde(default)]
     pub wire: Vec<String>,
 }
@@ -665,7 +666,7 @@ pub fn not_startable(path: &Path) -> Option<&'static str> {
             Some("is not there; build it, or name another program by its path from /")
         }
         Err(_) => Some("cannot be looked at; let tasukid's user read the folders above it"),
-        Ok((false, _)) => Some("is no file; name a program by its path from /"),
+        Ok((false, _)) => Some("is not a file; name a program by its path from /"),
         Ok((true, false)) => Some("may not be executed; chmod +x it"),
         Ok((true, true)) => None,
     }
@@ -724,7 +725,7 @@ ring = 512
     fn a_whole_configuration_is_read() {
         let config = parse(WHOLE).unwrap();
         assert_eq!(config.daemon.hang_after(), Duration::from_millis(100));
-        assert_eq!(config.daemon.deadline(), Duration::from_secs(1), "what is not named has a usual value");
+        assert_eq!(config.daemon.deadline(), Duration::from_secs(1), "a key that is left out has its default");
         assert_eq!(config.node[1].work, Work::Source(Source { rate: 1000, size: 64, to: None }));
         assert_eq!(config.node[3].work, Work::Answer(Answer { address: Ipv4Addr::new(192, 0, 2, 2) }));
         assert!(config.node[0].standby && !config.node[1].standby);
@@ -734,7 +735,7 @@ ring = 512
         assert_eq!(config.node[0].program(), None);
         let nice: Vec<_> =
             ["red", "blue", "pink", "shop"].iter().filter_map(|name| config.node(name)).map(Node::nice).collect();
-        assert_eq!(nice, [-20, 0, 0, -20], "who polls, and programs, go before nobody");
+        assert_eq!(nice, [-20, 0, 0, -20], "pollers and users' programs have no priority");
         let tap = config.tap("shop").expect("it has one");
         assert_eq!((tap.label(), tap.address), ("shop:nic0".to_owned(), "192.0.2.3/24".parse().ok()));
         assert_eq!(config.tap("red"), None);
@@ -744,7 +745,7 @@ ring = 512
         assert!(!config.trust("green", "red"), "trust is mutual or none");
     }
 
-    /// Each of these is refused with a sentence that names the place and what is allowed.
+    /// Each of these is refused with a sentence that names the place and the allowed values.
     #[test]
     fn what_means_nothing_is_refused_by_line() {
         let node = "[[node]]\nname = \"red\"\nwork = \"sink\"\n";
@@ -752,8 +753,8 @@ ring = 512
         let nic = |name: &str, node: &str| format!("[[nic]]\nname = \"{name}\"\ndevice = \"sim\"\nnode = \"{node}\"\n");
         let cases: &[(String, &[&str])] = &[
             (format!("{node}colour = 3\n"), &["t.toml:4: the key `colour` means nothing here", "`trusts`"]),
-            (format!("{node}nice = -21\n"), &["node \"red\": nice = -21, and it is -20 (before all others) to 0"]),
-            (format!("{node}nice = 1\n"), &["node \"red\": nice = 1, and it is -20 (before all others) to 0"]),
+            (format!("{node}nice = -21\n"), &["node \"red\": nice = -21 is not in the range -20 (before all others) to 0"]),
+            (format!("{node}nice = 1\n"), &["node \"red\": nice = 1 is not in the range -20 (before all others) to 0"]),
             (format!("{node}nice = -5\npoll = true\n"), &["with poll = true these never do", "leave one of the two out"]),
             ("[deamon]\n".to_owned(), &["t.toml:1: the key `deamon` means nothing here", "`daemon`"]),
             (
@@ -767,9 +768,9 @@ ring = 512
             ),
             (
                 "[[node]]\nname = \"red\"\nwork = { answer = { address = \"192.0.2\" } }\n".to_owned(),
-                &["t.toml:3: ", "is no address that could be answered for; name one of IPv4"],
+                &["t.toml:3: ", "is not an address to answer for; name one of IPv4"],
             ),
-            ("[[node]]\nname = 5\n".to_owned(), &["t.toml:2: name = 5 is no text"]),
+            ("[[node]]\nname = 5\n".to_owned(), &["t.toml:2: name = 5 is not text"]),
             ("[[node\n".to_owned(), &["t.toml:1:"]),
             (format!("{node}{node}"), &["two nodes are called \"red\""]),
             (format!("{node}trusts = [\"pink\"]\n"), &["node \"red\", trusts: there is no node \"pink\", but red"]),
@@ -809,7 +810,7 @@ ring = 512
             (tap("red", "name = \"a-name-that-is-too-long\""), &["node \"red\", tap", "1 to 15 bytes"]),
             (tap("red", "name = \"t\", address = \"192.0.2.2\""), &["t.toml:3: ", "192.0.2.2/24"]),
             (tap("red", "name = \"t\", address = \"192.0.2.2/40\""), &["t.toml:3: ", "192.0.2.2/24"]),
-            (tap("red", "name = \"t\", netns = \"a/b\""), &["node \"red\", tap: netns is what `ip netns` calls it"]),
+            (tap("red", "name = \"t\", netns = \"a/b\""), &["node \"red\", tap: netns is a name of `ip netns`"]),
             (tap("red", "netns = \"a\""), &["t.toml:3: the key `name`"]),
             (
                 tap("red", "name = \"t\"") + &tap("blue", "name = \"t\", address = \"192.0.2.2/24\""),
@@ -823,8 +824,8 @@ ring = 512
                 "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = { source = { to = \"01:00:00:00:00:01\" } }\n".to_owned(),
                 &["t.toml:4: ", "first of them even"],
             ),
-            (tap("red", "name = \"t\"") + "pool_kib = 4096\n", &["pool_kib is of a node's end of a VNI"]),
-            (tap("red", "name = \"t\"") + "spoof = \"allow\"\n", &["spoof is of a node's end of a VNI"]),
+            (tap("red", "name = \"t\"") + "pool_kib = 4096\n", &["pool_kib is a setting of a node's end of a VNI"]),
+            (tap("red", "name = \"t\"") + "spoof = \"allow\"\n", &["spoof is a setting of a node's end of a VNI"]),
             (
                 tap("red", "name = \"t\"") + "vni = \"lan\"\nspoof = \"allow\"\naddresses = [\"192.0.2.1\"]\n",
                 &["it may send in others' addresses; leave addresses out"],
@@ -833,7 +834,7 @@ ring = 512
             (tap("red", "name = \"t\"") + "vni = \"lan\"\nspoof = \"no\"\n", &["t.toml:5: ", "`check` or `allow`"]),
             (
                 "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = \"uplink\"\nspoof = \"check\"\n".to_owned() + &nic("e", "red"),
-                &["has addresses of its own; leave spoof = \"check\" out"],
+                &["have addresses of their own; leave spoof = \"check\" out"],
             ),
             (tap("red", "name = \"t\"") + "vni = \"a b\"\n", &["vni \"a b\": a name is"]),
             (tap("red", "name = \"t\"") + "vni = \"lan\"\nmac = \"1:2\"\n", &["t.toml:5: ", "first of them even"]),

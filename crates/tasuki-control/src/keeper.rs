@@ -27,7 +27,7 @@ const LOOKS_EVERY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Word {
-    /// From the daemon: keep this under this name, in place of what was there, with the descriptors beside it. From
+    /// From the daemon: keep this under this name, in place of the earlier entry, with the descriptors beside it. From
     /// the keeper: this is kept.
     Keep {
         name: String,
@@ -49,11 +49,11 @@ pub fn say(socket: BorrowedFd<'_>, word: &Word, fds: &[BorrowedFd<'_>]) -> Resul
     channel::send(socket, &serde_json::to_vec(word).expect("plain data"), fds)
 }
 
-/// Keeps what daemons of this directory give it, until one tells it to end, or none could find it any more.
+/// Keeps descriptors for the daemons of this directory, until one tells it to end, or none could find it any more.
 pub fn run(folder: &Path) -> Result<()> {
     let listener = std::io::stdin().as_fd().try_clone_to_owned().context("the keeper has no standard input")?;
     // From now on a client that connects reaches this process.
-    rustix::net::listen(&listener, 4).context("standard input is no listening socket; tasukid starts this")?;
+    rustix::net::listen(&listener, 4).context("standard input is not a listening socket; tasukid starts this")?;
     // The daemon writes to it while a NIC changes hands, and must not lose its CPU to it then.
     let _ = rustix::process::nice(10);
     let mut kept = BTreeMap::new();

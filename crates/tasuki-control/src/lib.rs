@@ -1,5 +1,5 @@
-//! The daemon. It starts workers, orders relays, and keeps what must outlive a worker. No packet passes through it,
-//! and its death stops none.
+//! The daemon. It starts workers, orders relays, and keeps the state that must outlive a worker. No packet passes
+//! through it, and its death stops none.
 //!
 //! [`supervisor`] is one thread and one loop; [`api`] is another thread that speaks HTTP and puts requests into that
 //! loop.

@@ -34,7 +34,7 @@ pub fn api_socket(folder: &Path) -> PathBuf {
     folder.join("api.sock")
 }
 
-/// Says what to do about a directory that cannot be written to.
+/// Returns the advice about a directory that cannot be written to.
 pub fn remedy(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {

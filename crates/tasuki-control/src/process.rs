@@ -105,7 +105,7 @@ impl Process {
         self.pidfd.as_fd()
     }
 
-    /// Ends it, whatever it does.
+    /// Ends it by SIGKILL.
     pub fn kill(&self) {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
     }
@@ -142,7 +142,7 @@ impl Process {
 fn start_of(pid: u32, or_dead: bool) -> io::Result<u64> {
     let line = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let strange = || io::Error::other(format!("/proc/{pid}/stat has another form than we know"));
-    // The name of a program can hold anything, but what follows its last parenthesis cannot.
+    // The name of a program can hold anything, but not the text behind its last parenthesis.
     let (_, fields) = line.rsplit_once(')').ok_or_else(strange)?;
     let state = fields.split_whitespace().next().unwrap_or_default();
     if !or_dead && matches!(state, "Z" | "X") {

@@ -3,8 +3,7 @@
 //! The content must outlive the daemon, and not the machine: with the machine all workers are gone, and there is
 //! nothing to remember. So writes go to the kernel, and the daemon does not wait for them to reach a disk.
 //!
-//! If the file cannot be written (its disk is full), this daemon goes on with the content in memory, and writes the
-//! file anew when there is room.
+//! If the disk is full, this daemon goes on with the content in memory, and writes the file anew when there is room.
 
 mod mirror;
 
@@ -282,7 +281,7 @@ impl Registry {
         // is not known.
         self.database = None;
         let sentence = format!(
-            "the registry {} cannot be written ({}); make room there. Until then tasukid keeps in memory what belongs there: do not end it, for a tasukid that comes after it would not know of workers and fences since then",
+            "the registry {} cannot be written ({}); make room there. Until then tasukid keeps its records in memory. Do not end it: the next tasukid would not know of workers and fences since then",
             self.path.display(),
             in_words(&error)
         );

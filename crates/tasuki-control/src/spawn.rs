@@ -26,12 +26,12 @@ const INTO_CGROUP: u64 = 0x2_0000_0000;
 /// Environment variables for the daemon, which the program must not get.
 const NOT_ITS: &[&str] = &["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
-/// What to start, and with what.
+/// A program to start, with its arguments and descriptors.
 #[derive(Debug)]
 pub struct Program {
     /// Searched for on the PATH if it has a single component.
     pub path: PathBuf,
-    /// What follows its name.
+    /// Arguments after its name.
     pub args: Vec<OsString>,
     /// Its standard input, output and error.
     pub stdio: [OwnedFd; 3],

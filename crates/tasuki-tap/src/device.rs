@@ -49,8 +49,7 @@ const TUNSETOFFLOAD: Opcode = opcode::write::<u32>(b'T', 208);
 pub enum Before {
     /// None: frames are complete.
     Nothing,
-    /// A virtio-net header (10 bytes), which says what is left to do for a frame: its checksum, and its
-    /// segmentation.
+    /// A virtio-net header (10 bytes), which names the steps left for a frame: its checksum, and its segmentation.
     Offload,
 }
 
@@ -120,7 +119,7 @@ pub fn identity(device: BorrowedFd<'_>) -> Result<(String, bool), Errno> {
     Ok((String::from_utf8_lossy(&request.name[..len]).into_owned(), request.flags & IFF_OF_VETH_END != 0))
 }
 
-/// Returns the network namespace of a TAP device's interface, whatever namespace the caller is in.
+/// Returns the network namespace of a TAP device's interface. The caller may be in any namespace.
 pub fn namespace_of(device: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
     struct Ask;
     // SAFETY: the request takes no argument, and returns a descriptor (T3).

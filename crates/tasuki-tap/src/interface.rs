@@ -200,7 +200,7 @@ impl Interface {
     /// Passes every frame received on the interface to this BPF classifier, whose result is the action. It replaces
     /// the one before.
     pub fn hand_to(&self, program: BorrowedFd<'_>) -> Result<(), TapError> {
-        let what = || "a program that is shown what comes in".to_owned();
+        let what = || "a program for received frames".to_owned();
         let queue = Message::new(NEW_QUEUE, CREATE | EXCLUSIVE, &traffic_of(self.index, CLSACT_HANDLE, CLSACT, 0));
         match self.ask(what, queue.with(TCA_KIND, &text("clsact"))) {
             Ok(()) => {}

@@ -46,7 +46,7 @@ pub enum TapError {
     #[error("a TAP device needs CAP_NET_ADMIN; run as root, or in a user and network namespace of your own")]
     NotAllowed,
     /// The interface exists and is not a free TAP.
-    #[error("{0} is an interface already, and no TAP that could be taken; choose another name")]
+    #[error("the interface {0} exists and is not a free TAP; choose another name")]
     Taken(String),
     /// The kernel has no TAP driver.
     #[error("there is no /dev/net/tun; load its module: modprobe tun")]
@@ -58,7 +58,7 @@ pub enum TapError {
     #[error("there is no network namespace at {}; make it (ip netns add NAME), or name another", .0.display())]
     NoNamespace(PathBuf),
     /// The path is not a network namespace, or may not be used.
-    #[error("{} is no network namespace that could be used ({why}); name another, or run as root", path.display())]
+    #[error("{} cannot be used as a network namespace ({why}); name another, or run as root", path.display())]
     Namespace {
         path: PathBuf,
         /// The kernel's error.
@@ -77,15 +77,13 @@ pub enum TapError {
     #[error("the kernel makes no pair of interfaces ({0}); load its module: modprobe veth")]
     NoPair(io::Error),
     /// The kernel does not accept the BPF program or its tables.
-    #[error(
-        "the kernel takes no program that is shown frames ({0}); that needs CAP_BPF and CAP_NET_ADMIN, and Linux 5.12"
-    )]
+    #[error("the kernel takes no BPF program for frames ({0}); that needs CAP_BPF and CAP_NET_ADMIN, and Linux 5.12")]
     NoProgram(io::Error),
     /// The VNI has too many namespaces.
     #[error("a VNI has 2048 namespaces, and no more fit; remove one")]
     Crowded,
     /// The TAP does not stand beside a veth end that one of our daemons made.
-    #[error("the TAP {0} is no veth end of a namespace on this VNI")]
+    #[error("the TAP {0} is not a veth end of a namespace on this VNI")]
     NoVethEnd(String),
     /// The interface exists, but a setting of it failed.
     #[error("the interface {name} cannot have {what}: {why}")]
@@ -133,7 +131,7 @@ impl std::str::FromStr for Address {
             (prefix <= most).then_some(Address { ip, prefix })
         });
         parsed.ok_or_else(|| {
-            format!("{text:?} is no address of an interface; write it with its network's length: 192.0.2.2/24")
+            format!("{text:?} is not an interface's address; write it with its network's length: 192.0.2.2/24")
         })
     }
 }

@@ -92,8 +92,8 @@ impl Unnamed {
 
     /// Returns whether both are the same namespace.
     pub fn is(&self, other: &Unnamed) -> bool {
-        let who = |it: &Unnamed| rustix::fs::fstat(&it.0).map(|stat| (stat.st_dev, stat.st_ino)).ok();
-        who(self).is_some() && who(self) == who(other)
+        let identity = |it: &Unnamed| rustix::fs::fstat(&it.0).map(|stat| (stat.st_dev, stat.st_ino)).ok();
+        identity(self).is_some() && identity(self) == identity(other)
     }
 }
 

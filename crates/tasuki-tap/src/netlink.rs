@@ -107,7 +107,7 @@ mod tests {
         let bytes = Message::new(16, 0, &[7; 16]).with(1, &[1, 2, 3, 4, 5, 6]).finish();
         assert_eq!(bytes.len(), HEADER + 16 + 12);
         assert_eq!(bytes[..4], 44_u32.to_ne_bytes());
-        assert_eq!(bytes[32..34], 10_u16.to_ne_bytes(), "the length without what fills up");
+        assert_eq!(bytes[32..34], 10_u16.to_ne_bytes(), "the length without padding");
         assert_eq!(bytes[36..], [1, 2, 3, 4, 5, 6, 0, 0]);
     }
 

@@ -29,8 +29,8 @@ use crate::{Address, TapError, is_name};
 /// Most namespaces of a VNI, with some to spare for those being removed.
 const WAYS: u32 = 2048;
 
-/// MTU, in bytes behind the header, of a TAP and of a veth end: each the largest possible, so that a veth end takes
-/// whatever its namespace is set to.
+/// MTU, in bytes behind the header, of a TAP and of a veth end: each the largest possible, so that a veth end takes any
+/// MTU of its namespace.
 const TAP_MTU: u32 = 65_521;
 const PAIR_MTU: u32 = 65_535;
 

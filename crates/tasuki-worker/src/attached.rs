@@ -1,4 +1,4 @@
-//! What the worker's loop asks of everything on which it may have a lease: a NIC, or a node's end of a VNI.
+//! The interface between the worker's loop and all that has a lease: NICs, and a node's end of a VNI.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -41,13 +41,13 @@ pub trait Attached<D: FrameHandler> {
     /// Returns how long the worker may sleep before there is work without a bell.
     fn rest(&mut self, common: &mut Common) -> Option<Duration>;
 
-    /// Returns what becomes readable when there is work: a bell, and the source of the programs' frames.
+    /// Returns the descriptors that become readable when there is work: a bell, and the source of the programs' frames.
     fn fds<'a>(&'a self, common: &'a Common) -> [Option<BorrowedFd<'a>>; 2];
 
     /// Ends the sleep that [`arm`](Self::arm) prepared.
     fn wake(&mut self, common: &mut Common);
 
-    /// Checks what need not be checked once a burst.
+    /// Runs the checks that are not due once a burst.
     fn now_and_then(&mut self, common: &mut Common);
 
     /// Returns the captures, which the driver holds while there is one here.

@@ -207,7 +207,7 @@ pub fn read(bundle: &message::DeviceBundle) -> Result<Text, Refused> {
     let device = Position::Device as u64;
     let odd = |sentence| Refused { reason: Reason::Odd { position: device }, sentence };
     let none =
-        |error| odd(format!("the device bundle's text is none that this worker reads ({error}); rebuild the older"));
+        |error| odd(format!("this worker does not understand the device bundle's text ({error}); rebuild the older"));
     let mut text: Text = serde_json::from_str(&bundle.text).map_err(none)?;
     if let Some(layout) = &bundle.layout {
         text.nic.memory = serde_json::from_str(layout).map_err(none)?;

@@ -96,7 +96,7 @@ impl DaemonChannel {
     /// Waits for a message. The worker calls this for the first message, before it does anything else.
     pub fn wait(&mut self) -> Result<Heard> {
         loop {
-            let socket = self.daemon.as_ref().context("the daemon was gone before it said what this worker is")?;
+            let socket = self.daemon.as_ref().context("the daemon was gone before it described this worker")?;
             let mut poll = [rustix::event::PollFd::new(socket, rustix::event::PollFlags::IN)];
             match rustix::event::poll(&mut poll, None) {
                 Ok(_) | Err(Errno::INTR) => {}

@@ -139,7 +139,7 @@ const FCNTL: &[i32] = &[
     libc::F_GET_SEALS,
 ];
 
-/// Outcome of the confinement: sentences for the daemon about what could not be confined.
+/// Outcome of the confinement: sentences for the daemon about steps that failed.
 #[derive(Debug, Default)]
 pub struct Unconfined(pub Vec<String>);
 
@@ -249,7 +249,7 @@ fn no_files(but_those_of_stage_one: bool) -> Result<()> {
     }
 }
 
-/// Returns what a kernel with this landlock interface does not bar.
+/// Returns the rights that a kernel with this landlock interface does not bar.
 fn not_barred(kernels: ABI) -> Vec<String> {
     let files = AccessFs::from_all(LANDLOCK) & !AccessFs::from_all(kernels);
     let ports = AccessNet::from_all(LANDLOCK) & !AccessNet::from_all(kernels);

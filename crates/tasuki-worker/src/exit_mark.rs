@@ -6,9 +6,9 @@
 //!
 //! # Invariants
 //!
-//! - **T1** The structures registered with the kernel (the head, the one entry) are never freed and never changed
-//!   again, and lead to a word of shared memory that is mapped until the process ends. The kernel reads them when
-//!   the thread ends. It writes only the word, and only if the word holds our thread's number.
+//! - **T1** The structures registered with the kernel (the head, the one entry) are never freed or changed again. They
+//!   lead to a word of shared memory that is mapped until the process ends. The kernel reads them when the thread ends.
+//!   It writes only the word, and only if the word holds our thread's number.
 //! - **T2** No other code in this process uses robust futexes: the list that the C library registered for its
 //!   mutexes is replaced, and stays empty.
 #![allow(unsafe_code, reason = "a system call for which there is no safe function (T1, T2)")]

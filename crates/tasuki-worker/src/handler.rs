@@ -61,10 +61,10 @@ pub trait FrameHandler: Sized + 'static {
     /// that was written last: another ledger counts from here on.
     ///
     /// # Errors
-    /// This program does not read what the program state holds.
+    /// This program does not read the program state's contents.
     fn go_on(&mut self, program_state: &ProgramState, nic: u32, turns: Option<u64>) -> Result<(), Refused>;
 
-    /// Writes to the program state what is valid once turn number `turn` is committed.
+    /// Writes the program state that is valid once turn number `turn` is committed.
     fn remember(&mut self, program_state: &ProgramState, nic: u32, turn: u64);
 
     /// Writes the committed state to both copies: another ledger will count when the NIC comes back.

@@ -1,9 +1,9 @@
 //! A user's own program at work on one NIC: turns that happen wholly or not at all.
 //!
 //! The driver commits handled frames at the end of `transmit` and at the beginning of `receive`. So a turn is
-//! receive, handle, transmit, with no commit in between, and frames go only when the card takes all of them. One
-//! commit then says three things: that all frames of the turn are handled, that the frames to send are given to the
-//! card, and which copy of the state in the program state is valid. Until then the whole turn is pending.
+//! receive, handle, transmit, with no commit in between, and frames go only when the card takes all of them. One commit
+//! then says three things: all frames of the turn are handled, the card has the frames to send, and this copy of the
+//! state is valid. Until then the whole turn is pending.
 
 use std::time::Duration;
 

@@ -2,8 +2,8 @@
 //! program of your own.
 //!
 //! A [`Program`] handles frames in [turns](Turn); a turn happens wholly or not at all. Its `main` only calls
-//! [`main`]. docs/users/own-programs.md says what is promised and what a program must keep to; docs/design/worker.md
-//! says how it works. The examples are programs to copy from.
+//! [`main`]. docs/users/own-programs.md has the promises to a program and its duties; docs/design/worker.md says how it
+//! works. The examples are programs to copy from.
 
 mod answer;
 mod bundle;
@@ -57,9 +57,9 @@ fn sentence(error: &anyhow::Error) -> String {
 
 /// Runs a worker with your program: the whole `main` of a program of your own.
 ///
-/// tasukid starts the program with the word `worker`. The program then gives up all rights that it does not need,
-/// drives the NICs of its node with a `P` for each, and ends when the daemon tells it to. It needs no privileges and
-/// gets no arguments: the node's `options` hold what `P` must know.
+/// tasukid starts the program with the word `worker`. The program then gives up all rights that it does not need, and
+/// drives the NICs of its node with a `P` for each. It ends on the daemon's order. It needs no privileges and gets no
+/// arguments: the node's `options` hold the settings of `P`.
 pub fn main<P: Program>() -> ExitCode {
     let words: Vec<_> = std::env::args_os().skip(1).collect();
     let done = match &words[..] {

@@ -1,6 +1,6 @@
 //! Our own model of a card, as a child process.
 //!
-//! Its standard input is the other end of our connection to it. So it ends when we end, in whatever way, and no file
+//! Its standard input is the other end of our connection to it. So it ends when we end, even by a kill, and no file
 //! name is left behind.
 
 use std::os::fd::OwnedFd;

@@ -72,11 +72,11 @@ pub fn run<D: FrameHandler>() -> Result<()> {
         Heard::Message(message, fds) => match *message {
             ToWorker::Begin(begin) => (begin, fds),
             other => bail!(
-                "the daemon's first message is {other:?}, and says nothing of what this worker is; rebuild the older of the two"
+                "the daemon's first message is {other:?}, and does not describe this worker; rebuild the older of the two"
             ),
         },
         Heard::Order(..) | Heard::Plan(..) => {
-            bail!("the daemon gave an order before it said what this worker is; rebuild the older of the two")
+            bail!("the daemon gave an order before it described this worker; rebuild the older of the two")
         }
         Heard::Nonsense(sentence) => bail!(sentence),
     };
@@ -112,7 +112,7 @@ type Way = (Option<&'static Tap>, Option<Endpoint>);
 fn take_endpoint(begin: &Begin, fds: &mut Vec<OwnedFd>) -> Result<Way> {
     let Some(description) = &begin.endpoint else {
         let needs_one = matches!(begin.work, message::Work::Tap | message::Work::Bridge);
-        ensure!(!needs_one, "the daemon does not say what the node's endpoint is; rebuild the older of the two");
+        ensure!(!needs_one, "the daemon does not describe the node's endpoint; rebuild the older of the two");
         return Ok((None, None));
     };
     let count = fds.len();
@@ -142,7 +142,7 @@ impl<D: FrameHandler> Node<D> {
             );
         };
         let party = std::num::NonZeroU32::new(begin.party)
-            .context("the daemon gave this worker the number 0, which is nobody's")?;
+            .context("the daemon gave this worker the number 0, which no worker has")?;
         channel.listen(listening)?;
         let common = Common {
             tables: Tables::default(),
@@ -269,7 +269,7 @@ impl<D: FrameHandler> Node<D> {
         self.attachments.iter_mut().for_each(|attachment| attachment.wake(&mut self.common));
     }
 
-    /// Handles all messages that have arrived. If `round` is set, also checks what need not be checked once a burst.
+    /// Handles all messages that have arrived. If `round` is set, also runs the checks that are not due once a burst.
     #[cold]
     fn hear(&mut self, round: bool) {
         // Keep this order: a message is in the socket before it is announced.
@@ -330,9 +330,7 @@ impl<D: FrameHandler> Node<D> {
 
     fn message(&mut self, message: ToWorker, fds: Vec<OwnedFd>) {
         match message {
-            ToWorker::Begin(_) => {
-                self.common.channel.tell(None, "the daemon said twice what this worker is".to_owned())
-            }
+            ToWorker::Begin(_) => self.common.channel.tell(None, "the daemon described this worker twice".to_owned()),
             ToWorker::Nic { nic, name, iova, fenced, bundle } => {
                 if let Err(error) = self.take_in(nic, name, (iova, fenced, bundle), fds) {
                     self.common.channel.tell(Some(nic), format!("{error:#}"));
@@ -450,7 +448,7 @@ impl<D: FrameHandler> Node<D> {
             Some((Driver::VirtioNet, true)) => attachment::<VirtioNet<Vfio>, D>(given, common, told),
             Some((Driver::VirtioNet, false)) => attachment::<VirtioNet<VfioUser>, D>(given, common, told),
             Some((Driver::E1000e | Driver::Rtl8139, true)) => attachment::<E1000e<Vfio>, D>(given, common, told),
-            // Any attachment refuses a device bundle that it does not understand, and says what is wrong with it.
+            // Any attachment refuses a device bundle that it does not understand, and names the fault.
             Some((Driver::E1000e | Driver::Rtl8139, false)) | None => {
                 attachment::<E1000e<VfioUser>, D>(given, common, told)
             }
@@ -458,8 +456,8 @@ impl<D: FrameHandler> Node<D> {
         Ok(())
     }
 
-    /// Tells a daemon that has just started who we are. First leaves all NICs that were about to move to memory of
-    /// ours; these stay with the workers that have their old memory. The new daemon knows neither our memory nor
+    /// Reports our identity to a daemon that has just started. First leaves all NICs that were about to move to memory
+    /// of ours; these stay with the workers that have their old memory. The new daemon knows neither our memory nor
     /// whether the giver had to be fenced.
     fn again(&mut self) {
         for attachment in &mut self.attachments {

@@ -62,8 +62,8 @@ pub fn open(how: &How) -> Result<()> {
         .context("the daemon did not take the card's descriptors")
 }
 
-/// Connects to the server of a card. The server is no part of Tasuki, so the daemon gives the connection only to a
-/// process that has given up the rights that it does not need.
+/// Connects to the server of a card. The server is not part of Tasuki, so the daemon gives the connection only to a
+/// process that is confined.
 fn meet(daemon: BorrowedFd<'_>) -> Result<VfioUser> {
     let message = serde_json::to_vec(&ToDaemon::Begun {
         protocol_version: PROTOCOL_VERSION,

@@ -34,8 +34,8 @@ pub trait Program: Sized + 'static {
     /// program must not do later (much memory, long tables).
     ///
     /// # Errors
-    /// A sentence for the author of the options: what is wrong, and what to write. The worker then ends, and an
-    /// upgrade to it fails.
+    /// A sentence for the author of the options: the mistake, and its correction. The worker then ends, and an upgrade
+    /// to it fails.
     fn new(options: &str) -> Result<Self, String>;
 
     /// Converts the state in `bytes` from another version or another program. If this returns nothing, the program

@@ -44,7 +44,7 @@ pub enum Work {
 pub struct Orders {
     /// Kind of work.
     pub work: Work,
-    /// Number of frames after which it ends; without, a signal ends it.
+    /// Number of frames after which it ends; by default a signal ends it.
     pub count: Option<u64>,
     /// Rate of a source, in frames per second.
     pub rate: Option<u64>,

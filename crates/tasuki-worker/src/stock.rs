@@ -69,7 +69,7 @@ fn address(text: &str) -> Result<u64, String> {
         Some(digits) => u64::from_str_radix(digits, 16),
         None => text.parse(),
     };
-    number.map_err(|_| format!("{text:?} is no address; write one as 0x100000000"))
+    number.map_err(|_| format!("{text:?} is not an address; write one as 0x100000000"))
 }
 
 #[derive(Debug, Subcommand)]
@@ -141,7 +141,7 @@ fn mac(text: &str) -> Result<Mac, String> {
     };
     let bytes: Option<Vec<u8>> = text.split(':').map(byte).collect();
     let bytes = bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok());
-    bytes.map(Mac).ok_or_else(|| format!("{text:?} is no Ethernet address; write six bytes, as 52:54:00:12:34:56"))
+    bytes.map(Mac).ok_or_else(|| format!("{text:?} is not an Ethernet address; write six bytes, as 52:54:00:12:34:56"))
 }
 
 struct Probe;

@@ -40,7 +40,7 @@ impl Tap {
     pub fn over(device: OwnedFd, name: String) -> Result<Self> {
         let stat = rustix::fs::fstat(&device).context("the node's TAP cannot be used")?;
         let is_device = FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice;
-        ensure!(is_device, "what the daemon sent as the node's TAP is none; rebuild the older of the two");
+        ensure!(is_device, "the daemon sent something else as the node's TAP; rebuild the older of the two");
         rustix::io::ioctl_fionbio(&device, true).context("the node's TAP cannot be used")?;
         Ok(Tap { device, name, is_gone: Cell::new(false), is_told: Cell::new(false) })
     }
@@ -56,7 +56,7 @@ impl Tap {
         let is_news = self.is_gone.get() && !self.is_told.replace(self.is_gone.get());
         is_news.then(|| {
             format!(
-                "the interface of the node's TAP {} is gone, with its network namespace or by somebody's hand: what comes is dropped; {}",
+                "the interface of the node's TAP {} is gone, with its network namespace or removed by hand: frames for it are dropped; {}",
                 self.name,
                 ALL_ANEW
             )

@@ -376,11 +376,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         let (number, bell_receiver, switch) = (self.own_number()?, copy(BELL_RECEIVER)?, self.switch()?);
         if is_native(common) {
             let frames = self.frames.take().map_or_else(Frames::new, Ok)?;
-            let station = Mac(self
-                .given
-                .bundle
-                .mac
-                .context("the device bundle does not say what the node's station address is")?);
+            let station = Mac(self.given.bundle.mac.context("the device bundle lacks the node's station address")?);
             let mut port = VniPort::new(number, station, node_memory, bell_receiver, switch, frames)?;
             self.add_all(common, |bundle| port.add(bundle));
             port.settle();
@@ -555,7 +551,7 @@ impl<D: FrameHandler> Attached<D> for VniAttachment<D> {
         {
             self.is_gone = true;
             let sentence = format!(
-                "the interface {} of the node is gone, with its network namespace or by somebody's hand: what comes is dropped; remove the node and add it anew (tasuki node remove, tasuki node add)",
+                "the interface {} of the node is gone, with its network namespace or removed by hand: frames for it are dropped; remove the node and add it anew (tasuki node remove, tasuki node add)",
                 endpoint.label()
             );
             common.channel.tell(None, sentence);

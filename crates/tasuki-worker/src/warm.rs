@@ -1,13 +1,13 @@
-//! Warm-up: prepares what a worker needs later. A stand-by has run hardly any of the code that it runs when it takes
-//! a NIC over. Each page of its program that it touches then for the first time costs a microsecond in which no
+//! Warm-up: prepares pages that a worker needs later. A stand-by has run hardly any of the code that it runs when it
+//! takes a NIC over. Each page of its program that it touches then for the first time costs a microsecond in which no
 //! worker drives.
 //!
 //! # Invariants
 //!
 //! - **W1** The ranges are mappings of this process as the kernel has just listed them, and this process has one
 //!   thread, which unmaps nothing meanwhile. Having pages mapped changes nothing in them.
-//! - **W2** The settings of the allocator say when it asks the kernel for memory and gives it back, and change
-//!   nothing of the memory that it has handed out. No other thread allocates meanwhile: this process has one thread.
+//! - **W2** The allocator's settings decide when it gets memory from the kernel and gives it back. They change no
+//!   memory that it has handed out. No other thread allocates meanwhile: this process has one thread.
 #![allow(unsafe_code, reason = "madvise takes addresses (W1), and mallopt is C (W2)")]
 
 use rustix::mm::Advice;

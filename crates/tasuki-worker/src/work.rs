@@ -1,4 +1,4 @@
-//! The works of the stock worker: what it does with frames for a node that has no guests.
+//! The works of the stock worker: its handling of frames for a node without guests.
 
 use std::net::Ipv4Addr;
 use std::os::fd::BorrowedFd;

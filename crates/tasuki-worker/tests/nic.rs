@@ -249,8 +249,8 @@ fn what_cannot_be_is_one_sentence_and_leaves_nothing() {
         (vec!["run", "sim", "--source", "--size", "59"], 2, "59 is not in 60..=1514"),
         (vec!["run", "sim", "--source", "--size", "1515"], 2, "1515 is not in 60..=1514"),
         (vec!["run", "sim", "--source", "--rate", "0"], 2, "0 is not in 1.."),
-        (vec!["run", "sim", "--source", "--to", "52:54"], 2, "\"52:54\" is no Ethernet address"),
-        (vec!["run", "sim", "--source", "--to", "+1:2:3:4:5:6"], 2, "is no Ethernet address"),
+        (vec!["run", "sim", "--source", "--to", "52:54"], 2, "\"52:54\" is not an Ethernet address"),
+        (vec!["run", "sim", "--source", "--to", "+1:2:3:4:5:6"], 2, "is not an Ethernet address"),
         (vec!["run", "sim", "--sink", "--size", "100"], 2, "cannot be used with"),
     ];
     let served = [

@@ -21,10 +21,10 @@ use crate::supervisor::worker::Words;
 /// Bytes passed on at a time, or a batch more.
 const ENOUGH: usize = 64 << 10;
 
-/// Bytes of a worker's longest batch: the longest frame of a VNI, and what belongs to it.
+/// Bytes of a worker's longest batch: the longest frame of a VNI, with its block.
 const BATCH_MAX: usize = 128 << 10;
 
-/// Batches passed on after the end: as many as may be under way, and no more from a worker that goes on.
+/// Batches passed on after the end: at most those under way, even if a worker goes on.
 const LAST: usize = 1 << 13;
 
 /// Time workers may take to begin.
@@ -86,7 +86,7 @@ pub struct Begun {
 enum Stage {
     /// Under way.
     Runs,
-    /// Nothing new is wanted, and this many batches may be under way still.
+    /// No new batch is wanted; this many may still be under way.
     Ends(usize),
     /// The last block is written.
     Over,
@@ -95,8 +95,7 @@ enum Stage {
 /// The answer's body.
 #[derive(Debug)]
 pub struct Capture {
-    /// A `SOCK_SEQPACKET` socket: it keeps the bounds of messages, and that it is connected makes no difference to a
-    /// reader.
+    /// A `SOCK_SEQPACKET` socket: it keeps the bounds of messages, and is read like a datagram socket.
     batches: UnixDatagram,
     missed: Arc<Words>,
     ports: UnboundedReceiver<Port>,
@@ -171,7 +170,7 @@ impl Capture {
         }
     }
 
-    /// Collects what is there, until there is enough to pass on.
+    /// Collects batches until there is enough to pass on.
     fn gather(&mut self, cx: &mut Context<'_>) {
         self.hear(cx);
         while self.out.len() < ENOUGH && self.stage != Stage::Over {
@@ -350,7 +349,7 @@ mod tests {
         assert_eq!(
             blocks(begun, None),
             [SECTION, PORT, pcapng::PACKET, pcapng::PACKET, pcapng::STATISTICS],
-            "what was under way at the end is there"
+            "batches under way at the end are there"
         );
         let (ports, _) = unbounded_channel();
         assert_eq!(Others { requests, worker, missed, ports }.heard(), (2, 3 + 4));

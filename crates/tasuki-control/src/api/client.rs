@@ -21,7 +21,7 @@ pub fn ask(folder: &Path, method: Method, address: &str, body: Option<&Value>) -
         let answer = open(folder, method, address, body).await?;
         whole(folder, answer).await
     })?;
-    serde_json::from_slice(&bytes).context("tasukid answers with what is no JSON; rebuild the older of the two")
+    serde_json::from_slice(&bytes).context("tasukid's answer is not JSON; rebuild the older of the two")
 }
 
 /// Returns the whole body of an answer.
@@ -36,7 +36,7 @@ fn hung_up(folder: &Path) -> String {
 /// The header that gives the number of a capture.
 pub const CAPTURE: &str = "tasuki-capture";
 
-/// Sends a request to the daemon of this runtime directory, and returns its answer, of which more may be to come. A
+/// Sends a request to the daemon of this runtime directory, and returns its answer, whose body may still be arriving. A
 /// refusal is an error.
 pub async fn open(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Response<Incoming>> {
     let answer = exchange(folder, method, address, body).await?;
@@ -62,7 +62,7 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
         }
         Err(error) if error.kind() == ErrorKind::PermissionDenied => {
             bail!(
-                "you may not talk to the tasukid in {named}; only the user that started it may, and whoever has a role in its configuration, under [api]"
+                "you may not talk to the tasukid in {named}; only the user that started it may, and users with a role under [api] in its configuration"
             )
         }
         Err(error) => bail!("the tasukid in {named} cannot be reached: {error}"),
@@ -77,7 +77,7 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
         .header("host", "tasukid")
         .header("content-type", "application/json")
         .body(Full::new(Bytes::from(text)))
-        .context("that is no request")?;
+        .context("that is not a request")?;
     // Ends with the answer, or with its reader.
     tokio::spawn(connection);
     sender.send_request(request).await.with_context(hung_up)

@@ -187,7 +187,7 @@ pub async fn guard(
         }
     };
     let (mut parts, body) = request.into_parts();
-    let too_long = || format!("what was sent is no whole body of at most {BODY_MAX} bytes");
+    let too_long = || format!("the body of the request is incomplete, or longer than {BODY_MAX} bytes");
     if body.size_hint().lower() > BODY_MAX as u64 {
         return refusal(StatusCode::PAYLOAD_TOO_LARGE, too_long());
     }
@@ -210,7 +210,7 @@ pub async fn guard(
 pub fn may_not(peer: &Peer, role: Option<Role>, needed: Role) -> String {
     let has = role.map_or("none".to_owned(), |role| format!("{:?}", role.name()));
     format!(
-        "user {} may not do that: it takes the role {:?}, and this user has {has}; the daemon's configuration says who has which, under [api]",
+        "user {} may not do that: it takes the role {:?}, and this user has {has}; the daemon's configuration assigns roles, under [api]",
         peer.uid,
         needed.name()
     )
@@ -304,7 +304,7 @@ mod tests {
         assert_eq!(readers.len(), OF_ONE_USER);
         assert!(gate.seat(&peer(gate.0.own)).is_ok());
         drop((strangers, readers));
-        assert!(gate.seats().is_empty(), "who has gone has no place");
+        assert!(gate.seats().is_empty(), "a caller that hung up has no place");
     }
 
     #[test]

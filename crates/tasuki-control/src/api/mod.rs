@@ -1,6 +1,6 @@
 //! HTTP on a unix socket. [`types`] are its JSON, [`server`] puts requests into the daemon's loop, and [`client`] is
 //! the command line's end. A [`capture`] is an answer that goes on, in the format of [`pcapng`]. All requests come
-//! in by the [`gate`]: it knows each [`peer`] from the kernel, and permits what its [`roles`] allow.
+//! in by the [`gate`]: it knows each [`peer`] from the kernel, and checks its [`roles`].
 
 pub mod capture;
 pub mod client;

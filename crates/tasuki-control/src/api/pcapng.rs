@@ -158,9 +158,9 @@ pub fn whole_block(bytes: &[u8]) -> Result<Option<(u32, usize)>, Odd> {
     Ok((bytes.len() >= len).then_some((kind, len)))
 }
 
-/// These bytes are no blocks.
+/// These bytes are not blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("what came is no capture; rebuild the older of tasuki and tasukid")]
+#[error("the answer is not a capture; rebuild the older of tasuki and tasukid")]
 pub struct Odd;
 
 /// Returns the number of missed frames in a block of statistics.

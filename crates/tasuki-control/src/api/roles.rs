@@ -1,15 +1,15 @@
-//! Permissions of the daemon's callers. The daemon's own user and root may do everything; other users what `[api]`
-//! in the configuration says.
+//! Permissions of the daemon's callers. The daemon's own user and root may do everything; `[api]` in the configuration
+//! gives roles to other users.
 
 use axum::http::Method;
 use serde::Deserialize;
 
 use super::peer::Peer;
 
-/// What a user may do; each role includes the ones before it.
+/// Permissions of a user; each role includes the ones before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Role {
-    /// See what there is, and what has happened.
+    /// See the state and the events.
     Read,
     /// Have workers replaced by the programs that the configuration names, and NICs change hands.
     Operate,
@@ -59,7 +59,7 @@ impl TryFrom<String> for Who {
             Some(("group", name)) if !name.is_empty() => ((Who::Group as fn(u32) -> Who, name), "/etc/group"),
             _ => {
                 return Err(format!(
-                    "{text:?} names nobody; write user:NAME or group:NAME, or a number instead of the name"
+                    "{text:?} names no user or group; write user:NAME or group:NAME, or a number instead of the name"
                 ));
             }
         };
@@ -97,7 +97,7 @@ impl Roles {
     }
 }
 
-/// Returns the role that a request needs, by its route. To name a program takes more: the handler checks that.
+/// Returns the role that a request needs, by its route. Naming a program takes a higher role, which the handler checks.
 pub fn needed(method: &Method, route: &str) -> Role {
     match (method, route) {
         (_, "/v1/nodes/{name}/capture" | "/v1/nics/{name}/capture") => Role::Administer,

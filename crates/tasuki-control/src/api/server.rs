@@ -273,7 +273,7 @@ async fn capture(door: &Door, of: Of, much: Result<Query<Much>, QueryRejection>)
 #[utoipa::path(get, path = "/v1/nodes/{name}/capture",
     params(("name" = String, Path, description = "a node, all of whose ports are captured"),
         ("snap" = Option<u32>, Query, description = "bytes that are kept of each frame"),
-        ("count" = Option<u64>, Query, description = "frames after which it ends; without, when whoever asks hangs up")),
+        ("count" = Option<u64>, Query, description = "frames after which it ends; by default, when the caller hangs up")),
     responses((status = 200, description = "pcapng that goes on; the head tasuki-capture has its number", content_type = "application/x-pcapng"),
         (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused)))]
 async fn capture_node(
@@ -287,7 +287,7 @@ async fn capture_node(
 #[utoipa::path(get, path = "/v1/nics/{name}/capture",
     params(("name" = String, Path, description = "a NIC, or a node's end of a VNI"),
         ("snap" = Option<u32>, Query, description = "bytes that are kept of each frame"),
-        ("count" = Option<u64>, Query, description = "frames after which it ends; without, when whoever asks hangs up")),
+        ("count" = Option<u64>, Query, description = "frames after which it ends; by default, when the caller hangs up")),
     responses((status = 200, description = "pcapng that goes on; the head tasuki-capture has its number", content_type = "application/x-pcapng"),
         (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused)))]
 async fn capture_nic(
@@ -313,11 +313,11 @@ async fn stop(State(door): State<Door>) -> Answered<Stopped> {
 }
 
 async fn nothing_there() -> Answered<()> {
-    Answered(Err(No::Unknown("nothing is at this address; /openapi.json says what there is".to_owned())))
+    Answered(Err(No::Unknown("there is no such address; /openapi.json lists all addresses".to_owned())))
 }
 
 async fn not_so() -> Response {
-    let error = "this address is not asked in this way; /openapi.json says how".to_owned();
+    let error = "this address does not take this method; /openapi.json lists the methods".to_owned();
     (StatusCode::METHOD_NOT_ALLOWED, Json(Refused { error, relays: Vec::new() })).into_response()
 }
 

@@ -12,11 +12,11 @@ pub struct Status {
     pub version: String,
     /// Process ID.
     pub pid: u32,
-    /// For how long it has run, in ms.
+    /// Time since its start, in ms.
     pub up_ms: u64,
     /// Number of workers that it took over from an earlier daemon.
     pub adopted: u32,
-    /// What is wrong with the daemon itself.
+    /// Troubles of the daemon itself.
     #[serde(default)]
     pub trouble: Option<String>,
     /// Views of all nodes.
@@ -30,7 +30,7 @@ pub struct Status {
 pub struct NodeView {
     /// Name in the configuration, or the one it was added with.
     pub name: String,
-    /// What its workers do with frames, in words.
+    /// The work of its workers, in words.
     pub work: String,
     /// Numbers of its workers.
     pub workers: Vec<u32>,
@@ -207,7 +207,7 @@ pub struct Upgrade {
     /// Another program than the one that the node's workers are now.
     #[schema(value_type = Option<String>)]
     pub with: Option<std::path::PathBuf>,
-    /// How the driver state travels; without, in place.
+    /// How the driver state travels; by default in place.
     pub state: Option<DriverStateBy>,
 }
 
@@ -215,7 +215,7 @@ pub struct Upgrade {
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Staging {
-    /// The program that the upgrade will want; without, the one that the node's workers are now, as its file is now.
+    /// The program that the upgrade will want; by default the one that the node's workers are now, as its file is now.
     #[schema(value_type = Option<String>)]
     pub with: Option<std::path::PathBuf>,
 }
@@ -234,7 +234,7 @@ pub enum Method {
     Cold,
 }
 
-/// What becomes of frames that the old owner has not handled.
+/// The fate of frames that the old owner has not handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Inflight {
@@ -250,11 +250,11 @@ pub enum Inflight {
 pub struct Give {
     /// The node that is to have it.
     pub to: String,
-    /// The method; without, the best that card and trust allow.
+    /// The method; by default the best that card and trust allow.
     pub method: Option<Method>,
-    /// What becomes of frames in flight; without, `deliver`.
+    /// The fate of frames in flight; by default `deliver`.
     pub inflight: Option<Inflight>,
-    /// How the driver state travels; without, in place.
+    /// How the driver state travels; by default in place.
     pub state: Option<DriverStateBy>,
 }
 

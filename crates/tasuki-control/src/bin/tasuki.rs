@@ -61,12 +61,12 @@ enum NicCommand {
     List,
     /// Give a NIC to another node while packets flow.
     Give(Give),
-    /// Show what a NIC's driver has counted.
+    /// Show the counters of a NIC's driver.
     Counts {
         /// Name of the NIC.
         nic: String,
     },
-    /// Show what a card is, without the daemon.
+    /// Identify a card, without the daemon.
     #[command(disable_help_flag = true)]
     Probe {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "DEVICE")]

@@ -90,7 +90,7 @@ fn open_many() {
     let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
-/// Listens for HTTP: for this user alone, or for all users, of whom the API serves those with a role.
+/// Listens for HTTP: for this user alone, or for all users; the API then serves those with a role.
 fn listen(folder: &Path, is_for_others: bool) -> Result<UnixListener> {
     let path = place::api_socket(folder);
     // This daemon has the lock, so the socket there is a dead daemon's.
@@ -116,7 +116,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     let is_root = rustix::process::geteuid().is_root();
     ensure!(
         is_root || config.daemon.confine != Confine::Strict,
-        "{}: only root can confine workers as they are to be; start tasukid as root, or write confine = \"best-effort\" under [daemon]: tasuki status then says what does not hold",
+        "{}: only root can confine workers as they are to be; start tasukid as root, or write confine = \"best-effort\" under [daemon]: tasuki status then lists the missing restrictions",
         file.display()
     );
     let programs = programs(&config, file)?;

@@ -19,7 +19,7 @@ use crate::api::types::Status;
 use crate::api::{client, pcapng};
 use crate::place;
 
-/// What to capture, and where to write it.
+/// The subject of a capture, and its output.
 #[derive(Debug, Args)]
 pub struct Capture {
     /// A node, all of whose ports are captured, or a NIC.
@@ -27,7 +27,7 @@ pub struct Capture {
     /// Write to this file; without, or with -, to standard output, for a pipe.
     #[arg(short, long, value_name = "FILE")]
     pub write: Option<PathBuf>,
-    /// End after this many frames; without, at ^C.
+    /// End after this many frames; by default at ^C.
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
     /// Keep at most this many bytes of each frame.
@@ -75,7 +75,7 @@ impl Passage {
             None => format!("{frames}; how many were missed is not known"),
             Some(0) => format!("{frames}, and none missed"),
             Some(missed) => format!(
-                "{frames}, and {missed} missed, since who reads was too slow; write to a file (-w), or keep less of each (--snap 128)"
+                "{frames}, and {missed} missed, since the reader was too slow; write to a file (-w), or keep less of each (--snap 128)"
             ),
         }
     }
@@ -85,7 +85,7 @@ impl Passage {
 fn address(folder: &Path, capture: &Capture) -> Result<String> {
     let Capture { name, count, snap, nic, .. } = capture;
     let status: Status = serde_json::from_value(client::ask(folder, Verb::GET, "/v1/status", None)?)
-        .context("tasukid answers with what this tasuki does not know; rebuild the older of the two")?;
+        .context("this tasuki does not understand tasukid's answer; rebuild the older of the two")?;
     let is_node = status.nodes.iter().any(|node| node.name == *name);
     let is_nic = status.nics.iter().any(|other| other.name == *name);
     let names = status.nodes.iter().map(|node| &node.name).chain(status.nics.iter().map(|nic| &nic.name));
@@ -142,7 +142,7 @@ pub fn run(reach: &Reach, capture: &Capture) -> Result<()> {
     let is_piped = capture.write.as_deref().is_none_or(|path| path == Path::new("-"));
     ensure!(
         !is_piped || !std::io::stdout().is_terminal(),
-        "a capture is nothing for a terminal; write it to a file (-w {0}.pcapng), or pipe it: tasuki capture {0} | tcpdump -r -",
+        "a terminal cannot show a capture; write it to a file (-w {0}.pcapng), or pipe it: tasuki capture {0} | tcpdump -r -",
         capture.name
     );
     let address = address(&folder, capture)?;

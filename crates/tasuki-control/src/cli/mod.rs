@@ -29,7 +29,7 @@ pub struct Reach {
 /// Subcommands about workers.
 #[derive(Debug, Subcommand)]
 pub enum Workers {
-    /// List all workers: what each drives, and what it has counted.
+    /// List all workers, with their NICs and counters.
     List,
     /// Replace a node's worker by a fresh one while packets flow.
     Upgrade(Upgrade),
@@ -45,18 +45,18 @@ pub enum Workers {
 /// Subcommands about nodes.
 #[derive(Debug, Subcommand)]
 pub enum Nodes {
-    /// List all nodes: what each does, and which workers and NICs it has.
+    /// List all nodes, with their work, workers and NICs.
     List,
     /// Add a node while the daemon runs.
     Add(Box<Add>),
-    /// End a node's workers, and with them its end of a VNI. What was given to the node by hand is lost.
+    /// End a node's workers, and with them its end of a VNI. The settings that it got by hand are lost.
     Remove {
         /// Name of the node.
         node: String,
     },
 }
 
-/// A node that is on a VNI: a network namespace, a program with a memif, a virtual machine, what is behind a Linux
+/// A node that is on a VNI: a network namespace, a program with a memif, a virtual machine, the network behind a Linux
 /// interface, or a native program.
 #[derive(Debug, Args)]
 #[command(group(ArgGroup::new("endpoint").required(true).args(["netns", "memif", "vm", "link", "native"])))]
@@ -80,7 +80,7 @@ pub struct Add {
     /// The node's program is its worker, which gets the frames itself: name it with --work or --program.
     #[arg(long, requires = "handles")]
     pub native: bool,
-    /// What the worker does with frames: sends them back, takes them in, or answers ping; or it sends numbered ones.
+    /// The work of the worker: it sends frames back, takes them in, answers ping, or sends numbered frames.
     #[arg(long, value_enum)]
     pub work: Option<NativeWork>,
     /// A program of your own that handles frames (docs/users/own-programs.md).
@@ -95,7 +95,7 @@ pub struct Add {
     /// Bytes of each frame, without check sequence.
     #[arg(long, default_value_t = 60, hide_default_value = true, requires = "work")]
     pub size: u16,
-    /// The station address that a source sends to; without, all.
+    /// The station address that a source sends to; by default all.
     #[arg(long, value_name = "MAC", requires = "work")]
     pub to: Option<String>,
     /// The number by which the client asks for the memif port.
@@ -108,14 +108,14 @@ pub struct Add {
     /// The VNI: Ethernet between the nodes that name the same one.
     #[arg(long, default_value = "lan")]
     pub vni: String,
-    /// Name of the interface that the programs get; without, the name of the VNI.
+    /// Name of the interface that the programs get; by default the name of the VNI.
     #[arg(long, value_name = "NAME", conflicts_with_all = ["memif", "vm", "link", "native"])]
     pub interface: Option<String>,
-    /// The interface's address, such as 192.0.2.1/24; without, it is yours to set. With --work answer: the address
+    /// The interface's address, such as 192.0.2.1/24; by default it is yours to set. With --work answer: the address
     /// that it answers for.
     #[arg(long, conflicts_with_all = ["memif", "vm", "link"])]
     pub address: Option<String>,
-    /// Its station address; without, one derived from the node's name.
+    /// Its station address; by default one derived from the node's name.
     #[arg(long)]
     pub mac: Option<String>,
     /// Whether it may send from addresses that are not its own, as a bridge does [default: check; allow with --memif,
@@ -141,7 +141,7 @@ pub struct Add {
     pub no_shortcut: bool,
 }
 
-/// What a native node's worker does, if it is no program of your own.
+/// The work of a native node's worker, unless it is a program of your own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum NativeWork {
     /// Sends each frame back to where it came from.
@@ -164,7 +164,7 @@ pub enum Vnis {
         /// Name of the VNI.
         vni: String,
     },
-    /// Show what its nodes have sent each other, and what they could not.
+    /// Show the frames that its nodes sent each other, and those that they could not send.
     Stats {
         /// Name of the VNI.
         vni: String,
@@ -189,7 +189,7 @@ pub struct Upgrade {
 pub struct Stage {
     /// Name of the node.
     pub node: String,
-    /// The program that the upgrade will want; without, the one that its workers are now, as its file is now.
+    /// The program that the upgrade will want; by default the one that its workers are now, as its file is now.
     #[arg(long, value_name = "BINARY")]
     pub with: Option<PathBuf>,
 }
@@ -228,10 +228,10 @@ pub struct Give {
     /// The node that is to have it.
     #[arg(long, value_name = "NODE")]
     pub to: String,
-    /// The method; without, the best that card and trust allow.
+    /// The method; by default the best that card and trust allow.
     #[arg(long, value_enum)]
     pub method: Option<How>,
-    /// What becomes of frames that the old owner has not handled.
+    /// The fate of frames that the old owner has not handled.
     #[arg(long, value_enum)]
     pub inflight: Option<Inflight>,
     /// How the new owner gets the driver state: it reads it in place, or from the daemon's store.
@@ -250,7 +250,7 @@ pub enum Asked {
     NicList,
     /// A handover.
     Give(Give),
-    /// What the driver of this NIC has counted.
+    /// The counters of this NIC's driver.
     Counts(String),
     /// The events after event `since`.
     Events {
@@ -281,7 +281,7 @@ fn part(name: &str) -> String {
 }
 
 impl Add {
-    /// Returns what the node does with frames, as a configuration has it.
+    /// Returns the node's work, as a configuration has it.
     fn work_to_json(&self, secret: &str) -> Value {
         let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or(path.clone());
         if let Some(socket) = &self.memif {
@@ -306,7 +306,7 @@ impl Add {
                     json!({ "source": { "rate": rate, "size": size, "to": to } })
                 }
                 Some(NativeWork::Answer) => {
-                    // One address, as it has no programs that would look for the other stations of a network.
+                    // One address: it has no programs that would look for other stations.
                     let address = self.address.as_deref().unwrap_or_default();
                     json!({ "answer": { "address": address.split('/').next() } })
                 }
@@ -376,7 +376,7 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
     match std::io::stdout().write_all(text.as_bytes()) {
         // A reader that has closed the pipe knows enough.
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(error).context("what tasukid answers cannot be written")
+            Err(error).context("tasukid's answer cannot be written")
         }
         _ => Ok(()),
     }

@@ -16,7 +16,7 @@ use crate::supervisor::deeds::time;
 
 fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
     serde_json::from_value(value)
-        .context("tasukid answers with what this tasuki does not know; rebuild the older of the two")
+        .context("this tasuki does not understand tasukid's answer; rebuild the older of the two")
 }
 
 /// Returns the answer as text for a terminal.
@@ -26,7 +26,7 @@ pub fn show(asked: &Asked, value: Value) -> Result<String> {
         Asked::Nodes(Nodes::List) => nodes(&read::<Vec<NodeView>>(value)?),
         Asked::Nodes(Nodes::Add(add)) => {
             let NodeView { name, work, .. } = read(value)?;
-            format!("node {name} is there: {work}; tasuki vni table {} says who else is there\n", add.vni)
+            format!("node {name} is there: {work}; tasuki vni table {} lists the others\n", add.vni)
         }
         Asked::Nodes(Nodes::Remove { .. }) => format!("{}\n", read::<Removed>(value)?.sentence),
         Asked::Vnis(Vnis::List) => vnis(&read::<Vec<VniView>>(value)?),

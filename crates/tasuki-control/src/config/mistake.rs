@@ -1,6 +1,5 @@
-//! Turns the TOML reader's errors into sentences for the author of the file: they quote the faulty text, and name a
-//! replacement. The reader's own words are those of Rust's types (`expected struct Source`); an error that is not
-//! known here is passed on as it is.
+//! Turns the TOML reader's errors into sentences that quote the faulty text and name a replacement. The reader's own
+//! words are those of Rust's types (`expected struct Source`); an error that is not known here is passed on as it is.
 
 use std::ops::Range;
 
@@ -69,7 +68,7 @@ pub fn sentence(text: &str, span: Option<Range<usize>>, message: &str) -> String
     }
 }
 
-/// Returns the sentence for a text that is no TOML.
+/// Returns the sentence for a text that is not valid TOML.
 fn of_toml(place: &Place<'_>, message: &str) -> String {
     let Place { found, line, .. } = place;
     match message {
@@ -77,7 +76,7 @@ fn of_toml(place: &Place<'_>, message: &str) -> String {
         _ if message.starts_with("string values must be quoted") => {
             format!("{line} has no value that can be read; write text in quotes, and numbers, true and false without")
         }
-        _ => format!("{line} is no TOML ({message}); mend this line"),
+        _ => format!("{line} is not valid TOML ({message}); correct this line"),
     }
 }
 
@@ -97,11 +96,11 @@ fn of_word(place: &Place<'_>, message: &str) -> Option<String> {
     }
     if message.starts_with("expected table, found ") {
         let name = place.key?;
-        return Some(format!("{name} has nothing that could be set; write work = {name:?}"));
+        return Some(format!("{name} has no settings; write work = {name:?}"));
     }
     match message {
         "wanted string or table" => Some(format!(
-            "{} is no work; write {}, or a table, as {}",
+            "{} is not a work; write {}, or a table, as {}",
             place.shown(),
             place.instead("\"echo\""),
             with_example("source")
@@ -113,7 +112,8 @@ fn of_word(place: &Place<'_>, message: &str) -> Option<String> {
     }
 }
 
-/// If the message begins like this and then names something in backticks, returns the name, and what follows it.
+/// If the message begins like this and then names something in backticks, returns the name, and the rest of the
+/// message.
 fn named<'a>(message: &'a str, begins: &str) -> Option<(&'a str, &'a str)> {
     message.strip_prefix(begins)?.split_once('`')
 }
@@ -139,24 +139,24 @@ fn of_type(place: &Place<'_>, expected: &str) -> Option<String> {
             _ => format!("[[{name}]] is there only once; write [{name}]"),
         });
     }
-    let number = |range: &str| format!("{shown} is no number that fits; write a whole one {range}, without quotes");
+    let number = |range: &str| format!("{shown} is not a valid number; write a whole one {range}, without quotes");
     Some(match expected {
         "a boolean" => format!("{shown} is neither true nor false; write one of these, without quotes"),
         "u16" => number("from 0 to 65535"),
         "u32" => number("from 0 to 4294967295"),
         "u64" => number("from 0"),
-        "a string" => format!("{shown} is no text; put it in quotes"),
-        "path string" => format!("{shown} is no path; write one from /, in quotes"),
+        "a string" => format!("{shown} is not text; put it in quotes"),
+        "path string" => format!("{shown} is not a path; write one from /, in quotes"),
         "a sequence" if place.found.starts_with('"') => {
-            format!("{shown} is no list; write {}", place.instead(&format!("[{}]", place.found)))
+            format!("{shown} is not a list; write {}", place.instead(&format!("[{}]", place.found)))
         }
-        "a sequence" => format!("{shown} is no list; write one in brackets"),
+        "a sequence" => format!("{shown} is not a list; write one in brackets"),
         "newtype variant" => {
-            format!("{shown} needs to know more; write {}, or what you want of it", with_example(bare))
+            format!("{shown} needs settings; write for example {}", with_example(bare))
         }
         _ if expected.starts_with("struct ") => {
             let table = place.key.and_then(example).unwrap_or("{ … }");
-            format!("{shown} is no table; write {}, or what you want of it", place.instead(table))
+            format!("{shown} is not a table; write for example {}", place.instead(table))
         }
         _ => return None,
     })
@@ -177,43 +177,40 @@ mod tests {
             "poll = yes has no value that can be read; write text in quotes, and numbers, true and false without",
         ),
         ("cpu =", "cpu = has no value that can be read; write text in quotes, and numbers, true and false without"),
-        ("cpu = \"3\"", "cpu = \"3\" is no number that fits; write a whole one from 0 to 4294967295, without quotes"),
-        ("cpu = -1", "cpu = -1 is no number that fits; write a whole one from 0 to 4294967295, without quotes"),
-        ("cpu = 1.5", "cpu = 1.5 is no number that fits; write a whole one from 0 to 4294967295, without quotes"),
-        ("trusts = \"blue\"", "trusts = \"blue\" is no list; write trusts = [\"blue\"]"),
-        ("trusts = 3", "trusts = 3 is no list; write one in brackets"),
-        ("trusts = [1]", "trusts = 1 is no text; put it in quotes"),
+        ("cpu = \"3\"", "cpu = \"3\" is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
+        ("cpu = -1", "cpu = -1 is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
+        ("cpu = 1.5", "cpu = 1.5 is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
+        ("trusts = \"blue\"", "trusts = \"blue\" is not a list; write trusts = [\"blue\"]"),
+        ("trusts = 3", "trusts = 3 is not a list; write one in brackets"),
+        ("trusts = [1]", "trusts = 1 is not text; put it in quotes"),
         (
             "trusts = [\"a\" \"b\"]",
-            "trusts = [\"a\" \"b\"] is no TOML (missing comma between array elements, expected `,`); mend this line",
+            "trusts = [\"a\" \"b\"] is not valid TOML (missing comma between array elements, expected `,`); correct this line",
         ),
         ("name = \"blue\"", "`name` is there twice; leave one out"),
-        ("mac = 3", "mac = 3 is no text; put it in quotes"),
-        ("cpus: 3", "cpus: 3 is no TOML (key with no value, expected `=`); mend this line"),
+        ("mac = 3", "mac = 3 is not text; put it in quotes"),
+        ("cpus: 3", "cpus: 3 is not valid TOML (key with no value, expected `=`); correct this line"),
     ];
 
     /// Values of `work`, and the sentence for each.
     const OF_WORK: &[(&str, &str)] = &[
-        ("3", "work = 3 is no work; write work = \"echo\", or a table, as work = { source = { rate = 1000 } }"),
+        ("3", "work = 3 is not a work; write work = \"echo\", or a table, as work = { source = { rate = 1000 } }"),
         (
             "\"Sink\"",
             "work = \"Sink\" is not known; there are `echo`, `sink`, `answer`, `tap`, `memif`, `vm`, `interface`, `uplink`, `source`, `program`",
         ),
-        (
-            "\"tap\"",
-            "work = \"tap\" needs to know more; write work = { tap = { name = \"nic0\" } }, or what you want of it",
-        ),
-        ("{ echo = 1 }", "echo has nothing that could be set; write work = \"echo\""),
-        ("{ source = 3 }", "source = 3 is no table; write source = { rate = 1000 }, or what you want of it"),
+        ("\"tap\"", "work = \"tap\" needs settings; write for example work = { tap = { name = \"nic0\" } }"),
+        ("{ echo = 1 }", "echo has no settings; write work = \"echo\""),
+        ("{ source = 3 }", "source = 3 is not a table; write for example source = { rate = 1000 }"),
         (
             "{ program = \"/a\" }",
-            "program = \"/a\" is no table; write program = { path = \"/opt/mine\" }, or what you want of it",
+            "program = \"/a\" is not a table; write for example program = { path = \"/opt/mine\" }",
         ),
         (
             "{ source = { size = 70000 } }",
-            "size = 70000 is no number that fits; write a whole one from 0 to 65535, without quotes",
+            "size = 70000 is not a valid number; write a whole one from 0 to 65535, without quotes",
         ),
-        ("{ source = { rate = -1 } }", "rate = -1 is no number that fits; write a whole one from 0, without quotes"),
+        ("{ source = { rate = -1 } }", "rate = -1 is not a valid number; write a whole one from 0, without quotes"),
         ("{ source = { speed = 1 } }", "the key `speed` means nothing here; there are `rate`, `size`, `to`"),
         ("{ answer = { } }", "the key `address` is missing; add address = …"),
         (
@@ -224,17 +221,17 @@ mod tests {
             "{ tap = { name = \"t\" }, echo = {} }",
             "a node does one thing with frames, and this names several or none; write one",
         ),
-        ("{ memif = { socket = 3 } }", "socket = 3 is no path; write one from /, in quotes"),
+        ("{ memif = { socket = 3 } }", "socket = 3 is not a path; write one from /, in quotes"),
     ];
 
     /// Whole files, and the sentence for each, with the line.
     const OF_ALL: &[(&str, &str)] = &[
-        ("node = 3", "1: node = 3 is no list; write one in brackets"),
+        ("node = 3", "1: node = 3 is not a list; write one in brackets"),
         ("[node]\nname = \"red\"\nwork = \"sink\"", "1: [node] can be there more than once; write [[node]]"),
         ("\n[[daemon]]", "2: [[daemon]] is there only once; write [daemon]"),
         ("[daemon]\n\n[daemon]", "3: `daemon` is there twice; leave one out"),
         ("[daemon]\nrestart = \"often\"", "2: restart = \"often\" is not known; there is `careful` or `always`"),
-        ("[[node]", "1: [[node] is no TOML (unclosed array table, expected `]`); mend this line"),
+        ("[[node]", "1: [[node] is not valid TOML (unclosed array table, expected `]`); correct this line"),
         ("work = \"sink\"", "1: the key `work` means nothing here; there are `daemon`, `api`, `node`, `nic`"),
         ("[[nic]]\nname = \"e\"\nnode = \"red\"", "1: the key `device` is missing; add device = …"),
         (

@@ -1,4 +1,4 @@
-//! Finds contradictions in a configuration: each as a sentence that says what is wrong and what to do.
+//! Finds contradictions in a configuration: each becomes a sentence with the fault and its repair.
 
 use std::collections::BTreeSet;
 
@@ -80,7 +80,10 @@ impl Config {
                 ("shortcut", detour),
             ];
             let odd = set.iter().find(|(_, is_set)| *is_set)?;
-            return named(format!("{} is of a node's end of a VNI; name one (vni = …), or leave it out", odd.0));
+            return named(format!(
+                "{} is a setting of a node's end of a VNI; name the VNI (vni = …), or leave it out",
+                odd.0
+            ));
         };
         if !is_name(vni) {
             return named(format!(
@@ -89,7 +92,7 @@ impl Config {
         }
         if node.work == Work::Uplink && !node.has_others() {
             return named(
-                "what is behind an uplink's NIC has addresses of its own; leave spoof = \"check\" out".to_owned(),
+                "stations behind an uplink's NIC have addresses of their own; leave spoof = \"check\" out".to_owned(),
             );
         }
         if !node.addresses.is_empty() && node.has_others() {
@@ -105,7 +108,7 @@ impl Config {
         if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pages) {
             let kib = node.pool_kib.unwrap_or_default();
             let (least, most) = (POOL_PAGES_MIN * PAGE_KIB, POOL_PAGES_MAX * PAGE_KIB);
-            return named(format!("pool_kib = {kib}, and a pool has {least} to {most} KiB; without, it has 2048"));
+            return named(format!("pool_kib = {kib} is not in the range {least} to {most}; the default is 2048"));
         }
         let mut nics = self.nic.iter().filter(|nic| nic.node == node.name);
         match (nics.next(), nics.next()) {
@@ -156,7 +159,7 @@ impl Config {
             return named(tasuki_tap::TapError::Name(tap.name.clone()).to_string());
         }
         if tap.netns.as_ref().is_some_and(|netns| netns.is_empty() || netns.contains('/') && !netns.starts_with('/')) {
-            return named("netns is what `ip netns` calls it, or a path from /".to_owned());
+            return named("netns is a name of `ip netns`, or a path from /".to_owned());
         }
         // On a VNI no two nodes share one.
         let same = |other: &&Node| {
@@ -190,7 +193,7 @@ fn odd_nice(node: &Node) -> Option<String> {
     let nice = node.nice?;
     let what = match () {
         () if !(NICE_MIN..=0).contains(&nice) => {
-            format!("nice = {nice}, and it is {NICE_MIN} (before all others) to 0")
+            format!("nice = {nice} is not in the range {NICE_MIN} (before all others) to 0")
         }
         () if node.poll && nice != 0 => format!(
             "nice = {nice} is for workers that sleep, and with poll = true these never do; give them a CPU of their own (cpu = …), and leave one of the two out"

@@ -1,4 +1,4 @@
-//! A Linux interface as a node's end: what is behind it is on the VNI. The daemon opens a packet socket for it.
+//! A Linux interface as a node's end: the network behind it is on the VNI. The daemon opens a packet socket for it.
 
 use std::os::fd::OwnedFd;
 
@@ -16,7 +16,7 @@ use super::Kind;
 pub struct Interface {
     /// Name of the interface.
     pub name: String,
-    /// The namespace: as `ip netns` calls it, or a path from /; without, the daemon's own.
+    /// The namespace: as `ip netns` calls it, or a path from /; by default the daemon's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
 }

@@ -16,7 +16,7 @@ use super::socket::{listen, mark, odd};
 /// Bytes of memif's secret.
 const SECRET_MAX: usize = 23;
 
-/// The socket at which a client of memif connects, and what the client must know.
+/// The socket at which a client of memif connects, and the client's credentials.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Memif {
@@ -26,7 +26,7 @@ pub struct Memif {
     /// The number by which the client asks for the port.
     #[serde(default)]
     pub id: u32,
-    /// The secret that the client must know, at most 23 bytes; without, it needs none.
+    /// The secret that the client must know, at most 23 bytes; by default it needs none.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub secret: String,
 }

@@ -1,5 +1,5 @@
-//! The kinds of endpoints by which a node's programs are on a VNI: what the daemon makes for a node's workers. A TAP is
-//! made elsewhere ([`taps`](crate::supervisor::taps)), as it may stand for a NIC too, and may have a shortcut.
+//! The endpoints that the daemon makes for a node's workers; by them a node's programs are on a VNI. A TAP is made
+//! elsewhere ([`taps`](crate::supervisor::taps)), as it may stand for a NIC too, and may have a shortcut.
 //!
 //! A kind has one file here, with its settings and its [`Kind`], and one in `tasuki_net::endpoint`, with its data path.
 
@@ -26,10 +26,10 @@ pub trait Kind: fmt::Debug {
     /// Returns the name by which users know this endpoint. No two nodes have the same one.
     fn label(&self) -> String;
 
-    /// Returns what users see of it in a status.
+    /// Returns its line in a status, for users.
     fn shown(&self) -> String;
 
-    /// Returns what workers must know besides the descriptor.
+    /// Returns the settings that workers need besides the descriptor.
     fn text(&self) -> String;
 
     /// Returns the fault of the settings, if there is one.
@@ -49,8 +49,8 @@ pub trait Kind: fmt::Debug {
     /// A sentence for the user: it cannot be made as yet.
     fn make(&self) -> Result<OwnedFd>;
 
-    /// Returns what tells this endpoint from another of the same name, if it exists: a descriptor that an earlier daemon
-    /// made is of use only while that has not changed.
+    /// Returns a mark that tells this endpoint from another of the same name, if it exists: a descriptor that an
+    /// earlier daemon made is of use only while that has not changed.
     fn mark(&self) -> Option<String>;
 
     /// Removes the parts that do not go with its descriptors.

@@ -38,9 +38,11 @@ pub fn listen(path: &Path, kind: SocketType) -> Result<OwnedFd> {
     let shown = path.display();
     match std::fs::symlink_metadata(path) {
         Ok(there) if !there.file_type().is_socket() => {
-            bail!("{shown} is there already, and no socket; name another path")
+            bail!("{shown} exists and is not a socket; name another path")
         }
-        Ok(_) if is_served(path, kind) => bail!("somebody else serves at {shown}; name another path, or end them"),
+        Ok(_) if is_served(path, kind) => {
+            bail!("another process serves at {shown}; name another path, or end that process")
+        }
         Err(error) if error.kind() != ErrorKind::NotFound => {
             return Err(error).with_context(|| format!("{shown} cannot be looked at"));
         }

@@ -1,10 +1,10 @@
-//! Confinement, stage one: it bounds a worker's process from its program's first instruction on, whatever that
-//! program is. The daemon starts itself as `tasukid jail`. That process gives up all that a worker does not need,
-//! reports this on its standard output, waits on its standard input for its program, and becomes that. The daemon
-//! checks for itself ([`verify`]), and gives nothing before.
+//! Confinement, stage one: it bounds a worker's process from its program's first instruction on, for any program. The
+//! daemon starts itself as `tasukid jail`. That process gives up all rights that a worker does not need, and reports
+//! this on its standard output. It waits on its standard input for its program, and becomes that. The daemon checks for
+//! itself ([`verify`]), and gives nothing before.
 //!
-//! Most of a start's work is over when it waits: to enter a control group of version 1 takes the kernel up to 12 ms.
-//! So one such process waits for each node (a *cell*).
+//! Most of a start's work is done by then: entering a control group of version 1 takes the kernel up to 12 ms. So one
+//! such process waits for each node (a *cell*).
 //!
 //! Stage two is the runtime's (`tasuki-worker/src/confine.rs`). docs/design/worker.md lists the restrictions of each
 //! stage.
@@ -159,7 +159,7 @@ fn become_program(terms: &str) -> Result<std::convert::Infallible> {
 fn is_enough(terms: &Terms, lacks: &[String]) -> Result<()> {
     anyhow::ensure!(
         lacks.is_empty() || !terms.strict,
-        "this cannot be kept from it: {}; mend that, or write confine = \"best-effort\" under [daemon]",
+        "its confinement is incomplete: {}; mend that, or write confine = \"best-effort\" under [daemon]",
         lacks.join("; ")
     );
     Ok(())
@@ -401,9 +401,13 @@ mod tests {
             assert_eq!(found.len(), 1, "{changed}: {found:?}");
         }
         let nice = STATUS.replace("CapEff:\t0000000000000000", "CapEff:\t0000000000800000");
-        assert_eq!(found_wanting(&nice, &terms(true), true), [""; 0], "CAP_SYS_NICE, for who may go before others");
+        assert_eq!(
+            found_wanting(&nice, &terms(true), true),
+            [""; 0],
+            "CAP_SYS_NICE, for a worker that may go before others"
+        );
         assert_eq!(found_wanting(STATUS, &terms(false), false).len(), 1);
-        assert!(!found_wanting("", &terms(false), true).is_empty(), "who is dead is nothing that holds");
+        assert!(!found_wanting("", &terms(false), true).is_empty(), "no term holds for a dead process");
     }
 
     #[test]

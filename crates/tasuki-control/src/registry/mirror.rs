@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use super::{Change, EVENTS_MAX, Event, Known, NicRecord, NodeRecord, WorkerRecord};
 use crate::config;
 
-/// The content. It grows with what exists now, and not with what existed.
+/// The content. It grows with the present nodes, NICs and workers, and not with former ones.
 #[derive(Debug, Default)]
 pub struct Mirror {
     workers: BTreeMap<u32, WorkerRecord>,
@@ -19,7 +19,7 @@ pub struct Mirror {
 }
 
 impl Mirror {
-    /// Starts from what an earlier daemon wrote.
+    /// Starts from an earlier daemon's content.
     pub fn of(known: &Known) -> Self {
         Mirror {
             workers: known.workers.iter().map(|worker| (worker.party, worker.clone())).collect(),

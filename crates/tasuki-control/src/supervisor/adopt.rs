@@ -194,10 +194,10 @@ impl Supervisor {
             () if is_fenced || is_frozen => {
                 self.condemn(number, "was fenced by the tasukid before this one".to_owned());
             }
-            () if !is_ours => self.condemn(number, "is not whose it was".to_owned()),
+            () if !is_ours => self.condemn(number, "runs as another user than it did".to_owned()),
             () if !reached || sent.is_err() => self.condemn(number, "is not to be reached by this tasukid".to_owned()),
             () if !is_itself => self.condemn(number, "is not the process that answers for it".to_owned()),
-            () if !is_kept => self.condemn(number, "is none of which the keeper knows".to_owned()),
+            () if !is_kept => self.condemn(number, "is unknown to the keeper".to_owned()),
             () if !is_known => {
                 self.condemn(number, format!("is of node {node}, which is not in the configuration any more"))
             }
@@ -300,10 +300,7 @@ impl Supervisor {
             self.record_nic(nic);
         }
         if let Err(error) = self.shortcuts.sweep() {
-            self.note(
-                About::default(),
-                format!("what nodes that are no more had in their namespaces may be there still: {error}"),
-            );
+            self.note(About::default(), format!("interfaces of former nodes may remain in their namespaces: {error}"));
         }
         crash::point("daemon.adopted");
         self.answer_requests();

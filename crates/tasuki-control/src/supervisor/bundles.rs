@@ -43,7 +43,7 @@ pub(super) fn too_much(nic: u32, name: &str, bundle: &DeviceBundle) -> Option<St
     let len = serde_json::to_vec(&message).expect("a message is plain data").len();
     (fds > FDS_MAX || len > MESSAGE_MAX || odd).then(|| {
         format!(
-            "{name} cannot be opened: what it is made of is {fds} descriptors and {len} bytes, of which {FDS_MAX} and {MESSAGE_MAX} fit into a message"
+            "{name} cannot be opened: its device bundle has {fds} descriptors and {len} bytes, and a message has room for {FDS_MAX} and {MESSAGE_MAX}"
         )
     })
 }
@@ -70,7 +70,7 @@ impl Supervisor {
         let Some(kept) = &card.kept else { return };
         if let Some(odd) = self.odd_memory(kept, worker.process.fs_uid(), &layout, &fds) {
             let name = card.name().to_owned();
-            return self.condemn(number, format!("sent memory for {name} that is none ({odd})"));
+            return self.condemn(number, format!("sent unusable memory for {name} ({odd})"));
         }
         // Closing memory takes no time.
         let memory = Memory { layout, fds: fds.trust() };
@@ -83,15 +83,15 @@ impl Supervisor {
     /// Returns the fault of memory that a worker of this user has made, if there is one.
     fn odd_memory(&self, kept: &Kept, uid: Option<u32>, layout: &str, fds: &[OwnedFd]) -> Option<&'static str> {
         if fds.len() != kept.bundle.memory {
-            return Some("not as many descriptors as the NIC has of memory");
+            return Some("it has not as many descriptors as the NIC's memory");
         }
         if layout.len() > LAYOUT_MAX {
-            return Some("it says too much of its layout");
+            return Some("the description of its layout is too long");
         }
         // First: only memory has seals, and no file system is asked for them.
         let sealed = |fd| seals(fd).is_some_and(|seals| seals.contains(SealFlags::SHRINK | SealFlags::GROW));
         if !fds.iter().all(sealed) {
-            return Some("it could change its size, or is no memory");
+            return Some("it could change its size, or is not memory");
         }
         let stats: Vec<Stat> = fds.iter().filter_map(|fd| rustix::fs::fstat(fd).ok()).collect();
         let bytes: u64 = stats.iter().map(|stat| stat.st_size.unsigned_abs()).fold(0, u64::saturating_add);
@@ -99,7 +99,7 @@ impl Supervisor {
             return Some("it is too large, or empty");
         }
         if stats.len() != fds.len() || stats.iter().any(|stat| Some(stat.st_uid) != uid) {
-            return Some("it was made by somebody else");
+            return Some("another process made it");
         }
         let mut files: Vec<_> = stats.iter().map(file_of).collect();
         files.sort_unstable();
@@ -134,7 +134,7 @@ impl Supervisor {
             };
             if card.kept.is_none() {
                 let name = card.name().to_owned();
-                return self.condemn(number, format!("has {name}, of which nothing is left but with it"));
+                return self.condemn(number, format!("alone has the device bundle of {name}"));
             }
             if let Some(worker) = self.workers.get_mut(&number) {
                 // For now: it reports its state when the arbiter asks.

@@ -28,7 +28,7 @@ const MISSED_LEN: usize = 4096;
 const PORTS_MAX: usize = MISSED_LEN / 8;
 
 /// Bytes of batches that may be under way, where the kernel allows that: a tenth of a second of a link of 1 Gb/s,
-/// with what the kernel adds.
+/// with the kernel's own overhead.
 const UNDER_WAY: usize = 16 << 20;
 
 /// The subject of a capture.
@@ -97,7 +97,7 @@ impl Supervisor {
             Of::Node(name) if !self.nodes.contains_key(name) => return Err(self.no_node(name)),
             Of::Node(name) if !self.cards.values().any(|card| of.covers(card)) => {
                 return Err(No::now(format!(
-                    "node {name} has no NIC and is on no VNI, so that no frame passes there; tasuki status says who has one"
+                    "node {name} has no NIC and is on no VNI, so no frame passes there; tasuki status lists the nodes that have one"
                 )));
             }
             Of::Nic(name) => _ = self.nic_by_name(name)?,

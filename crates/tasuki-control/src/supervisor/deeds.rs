@@ -137,8 +137,7 @@ impl Supervisor {
                 // The worker ends with its last NIC: do not count on it from here on.
                 worker.stage = Stage::Leaving(now());
             }
-            // Taking itself apart keeps the worker, and the CPU, busy: the caller of the relay need not wait for
-            // that.
+            // Its teardown keeps the worker and the CPU busy; the caller of the relay need not wait for that.
             return self.goodbyes.push((party, nic, is_last));
         }
         let sent = worker.order(nic, order);
@@ -184,7 +183,7 @@ impl Supervisor {
         let Some(card) = self.cards.get_mut(&nic) else { return };
         card.condemned.insert(number);
         let name = card.name().to_owned();
-        self.condemn(number, format!("said of {name} what it had no right to say ({because})"));
+        self.condemn(number, format!("made a report about {name} that it had no right to make ({because})"));
     }
 
     /// Returns the control group of a worker that is not dying already.

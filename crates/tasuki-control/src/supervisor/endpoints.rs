@@ -1,9 +1,9 @@
-//! The endpoints of nodes on a VNI that are no TAPs: the daemon makes them, gives their descriptors to the nodes'
-//! workers, and keeps them for the next daemon.
+//! The endpoints of nodes on a VNI, except TAPs: the daemon makes them, gives their descriptors to the nodes' workers,
+//! and keeps them for the next daemon.
 //!
-//! The descriptors of a connected client lie beside the endpoint's own, and with every other worker of the node, so the
-//! next driver goes on with the client. The daemon does not look into them, as a stranger made them; and a worker that
-//! lies about them lies to its own node.
+//! The daemon keeps a connected client's descriptors beside the endpoint's own, and gives them to every worker of the
+//! node. So the next driver goes on with the client. The daemon does not look into them, as a stranger made them; and a
+//! worker that lies about them lies to its own node.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -31,7 +31,7 @@ pub struct Endpoint {
     /// Its node's work, which has its settings.
     work: config::Work,
     fd: Option<OwnedFd>,
-    /// What told it from others when it was made.
+    /// The mark that told it from others when it was made.
     mark: Option<String>,
     client: Option<Connected>,
 }
@@ -136,7 +136,7 @@ impl Supervisor {
             // A node that was added by hand is in no file that could be mended. Its worker is started once the
             // endpoint exists.
             if let Err(error) = end.make() {
-                troubles.push(format!("{label} is not served as yet: {error:#}"));
+                troubles.push(format!("{label} is not served yet: {error:#}"));
             }
         }
         troubles.into_iter().for_each(|trouble| self.note(About::default(), trouble));
@@ -175,7 +175,7 @@ impl Supervisor {
             return self.condemn(number, format!("speaks of a client at NIC {nic}, where its node has none"));
         };
         let Some(connected) = Connected::new(client, fds) else {
-            return self.condemn(number, "sent something else than a client is made of".to_owned());
+            return self.condemn(number, "sent descriptors that are not a client's".to_owned());
         };
         let knows = end.client.as_ref().is_some_and(|known| known.is(&connected));
         if knows {
@@ -233,7 +233,7 @@ impl Supervisor {
             end.client = Some(client);
         }
         if is_lost(told) {
-            self.condemn(number, "does not take what it must know of its node's client".to_owned());
+            self.condemn(number, "does not take messages about its node's client".to_owned());
         }
     }
 

@@ -73,9 +73,10 @@ impl Supervisor {
                 }
                 _ => self.wrote(number, said, message.fds),
             },
-            Err(broken) => {
-                self.condemn(number, format!("sent what is no message ({broken}); rebuild the older of the two"))
-            }
+            Err(broken) => self.condemn(
+                number,
+                format!("sent something that is not a message ({broken}); rebuild the older of the two"),
+            ),
         }
     }
 
@@ -123,7 +124,7 @@ impl Supervisor {
             ToDaemon::Mine { party, node, nics } => self.says_who_it_is(number, party, &node, &nics),
             ToDaemon::Memory { nic, layout } => self.has_memory(number, nic, layout, fds),
             ToDaemon::DeviceBundle { .. } => {
-                self.condemn(number, "says what a NIC is made of, which is not for it to say".to_owned());
+                self.condemn(number, "sent a device bundle, which only an opener may send".to_owned());
             }
             ToDaemon::DriverState { nic } => self.forward_driver_state(number, nic, &fds),
             ToDaemon::Client { nic, client } => self.has_client(number, nic, client, fds),
@@ -171,7 +172,7 @@ impl Supervisor {
             return;
         }
         if worker.unsaid.is_some() {
-            return self.condemn(number, "began before it was told what it is".to_owned());
+            return self.condemn(number, "began before it had its description".to_owned());
         }
         let says = unconfined.iter().take(UNCONFINED_MAX).map(|sentence| plain(sentence, SENTENCE_MAX));
         worker.record.unconfined = worker.lacks.iter().cloned().chain(says).collect();
@@ -188,7 +189,7 @@ impl Supervisor {
         worker.record.uid = worker.process.uid();
         self.changes.push(Change::Worker(worker.record.clone()));
         if let Some(node) = self.nodes.get_mut(&worker.record.node) {
-            // The node's program does begin, whatever became of other workers.
+            // The node's program does begin, even if other workers died.
             node.trouble = None;
             node.deaths.retain(|death| death.had_begun);
         }
@@ -234,7 +235,7 @@ impl Supervisor {
     fn was_not_asked(&mut self, number: u32, what: &str) {
         let is_adopted = self.workers.get(&number).is_some_and(|worker| worker.is_adopted);
         if !is_adopted {
-            self.condemn(number, format!("sent {what}, for which nobody asked it"));
+            self.condemn(number, format!("sent {what} unasked"));
         }
     }
 
@@ -285,8 +286,7 @@ impl Supervisor {
         let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, asked, ..)| *asked == number);
         self.counting = rest;
         for (.., answer) in asked {
-            let _ = answer
-                .send(Err(super::door::No::now("the worker that was to say what it has counted died; ask again")));
+            let _ = answer.send(Err(super::door::No::now("the worker died before it sent its counters; ask again")));
         }
         self.cards.values_mut().for_each(|card| card.forget_memory_of(number));
         let how = worker.process.ended();
@@ -313,7 +313,7 @@ impl Supervisor {
         }
         let early = match worker.stage {
             Stage::Starting(_) => format!(
-                " before it had begun; is {} a worker of Tasuki's? tasukid's log has what it wrote",
+                " before it had begun; is {} a worker of Tasuki's? tasukid's log has its output",
                 worker.record.binary.display()
             ),
             _ if worker.record.staged.is_some() => ", which was staged: stage it again".to_owned(),

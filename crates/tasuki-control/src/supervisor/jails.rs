@@ -1,5 +1,5 @@
-//! Stage one of confinement ([`crate::jail`]) of a worker's process. The process gets its socket and nothing else
-//! until the kernel confirms the confinement.
+//! Stage one of confinement ([`crate::jail`]) of a worker's process. The process gets nothing but its socket until the
+//! kernel confirms the confinement.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -120,9 +120,9 @@ impl Drop for Ward {
 }
 
 impl Supervisor {
-    /// Returns a user ID of its own for `whom`: the one that it has, if that is in the range; `None` if the daemon
-    /// is not root.
-    fn uid_for(&self, whom: &str, has: Option<u32>) -> Option<u32> {
+    /// Returns a user ID of its own for `name`: the one that it has, if that is in the range; `None` if the daemon is
+    /// not root.
+    fn uid_for(&self, name: &str, has: Option<u32>) -> Option<u32> {
         let range = self.config.daemon.uids;
         if !rustix::process::geteuid().is_root() {
             return None;
@@ -134,7 +134,7 @@ impl Supervisor {
             .collect::<BTreeSet<u32>>();
         has.filter(|uid| range.has(*uid)).or_else(|| {
             // Another daemon's node of this name has another user.
-            let whole = format!("{}/{whom}", self.place.folder().display());
+            let whole = format!("{}/{name}", self.place.folder().display());
             range.from(crc32c::crc32c(whole.as_bytes())).find(|uid| taken.insert(*uid))
         })
     }
@@ -220,7 +220,7 @@ impl Supervisor {
         let mut lacks = Vec::new();
         if !is_root {
             lacks.push(
-                "it has tasukid's own user and network: what is lent to it to be read it can open for writing, and sockets in the file system are barred by the filter of system calls alone (start tasukid as root)".to_owned(),
+                "it has tasukid's own user and network: it can open files for writing that it was lent to read, and the system-call filter alone bars sockets in the file system (start tasukid as root)".to_owned(),
             );
         } else if uid.is_none() {
             lacks.push(

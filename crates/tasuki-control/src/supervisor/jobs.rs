@@ -25,8 +25,8 @@ use crate::registry::Change;
 /// Time a job may take beyond the sum of its limits.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// How often the daemon retries a handover whose taker came too late. A machine that was busy once will not be the
-/// next time; retries do not help one that is always busy.
+/// How often the daemon retries a handover whose taker came too late. Retries help a machine that was busy once, and
+/// not one that is always busy.
 const LATE_MOST: u32 = 4;
 
 /// No worker has this number: the job still waits for a worker to give the NIC to.
@@ -217,8 +217,9 @@ impl Supervisor {
     fn ask_for_counts(&mut self, nic: &str, answer: Answer<crate::api::types::Counts>) {
         let asked = self.nic_by_name(nic).and_then(|number| {
             let holder = self.cards[&number].holder().and_then(|holder| self.workers.get_mut(&holder));
-            let worker = holder
-                .ok_or_else(|| No::now(format!("nobody drives {nic}, so nobody counts; tasuki nic list says why")))?;
+            let worker = holder.ok_or_else(|| {
+                No::now(format!("no worker drives {nic}, so there are no counters; tasuki nic list says why"))
+            })?;
             let sent = worker.write(&ToWorker::Counts, &[]);
             sent.map_err(|errno| {
                 No::now(format!("the worker that drives {nic} is not to be asked ({errno}); ask again"))
@@ -260,7 +261,7 @@ impl Supervisor {
         let nics: VecDeque<u32> = its.map(|card| card.number).collect();
         self.is_free(node, nics.as_slices().0)?;
         if let Some(path) = with {
-            let why = if path.is_absolute() { not_startable(path) } else { Some("is no path from /; name one") };
+            let why = if path.is_absolute() { not_startable(path) } else { Some("is not a path from /; name one") };
             if let Some(why) = why {
                 return Err(No::Wrong(format!("{} {why}", path.display())));
             }
@@ -274,7 +275,7 @@ impl Supervisor {
         let end = nics.iter().find_map(|nic| self.cards[nic].vni().map(|_| self.cards[nic].name()));
         if let Some(end) = end.filter(|_| state == Some(DriverStateBy::Store)) {
             return Err(No::now(format!(
-                "{end} has nothing that could be stored: all that a successor must know stands in the node's memory; leave --state out"
+                "{end} has no driver state to store: a successor reads everything from the node's memory; leave --state out"
             )));
         }
         if let Some(node) = self.nodes.get_mut(node) {
@@ -322,7 +323,7 @@ impl Supervisor {
             .map_err(|not| No::now(format!("{nic} cannot go that way: {not}")))?;
         if choice.method.is_apart(trust) && give.state == Some(DriverStateBy::Store) {
             return Err(No::now(format!(
-                "{nic} goes by {}, which takes nothing along that could be stored; leave --state out, or ask for --method keep",
+                "{nic} goes by {}, which has no driver state to store; leave --state out, or ask for --method keep",
                 choice.method
             )));
         }
@@ -536,7 +537,10 @@ impl Supervisor {
             self.note_outcome(at, nic, driver);
             return Step::Again;
         }
-        Step::Fail(why.map_or_else(|| "it was refused; tasuki events says by whom".to_owned(), |why| why.to_string()))
+        Step::Fail(why.map_or_else(
+            || "it was refused; tasuki events names the worker that refused".to_owned(),
+            |why| why.to_string(),
+        ))
     }
 
     /// Returns whether the NIC is driven as before because its taker came too late, and has not come too late too
@@ -748,7 +752,7 @@ impl Supervisor {
         };
         let strangers: Vec<u32> = self.workers.values().filter(is_stranger).map(super::worker::Worker::party).collect();
         for number in strangers {
-            self.condemn(number, format!("has had what {name} is made of, which stays with node {node}"));
+            self.condemn(number, format!("has the device bundle of {name}, which stays with node {node}"));
         }
     }
 

@@ -41,7 +41,7 @@ pub(super) enum Key {
     /// A worker's heartbeat, and the NICs it was given.
     Worker(u32),
     Tap(String),
-    /// The descriptor of an endpoint that is no TAP.
+    /// The descriptor of an endpoint other than a TAP.
     Endpoint(String),
     /// The client that is connected there.
     Client(String),
@@ -153,7 +153,7 @@ impl Supervisor {
                 way.process.kill();
                 self.note(
                     About::default(),
-                    format!("what the tasukid before this one had is lost with its keeper: {error:#}"),
+                    format!("everything that the last tasukid had is lost with its keeper: {error:#}"),
                 );
                 self.start_keeper();
                 Found::new()

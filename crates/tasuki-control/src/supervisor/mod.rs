@@ -368,7 +368,7 @@ impl Supervisor {
             events.clear();
             match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), Some(&limit)) {
                 Err(rustix::io::Errno::INTR) | Ok(_) => {}
-                Err(errno) => return Err(errno).context("the kernel no longer tells us what happens"),
+                Err(errno) => return Err(errno).context("the kernel reports no more events"),
             }
             let mut tokens: Vec<_> =
                 events.iter().filter_map(|event: &epoll::Event| Token::from_data(event.data)).collect();
@@ -528,7 +528,7 @@ impl<'a> About<'a> {
 
 fn watch(epoll: &rustix::fd::OwnedFd, fd: BorrowedFd<'_>, token: Token) -> Result<()> {
     epoll::add(epoll, fd, token.to_data(), epoll::EventFlags::IN)
-        .context("the kernel will not tell us what happens there")
+        .context("the kernel will not report events of a descriptor")
 }
 
 #[cfg(test)]

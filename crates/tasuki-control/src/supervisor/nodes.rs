@@ -95,7 +95,7 @@ impl Supervisor {
         }
         self.record_node(&node, true);
         self.note(About::node(&name), format!("node {name} was added"));
-        // A caller that hears of the node must find it there, whatever becomes of this daemon.
+        // A caller that hears of the node must find it there, even if this daemon dies.
         self.flush();
         self.node_view(&name).ok_or(No::Ending)
     }

@@ -46,9 +46,7 @@ fn connect(path: &Path) -> Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(path)?).with_context(|| {
-        format!(
-            "no device is served at {at}, or by one that takes no connection; start its server, or end who is connected"
-        )
+        format!("no server of a device accepts connections at {at}; start one, or end its present client")
     })?;
     rustix::io::ioctl_fionbio(&socket, false)?;
     Ok(socket)
@@ -111,7 +109,7 @@ impl Supervisor {
             card.give_up(lease_page, now());
             let (name, node) = (card.name().to_owned(), card.node.clone());
             let about = About { node: Some(&node), nic: Some(&name), worker: None };
-            self.note(about, format!("{name} is opened anew, and what was under way in it is lost: no worker of node {node} can go on with it ({reason})"));
+            self.note(about, format!("{name} is opened anew, and frames under way in it are lost: no worker of node {node} can go on with it ({reason})"));
             self.record_nic(nic);
         }
     }
@@ -230,9 +228,9 @@ impl Supervisor {
         };
         let Opening::Opener(opener) = &mut card.opening else { return Ok(()) };
         let is_confined = opener.speech.is_confined(&opener.process).map_err(anyhow::Error::msg)?;
-        ensure!(is_confined, "who was to open it speaks before it is confined");
+        ensure!(is_confined, "its opener speaks before it is confined");
         let way = connect(&path)?;
-        channel::send(opener.socket.as_fd(), b".", &[way.as_fd()]).context("who was to open it reads nothing")
+        channel::send(opener.socket.as_fd(), b".", &[way.as_fd()]).context("its opener reads nothing")
     }
 
     pub(super) fn opener_says(&mut self, nic: u32) {
@@ -245,7 +243,7 @@ impl Supervisor {
                 Err(Nothing::Yet) => return,
                 Err(nothing) => {
                     if !matches!(nothing, Nothing::Closed) {
-                        opener.why = Some(format!("tasukid could not take what it is made of ({nothing})"));
+                        opener.why = Some(format!("tasukid could not take its device bundle ({nothing})"));
                     }
                     let _ = rustix::event::epoll::delete(&self.epoll, &opener.socket);
                     return;

@@ -73,7 +73,7 @@ pub fn retry(failures: usize) -> Duration {
     if failures == 0 { Duration::ZERO } else { pause(failures.saturating_add(ACCIDENT), RETRY_MAX) }
 }
 
-/// Returns what is wrong with a node after these deaths, if anything is.
+/// Returns a node's trouble after these deaths, if it has any.
 pub fn trouble(deaths: &[Death], now: Duration) -> Option<Trouble> {
     if stillborn(deaths) >= STILLBORN {
         return Some(Trouble::NeverBegins);

@@ -52,8 +52,7 @@ impl Shortcuts {
         self.with(&on.vni, || Shortcut::around(device), |shortcut| shortcut.adopt(device, on.mac, on.may))
     }
 
-    /// Works on a VNI's shortcut. One that has to be made for it stays if the work succeeds, and leaves nothing
-    /// behind otherwise.
+    /// Works on a VNI's shortcut, and makes one if there is none. Removes that again if the work fails.
     fn with<T>(
         &mut self,
         vni: &str,

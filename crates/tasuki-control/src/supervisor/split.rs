@@ -240,7 +240,7 @@ mod tests {
                 Then::To(3),
             ),
             (
-                "whoever can now",
+                "the one that can now",
                 sides(5, 3),
                 vec![staff(3, [PREPARING, READY]), staff(4, both), old(5, both)],
                 Then::To(4),
@@ -253,7 +253,7 @@ mod tests {
             ),
             ("only another program can", sides(5, 3), vec![staff(3, [UNFIT, READY]), old(5, both)], Then::To(5)),
             (
-                "who holds it was told to take it",
+                "its holder was told to take it",
                 sides(3, 4),
                 vec![staff(3, [PREPARING, READY]), staff(4, [PREPARING, READY])],
                 Then::To(3),
@@ -344,7 +344,7 @@ mod tests {
         assert_eq!(
             joiner(&parked, &[staff(4, [READY, UNFIT]), fresh(5)]),
             Some(5),
-            "what it cannot drive is another's"
+            "a side that it cannot drive is another's"
         );
         assert_eq!(joiner(&none, &[fresh(3), fresh(4)]), Some(3));
         assert_eq!(joiner(&none, &[staff(3, [READY, UNFIT])]), None, "then anybody may have anything");

@@ -1,9 +1,9 @@
 //! Programs started ahead of the upgrade that wants them: `tasuki worker stage`.
 //!
-//! A staged worker is ready for every NIC of its node, but takes over from no worker that dies, as no upgrade has
-//! asked for its program yet. An upgrade takes it if it runs the very program that the upgrade wants ([`FileName`]).
-//! That saves the other parts of a start: process, confinement, mapping. The registry records that it is staged, so
-//! a later daemon goes on with it.
+//! A staged worker is ready for every NIC of its node, but takes over from no dead worker: no upgrade has asked for its
+//! program yet. An upgrade takes it if it runs the very program that the upgrade wants ([`FileName`]). That saves the
+//! other parts of a start: process, confinement, mapping. The registry records that it is staged, so a later daemon
+//! goes on with it.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

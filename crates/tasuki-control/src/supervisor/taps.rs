@@ -237,7 +237,7 @@ impl Supervisor {
     }
 
     /// Gives every TAP the station address of the NIC that it stands for, or is about to. The address of a VNI end
-    /// comes from the configuration, whatever a worker says: while its veth end has it, no other node receives the
+    /// comes from the configuration, and never from a worker: while its veth end has it, no other node receives the
     /// frames sent there (W1).
     pub(super) fn fit_taps(&mut self) {
         if self.taps.is_empty() {
@@ -259,7 +259,7 @@ impl Supervisor {
             };
             tap.mac = Some(mac);
             if let Err(error) = tap.set_mac(mac) {
-                self.note(About::nic(&nic), format!("{label} gets nothing of what is meant for {nic}: {error}"));
+                self.note(About::nic(&nic), format!("{label} gets no frames for {nic}: {error}"));
             }
         }
     }

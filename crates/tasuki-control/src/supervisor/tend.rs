@@ -420,7 +420,7 @@ impl Supervisor {
             // The worker is dead, or will be: its pidfd reports that.
             Ok(()) | Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
             Err(errno) => {
-                self.condemn(number, format!("does not take what it needs ({errno})"));
+                self.condemn(number, format!("does not take its descriptors ({errno})"));
                 return true;
             }
         }
@@ -548,9 +548,8 @@ impl Supervisor {
         let (over, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, _, since, _)| late(*since));
         self.counting = rest;
         for (.., answer) in over {
-            let _ = answer.send(Err(super::door::No::now(
-                "the worker that drives the NIC did not say what it has counted; ask again",
-            )));
+            let _ = answer
+                .send(Err(super::door::No::now("the worker that drives the NIC did not send its counters; ask again")));
         }
     }
 }
@@ -558,11 +557,11 @@ impl Supervisor {
 fn in_words(name: &str, trouble: Trouble) -> String {
     match trouble {
         Trouble::NeverBegins => format!(
-            "node {name} has a program that ends before it hears an order, three times in a row by now; tasukid's log has what it wrote. It is tried again every {} s at least; when it is mended, at once: tasuki worker upgrade {name}",
+            "node {name} has a program that ends before it hears an order, three times in a row by now; tasukid's log has its output. tasukid tries it again every {} s at least; when it is mended, at once: tasuki worker upgrade {name}",
             policy::RETRY_MAX.as_secs()
         ),
         Trouble::Dies => format!(
-            "node {name} has lost six workers and more within {} s, and gets a fresh one after pauses of up to {} s; tasuki events says what they died of",
+            "node {name} has lost six workers and more within {} s, and gets a fresh one after pauses of up to {} s; tasuki events says how they died",
             policy::LATELY.as_secs(),
             policy::PAUSE_MAX.as_secs()
         ),
@@ -575,7 +574,7 @@ impl super::card::Card {
         self.arbiter.as_ref().map(Arbiter::state) == Some(State::Parked)
     }
 
-    /// Returns whether a worker drives the NIC, whatever else is under way.
+    /// Returns whether a worker drives the NIC, also during a relay.
     fn is_not_urgent(&self) -> bool {
         let state = self.arbiter.as_ref().map(Arbiter::state);
         matches!(state, Some(State::Finding | State::Preparing | State::Clearing))

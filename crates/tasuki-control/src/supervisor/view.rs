@@ -1,4 +1,4 @@
-//! What users see: the views of the API.
+//! Builds the API's views for users.
 
 use tasuki_relay::arbiter::State;
 use tasuki_relay::message::{heartbeat, lease_page};
@@ -22,7 +22,7 @@ impl Supervisor {
         }
     }
 
-    /// Returns what is wrong with the daemon itself.
+    /// Returns the troubles of the daemon itself.
     fn trouble(&self) -> Option<String> {
         let troubles: Vec<&str> = self.registry.trouble().into_iter().chain(self.keeping.trouble.as_deref()).collect();
         (!troubles.is_empty()).then(|| troubles.join("\n"))
@@ -114,7 +114,7 @@ impl Supervisor {
     }
 }
 
-/// Says what a node does with frames.
+/// Returns a node's work in words.
 fn work_of(node: &config::Node) -> String {
     let what = match &node.work {
         Work::Echo => "echo".to_owned(),

@@ -201,7 +201,7 @@ impl Supervisor {
     /// Ends workers that missed a message: they would send into nothing for ever.
     fn condemn_those_without(&mut self, missed: impl IntoIterator<Item = u32>) {
         for number in missed {
-            self.condemn(number, "does not take what it must know of its VNI".to_owned());
+            self.condemn(number, "does not take messages about its VNI".to_owned());
         }
     }
 
@@ -250,7 +250,7 @@ impl Supervisor {
         // The trouble was the failure to join, which is over.
         card.trouble = None;
         if let Some(kept) = &mut card.kept {
-            // The interface has the address in the directory, whatever it was given before.
+            // The interface gets the address in the directory, in place of any earlier one.
             kept.bundle.mac = Some(mac);
             if let Some(place) = kept.fds.get_mut(vni::DIRECTORY) {
                 *place = directory;
@@ -389,7 +389,7 @@ impl Supervisor {
         let mut talks = Vec::new();
         for (number, member) in &net.members {
             let (node_memory, _) = PeerNodeMemory::map(&member.node_memory)
-                .map_err(|error| No::now(format!("what node {} has counted cannot be read: {error}", member.node)))?;
+                .map_err(|error| No::now(format!("the counters of node {} cannot be read: {error}", member.node)))?;
             for (other, its) in net.members.iter().filter(|(other, _)| *other != number) {
                 let line = node_memory.line_of(*other);
                 // Word 0 is the read position of its ring.

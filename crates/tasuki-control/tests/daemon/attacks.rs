@@ -112,7 +112,7 @@ fn a_worker_that_says_what_its_state_does_not_allow_is_ended() {
         let (driver, standby) = rig.await_pair("red");
         let liar = if by == "driver" { &driver } else { &standby };
         attack(&rig, "red", by, said);
-        rig.await_event("said of eth0 what it had no right to say");
+        rig.await_event("made a report about eth0 that it had no right to make");
         until(&rig, "the liar is gone", || !lives(pid(liar)));
         rig.await_pair("red");
         assert_eq!(rig.nic()["is"], "driven", "{}", rig.log());

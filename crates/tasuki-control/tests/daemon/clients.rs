@@ -210,7 +210,7 @@ const REQUESTS: &[(&str, &str, Request)] = &[
     ("T65", "names a file", || get("/v1/nodes/..%2f..%2f..%2fetc%2fpasswd")),
     ("T65", "goes up", || get("/v1/../../etc/passwd")),
     ("T65", "is in another protocol", || b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec()),
-    ("T65", "is no text", || vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3, 0xff, 0, 0xff, b'\r', b'\n', b'\r', b'\n']),
+    ("T65", "is not text", || vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3, 0xff, 0, 0xff, b'\r', b'\n', b'\r', b'\n']),
     ("T65", "has a head without end", || {
         [&b"GET /v1/status HTTP/1.1\r\nx: "[..], &[b'a'; 1 << 20], b"\r\n\r\n"].concat()
     }),

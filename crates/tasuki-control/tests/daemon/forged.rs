@@ -29,12 +29,12 @@ fn memory_that_is_none_of_its_own_costs_who_sends_it_its_life_and_nobody_else_an
     let before = drivers(&rig);
     for (_, fault, says) in [
         ("T21", "memory-of-another-nic", "which it was not given to move"),
-        ("T21", "memory-overfull", "it says too much of its layout"),
-        ("T21", "memory-too-many", "not as many descriptors as the NIC has of memory"),
+        ("T21", "memory-overfull", "the description of its layout is too long"),
+        ("T21", "memory-too-many", "not as many descriptors as the NIC's memory"),
         ("T21", "memory-twice", "it is a NIC's already"),
         ("T21", "memory-is-the-way", "it is a NIC's already"),
-        ("T21", "memory-is-none", "it could change its size, or is no memory"),
-        ("T21", "memory-loose", "it could change its size, or is no memory"),
+        ("T21", "memory-is-none", "it could change its size, or is not memory"),
+        ("T21", "memory-loose", "it could change its size, or is not memory"),
     ] {
         let bad = rig.program(fault, fault);
         rig.ask(&["worker", "upgrade", "blue", "--with", bad.to_str().unwrap()]);
@@ -58,7 +58,7 @@ fn a_driver_that_says_what_its_nic_is_made_of_is_ended_and_its_successor_gets_wh
     // The worker has the lease when it lies, so the relay may or may not count as done.
     let output = rig.tasuki(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
     drop(output);
-    rig.await_event("says what a NIC is made of, which is not for it to say");
+    rig.await_event("sent a device bundle, which only an opener may send");
     rig.program("bad", "");
     rig.await_pair("red");
 }
@@ -92,8 +92,8 @@ fn a_descriptor_that_takes_an_hour_to_close_holds_up_nobody() {
 #[test]
 fn a_card_of_which_no_worker_could_be_told_is_not_open() {
     let rig = Rig::with(NODES, "opener-overfills");
-    rig.await_event("bytes, of which 32 and 65536 fit into a message");
+    rig.await_event("bytes, and a message has room for 32 and 65536");
     assert_eq!(rig.nic()["is"], "not open");
     let dead = rig.ask(&["events"]);
-    assert!(!dead.contains("does not take what it needs"), "{dead}");
+    assert!(!dead.contains("does not take its descriptors"), "{dead}");
 }

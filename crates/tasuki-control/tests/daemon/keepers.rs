@@ -57,7 +57,7 @@ fn where_daemon_and_keeper_die_together_all_begins_anew() {
     signal(keeper, Signal::KILL);
     until(&rig, "it is dead", || !lives(keeper));
     rig.start();
-    rig.await_event("is none of which the keeper knows");
+    rig.await_event("is unknown to the keeper");
     until(&rig, "a fresh worker drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] != driver["pid"]));
     assert_eq!(opened(&rig), 2, "{}", rig.log());
 }

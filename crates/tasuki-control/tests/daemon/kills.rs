@@ -410,7 +410,7 @@ fn a_card_whose_driver_never_pointed_it_at_its_memory_is_opened_anew() {
     let _ = storm.give("green", None);
     storm.settle();
     storm.flows();
-    storm.rig.await_event("eth0 is opened anew, and what was under way in it is lost");
+    storm.rig.await_event("eth0 is opened anew, and frames under way in it are lost");
     storm.ends_with_losses();
 }
 

@@ -206,7 +206,7 @@ fn what_a_program_of_ones_own_counts_on_a_vni_is_exact_wherever_it_is_killed() {
 fn a_native_node_that_cannot_be_is_refused_with_a_sentence() {
     let Some(world) = World::new() else { return };
     for (words, part) in [
-        (&["new", "--native", "--work", "answer"][..], "is no address that could be answered for; name one of IPv4"),
+        (&["new", "--native", "--work", "answer"][..], "is not an address to answer for; name one of IPv4"),
         (&["new", "--native", "--work", "source", "--size", "10"], "a frame has 60 to 1514 bytes"),
         (&["new", "--native", "--program", "/no/such/program", "--vni", "Lan"], "vni \"Lan\": a name is"),
     ] {

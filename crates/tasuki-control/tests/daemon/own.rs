@@ -162,7 +162,7 @@ fn a_program_that_cannot_is_refused_with_its_reason() {
     let cases = [
         ("nowhere", "nowhere is not there; build it"),
         ("plain", "plain may not be executed; chmod +x it"),
-        ("run", "run is no file; name a program"),
+        ("run", "run is not a file; name a program"),
         ("stock", "the work of node red is a program of its own, and this is the stock worker"),
         ("nothing", "ended"),
     ];

@@ -254,16 +254,16 @@ fn a_tap_that_cannot_be_had_is_refused_with_a_sentence() {
     let said = refusal("netns = \"no-such-room\", name = \"nic0\"", &[]);
     assert!(said.contains("no network namespace at /run/netns/no-such-room; make it (ip netns add"), "{said}");
     let said = refusal("netns = \"/etc/hostname\", name = \"nic0\"", &[]);
-    assert!(said.contains("/etc/hostname is no network namespace"), "{said}");
+    assert!(said.contains("/etc/hostname cannot be used as a network namespace"), "{said}");
     if let Some(why) = is_impossible() {
         return println!("skipped: {why}");
     }
     let said = refusal("name = \"lo\"", &[]);
-    assert!(said.contains("red") && said.contains("lo is an interface already"), "{said}");
+    assert!(said.contains("red") && said.contains("the interface lo exists"), "{said}");
     let room = Room::new();
     let room = format!("netns = \"{}\", name = \"nic0\"", room.path());
     let said = refusal(&room, &["setpriv", "--bounding-set", "-net_admin", "--"]);
     assert!(said.contains("needs CAP_NET_ADMIN; run as root"), "{said}");
     let said = refusal(&room, &["setpriv", "--bounding-set", "-sys_admin", "--"]);
-    assert!(said.contains("is no network namespace that could be used") && said.contains("run as root"), "{said}");
+    assert!(said.contains("cannot be used as a network namespace") && said.contains("run as root"), "{said}");
 }

@@ -310,13 +310,16 @@ fn a_node_that_cannot_be_is_refused_with_a_sentence_and_nothing_is_left_of_it() 
             &["no network namespace at /run/netns/no-such-room; make it (ip netns add"],
         ),
         (&["new", "--netns", &path], &["is node \"shop\"'s as well"]),
-        (&["new", "--netns", &path, "--interface", "lo"], &["lo is an interface already"]),
+        (&["new", "--netns", &path, "--interface", "lo"], &["the interface lo exists"]),
         (&["new", "--netns", &path, "--interface", "x y"], &["cannot be the name of an interface"]),
-        (&["new", "--netns", &path, "--interface", "n", "--pool-kib", "64"], &["pool_kib = 64, and a pool has 256 to"]),
-        (&["new", "--netns", &path, "--interface", "n", "--address", "1.2.3"], &["is no address of an interface"]),
+        (
+            &["new", "--netns", &path, "--interface", "n", "--pool-kib", "64"],
+            &["pool_kib = 64 is not in the range 256 to"],
+        ),
+        (&["new", "--netns", &path, "--interface", "n", "--address", "1.2.3"], &["is not an interface's address"]),
         (
             &["new", "--netns", &path, "--interface", "n", "--mac", "01:00:00:00:00:01"],
-            &["no address that a station can have"],
+            &["cannot be a station's address"],
         ),
         (&["new", "--netns", &path, "--interface", "n", "--vni", "Lan"], &["vni \"Lan\": a name is"]),
         (&["new", "--netns", &path, "--interface", "n", "--cpu", "4000"], &["cpu = 4000, and tasukid may not run"]),
@@ -336,7 +339,7 @@ fn a_node_that_cannot_be_is_refused_with_a_sentence_and_nothing_is_left_of_it() 
         (&["node", "remove", "new"][..], "there is no node \"new\"; there are: desk, shop"),
         (&["vni", "table", "wan"], "there is no VNI \"wan\"; there are: lan"),
         (&["nic", "give", "shop@lan", "--to", "desk"], "shop@lan is node shop's end of VNI lan, and no other node's"),
-        (&["worker", "upgrade", "shop", "--state", "store"], "shop@lan has nothing that could be stored"),
+        (&["worker", "upgrade", "shop", "--state", "store"], "shop@lan has no driver state to store"),
     ] {
         let said = world.rig.refused(words);
         assert!(said.contains(part), "{words:?}: {said}");
@@ -356,7 +359,7 @@ fn an_interface_that_somebody_takes_away_is_told_of_and_stops_nobody_else() {
     world.rig.await_worker("guest", "drives");
     let taken = guest.within(|| Command::new("ip").args(["link", "del", "lan"]).status());
     assert!(taken.is_ok_and(|status| status.success()), "ip (iproute2) takes it away");
-    world.rig.await_event("is gone, with its network namespace or by somebody's hand");
+    world.rig.await_event("is gone, with its network namespace or removed by hand");
     let exchange = world.exchange();
     exchange.goes_on(&world.rig, 300);
     let tally = exchange.end();
@@ -441,7 +444,7 @@ fn a_node_added_by_hand_that_cannot_be_any_more_keeps_no_daemon_from_starting() 
     fs::remove_file(&socket).expect("it was served");
     fs::write(&socket, "somebody's").expect("a file");
     world.rig.start();
-    world.rig.await_event("is there already, and no socket; name another path");
+    world.rig.await_event("exists and is not a socket; name another path");
     world.add("shop", &world.shop, SHOP, &[]);
     world.rig.await_pair("shop");
     fs::remove_file(&socket).expect("a file");

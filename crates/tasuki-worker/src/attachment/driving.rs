@@ -167,8 +167,8 @@ where
         self.forget_old(common);
         if let (Card::Driven(nic), false) = (&mut self.card, self.link_is_up) {
             self.link_is_up = nic.link() != Link::Down;
-            // A second register read: what the driver has written to the card since has arrived then, and doorbells
-            // are stores again.
+            // A second register read: the driver's writes since then have reached the card, and doorbells are stores
+            // again.
             nic.link();
             self.given.lease_page.found_link(self.link_is_up);
         }

@@ -1,4 +1,4 @@
-//! What drives a node's end of a VNI: a bridge to the node's endpoint, the node's own program, or an uplink.
+//! The driver of a node's end of a VNI: a bridge to the node's endpoint, the node's own program, or an uplink.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use crate::uplink::Uplink;
 /// Time for which a giver waits for room for its pending frames; after that a successor gets them.
 const LAST_BURST: Duration = Duration::from_millis(1);
 
-/// What drives a node's end of a VNI.
+/// The driver of a node's end of a VNI.
 pub enum End {
     /// The end passes frames to the node's endpoint.
     Bridge(Box<Bridge>),
@@ -82,7 +82,7 @@ impl Native {
     }
 }
 
-/// What the daemon's messages ask of a driven end.
+/// The part of a driven end that serves the daemon's messages.
 pub trait OnVni {
     fn add(&mut self, node: PeerDescriptor) -> Result<(), RegionError>;
     fn remove(&mut self, number: u16);
@@ -158,12 +158,13 @@ impl OnVni for VniPort {
     }
 }
 
-/// What the worker's loop asks of a driven end: how it sleeps.
+/// The part of a driven end with which the worker's loop sleeps.
 pub trait Sleeper {
     fn on_vni(&mut self) -> &mut dyn OnVni;
     /// Asks to be rung, and looks for frames once more.
     fn arm(&mut self) -> Armed;
-    /// Returns what becomes readable when there is work: the bell, and the source of the programs' frames.
+    /// Returns the descriptors that become readable when there is work: the bell, and the source of the programs'
+    /// frames.
     fn fds(&self) -> [Option<BorrowedFd<'_>>; 2];
     /// Returns how soon to look again though nothing rings.
     fn waits(&self) -> Option<Duration>;
