@@ -6,13 +6,13 @@
 #[path = "../common/mod.rs"]
 mod common;
 #[allow(dead_code, reason = "the tests use the rest of it")]
-#[path = "../../crates/tasuki-net/tests/memif"]
+#[path = "../../crates/tasuki-net/tests/suite/memif"]
 mod memif {
     pub mod client;
     pub mod port;
 }
 #[allow(dead_code, reason = "the tests use the rest of it")]
-#[path = "../../crates/tasuki-net/tests/net/mod.rs"]
+#[path = "../../crates/tasuki-net/tests/suite/net.rs"]
 mod net;
 
 use std::collections::VecDeque;

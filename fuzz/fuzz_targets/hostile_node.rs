@@ -6,7 +6,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 #[allow(dead_code, reason = "the tests use the rest of it")]
-#[path = "../../crates/tasuki-net/tests/net/mod.rs"]
+#[path = "../../crates/tasuki-net/tests/suite/net.rs"]
 mod net;
 
 use std::collections::VecDeque;

@@ -7,7 +7,8 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../../crates/tasuki-net/tests/stub/mod.rs"]
+#[allow(dead_code, reason = "the tests use the rest of it")]
+#[path = "../../crates/tasuki-net/tests/suite/stub/mod.rs"]
 mod stub;
 
 use std::collections::BTreeSet;
@@ -17,7 +18,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use common::Choices;
 use libfuzzer_sys::fuzz_target;
-use stub::{Play, StubBus};
+use stub::e1000e::{Play, StubBus};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Parts};
 use tasuki_net::port::{Burst, Frame, Port};

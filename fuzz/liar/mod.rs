@@ -6,7 +6,7 @@
 #![allow(dead_code, reason = "each target needs another part of it")]
 #![allow(clippy::result_large_err, reason = "a step that fails gives card and memory back")]
 
-#[path = "../../crates/tasuki-net/tests/stub/bus.rs"]
+#[path = "../../crates/tasuki-net/tests/suite/stub/bus.rs"]
 pub mod bus;
 
 use std::cell::RefCell;

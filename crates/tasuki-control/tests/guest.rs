@@ -8,7 +8,7 @@
 
 #[path = "guest/hostile.rs"]
 mod hostile;
-#[path = "../../tasuki-net/tests/behind_vfio/serial.rs"]
+#[path = "../../tasuki-net/tests/guest/behind_vfio/serial.rs"]
 #[allow(dead_code, reason = "the drivers' tests use the rest")]
 mod serial;
 #[path = "guest/traffic.rs"]
@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 use traffic::{Outcome, Traffic};
 use unit::{Unit, ask, group, kill, lives, log, property, run};
 
-/// Items that `serial` uses from the suite of all drivers.
-mod conformance {
+/// Items that `serial` uses of the drivers' tests.
+mod wait {
     use std::time::{Duration, Instant};
 
     /// Longest time for anything: the guest is emulated.
@@ -43,7 +43,7 @@ mod conformance {
         }
     }
 }
-use conformance::until;
+use wait::until;
 
 /// Two nodes that trust each other, and one that no node trusts.
 const NODES: &str = r#"

@@ -10,7 +10,7 @@
 //! `transmit_and_reclaim`, and for the other card with `rtl8139`. The card is memory that this program writes, whose
 //! work is not counted; its registers keep the written values.
 
-#[path = "../tests/stub/bus.rs"]
+#[path = "../tests/suite/stub/bus.rs"]
 mod bus;
 
 use std::cell::RefCell;

@@ -11,7 +11,8 @@
 //! whose work is not counted. With `captured` as second argument, a capture of all frames runs. The program also
 //! prints the time per packet, which means something only without callgrind.
 
-#[path = "../tests/stub/mod.rs"]
+#[allow(dead_code, reason = "the tests use the rest of it")]
+#[path = "../tests/suite/stub/mod.rs"]
 mod stub;
 
 use std::hint::black_box;
@@ -19,7 +20,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
-use stub::{Play, StubBus};
+use stub::e1000e::{Play, StubBus};
 use tasuki_net::capture::{Capture, Terms};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::{InPlace, Nic, NicOptions};

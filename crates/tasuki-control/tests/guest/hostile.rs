@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::conformance::until;
 use crate::traffic::Traffic;
 use crate::unit::{Unit, ask, lives, log, run};
+use crate::wait::until;
 use crate::{WIRES, field};
 
 /// Returns two owners whose programs torment their cards for as long as they run

@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde_json::Value;
 
-use crate::conformance::until;
+use crate::wait::until;
 
 pub const UNIT: &str = "tasukid.service";
 

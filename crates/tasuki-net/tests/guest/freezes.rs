@@ -4,18 +4,17 @@
 //! that.
 
 use std::fs;
-use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tasuki_net::nic::bundle::{BundleBus, Fds};
 use tasuki_net::nic::bus::{Bus, Iova, Registers, Vfio, pci};
 
-use super::conformance::PATIENCE;
-use super::repoint::{Process, ROLE, hear, say};
+use super::process::{self, Other, hear, say};
+use super::repoint::{self, unpack};
+use super::wait::{PATIENCE, until};
 use super::{E1000E, STATUS, TDBAL, open, region};
 
 const TEST: &str = "freezes::a_process_frozen_at_any_point_has_nothing_locked_for_the_next_owner";
@@ -59,11 +58,8 @@ fn ask(bus: &mut Vfio, what: u64, at: Iova) {
 
 /// Plays the other process: talks to the card for ever.
 fn talk() {
-    let socket = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free");
-    let (text, fds) = hear(&socket).expect("a way to the card");
-    let text = serde_json::from_str(&text).expect("the text of a bus");
-    let mut bus = Vfio::unpack(&text, &mut Fds::new(fds)).expect("the descriptors of a card");
-    say(&socket, "talks", &[]);
+    let (socket, mut bus) = unpack();
+    say(&socket, b"talks", &[]);
     let mut dice = Dice(std::process::id().into());
     loop {
         ask(&mut bus, dice.roll(6), THEIRS);
@@ -71,11 +67,11 @@ fn talk() {
 }
 
 /// Starts a talking process in a group of its own.
-fn start(bus: &Vfio, group: &Path) -> Process {
-    let process = Process::start(TEST, bus);
-    assert_eq!(hear(&process.socket).expect("it lives").0, "talks");
-    fs::write(group.join("cgroup.procs"), process.child.id().to_string()).expect("root may");
-    process
+fn start(bus: &Vfio, group: &Path) -> Other {
+    let other = repoint::start(TEST, bus);
+    assert_eq!(hear(&other.socket).expect("it lives").0, b"talks");
+    fs::write(group.join("cgroup.procs"), other.process.0.id().to_string()).expect("root may");
+    other
 }
 
 /// Freezes all processes of a group; returns how long that takes.
@@ -109,7 +105,7 @@ fn spread(what: &str, mut times: Vec<Duration>) {
 
 #[test]
 fn a_process_frozen_at_any_point_has_nothing_locked_for_the_next_owner() {
-    if std::env::var_os(ROLE).is_some() {
+    if process::role().is_some() {
         return talk();
     }
     let count = std::env::var("TASUKI_FREEZES").ok().and_then(|count| count.parse().ok()).unwrap_or(FREEZES);
@@ -136,19 +132,19 @@ fn a_process_frozen_at_any_point_has_nothing_locked_for_the_next_owner() {
         asked.push(answer.unwrap_or_else(|_| panic!("freeze {round} has left something locked")));
         if round.is_multiple_of(KILLED) {
             fs::write(group.join("cgroup.kill"), "1").expect("root may");
-            owner.kill();
+            drop(owner);
             fs::write(group.join("cgroup.freeze"), "0").expect("root may");
             owner = start(&bus, &group);
         } else {
             fs::write(group.join("cgroup.freeze"), "0").expect("root may");
         }
     }
-    owner.kill();
+    drop(owner);
     // The next owner has the card open until it ends; the next test would find the card busy.
     drop(told);
     next.join().expect("it only asks");
     spread("until it is frozen", frozen);
     spread("what the next owner asks then", asked);
     // Only an empty group can be removed, and it is empty once the kernel has reaped the dead.
-    super::conformance::until("an empty group", || fs::remove_dir(&group).ok());
+    until("an empty group", || fs::remove_dir(&group).ok());
 }

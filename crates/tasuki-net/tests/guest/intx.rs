@@ -1,8 +1,7 @@
 //! INTx through VFIO: the interrupts of an RTL8139, which has no others.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_net::nic::bundle::{BundleBus, Fds};
 use tasuki_net::nic::bus::{Bus, Iova, Registers, Vfio};
 use tasuki_net::nic::rtl8139::Rtl8139;
@@ -11,9 +10,9 @@ use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 
 use super::open;
+use super::wait::{PATIENCE, readable};
 
 const RTL8139: PciId = PciId { vendor: 0x10ec, device: 0x8139 };
-const PATIENCE: Duration = Duration::from_secs(20);
 
 // Transmit Configuration, and the bits that loop sent frames back.
 const TCR: u32 = 0x40;
@@ -66,9 +65,7 @@ fn come_back_and_wake(nic: &mut Rtl8139<Vfio>, registers: &impl Registers, arena
     registers.write32(TCR, registers.read32(TCR) | TCR_LOOPBACK);
     assert_eq!(nic.arm().unwrap(), Armed::Idle, "nothing has come");
     let sent = [send(nic, arena, 2 * number), send(nic, arena, 2 * number + 1)];
-    let limit = Timespec::try_from(PATIENCE).unwrap();
-    let rang = rustix::event::poll(&mut [PollFd::new(&nic.fd(), PollFlags::IN)], Some(&limit)).unwrap();
-    assert_eq!(rang, 1, "frame {number} was slept through");
+    assert!(readable(&nic.fd(), PATIENCE), "frame {number} was slept through");
     let (mut came, begin) = (Burst::new(), Instant::now());
     while came.len() < 2 {
         nic.receive(&mut came).unwrap();

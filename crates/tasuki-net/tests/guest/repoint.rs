@@ -6,20 +6,13 @@
 //! other end of the wire. The driving process sends all frames back, so the wire shows which were lost, came twice
 //! or out of order.
 
-use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::process::{Child, Command, Stdio};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketFlags, SocketType,
-};
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CapabilitySet;
 use tasuki_net::nic::bundle::{BundleBus, Fds};
@@ -31,17 +24,14 @@ use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::Region;
 
 use super::behind_vfio::{BehindVfio, calm};
+use super::conformance::World;
 use super::conformance::frames::{SHORTEST, assert_same, frame};
-use super::conformance::{PATIENCE, World, until};
+use super::process::{self, Other, hear, say};
+use super::wait::{PATIENCE, any_readable, readable, until};
 
 type Card = E1000e<Vfio>;
 type Behind = BehindVfio<Card>;
 
-/// Environment variable that is set in the other processes.
-pub const ROLE: &str = "TASUKI_ANOTHER_PROCESS";
-/// Most descriptors of a message: VFIO's three and the card's vectors.
-const FDS_MAX: usize = 16;
-const WORDS_MAX: usize = 4096;
 /// Number of handovers in the test of many.
 const TURNS: u64 = 24;
 /// Number of frames between two handovers.
@@ -55,36 +45,6 @@ fn options() -> NicOptions {
 fn memory(owner: u64) -> NicMemory {
     let slots = Geometry { slot_len: 4096, count: 256 };
     NicMemory::create(slots, 256 << 10, Behind::MEMORY_AT + (owner << 30)).expect("a little memory")
-}
-
-pub fn say(socket: &OwnedFd, words: &str, fds: &[BorrowedFd<'_>]) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)), "as many descriptors fit");
-    let sent = rustix::net::sendmsg(socket, &[IoSlice::new(words.as_bytes())], &mut control, SendFlags::NOSIGNAL);
-    assert_eq!(sent, Ok(words.len()));
-}
-
-/// Receives a message; `None` if no sender is left.
-pub fn hear(socket: &OwnedFd) -> Option<(String, Vec<OwnedFd>)> {
-    let mut words = [0; WORDS_MAX];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let into = &mut [IoSliceMut::new(&mut words)];
-    let got = rustix::net::recvmsg(socket, into, &mut control, RecvFlags::CMSG_CLOEXEC).expect("a message").bytes;
-    let fds = control.drain().flat_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(fds) => fds.collect::<Vec<OwnedFd>>(),
-        _ => Vec::new(),
-    });
-    let fds = fds.collect();
-    (got > 0).then(|| (String::from_utf8(words[..got].to_vec()).expect("text"), fds))
-}
-
-/// Returns whether any of `fds` becomes readable within `seconds`.
-fn ready<const N: usize>(fds: [BorrowedFd<'_>; N], seconds: u64) -> bool {
-    let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-    let limit = Timespec { tv_sec: seconds.try_into().expect("seconds"), tv_nsec: 0 };
-    rustix::event::poll(&mut fds, Some(&limit)).is_ok_and(|ready| ready > 0)
 }
 
 /// Sends received frames back; returns whether there were any.
@@ -171,64 +131,45 @@ fn become_poor() {
     rustix::thread::set_capabilities(None, sets).expect("less may always be had");
 }
 
+/// Receives this process's bus to the card; returns it with the socket to the process that started this one.
+pub fn unpack() -> (UnixStream, Vfio) {
+    let socket = process::socket();
+    let (text, fds) = hear(&socket).expect("a way to the card");
+    let text = serde_json::from_slice(&text).expect("the text of a bus");
+    let bus = Vfio::unpack(&text, &mut Fds::new(fds)).expect("the descriptors of a card");
+    (socket, bus)
+}
+
+/// Starts a process with the same access to the card as `bus`.
+pub fn start(test: &str, bus: &Vfio) -> Other {
+    let other = Other::start(test, "owner", None);
+    let (text, fds) = bus.pack().expect("descriptors are free");
+    let text = serde_json::to_vec(&text).expect("text");
+    say(&other.socket, &text, &fds.iter().map(AsFd::as_fd).collect::<Vec<_>>());
+    other
+}
+
 /// Plays another process: receives its bus to the card, and then carries out orders.
 fn other_process() {
-    let socket = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free");
-    let (text, fds) = hear(&socket).expect("a way to the card");
-    let text = serde_json::from_str(&text).expect("the text of a bus");
-    let bus = Vfio::unpack(&text, &mut Fds::new(fds)).expect("the descriptors of a card");
+    let (socket, bus) = unpack();
     let mut owner = Owner::Idle(bus);
     loop {
         match &mut owner {
             Owner::Driving(nic) => {
                 if !echo(nic) && nic.arm().expect("the card works") == Armed::Idle {
-                    ready([nic.fd(), socket.as_fd()], PATIENCE.as_secs());
+                    any_readable(&[nic.fd(), socket.as_fd()], PATIENCE);
                 }
             }
-            _ => _ = ready([socket.as_fd()], PATIENCE.as_secs()),
+            _ => _ = readable(&socket, PATIENCE),
         }
-        if !ready([socket.as_fd()], 0) {
+        if !readable(&socket, Duration::ZERO) {
             continue;
         }
         let Some((words, _)) = hear(&socket) else { return };
-        match owner.obey(&words) {
-            Ok(fds) => say(&socket, "done", &fds.iter().map(AsFd::as_fd).collect::<Vec<_>>()),
-            Err(sentence) => say(&socket, &sentence, &[]),
+        match owner.obey(str::from_utf8(&words).expect("an order")) {
+            Ok(fds) => say(&socket, b"done", &fds.iter().map(AsFd::as_fd).collect::<Vec<_>>()),
+            Err(sentence) => say(&socket, sentence.as_bytes(), &[]),
         }
-    }
-}
-
-/// Process that the test ends.
-pub struct Process {
-    pub child: Child,
-    pub socket: OwnedFd,
-}
-
-impl Process {
-    /// Starts a process with the same access to the card as `bus`.
-    pub fn start(test: &str, bus: &Vfio) -> Process {
-        let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-        let (socket, theirs) = pair.expect("a pair of sockets");
-        let mut command = Command::new(std::env::current_exe().expect("this test"));
-        command.args(["--exact", test, "--nocapture"]).env(ROLE, "1").stdin(Stdio::from(theirs)).stdout(Stdio::null());
-        let child = command.spawn().expect("this test can be started again");
-        let (text, fds) = bus.pack().expect("descriptors are free");
-        let text = serde_json::to_string(&text).expect("text");
-        say(&socket, &text, &fds.iter().map(AsFd::as_fd).collect::<Vec<_>>());
-        Process { child, socket }
-    }
-
-    pub fn kill(mut self) {
-        self.child.kill().expect("our own child");
-        self.child.wait().expect("our own child");
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // The process has ended already, unless the test failed.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -298,17 +239,17 @@ impl<'a> Stream<'a> {
     }
 
     /// Gives a process an order, while frames flow; returns its answer.
-    fn ask(&mut self, process: &Process, words: &str) -> Result<Vec<OwnedFd>, String> {
-        say(&process.socket, words, &[]);
+    fn ask(&mut self, process: &Other, words: &str) -> Result<Vec<OwnedFd>, String> {
+        say(&process.socket, words.as_bytes(), &[]);
         until(words, || {
             self.take(Duration::from_millis(1));
-            ready([process.socket.as_fd()], 0).then_some(())
+            readable(&process.socket, Duration::ZERO).then_some(())
         });
         let (answer, fds) = hear(&process.socket).expect("the process lives");
-        if answer == "done" { Ok(fds) } else { Err(answer) }
+        if answer == b"done" { Ok(fds) } else { Err(String::from_utf8(answer).expect("a sentence")) }
     }
 
-    fn tell(&mut self, process: &Process, words: &str) -> Vec<OwnedFd> {
+    fn tell(&mut self, process: &Other, words: &str) -> Vec<OwnedFd> {
         self.ask(process, words).unwrap_or_else(|sentence| panic!("{words}: {sentence}"))
     }
 }
@@ -326,8 +267,8 @@ struct Daemon {
 }
 
 impl Daemon {
-    fn start(&self) -> Process {
-        Process::start(self.test, &self.bus)
+    fn start(&self) -> Other {
+        start(self.test, &self.bus)
     }
 
     /// Returns whether the card reaches nothing at the first address of this owner's memory.
@@ -349,8 +290,8 @@ impl Daemon {
 
 /// Starts a card and makes a process take it as owner number 1. Then calls `act` while frames flow; `act` returns
 /// the final driver. In the other process, plays that process's part instead.
-fn play(test: &'static str, act: impl FnOnce(&mut Daemon, &mut Stream<'_>, Process) -> Process) {
-    if std::env::var_os(ROLE).is_some() {
+fn play(test: &'static str, act: impl FnOnce(&mut Daemon, &mut Stream<'_>, Other) -> Other) {
+    if process::role().is_some() {
         return other_process();
     }
     let first = memory(0);
@@ -361,11 +302,11 @@ fn play(test: &'static str, act: impl FnOnce(&mut Daemon, &mut Stream<'_>, Proce
     let mut daemon = Daemon { test, bus };
     let mut stream = Stream::over(&world);
     let process = daemon.start();
-    say(&process.socket, "prepare 1", &[]);
-    while !ready([process.socket.as_fd()], 0) {
+    say(&process.socket, b"prepare 1", &[]);
+    while !readable(&process.socket, Duration::ZERO) {
         echo(&mut nic);
     }
-    assert_eq!(hear(&process.socket).expect("it lives").0, "done");
+    assert_eq!(hear(&process.socket).expect("it lives").0, b"done");
     stop(&mut nic);
     stream.tell(&process, "take");
     drop(nic.stand_down());
@@ -413,7 +354,7 @@ fn a_taker_that_is_killed_when_it_is_ready_is_in_nobodys_way() {
         for _ in 0..3 {
             let taker = daemon.start();
             stream.tell(&taker, "prepare 2");
-            taker.kill();
+            drop(taker);
             assert!(
                 !daemon.is_free(2),
                 "what a dead process has mapped stays mapped, as long as the container is open"
@@ -446,7 +387,7 @@ fn a_giver_that_is_killed_when_it_has_stopped_leaves_its_memory_to_be_forgotten(
             let next = daemon.start();
             stream.tell(&next, "prepare 3");
             stream.tell(&taker, "stop");
-            taker.kill();
+            drop(taker);
             stream.tell(&next, "take");
             assert!(!daemon.is_free(2), "its memory is there still, and the card could reach it");
             stream.flow();
@@ -478,7 +419,7 @@ fn a_giver_takes_its_card_back_from_a_taker_that_was_killed() {
             stream.end();
             stream.tell(&giver, "stop");
             stream.tell(&taker, "take");
-            taker.kill();
+            drop(taker);
             stream.tell(&giver, "resume");
             stream.begin();
             stream.flow();

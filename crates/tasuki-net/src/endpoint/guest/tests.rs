@@ -10,7 +10,7 @@ use crate::vni::fixture::{Nodes, frame, listen, mac, received};
 use crate::vni::mortal::lives_for;
 
 /// A machine written from the specifications.
-#[path = "../../../tests/vm/machine.rs"]
+#[path = "../../../tests/suite/vm.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 mod theirs;
 

@@ -12,7 +12,7 @@ use crate::vni::fixture::{Nodes, frame, listen, received};
 use crate::vni::mortal::lives_for;
 
 /// A client written from the protocol's text.
-#[path = "../../../tests/memif/client.rs"]
+#[path = "../../../tests/suite/memif/client.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 mod theirs;
 

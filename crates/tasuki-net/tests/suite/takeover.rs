@@ -1,0 +1,186 @@
+//! A driver is killed, at every step and at any time, under traffic. Its successor finds its position in ledger and
+//! rings: no frame is lost, comes twice or comes as the dead driver had changed it.
+
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin, VfioUser};
+use tasuki_net::nic::{InPlace, NicMemory, Parts};
+use tasuki_net::port::{Burst, Port, Transactional};
+use tasuki_shm::arena::Geometry;
+use tasuki_shm::crash;
+
+use crate::plugged::{self, Card, Wire, with_card};
+use crate::process::{self, Other};
+
+const RATE: u64 = 400_000;
+const SLOTS: Geometry = Geometry { slot_len: 4096, count: 640 };
+const RINGS_LEN: usize = 256 << 10;
+const AT: Iova = Iova(1 << 32);
+
+/// All that a process needs to drive the card: the parts of the twin that other processes do not know, and the
+/// descriptors in order.
+struct DeviceBundle {
+    words: Vec<u32>,
+    fds: Vec<OwnedFd>,
+}
+
+impl DeviceBundle {
+    fn of(bus: &VfioUser, parts: Parts) -> DeviceBundle {
+        let Twin { connection, lock, config_len, bars, vectors, .. } = bus.twin().expect("descriptors are free");
+        let Connection { socket, fds_max, transfer_max, .. } = connection;
+        let [BarTwin { len, doorbells: Some(doorbells), places, .. }] = <[BarTwin; 1]>::try_from(bars).expect("BAR 0")
+        else {
+            panic!("our model has doorbells in memory")
+        };
+        let small = |number: u64| u32::try_from(number).expect("our model's spaces are small");
+        let mut words = vec![fds_max, transfer_max, small(config_len), small(len)];
+        words.extend(places.iter().flat_map(|(offset, place)| [*offset, *place]));
+        let [vector] = <[OwnedFd; 1]>::try_from(vectors).expect("one vector");
+        DeviceBundle { words, fds: vec![socket, lock, doorbells, vector, parts.rings, parts.frames, parts.ledger] }
+    }
+
+    fn send(&self, socket: &UnixStream) {
+        let bytes: Vec<u8> = self.words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let fds: Vec<_> = self.fds.iter().map(OwnedFd::as_fd).collect();
+        process::say(socket, &bytes, &fds);
+    }
+
+    fn receive(socket: &UnixStream) -> (VfioUser, NicMemory) {
+        let (bytes, fds) = process::hear(socket).expect("a bundle");
+        let [socket, lock, doorbells, vector, rings, frames, ledger] =
+            <[OwnedFd; 7]>::try_from(fds).expect("seven descriptors");
+        let words: Vec<u32> = bytes.as_chunks().0.iter().map(|word| u32::from_ne_bytes(*word)).collect();
+        let places = words[4..].as_chunks::<2>().0.iter().map(|[offset, place]| (*offset, *place)).collect();
+        let bar = BarTwin { index: 0, len: words[3].into(), doorbells: Some(doorbells), places };
+        let connection = Connection { socket, fds_max: words[0], transfer_max: words[1], io_fds: true };
+        let vectors = vec![vector];
+        let twin = Twin { connection, lock, config_len: words[2].into(), can_reset: true, bars: vec![bar], vectors };
+        let layout = tasuki_net::nic::MemoryLayout { rings_at: AT, rings_len: RINGS_LEN, slots: SLOTS };
+        let memory = NicMemory::prepare(Parts { rings, frames, ledger }, &layout).expect("the card's memory");
+        (VfioUser::from_twin(twin, TIMEOUT).expect("the card's connection"), memory)
+    }
+}
+
+/// Runs as the process to kill: sends frames back, turned round. It ends by itself only if something is wrong.
+fn drive() -> ! {
+    let mut socket = process::socket();
+    let (bus, memory) = DeviceBundle::receive(&socket);
+    let prepared = Card::prepare(bus, memory).expect("it is ready");
+    socket.write_all(&[1]).expect("somebody waits for that");
+    socket.read_exact(&mut [0]).expect("the one before is dead");
+    let mut nic = Card::pick_up(prepared).expect("what the one before left");
+    let mut burst = Burst::new();
+    loop {
+        let came = if burst.is_empty() { nic.receive(&mut burst).expect("the card works") } else { 0 };
+        for frame in burst.iter_mut().take(came) {
+            nic.save(frame);
+            crash::point("nic.saved");
+            let (to, rest) = frame.slot.bytes_mut().split_at_mut(6);
+            assert_eq!(*to, [0xff; 6], "a frame that the one before had changed");
+            to.swap_with_slice(&mut rest[..6]);
+            crash::point("nic.changed");
+        }
+        nic.transmit(&mut burst).expect("the card works");
+    }
+}
+
+/// A process that drives the card in its turn.
+struct Driver(Other);
+
+impl Driver {
+    /// Starts a process that prepares for the takeover, so that it takes no time later. It kills itself at the crash
+    /// point `crash`.
+    fn ready(test: &str, bundle: &DeviceBundle, crash: Option<&str>) -> Driver {
+        let mut other = Other::start(test, "driver", crash);
+        bundle.send(&other.socket);
+        other.socket.read_exact(&mut [0]).expect("it gets ready");
+        Driver(other)
+    }
+
+    fn go(&mut self) {
+        self.0.socket.write_all(&[1]).expect("it waits for that");
+    }
+
+    /// Kills the process if it has not killed itself within `patience`; returns whether it was killed, and did not
+    /// fail.
+    fn end(self, patience: Duration) -> bool {
+        let (mut process, began) = (self.0.process, std::time::Instant::now());
+        while began.elapsed() < patience && process.0.try_wait().expect("a child").is_none() {
+            std::thread::yield_now();
+        }
+        process.was_killed()
+    }
+}
+
+/// Starts the card with a driver that is gone at once; returns the bundle for the others.
+fn start(socket: OwnedFd) -> DeviceBundle {
+    let memory = NicMemory::create(SLOTS, RINGS_LEN, AT).expect("a little memory");
+    let parts = memory.parts().expect("descriptors are free");
+    let nic = plugged::start(socket, memory, true);
+    DeviceBundle::of(nic.bus(), parts)
+}
+
+/// Ends drivers one after the other, as `ends` says; the last one stays until all frames are back. Returns how many
+/// were killed.
+fn one_after_the_other(
+    test: &str,
+    bundle: &DeviceBundle,
+    wire: &Wire,
+    frames: u64,
+    ends: impl Iterator<Item = (Option<String>, Duration)>,
+) -> u32 {
+    wire.begin();
+    let mut ends = ends.peekable();
+    let mut killed = 0;
+    let next =
+        |end: Option<&(Option<String>, Duration)>| Driver::ready(test, bundle, end.and_then(|end| end.0.as_deref()));
+    let mut other = next(ends.peek());
+    while let Some((_, patience)) = ends.next() {
+        let spare = next(ends.peek());
+        other.go();
+        assert!(std::mem::replace(&mut other, spare).end(patience), "killed, not broken");
+        killed += 1;
+    }
+    other.go();
+    wire.await_back(frames);
+    assert!(other.end(Duration::ZERO), "killed, not broken");
+    killed
+}
+
+fn nothing_is_lost(test: &str, frames: u64, ends: impl Iterator<Item = (Option<String>, Duration)> + Send) {
+    let (killed, counts, _) = with_card(RATE, frames, |socket, wire| {
+        let bundle = start(socket);
+        one_after_the_other(test, &bundle, wire, frames, ends)
+    });
+    let got = (counts.received, counts.duplicated, counts.reordered, counts.damaged);
+    assert_eq!(got, (frames, 0, 0, 0), "after {killed} kills");
+}
+
+#[test]
+fn killed_at_any_time() {
+    if process::role().is_some() {
+        drive();
+    }
+    let ends = (0..150_u64).map(|i| (None, Duration::from_micros(i * i * 7919 % 3000)));
+    nothing_is_lost("takeover::killed_at_any_time", 400_000, ends);
+}
+
+#[test]
+fn killed_at_every_step() {
+    if process::role().is_some() {
+        drive();
+    }
+    if !cfg!(feature = "crash-points") {
+        println!(
+            "skipped: the places where a driver is killed need the feature crash-points, as `cargo xtask test` has it"
+        );
+        return;
+    }
+    let passes = [1, 2, 3, 5, 8, 33, 34, 100];
+    let ends = passes.into_iter().flat_map(|pass| crash::NIC_POINTS.iter().map(move |point| format!("{point}:{pass}")));
+    nothing_is_lost("takeover::killed_at_every_step", 300_000, ends.map(|end| (Some(end), Duration::from_millis(200))));
+}
