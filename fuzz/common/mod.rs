@@ -7,7 +7,7 @@
 #![allow(dead_code, reason = "each target needs another part of it")]
 #![allow(unsafe_code, reason = "SIGPIPE is ignored by a call into libc")]
 
-#[path = "../../crates/tasuki-call/tests/forger/mod.rs"]
+#[path = "../../crates/tasuki-call/tests/suite/forger.rs"]
 pub mod forger;
 
 use std::path::PathBuf;

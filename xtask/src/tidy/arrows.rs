@@ -13,23 +13,25 @@ enum May {
     Only(&'static [&'static str]),
 }
 
-const ARROWS: [(&str, May); 10] = [
+const ARROWS: [(&str, May); 11] = [
     // Compiled and checked alone, also under loom.
     ("tasuki-shm", May::Only(&[])),
     // A protocol with versions of its own, for programs that use nothing else of ours.
-    ("tasuki-call", May::Only(&["tasuki-shm"])),
+    ("tasuki-call", May::Only(&["tasuki-shm", "tasuki-testing"])),
     // Everything that touches devices, guests and the kernel's network. Tested against models and TAPs.
-    ("tasuki-net", May::Only(&["tasuki-shm", "tasuki-sim", "tasuki-tap"])),
+    ("tasuki-net", May::Only(&["tasuki-shm", "tasuki-sim", "tasuki-tap", "tasuki-testing"])),
     // A contract between versions: pure, and independent of our other crates.
     ("tasuki-relay", May::Only(&[])),
     // A model of a device is independent of the drivers whose errors it must find.
-    ("tasuki-sim", May::Only(&["tasuki-shm", "tasuki-tap"])),
+    ("tasuki-sim", May::Only(&["tasuki-shm", "tasuki-tap", "tasuki-testing"])),
     // Turns a descriptor into a network interface, for crates that do not know each other.
     ("tasuki-tap", May::Only(&[])),
+    // What the tests of several crates share. It is below all of them.
+    ("tasuki-testing", May::Only(&[])),
     // Drives a node's ports, and can be replaced while it runs. Tested against models.
-    ("tasuki-worker", May::Only(&["tasuki-shm", "tasuki-net", "tasuki-relay", "tasuki-sim"])),
+    ("tasuki-worker", May::Only(&["tasuki-shm", "tasuki-net", "tasuki-relay", "tasuki-sim", "tasuki-testing"])),
     // Talks to people. Starts workers by path and never links the data path.
-    ("tasuki-control", May::Only(&["tasuki-shm", "tasuki-relay", "tasuki-tap"])),
+    ("tasuki-control", May::Only(&["tasuki-shm", "tasuki-relay", "tasuki-tap", "tasuki-testing"])),
     // Measures everything.
     ("tasuki-bench", May::All),
     // Must build even if nothing else does.

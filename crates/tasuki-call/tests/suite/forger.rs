@@ -1,23 +1,21 @@
 //! Peers made by hand: they speak the call protocol byte by byte, and break it where a test wants them to.
 //!
 //! Nothing here comes from `tasuki_call`. This file writes down every number of docs/design/call.md a second
-//! time, so that a mistake in the first cannot hide. tests/hostile.rs and the fuzz targets use it.
+//! time, so that a mistake in the first cannot hide. `hostile` and the fuzz targets use it.
 #![allow(dead_code, reason = "each user needs another part of it")]
 
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-};
+use rustix::net::SocketFlags;
 use rustix::pipe::PipeFlags;
 use tasuki_shm::region::{Pages, PeerRegion, Region, Span};
 use tasuki_shm::sync::{AtomicU64, Relaxed};
+use tasuki_testing::descriptors;
+pub use tasuki_testing::descriptors::{listen, send};
 
 pub const REQUEST_BYTES: u8 = 1;
 pub const REQUEST_SLOT: u8 = 2;
@@ -113,48 +111,19 @@ pub fn packet(kind: u16) -> Vec<u8> {
     out
 }
 
-pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() {
-        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
-    }
-    rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
-    Ok(())
-}
-
 /// Receives a packet and its descriptors. Returns no bytes if the peer has closed the socket.
 pub fn receive(socket: BorrowedFd<'_>) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let mut bytes = [0; 512];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let got = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    let fds = control.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(rights) => Some(rights),
-        _ => None,
-    });
-    let fds = fds.flatten().collect();
-    Ok((bytes[..got.bytes].to_vec(), fds))
-}
-
-fn socket() -> OwnedFd {
-    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+    let (len, fds) = descriptors::receive(socket, &mut bytes)?;
+    Ok((bytes[..len].to_vec(), fds))
 }
 
 /// Returns a connected socket on which nothing was sent.
 pub fn dial(path: &Path) -> OwnedFd {
-    let socket = socket();
+    let socket = descriptors::connect(path);
     let limit = Some(Duration::from_secs(10));
     rustix::net::sockopt::set_socket_timeout(&socket, rustix::net::sockopt::Timeout::Recv, limit).unwrap();
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
     socket
-}
-
-pub fn listen(path: &Path) -> OwnedFd {
-    let listener = socket();
-    rustix::net::bind(&listener, &SocketAddrUnix::new(path).unwrap()).unwrap();
-    rustix::net::listen(&listener, 64).unwrap();
-    listener
 }
 
 pub fn accept(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
@@ -377,40 +346,6 @@ impl End {
                 return None;
             }
             std::thread::yield_now();
-        }
-    }
-}
-
-/// Random numbers from a seed that can be printed: xorshift64*.
-pub struct Dice(u64);
-
-impl Dice {
-    pub fn new(seed: u64) -> Self {
-        Dice(seed | 1)
-    }
-
-    pub fn roll(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    pub fn byte(&mut self) -> u8 {
-        self.roll().to_le_bytes()[5]
-    }
-
-    pub fn below(&mut self, limit: u64) -> u64 {
-        self.roll() % limit
-    }
-
-    /// Returns a number that a liar would choose: near zero, near a power of two, near the top, or any.
-    pub fn lie(&mut self) -> u64 {
-        match self.below(4) {
-            0 => self.below(10),
-            1 => (1 << self.below(64)) + self.below(3),
-            2 => u64::MAX - self.below(3),
-            _ => self.roll(),
         }
     }
 }

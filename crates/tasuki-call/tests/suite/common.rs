@@ -1,12 +1,7 @@
 //! Shared parts of the test files: a server with known methods, child processes that die with their test, a
 //! watchdog.
 //!
-//! A child process is this very test binary, started again with one test, `tests::child_role`, which does nothing
-//! unless the environment names a role. A child and its test exchange data through a [`Board`]: shared memory that
-//! the child opens by way of `/proc`.
-#![allow(dead_code, reason = "each test file uses a part of it")]
-
-mod dice;
+//! A child and its test exchange data through a [`Board`]: shared memory that the child opens by way of `/proc`.
 
 use std::io::Write;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -18,7 +13,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal};
 use tasuki_call::{
@@ -29,7 +24,8 @@ use tasuki_shm::arena::{Detach, Geometry};
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::sync::AtomicU64;
 
-pub use dice::Dice;
+pub use tasuki_testing::{Dice, PATIENCE, until};
+use tasuki_testing::{Program, process};
 
 /// Answers with the request.
 pub const ECHO: u16 = 1;
@@ -90,20 +86,12 @@ pub const SERVING: u64 = 2;
 /// A child's mark: it failed to serve.
 pub const FAILED: u64 = 3;
 
-/// Longer than anything but a hang takes.
-pub const FOREVER: Duration = Duration::from_secs(50);
+/// Arguments of this program that make it a child.
+pub const CHILD_ROLE: [&str; 4] = ["--exact", "child_role", "--nocapture", "--test-threads=1"];
 
 /// Returns a deadline that only a hang passes.
 pub fn ample() -> Deadline {
-    Deadline::within(FOREVER)
-}
-
-pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !condition() {
-        assert!(start.elapsed() < FOREVER, "waited in vain until {what}");
-        std::thread::sleep(Duration::from_micros(100));
-    }
+    Deadline::within(PATIENCE)
 }
 
 /// Returns `len` bytes that differ from call to call and from place to place.
@@ -183,7 +171,7 @@ impl Board {
     }
 
     pub fn wait(&self, word: usize, value: u64) {
-        eventually(&format!("word {word} is {value}"), || self.get(word) == value);
+        until(&format!("word {word} is {value}"), || self.get(word) == value);
     }
 }
 
@@ -220,7 +208,7 @@ impl Worker {
                 self.record(&request);
                 self.board.add(HELD, 1);
                 let board = Arc::clone(&self.board);
-                eventually("the gate is open", || board.get(GATE) != 0);
+                until("the gate is open", || board.get(GATE) != 0);
                 echo(request);
             }
             DIE => {
@@ -324,12 +312,12 @@ impl Host {
     pub fn with<T: Send + 'static>(&self, what: impl FnOnce(&mut Server) -> T + Send + 'static) -> T {
         let (answer, answered) = channel();
         self.errands.send(Box::new(move |server| answer.send(what(server)).unwrap())).unwrap();
-        answered.recv_timeout(FOREVER).unwrap()
+        answered.recv_timeout(PATIENCE).unwrap()
     }
 
     /// Waits until all reply slots are back. Dropped slots go back with later requests.
     pub fn replies_come_back(&self, client: &mut Client) {
-        eventually("all reply slots are back", || {
+        until("all reply slots are back", || {
             let reply = client.call(tasuki_call::Ask::new(ECHO, b"anything to return?"), ample());
             assert_eq!(reply.unwrap().to_vec(), b"anything to return?");
             let census = self.with(|server| server.reply_census());
@@ -390,25 +378,14 @@ pub fn assert_whole(client: &Client) {
     assert_eq!((census.owner, census.peer), (0, 0), "every slot is free: {census:?}");
 }
 
-/// Process ids of the live children; the watchdog kills them when a test hangs.
-static CHILDREN: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
-
-fn children() -> std::sync::MutexGuard<'static, Vec<Pid>> {
-    CHILDREN.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// A child process. Dropping it kills and reaps the process.
 #[derive(Debug)]
-pub struct Child {
-    process: std::process::Child,
-    pid: Pid,
-    status: Option<ExitStatus>,
-}
+pub struct Child(Program);
 
 /// Description of a child to start.
 #[derive(Debug)]
 pub struct Role<'a> {
-    /// A role that the test file's `child_role` knows, or one of [`act`]'s.
+    /// A role that [`child_role`](crate::child_role) knows.
     pub name: &'a str,
     pub socket: &'a Path,
     pub board: &'a Board,
@@ -422,7 +399,7 @@ pub struct Role<'a> {
 impl Role<'_> {
     fn command(&self) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "tests::child_role", "--nocapture", "--test-threads=1"]);
+        command.args(CHILD_ROLE);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         command.env_remove("TASUKI_CRASH").env_remove("RUST_BACKTRACE");
         command.env("TASUKI_ROLE", self.name).env("TASUKI_PARENT", std::process::id().to_string());
@@ -438,68 +415,42 @@ impl Role<'_> {
     /// Starts the child. It dies with this thread at the latest.
     pub fn spawn(&self) -> Child {
         self.board.set(MARKS + self.mark, 0);
-        Child::of(&mut self.command())
-    }
-
-    /// Starts the child as another user.
-    pub fn spawn_as(&self, uid: u32) -> Child {
-        use std::os::unix::process::CommandExt;
-        self.board.set(MARKS + self.mark, 0);
-        Child::of(self.command().uid(uid))
+        Child(Program::start(&mut self.command()))
     }
 }
 
 impl Child {
-    pub fn of(command: &mut Command) -> Self {
-        let process = command.spawn().unwrap();
-        let pid = Pid::from_child(&process);
-        children().push(pid);
-        Child { process, pid, status: None }
-    }
-
     pub fn pid(&self) -> Pid {
-        self.pid
+        self.0.id()
     }
 
     /// Sends SIGKILL, without waiting for the end.
     pub fn strike(&self) {
-        let _ = rustix::process::kill_process(self.pid, Signal::KILL);
+        let _ = rustix::process::kill_process(self.pid(), Signal::KILL);
     }
 
     /// Stops the child, and waits until the kernel reports it as stopped.
     pub fn stop(&self) {
-        rustix::process::kill_process(self.pid, Signal::STOP).unwrap();
-        let stat = format!("/proc/{}/stat", self.pid.as_raw_nonzero());
-        eventually("it has stopped", || std::fs::read_to_string(&stat).unwrap().contains(") T "));
+        self.0.signal(Signal::STOP);
+        until("it has stopped", || process::stat(self.pid()).is_some_and(|(_, fields)| fields[0] == "T"));
     }
 
     /// Lets a stopped child continue.
     pub fn go_on(&self) {
-        rustix::process::kill_process(self.pid, Signal::CONT).unwrap();
+        self.0.signal(Signal::CONT);
     }
 
     pub fn wait(&mut self) -> ExitStatus {
-        *self.status.get_or_insert_with(|| {
-            let status = self.process.wait().unwrap();
-            children().retain(|pid| *pid != self.pid);
-            status
-        })
+        self.0.0.wait().unwrap()
     }
 
     pub fn kill(&mut self) {
-        self.strike();
-        self.wait();
+        self.0.kill();
     }
 
     /// Returns the exit status if the child has ended.
     pub fn ended(&mut self) -> Option<ExitStatus> {
-        if self.status.is_none() {
-            self.status = self.process.try_wait().unwrap();
-            if self.status.is_some() {
-                children().retain(|pid| *pid != self.pid);
-            }
-        }
-        self.status
+        self.0.0.try_wait().unwrap()
     }
 
     /// Waits for the child's end, which must be by SIGKILL.
@@ -512,14 +463,6 @@ impl Child {
     pub fn succeeded(&mut self) {
         let status = self.wait();
         assert!(status.success(), "{status}");
-    }
-}
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        if self.status.is_none() {
-            self.kill();
-        }
     }
 }
 
@@ -556,7 +499,7 @@ impl Told {
         std::env::var(name).ok()
     }
 
-    /// Plays one of the roles that all test files share.
+    /// Plays one of the roles that all tests share.
     ///
     /// `server` binds and serves; `standby` serves when the server has died; `taker` makes the server let go within
     /// `TASUKI_LIMIT` ms and serves.
@@ -657,7 +600,7 @@ impl Stage {
     /// Starts a child and waits until it sets `mark`.
     pub fn spawn_until(&self, name: &str, mark: u64, vars: &[(&str, String)]) -> Child {
         let (mut child, word) = self.spawn(name, vars);
-        eventually(&format!("{name} says {mark}"), || {
+        until(&format!("{name} says {mark}"), || {
             let ended = child.ended();
             assert!(ended.is_none() || self.board.get(word) == mark, "{name} has ended: {ended:?}");
             self.board.get(word) == mark
@@ -683,7 +626,7 @@ impl Stage {
     }
 }
 
-/// Ends the whole test process and its children unless dropped in time: a hang cannot fail by itself.
+/// Ends the whole test process, and by that its children, unless dropped in time: a hang cannot fail by itself.
 #[derive(Debug)]
 pub struct Watchdog {
     over: Arc<(Mutex<bool>, Condvar)>,
@@ -701,9 +644,6 @@ impl Watchdog {
             if !*guard {
                 // Not a macro: the test harness would capture its output, and the output would be lost.
                 let _ = writeln!(std::io::stderr(), "watchdog: {test} took longer than {limit:?}");
-                for pid in children().iter() {
-                    let _ = rustix::process::kill_process(*pid, Signal::KILL);
-                }
                 std::process::exit(101);
             }
         });
@@ -722,7 +662,7 @@ impl Drop for Watchdog {
 #[macro_export]
 macro_rules! watched {
     () => {
-        $crate::watched!(60)
+        $crate::watched!(90)
     };
     ($seconds:expr) => {
         let name = std::thread::current().name().unwrap_or("test").to_owned().leak();
@@ -751,7 +691,5 @@ pub fn cpu_time(pid: Pid) -> Duration {
 
 /// Returns the resident memory of a process in bytes.
 pub fn resident(pid: Pid) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-    line.split_whitespace().next().unwrap().parse::<u64>().unwrap() * 1024
+    process::status_bytes(pid, "VmRSS")
 }

@@ -1,0 +1,30 @@
+//! Facts about any process, from `/proc`. A process is its number, or `self`.
+
+use std::fmt::Display;
+use std::fs;
+
+/// Returns a field of the file `status`: its words, with one space between them. Returns `None` if the process or
+/// the field does not exist.
+pub fn status(process: impl Display, field: &str) -> Option<String> {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let words = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
+    Some(words.split_whitespace().collect::<Vec<_>>().join(" "))
+}
+
+/// Returns a field of the file `status` that is a size, in bytes. Panics if there is none.
+pub fn status_bytes(process: impl Display, field: &str) -> u64 {
+    let size = status(process, field).expect("a process with this field");
+    size.strip_suffix(" kB").and_then(|kib| kib.parse::<u64>().ok()).expect("a size in KiB") * 1024
+}
+
+/// Returns the name of a process, and the fields that follow it in the file `stat`: its state, its parent, and more.
+pub fn stat(process: impl Display) -> Option<(String, Vec<String>)> {
+    let text = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    let (name, fields) = text.rsplit_once(')')?;
+    Some((name.split_once('(')?.1.to_owned(), fields.split_whitespace().map(str::to_owned).collect()))
+}
+
+/// Returns whether a process exists and is not a zombie.
+pub fn lives(process: impl Display) -> bool {
+    stat(process).is_some_and(|(_, fields)| fields[0] != "Z" && fields[0] != "X")
+}
