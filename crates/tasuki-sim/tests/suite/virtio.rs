@@ -1,18 +1,12 @@
-//! A virtio network device with a megabyte of memory, and a tape of frames as its wire; the test does each access of
-//! a driver.
-#![allow(dead_code, reason = "each test file uses its part")]
-#![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
+//! A virtio network device on a [`Bench`]; the test does each access of a driver.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::ops::Deref;
 
-use tasuki_shm::region::{Pages, Region, Span};
-use tasuki_sim::card::{Card, Clock};
-use tasuki_sim::journal::Class;
 use tasuki_sim::model::Model;
 use tasuki_sim::virtio_net::{Bar, Device, Options, feature};
 
-use crate::rig::Tape;
+pub use crate::bench::*;
 
 // Offsets of the structures that our model's capabilities name.
 pub const COMMON: u32 = 0x0000;
@@ -44,12 +38,7 @@ pub const NEXT: u16 = 1;
 pub const WRITE: u16 = 2;
 pub const INDIRECT: u16 = 4;
 
-pub const AT: u64 = 0x1_0000_0000;
-pub const LEN: usize = 1 << 20;
-pub const BUFFER_LEN: usize = 2048;
 pub const HEADER_LEN: usize = 12;
-
-pub const MAC: [u8; 6] = [0x02, 0x13, 0x57, 0x9b, 0xdf, 0x24];
 
 /// Offsets of the parts of queue `index`, for up to 64 descriptors.
 pub fn descriptors(index: u16) -> usize {
@@ -67,23 +56,25 @@ pub fn buffer(index: u16, i: usize) -> usize {
 }
 
 pub struct Rig {
-    pub card: Card<Tape, Device>,
-    pub region: Region,
-    words: Span<AtomicU64>,
+    bench: Bench<Device>,
     available: [Cell<u16>; 5],
     pub size: u16,
+}
+
+impl Deref for Rig {
+    type Target = Bench<Device>;
+
+    fn deref(&self) -> &Bench<Device> {
+        &self.bench
+    }
 }
 
 impl Rig {
     /// Makes a card on its bus: memory decoding and bus mastering on, MSI-X enabled as by a system.
     pub fn new(options: Options) -> Self {
-        let region = Region::create("rig", LEN, Pages::Small).unwrap();
-        let words = region.span(0, LEN / 8).unwrap();
-        let card = Card::new(Device::new(Options { mac: MAC, ..options }), Tape::default(), Clock::manual());
-        card.map(AT, &region).unwrap();
-        card.write_config(4, 2, 6);
-        card.with(|parts| parts.device.enable_msix(true));
-        Rig { card, region, words, available: Default::default(), size: 16 }
+        let bench = Bench::new(Device::new(Options { mac: MAC, ..options }));
+        bench.card.with(|parts| parts.device.enable_msix(true));
+        Rig { bench, available: Default::default(), size: 16 }
     }
 
     /// Makes a card that runs with these features: all queues set up, and `buffers` posted in the first receive
@@ -176,12 +167,6 @@ impl Rig {
         self.card.write(Bar::Structures, NOTIFY + 4 * u32::from(index), 2, index.into());
     }
 
-    /// Advances the clock and lets the card do its work.
-    pub fn pass(&self, ns: u64) {
-        self.card.advance(ns);
-        self.card.settle(1000);
-    }
-
     pub fn descriptor(&self, index: u16, i: u16, at: u64, len: u32, flags: u16, next: u16) {
         let to = descriptors(index) + 16 * usize::from(i);
         self.store(to, at);
@@ -249,25 +234,9 @@ impl Rig {
         self.used(index).into_iter().map(frame).collect()
     }
 
-    pub fn come(&self, frame: &[u8]) {
-        self.card.with(|parts| parts.wire.coming.push_back(frame.to_vec()));
-    }
-
-    pub fn sent(&self) -> Vec<Vec<u8>> {
-        self.card.with(|parts| parts.wire.sent.drain(..).map(|(_, frame)| frame).collect())
-    }
-
     /// Prepares the model for a pause; returns whether it has work.
     pub fn doze(&self) -> bool {
         self.card.with(|parts| parts.device.doze(&mut parts.memory))
-    }
-
-    pub fn load(&self, offset: usize) -> u64 {
-        self.words[offset / 8].load(Relaxed)
-    }
-
-    pub fn store(&self, offset: usize, value: u64) {
-        self.words[offset / 8].store(value, Relaxed);
     }
 
     pub fn load16(&self, offset: usize) -> u16 {
@@ -277,34 +246,6 @@ impl Rig {
 
     pub fn store16(&self, offset: usize, value: u16) {
         self.store_bytes(offset, &value.to_le_bytes());
-    }
-
-    pub fn load_bytes(&self, offset: usize, len: usize) -> Vec<u8> {
-        (offset..offset + len).map(|i| self.load(i / 8 * 8).to_le_bytes()[i % 8]).collect()
-    }
-
-    pub fn store_bytes(&self, offset: usize, bytes: &[u8]) {
-        for (i, byte) in (offset..).zip(bytes) {
-            let mut word = self.load(i / 8 * 8).to_le_bytes();
-            word[i % 8] = *byte;
-            self.store(i / 8 * 8, u64::from_le_bytes(word));
-        }
-    }
-
-    pub fn all_memory(&self) -> Vec<u64> {
-        self.words.iter().map(|word| word.load(Relaxed)).collect()
-    }
-
-    pub fn raised(&self, vector: u16) -> u64 {
-        self.card.with(|parts| parts.memory.raised(vector))
-    }
-
-    pub fn broke(&self, class: Class) -> u64 {
-        self.card.with(|parts| parts.device.journal.count(class))
-    }
-
-    pub fn broke_nothing(&self) {
-        self.card.with(|parts| parts.device.journal.demand_none(&Class::ALWAYS)).unwrap();
     }
 }
 

@@ -1,10 +1,6 @@
 //! Sending, by the rules of the data sheet (§7.2, §10.2.6).
-#![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
-#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
-mod rig;
-
-use rig::*;
+use crate::rig::*;
 use tasuki_sim::e1000e::Options;
 use tasuki_sim::journal::Class;
 

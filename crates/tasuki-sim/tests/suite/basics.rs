@@ -1,10 +1,6 @@
 //! The 82574L from reset to the first frames, by the rules of its data sheet.
-#![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
-#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
-mod rig;
-
-use rig::*;
+use crate::rig::*;
 use tasuki_sim::e1000e::{Bar, Options};
 use tasuki_sim::journal::Class;
 

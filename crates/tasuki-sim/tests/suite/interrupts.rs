@@ -1,10 +1,6 @@
 //! Interrupts, by the rules of the data sheet (§7.4, §10.2.4), and PAUSE (§3.5.5).
-#![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
-#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
-mod rig;
-
-use rig::*;
+use crate::rig::*;
 use tasuki_sim::e1000e::{Bar, Options};
 
 /// RXQ0 to vector 0, RXQ1 to 1, TXQ0 to 2, OTHER to 4.

@@ -1,15 +1,10 @@
-//! An 82574L with a megabyte of memory, and a tape of frames as its wire; the test does each access of a driver.
-#![allow(dead_code, reason = "each test file uses its part")]
-#![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
+//! An 82574L on a [`Bench`]; the test does each access of a driver.
 
-use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::ops::Deref;
 
-use tasuki_shm::region::{Pages, Region, Span};
-use tasuki_sim::card::{Card, Clock};
 use tasuki_sim::e1000e::{Bar, Device, Options};
-use tasuki_sim::journal::Class;
-use tasuki_sim::wire::Wire;
+
+pub use crate::bench::*;
 
 pub const CTRL: u32 = 0x0000;
 pub const STATUS: u32 = 0x0008;
@@ -82,44 +77,23 @@ pub const RXDMT0: u32 = 1 << 4;
 pub const RXO: u32 = 1 << 6;
 pub const RXT0: u32 = 1 << 7;
 pub const RXQ0: u32 = 1 << 20;
-pub const RXQ1: u32 = 1 << 21;
 pub const TXQ0: u32 = 1 << 22;
 pub const OTHER: u32 = 1 << 24;
 
-/// Bus address and length of the card's memory, and the offsets of its parts.
-pub const AT: u64 = 0x1_0000_0000;
-pub const LEN: usize = 1 << 20;
+/// Offsets of the parts of the card's memory.
 pub const RX_RING: [usize; 2] = [0x0000, 0x1000];
 pub const TX_RING: [usize; 2] = [0x2000, 0x3000];
 pub const TX_BUFFERS: usize = 0x10000;
 pub const RX_BUFFERS: [usize; 2] = [0x40000, 0xa0000];
-pub const BUFFER_LEN: usize = 2048;
 
-pub const MAC: [u8; 6] = [0x02, 0x13, 0x57, 0x9b, 0xdf, 0x24];
+pub struct Rig(Bench<Device>);
 
-/// Frames to receive, and sent frames with the time of sending.
-#[derive(Debug, Default)]
-pub struct Tape {
-    pub coming: VecDeque<Vec<u8>>,
-    current: Vec<u8>,
-    pub sent: Vec<(u64, Vec<u8>)>,
-}
+impl Deref for Rig {
+    type Target = Bench<Device>;
 
-impl Wire for Tape {
-    fn receive(&mut self, _: u64) -> Option<&[u8]> {
-        self.current = self.coming.pop_front()?;
-        Some(&self.current)
+    fn deref(&self) -> &Bench<Device> {
+        &self.0
     }
-
-    fn send(&mut self, frame: &[u8], now: u64) {
-        self.sent.push((now, frame.to_vec()));
-    }
-}
-
-pub struct Rig {
-    pub card: Card<Tape>,
-    pub region: Region,
-    words: Span<AtomicU64>,
 }
 
 /// Contents of a receive descriptor after its write-back.
@@ -139,12 +113,7 @@ impl Rig {
     }
 
     pub fn with_options(options: Options) -> Self {
-        let region = Region::create("rig", LEN, Pages::Small).unwrap();
-        let words = region.span(0, LEN / 8).unwrap();
-        let card = Card::new(Device::new(options), Tape::default(), Clock::manual());
-        card.map(AT, &region).unwrap();
-        card.write_config(4, 2, 6);
-        Rig { card, region, words }
+        Rig(Bench::new(Device::new(options)))
     }
 
     /// Makes a card with its link up and the NVM read.
@@ -178,12 +147,6 @@ impl Rig {
 
     pub fn write(&self, offset: u32, value: u32) {
         self.card.write(Bar::Registers, offset, 4, value);
-    }
-
-    /// Advances the clock and lets the card do its work.
-    pub fn pass(&self, ns: u64) {
-        self.card.advance(ns);
-        self.card.settle(1000);
     }
 
     pub fn receive_ring(&self, queue: usize, count: u32) {
@@ -234,14 +197,6 @@ impl Rig {
         self.write(TDT, index as u32 + 1);
     }
 
-    pub fn come(&self, frame: &[u8]) {
-        self.card.with(|parts| parts.wire.coming.push_back(frame.to_vec()));
-    }
-
-    pub fn sent(&self) -> Vec<Vec<u8>> {
-        self.card.with(|parts| parts.wire.sent.drain(..).map(|(_, frame)| frame).collect())
-    }
-
     /// Returns extended receive descriptor `index`, if the card wrote it back.
     pub fn received(&self, queue: usize, index: usize) -> Option<Received> {
         let first = self.load(RX_RING[queue] + 16 * index);
@@ -257,38 +212,6 @@ impl Rig {
 
     pub fn receive_bytes(&self, queue: usize, index: usize, len: usize) -> Vec<u8> {
         self.load_bytes(RX_BUFFERS[queue] + index * BUFFER_LEN, len)
-    }
-
-    pub fn load(&self, offset: usize) -> u64 {
-        self.words[offset / 8].load(Relaxed)
-    }
-
-    pub fn store(&self, offset: usize, value: u64) {
-        self.words[offset / 8].store(value, Relaxed);
-    }
-
-    pub fn load_bytes(&self, offset: usize, len: usize) -> Vec<u8> {
-        (offset..offset + len).map(|i| self.load(i / 8 * 8).to_le_bytes()[i % 8]).collect()
-    }
-
-    pub fn store_bytes(&self, offset: usize, bytes: &[u8]) {
-        for (i, byte) in (offset..).zip(bytes) {
-            let mut word = self.load(i / 8 * 8).to_le_bytes();
-            word[i % 8] = *byte;
-            self.store(i / 8 * 8, u64::from_le_bytes(word));
-        }
-    }
-
-    pub fn raised(&self, vector: u16) -> u64 {
-        self.card.with(|parts| parts.memory.raised(vector))
-    }
-
-    pub fn broke(&self, class: Class) -> u64 {
-        self.card.with(|parts| parts.device.journal.count(class))
-    }
-
-    pub fn broke_nothing(&self) {
-        self.card.with(|parts| parts.device.journal.demand_none(&Class::ALWAYS)).unwrap();
     }
 }
 

@@ -1,24 +1,14 @@
 //! QEMU at the other end of our datagram wire: it forwards our frames from one socket to another.
-#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use tasuki_sim::wire::{Datagram, Wire};
-
-struct Ended(Child);
-
-impl Drop for Ended {
-    fn drop(&mut self) {
-        // It has ended already, or ends now.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+use tasuki_testing::Program;
 
 /// Starts a QEMU without a machine, whose two datagram sockets lead to the same hub.
-fn hub(folder: &Path) -> std::io::Result<Ended> {
+fn hub(folder: &Path) -> std::io::Result<Program> {
     let mut qemu = Command::new("qemu-system-x86_64");
     qemu.args(["-machine", "none", "-display", "none", "-nodefaults", "-nic", "none"]);
     for name in ["a", "b"] {
@@ -27,7 +17,7 @@ fn hub(folder: &Path) -> std::io::Result<Ended> {
         let socket = format!("dgram,id={name},local.type=unix,local.path={theirs},remote.type=unix,remote.path={ours}");
         qemu.args(["-netdev", &socket, "-netdev", &format!("hubport,id=hub{name},hubid=0,netdev={name}")]);
     }
-    qemu.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().map(Ended)
+    qemu.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().map(Program)
 }
 
 #[test]

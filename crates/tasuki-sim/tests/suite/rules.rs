@@ -1,11 +1,7 @@
 //! Rules for a driver of the 82574L: the journal notes each breach, and the model survives any driver.
-#![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
-#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
-mod rig;
-
+use crate::rig::*;
 use proptest::prelude::*;
-use rig::*;
 use tasuki_sim::e1000e::{Bar, Options};
 use tasuki_sim::journal::Class;
 

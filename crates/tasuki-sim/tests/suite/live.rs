@@ -1,14 +1,10 @@
 //! A card run by a thread of its own, and a driver in another: every frame is accounted for, and no wake-up is lost.
-#![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
-#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
-
-mod rig;
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use rig::*;
+use crate::rig::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_sim::card::{Card, Clock};

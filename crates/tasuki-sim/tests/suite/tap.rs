@@ -1,41 +1,25 @@
 //! A TAP device as a wire, with the kernel's own network at the other end, in a new network namespace.
-#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 use std::net::UdpSocket;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use tasuki_sim::wire::{Tap, TapError, Wire};
+use tasuki_testing::alone_under;
 
-/// Set in the process inside the namespace.
-const INSIDE: &str = "TASUKI_SIM_TEST_TAP";
 const NAME: &str = "tasuki0";
 const ARP: [u8; 2] = [0x08, 0x06];
 
 #[test]
 fn the_kernel_asks_and_answers_over_a_tap() {
-    if std::env::var_os(INSIDE).is_some() {
-        return inside();
-    }
-    let test = std::env::current_exe().unwrap();
-    let child = Command::new("unshare")
-        .args(["--user", "--map-root-user", "--net"])
-        .arg(test)
-        .args(["--exact", "the_kernel_asks_and_answers_over_a_tap", "--nocapture"])
-        .env(INSIDE, "1")
-        .output();
-    match child {
+    const UNDER: [&str; 4] = ["unshare", "--user", "--map-root-user", "--net"];
+    match Command::new(UNDER[0]).args(&UNDER[1..]).arg("true").output() {
         Err(error) => println!("skipped: needs unshare ({error})"),
-        Ok(child) => {
-            let said = String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);
-            match said.lines().find(|line| line.starts_with("skipped: ")) {
-                Some(line) => println!("{line}"),
-                None if said.starts_with("unshare: ") => {
-                    println!("skipped: needs a network namespace ({})", said.trim())
-                }
-                None => assert!(child.status.success(), "{said}"),
-            }
+        Ok(output) if !output.status.success() => {
+            println!("skipped: needs a network namespace ({})", String::from_utf8_lossy(&output.stderr).trim());
         }
+        Ok(_) if alone_under(&UNDER, the_kernel_asks_and_answers_over_a_tap) => inside(),
+        Ok(_) => {}
     }
 }
 
@@ -60,15 +44,14 @@ fn wait_for(tap: &mut Tap, began: Instant, want: impl Fn(&[u8]) -> bool) -> Vec<
 fn inside() {
     let mut tap = match Tap::open(NAME) {
         Ok(tap) => tap,
-        // libtest writes the start of this line before us.
-        Err(TapError::NotAllowed | TapError::Refused(_)) => return println!("\nskipped: no TAP device to be had here"),
+        Err(TapError::NotAllowed | TapError::Refused(_)) => return println!("skipped: no TAP device to be had here"),
         Err(error) => panic!("{error}"),
     };
     assert!(matches!(Tap::open("lo"), Err(TapError::Taken(_))), "an interface, and no TAP");
     for arguments in [["addr", "add", "10.99.0.1/24", "dev", NAME].as_slice(), &["link", "set", NAME, "up"]] {
         match Command::new("ip").args(arguments).status() {
             Ok(status) => assert!(status.success(), "ip {arguments:?}"),
-            Err(error) => return println!("\nskipped: needs ip ({error})"),
+            Err(error) => return println!("skipped: needs ip ({error})"),
         }
     }
     UdpSocket::bind("10.99.0.1:0").unwrap().send_to(b"hello", "10.99.0.2:9").unwrap();

@@ -1,5 +1,4 @@
 //! Our vfio-user server with an independent client: rust-vmm's `vfio_user`, which Cloud Hypervisor uses.
-#![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;

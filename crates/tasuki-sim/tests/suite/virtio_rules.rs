@@ -1,14 +1,9 @@
 //! Rules for a driver of a virtio network device: the journal notes each breach, and the model survives any driver.
-#![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
-#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
-mod rig;
-mod virtio;
-
+use crate::virtio::*;
 use proptest::prelude::*;
 use tasuki_sim::journal::Class;
 use tasuki_sim::virtio_net::{Bar, Options, feature};
-use virtio::*;
 
 fn plain() -> Rig {
     Rig::running(Options::default(), PLAIN, 4)

@@ -1,13 +1,8 @@
 //! The virtio network device with a correct driver: frames, commands, notifications and resets.
-#![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
-#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
-mod rig;
-mod virtio;
-
-use rig::frame_to;
+use crate::rig::frame_to;
+use crate::virtio::*;
 use tasuki_sim::virtio_net::{Bar, Options, feature};
-use virtio::*;
 
 /// Returns the contents of a structure's capability: BAR, offset, length.
 fn structure(rig: &Rig, kind: u32) -> (u32, u32, u32, u32) {

@@ -1,16 +1,13 @@
 //! The vfio-user server with hostile clients. Messages are written by hand, and the test calls the server's turns:
 //! no threads.
-#![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
-use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
-use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
-};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 use tasuki_shm::region::{Pages, Region as Memory};
 use tasuki_sim::vfio_user::{Breach, Device, Dma, DmaMemory, Doorbells, MSIX, Region, Server, Turn};
+use tasuki_testing::descriptors;
 
 /// A device with a region of 256 bytes at every index below 2, and two MSI-X vectors.
 #[derive(Default)]
@@ -104,6 +101,7 @@ impl Bench {
     fn new() -> Self {
         let (ours, client) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        rustix::io::ioctl_fionbio(&client, true).unwrap();
         let bar = Memory::create("bar", 1 << 20, Pages::Small).unwrap();
         let device = Drawer { bytes: vec![0; 1 << 20], bar: Some(bar), ..Drawer::default() };
         Bench { server: Server::over(ours).unwrap(), device, client }
@@ -121,13 +119,7 @@ impl Bench {
     }
 
     fn say_with(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
-        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() {
-            assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
-        }
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        let sent = rustix::net::sendmsg(&self.client, &[IoSlice::new(bytes)], &mut control, flags).unwrap();
+        let sent = descriptors::send(&self.client, bytes, fds).unwrap();
         assert_eq!(sent, bytes.len());
     }
 

@@ -1,16 +1,12 @@
 //! `sim nic` from the command line: the arguments it refuses, and how it ends.
-#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
 
-use rustix::process::{Pid, Signal};
-
-/// Longest wait for anything.
-const PATIENCE: Duration = Duration::from_secs(60);
+use rustix::process::Signal;
+use tasuki_testing::Program;
 
 /// Last line of a card that was given nothing to send.
 const SENT_NOTHING: &str = "the card sent 0 frames to nowhere";
@@ -20,44 +16,19 @@ fn last_of(said: &str) -> &str {
     said.lines().last().unwrap_or_default()
 }
 
-/// A running model; dropping this kills it.
-struct Model(Child);
-
-impl Drop for Model {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+fn start(words: &[&str], stdin: Stdio) -> Program {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki-sim"));
+    command.args(["sim", "nic"]).args(words).stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped());
+    Program::start(&mut command)
 }
 
-impl Model {
-    fn start(words: &[&str], stdin: Stdio) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki-sim"));
-        command.args(["sim", "nic"]).args(words).stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped());
-        Model(command.spawn().expect("a program that was built"))
-    }
-
-    /// Waits until the model has ended; returns its exit code, standard output and standard error. Neither output
-    /// fills a pipe.
-    fn end(mut self) -> (Option<i32>, String, String) {
-        let end = Instant::now() + PATIENCE;
-        let status = loop {
-            if let Some(status) = self.0.try_wait().expect("a child of ours") {
-                break status;
-            }
-            assert!(Instant::now() < end, "it does not end");
-            std::thread::sleep(Duration::from_millis(1));
-        };
-        let (mut said, mut errors) = (String::new(), String::new());
-        self.0.stdout.take().expect("a pipe").read_to_string(&mut said).expect("text");
-        self.0.stderr.take().expect("a pipe").read_to_string(&mut errors).expect("text");
-        (status.code(), said, errors)
-    }
-
-    fn signal(&self, signal: Signal) {
-        let id = Pid::from_raw(self.0.id().try_into().expect("a number of a process")).expect("not 0");
-        rustix::process::kill_process(id, signal).expect("a child of ours");
-    }
+/// Waits until the model has ended; returns its exit code, standard output and standard error. Neither output fills a
+/// pipe.
+fn end(mut model: Program) -> (Option<i32>, String, String) {
+    let code = model.end();
+    let said = std::io::read_to_string(model.0.stdout.take().expect("a pipe")).expect("text");
+    let errors = std::io::read_to_string(model.0.stderr.take().expect("a pipe")).expect("text");
+    (code, said, errors)
 }
 
 #[test]
@@ -86,7 +57,7 @@ fn what_cannot_be_is_one_sentence() {
         (vec!["--stdin", "--source", "5", "--size", "63"], 2, "63 is not in 64..=16384"),
         (vec!["--stdin", "--source", "5", "--tap", "t"], 2, "cannot be used with"),
     ] {
-        let (ended, said, errors) = Model::start(&words, Stdio::null()).end();
+        let (ended, said, errors) = end(start(&words, Stdio::null()));
         assert_eq!((ended, said.as_str()), (Some(code), ""), "{words:?}: {errors}");
         assert!(errors.contains(what), "{what:?} is not in {errors}");
         if code == 1 {
@@ -108,7 +79,7 @@ fn it_serves_until_it_is_told_to_end_and_takes_its_socket_away() {
         (Signal::TERM, &virtio, "a virtio network device at /"),
     ] {
         let words = [&["--socket", path.to_str().expect("UTF-8")], card].concat();
-        let mut model = Model::start(&words, Stdio::null());
+        let mut model = start(&words, Stdio::null());
         let out = model.0.stdout.as_mut().expect("a pipe");
         let mut line = [0; 64];
         let len = out.read(&mut line).expect("a pipe");
@@ -116,7 +87,7 @@ fn it_serves_until_it_is_told_to_end_and_takes_its_socket_away() {
         // A client connects and leaves at once.
         drop(UnixStream::connect(&path).expect("it listens"));
         model.signal(signal);
-        let (ended, said, errors) = model.end();
+        let (ended, said, errors) = end(model);
         assert_eq!((ended, last_of(&said), errors.as_str()), (Some(0), SENT_NOTHING, ""));
         assert!(!path.exists());
     }
@@ -125,14 +96,14 @@ fn it_serves_until_it_is_told_to_end_and_takes_its_socket_away() {
 #[test]
 fn on_standard_input_it_ends_with_its_driver() {
     let (ours, its) = UnixStream::pair().expect("a pair of sockets");
-    let mut model = Model::start(&["--stdin"], OwnedFd::from(its).into());
-    assert!(model.0.try_wait().expect("a child of ours").is_none());
+    let mut model = start(&["--stdin"], OwnedFd::from(its).into());
+    assert!(model.is_running());
     drop(ours);
-    let (ended, said, errors) = model.end();
+    let (ended, said, errors) = end(model);
     assert_eq!((ended, last_of(&said), errors.as_str()), (Some(0), SENT_NOTHING, ""));
     // The model ends, too, if its client talks nonsense.
     let (mut ours, its) = UnixStream::pair().expect("a pair of sockets");
-    let model = Model::start(&["--stdin"], OwnedFd::from(its).into());
+    let model = start(&["--stdin"], OwnedFd::from(its).into());
     std::io::Write::write_all(&mut ours, &[0xff; 64]).expect("it is there");
-    assert_eq!(model.end().0, Some(0));
+    assert_eq!(end(model).0, Some(0));
 }
