@@ -1,122 +1,24 @@
 //! A small daemon for the tests: it exchanges the real messages and packets with real workers, which drive our model
 //! of a card.
 
-#![allow(dead_code, reason = "each test file uses a part of it")]
-
-/// Ends a test that cannot run without the model.
-#[allow(unused_macros, reason = "each test needs another part of it")]
-macro_rules! need_model {
-    () => {
-        if $crate::daemon::model_program().is_none() {
-            return println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
-        }
-    };
-}
-
-use std::collections::VecDeque;
-use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read};
-use std::mem::MaybeUninit;
 use std::num::NonZeroU32;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-};
-use rustix::process::{Pid, Signal};
 use tasuki_relay::message::{
-    Begin, DeviceBundle, FDS_MAX, Inflight, MESSAGE_MAX, PROTOCOL_VERSION, ToDaemon, ToWorker, Work, frame, heartbeat,
+    Begin, DeviceBundle, Inflight, MESSAGE_MAX, PROTOCOL_VERSION, ToDaemon, ToWorker, Work, frame, heartbeat,
     lease_page, unframe,
 };
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Plan, Reason, Report, Use};
 use tasuki_relay::{ARBITER, After, Party, Tenure};
 use tasuki_shm::region::{Pages, Region, Span};
-
-/// A wait longer than this is a failure.
-pub const PATIENCE: Duration = Duration::from_secs(60);
-
-pub fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !done() {
-        assert!(Instant::now() < end, "waited in vain for {what}");
-        std::thread::sleep(Duration::from_micros(200));
-    }
-}
-
-/// Returns the path of the model, if it was built beside the worker.
-pub fn model_program() -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_BIN_EXE_tasuki-worker")).with_file_name("tasuki-sim");
-    path.exists().then_some(path)
-}
-
-/// A process that is killed and waited for at the end of the test, whatever becomes of it.
-#[derive(Debug)]
-pub struct Process(Child);
-
-impl Process {
-    pub fn start(command: &mut Command) -> Self {
-        Process(command.spawn().expect("a program that was built"))
-    }
-
-    pub fn id(&self) -> Pid {
-        Pid::from_child(&self.0)
-    }
-
-    pub fn signal(&self, signal: Signal) {
-        rustix::process::kill_process(self.id(), signal).expect("a child of ours");
-    }
-
-    pub fn kill(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-
-    /// Waits for its end. Returns its exit code, or nothing if a signal ended it.
-    pub fn end(&mut self) -> Option<i32> {
-        until("the end of a process", || self.0.try_wait().expect("a child of ours").is_some());
-        self.0.wait().expect("a child of ours").code()
-    }
-
-    pub fn is_running(&mut self) -> bool {
-        self.0.try_wait().expect("a child of ours").is_none()
-    }
-
-    /// Returns the CPUs on which it may run.
-    pub fn cpus(&self) -> Vec<u32> {
-        let set = rustix::thread::sched_getaffinity(Some(self.id())).expect("a child of ours");
-        (0..1024).filter(|&cpu| set.is_set(cpu as usize)).collect()
-    }
-
-    pub fn nice(&self) -> i32 {
-        rustix::process::getpriority_process(Some(self.id())).expect("a child of ours")
-    }
-
-    /// Returns a field of its `/proc/PID/status`.
-    pub fn status(&self, field: &str) -> String {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap_or_default();
-        let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
-        line.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
-    }
-}
-
-impl From<Child> for Process {
-    fn from(child: Child) -> Self {
-        Process(child)
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        self.kill();
-    }
-}
+use tasuki_testing::{PATIENCE, Program, descriptors};
 
 /// One end of a socket that keeps bounds.
 #[derive(Debug)]
@@ -133,26 +35,17 @@ pub enum Said {
 
 impl Talk {
     pub fn pair() -> (Self, OwnedFd) {
-        let (ours, its) =
-            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
-                .expect("a pair of sockets");
+        let (ours, its) = descriptors::pair();
         (Talk(ours), its)
     }
 
     pub fn call(path: &Path) -> Self {
-        let socket =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-        rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).expect("a worker that listens");
-        Talk(socket)
+        Talk(descriptors::connect(path))
     }
 
     pub fn send(&self, bytes: &[u8], fds: &[OwnedFd]) {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let fds = fds.iter().map(AsFd::as_fd).collect::<Vec<_>>();
-        assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(&fds)));
         // Some tests are about a dead worker, so ignore errors.
-        let _ = rustix::net::sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
+        let _ = descriptors::send(&self.0, bytes, fds);
     }
 
     /// Returns the next input, or nothing if none arrives within `patience`.
@@ -163,20 +56,11 @@ impl Talk {
             return None;
         }
         let mut bytes = vec![0; MESSAGE_MAX];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let into = &mut [IoSliceMut::new(&mut bytes)];
-        let got = match rustix::net::recvmsg(&self.0, into, &mut control, RecvFlags::CMSG_CLOEXEC) {
-            Ok(got) if got.bytes > 0 => got,
+        let (len, fds) = match descriptors::receive(&self.0, &mut bytes) {
+            Ok((len, fds)) if len > 0 => (len, fds),
             _ => return Some(Said::End),
         };
-        let mut fds = Vec::new();
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(rights) = message {
-                fds.extend(rights);
-            }
-        }
-        let bytes = &bytes[..got.bytes];
+        let bytes = &bytes[..len];
         Some(match unframe(bytes) {
             Some((nic, packet)) => Said::Report(nic, Report::parse(packet).expect("a report")),
             None => Said::Message(serde_json::from_slice(bytes).expect("a message"), fds),
@@ -200,39 +84,6 @@ fn fd_of(region: &Region) -> OwnedFd {
     region.fd().try_clone_to_owned().expect("a descriptor")
 }
 
-/// The model of a card, and its wire.
-#[derive(Debug)]
-pub struct Model {
-    pub process: Process,
-    pub socket: PathBuf,
-    out: BufReader<ChildStdout>,
-}
-
-impl Model {
-    pub fn start(folder: &Path, arguments: &[&str]) -> Self {
-        let socket = folder.join("card");
-        let mut command = Command::new(model_program().expect("looked for before"));
-        command.args(["sim", "nic", "--link-up", "20", "--socket"]).arg(&socket).args(arguments);
-        let mut process = Process::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
-        let mut out = BufReader::new(process.0.stdout.take().expect("it was asked for"));
-        let mut line = String::new();
-        out.read_line(&mut line).expect("a pipe");
-        assert!(line.contains("an 82574L at"), "{line}");
-        Model { process, socket, out }
-    }
-
-    /// Returns its report at its end. It ends when all frames have come back and no process has the card any more.
-    pub fn report(mut self) -> String {
-        until("the end of the model: frames are missing, or somebody has the card still", || {
-            !self.process.is_running()
-        });
-        let mut text = String::new();
-        self.out.read_to_string(&mut text).expect("text");
-        assert_eq!(self.process.end(), Some(0), "{text}");
-        text
-    }
-}
-
 /// A NIC as the daemon has it: the opener's device bundle, and the lease page.
 #[derive(Debug)]
 pub struct Nic {
@@ -249,7 +100,7 @@ impl Nic {
         let (talk, its) = Talk::pair();
         let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki-worker"));
         command.arg("open").arg(format!("vfio-user:{}", socket.display())).args(arguments).stdin(Stdio::from(its));
-        let mut opener = Process::start(&mut command);
+        let mut opener = Program::start(&mut command);
         drop(command);
         let said = talk.hear();
         let Said::Message(ToDaemon::Begun { .. }, _) = said else { panic!("{said:?}") };
@@ -360,15 +211,12 @@ impl Node {
         let party = self.next;
         self.next += 1;
         let path = self.folder.join(format!("worker-{party}"));
-        let listening =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-        rustix::net::bind(&listening, &SocketAddrUnix::new(&path).unwrap()).expect("a free name");
-        rustix::net::listen(&listening, 4).unwrap();
+        let listening = descriptors::listen(&path);
         let (talk, its) = Talk::pair();
         let mut command = Command::new(&self.program);
         command.arg("worker").stdin(Stdio::from(its)).stdout(Stdio::null());
         command.envs(environment.iter().map(|(name, value)| (name, value)));
-        let process = Process::start(&mut command);
+        let process = Program::start(&mut command);
         drop(command);
         let heartbeat = region("heartbeat", heartbeat::LEN);
         let words = words(&heartbeat);
@@ -379,7 +227,6 @@ impl Node {
             path,
             words,
             heartbeat,
-            heard: VecDeque::new(),
             told: Vec::new(),
             unconfined: Vec::new(),
         };
@@ -420,14 +267,13 @@ impl Node {
 /// A worker, and the daemon's end of its socket.
 #[derive(Debug)]
 pub struct Worker {
-    pub process: Process,
+    pub process: Program,
     pub talk: Talk,
     pub party: Party,
     /// Path of its listening socket.
     pub path: PathBuf,
     words: Span<AtomicU64>,
     heartbeat: Region,
-    heard: VecDeque<(u32, Report)>,
     /// Its sentences for a person.
     pub told: Vec<String>,
     pub unconfined: Vec<String>,
@@ -644,24 +490,4 @@ pub fn adopt(worker: &mut Worker, nic: &Nic) {
     let (message, fds) = worker.hear_message();
     let mine = ToDaemon::Mine { party: worker.party.0.get(), node: "node".to_owned(), nics: vec![nic.number] };
     assert_eq!((message, fds.len()), (mine, 0));
-}
-
-/// Creates a folder for sockets.
-pub fn folder() -> tempfile::TempDir {
-    tempfile::tempdir().expect("a place for sockets")
-}
-
-/// Returns the number of numbered frames in a capture; they must be in order, each once.
-pub fn numbered_in(capture: &Path) -> u64 {
-    let file = std::fs::File::open(capture).expect("the capture");
-    let mut reader = pcap_file::pcap::PcapReader::new(file).expect("a capture");
-    let mut due = 0_u64;
-    while let Some(packet) = reader.next_packet() {
-        let packet = packet.expect("a whole packet");
-        if packet.data[12..18] == *b"\x88\xb5tsk\x01" {
-            assert_eq!(u64::from_le_bytes(packet.data[18..26].try_into().expect("eight bytes")), due);
-            due += 1;
-        }
-    }
-    due
 }

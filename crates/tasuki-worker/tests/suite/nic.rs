@@ -1,23 +1,16 @@
 //! `nic probe` and `nic run` as a user runs them: real processes, the model beside them, and checks that nothing is
 //! left behind.
-#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
-mod programs;
-
-use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::path::Path;
 use std::time::Duration;
 
-use programs::{Model, PATIENCE, Program, children_of, is_running, model_program, until, worker};
 use rustix::process::Signal;
 use tasuki_sim::vfio_user::{CONFIG, Device, DmaMemory, Region, Server, Turn};
-use tempfile::TempDir;
+use tasuki_testing::{PATIENCE, process, until};
 
-fn folder() -> TempDir {
-    tempfile::tempdir().expect("a place for sockets")
-}
+use crate::programs::{Model, Program, children_of, folder, frames_of, need_model, number, worker};
 
 /// Starts the worker, with an empty folder for its temporary files.
 fn run(words: &[&str], own: &Path) -> Program {
@@ -28,38 +21,10 @@ fn is_empty(folder: &Path) -> bool {
     folder.read_dir().expect("the folder").next().is_none()
 }
 
-/// Returns the frames in a capture.
-fn frames_of(file: &Path) -> Vec<Vec<u8>> {
-    let mut reader = pcap_file::pcap::PcapReader::new(File::open(file).expect("the capture")).expect("a capture");
-    let mut frames = Vec::new();
-    while let Some(packet) = reader.next_packet() {
-        let packet = packet.expect("a whole packet");
-        assert_eq!(packet.data.len(), packet.orig_len as usize, "a whole frame");
-        frames.push(packet.data.into_owned());
-    }
-    frames
-}
-
-/// Returns the number of a frame as docs/design/sim.md lays it out: behind EtherType and mark.
-fn number(frame: &[u8]) -> Option<u64> {
-    let number = frame[12..18] == *b"\x88\xb5tsk\x01";
-    number.then(|| u64::from_le_bytes(frame[18..26].try_into().expect("eight bytes")))
-}
-
 /// Returns a count of the card from a summary.
 fn count(said: &str, name: &str) -> Option<u64> {
     let words = said.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     words.into_iter().find(|words| words.first() == Some(&name))?.get(1)?.parse().ok()
-}
-
-/// Ends a test that needs the model if the model is missing.
-macro_rules! need_model {
-    () => {
-        let Some(_) = model_program() else {
-            println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
-            return;
-        };
-    };
 }
 
 #[test]
@@ -224,7 +189,7 @@ fn a_worker_that_is_killed_leaves_no_model_and_no_folder() {
     let model = model.expect("just found");
     program.signal(Signal::KILL);
     assert_eq!(program.end().code, None);
-    until("the model's end", || !is_running(model));
+    until("the model's end", || !process::lives(model));
     assert!(is_empty(own.path()), "nothing is left behind");
 }
 

@@ -1,15 +1,15 @@
 //! Workers that are killed at every step of a relay and of a burst, under traffic: the wire sees each frame once, in
 //! order, unchanged.
-#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
-
-mod daemon;
 
 use std::time::Instant;
 
-use daemon::{Model, Nic, Node, PATIENCE, Said, Worker, model_program, nothing_is_lost};
 use tasuki_relay::After;
 use tasuki_relay::message::{ToDaemon, Work, heartbeat};
 use tasuki_relay::wire::{Order, Report, Use};
+use tasuki_testing::PATIENCE;
+
+use crate::daemon::{Nic, Node, Said, Worker, nothing_is_lost, taken};
+use crate::programs::{Model, folder, need_model};
 
 /// Number of the source's frames, and its rate in frames per second.
 const FRAMES: u64 = 12_000;
@@ -111,13 +111,11 @@ fn kill(node: &mut Node, nic: &Nic, plain: &mut Worker, (place, way): (&str, Way
 }
 
 fn killed_at_every_step(poll: bool) {
-    if model_program().is_none() {
-        return println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
-    }
+    need_model!();
     if !cfg!(feature = "crash-points") {
         return println!("skipped: needs the feature crash-points");
     }
-    let folder = tempfile::tempdir().expect("a place for sockets");
+    let folder = folder();
     let frames = std::env::var("TASUKI_KILL_FRAMES").ok().and_then(|text| text.parse().ok()).unwrap_or(FRAMES);
     let (count, rate) = (frames.to_string(), RATE.to_string());
     let model = Model::start(folder.path(), &["--source", &count, "--rate", &rate]);
@@ -125,7 +123,7 @@ fn killed_at_every_step(poll: bool) {
     let mut node = Node::new(folder.path(), Work::Echo);
     node.poll = poll;
     let mut plain = node.ready(&nic, &[]);
-    daemon::taken(plain.grant(&nic));
+    taken(plain.grant(&nic));
     let (mut kills, mut sent) = (0_usize, 0);
     while sent + plain.heartbeat(heartbeat::SENT) < frames * 9 / 10 {
         let place = PLACES[kills % PLACES.len()];

@@ -1,18 +1,17 @@
 //! Refusals of a worker and their sentences: incomplete device bundles, damaged driver states, cards that are gone.
-#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
-
-#[macro_use]
-mod daemon;
 
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
 
-use daemon::{Model, Nic, Node, Talk, Worker, folder, nothing_is_lost, taken, unfit, until};
 use rustix::fs::MemfdFlags;
 use tasuki_relay::driver_state::{DriverState, HEAD};
 use tasuki_relay::message::{Begin, Endpoint, PROTOCOL_VERSION, ToDaemon, ToWorker, Work, heartbeat};
 use tasuki_relay::wire::{Order, Reason, Report, Standing, Use};
 use tasuki_relay::{After, Tenure};
+use tasuki_testing::until;
+
+use crate::daemon::{Nic, Node, Talk, Worker, nothing_is_lost, taken, unfit};
+use crate::programs::{Model, folder, need_model};
 
 fn memfd(bytes: &[u8]) -> OwnedFd {
     let memory = rustix::fs::memfd_create("driver_state", MemfdFlags::CLOEXEC).expect("memory");
@@ -195,7 +194,7 @@ fn a_card_that_is_gone_is_said_to_be_once_and_nobody_takes_it() {
         let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
         taken(red.grant(&nic));
         until("some frames", || red.heartbeat(heartbeat::SENT) > 100);
-        model.process.kill();
+        model.program.kill();
         until("a sentence", || red.hears_trouble());
         assert!(red.told[0].contains("the card is gone from its bus"), "{:?}", red.told);
         let epoch = nic.tenure().epoch;

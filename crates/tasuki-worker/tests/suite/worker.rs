@@ -1,15 +1,24 @@
 //! A worker as the daemon sees it: real processes, real messages and packets, and our model of a card with a source
 //! on its wire.
-#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
-#[macro_use]
-mod daemon;
-
-use daemon::{Model, Nic, Node, folder, nothing_is_lost, numbered_in, taken, until};
 use rustix::process::Signal;
 use tasuki_relay::message::{ToWorker, Work, heartbeat};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Report, Standing, Use};
+use tasuki_testing::{Program, until};
+
+use crate::daemon::{Nic, Node, Talk, Worker, adopt, nothing_is_lost, taken};
+use crate::programs::{Model, folder, need_model, numbered_in};
+
+/// Returns the CPUs on which a worker may run.
+fn cpus(worker: &Worker) -> Vec<u32> {
+    let set = rustix::thread::sched_getaffinity(Some(worker.process.id())).expect("a child of ours");
+    (0..1024).filter(|&cpu| set.is_set(cpu as usize)).collect()
+}
+
+fn nice(worker: &Worker) -> i32 {
+    rustix::process::getpriority_process(Some(worker.process.id())).expect("a child of ours")
+}
 
 #[test]
 fn a_worker_takes_a_card_from_a_bundle_and_echoes() {
@@ -69,21 +78,21 @@ fn only_who_drives_or_is_ready_to_runs_on_the_nodes_cpu() {
     let mut node = Node::new(folder.path(), Work::Echo);
     (node.cpu, node.aside) = (Some(home), vec![aside]);
     let mut red = node.worker(&[]);
-    assert_eq!(red.process.cpus(), [aside], "it has nothing yet");
+    assert_eq!(cpus(&red), [aside], "it has nothing yet");
     red.give(&nic);
     red.prepare(&nic, Use::Upgrade);
     assert_eq!(red.report(&nic), Report::Ready, "{:?}", red.told);
-    assert_eq!(red.process.cpus(), [home], "it is ready");
+    assert_eq!(cpus(&red), [home], "it is ready");
     taken(red.grant(&nic));
     let mut blue = node.ready(&nic, &[]);
     let epoch = nic.tenure().epoch;
     assert_eq!(red.pass_to(&mut blue, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
-    until("the giver is out of the way", || red.process.cpus() == [aside]);
-    assert_eq!(blue.process.cpus(), [home]);
+    until("the giver is out of the way", || cpus(&red) == [aside]);
+    assert_eq!(cpus(&blue), [home]);
     // The first worker has the lease back, as after a taker that failed.
     let epoch = nic.tenure().epoch;
     assert_eq!(blue.pass_to(&mut red, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
-    assert_eq!(red.process.cpus(), [home]);
+    assert_eq!(cpus(&red), [home]);
     red.until_sent(2000);
     drop((red, blue, nic));
     nothing_is_lost(&model.report(), 2000);
@@ -102,16 +111,16 @@ fn who_drives_and_sleeps_goes_before_programs_and_gives_way_when_it_does_not_sle
     node.nice = -20;
     let mut red = node.worker(&[]);
     red.give(&nic);
-    assert_eq!(red.process.nice(), 0, "it has nothing yet");
+    assert_eq!(nice(&red), 0, "it has nothing yet");
     red.prepare(&nic, Use::Upgrade);
     assert_eq!(red.report(&nic), Report::Ready, "{:?}", red.told);
-    assert_eq!(red.process.nice(), -20, "it is ready, and sleeps");
+    assert_eq!(nice(&red), -20, "it is ready, and sleeps");
     taken(red.grant(&nic));
     let mut blue = node.ready(&nic, &[]);
     let epoch = nic.tenure().epoch;
     assert_eq!(red.pass_to(&mut blue, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
-    until("the giver gives way", || red.process.nice() == 0);
-    until("the taker sleeps between frames", || blue.process.nice() == -20);
+    until("the giver gives way", || nice(&red) == 0);
+    until("the taker sleeps between frames", || nice(&blue) == -20);
     blue.until_sent(50);
     drop((red, blue, nic));
     nothing_is_lost(&model.report(), 50);
@@ -122,9 +131,9 @@ fn who_drives_and_sleeps_goes_before_programs_and_gives_way_when_it_does_not_sle
     let mut node = Node::new(folder.path(), Work::Source { rate: 10_000_000, size: 60, to: None });
     node.nice = -20;
     let mut green = node.ready(&nic, &[]);
-    assert_eq!(green.process.nice(), -20, "it is ready, and sleeps");
+    assert_eq!(nice(&green), -20, "it is ready, and sleeps");
     taken(green.grant(&nic));
-    until("the source gives way", || green.process.nice() == 0);
+    until("the source gives way", || nice(&green) == 0);
 }
 
 #[test]
@@ -158,7 +167,7 @@ fn a_worker_gives_up_what_it_does_not_need() {
     let worker = node.worker(&[]);
     let process = &worker.process;
     assert_eq!((process.status("NoNewPrivs"), process.status("Seccomp")), ("1".to_owned(), "2".to_owned()));
-    let has = |process: &daemon::Process, sets: &str| u64::from_str_radix(&process.status(sets), 16);
+    let has = |process: &Program, sets: &str| u64::from_str_radix(&process.status(sets), 16);
     for sets in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
         assert_eq!(has(process, sets), Ok(0), "{sets}");
     }
@@ -199,13 +208,13 @@ fn a_worker_outlives_its_daemon_and_the_next_one_finds_it() {
         let epoch = taken(red.grant(&nic));
         for worker in [&mut red, &mut blue] {
             // The daemon dies: its sockets close, and the next daemon has the state that its keeper has.
-            worker.talk = daemon::Talk::pair().0;
-            worker.talk = daemon::Talk::call(&worker.path);
+            worker.talk = Talk::pair().0;
+            worker.talk = Talk::call(&worker.path);
         }
         let before = red.heartbeat(heartbeat::SENT);
         until("frames without a daemon", || red.heartbeat(heartbeat::SENT) > before);
-        daemon::adopt(&mut red, &nic);
-        daemon::adopt(&mut blue, &nic);
+        adopt(&mut red, &nic);
+        adopt(&mut blue, &nic);
         for (worker, standing, epoch) in [(&mut red, Standing::Holding, epoch), (&mut blue, Standing::Ready, 0)] {
             worker.order(&nic, Order::Who);
             assert_eq!(worker.report(&nic), Report::Hello { standing, epoch });
@@ -245,7 +254,7 @@ fn a_source_sends_each_number_once_though_its_workers_are_killed() {
     need_model!();
     let folder = folder();
     let capture = folder.path().join("wire.pcap");
-    let model = Model::start(folder.path(), &["--pcap", capture.to_str().expect("a path")]);
+    let mut model = Model::start(folder.path(), &["--pcap", capture.to_str().expect("a path")]);
     let nic = Nic::open(&model.socket, &[]);
     let mut node = Node::new(folder.path(), Work::Source { rate: 8000, size: 60, to: None });
     let mut driver = node.ready(&nic, &[]);
@@ -262,7 +271,7 @@ fn a_source_sends_each_number_once_though_its_workers_are_killed() {
     driver.message(&ToWorker::End, &[]);
     assert_eq!(driver.process.end(), Some(0), "{:?}", driver.told);
     drop((driver, nic));
-    model.process.signal(Signal::TERM);
+    model.program.signal(Signal::TERM);
     model.report();
     let due = numbered_in(&capture);
     assert!(due > 100, "only {due} frames were sent");
@@ -287,7 +296,7 @@ fn a_worker_that_drives_and_polls_asks_the_kernel_for_nothing() {
     let Ok(child) = strace.spawn() else {
         return println!("skipped: needs strace");
     };
-    let mut strace = daemon::Process::from(child);
+    let mut strace = Program(child);
     until("strace", || worker.process.status("TracerPid") != "0" || !strace.is_running());
     if !strace.is_running() {
         return println!("skipped: strace may not attach to a process here");

@@ -1,24 +1,13 @@
-//! Programs that a test starts and waits for. They end with the test, whatever becomes of it.
+//! Programs that a test starts and waits for, the model of a card among them. They end with the test, whatever becomes
+//! of it.
 
 use std::io::{BufRead, BufReader, Read};
-use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal};
-
-/// A wait longer than this is a failure.
-pub const PATIENCE: Duration = Duration::from_secs(60);
-
-pub fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !done() {
-        assert!(Instant::now() < end, "waited in vain for {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
+use rustix::process::Signal;
+use tasuki_testing::{beside, process, until};
 
 /// Returns the command `tasuki-worker nic`.
 pub fn worker() -> Command {
@@ -30,13 +19,28 @@ pub fn worker() -> Command {
 /// Returns the path of the model, if it is there. The tests of the whole workspace have built it beside the worker.
 /// Cargo builds it for the tests of its own package; to test this package alone, build it before.
 pub fn model_program() -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_BIN_EXE_tasuki-worker")).with_file_name("tasuki-sim");
-    path.exists().then_some(path)
+    beside(env!("CARGO_BIN_EXE_tasuki-worker"), "tasuki-sim")
+}
+
+/// Ends a test that needs the model if the model is missing.
+macro_rules! need_model {
+    () => {
+        if $crate::programs::model_program().is_none() {
+            return println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
+        }
+    };
+}
+pub(crate) use need_model;
+
+/// Creates a folder for sockets.
+pub fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a place for sockets")
 }
 
 /// A program that runs until this value is dropped.
+#[derive(Debug)]
 pub struct Program {
-    child: Child,
+    process: tasuki_testing::Program,
     said: Option<JoinHandle<String>>,
     errors: Option<JoinHandle<String>>,
 }
@@ -81,80 +85,84 @@ fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<String> {
 impl Program {
     pub fn start(command: &mut Command) -> Self {
         let mut program = Self::start_with(command);
-        program.said = program.child.stdout.take().map(read_all);
+        program.said = program.process.0.stdout.take().map(read_all);
         program
     }
 
     /// Leaves its standard output unread.
     fn start_with(command: &mut Command) -> Self {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().expect("a program that was built");
-        let errors = child.stderr.take().map(read_all);
-        Program { child, said: None, errors }
+        let mut process = tasuki_testing::Program::start(command);
+        let errors = process.0.stderr.take().map(read_all);
+        Program { process, said: None, errors }
     }
 
     pub fn id(&self) -> u32 {
-        self.child.id()
+        self.process.0.id()
     }
 
     pub fn is_running(&mut self) -> bool {
-        self.child.try_wait().expect("a child of ours").is_none()
+        self.process.is_running()
     }
 
     pub fn signal(&mut self, signal: Signal) {
         assert!(self.is_running(), "it has ended already");
-        let id = Pid::from_raw(self.id().try_into().expect("a number of a process")).expect("not 0");
-        rustix::process::kill_process(id, signal).expect("a child of ours");
+        self.process.signal(signal);
+    }
+
+    pub fn kill(&mut self) {
+        self.process.kill();
     }
 
     /// Returns whether it has a handler of its own for `signal`.
     pub fn handles(&mut self, signal: Signal) -> bool {
         assert!(self.is_running(), "it has ended already");
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.id())).unwrap_or_default();
-        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
-        let bits = caught.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0);
-        bits >> (signal.as_raw() - 1) & 1 == 1
+        let caught = u64::from_str_radix(&self.process.status("SigCgt"), 16).unwrap_or(0);
+        caught >> (signal.as_raw() - 1) & 1 == 1
     }
 
     pub fn end(mut self) -> Ended {
-        until("the end of a program", || !self.is_running());
-        let status = self.child.wait().expect("a child of ours");
+        let code = self.process.end();
         // A child of the program may hold its pipes, and must not outlive it either.
         let is_read = |thread: &Option<JoinHandle<String>>| thread.as_ref().is_none_or(JoinHandle::is_finished);
         until("the end of what it started", || is_read(&self.said) && is_read(&self.errors));
         let text =
             |thread: Option<JoinHandle<String>>| thread.map_or(String::new(), |thread| thread.join().expect("text"));
-        let (said, errors) = (text(self.said.take()), text(self.errors.take()));
-        assert!(status.code().is_some() || status.signal().is_some());
-        Ended { code: status.code(), said, errors }
+        Ended { code, said: text(self.said.take()), errors: text(self.errors.take()) }
     }
 }
 
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// A model that listens.
+/// The model of a card, and its wire.
+#[derive(Debug)]
 pub struct Model {
     pub program: Program,
     pub socket: PathBuf,
 }
 
 impl Model {
+    /// Starts a model that listens in `folder`. Its link comes up quickly, unless `words` say otherwise.
     pub fn start(folder: &Path, words: &[&str]) -> Self {
-        let socket = folder.join("nic");
+        let socket = folder.join("card");
         let mut command = Command::new(model_program().expect("looked for before"));
-        let mut program = Program::start_with(command.args(["sim", "nic", "--socket"]).arg(&socket).args(words));
-        let mut out = BufReader::new(program.child.stdout.take().expect("it was asked for"));
+        command.args(["sim", "nic", "--socket"]).arg(&socket).args(words);
+        if !words.contains(&"--link-up") {
+            command.args(["--link-up", "20"]);
+        }
+        let mut program = Program::start_with(&mut command);
+        let mut out = BufReader::new(program.process.0.stdout.take().expect("it was asked for"));
         let mut line = String::new();
         // It listens once it has printed its socket, or it ends.
         out.read_line(&mut line).expect("a pipe");
         program.said = Some(read_all(out));
         assert!(line.contains("an 82574L at"), "{:?}", program.end());
         Model { program, socket }
+    }
+
+    /// Returns its report at its end. It ends when all frames have come back and no process has the card any more.
+    pub fn report(self) -> String {
+        let ended = self.program.end();
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+        ended.said
     }
 }
 
@@ -163,22 +171,36 @@ pub fn children_of(id: u32) -> Vec<(u32, String)> {
     let all = Path::new("/proc").read_dir().expect("/proc").flatten();
     let ids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     ids.filter_map(|child: u32| {
-        let (name, state) = stat(child)?;
-        let parent: u32 = state.get(1)?.parse().ok()?;
+        let (name, fields) = process::stat(child)?;
+        let parent: u32 = fields.get(1)?.parse().ok()?;
         (parent == id).then_some((child, name))
     })
     .collect()
 }
 
-/// Returns whether a process exists and is not a zombie.
-pub fn is_running(id: u32) -> bool {
-    stat(id).is_some_and(|(name, state)| name == "tasuki-sim" && state[0] != "Z" && state[0] != "X")
+/// Returns the frames in a capture.
+pub fn frames_of(file: &Path) -> Vec<Vec<u8>> {
+    let mut reader =
+        pcap_file::pcap::PcapReader::new(std::fs::File::open(file).expect("the capture")).expect("a capture");
+    let mut frames = Vec::new();
+    while let Some(packet) = reader.next_packet() {
+        let packet = packet.expect("a whole packet");
+        assert_eq!(packet.data.len(), packet.orig_len as usize, "a whole frame");
+        frames.push(packet.data.into_owned());
+    }
+    frames
 }
 
-/// Returns the name of a process, and the fields that follow it in the kernel's file: its state, its parent, and
-/// more.
-fn stat(id: u32) -> Option<(String, Vec<String>)> {
-    let text = std::fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
-    let (name, state) = text.rsplit_once(')')?;
-    Some((name.split_once('(')?.1.to_owned(), state.split_whitespace().map(str::to_owned).collect()))
+/// Returns the number of a frame as docs/design/sim.md lays it out: behind EtherType and mark.
+pub fn number(frame: &[u8]) -> Option<u64> {
+    let number = frame[12..18] == *b"\x88\xb5tsk\x01";
+    number.then(|| u64::from_le_bytes(frame[18..26].try_into().expect("eight bytes")))
+}
+
+/// Returns the number of numbered frames in a capture; they must be in order, each once.
+pub fn numbered_in(capture: &Path) -> u64 {
+    let numbers: Vec<_> = frames_of(capture).iter().filter_map(|frame| number(frame)).collect();
+    let count = numbers.len() as u64;
+    assert_eq!(numbers, (0..count).collect::<Vec<_>>());
+    count
 }

@@ -1,18 +1,17 @@
 //! Handover of a NIC to another node, whose worker has memory of its own: with real processes, under traffic, and
 //! with deaths at every step.
-#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
-
-#[macro_use]
-mod daemon;
 
 use std::time::{Duration, Instant};
 
-use daemon::{Model, Nic, Node, Worker, nothing_is_lost, taken, until};
 use rustix::process::Signal;
 use tasuki_relay::After;
 use tasuki_relay::message::{Inflight, Work, heartbeat};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Reason, Report};
+use tasuki_testing::until;
+
+use crate::daemon::{Nic, Node, Worker, nothing_is_lost, taken};
+use crate::programs::{Model, need_model};
 
 const FRAMES: u64 = 20_000;
 const RATE: u64 = 10_000;
@@ -129,7 +128,7 @@ const PAUSED: Duration = Duration::from_millis(25);
 /// Waits until no more frames arrive: all have arrived, or are lost.
 fn until_quiet(model: &mut Model, driver: &Worker) {
     let (mut seen, mut since) = (driver.heartbeat(heartbeat::SENT), Instant::now());
-    while model.process.is_running() && since.elapsed() < Duration::from_secs(3) {
+    while model.program.is_running() && since.elapsed() < Duration::from_secs(3) {
         std::thread::sleep(Duration::from_millis(20));
         let now = driver.heartbeat(heartbeat::SENT);
         if now != seen {
@@ -141,8 +140,8 @@ fn until_quiet(model: &mut Model, driver: &Worker) {
 /// Ends the model and returns the number of frames that did not come back to it. The others must have come back
 /// once, in order, and whole.
 fn lost(mut model: Model) -> u64 {
-    if model.process.is_running() {
-        model.process.signal(Signal::TERM);
+    if model.program.is_running() {
+        model.program.signal(Signal::TERM);
     }
     let report = model.report();
     assert!(report.contains("twice 0, out of order 0, damaged 0, from others 0"), "{report}");

@@ -1,16 +1,16 @@
 //! Programs of the user's own, killed at the steps of a turn: one that fills the card's ring as fast as it goes, one
 //! that changes frames in copies, and one that sends nothing. Each number is on the wire once, in order, and the
 //! programs' counts are exact.
-#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
-
-mod daemon;
 
 use std::path::{Path, PathBuf};
 
-use daemon::{Model, Nic, Node, Worker, model_program, nothing_is_lost, numbered_in, until};
 use rustix::process::Signal;
 use tasuki_relay::message::{ToWorker, Work, heartbeat};
 use tasuki_relay::wire::Report;
+use tasuki_testing::until;
+
+use crate::daemon::{Nic, Node, Worker, nothing_is_lost};
+use crate::programs::{Model, model_program, numbered_in};
 
 /// Crash points at which a driver dies, and the number of the pass at which it does.
 const PLACES: &[(&str, u32)] = &[
@@ -128,7 +128,7 @@ fn what_finds_no_room_is_sent_once_whoever_dies() {
     let Some(program) = program("generator") else { return };
     let folder = tempfile::tempdir().expect("a folder");
     let capture = folder.path().join("wire.pcap");
-    let model = Model::start(folder.path(), &["--pcap", capture.to_str().expect("a path")]);
+    let mut model = Model::start(folder.path(), &["--pcap", capture.to_str().expect("a path")]);
     let nic = Nic::open(&model.socket, &["--ring", "64"]);
     let mut node = Node::new(folder.path(), Work::Program);
     (node.program, node.options) = (program, format!("count={COUNT} size=200"));
@@ -138,7 +138,7 @@ fn what_finds_no_room_is_sent_once_whoever_dies() {
     driver.message(&ToWorker::End, &[]);
     assert_eq!(driver.process.end(), Some(0), "{:?}", driver.told);
     drop((driver, nic));
-    model.process.signal(Signal::TERM);
+    model.program.signal(Signal::TERM);
     model.report();
     assert_eq!(numbered_in(&capture), COUNT);
 }

@@ -2,16 +2,14 @@
 //! program, and its victim goes on.
 //!
 //! Attacks of docs/design/threat-model.md.
-#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
-
-#[macro_use]
-mod daemon;
 
 use std::path::Path;
 
-use daemon::{Model, Nic, Node, Worker, folder};
 use tasuki_relay::message::Work;
 use tasuki_relay::wire::{Report, Use};
+
+use crate::daemon::{Nic, Node, Worker};
+use crate::programs::{Model, folder, need_model};
 
 /// Returns a node whose program tries these attacks when it is given its NIC.
 fn hostile(folder: &Path, options: String, first: u32) -> Option<Node> {
