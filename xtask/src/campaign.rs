@@ -46,13 +46,13 @@ pub enum Campaign {
 pub fn run(checkout: &Checkout, campaign: &Campaign) -> anyhow::Result<bool> {
     let (test, asked, seed, json) = match campaign {
         Campaign::Kills { kills, only, seed, json } => (
-            "deaths::whoever_dies_alone_or_with_others_nothing_is_lost_and_nobody_is_asked",
+            "daemon::deaths::whoever_dies_alone_or_with_others_nothing_is_lost_and_nobody_is_asked",
             [Some(("TASUKI_KILLS", kills.to_string())), only.clone().map(|only| ("TASUKI_KILLS_ONLY", only))],
             seed,
             json,
         ),
         Campaign::Freezes { freezes, seed, json } => (
-            "freezes::a_worker_that_is_frozen_at_any_time_stops_and_goes_on_and_nothing_is_lost",
+            "daemon::freezes::a_worker_that_is_frozen_at_any_time_stops_and_goes_on_and_nothing_is_lost",
             [Some(("TASUKI_FREEZES", freezes.to_string())), None],
             seed,
             json,
@@ -63,7 +63,7 @@ pub fn run(checkout: &Checkout, campaign: &Campaign) -> anyhow::Result<bool> {
         return Ok(false);
     }
     let mut command = checkout.cargo("test");
-    command.args(["--package", "tasuki-control", "--all-features", "--test", "daemon", "--", "--nocapture", "--exact"]);
+    command.args(["--package", "tasuki-control", "--all-features", "--test", "suite", "--", "--nocapture", "--exact"]);
     command.arg(test).envs(asked.into_iter().flatten()).envs(seed.map(|seed| ("TASUKI_SEED", seed.to_string())));
     if let Some(json) = json {
         // The test runs in another folder.

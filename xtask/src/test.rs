@@ -108,9 +108,12 @@ fn unit(checkout: &Checkout) -> anyhow::Result<Tally> {
     Ok(reader.finish(status.success()))
 }
 
-/// Test binaries that take longer than all others together, with the tests in them that the quick tier runs.
+/// The test binary that every crate may have: its tests in modules.
+const SUITE: &str = "suite";
+
+/// Modules of the suites that take longer than all others together, with the tests in them that the quick tier runs.
 const SLOW: [(&str, &[&str]); 2] =
-    [("daemon", &["attacks::", "callers::", "clients::", "confined::", "forged::", "ruled::"]), ("handover", &[])];
+    [("daemon::", &["attacks::", "callers::", "clients::", "confined::", "forged::", "ruled::"]), ("handover::", &[])];
 
 /// Runs the tests that fit into five minutes once all is built, for every commit: all unit tests and all tests with
 /// real processes, but those in [`SLOW`], of which it runs a selection. Leaves out the code in the documentation and
@@ -122,21 +125,22 @@ pub fn quick(checkout: &Checkout) -> anyhow::Result<Report> {
         command.args(["--workspace", "--all-features", "--no-fail-fast"]);
         command
     };
-    let is_slow = |test: &str| SLOW.iter().any(|(slow, _)| *slow == test);
-    let mut most = of_workspace();
-    most.args(["--lib", "--bins"]);
-    for test in test_binaries(checkout)?.iter().filter(|test| !is_slow(test)) {
-        most.args(["--test", test]);
+    let mut units = of_workspace();
+    units.args(["--lib", "--bins"]);
+    for test in test_binaries(checkout)?.iter().filter(|test| *test != SUITE) {
+        units.args(["--test", test]);
     }
-    most.args(["--", "--show-output"]);
-    let mut commands = vec![most];
-    for (slow, chosen) in SLOW.iter().filter(|(_, chosen)| !chosen.is_empty()) {
-        let mut some = of_workspace();
-        some.args(["--test", slow, "--", "--show-output"]).args(*chosen);
-        commands.push(some);
+    units.args(["--", "--show-output"]);
+    let mut most = of_workspace();
+    most.args(["--test", SUITE, "--", "--show-output"]);
+    let mut some = of_workspace();
+    some.args(["--test", SUITE, "--", "--show-output"]);
+    for (slow, chosen) in SLOW {
+        most.args(["--skip", slow]);
+        some.args(chosen.iter().map(|chosen| format!("{slow}{chosen}")));
     }
     let mut report = Report(Vec::new());
-    for mut command in commands {
+    for mut command in [units, most, some] {
         let mut reader = Reader::default();
         let status = stream::run_showing(&mut command, |line| reader.line(line))?;
         report.0.push((Stage::Unit, reader.finish(status.success())));

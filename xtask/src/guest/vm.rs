@@ -36,7 +36,7 @@ pub fn run(checkout: &Checkout) -> anyhow::Result<Tally> {
     let files = prepare(checkout)?;
     let mut command = checkout.cargo("test");
     command.env("TASUKI_VM", std::env::join_paths(files)?);
-    command.args(["-p", "tasuki-control", "--all-features", "--test", "daemon", "--", "--show-output", "vms::"]);
+    command.args(["-p", "tasuki-control", "--all-features", "--test", "suite", "--", "--show-output", "daemon::vms::"]);
     let mut reader = Reader::default();
     let status = stream::run_showing(&mut command, |line| reader.line(line))?;
     Ok(reader.finish(status.success()))

@@ -11,8 +11,8 @@ use rustix::process::Signal;
 use tasuki_tap::interface::Interface;
 
 use super::rig::{Rig, pid, signal, until};
-use super::rooms::{BURST, Exchange, Program, Room, Stream, deaths, is_impossible};
-use super::storm::{self, beside};
+use super::rooms::{BURST, Exchange, Room, Stream, deaths, is_impossible};
+use super::storm;
 
 /// Addresses for documentation (RFC 5737): at the card's cable, and of the programs behind the card.
 const NEAR: &str = "192.0.2.1";
@@ -24,7 +24,7 @@ struct World {
     rig: Rig,
     near: Room,
     far: Room,
-    _model: Program,
+    _model: storm::Model,
     _one: MutexGuard<'static, ()>,
 }
 
@@ -53,11 +53,7 @@ impl World {
         let nic = "[[nic]]\nname = \"eth0\"\ndevice = \"vfio-user:/nowhere/card.sock\"\nnode = \"red\"\n";
         let rig = Rig::without_daemon(&[&nodes(&tap), nic].concat(), "");
         let socket = rig.path("card.sock");
-        let mut command = Command::new(beside("tasuki-sim").expect("looked for before"));
-        command.args(["sim", "nic", "--link-up", "10", "--tap", "wire0", "--socket"]).arg(&socket);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let model = Program(near.within(|| command.spawn().expect("a model")));
-        until(&rig, "the model serves", || socket.exists());
+        let model = near.within(|| storm::Model::start(&socket, &["--tap", "wire0"]));
         near.within(|| {
             let wire = Interface::find("wire0").expect("the model's wire");
             wire.add_address(addresses[0].parse().expect("an address")).expect("an address");

@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::net::UdpSocket;
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::MutexGuard;
 use std::time::Duration;
@@ -11,9 +10,10 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::Value;
 use tasuki_tap::interface::Interface;
+use tasuki_testing::Program;
 
 use super::rig::{Rig, UNCONFINED, lives, pid, signal, until};
-use super::rooms::{BURST, Exchange, Program, Room, Stream, deaths, is_impossible};
+use super::rooms::{BURST, Exchange, Room, Stream, deaths, is_impossible};
 use super::storm;
 
 /// Addresses for documentation (RFC 5737).
@@ -83,6 +83,12 @@ impl World {
     pub fn add(&self, name: &str, room: &Room, address: &str, more: &[&str]) {
         let (path, address) = (room.path(), format!("{address}/24"));
         self.rig.ask(&[&["node", "add", name, "--netns", &path, "--address", &address], more].concat());
+    }
+
+    /// Runs `ping` in the shop; returns its output.
+    pub fn pinged(&self, words: &[&str]) -> String {
+        let output = self.shop.within(|| Command::new("ping").args(words).output().expect("ping"));
+        String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
     /// Writes `text` to a file; returns its path.
@@ -372,18 +378,13 @@ fn an_interface_that_somebody_takes_away_is_told_of_and_stops_nobody_else() {
     world.end();
 }
 
-/// Starts a program on stock DPDK that answers `ping`, as a client of memif.
-fn echoing(socket: &Path) -> Program {
-    let vdev = format!(
-        "net_memif0,role=client,socket={},socket-abstract=no,zero-copy=no,id=7,secret=quiesce",
-        socket.display()
-    );
+/// Starts a program on stock DPDK that answers `ping`, with this virtual device.
+pub fn echoing(vdev: &str, log: Stdio) -> Program {
     let mut command = Command::new("dpdk-testpmd");
     command.args(["--lcores", "0,1", "--no-huge", "-m", "64", "--no-pci", "--no-shconf", "--no-telemetry"]);
-    command.args(["--vdev", &vdev, "--", "--nb-cores=1", "--forward-mode=icmpecho", "--total-num-mbufs=2048"]);
+    command.args(["--vdev", vdev, "--", "--nb-cores=1", "--forward-mode=icmpecho", "--total-num-mbufs=2048"]);
     command.args(["--auto-start", "--stats-period=3600"]);
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    Program(command.spawn().expect("looked for before"))
+    Program::start(command.stdin(Stdio::null()).stdout(log).stderr(Stdio::null()))
 }
 
 #[test]
@@ -401,13 +402,13 @@ fn a_namespace_talks_to_a_program_on_stock_dpdk() {
     world.rig.await_pair("dpdk");
     let said = world.rig.refused(&["node", "add", "other", "--memif", shown]);
     assert!(said.contains("is node \"dpdk\"'s as well"), "{said}");
-    let pinged = |count: &str, pause: &str| {
-        let words = ["-c", count, "-i", pause, "-W", "5", "192.0.2.77"];
-        let pinged = world.shop.within(|| Command::new("ping").args(words).output().expect("looked for before"));
-        String::from_utf8_lossy(&pinged.stdout).into_owned()
-    };
+    let pinged = |count: &str, pause: &str| world.pinged(&["-c", count, "-i", pause, "-W", "5", "192.0.2.77"]);
     let answers = || pinged("1", "1").contains(" 1 received");
-    let program = echoing(&socket);
+    let vdev = format!(
+        "net_memif0,role=client,socket={},socket-abstract=no,zero-copy=no,id=7,secret=quiesce",
+        socket.display()
+    );
+    let program = echoing(&vdev, Stdio::null());
     until(&world.rig, "it answers", answers);
     // The program connects once, and one worker after the other serves it.
     std::thread::scope(|scope| {
@@ -423,7 +424,7 @@ fn a_namespace_talks_to_a_program_on_stock_dpdk() {
     until(&world.rig, "it answers", answers);
     // The next client is served as well.
     drop(program);
-    let _program = echoing(&socket);
+    let _program = echoing(&vdev, Stdio::null());
     until(&world.rig, "it answers", answers);
     world.rig.ask(&["node", "remove", "dpdk"]);
     assert!(!socket.exists(), "nobody serves there any more");

@@ -4,25 +4,22 @@
 //! Attacks of docs/design/threat-model.md.
 
 use std::fs;
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, Read, Write};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-};
 use serde_json::Value;
+use tasuki_testing::{Program, descriptors};
 
 use super::real::{moves, stop, until_still, with_model};
 use super::rig::{Rig, pid, until};
-use super::storm::beside;
+use super::storm;
 
 const DMA_READ: u16 = 11;
 const REPLY: u32 = 1;
@@ -135,11 +132,7 @@ const AT_ONCE: &[(&str, &str, Trick)] = &[
         let (number, command) = asked(it)?;
         let pipes: Vec<_> = (0..32).map(|_| io::pipe().expect("a pipe")).collect();
         let fds: Vec<_> = pipes.iter().flat_map(|(one, other)| [one.as_fd(), other.as_fd()]).collect();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
-        let mut beside = SendAncillaryBuffer::new(&mut space);
-        assert!(beside.push(SendAncillaryMessage::ScmRights(&fds)));
-        let told = message(number, command, REPLY, &[0, 0, 1, 0, 0]);
-        rustix::net::sendmsg(it, &[IoSlice::new(&told)], &mut beside, SendFlags::NOSIGNAL)?;
+        descriptors::send(it, &message(number, command, REPLY, &[0, 0, 1, 0, 0]), &fds)?;
         answer(it, &[0; 16])
     }),
     ("T31", "says nothing", |mut it| it.read_to_end(&mut Vec::new()).map(drop)),
@@ -180,18 +173,15 @@ const LATER: &[(&str, &str, Later)] = &[
 
 /// A model of a card, and a proxy that forwards messages between it and its driver until the attack begins.
 struct Between {
-    model: Child,
+    _model: storm::Model,
     turns: Arc<AtomicBool>,
     ends: Arc<AtomicBool>,
 }
 
 impl Between {
-    fn serve(rig: &Rig, path: PathBuf, later: Later) -> Self {
+    fn serve(path: PathBuf, later: Later) -> Self {
         let behind = path.with_extension("model");
-        let mut command = Command::new(beside("tasuki-sim").expect("looked for before"));
-        command.args(["sim", "nic", "--link-up", "10", "--socket"]).arg(&behind);
-        let model = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("a model");
-        until(rig, "the model serves", || behind.exists());
+        let model = storm::Model::start(&behind, &[]);
         let (turns, ends) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
         let listener = UnixListener::bind(path).expect("a place");
         let flags = (Arc::clone(&turns), Arc::clone(&ends));
@@ -209,28 +199,14 @@ impl Between {
                 std::thread::spawn(move || hand_on(&card, &driver, Some(later), &turns, &ends));
             }
         });
-        Between { model, turns, ends }
+        Between { _model: model, turns, ends }
     }
 }
 
 impl Drop for Between {
     fn drop(&mut self) {
         self.ends.store(true, Relaxed);
-        let _ = self.model.kill();
-        let _ = self.model.wait();
     }
-}
-
-/// Receives bytes and the descriptors beside them; none at the end of the stream.
-fn take(from: &UnixStream, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
-    let mut beside = RecvAncillaryBuffer::new(&mut space);
-    let got = rustix::net::recvmsg(from, &mut [IoSliceMut::new(bytes)], &mut beside, RecvFlags::CMSG_CLOEXEC)?;
-    let fds = beside.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(rights) => Some(rights),
-        _ => None,
-    });
-    Ok((got.bytes, fds.flatten().collect()))
 }
 
 fn hand_on(from: &UnixStream, mut to: &UnixStream, later: Option<Later>, turns: &AtomicBool, ends: &AtomicBool) {
@@ -243,7 +219,7 @@ fn hand_on(from: &UnixStream, mut to: &UnixStream, later: Option<Later>, turns: 
             Some(Later::AsksWithoutEnd) => _ = to.write_all(&message(9, DMA_READ, 0, &[0; 16])),
             _ => {}
         }
-        let (len, fds) = match take(from, &mut bytes) {
+        let (len, fds) = match descriptors::receive(from, &mut bytes) {
             Ok((0, _)) => break,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Err(_) => break,
@@ -255,13 +231,7 @@ fn hand_on(from: &UnixStream, mut to: &UnixStream, later: Option<Later>, turns: 
             Some(Later::AnswersOthers) => bytes[0] ^= 0x55,
             _ => {}
         }
-        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
-        let mut beside = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() {
-            assert!(beside.push(SendAncillaryMessage::ScmRights(&fds)));
-        }
-        if rustix::net::sendmsg(to, &[IoSlice::new(&bytes[..len])], &mut beside, SendFlags::NOSIGNAL).is_err() {
+        if descriptors::send(to, &bytes[..len], &fds).is_err() {
             break;
         }
     }
@@ -303,7 +273,7 @@ fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() 
     let between: Vec<_> = { LATER.iter().enumerate() }
         .map(|(number, (_, _, later))| {
             nodes += &node_with(&format!("late{number}"), &path("late", number));
-            Between::serve(&rig, path("late", number), *later)
+            Between::serve(path("late", number), *later)
         })
         .collect();
     rig.configure(|text| text + &nodes);
@@ -318,9 +288,9 @@ fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() 
     let upgrade = |number: usize| {
         let mut command = Command::new(super::rig::TASUKI);
         command.arg("--dir").arg(rig.dir()).args(["worker", "upgrade", &format!("of-late{number}")]);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("a program")
+        Program::start(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()))
     };
-    let mut upgrades: Vec<_> = (0..LATER.len()).map(upgrade).collect();
+    let upgrades: Vec<_> = (0..LATER.len()).map(upgrade).collect();
     let names = { 0..AT_ONCE.len() }.map(|number| (format!("bad{number}"), AT_ONCE[number].1));
     for (name, what) in names.chain([("deaf".to_owned(), "takes no connection")]) {
         until(&rig, what, || nic(&rig, &name)["trouble"].is_string());
@@ -335,11 +305,7 @@ fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() 
     let before = moves(&rig);
     until(&rig, "frames flow still", || moves(&rig) > before + 100);
     assert_eq!(pid(&rig.await_worker("red", "drives")), victim, "{}", rig.log());
-    drop((between, waiting));
-    upgrades.iter_mut().for_each(|upgrade| {
-        let _ = upgrade.kill();
-        let _ = upgrade.wait();
-    });
+    drop((between, waiting, upgrades));
     // Frames under way come back before the final count.
     model.finish();
     until_still(|| moves(&rig));

@@ -3,6 +3,7 @@
 use std::fs;
 
 use hyper::Method;
+use tasuki_testing::process;
 
 use super::rig::pid;
 use super::storm::{Storm, need_storm};
@@ -27,9 +28,7 @@ fn fds(pid: u32) -> usize {
 
 /// Returns the private memory of a process, in bytes.
 fn memory(pid: u32) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("a line");
-    line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
+    process::status_bytes(pid, "RssAnon")
 }
 
 fn look(storm: &mut Storm) -> (Has, u64) {

@@ -5,14 +5,14 @@ use std::fs;
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
+use tasuki_testing::process;
+
 use super::rig::{Rig, is_ours, lives, pid, until};
 use super::storm::{Storm, need_storm, send};
 
 /// Returns the processor ticks that a process has used.
 fn ticks(pid: u32) -> u64 {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let fields: Vec<&str> =
-        stat.rsplit_once(')').map(|(_, rest)| rest.split_whitespace().collect()).unwrap_or_default();
+    let (_, fields) = process::stat(pid).unwrap_or_default();
     [11, 12].iter().filter_map(|at| fields.get(*at)?.parse::<u64>().ok()).sum()
 }
 
@@ -89,9 +89,8 @@ fn a_model_and_what_opens_a_card_are_confined() {
         started(&rig, "sim").is_some() && started(&rig, "open").is_some() && !met.borrow().is_empty()
     });
     let field = |pid: u32, name: &str| {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        line.unwrap_or_default().split_whitespace().next().unwrap_or_default().to_owned()
+        let words = process::status(pid, name).unwrap_or_default();
+        words.split(' ').next().unwrap_or_default().to_owned()
     };
     let network = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/net")).expect("a process");
     let both = ["sim", "open"].map(|word| started(&rig, word).expect("just seen"));

@@ -8,8 +8,8 @@ use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use tasuki_testing::Dice;
 
-use super::deaths::dice::Dice;
 use super::rig::{group, pid};
 use super::storm::{Storm, need_storm};
 use super::times::{Times, asked, record};

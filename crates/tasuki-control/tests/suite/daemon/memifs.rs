@@ -18,7 +18,7 @@ use super::storm::beside;
 use super::vnis::{World, fds};
 
 /// A client written from the text of the protocol.
-#[path = "../../../tasuki-net/tests/suite/memif/client.rs"]
+#[path = "../../../../tasuki-net/tests/suite/memif/client.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 pub mod client;
 

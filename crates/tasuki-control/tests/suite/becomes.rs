@@ -1,5 +1,4 @@
 //! `tasuki` executes the program that a command needs, and names a missing one.
-#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -35,12 +34,11 @@ fn it_is_the_worker_for_a_nic_and_the_model_for_a_sim() {
 
 #[test]
 fn a_program_that_is_missing_is_named() {
-    let folder = std::env::temp_dir().join(format!("tasuki-becomes-{}", std::process::id()));
-    std::fs::create_dir(&folder).expect("a folder");
-    let copy = folder.join("tasuki");
-    std::fs::copy(TASUKI, &copy).expect("a copy");
-    let outputs = [run(&copy, &["nic", "probe", "sim"]), run(&copy, &["sim", "nic"])];
-    std::fs::remove_dir_all(&folder).expect("the folder");
+    let folder = tempfile::tempdir_in(Path::new(TASUKI).with_file_name("")).expect("a folder");
+    let alone = folder.path().join("tasuki");
+    // Not a copy: the kernel does not execute a file that a child of another test may have open for writing.
+    std::fs::hard_link(TASUKI, &alone).expect("a link");
+    let outputs = [run(&alone, &["nic", "probe", "sim"]), run(&alone, &["sim", "nic"])];
     for (output, program) in outputs.iter().zip(["tasuki-worker", "tasuki-sim"]) {
         let errors = errors(output);
         assert_eq!((output.status.code(), errors.lines().count()), (Some(1), 1), "{errors}");

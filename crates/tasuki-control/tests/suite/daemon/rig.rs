@@ -4,12 +4,14 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use tasuki_testing::Program;
+pub use tasuki_testing::process::lives;
 use tempfile::TempDir;
 
 use super::storm::beside;
@@ -48,7 +50,7 @@ node = "red"
 /// A daemon, its directory, and every process seen so far.
 pub struct Rig {
     folder: TempDir,
-    daemon: Option<Child>,
+    daemon: Option<Program>,
     seen: Mutex<BTreeSet<u32>>,
 }
 
@@ -95,7 +97,7 @@ impl Rig {
         let us = std::env::current_exe().expect("a path");
         let alive = self.path("alive");
         let script = format!(
-            "#!/bin/sh\nTASUKI_STANDIN=\"$*\" TASUKI_FAULT={fault} TASUKI_ALIVE={} exec {} --exact this_program_is_also_a_worker --nocapture\n",
+            "#!/bin/sh\nTASUKI_STANDIN=\"$*\" TASUKI_FAULT={fault} TASUKI_ALIVE={} exec {} --exact daemon::this_program_is_also_a_worker --nocapture\n",
             alive.display(),
             us.display()
         );
@@ -146,22 +148,19 @@ impl Rig {
     /// Starts a daemon that dies at a place, as `plan` says.
     pub fn start_to_die(&mut self, plan: Option<String>) {
         let log = fs::OpenOptions::new().create(true).append(true).open(self.path("log")).expect("a file");
-        if let Some(mut dead) = self.daemon.take() {
-            let _ = dead.kill();
-            let _ = dead.wait();
-        }
+        drop(self.daemon.take());
         let mut command = self.tasukid();
         command.env_remove("TASUKI_CRASH").envs(plan.map(|plan| ("TASUKI_CRASH", plan)));
-        self.daemon = Some(command.stdout(Stdio::null()).stderr(log).spawn().expect("a daemon"));
+        self.daemon = Some(Program::start(command.stdout(Stdio::null()).stderr(log)));
     }
 
     /// Returns whether the daemon has died by itself.
     pub fn daemon_is_dead(&mut self) -> bool {
-        self.daemon.as_mut().is_none_or(|daemon| daemon.try_wait().expect("a process").is_some())
+        self.daemon.as_mut().is_none_or(|daemon| !daemon.is_running())
     }
 
     pub fn daemon_pid(&self) -> u32 {
-        self.daemon.as_ref().expect("a daemon").id()
+        self.daemon.as_ref().expect("a daemon").0.id()
     }
 
     /// Returns the process of the keeper.
@@ -175,19 +174,13 @@ impl Rig {
 
     /// Kills the daemon at once.
     pub fn kill_daemon(&mut self) {
-        let mut daemon = self.daemon.take().expect("a daemon");
-        let _ = daemon.kill();
-        daemon.wait().expect("its end");
+        self.daemon.take().expect("a daemon").kill();
     }
 
     /// Waits for the daemon's end.
     pub fn daemon_ends(&mut self) {
-        let mut daemon = self.daemon.take().expect("a daemon");
-        let until = Instant::now() + LIMIT;
-        while daemon.try_wait().expect("a process").is_none() {
-            assert!(Instant::now() < until, "tasukid does not end\n{}", self.log());
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        let daemon = std::cell::RefCell::new(self.daemon.take().expect("a daemon"));
+        until(self, "tasukid ends", || !daemon.borrow_mut().is_running());
     }
 
     /// Returns the daemon's log.
@@ -278,12 +271,6 @@ pub fn signal(pid: u32, signal: Signal) {
     kill_process(pid, signal).expect("a process of ours");
 }
 
-/// Returns whether the process exists and is not a zombie.
-pub fn lives(pid: u32) -> bool {
-    fs::read_to_string(format!("/proc/{pid}/stat"))
-        .is_ok_and(|stat| !stat.rsplit(')').next().is_some_and(|rest| rest.trim().starts_with('Z')))
-}
-
 /// Returns the control group (version 2) of a process, if there is one.
 pub fn group(pid: u32) -> Option<PathBuf> {
     let group = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
@@ -332,10 +319,7 @@ impl Drop for Rig {
             }
             let _ = self.tasuki(&["stop"]);
         }
-        if let Some(mut daemon) = self.daemon.take() {
-            let _ = daemon.kill();
-            let _ = daemon.wait();
-        }
+        drop(self.daemon.take());
         // Stand-ins end when this file is gone; stopped ones cannot check it.
         let _ = fs::remove_file(self.path("alive"));
         let seen = std::mem::take(&mut *self.seen.lock().unwrap_or_else(std::sync::PoisonError::into_inner));

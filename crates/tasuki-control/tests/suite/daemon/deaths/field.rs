@@ -10,11 +10,11 @@ use rustix::process::Signal;
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 use tasuki_control::api::client;
+use tasuki_testing::Dice;
 
-use super::dice::Dice;
-use crate::rig::{Rig, lives, pid, signal, until};
-use crate::rooms::{BURST, Exchange, Room, is_impossible};
-use crate::storm::{self, Model, beside, send};
+use crate::daemon::rig::{Rig, lives, pid, signal, until};
+use crate::daemon::rooms::{BURST, Exchange, Room, is_impossible};
+use crate::daemon::storm::{self, Model, beside, send};
 
 /// A node whose NIC sends all frames back, and one whose NIC does not open while its model stands still.
 const NODES: &str = r#"

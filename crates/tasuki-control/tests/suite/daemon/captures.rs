@@ -6,7 +6,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Child, ChildStderr, Command, Stdio};
+use std::process::{ChildStderr, Command, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use pcap_file::pcapng::blocks::enhanced_packet::EnhancedPacketOption;
@@ -14,6 +14,7 @@ use pcap_file::pcapng::blocks::interface_description::InterfaceDescriptionOption
 use pcap_file::pcapng::blocks::interface_statistics::InterfaceStatisticsOption;
 use pcap_file::pcapng::{Block, PcapNgReader};
 use rustix::process::Signal;
+use tasuki_testing::Program;
 
 use super::real;
 use super::rig::{NODES, Rig, pid, signal, until};
@@ -25,16 +26,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// `tasuki capture` into a file.
 struct Capture {
-    child: Child,
+    program: Program,
     said: BufReader<ChildStderr>,
     file: PathBuf,
-}
-
-impl Drop for Capture {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 impl Capture {
@@ -44,9 +38,9 @@ impl Capture {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki"));
         command.arg("--dir").arg(rig.dir()).arg("capture").args(words).arg("-w").arg(&file);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-        let mut child = command.spawn().expect("a program");
-        let said = BufReader::new(child.stderr.take().expect("it was asked for"));
-        let mut capture = Capture { child, said, file };
+        let mut program = Program::start(&mut command);
+        let said = BufReader::new(program.0.stderr.take().expect("it was asked for"));
+        let mut capture = Capture { program, said, file };
         let said = capture.line();
         assert!(said.starts_with("tasuki: capturing "), "{said}\n{}", rig.log());
         capture
@@ -61,14 +55,14 @@ impl Capture {
     /// Waits until the capture ends by itself. Returns its messages and its file.
     fn ends(mut self) -> (String, Seen) {
         let said = self.line();
-        let status = self.child.wait().expect("its end");
+        let status = self.program.0.wait().expect("its end");
         assert!(status.success(), "{said}");
         (said, Seen::read(&fs::read(&self.file).expect("a file")))
     }
 
     /// Interrupts the capture with ^C, then like [`ends`](Self::ends).
     fn end(self) -> (String, Seen) {
-        signal(self.child.id(), Signal::INT);
+        self.program.signal(Signal::INT);
         self.ends()
     }
 }

@@ -1,5 +1,4 @@
 //! The hidden subcommands, tried by hand.
-#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 use std::process::{Command, Stdio};
 

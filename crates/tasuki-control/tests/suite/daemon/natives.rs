@@ -4,9 +4,10 @@
 use std::cell::Cell;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
+use tasuki_testing::Program;
 
 use super::rig::{Rig, pid, signal, until};
 use super::rooms::deaths;
@@ -117,16 +118,6 @@ fn wherever_a_native_node_is_killed_its_frames_are_handled_once() {
     world.end();
 }
 
-/// A `ping` in a namespace. Dropping it ends the process.
-struct Ping(Child);
-
-impl Drop for Ping {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn a_namespace_gets_one_answer_to_each_question_from_a_native_node_that_is_replaced_and_killed() {
     if Command::new("ping").arg("-V").output().is_err() {
@@ -138,17 +129,14 @@ fn a_namespace_gets_one_answer_to_each_question_from_a_native_node_that_is_repla
     world.rig.await_pair("shop");
     world.rig.await_pair("desk");
     let words = ["-i", "0.01", "-W", "20", "-c", "600", "192.0.2.77"];
-    let ping = world.shop.within(|| Command::new("ping").args(words).stdout(Stdio::piped()).spawn());
-    let mut ping = Ping(ping.expect("looked for before"));
+    let mut ping = world.shop.within(|| Program::start(Command::new("ping").args(words).stdout(Stdio::piped())));
     world.rig.ask(&["worker", "upgrade", "desk"]);
     world.rig.await_pair("desk");
     world.kill_driver("desk");
     world.rig.await_pair("desk");
     world.rig.ask(&["worker", "upgrade", "desk"]);
     world.kill_driver("desk");
-    let mut said = String::new();
-    let out = ping.0.stdout.take().expect("it was piped");
-    std::io::Read::read_to_string(&mut std::io::BufReader::new(out), &mut said).expect("what it says");
+    let said = std::io::read_to_string(ping.0.stdout.take().expect("it was piped")).expect("what it says");
     let last = said.lines().rev().take(3).collect::<Vec<_>>().join("; ");
     println!("{last}");
     assert!(last.contains("600 packets transmitted, 600 received, 0% packet loss"), "{last}\n{}", world.rig.log());

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::AtomicU64;
@@ -12,22 +12,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tasuki_tap::namespace::Namespace;
+use tasuki_testing::Program;
 
 use super::rig::{Rig, until};
 use super::storm::beside;
 
 /// Size of a card's burst: the most frames that a killed worker has handled and not reported.
 pub const BURST: u64 = 32;
-
-/// A started program. Dropping it ends the process.
-pub struct Program(pub Child);
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
 
 /// A network namespace that exists as long as a process does.
 pub struct Room(Program);
@@ -37,19 +28,17 @@ impl Room {
         let mut command = Command::new("unshare");
         // It ends by itself, even if the test does not end it.
         command.args(["--net", "--", "sleep", "900"]).stdin(Stdio::null());
-        let room = Room(Program(command.spawn().expect("unshare")));
+        let room = Room(Program::start(&mut command));
         let ours = std::fs::read_link("/proc/self/ns/net").expect("a namespace");
-        let limit = Instant::now() + Duration::from_secs(20);
-        while std::fs::read_link(room.path()).is_ok_and(|its| its == ours) {
-            assert!(Instant::now() < limit, "unshare has made no namespace");
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        tasuki_testing::until("a namespace from unshare", || {
+            !std::fs::read_link(room.path()).is_ok_and(|its| its == ours)
+        });
         room
     }
 
     /// Returns the path of the namespace.
     pub fn path(&self) -> String {
-        format!("/proc/{}/ns/net", self.0.0.id())
+        format!("/proc/{}/ns/net", self.0.id())
     }
 
     /// Executes `work` in the namespace.

@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{ChildStdout, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,7 @@ use hyper::Method;
 use rustix::process::{Pid, Signal, kill_process, setpriority_process};
 use serde_json::{Value, json};
 use tasuki_control::api::client;
+use tasuki_testing::{Program, process};
 
 use super::rig::{Rig, lives, pid, signal, until};
 
@@ -54,15 +55,15 @@ pub fn alone() -> MutexGuard<'static, ()> {
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the options that bring the model's link up quickly. A virtio device's link needs none.
-pub fn link(words: &[&str]) -> &'static [&'static str] {
-    if words.contains(&"virtio-net") { &[] } else { &["--link-up", "10"] }
+/// Returns the options that bring the model's link up quickly, unless `words` say when. A virtio device's link needs
+/// none.
+fn link(words: &[&str]) -> &'static [&'static str] {
+    if words.contains(&"virtio-net") || words.contains(&"--link-up") { &[] } else { &["--link-up", "10"] }
 }
 
 /// Returns a program that was built beside the daemon.
 pub fn beside(program: &str) -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_BIN_EXE_tasukid")).with_file_name(program);
-    path.exists().then_some(path)
+    tasuki_testing::beside(env!("CARGO_BIN_EXE_tasukid"), program)
 }
 
 /// Returns the reason why a storm is impossible here, if there is one.
@@ -75,7 +76,7 @@ pub fn missing() -> Option<&'static str> {
 
 macro_rules! need_storm {
     () => {
-        if let Some(reason) = $crate::storm::missing() {
+        if let Some(reason) = $crate::daemon::storm::missing() {
             return println!("skipped: {reason}");
         }
     };
@@ -84,7 +85,7 @@ pub(crate) use need_storm;
 
 /// A model process. Dropping it ends the process.
 pub struct Model {
-    child: Child,
+    program: Program,
     out: BufReader<ChildStdout>,
 }
 
@@ -94,12 +95,11 @@ impl Model {
         let mut command = Command::new(beside("tasuki-sim").expect("looked for before"));
         command.args(["sim", "nic"]).args(wire).args(link(wire));
         command.arg("--socket").arg(socket).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-        let mut child = command.spawn().expect("a model");
-        let its = Pid::from_raw(child.id().cast_signed());
+        let mut program = Program::start(&mut command);
         // Other work of the machine does not delay silicon.
-        let _ = setpriority_process(its, URGENT);
-        let out = BufReader::new(child.stdout.take().expect("it was asked for"));
-        let mut model = Model { child, out };
+        let _ = setpriority_process(Some(program.id()), URGENT);
+        let out = BufReader::new(program.0.stdout.take().expect("it was asked for"));
+        let mut model = Model { program, out };
         assert!(model.line().contains(" at /"), "it serves");
         model
     }
@@ -111,12 +111,16 @@ impl Model {
     }
 
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.program.0.id()
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        self.program.signal(signal);
     }
 
     /// Stops its source and waits until all frames are back. If they are not, the error is the model's output.
     pub fn all_come_back(&mut self) -> Result<(), String> {
-        signal(self.pid(), Signal::USR1);
+        self.signal(Signal::USR1);
         // If the line never comes, the watch ends the model, and its end ends the wait.
         let watch = Watch::over(self.pid());
         let said = self.line();
@@ -140,14 +144,7 @@ impl Model {
 
     /// Kills the model, like a card that is pulled out.
     pub fn unplug(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Drop for Model {
-    fn drop(&mut self) {
-        self.unplug();
+        self.program.kill();
     }
 }
 
@@ -463,8 +460,7 @@ pub fn send(pid: u32, signal: Signal) -> bool {
 
 /// Returns the state of a process from /proc: `S` if it sleeps, `T` if it is stopped.
 pub fn state(pid: u32) -> Option<char> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.trim_start().chars().next()
+    process::stat(pid)?.1.first()?.chars().next()
 }
 
 /// Ends a process that the test waits for, unless the wait is over before.

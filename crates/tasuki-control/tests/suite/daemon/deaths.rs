@@ -6,14 +6,11 @@
 
 mod field;
 
-#[path = "../../../tasuki-call/tests/common/dice.rs"]
-pub mod dice;
-
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use tasuki_testing::Dice;
 
-use dice::Dice;
 use field::{ENDS, Field, Outcome, Sight, Traffic, Who, now};
 
 use super::storm::need_storm;

@@ -1,7 +1,5 @@
 //! The real worker and the model of a card, under traffic that the model numbers and checks.
 
-use std::io::Read;
-use std::process::{Child, Command, Stdio};
 use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
@@ -15,20 +13,13 @@ const FRAMES: &str = "20000";
 /// Time without movement after which all frames count as passed.
 const QUIET: Duration = Duration::from_secs(5);
 
-/// A model process. Dropping it ends the process.
-pub struct Model(Child, #[expect(dead_code, reason = "held until the end")] MutexGuard<'static, ()>);
+/// A model, alone on the machine.
+pub struct Model(storm::Model, #[expect(dead_code, reason = "held until the end")] MutexGuard<'static, ()>);
 
 impl Model {
     /// Stops its source.
     pub fn finish(&self) {
-        signal(self.0.id(), Signal::USR1);
-    }
-}
-
-impl Drop for Model {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        self.0.signal(Signal::USR1);
     }
 }
 
@@ -39,19 +30,14 @@ pub fn with_model(nodes: &str, frames: &str, rate: &str) -> Option<(Rig, Model)>
 
 /// Like [`with_model`], with another card.
 pub fn with_card(card: &str, nodes: &str, frames: &str, rate: &str) -> Option<(Rig, Model)> {
-    let (Some(_), Some(sim)) = (beside("tasuki-worker"), beside("tasuki-sim")) else {
+    if beside("tasuki-worker").is_none() || beside("tasuki-sim").is_none() {
         println!("skipped: needs tasuki-worker and tasuki-sim beside tasukid: cargo build --workspace");
         return None;
-    };
+    }
     let rig = Rig::without_daemon(nodes, "");
     let socket = rig.path("card.sock");
-    let mut command = Command::new(sim);
-    command.args(["sim", "nic", "--card", card]).args(storm::link(&[card])).args(["--source", frames, "--rate", rate]);
-    command.arg("--socket").arg(&socket);
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let one = storm::alone();
-    let model = Model(command.spawn().expect("a model"), one);
-    until(&rig, "the model serves", || socket.exists());
+    let model = Model(storm::Model::start(&socket, &["--card", card, "--source", frames, "--rate", rate]), one);
     rig.with_stock_workers();
     rig.configure(|text| {
         // All nodes echo, so every driver sends all frames back.
@@ -88,9 +74,8 @@ pub fn stop(rig: &mut Rig, mut model: Model) -> String {
     rig.ask(&["stop"]);
     rig.daemon_ends();
     // The model reports at its end, which may have come already.
-    signal(model.0.id(), Signal::TERM);
-    let mut said = String::new();
-    model.0.stdout.take().expect("a pipe").read_to_string(&mut said).expect("text");
+    model.0.signal(Signal::TERM);
+    let said = model.0.ends();
     assert!(said.contains("twice 0, out of order 0, damaged 0"), "{said}\n{}", rig.log());
     said
 }

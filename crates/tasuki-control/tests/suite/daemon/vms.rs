@@ -7,21 +7,15 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
+use tasuki_testing::Program;
 
 use super::rig::{lives, pid, signal, until};
-use super::rooms::Program;
-use super::vnis::{SHOP, World};
+use super::vnis::{self, SHOP, World};
 
 /// Starts a program on stock DPDK that answers `ping`, behind DPDK's front end of vhost-user.
 fn echoing(socket: &Path) -> Program {
     let vdev = format!("net_virtio_user0,path={},queues=1,queue_size=256,mac=02:00:00:00:00:77", socket.display());
-    let mut command = Command::new("dpdk-testpmd");
-    command.args(["--lcores", "0,1", "--no-huge", "-m", "64", "--no-pci", "--no-shconf", "--no-telemetry"]);
-    command.args(["--vdev", &vdev, "--", "--nb-cores=1", "--forward-mode=icmpecho", "--total-num-mbufs=2048"]);
-    command.args(["--auto-start", "--stats-period=3600"]);
-    let log = std::fs::File::create(socket.with_extension("log")).expect("a file");
-    command.stdin(Stdio::null()).stdout(log.try_clone().expect("a descriptor")).stderr(log);
-    Program(command.spawn().expect("looked for before"))
+    vnis::echoing(&vdev, std::fs::File::create(socket.with_extension("log")).expect("a file").into())
 }
 
 #[test]
@@ -35,11 +29,8 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     let socket = world.rig.path("vm.sock");
     world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
     world.rig.await_pair("vm");
-    let pinged = |world: &World, count: &str, pause: &str| {
-        let words = ["-c", count, "-i", pause, "-W", "5", "192.0.2.77"];
-        let pinged = world.shop.within(|| Command::new("ping").args(words).output().expect("looked for before"));
-        String::from_utf8_lossy(&pinged.stdout).into_owned()
-    };
+    let pinged =
+        |world: &World, count: &str, pause: &str| world.pinged(&["-c", count, "-i", pause, "-W", "5", "192.0.2.77"]);
     let answers = |world: &World| pinged(world, "1", "1").contains(" 1 received");
     let program = echoing(&socket);
     until(&world.rig, "it answers", || answers(&world));
@@ -132,11 +123,7 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
         println!("skipped: needs QEMU and a kernel: cargo xtask test");
         return world.end();
     };
-    let ping = |count: &str| {
-        let words = ["-c", count, "-i", "0.002", "-W", "5", GUEST];
-        let pinged = world.shop.within(|| Command::new("ping").args(words).output().expect("ping"));
-        String::from_utf8_lossy(&pinged.stdout).into_owned()
-    };
+    let ping = |count: &str| world.pinged(&["-c", count, "-i", "0.002", "-W", "5", GUEST]);
     until(&world.rig, "it answers", || ping("1").contains(" 1 received"));
     // Frames of echo requests, each once there and once back, while workers die.
     std::thread::scope(|scope| {

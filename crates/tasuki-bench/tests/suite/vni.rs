@@ -1,5 +1,4 @@
 //! The bench `vni` on a machine that lacks the programs it needs.
-#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 use std::process::Command;
 

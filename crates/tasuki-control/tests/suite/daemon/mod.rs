@@ -1,6 +1,5 @@
 //! The daemon with real processes, real sockets and real lease pages. The workers have no card, and tests order
 //! their faults.
-#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod attacks;
 mod callers;

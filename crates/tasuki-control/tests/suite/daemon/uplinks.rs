@@ -3,15 +3,16 @@
 //! namespace. Needs root.
 
 use std::net::UdpSocket;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::MutexGuard;
 
 use rustix::process::Signal;
 use tasuki_tap::interface::Interface;
+use tasuki_testing::process;
 
 use super::rig::{Rig, lives, pid, signal, until};
-use super::rooms::{BURST, Exchange, Program, Room, deaths, is_impossible};
-use super::storm::{self, beside, need_storm, state};
+use super::rooms::{BURST, Exchange, Room, deaths, is_impossible};
+use super::storm::{self, need_storm, state};
 
 /// Addresses for documentation (RFC 5737): at the card's cable, and on the VNI.
 const FAR: &str = "192.0.2.1";
@@ -23,7 +24,7 @@ struct World {
     rig: Rig,
     far: Room,
     shop: Room,
-    _model: Program,
+    _model: storm::Model,
     _one: MutexGuard<'static, ()>,
 }
 
@@ -57,11 +58,7 @@ impl World {
         );
         let rig = Rig::without_daemon(&nodes, "");
         let socket = rig.path("card.sock");
-        let mut command = Command::new(beside("tasuki-sim").expect("looked for before"));
-        command.args(["sim", "nic", "--link-up", &ms.to_string(), "--tap", "wire0", "--socket"]).arg(&socket);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let model = Program(far.within(|| command.spawn().expect("a model")));
-        until(&rig, "the model serves", || socket.exists());
+        let model = far.within(|| storm::Model::start(&socket, &["--tap", "wire0", "--link-up", &ms.to_string()]));
         far.within(|| {
             let wire = Interface::find("wire0").expect("the model's wire");
             wire.add_address(format!("{FAR}/24").parse().expect("an address")).expect("an address");
@@ -209,9 +206,7 @@ fn several_behind_the_cable_are_learnt_and_what_is_for_nobody_goes_out() {
 
 /// Returns how often a process has slept.
 fn slept(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process of ours");
-    let slept = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:")).expect("a count");
-    slept.trim().parse().expect("a count")
+    process::status(pid, "voluntary_ctxt_switches").and_then(|slept| slept.parse().ok()).expect("a count")
 }
 
 #[test]
