@@ -159,7 +159,10 @@ impl Model {
     }
 
     /// Returns its report at its end. It ends when all frames have come back and no process has the card any more.
-    pub fn report(self) -> String {
+    pub fn report(mut self) -> String {
+        until("the end of the model: frames are missing, or somebody has the card still", || {
+            !self.program.is_running()
+        });
         let ended = self.program.end();
         assert_eq!(ended.code, Some(0), "{ended:?}");
         ended.said
