@@ -2,7 +2,7 @@
 //!
 //! Nothing here comes from `tasuki_call`. This file writes down every number of docs/design/call.md a second
 //! time, so that a mistake in the first cannot hide. `hostile` and the fuzz targets use it.
-#![allow(dead_code, reason = "each user needs another part of it")]
+#![allow(dead_code, unused_imports, reason = "each user needs another part of it")]
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
