@@ -12,4 +12,4 @@ pub mod process;
 pub use alone::{alone, alone_under};
 pub use dice::Dice;
 pub use program::{Program, beside};
-pub use until::{PATIENCE, found, until};
+pub use until::{PATIENCE, found, polled, until};

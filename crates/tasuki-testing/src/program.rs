@@ -1,5 +1,6 @@
 //! Programs that a test starts.
 
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
@@ -44,6 +45,12 @@ impl Program {
     pub fn end(&mut self) -> Option<i32> {
         until("the end of a program", || !self.is_running());
         self.0.wait().expect("a child of ours").code()
+    }
+
+    /// Kills it, unless it has ended. Returns whether it was killed, now or before.
+    pub fn was_killed(mut self) -> bool {
+        let _ = self.0.kill();
+        self.0.wait().expect("a child of ours").signal() == Some(Signal::KILL.as_raw())
     }
 
     /// Returns a field of its file `status`, as [`process::status`] does.

@@ -14,8 +14,8 @@ use tasuki_net::nic::bus::{Bus, Iova, Registers, Vfio, pci};
 
 use super::process::{self, Other, hear, say};
 use super::repoint::{self, unpack};
-use super::wait::{PATIENCE, until};
 use super::{E1000E, STATUS, TDBAL, open, region};
+use tasuki_testing::{PATIENCE, polled};
 
 const TEST: &str = "freezes::a_process_frozen_at_any_point_has_nothing_locked_for_the_next_owner";
 const FREEZES: usize = 200;
@@ -146,5 +146,5 @@ fn a_process_frozen_at_any_point_has_nothing_locked_for_the_next_owner() {
     spread("until it is frozen", frozen);
     spread("what the next owner asks then", asked);
     // Only an empty group can be removed, and it is empty once the kernel has reaped the dead.
-    until("an empty group", || fs::remove_dir(&group).ok());
+    polled("an empty group", || fs::remove_dir(&group).ok());
 }

@@ -10,7 +10,8 @@ use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 
 use super::open;
-use super::wait::{PATIENCE, readable};
+use super::wait::readable;
+use tasuki_testing::PATIENCE;
 
 const RTL8139: PciId = PciId { vendor: 0x10ec, device: 0x8139 };
 

@@ -39,6 +39,7 @@ use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{NicMemory, PciId};
 use tasuki_shm::region::{Pages, Region};
+use tasuki_testing::PATIENCE;
 
 const E1000E: PciId = PciId { vendor: 0x8086, device: 0x10d3 };
 const VIRTIO_NET: PciId = PciId { vendor: 0x1af4, device: 0x1041 };
@@ -164,7 +165,7 @@ fn region(pages: usize) -> Region {
 
 /// Returns whether an eventfd rings.
 fn rings(eventfd: &OwnedFd) -> bool {
-    let rang = wait::readable(eventfd, wait::PATIENCE);
+    let rang = wait::readable(eventfd, PATIENCE);
     calm();
     rang
 }

@@ -27,7 +27,8 @@ use super::behind_vfio::{BehindVfio, calm};
 use super::conformance::World;
 use super::conformance::frames::{SHORTEST, assert_same, frame};
 use super::process::{self, Other, hear, say};
-use super::wait::{PATIENCE, any_readable, readable, until};
+use super::wait::{any_readable, readable};
+use tasuki_testing::{PATIENCE, polled};
 
 type Card = E1000e<Vfio>;
 type Behind = BehindVfio<Card>;
@@ -62,7 +63,7 @@ fn echo(nic: &mut Card) -> bool {
 /// Goes on until nothing is left to do, and stops the card.
 fn stop(nic: &mut Card) {
     nic.quiesce(How::Point, |_| ());
-    until("the card stops", || (!echo(nic) && nic.is_quiet() && nic.leave().expect("the card works")).then_some(()));
+    polled("the card stops", || (!echo(nic) && nic.is_quiet() && nic.leave().expect("the card works")).then_some(()));
 }
 
 /// State of an owner in a process of its own.
@@ -215,7 +216,7 @@ impl<'a> Stream<'a> {
     /// Waits until some frames have come back that are not sent yet.
     fn flow(&mut self) {
         let wanted = self.sent.load(Relaxed) + BETWEEN;
-        until("frames come back", || {
+        polled("frames come back", || {
             self.take(Duration::from_millis(1));
             (self.back >= wanted).then_some(())
         });
@@ -225,13 +226,13 @@ impl<'a> Stream<'a> {
     fn end(&mut self) {
         self.stop.store(true, Relaxed);
         if let Some(sender) = self.sender.take() {
-            until("the sender ends", || {
+            polled("the sender ends", || {
                 self.take(Duration::from_millis(1));
                 sender.is_finished().then_some(())
             });
             sender.join().expect("the sender sends");
         }
-        until("the last frame comes back", || {
+        polled("the last frame comes back", || {
             self.take(Duration::from_millis(1));
             (self.back == self.sent.load(Relaxed)).then_some(())
         });
@@ -241,7 +242,7 @@ impl<'a> Stream<'a> {
     /// Gives a process an order, while frames flow; returns its answer.
     fn ask(&mut self, process: &Other, words: &str) -> Result<Vec<OwnedFd>, String> {
         say(&process.socket, words.as_bytes(), &[]);
-        until(words, || {
+        polled(words, || {
             self.take(Duration::from_millis(1));
             readable(&process.socket, Duration::ZERO).then_some(())
         });
@@ -297,7 +298,7 @@ fn play(test: &'static str, act: impl FnOnce(&mut Daemon, &mut Stream<'_>, Other
     let first = memory(0);
     let Some(world) = Behind::new(&first) else { return };
     let mut nic = Card::start(world.bus(), first, &options()).expect("the card starts");
-    until("the link", || (nic.link() != Link::Down).then_some(()));
+    polled("the link", || (nic.link() != Link::Down).then_some(()));
     let bus = Vfio::from_twin(nic.bus().twin().expect("descriptors are free")).expect("the same card");
     let mut daemon = Daemon { test, bus };
     let mut stream = Stream::over(&world);

@@ -19,7 +19,8 @@ use crate::conformance::frames::{SHORTEST, assert_same, frame};
 use crate::conformance::on_sim::OnSim;
 use crate::conformance::{Bench, World};
 use crate::process::{self, Other};
-use crate::wait::{PATIENCE, any_readable, readable, until};
+use crate::wait::{any_readable, readable};
+use tasuki_testing::{PATIENCE, polled};
 
 type Card = E1000e<VfioUser>;
 
@@ -113,7 +114,7 @@ fn a_card_goes_to_another_process_and_back_under_traffic_without_a_loss() {
         socket.write_all(&[0]).expect("the other process reads");
         let taker = std::thread::spawn(move || take(&socket));
         // The other process gives no less than it took, so the wire must be emptied meanwhile.
-        until("the card", || {
+        polled("the card", || {
             check(bench.world.take(Duration::from_millis(1)).into_iter().collect());
             taker.is_finished().then_some(())
         });

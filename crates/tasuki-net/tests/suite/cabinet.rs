@@ -16,7 +16,8 @@ use std::time::Duration;
 use tasuki_shm::region::{Pages, Region};
 use tasuki_sim::vfio_user::{self as served, CONFIG, Device, Dma, DmaMemory, MSIX, Server, Turn};
 
-use crate::wait::{PATIENCE, readable};
+use crate::wait::readable;
+use tasuki_testing::PATIENCE;
 
 /// MSI-X vectors.
 pub const VECTORS: u32 = 20;

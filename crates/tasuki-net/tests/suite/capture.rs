@@ -15,7 +15,8 @@ use tasuki_shm::region::{Pages, Region};
 use tasuki_shm::sync::{AtomicU64, Relaxed};
 
 use crate::net::{Net, frame, received};
-use crate::wait::{PATIENCE, readable};
+use crate::wait::readable;
+use tasuki_testing::PATIENCE;
 
 /// The reader of a capture.
 struct Onlooker {

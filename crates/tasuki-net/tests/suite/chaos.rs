@@ -19,11 +19,11 @@ use rustix::fs::SeekFrom;
 use tasuki_net::vni::{PIECE_MAX, Vni};
 use tasuki_shm::region::PAGE_LEN;
 
-use crate::dice::Dice;
 use crate::process;
 use daemon::{Daemon, Member};
 use lease_page::{Between, Of, Tally};
 use orders::Deed;
+use tasuki_testing::{Dice, alone};
 
 /// Most and fewest nodes.
 const NODES: usize = 64;
@@ -280,7 +280,7 @@ fn of_itself(daemon: &Daemon, member: &Member) -> (usize, usize) {
 
 #[test]
 fn sixty_four_nodes_that_come_and_go_lose_no_page_and_mix_up_no_frame() {
-    if process::has_passed_alone("chaos::sixty_four_nodes_that_come_and_go_lose_no_page_and_mix_up_no_frame") {
+    if !alone(sixty_four_nodes_that_come_and_go_lose_no_page_and_mix_up_no_frame) {
         return;
     }
     let files = open_files();

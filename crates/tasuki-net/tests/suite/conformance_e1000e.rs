@@ -13,8 +13,9 @@ use crate::conformance::repoint::Repointed;
 use crate::conformance::tricks::{self, Trick};
 use crate::conformance::{World, memory};
 use crate::qemu::QtestBus;
-use crate::wait::{PATIENCE, readable};
+use crate::wait::readable;
 use crate::{suite, suite_in_place, suite_last_owner, suite_repoint};
+use tasuki_testing::PATIENCE;
 
 impl Model for E1000e<QtestBus> {
     const NAME: &'static str = "e1000e";

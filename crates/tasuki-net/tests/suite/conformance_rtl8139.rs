@@ -16,7 +16,7 @@ use tasuki_shm::region::{Region, Span};
 use crate::conformance::World;
 use crate::qemu::{MEMORY_AT, Machine, QtestBus, regions};
 use crate::suite;
-use crate::wait::until;
+use tasuki_testing::polled;
 
 /// Bytes in which the card writes its counters for us: behind everything that the driver has in its memory for
 /// rings.
@@ -48,7 +48,7 @@ impl OnQemu {
             [self.tally_at.0 & 0xffff_ffff, self.tally_at.0 >> 32].map(|half| half.try_into().expect("32 bits"));
         registers.write32(0x14, high);
         registers.write32(0x10, low | 1 << 3);
-        until("the card's counters", || (registers.read32(0x10) & 1 << 3 == 0).then_some(()));
+        polled("the card's counters", || (registers.read32(0x10) & 1 << 3 == 0).then_some(()));
         // Received without an error, and the rest.
         self.tally[1].load(Acquire) + (self.tally[3].load(Acquire) & 0xffff_ffff)
     }
@@ -84,7 +84,7 @@ impl World for OnQemu {
         }
         let before = self.seen();
         self.machine.wire().send_frame(frame);
-        until("the frame", || (self.seen() > before).then_some(()));
+        polled("the frame", || (self.seen() > before).then_some(()));
         true
     }
 

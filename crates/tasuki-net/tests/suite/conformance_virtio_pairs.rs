@@ -17,8 +17,9 @@ use crate::conformance::repoint::Repointed;
 use crate::conformance::{Sender, World};
 use crate::place::{Place, is_possible};
 use crate::qemu::{MEMORY_AT, Machine, QtestBus, regions};
-use crate::wait::{readable, until};
+use crate::wait::readable;
 use crate::{suite, suite_in_place, suite_repoint};
+use tasuki_testing::polled;
 
 /// Number of queues of the TAP, and of queue pairs of the device.
 const QUEUES: u8 = 2;
@@ -74,7 +75,7 @@ impl Kernel {
 
     /// Sends a frame; waits for room.
     fn send(&self, frame: &[u8]) {
-        until("room on the wire", || self.try_send(frame).then_some(()));
+        polled("room on the wire", || self.try_send(frame).then_some(()));
     }
 
     fn receive(&self, limit: Duration) -> Option<Vec<u8>> {

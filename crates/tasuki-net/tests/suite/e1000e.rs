@@ -13,7 +13,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use crate::qemu::{self, Machine, QtestBus, regions};
 use crate::stub::bus::Stub;
 use crate::stub::e1000e::{Card, MEMORY_AT, Play, RDH, RDT, StubBus, TDT, XOFFTXC};
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 const RING: usize = 8;
 

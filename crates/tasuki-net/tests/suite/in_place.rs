@@ -13,7 +13,7 @@ use tasuki_shm::arena::Geometry;
 use tasuki_sim::journal::Class;
 
 use crate::plugged::{self, Card, with_card};
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 const FRAMES: u64 = 200_000;
 const RATE: u64 = 1_000_000;

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use tasuki_net::nic::bus::{Bus, Registers};
 
-use crate::wait::{PATIENCE, readable, until};
+use crate::wait::readable;
+use tasuki_testing::{PATIENCE, polled};
 
 // Registers of the RTL8139, with the names of its data sheet, and the cause TimeOut, which its timer sets.
 const IMR: u32 = 0x3c;
@@ -26,7 +27,7 @@ pub fn rings_once_until_it_is_unmasked(bus: &mut impl Bus) {
     let time_out = || {
         registers.write32(TIMER_INT, 1000);
         registers.write32(TCTR, 0);
-        until("the timer runs out", || (registers.read16(ISR) & TIME_OUT != 0).then_some(()));
+        polled("the timer runs out", || (registers.read16(ISR) & TIME_OUT != 0).then_some(()));
     };
     time_out();
     assert!(!rang(Duration::ZERO), "the card lets nothing through");

@@ -17,7 +17,8 @@ use tasuki_sim::wire::Counts;
 
 use crate::conformance::tricks;
 use crate::plugged::{self, Card, Wire, echo, with_card};
-use crate::wait::{PATIENCE, readable};
+use crate::wait::readable;
+use tasuki_testing::PATIENCE;
 
 const RATE: u64 = 100_000;
 /// Frames that the first owner sends back, and those that the second must send back.

@@ -1,15 +1,12 @@
 //! The tests of this crate from outside: one program, which is linked once.
 //!
-//! The tests are threads of one process. A test that counts or changes what belongs to a process (descriptors,
-//! limits) runs in one of its own: [`process::has_passed_alone`].
+//! The tests are threads of one process. A test that counts or changes descriptors or limits of a process runs in one
+//! of its own: `tasuki_testing::alone`.
 #![allow(clippy::tests_outside_test_module, reason = "the whole program is tests")]
 
 // What several tests use.
 mod cabinet;
 mod conformance;
-#[path = "../../../tasuki-call/tests/common/dice.rs"]
-#[allow(dead_code, reason = "other tests use the rest of it")]
-mod dice;
 mod intx;
 mod net;
 mod place;

@@ -16,7 +16,7 @@ use tasuki_net::vni::Vni;
 use crate::memif::port::{Node, OTHER, PORT, SECRET, World, frame_to, mac};
 use crate::net::received;
 use crate::process::is_installed;
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 const PROGRAM: &str = "dpdk-testpmd";
 

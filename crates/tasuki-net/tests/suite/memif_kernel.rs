@@ -20,7 +20,7 @@ use crate::place::capture::{Capture, Sum};
 use crate::place::two::{connection, drive};
 use crate::place::{Place, StopAtEnd};
 use crate::process::is_installed;
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 const NAP: Duration = Duration::from_millis(20);
 

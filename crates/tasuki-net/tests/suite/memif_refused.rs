@@ -13,7 +13,8 @@ use crate::memif::client::{
     memory, message,
 };
 use crate::memif::port::{OTHER, PORT, SECRET, World, frame_to};
-use crate::wait::{readable, until};
+use crate::wait::readable;
+use tasuki_testing::polled;
 
 const SHAPE: Shape = Shape { log2: 4, buffer: 2048 };
 const GOOD: (u16, u32, u8) = (0x0200, 7, 0);
@@ -361,14 +362,14 @@ fn a_client_that_dies_in_its_handshake_leaves_nothing() {
         drop(Client::begin(&path, SHAPE, SECRET, || {
             world.turn();
         }));
-        until("the node notices", || {
+        polled("the node notices", || {
             world.turn();
             (world.node.end.clients.left == number).then_some(())
         });
     }
     assert_eq!((world.node.end.clients.left, world.node.end.clients.attached), (10, 0));
     let channel = Channel::connect(&path);
-    until("a greeting", || {
+    polled("a greeting", || {
         world.turn();
         channel.hear().filter(|(kind, _)| *kind != CONNECTED)
     });

@@ -15,7 +15,7 @@ use tasuki_sim::served::Served;
 use tasuki_sim::vfio_user::Server;
 use tasuki_sim::wire::{Counts, Source, SourceOptions};
 
-use crate::wait::{PATIENCE, until};
+use tasuki_testing::{PATIENCE, polled};
 
 pub type Card = E1000e<VfioUser>;
 
@@ -43,12 +43,12 @@ impl Wire {
 
     /// Waits until `count` frames have come back.
     pub fn await_back(&self, count: u64) {
-        until("the frames to come back", || (self.back.load(Relaxed) >= count).then_some(()));
+        polled("the frames to come back", || (self.back.load(Relaxed) >= count).then_some(()));
     }
 
     /// Waits until `count` frames were sent, or the source was asked to pause.
     pub fn await_end_or_pause(&self, count: u64) {
-        until("the source", || (self.sent.load(Relaxed) >= count || self.pauses.load(Relaxed) > 0).then_some(()));
+        polled("the source", || (self.sent.load(Relaxed) >= count || self.pauses.load(Relaxed) > 0).then_some(()));
     }
 
     /// Ends the pause that the source was asked for last: it is patient, and would wait for ever.
@@ -106,7 +106,7 @@ pub fn start(socket: OwnedFd, memory: NicMemory, flow_control: bool) -> Card {
     let filter = Filter { promiscuous: true, ..Filter::default() };
     let options = NicOptions { flow_control, filter, ..NicOptions::default() };
     let mut nic = Card::start(VfioUser::meet(socket, TIMEOUT).unwrap(), memory, &options).unwrap();
-    until("the link", || (nic.link() != Link::Down).then_some(()));
+    polled("the link", || (nic.link() != Link::Down).then_some(()));
     nic
 }
 

@@ -1,50 +1,28 @@
 //! Other processes: this program once more, and programs of the machine.
 
-use std::io::{BufRead, BufReader, IoSlice, IoSliceMut};
+use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, SocketFlags, SocketType,
 };
 use rustix::process::Signal;
-
-use crate::wait::PATIENCE;
+use tasuki_testing::{PATIENCE, Program};
 
 /// Environment variable that is set in other processes: what this process is.
 const ROLE: &str = "TASUKI_ROLE";
-/// Role of a process that runs a test alone.
-const ALONE: &str = "alone";
 /// Environment variable with the number of the process that started this one.
 const PARENT: &str = "TASUKI_PARENT";
 /// Maximum number of descriptors of a message.
 const FDS_MAX: usize = 16;
 
-/// A process. Dropping this kills and reaps it.
-pub struct Running(pub Child);
-
-impl Running {
-    /// Kills the process, unless it has ended; returns whether it was killed, by this or before.
-    pub fn was_killed(mut self) -> bool {
-        let _ = self.0.kill();
-        self.0.wait().expect("our own child").signal() == Some(Signal::KILL.as_raw())
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// This program as another process, with a socket to it that carries whole messages.
 pub struct Other {
-    pub process: Running,
+    pub process: Program,
     pub socket: UnixStream,
 }
 
@@ -58,7 +36,7 @@ impl Other {
         ours.set_read_timeout(Some(PATIENCE)).expect("a timeout above zero");
         let mut command = this_program(test, role);
         command.envs(crash.map(|crash| ("TASUKI_CRASH", crash))).stdin(theirs).stdout(Stdio::null());
-        Other { process: Running(command.spawn().expect("this program can be started again")), socket: ours }
+        Other { process: Program(command.spawn().expect("this program can be started again")), socket: ours }
     }
 }
 
@@ -119,34 +97,6 @@ pub fn hear_with(socket: &impl AsFd, flags: RecvFlags) -> rustix::io::Result<Opt
     });
     let fds = fds.collect();
     Ok((len > 0).then_some((bytes, fds)))
-}
-
-/// Runs the test `test` in a process in which no other test runs, for a test that counts or changes what belongs to
-/// the whole process. Returns true once it has passed there; there, returns false.
-pub fn has_passed_alone(test: &str) -> bool {
-    if role().as_deref() == Some(ALONE) {
-        end_with_parent();
-        return false;
-    }
-    let (said, says) = std::io::pipe().expect("a pipe");
-    let mut command = this_program(test, ALONE);
-    command.stdin(Stdio::null()).stdout(says.try_clone().expect("a descriptor is free")).stderr(says);
-    let mut process = Running(command.spawn().expect("this program can be started again"));
-    // It has the other ends of the pipe.
-    drop(command);
-    let mut passed = false;
-    for line in BufReader::new(said).lines() {
-        let line = line.expect("text");
-        // Lines of the harness are not lines of the test, except for the name of the test before its first line.
-        match line.strip_prefix(&format!("test {test} ... ")).unwrap_or(&line) {
-            "" | "ok" | "FAILED" | "failures:" | "running 1 test" => {}
-            result if result.starts_with("test result: ") => passed = result.starts_with("test result: ok. 1 passed"),
-            line => println!("{line}"),
-        }
-    }
-    let status = process.0.wait().expect("it is our child");
-    assert!(passed && status.success(), "{test}, in a process of its own, {status}");
-    true
 }
 
 /// Returns whether `PATH` has such a program.

@@ -7,7 +7,8 @@ use tasuki_shm::arena::Geometry;
 
 use crate::intx;
 use crate::qemu::{MEMORY_AT, Machine, regions};
-use crate::wait::{PATIENCE, readable};
+use crate::wait::readable;
+use tasuki_testing::PATIENCE;
 
 const SLOTS: Geometry = Geometry { slot_len: 4096, count: 16 };
 

@@ -12,7 +12,7 @@ use tasuki_sim::journal::{Class, Entry};
 use tasuki_sim::wire::{Counts, SourceOptions};
 
 use crate::plugged::{self, Card, Wire, echo, with_card};
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 const FRAMES: u64 = 40_000;
 const TURNS: u32 = 20;

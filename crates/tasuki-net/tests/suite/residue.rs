@@ -13,7 +13,7 @@ use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::Region;
 
 use crate::plugged::{Card, with_card};
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 const RATE: u64 = 200_000;
 /// Enough frames that every slot has had several, and that the last lie anywhere in the ring.

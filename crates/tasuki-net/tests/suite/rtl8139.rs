@@ -15,7 +15,8 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::conformance::frames::receive;
 use crate::qemu::{MEMORY_AT, Machine, QtestBus, regions};
-use crate::wait::{PATIENCE, readable};
+use crate::wait::readable;
+use tasuki_testing::PATIENCE;
 
 type Card = Rtl8139<QtestBus>;
 

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use crate::place::capture::{Capture, Seen, Sum, is_possible};
 use crate::place::two::with_two;
 use crate::place::{Place, pattern};
-use crate::process::{Running, is_installed};
-use crate::wait::PATIENCE;
+use crate::process::is_installed;
+use tasuki_testing::{PATIENCE, Program};
 
 const FILE: usize = 3 << 20;
 
@@ -18,7 +18,7 @@ fn fetch(places: [&Place; 2], host: &str, folder: &Path) {
     let mut server = places[1].command("python3");
     server.args(["-m", "http.server", "8000", "--bind", host.trim_matches(['[', ']']), "--directory"]).arg(folder);
     let server = server.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-    let mut server = Running(server.expect("it starts"));
+    let mut server = Program(server.expect("it starts"));
     let got = folder.join("got");
     let start = Instant::now();
     // Retry until the server listens.

@@ -16,7 +16,7 @@ use tasuki_shm::crash;
 use crate::process::{self, Other};
 use crate::stub::bus::{Answers, Stub};
 use crate::stub::virtio::{MEMORY_AT, PLAIN, Play, RINGS_LEN, RX, SLOTS, TX, turned_round};
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 const RING: u16 = 64;
 /// Crash points of this driver, besides those of all drivers.

@@ -12,7 +12,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::conformance::frames::receive;
 use crate::qemu::{MEMORY_AT, Machine, QtestBus, regions};
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 type Card = VirtioNet<QtestBus>;
 

@@ -17,8 +17,8 @@ use tasuki_shm::vni::node_memory::{NodeMemory, PeerNodeMemory};
 use zerocopy::IntoBytes;
 
 use crate::net::{Net, frame, received};
-use crate::process;
 use crate::wait::readable;
+use tasuki_testing::alone;
 
 #[test]
 fn a_frame_arrives_whole_and_knows_whence() {
@@ -483,7 +483,7 @@ fn an_offload_headers_frame_is_not_read_in_words() {
 /// The formula of docs/design/vni.md.
 #[test]
 fn a_hundred_nodes_that_all_talk_take_40_mib_beside_their_pools() {
-    if process::has_passed_alone("vni::a_hundred_nodes_that_all_talk_take_40_mib_beside_their_pools") {
+    if !alone(a_hundred_nodes_that_all_talk_take_40_mib_beside_their_pools) {
         return;
     }
     const NODES: u16 = 100;

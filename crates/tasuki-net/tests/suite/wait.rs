@@ -5,21 +5,6 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-/// Upper bound of every wait. It only ends tests that hang.
-pub const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Calls `ask` until it returns a value.
-pub fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        if let Some(answer) = ask() {
-            return answer;
-        }
-        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
-        std::thread::yield_now();
-    }
-}
-
 /// Waits up to `limit` until `fd` is readable; returns whether it is.
 pub fn readable(fd: &impl AsFd, limit: Duration) -> bool {
     any_readable(&[fd.as_fd()], limit)

@@ -20,7 +20,8 @@ use tasuki_net::port::Armed;
 
 use crate::conformance::frames::{assert_same, frames, mixed};
 use crate::conformance::{Bench, Sender, World, memory};
-use crate::wait::{PATIENCE, readable, until};
+use crate::wait::readable;
+use tasuki_testing::{PATIENCE, polled};
 
 /// Returns the folder in which the kernel lists PCI devices.
 pub fn devices() -> PathBuf {
@@ -218,7 +219,7 @@ pub fn a_successor_goes_on_by_descriptors<N: Card>() {
         if N::IS_TOUCHY {
             send(&bench.world);
             let all = u64::from(101 * round + 100);
-            until("frames in the rings", || (bench.counter("rx_packets") == Some(all)).then_some(()));
+            polled("frames in the rings", || (bench.counter("rx_packets") == Some(all)).then_some(()));
         }
         bench.hand_over(|world, bus, _| {
             match N::IS_TOUCHY {

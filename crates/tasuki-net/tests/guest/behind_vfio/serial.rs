@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use crate::wait::{PATIENCE, until};
+use tasuki_testing::{PATIENCE, polled};
 
 /// Most frames under way to the card's end of a wire. A port of the guest has room for more.
 const UNDER_WAY: u64 = 64;
@@ -21,16 +21,16 @@ struct Port(File);
 impl Port {
     /// Opens the port of this name, once it exists.
     fn open(name: &str) -> Port {
-        let found = || {
+        let named = || {
             let ports = fs::read_dir("/sys/class/virtio-ports").ok()?;
             let mut ports = ports.map(|port| port.expect("a folder of the kernel's").path());
             ports.find(|port| fs::read_to_string(port.join("name")).is_ok_and(|its| its.trim() == name))
         };
-        let port = until(name, found);
+        let port = polled(name, named);
         let file = std::path::Path::new("/dev").join(port.file_name().expect("a name"));
         let nonblocking = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
         let open = || OpenOptions::new().read(true).write(true).custom_flags(nonblocking).open(&file).ok();
-        Port(until("a port that nobody else has", open))
+        Port(polled("a port that nobody else has", open))
     }
 
     fn wait_for(&self, what: PollFlags) -> io::Result<()> {

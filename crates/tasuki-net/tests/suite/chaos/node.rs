@@ -21,7 +21,7 @@ use tasuki_shm::wake::Clapper;
 use super::lease_page::{Between, LeasePage, NUMBERS, Of, Tally};
 use super::orders::{Deed, Order};
 use super::path::{ALL, Path, SHORTEST, mac};
-use crate::dice::Dice;
+use tasuki_testing::Dice;
 
 /// Interval of a node's periodic work.
 const TICK: Duration = Duration::from_millis(50);

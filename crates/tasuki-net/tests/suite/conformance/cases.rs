@@ -9,7 +9,8 @@ use tasuki_shm::region::{Region, Span};
 
 use super::frames::{BROADCAST, LONGEST, SHORTEST, assert_same, frame, frames, ipv4, mixed};
 use super::{Bench, World, memory};
-use crate::wait::{PATIENCE, readable};
+use crate::wait::readable;
+use tasuki_testing::PATIENCE;
 
 /// Options with small rings, which wrap often.
 pub fn small() -> NicOptions {
@@ -56,7 +57,7 @@ pub fn a_burst_is_not_filled_beyond_its_end<W: World>() {
     (0..BURST_MAX - 2).for_each(|_| burst.push(bench.fill(&[0; SHORTEST])));
     let mut came = Vec::new();
     let mut rest = sent.iter().peekable();
-    super::until("all frames", || {
+    super::polled("all frames", || {
         while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
         let count = bench.nic().receive(&mut burst).expect("the card works");
         assert!(count <= 2 && burst.len() == BURST_MAX - 2 + count, "{count} frames in two places");
@@ -68,7 +69,7 @@ pub fn a_burst_is_not_filled_beyond_its_end<W: World>() {
     burst.clear();
     came.clear();
     let mut rest = sent.iter().peekable();
-    super::until("all frames once more", || {
+    super::polled("all frames once more", || {
         while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
         let count = bench.nic().receive_some(&mut burst, 3).expect("the card works");
         assert!(count <= 3 && burst.len() == count, "{count} frames where 3 were asked for");
@@ -109,7 +110,7 @@ pub fn who_sleeps_is_woken_by_each_frame<W: World>() {
         let came = loop {
             if bench.nic().arm().expect("the card works") == Armed::Idle {
                 if !std::mem::replace(&mut sent, true) {
-                    super::until("room on the wire", || bench.world.try_send(&frame).then_some(()));
+                    super::polled("room on the wire", || bench.world.try_send(&frame).then_some(()));
                 }
                 assert!(readable(&bench.nic().fd(), PATIENCE), "frame {number} was slept through");
             }
@@ -324,7 +325,7 @@ pub fn a_successor_goes_on_exactly<W: World>() {
         let sent = frames(W::MAC, number, mixed(5 + round % 50));
         number += 100;
         for frame in &sent {
-            super::until("room on the wire", || bench.world.try_send(frame).then_some(()));
+            super::polled("room on the wire", || bench.world.try_send(frame).then_some(()));
         }
         // And frames on their way out.
         burst.extend(chunk.iter().map(|frame| bench.fill(frame)));

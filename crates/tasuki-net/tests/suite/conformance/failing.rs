@@ -12,7 +12,7 @@ use tasuki_shm::arena::Geometry;
 
 use super::cases::{Words, small};
 use super::frames::{LONGEST, SHORTEST, assert_same, frame, frames, mixed};
-use super::{Bench, World, memory, until};
+use super::{Bench, World, memory, polled};
 
 /// Bytes to corrupt in the common part of all driver states, with the meaning of each.
 const WRONG: [(usize, &str); 9] = [
@@ -76,7 +76,7 @@ pub fn a_wrong_driver_state_is_refused_and_the_right_one_goes_on<W: World>() {
         // Frames that have arrived and were not received wait for the next driver.
         let sent = frames(W::MAC, 100 * round, mixed(20));
         for frame in &sent {
-            until("room on the wire", || bench.world.try_send(frame).then_some(()));
+            polled("room on the wire", || bench.world.try_send(frame).then_some(()));
         }
         refuse_then_replace(&mut bench, wrong);
         let mut came = Vec::new();
@@ -96,7 +96,7 @@ pub fn a_refused_driver_state_changes_no_memory<W: World>() {
         let all = || words.all().map(|word| word.load(SeqCst)).collect::<Vec<_>>();
         // A device that cannot be stopped may be about to write how far it has looked.
         let mut before = all();
-        until("the device is still", || {
+        polled("the device is still", || {
             // The device works between two answers.
             for _ in 0..8 {
                 bus.read_config(0).expect("the device is there");

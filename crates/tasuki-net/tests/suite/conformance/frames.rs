@@ -3,7 +3,7 @@
 use tasuki_net::nic::{Mac, NicError};
 use tasuki_net::port::{Burst, Port};
 
-use crate::wait::until;
+use tasuki_testing::polled;
 
 /// Shortest frame on a wire, without its check sequence, in bytes.
 pub const SHORTEST: usize = 60;
@@ -82,7 +82,7 @@ pub fn assert_same(came: &[Vec<u8>], sent: &[Vec<u8>]) {
 /// Receives `count` frames.
 pub fn receive(card: &mut impl Port<Fault = NicError>, count: usize) -> Vec<Vec<u8>> {
     let mut frames = Vec::new();
-    until("frames come", || {
+    polled("frames come", || {
         let mut burst = Burst::new();
         card.receive(&mut burst).expect("the card works");
         frames.extend(burst.iter().map(|frame| frame.bytes().to_vec()));

@@ -10,7 +10,8 @@ use tasuki_shm::arena::Arena;
 
 use super::frames::{SHORTEST, assert_same, frame};
 use super::{Bench, World};
-use crate::wait::{PATIENCE, readable};
+use crate::wait::readable;
+use tasuki_testing::PATIENCE;
 
 /// A world whose driver can be replaced while its card runs.
 pub trait Twinned: World<Nic: InPlace> {
@@ -141,7 +142,7 @@ pub fn who_leaves_no_driver_state_is_followed_without_a_loss<W: Twinned>() {
     };
     for round in 0..60 {
         for _ in 0..1 + round % 7 {
-            super::until("room on the wire", || bench.world.try_send(&numbered(sent)).then_some(()));
+            super::polled("room on the wire", || bench.world.try_send(&numbered(sent)).then_some(()));
             sent += 1;
         }
         check(bench.poll());
@@ -166,6 +167,6 @@ pub fn who_leaves_no_driver_state_is_followed_without_a_loss<W: Twinned>() {
             back += 1;
         }
     }
-    super::until("the rest", || (check(bench.poll()) == sent).then_some(()));
+    super::polled("the rest", || (check(bench.poll()) == sent).then_some(()));
     assert!(bench.poll().is_empty(), "nothing comes twice");
 }

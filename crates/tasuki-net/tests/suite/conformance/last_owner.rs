@@ -13,7 +13,8 @@ use super::Bench;
 use super::frames::{SHORTEST, assert_same, frame, frames, mixed};
 use super::repoint::Repointed;
 use super::tricks::{self, Hostile, Trick};
-use crate::wait::{PATIENCE, readable};
+use crate::wait::readable;
+use tasuki_testing::PATIENCE;
 
 /// A card's registers in a world.
 pub type RegistersOf<W> = <<W as super::World>::Bus as Bus>::Registers;

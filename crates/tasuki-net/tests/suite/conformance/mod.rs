@@ -29,7 +29,8 @@ use tasuki_net::nic::{DriverState, Filter, Link, Mac, Nic, NicError, NicMemory, 
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 
-use crate::wait::{PATIENCE, readable, until};
+use crate::wait::readable;
+use tasuki_testing::{PATIENCE, polled};
 
 /// Puts frames on a wire from another thread, and waits for room.
 pub type Sender = Box<dyn Fn(&[u8]) + Send>;
@@ -134,7 +135,7 @@ impl<W: World> Bench<W> {
     }
 
     pub fn wait_for_link(&mut self, up: bool) {
-        until("the link", || (up != (self.nic().link() == Link::Down)).then_some(()));
+        polled("the link", || (up != (self.nic().link() == Link::Down)).then_some(()));
     }
 
     /// Replaces the driver by another one, with `meanwhile` in between.
@@ -182,7 +183,7 @@ impl<W: World> Bench<W> {
 
     /// Waits for frames and returns them.
     pub fn receive(&mut self) -> Vec<Vec<u8>> {
-        until("a frame", || {
+        polled("a frame", || {
             let came = self.poll();
             if came.is_empty() {
                 self.doze(PATIENCE);

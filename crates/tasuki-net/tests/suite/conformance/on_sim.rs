@@ -289,7 +289,7 @@ impl<C: Modelled> World for OnSim<C> {
 
     fn pull(&mut self) {
         self.outside.pulled.store(true, Relaxed);
-        super::until("the card's end", || self.outside.gone.load(Relaxed).then_some(()));
+        super::polled("the card's end", || self.outside.gone.load(Relaxed).then_some(()));
     }
 
     fn expect_start(&mut self) {

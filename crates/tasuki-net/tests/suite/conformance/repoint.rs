@@ -12,7 +12,8 @@ use tasuki_shm::arena::{Arena, Geometry};
 use super::Bench;
 use super::frames::{SHORTEST, assert_same, frame, ipv4, number_of};
 use super::in_place::Twinned;
-use crate::wait::{PATIENCE, readable, until};
+use crate::wait::readable;
+use tasuki_testing::{PATIENCE, polled};
 
 /// Number of turns of two owners.
 const TURNS: u32 = 12;
@@ -52,7 +53,7 @@ impl<W: Repointed> Bench<W> {
     pub fn quiesce_and_stop(&mut self) -> Vec<Vec<u8>> {
         let mut came = Vec::new();
         self.nic().quiesce(W::HOW, |_| ());
-        until("the card stops", || {
+        polled("the card stops", || {
             let frames = self.poll();
             let none = frames.is_empty();
             came.extend(frames);
@@ -121,7 +122,7 @@ pub fn owners_take_turns_under_traffic_without_a_loss<W: Repointed>() {
         check(bench.poll());
     }
     let sent = sender.join().expect("the sender sends");
-    until("all frames", || (check(bench.poll()) >= sent).then_some(()));
+    polled("all frames", || (check(bench.poll()) >= sent).then_some(()));
     let last = numbered(u32::try_from(sent).expect("some thousands"));
     check(bench.bring_in(&[last]));
     assert_eq!(came.len(), sent + 1, "each frame came, once");
@@ -135,7 +136,7 @@ pub fn all_queues_go_to_another_owner<W: Repointed>() {
         let mut sent: Vec<_> = (0..200).map(|number| ipv4(W::MAC, (number % 16) as u8, 200 * turn + number)).collect();
         let mut came = Vec::new();
         let mut rest = sent.iter().peekable();
-        until("the frames", || {
+        polled("the frames", || {
             while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
             came.extend(bench.poll());
             (came.len() >= 150).then_some(())
@@ -143,7 +144,7 @@ pub fn all_queues_go_to_another_owner<W: Repointed>() {
         // The other frames come to either owner.
         came.extend(bench.quiesce_and_stop());
         next = bench.repoint(next);
-        until("the other frames", || {
+        polled("the other frames", || {
             while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
             came.extend(bench.poll());
             (came.len() >= 200).then_some(())
@@ -181,7 +182,7 @@ pub fn who_gives_up_is_not_missed<W: Repointed>() {
         let mut sent: Vec<_> = (0..160).map(|number| ipv4(W::MAC, (number % 16) as u8, 160 * round + number)).collect();
         let mut came = Vec::new();
         let mut rest = sent.iter().peekable();
-        until("all frames", || {
+        polled("all frames", || {
             while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
             came.extend(bench.poll());
             (came.len() >= 160).then_some(())

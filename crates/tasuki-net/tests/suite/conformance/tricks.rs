@@ -9,7 +9,7 @@ use tasuki_shm::region::Region;
 use tasuki_sim::e1000e::{Bar, Device, Options};
 use tasuki_sim::journal::Class;
 
-use crate::wait::until;
+use tasuki_testing::polled;
 
 // Registers, by the data sheet's chapter 10.
 const MDIC: u32 = 0x0020;
@@ -63,7 +63,7 @@ impl<R: Registers> Hostile<R> {
     }
 
     pub fn until(&self, what: &str, is_so: impl Fn() -> bool) {
-        until(what, || is_so().then_some(()));
+        polled(what, || is_so().then_some(()));
     }
 }
 

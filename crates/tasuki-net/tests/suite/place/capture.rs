@@ -8,12 +8,12 @@ use std::sync::mpsc::channel;
 use rustix::process::{Pid, Signal};
 
 use super::Place;
-use crate::process::{Running, is_installed};
-use crate::wait::PATIENCE;
+use crate::process::is_installed;
+use tasuki_testing::{PATIENCE, Program};
 
 /// A running capture.
 pub struct Capture {
-    process: Running,
+    process: Program,
     file: PathBuf,
 }
 
@@ -58,7 +58,7 @@ impl Capture {
         let mut command = place.command("dumpcap");
         command.args(["-q", "-i", "nic0", "-B", "64", "-w"]).arg(&file);
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
-        let mut capture = Capture { process: Running(child.expect("dumpcap starts")), file };
+        let mut capture = Capture { process: Program(child.expect("dumpcap starts")), file };
         let (said, says) = channel();
         let lines = BufReader::new(capture.process.0.stderr.take().expect("a pipe")).lines();
         std::thread::spawn(move || {

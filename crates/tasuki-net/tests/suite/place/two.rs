@@ -16,7 +16,7 @@ use tasuki_tap::device::Before;
 
 use super::{Place, StopAtEnd, pattern};
 use crate::net::Net;
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 /// Drives a node until `stop` is set.
 pub fn drive<E: Endpoint + ?Sized>(node: &mut Bridge<E>, stop: &AtomicBool) {

@@ -8,7 +8,7 @@ use tasuki_net::vni::PIECE_MAX;
 
 use super::{Kind, Lost, World};
 use crate::memif::port::{frame_to, mac};
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 /// The sending node, the receiving node, and an unrelated one.
 const FROM: usize = 0;

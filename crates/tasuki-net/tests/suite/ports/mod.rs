@@ -19,7 +19,7 @@ use crate::memif::client::Client;
 use crate::memif::port::{Lines, directory_memory, mac};
 use crate::net::Net;
 use crate::vm::Machine;
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 /// How programs reach their node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

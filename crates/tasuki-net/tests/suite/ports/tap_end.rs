@@ -16,7 +16,8 @@ use tasuki_tap::packet;
 
 use super::{End, Lost, Rest};
 use crate::place::Place;
-use crate::wait::{PATIENCE, any_readable};
+use crate::wait::any_readable;
+use tasuki_testing::PATIENCE;
 
 /// Frames that the program may send ahead of the node: the kernel keeps up to 500.
 const AHEAD: u64 = 400;

@@ -37,7 +37,8 @@ pub use bus::QtestBus;
 use qtest::Qtest;
 
 use crate::process::is_installed;
-use crate::wait::{PATIENCE, readable};
+use crate::wait::readable;
+use tasuki_testing::PATIENCE;
 
 pub use wire::Wire;
 

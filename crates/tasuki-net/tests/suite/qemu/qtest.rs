@@ -15,7 +15,8 @@ use rustix::event::{PollFd, PollFlags};
 use tasuki_net::nic::bus::IntX;
 
 use super::CARD;
-use crate::wait::{PATIENCE, readable};
+use crate::wait::readable;
+use tasuki_testing::PATIENCE;
 
 /// Input of the I/O APIC for the card's INTA#: PIRQ A to H are its inputs from 16 on, and INTA# of the devices in
 /// slots 0, 1, 2 and so on go to PIRQ E to H in turn (QEMU's hw/isa/lpc_ich9.c).

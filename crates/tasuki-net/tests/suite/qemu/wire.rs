@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::net::{SendFlags, SocketAddrUnix};
 
-use crate::wait::PATIENCE;
+use tasuki_testing::PATIENCE;
 
 /// Bytes of the longest frame that any model sends.
 const FRAME_MAX: usize = 65_536;
