@@ -11,6 +11,7 @@
 use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use super::ledger::{CURSORS, SELDOM};
 use super::{Mac, MemoryLayout, NicError};
 
 /// Beginning of every driver state: it names the driver and the memory.
@@ -163,6 +164,29 @@ pub trait DriverState: FromBytes + IntoBytes + Immutable + KnownLayout + Clone +
         }
         Self::read_from_bytes(bytes).map_err(|_| broken("the number of its bytes", bytes.len() as u64))
     }
+}
+
+/// A driver state that a successor can make from a [ledger](super::ledger). It begins with what changes seldom, and
+/// ends with tables of slots, which the successor finds in the rings.
+pub trait InLedger: DriverState {
+    /// Size in bytes of what changes seldom. The cursors in it have no meaning in the ledger.
+    const SELDOM_LEN: usize;
+
+    /// Returns what changes seldom.
+    fn seldom(&self) -> &[u8] {
+        &self.as_bytes()[..Self::SELDOM_LEN]
+    }
+
+    /// Sets what [`seldom`](Self::seldom) returns. `self` must be blank.
+    fn set_seldom(&mut self, words: &[u64; SELDOM]) {
+        self.as_mut_bytes()[..Self::SELDOM_LEN].copy_from_slice(&words.as_bytes()[..Self::SELDOM_LEN]);
+    }
+
+    /// Sets the cursors, as the ledger has them.
+    fn set_cursors(&mut self, cursors: &[u64; CURSORS]);
+
+    /// Checks all that comes from a ledger.
+    fn check_ledger(&self, memory: &MemoryLayout) -> Result<(), NicError>;
 }
 
 #[cfg(test)]

@@ -52,6 +52,9 @@ pub const LEDGER_LEN: usize = 40 * 1024;
 pub const CURSORS: usize = 6;
 /// Index of the last cursor, the same for every driver: the number of commits of handled or given frames.
 pub const TURNS: usize = CURSORS - 1;
+/// Index of the cursor before it, the same for every driver: the number of frames given to the card. The cursors before
+/// that are of the driver's rings.
+pub const GIVEN: usize = TURNS - 1;
 const LINE: usize = 8;
 /// Size of the seldom-changed data in words.
 pub const SELDOM: usize = 128;
@@ -138,6 +141,14 @@ impl Ledger {
     /// Returns whether the card may reach only the first slots.
     pub fn is_partial(&self) -> bool {
         self.0[PARTIAL].load(Acquire) != 0
+    }
+
+    /// Begins anew, with no driver, for a card that is to have empty rings.
+    pub(super) fn clear(&self) {
+        self.belongs(None);
+        self.forget();
+        self.halted(false);
+        self.partial(false);
     }
 
     /// Returns the number of commits.

@@ -18,6 +18,7 @@
 
 pub mod bundle;
 pub mod bus;
+pub mod driver;
 pub mod driver_state;
 pub mod e1000e;
 pub mod ledger;

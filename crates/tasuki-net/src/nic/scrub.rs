@@ -10,10 +10,14 @@
 //! The driver does not know of bytes that a program writes after the end of a frame, or into a slot that is never
 //! sent: that program must wipe them.
 
+use arrayvec::ArrayVec;
 use tasuki_shm::arena::{Arena, Slot};
 
 use super::{Nic, NicMemory};
 use crate::port::Frame;
+
+/// Number of slots that are wiped and posted at once.
+pub(super) const CHUNK: usize = 64;
 
 /// Size in bytes of a cache line: the card may write whole lines at the end of a frame.
 const LINE: u32 = 64;
@@ -48,6 +52,18 @@ impl Dirt {
             let len = len.min(bytes.len());
             bytes[..len].fill(0);
         }
+    }
+
+    /// Wipes the slots that the arena gives out next, up to `most` (at most [`CHUNK`]). Returns their number.
+    pub(super) fn clean(&mut self, arena: &Arena, most: usize) -> usize {
+        let mut clean = ArrayVec::<Slot, CHUNK>::new();
+        while clean.len() < most {
+            let Some(mut slot) = arena.take() else { break };
+            self.wipe(&mut slot);
+            clean.push(slot);
+        }
+        // The arena supplies free slots in the order in which they are taken.
+        clean.len()
     }
 
     /// Wipes free slots. Not for the data path: it holds them all meanwhile.

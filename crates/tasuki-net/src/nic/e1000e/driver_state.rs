@@ -9,8 +9,8 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 use super::counters::Counters;
 use super::ring::{self, RING_MAX};
 use super::setup::Shape;
-use crate::nic::driver_state::{self, Head, broken};
-use crate::nic::ledger::SELDOM;
+use crate::nic::driver_state::{self, Head, InLedger, broken};
+use crate::nic::ledger::{CURSORS, GIVEN, SELDOM};
 use crate::nic::{MemoryLayout, NicError};
 
 /// Number of receive queues of the card.
@@ -19,6 +19,11 @@ pub const QUEUES_MAX: usize = 2;
 pub const MTA_WORDS: usize = 128;
 /// Number of counters in the driver state: see [`super::counters`].
 pub const COUNTERS: usize = 32;
+
+/// Indices of the ledger's cursors, after those of the receive queues.
+pub const SKIPPING: usize = QUEUES_MAX;
+pub const SENT: usize = SKIPPING + 1;
+const _: () = assert!(SENT < GIVEN);
 
 /// Word for a descriptor without a slot.
 pub const NO_SLOT: u64 = u64::MAX;
@@ -74,24 +79,11 @@ pub struct ReceiveDriverState {
     pub reserved: u32,
 }
 
-/// Size in bytes of the driver state before the tables of slots.
-const SELDOM_LEN: usize = offset_of!(DriverState, posted);
-const _: () = assert!(SELDOM_LEN <= SELDOM * 8);
+const _: () = assert!(DriverState::SELDOM_LEN <= SELDOM * 8);
 
 impl DriverState {
-    /// Returns the part that the ledger keeps as seldom-changed data: everything before the tables of slots. It
-    /// includes the cursors, which have no meaning there.
-    pub(super) fn seldom(&self) -> &[u8] {
-        &self.as_bytes()[..SELDOM_LEN]
-    }
-
-    /// Sets the part that [`seldom`](Self::seldom) returns. `self` must be a blank driver state.
-    pub(super) fn set_seldom(&mut self, words: &[u64; SELDOM]) {
-        self.as_mut_bytes()[..SELDOM_LEN].copy_from_slice(&words.as_bytes()[..SELDOM_LEN]);
-    }
-
     /// Checks whether everything but the tables of slots makes sense for this memory, and returns the shape.
-    pub(super) fn check_seldom(&self, memory: &MemoryLayout) -> Result<Shape, NicError> {
+    fn check_seldom(&self, memory: &MemoryLayout) -> Result<Shape, NicError> {
         let shape = self.shape(memory)?;
         if self.filter > 3 {
             return Err(broken("the filter", self.filter.into()));
@@ -152,6 +144,29 @@ impl driver_state::DriverState for DriverState {
         let words = self.posted.iter().chain([&self.sending]).flat_map(move |words| &words[..ring]);
         words.filter(|&&word| word != NO_SLOT).map(|&word| SlotId::from_word(word))
     }
+}
+
+impl InLedger for DriverState {
+    const SELDOM_LEN: usize = offset_of!(DriverState, posted);
+
+    fn set_cursors(&mut self, cursors: &[u64; CURSORS]) {
+        for (queue, (receive, word)) in self.receive.iter_mut().zip(cursors).enumerate() {
+            let (next, tail) = halves(*word);
+            let skipping = u32::from(cursors[SKIPPING] >> queue & 1 == 1);
+            *receive = ReceiveDriverState { next, tail, skipping, reserved: 0 };
+        }
+        (self.sent, self.filled) = halves(cursors[SENT]);
+    }
+
+    fn check_ledger(&self, memory: &MemoryLayout) -> Result<(), NicError> {
+        self.check_seldom(memory).map(drop)
+    }
+}
+
+/// Returns the two cursors in a word.
+#[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
+fn halves(word: u64) -> (u32, u32) {
+    (word as u32, (word >> 32) as u32)
 }
 
 /// Returns the number of slots that a ring holds, which must be less than the number of its descriptors.

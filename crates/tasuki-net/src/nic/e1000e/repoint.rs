@@ -17,23 +17,22 @@
 //!
 //! While neither drives, the taker waits for only one answer: has the card stopped where its giver was?
 
-use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use arrayvec::ArrayVec;
-
 use super::counters::Counters;
-use super::driver_state::{COUNTERS, DriverState, QUEUES_MAX};
+use super::driver_state::{COUNTERS, QUEUES_MAX};
 use super::flow::{self, PAUSE_MAX};
 use super::park::{self, DRAIN_LIMIT, PAUSE_MIN, SILENCE_LIMIT, STOP_LIMIT};
+use super::receive::ReceiveRings;
 use super::regs::{self, Mmio, Reg, rctl, tctl};
-use super::ring::{DESCRIPTOR_LEN, ReceiveRing, TransmitRing, ring_at};
+use super::ring::{DESCRIPTOR_LEN, ReceiveRing, TransmitRing};
 use super::setup::{self, LONG_FROM, Shape};
-use super::{Assembly, BAR, E1000e, MTA_WORDS, bell, filter_of, left, recognise};
+use super::{BAR, E1000e, I82574, bell, filter_of, left, recognise};
 use crate::nic::bus::{Bus, Iova, Registers};
-use crate::nic::driver_state::{DriverState as _, broken};
+use crate::nic::driver::{Assembly, Driver, Transmit as _};
+use crate::nic::driver_state::broken;
 use crate::nic::memory::HEAD;
-use crate::nic::{Can, Failed, How, Left, Link, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
+use crate::nic::{Can, Failed, How, Left, Link, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
 
 /// Minimum number of requests to a card before we give up, however long each takes: the process that models a card
@@ -157,16 +156,16 @@ impl<B: Bus> std::fmt::Debug for Ready<B> {
 /// In all other cases the tail is written first.
 fn go_on_with<R: Registers>(
     mmio: &Mmio<R>,
-    memory: &NicMemory,
-    (receive, transmit): (&[ReceiveRing], &TransmitRing),
+    rings_at: Iova,
+    (rx, tx): (&ReceiveRings, &TransmitRing),
     shape: Shape,
     [receive_control, transmit_control]: [u32; 2],
     begins_at_tail: bool,
 ) {
-    let rings = || (0_usize..).zip(0_u32..).zip(receive);
+    let rings = || (0_usize..).zip(0_u32..).zip(&rx.rings);
     mmio.0.together(|| {
         for ((queue, index), its) in rings() {
-            let (low, high) = setup::halves(ring_at(memory.rings_at(), queue, shape.ring));
+            let (low, high) = setup::halves(shape.ring_at(rings_at, queue));
             mmio.write(regs::RDBAL.of(index), low);
             mmio.write(regs::RDBAH.of(index), high);
             mmio.write(regs::RDH.of(index), its.head());
@@ -174,11 +173,11 @@ fn go_on_with<R: Registers>(
                 mmio.write(regs::RDT.of(index), its.tail());
             }
         }
-        let (low, high) = setup::halves(ring_at(memory.rings_at(), receive.len(), shape.ring));
+        let (low, high) = setup::halves(shape.ring_at(rings_at, rx.rings.len()));
         mmio.write(regs::TDBAL, low);
         mmio.write(regs::TDBAH, high);
-        mmio.write(regs::TDH, transmit.head());
-        mmio.write(regs::TDT, transmit.tail());
+        mmio.write(regs::TDH, tx.head());
+        mmio.write(regs::TDT, tx.tail());
         mmio.write(regs::TCTL, transmit_control | tctl::EN);
         mmio.write(regs::RCTL, receive_control | rctl::EN);
         for ((_, index), its) in rings().filter(|(_, its)| its.is_full() || begins_at_tail) {
@@ -255,70 +254,53 @@ impl<B: Bus> Ready<B> {
     /// Prepares everything that the card does not notice.
     fn new(mut bus: B, memory: NicMemory, options: &NicOptions, how: How) -> Result<Self, Failed<B>> {
         memory.take_back();
-        let ledger = memory.ledger();
-        ledger.belongs(None);
-        ledger.forget();
-        ledger.halted(false);
-        ledger.partial(false);
+        memory.ledger().clear();
         let asked = Self::ask(&mut bus, &memory, options);
-        let (mmio, bell, shape, mac) = match asked {
-            Ok(asked) => asked,
+        let mut card = match asked {
+            Ok(card) => card,
             Err(error) => return Err(Failed { error, bus, memory }),
         };
-        let controls = [mmio.read(regs::RCTL), mmio.read(regs::TCTL)];
-        let mut mta = Box::new([0; MTA_WORDS]);
-        let (flow_control, filter, mac) = match how {
+        let controls = [card.mmio.read(regs::RCTL), card.mmio.read(regs::TCTL)];
+        match how {
             How::Fenced(mac) => {
-                let filter;
-                (filter, *mta) = filter_of(&options.filter);
-                (options.flow_control, filter, mac)
+                (card.filter, *card.mta) = filter_of(&options.filter);
+                (card.flow_control, card.mac, card.suspect) = (options.flow_control, mac, true);
+                card.rest = memory.hold_rest();
             }
             How::Point | How::Steer => {
-                mmio.read_block(regs::MTA.of(0), &mut *mta);
-                let filter = match controls[0] {
+                card.mmio.read_block(regs::MTA.of(0), &mut *card.mta);
+                card.filter = match controls[0] {
                     control if control & rctl::UPE != 0 => 1,
                     control if control & rctl::MPE != 0 => 2,
                     _ => 0,
                 };
+                card.flow_control = flow::is_prepared(&card.mmio);
                 if let Err(error) = memory.map_anew(&mut bus) {
                     return Err(Failed { error: error.into(), bus, memory });
                 }
-                (flow::is_prepared(&mmio), filter, mac)
             }
-        };
-        let rest = if matches!(how, How::Fenced(_)) { memory.hold_rest() } else { Vec::new() };
-        ledger.partial(!rest.is_empty());
-        let rings = |index| ReceiveRing::new(&memory, index, shape.ring);
-        let mut receive: ArrayVec<_, QUEUES_MAX> = (0..usize::from(shape.queues)).map(rings).collect();
+        }
+        memory.ledger().partial(!card.rest.is_empty());
+        card.held = card.flow_control;
+        let (mut rx, tx) = (ReceiveRings::empty(&memory, card.shape), TransmitRing::empty(&memory, card.shape));
         // With a giver that is not trusted, the rings begin at its tail, which it can move until it is fenced.
-        for ring in receive.iter_mut().filter(|_| rest.is_empty()) {
+        for ring in rx.rings.iter_mut().filter(|_| card.rest.is_empty()) {
             ring.begin_at(0, &memory, usize::MAX);
         }
-        let transmit = TransmitRing::new(&memory, receive.len(), shape.ring);
+        let fenced = card.suspect.then(|| setup::controls(card.shape, card.filter_bits()));
         // The counts since the last owner's last read will be ours.
-        let counters = Counters::resume(&[0; COUNTERS]);
-        let parts = Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters };
-        let mut nic = E1000e { held: flow_control, ..E1000e::assemble(bus, memory, parts) };
-        nic.open_ledger();
-        nic.memory.ledger().belongs(None);
-        nic.suspect = matches!(how, How::Fenced(_));
-        nic.rest = rest;
-        let fenced = nic.suspect.then(|| setup::controls(shape, nic.filter_bits()));
+        let counts = Counters::resume(&[0; COUNTERS]);
+        let nic = Driver::aside(bus, memory, Assembly { card, rx, tx, counts });
         Ok(Ready { nic, controls: [controls[0] & !rctl::EN, controls[1] & !(tctl::EN | tctl::SWXOFF)], fenced })
     }
 
-    #[expect(clippy::type_complexity, reason = "what the card says, once")]
-    fn ask(
-        bus: &mut B,
-        memory: &NicMemory,
-        options: &NicOptions,
-    ) -> Result<(Mmio<B::Registers>, OwnedFd, Shape, Mac), NicError> {
-        let shape = Shape::new(options.ring, options.queues, options.mtu, &memory.layout())?;
+    fn ask(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<I82574<B>, NicError> {
+        let shape = Shape::of(options, &memory.layout())?;
         recognise(bus)?;
         let mmio = Mmio(bus.registers(BAR)?);
         check_shape(&mmio, shape)?;
         let mac = setup::mac(&mmio)?;
-        Ok((mmio, bell(bus)?, shape, mac))
+        Ok(I82574::new((mmio, bell(bus)?), shape, mac))
     }
 }
 
@@ -331,34 +313,34 @@ impl<B: Bus> E1000e<B> {
         if waited < LEAVES_AFTER {
             return;
         }
-        let late = waited > park::xoff_limit(self.shape.frame(), 10);
-        let sent = self.counters.collect_xoff_sent(&self.mmio);
-        self.quiesce.unsent = self.quiesce.unsent.saturating_sub(sent);
-        if self.quiesce.unsent > 0 && !late {
+        let late = waited > park::xoff_limit(self.card.shape.frame(), 10);
+        let sent = self.counts.collect_xoff_sent(&self.card.mmio);
+        self.card.quiesce.unsent = self.card.quiesce.unsent.saturating_sub(sent);
+        if self.card.quiesce.unsent > 0 && !late {
             return;
         }
-        self.mmio.write(regs::FCTTV, PAUSE_MAX);
-        flow::go_on_by_itself(&self.mmio, true);
-        (self.held, self.quiesce.let_go_at) = (false, None);
+        self.card.mmio.write(regs::FCTTV, PAUSE_MAX);
+        flow::go_on_by_itself(&self.card.mmio, true);
+        (self.card.held, self.card.quiesce.let_go_at) = (false, None);
         self.write_seldom();
     }
 
     /// Lets a card that a predecessor had halted go on with our rings: it may have been pointed at the rings of a
     /// taker that has ended.
     pub(super) fn go_on_halted(&mut self) {
-        let (low, high) = setup::halves(ring_at(self.memory.rings_at(), 0, self.shape.ring));
-        if [self.mmio.read(regs::RDBAL.of(0)), self.mmio.read(regs::RDBAH.of(0))] == [low, high] {
-            park::go_on(&self.mmio);
+        let (low, high) = setup::halves(self.memory.rings_at());
+        if [self.card.mmio.read(regs::RDBAL.of(0)), self.card.mmio.read(regs::RDBAH.of(0))] == [low, high] {
+            park::go_on(&self.card.mmio);
             return;
         }
         let controls =
-            [self.mmio.read(regs::RCTL) & !rctl::EN, self.mmio.read(regs::TCTL) & !(tctl::EN | tctl::SWXOFF)];
-        self.mmio.write(regs::RCTL, controls[0]);
-        self.mmio.write(regs::TCTL, controls[1]);
-        let mmio = &self.mmio;
+            [self.card.mmio.read(regs::RCTL) & !rctl::EN, self.card.mmio.read(regs::TCTL) & !(tctl::EN | tctl::SWXOFF)];
+        self.card.mmio.write(regs::RCTL, controls[0]);
+        self.card.mmio.write(regs::TCTL, controls[1]);
+        let mmio = &self.card.mmio;
         let heads = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::TDH)];
-        park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 1000), heads);
-        go_on_with(&self.mmio, &self.memory, (&self.receive, &self.transmit), self.shape, controls, false);
+        park::settles(STOP_LIMIT, park::quiet(self.card.shape.frame(), 1000), heads);
+        go_on_with(&self.card.mmio, self.memory.rings_at(), (&self.rx, &self.tx), self.card.shape, controls, false);
     }
 
     /// Takes over a card from an owner that is not trusted and was fenced. Stops the card, whatever that owner says,
@@ -368,13 +350,13 @@ impl<B: Bus> E1000e<B> {
     /// Each request may take as long as a server needs to wake up, so there are as few as possible. Returns the
     /// tails of the receive rings, if they are within rings of our size.
     fn inherit(&mut self, left: Left, controls: [u32; 2]) -> Result<Option<[u32; QUEUES_MAX]>, NicError> {
-        let mmio = &self.mmio;
+        let mmio = &self.card.mmio;
         // A relay that was held up once may be held up again: all of the longest pause begins here. The PAUSE frame goes
         // before all waiting frames, and the transmit unit switches off behind it, a message later. A relay that was not
         // held up has most of its pause before it, and saves that message's time.
         let runs_on = left.0 & RUNS != 0;
         let renews = runs_on && age(left) > HELD_UP;
-        self.quiesce.unsent = u64::from(renews);
+        self.card.quiesce.unsent = u64::from(renews);
         let pause = controls[1] | if renews { tctl::EN | tctl::SWXOFF } else { 0 };
         let receive_off = [(regs::FCTTV, PAUSE_MAX), (regs::TCTL, pause), (regs::RCTL, controls[0])];
         let [before, status] = mmio.read_around([regs::RCTL.to_be_read(), regs::STATUS], 1, receive_off);
@@ -389,28 +371,28 @@ impl<B: Bus> E1000e<B> {
             off = Instant::now();
         }
         if runs_on {
-            let found = runs([first, if self.receive.len() > 1 { second } else { 0 }]);
-            let ring = u64::from(self.shape.ring);
+            let found = runs([first, if self.rx.rings.len() > 1 { second } else { 0 }]);
+            let ring = u64::from(self.card.shape.ring);
             let came = |shift: u32| ((found >> shift & 0xffff) + ring - (left.0 >> shift & 0xffff) % ring) % ring;
-            self.came_too_late = came(0) + came(16);
+            self.card.came_too_late = came(0) + came(16);
         }
         let speed = if let Link::Up { speed, .. } = park::link(status) { speed } else { 1000 };
         // Wait until the card has finished: descriptors that it has already read may name addresses that become our
         // memory's. A frame as long as the card accepted may be in transit.
         let longest = if before & rctl::LPE != 0 { LONGEST } else { LONG_FROM };
         let tails = [first_tail, second_tail];
-        let are_ours = tails[..self.receive.len()].iter().all(|tail| *tail < self.shape.ring.into());
+        let are_ours = tails[..self.rx.rings.len()].iter().all(|tail| *tail < self.card.shape.ring.into());
         let tails = are_ours.then_some(tails);
         if self.memory.ledger().is_partial() {
             self.begin_rings(tails.unwrap_or_default());
         }
-        let mmio = &self.mmio;
+        let mmio = &self.card.mmio;
         while off.elapsed() < park::quiet(longest, speed) {
             std::hint::spin_loop();
         }
         let judged = left::judge(mmio).and_then(|()| Ok(self.memory.map_head(&mut self.bus)?));
         if judged.is_err() {
-            let mmio = &self.mmio;
+            let mmio = &self.card.mmio;
             mmio.write(regs::TCTL, controls[1] | tctl::EN);
             mmio.write(regs::RCTL, controls[0] | rctl::EN);
         }
@@ -419,45 +401,42 @@ impl<B: Bus> E1000e<B> {
 
     /// Lets empty receive rings begin at these positions, with the slots that the card reaches.
     fn begin_rings(&mut self, at: [u32; QUEUES_MAX]) {
-        let each = HEAD as usize / self.receive.len();
-        self.receive.iter_mut().zip(at).for_each(|(ring, at)| ring.begin_at(at, &self.memory, each));
+        let each = HEAD as usize / self.rx.rings.len();
+        self.rx.rings.iter_mut().zip(at).for_each(|(ring, at)| ring.begin_at(at, &self.memory, each));
         // No turn: no frame was handled.
         self.commit_up_to(at, 0);
     }
 
     /// Writes every setting that decides where the card reads and writes. Both units must be off.
     fn begin_anew(&self, keeps_tails: bool) {
-        let mmio = &self.mmio;
+        let I82574 { mmio, shape, .. } = &self.card;
         left::quell(mmio);
         match keeps_tails {
-            true => setup::receive_but_tails(mmio, self.shape, self.memory.rings_at(), &self.receive),
-            false => setup::receive(mmio, self.shape, self.memory.rings_at(), &self.receive),
+            true => setup::receive_but_tails(mmio, *shape, self.memory.rings_at()),
+            false => setup::receive(mmio, *shape, self.memory.rings_at()),
         }
-        setup::transmit(mmio, self.shape, ring_at(self.memory.rings_at(), self.receive.len(), self.shape.ring));
-        match self.flow_control {
-            true => flow::prepare(mmio, self.shape.frame(), false),
+        setup::transmit(mmio, *shape, self.memory.rings_at());
+        match self.card.flow_control {
+            true => flow::prepare(mmio, shape.frame(), false),
             false => flow::leave_off(mmio),
         }
     }
 
     /// Undoes settings of a former owner that merely make the card misbehave.
     fn put_right(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
-        left::put_right(&self.mmio, self.mac, &self.mta);
+        left::put_right(&self.card.mmio, self.card.mac, &self.card.mta);
         between(self);
         self.bus.renew()?;
         between(self);
         let mut is_sound = true;
         for register in left::PHY {
-            is_sound = is_sound && left::is_sound(&self.mmio, register);
+            is_sound = is_sound && left::is_sound(&self.card.mmio, register);
             between(self);
         }
         if !is_sound {
-            left::reset_phy(&self.mmio);
+            left::reset_phy(&self.card.mmio);
         }
-        match self.mmio.read(regs::STATUS) {
-            u32::MAX => Err(NicError::Gone),
-            _ => Ok(()),
-        }
+        self.card.answers()
     }
 
     /// Lets the card reach all of its memory. At first it was given only as much as it needs to go on.
@@ -468,18 +447,18 @@ impl<B: Bus> E1000e<B> {
             self.bus.hurry(false);
             mapped?;
             self.memory.ledger().partial(false);
-            self.rest = Vec::new();
+            self.card.rest = Vec::new();
         }
         Ok(())
     }
 
     fn heads(&self) -> [u32; QUEUES_MAX] {
-        std::array::from_fn(|queue| self.receive.get(queue).map_or(0, ReceiveRing::head))
+        std::array::from_fn(|queue| self.rx.rings.get(queue).map_or(0, ReceiveRing::head))
     }
 
     /// Returns whether no frame has come for as long as a frame in transit takes.
     fn is_silent(&self, asked: &Asked, speed: u32) -> bool {
-        asked.looks >= LOOKS_AT_LEAST && asked.still_since.elapsed() >= park::silent(self.shape.frame(), speed)
+        asked.looks >= LOOKS_AT_LEAST && asked.still_since.elapsed() >= park::silent(self.card.shape.frame(), speed)
     }
 
     /// Returns whether the partner was told to pause. Asks the card until it was, but not for too long.
@@ -490,11 +469,12 @@ impl<B: Bus> E1000e<B> {
         }
         asked.asks += 1;
         if !asked.told {
-            let late = asked.at.elapsed() > park::xoff_limit(self.shape.frame(), speed) && asked.asks >= ASKED_AT_LEAST;
+            let late =
+                asked.at.elapsed() > park::xoff_limit(self.card.shape.frame(), speed) && asked.asks >= ASKED_AT_LEAST;
             // Count from this request on: the answer describes a moment before it came. The limit allows for a few
             // trips over the bus.
             (asked.still_since, asked.looks) = (Instant::now(), 0);
-            asked.paused = self.counters.collect_xoff_sent(&self.mmio) > 0;
+            asked.paused = self.counts.collect_xoff_sent(&self.card.mmio) > 0;
             asked.told = asked.paused || late;
             if asked.told {
                 asked.asks = 0;
@@ -525,85 +505,81 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn give_up(ready: Ready<B>) -> (B, NicMemory) {
-        let E1000e { mut bus, memory, .. } = ready.nic;
-        // Best effort: it may not be mapped any more.
-        let _ = memory.unmap(&mut bus);
-        memory.take_back();
-        (bus, memory)
+        ready.nic.surrender()
     }
 
     fn quiesce(&mut self, _: How, mut between: impl FnMut(&mut Self)) {
         self.memory.ledger().halted(true);
         // A partner that still pauses need not be let go on any more.
-        self.held = false;
-        let link = match self.mmio.read(regs::STATUS) {
+        self.card.held = false;
+        let link = match self.card.mmio.read(regs::STATUS) {
             u32::MAX => Link::Down,
             status => park::link(status),
         };
         between(self);
-        let receive = self.mmio.read(regs::RCTL);
+        let receive = self.card.mmio.read(regs::RCTL);
         between(self);
-        let control = [receive, self.mmio.read(regs::TCTL)];
+        let control = [receive, self.card.mmio.read(regs::TCTL)];
         between(self);
         if let Link::Up { full_duplex: true, .. } = link {
             // The buffer is about to become empty. The card must not let the partner go on because of that.
-            flow::go_on_by_itself(&self.mmio, false);
+            flow::go_on_by_itself(&self.card.mmio, false);
             between(self);
             // Discard the count of PAUSE frames that the card has sent until now, for want of room: we wait for a
             // new one.
-            self.counters.collect_xoff_sent(&self.mmio);
-            self.mmio.write(regs::FCTTV, PAUSE_MAX);
-            self.mmio.write(regs::TCTL, control[1] | tctl::SWXOFF);
+            self.counts.collect_xoff_sent(&self.card.mmio);
+            self.card.mmio.write(regs::FCTTV, PAUSE_MAX);
+            self.card.mmio.write(regs::TCTL, control[1] | tctl::SWXOFF);
         }
         let now = Instant::now();
         let heads = self.heads();
         let asked =
             Asked { at: now, link, control, told: false, paused: false, asks: 0, looks: 0, still_since: now, heads };
-        self.quiesce = Quiesce { asked: Some(asked), ..Quiesce::default() };
+        self.card.quiesce = Quiesce { asked: Some(asked), ..Quiesce::default() };
     }
 
     fn is_quiet(&mut self) -> bool {
-        let Some(mut asked) = self.quiesce.asked else { return false };
-        self.transmit.reclaim(self.memory.arena());
+        let Some(mut asked) = self.card.quiesce.asked else { return false };
+        let _ = self.tx.reap(self.memory.arena());
         let told = self.is_told(&mut asked);
-        let queues = (0_u32..).zip(&self.receive);
+        let queues = (0_u32..).zip(&self.rx.rings);
         let still = told
             && self.heads() == asked.heads
-            && queues.into_iter().all(|(queue, ring)| self.mmio.read(regs::RDH.of(queue)) == ring.head());
+            && queues.into_iter().all(|(queue, ring)| self.card.mmio.read(regs::RDH.of(queue)) == ring.head());
         match still {
             true => asked.looks += 1,
             false => (asked.heads, asked.still_since, asked.looks) = (self.heads(), Instant::now(), 0),
         }
-        self.quiesce.asked = Some(asked);
+        self.card.quiesce.asked = Some(asked);
         let Link::Up { speed, .. } = asked.link else { return true };
-        let frame = self.shape.frame();
+        let frame = self.card.shape.frame();
         let silent = self.is_silent(&asked, speed);
         let since = asked.at.elapsed();
-        let gone = self.transmit.unsent() == 0 || since > DRAIN_LIMIT;
+        let gone = self.tx.is_empty() || since > DRAIN_LIMIT;
         told && gone
             && (silent || since > park::xoff_limit(frame, speed) + SILENCE_LIMIT && asked.asks >= ASKED_AT_LEAST)
     }
 
     fn leave(&mut self) -> Result<bool, NicError> {
-        let Some(asked) = self.quiesce.asked else {
+        let Some(asked) = self.card.quiesce.asked else {
             return Err(broken("it was not quiesced before it was to be left", 0));
         };
         let Asked { link, control: [receive, transmit], .. } = asked;
-        if !self.quiesce.off {
+        if !self.card.quiesce.off {
             self.commit(&Burst::new());
             if let Link::Up { speed, full_duplex: true } = link
                 && asked.paused
                 && self.is_silent(&asked, speed)
-                && self.transmit.unsent() == 0
+                && self.tx.is_empty()
             {
-                self.quiesce.left = runs(self.heads()) | since(asked.at.elapsed());
+                self.card.quiesce.left = runs(self.heads()) | since(asked.at.elapsed());
                 return Ok(true);
             }
         }
-        let queues = self.receive.len();
-        let mmio = &self.mmio;
+        let queues = self.rx.rings.len();
+        let mmio = &self.card.mmio;
         let heads = || heads_of(mmio, queues);
-        let was_off = std::mem::replace(&mut self.quiesce.off, true);
+        let was_off = std::mem::replace(&mut self.card.quiesce.off, true);
         let mut found: [u32; QUEUES_MAX] = mmio.0.together(|| {
             if !was_off {
                 mmio.write(regs::RCTL, receive & !rctl::EN);
@@ -616,7 +592,7 @@ impl<B: Bus> Repoint for E1000e<B> {
         if found != self.heads() {
             // A frame came at the last moment. Let the card finish it, and have the caller handle it.
             let speed = if let Link::Up { speed, .. } = link { speed } else { 10 };
-            if !park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), speed), heads) {
+            if !park::settles(STOP_LIMIT, park::quiet(self.card.shape.frame(), speed), heads) {
                 return Err(NicError::Stuck {
                     step: "receiving",
                     limit_ms: u32::try_from(STOP_LIMIT.as_millis()).unwrap_or(u32::MAX),
@@ -628,39 +604,36 @@ impl<B: Bus> Repoint for E1000e<B> {
             }
         }
         mmio.write(regs::TCTL, transmit & !(tctl::EN | tctl::SWXOFF));
-        if self.transmit.unsent() > 0 {
+        if !self.tx.is_empty() {
             // The partner has us pause, or there is none. Let the card finish the frame that it had begun. The other
             // frames are lost with the memory, unless the card comes back.
-            park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 10), || [mmio.read(regs::TDH), 0]);
+            park::settles(STOP_LIMIT, park::quiet(self.card.shape.frame(), 10), || [mmio.read(regs::TDH), 0]);
         }
-        self.quiesce.left = Left::STOPPED.0;
+        self.card.quiesce.left = Left::STOPPED.0;
         Ok(true)
     }
 
     fn left(&self) -> Left {
-        Left(self.quiesce.left)
+        Left(self.card.quiesce.left)
     }
 
     fn go_back(&mut self) -> Result<(), NicError> {
-        if self.quiesce.asked.is_none() {
+        if self.card.quiesce.asked.is_none() {
             return Ok(());
         }
-        if self.quiesce.off || self.quiesce.left != 0 {
+        if self.card.quiesce.off || self.card.quiesce.left != 0 {
             // A taker that had already pointed the card elsewhere has ended by now.
             self.go_on_halted();
         }
-        self.quiesce = Quiesce::default();
-        self.held = true;
+        self.card.quiesce = Quiesce::default();
+        self.card.held = true;
         self.write_seldom();
         self.memory.ledger().halted(false);
-        match self.mmio.read(regs::STATUS) {
-            u32::MAX => Err(NicError::Gone),
-            _ => Ok(()),
-        }
+        self.card.answers()
     }
 
     fn came_too_late(&self) -> u64 {
-        self.came_too_late
+        self.card.came_too_late
     }
 
     fn repoint(ready: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
@@ -669,20 +642,20 @@ impl<B: Bus> Repoint for E1000e<B> {
         let stopped = match left.0 & RUNS {
             _ if fenced.is_some() => nic.inherit(left, controls),
             // The giver switches the transmit side off last: if that is off, the receive side is, too.
-            0 => match nic.mmio.read(regs::TCTL) {
+            0 => match nic.card.mmio.read(regs::TCTL) {
                 u32::MAX => Err(NicError::Gone),
                 control if control & tctl::EN != 0 => Err(broken("the card sends, though stopped", control.into())),
                 _ => Ok(None),
             },
             _ => {
                 let is_old = age(left) > PAUSED;
-                let frame = nic.shape.frame();
+                let frame = nic.card.shape.frame();
                 if is_old {
-                    pause_again(&nic.mmio, &mut nic.counters, frame, controls[1]);
+                    pause_again(&nic.card.mmio, &mut nic.counts, frame, controls[1]);
                 }
-                let found = heads_of(&nic.mmio, if is_old { nic.receive.len() } else { 0 });
+                let found = heads_of(&nic.card.mmio, if is_old { nic.rx.rings.len() } else { 0 });
                 match !is_old || runs(found) == left.0 & !SINCE {
-                    true => stop_where(&nic.mmio, nic.receive.len(), left.0, controls).map(|()| None),
+                    true => stop_where(&nic.card.mmio, nic.rx.rings.len(), left.0, controls).map(|()| None),
                     false => Err(NicError::FramesCame { head: found[0] }),
                 }
             }
@@ -695,26 +668,27 @@ impl<B: Bus> Repoint for E1000e<B> {
         let controls = fenced.unwrap_or(controls);
         // If we die in the middle of this, the next driver lets the card go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
-        nic.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
+        nic.sign_ledger();
         // The giver has received all frames that had come, so the partner can go on. SWXOFF with a short pause makes
         // the card tell it so by itself, with the next frame that it sends.
         let go_on = [controls[0], controls[1] | tctl::SWXOFF];
-        nic.mmio.0.together(|| {
-            nic.mmio.write(regs::TCTL, controls[1]);
+        nic.card.mmio.0.together(|| {
+            nic.card.mmio.write(regs::TCTL, controls[1]);
             if fenced.is_some() {
                 nic.begin_anew(tails.is_some());
             }
-            nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
+            nic.card.mmio.write(regs::FCTTV, if nic.card.flow_control { PAUSE_MIN } else { 0 });
             let begins_at_tail = tails.is_some() && nic.memory.ledger().is_partial();
-            go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, go_on, begins_at_tail);
-            if fenced.is_some() && nic.receive.len() < QUEUES_MAX {
-                nic.mmio.write(regs::RDT.of(1), 0);
+            let rings_at = nic.memory.rings_at();
+            go_on_with(&nic.card.mmio, rings_at, (&nic.rx, &nic.tx), nic.card.shape, go_on, begins_at_tail);
+            if fenced.is_some() && nic.rx.rings.len() < QUEUES_MAX {
+                nic.card.mmio.write(regs::RDT.of(1), 0);
             }
         });
         nic.memory.ledger().halted(false);
-        nic.quiesce.let_go_at = nic.flow_control.then(Instant::now);
+        nic.card.quiesce.let_go_at = nic.card.flow_control.then(Instant::now);
         // Such a giver's card was asked by `inherit`, if at all; any other that runs, by `stop_where`.
-        nic.quiesce.unsent += if left.0 & RUNS == 0 || fenced.is_some() { 1 } else { 2 };
+        nic.card.quiesce.unsent += if left.0 & RUNS == 0 || fenced.is_some() { 1 } else { 2 };
         Ok(nic)
     }
 
@@ -722,14 +696,8 @@ impl<B: Bus> Repoint for E1000e<B> {
         // Do all three steps, even if one fails.
         let all = self.have_all();
         between(self);
-        let right = if std::mem::take(&mut self.suspect) { self.put_right(&mut between) } else { Ok(()) };
-        self.bus.hurry(true);
-        let outcome = old.unmap_by(|at, len| {
-            let unmapped = self.bus.unmap_dma(at, len);
-            between(self);
-            unmapped
-        });
-        self.bus.hurry(false);
-        all.and(right).and(outcome.map_err(NicError::from))
+        let right = if std::mem::take(&mut self.card.suspect) { self.put_right(&mut between) } else { Ok(()) };
+        let unmapped = self.unmap_old(old, between);
+        all.and(right).and(unmapped)
     }
 }

@@ -7,9 +7,6 @@
 //! - **D3** We load a value that the card writes only once. The cursors are ours and never read from the card.
 //! - **D4** We write a descriptor whole when we post it. That overwrites anything that a card wrote while it did not
 //!   own the descriptor, and we never read that.
-//! - **D5** Received frames count as handled, and filled ones as given to the card, only with the commit that says
-//!   so. Until then the descriptors stay as a successor needs them: a receive descriptor gets no other slot, and a
-//!   transmit descriptor is not used again.
 //!
 //! # Orderings
 //!
@@ -21,13 +18,15 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use tasuki_shm::arena::{Arena, Slot};
+use tasuki_shm::arena::Arena;
 use tasuki_shm::region::Span;
-use tasuki_shm::slots::{SlotId, WrongSlot};
+use tasuki_shm::slots::SlotId;
 
+use super::counters::Counters;
 use super::driver_state::{DriverState, NO_SLOT, ReceiveDriverState};
-use crate::nic::bus::Iova;
-use crate::nic::driver_state::broken;
+use super::setup::Shape;
+use crate::nic::driver::Transmit;
+use crate::nic::loan::{lend, lend_all, take_back};
 use crate::nic::{NicError, NicMemory};
 use crate::port::{Burst, Frame};
 
@@ -144,35 +143,6 @@ impl Descriptors {
     }
 }
 
-/// Lends the slot to the card.
-#[inline]
-fn lend(arena: &Arena, slot: Slot) -> SlotId {
-    let lent = arena.lend(slot).expect("lending by move asks nothing of the kernel");
-    lent.id()
-}
-
-/// Takes back the slot of a descriptor that the card has finished with. `word` names the slot there.
-#[inline(always)]
-#[expect(clippy::cast_possible_truncation, reason = "the low half of a word is the slot's index")]
-fn take_back(arena: &Arena, word: u64) -> Result<Slot, NicError> {
-    arena.attach_at(word as u32).map_err(|_| not_lent(word))
-}
-
-/// A function apart, since it never runs while every process with the NIC's memory keeps to N2.
-#[cold]
-fn not_lent(word: u64) -> NicError {
-    broken("a slot that is not the card's stands in one of its descriptors", word)
-}
-
-/// Returns the error for a slot that does not exist, or that is named twice.
-#[cold]
-pub fn not_a_slot(wrong: WrongSlot) -> NicError {
-    let (WrongSlot::S1 { index, .. }
-    | WrongSlot::S2 { id: SlotId { index, .. }, .. }
-    | WrongSlot::S3 { id: SlotId { index, .. }, .. }) = wrong;
-    broken("it names a slot twice, or one that is not there", index.into())
-}
-
 /// Number of dropped frames by reason. The driver counts these because the card does not.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Dropped {
@@ -205,7 +175,7 @@ pub struct ReceiveRing {
     ring: Descriptors,
     next: u32,
     tail: u32,
-    /// First descriptor whose frame was not handled by the last commit (D5).
+    /// First descriptor whose frame was not handled by the last commit.
     handled: u32,
     /// Tail that the card was last told.
     rung: u32,
@@ -215,28 +185,34 @@ pub struct ReceiveRing {
 }
 
 impl ReceiveRing {
-    /// Returns an empty ring.
-    pub fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
+    /// Returns the ring at these cursors. Changes nothing in it.
+    pub fn at(memory: &NicMemory, index: usize, count: u16, cursors: ReceiveDriverState) -> Self {
         let ring = Descriptors::new(memory, index, count);
-        ring.clear();
-        ReceiveRing { ring, next: 0, tail: 0, handled: 0, rung: 0, hint: 0, skipping: false }
+        let ReceiveDriverState { next, tail, skipping, .. } = cursors;
+        ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 }
+    }
+
+    /// Clears all descriptors.
+    pub fn clear(&self) {
+        self.ring.clear();
+    }
+
+    /// Takes over the slots of a driver state that was checked.
+    pub fn take_over(&self, posted: &[u64; RING_MAX]) {
+        self.ring.take_over(posted);
+    }
+
+    /// Marks the slots that the card has, by the ledger, as lent.
+    pub fn lend(&self, memory: &NicMemory) -> Result<(), NicError> {
+        lend_all(memory, self.ring.held(self.next, self.tail))
     }
 
     /// Lets an empty ring begin at this descriptor, with up to `most` slots. The caller tells the card, together
     /// with everything else.
     pub fn begin_at(&mut self, place: u32, memory: &NicMemory, most: usize) {
         (self.next, self.tail, self.handled, self.hint) = (place, place, place, place);
-        self.refill_some(memory, most);
+        self.refill(memory, most);
         self.committed(place);
-    }
-
-    /// Returns the ring that a predecessor left. Changes nothing in it.
-    pub fn resume(memory: &NicMemory, index: usize, driver_state: &DriverState) -> Self {
-        let ring = Descriptors::new(memory, index, driver_state.head.ring);
-        ring.take_over(&driver_state.posted[index]);
-        let cursors = &driver_state.receive[index];
-        let ReceiveDriverState { next, tail, skipping, .. } = *cursors;
-        ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 }
     }
 
     /// Returns the cursors for a successor, and writes the posted slots to `posted`.
@@ -399,11 +375,6 @@ impl ReceiveRing {
         { received }.find(|&position| in_hand(position)).unwrap_or(self.next)
     }
 
-    /// Returns the first descriptor whose frame was not handled by the last commit.
-    pub fn handled(&self) -> u32 {
-        self.handled
-    }
-
     /// Returns the position of a pending frame.
     #[inline]
     pub fn position_of(&mut self, id: SlotId) -> Option<u32> {
@@ -439,20 +410,6 @@ impl ReceiveRing {
         changed.then(|| self.tail())
     }
 
-    /// Returns the ring of a predecessor that died, at the cursors in its ledger: the card has the slots there. The
-    /// predecessor was still writing any other content of the ring.
-    pub fn pick_up(
-        memory: &NicMemory,
-        index: usize,
-        count: u16,
-        cursors: &ReceiveDriverState,
-    ) -> Result<Self, NicError> {
-        let ring = Descriptors::new(memory, index, count);
-        let ReceiveDriverState { next, tail, skipping, .. } = *cursors;
-        memory.lend(ring.held(next, tail)).map_err(not_a_slot)?;
-        Ok(ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 })
-    }
-
     /// Restores the heads of the frames that a predecessor had pending.
     pub fn undo(&self, memory: &NicMemory, index: usize) -> Result<(), NicError> {
         let held = self.tail.wrapping_sub(self.next);
@@ -469,15 +426,9 @@ impl ReceiveRing {
         Ok(())
     }
 
-    /// Gives the card free slots until its ring is full or none are left.
-    #[inline]
-    pub fn refill(&mut self, memory: &NicMemory) {
-        self.refill_some(memory, usize::MAX);
-    }
-
-    /// Like [`refill`](Self::refill), with at most `most` slots.
-    #[inline]
-    pub fn refill_some(&mut self, memory: &NicMemory, most: usize) {
+    /// Gives the card free slots until its ring is full, none are left, or it got `most`.
+    #[inline(never)]
+    pub fn refill(&mut self, memory: &NicMemory, most: usize) {
         let end = self.tail.wrapping_add(u32::try_from(self.room().min(most)).expect("a ring is short"));
         // To the end of the ring, then from its beginning.
         for _ in 0..2 {
@@ -500,6 +451,12 @@ impl ReceiveRing {
     #[inline]
     pub fn has_unhandled(&self) -> bool {
         self.next != self.handled
+    }
+
+    /// Returns the first descriptor whose frame was not handled by the last commit.
+    #[inline]
+    pub fn handled(&self) -> u32 {
+        self.handled
     }
 
     /// Gives the card up to `room` slots in the descriptors from `first` on.
@@ -525,45 +482,50 @@ pub struct TransmitRing {
     ring: Descriptors,
     sent: u32,
     filled: u32,
-    /// First descriptor that was not known to be sent by the last commit (D5). `rung` is the tail that the card was
-    /// last told.
+    /// First descriptor that was not known to be sent by the last commit. `rung` is the tail that the card was last
+    /// told.
     reusable: u32,
     rung: u32,
-    /// Number of frames ever filled in.
-    given: u64,
+    /// Maximum length of a frame in bytes.
+    longest: u16,
 }
 
 impl TransmitRing {
+    /// Returns the ring at these cursors; it follows the rings of the receive queues. Changes nothing in it.
+    pub fn at(memory: &NicMemory, shape: Shape, [sent, filled]: [u32; 2]) -> Self {
+        let ring = Descriptors::new(memory, shape.queues.into(), shape.ring);
+        TransmitRing { ring, sent, filled, reusable: sent, rung: filled, longest: shape.frame() }
+    }
+
     /// Returns an empty ring.
-    pub fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
-        let ring = Descriptors::new(memory, index, count);
-        ring.clear();
-        TransmitRing { ring, sent: 0, filled: 0, reusable: 0, rung: 0, given: 0 }
+    pub fn empty(memory: &NicMemory, shape: Shape) -> Self {
+        let empty = Self::at(memory, shape, [0; 2]);
+        empty.ring.clear();
+        empty
     }
 
-    /// Returns the ring that a predecessor left; it follows the rings of the receive queues. Changes nothing in it.
-    pub fn resume(memory: &NicMemory, driver_state: &DriverState) -> Self {
-        let ring = Descriptors::new(memory, driver_state.queues.into(), driver_state.head.ring);
-        ring.take_over(&driver_state.sending);
-        let DriverState { sent, filled, .. } = *driver_state;
-        TransmitRing { ring, sent, filled, reusable: sent, rung: filled, given: 0 }
+    /// Takes over the slots of a driver state that was checked.
+    pub fn take_over(&self, driver_state: &DriverState) {
+        self.ring.take_over(&driver_state.sending);
     }
 
-    /// Returns the ring of a predecessor that died, at these cursors.
-    pub fn pick_up(memory: &NicMemory, index: usize, count: u16, [sent, filled]: [u32; 2]) -> Result<Self, NicError> {
-        let ring = Descriptors::new(memory, index, count);
-        memory.lend(ring.held(sent, filled)).map_err(not_a_slot)?;
-        Ok(TransmitRing { ring, sent, filled, reusable: sent, rung: filled, given: 0 })
+    /// Writes cursors and slots for a successor.
+    pub fn to_driver_state(&self, driver_state: &mut DriverState) {
+        self.ring.to_driver_state(&mut driver_state.sending, self.sent, self.filled);
+        (driver_state.sent, driver_state.filled) = (self.sent, self.filled);
     }
 
-    /// Returns the number of frames ever given to the card.
-    pub fn given(&self) -> u64 {
-        self.given
-    }
-
-    /// Sets the number of frames given, as predecessors have counted it.
-    pub fn set_given(&mut self, given: u64) {
-        self.given = given;
+    fn reclaim(&mut self, arena: &Arena) {
+        while self.sent != self.filled {
+            let place = self.ring.place(self.sent);
+            // DONE
+            if self.ring.descriptor(place)[1].load(Acquire) & send::DD == 0 {
+                break;
+            }
+            // A slot that is not the card's is not freed.
+            drop(take_back(arena, self.ring.slots[place].load(Relaxed)));
+            self.sent = self.sent.wrapping_add(1);
+        }
     }
 
     /// Returns the cursors in the ledger's format.
@@ -580,18 +542,6 @@ impl TransmitRing {
         changed.then(|| self.tail())
     }
 
-    /// Returns whether more frames fit once a commit says that others were sent.
-    #[inline]
-    pub fn can_make_room(&self, frames: usize) -> bool {
-        self.room() < frames && self.reusable != self.sent
-    }
-
-    /// Returns the cursors for a successor, and writes the slots to `sending`.
-    pub fn to_driver_state(&self, sending: &mut [u64; RING_MAX]) -> (u32, u32) {
-        self.ring.to_driver_state(sending, self.sent, self.filled);
-        (self.sent, self.filled)
-    }
-
     /// Returns the value for the tail register.
     pub fn tail(&self) -> u32 {
         self.ring.register(self.filled)
@@ -601,37 +551,32 @@ impl TransmitRing {
     pub fn head(&self) -> u32 {
         self.ring.register(self.sent)
     }
+}
 
-    /// Returns the number of frames that the card has not reported as sent.
-    pub fn unsent(&self) -> u32 {
-        self.filled.wrapping_sub(self.sent)
+impl Transmit for TransmitRing {
+    type Counts = Counters;
+
+    #[inline]
+    fn reap(&mut self, arena: &Arena) -> Result<(), NicError> {
+        self.reclaim(arena);
+        Ok(())
     }
 
-    /// Takes back the slots of frames that the card has sent.
-    pub fn reclaim(&mut self, arena: &Arena) {
-        while self.sent != self.filled {
-            let place = self.ring.place(self.sent);
-            // DONE
-            if self.ring.descriptor(place)[1].load(Acquire) & send::DD == 0 {
-                break;
-            }
-            drop(take_back(arena, self.ring.slots[place].load(Relaxed)));
-            self.sent = self.sent.wrapping_add(1);
-        }
-    }
-
-    /// Returns the number of frames that the ring has room for.
-    pub fn room(&self) -> usize {
+    #[inline]
+    fn room(&self) -> usize {
         (self.ring.most() - self.filled.wrapping_sub(self.reusable)) as usize
     }
 
-    /// Takes as many frames from the front of `burst` as the ring has room for, and returns their number. It
-    /// includes frames that cannot be sent, which are also counted in `refused`.
-    pub fn transmit(&mut self, memory: &NicMemory, longest: u16, refused: &mut u64, burst: &mut Burst) -> usize {
-        let taken = self.room().min(burst.len());
+    #[inline]
+    fn can_make_room(&self, frames: usize) -> bool {
+        self.room() < frames && self.reusable != self.sent
+    }
+
+    fn transmit(&mut self, memory: &NicMemory, burst: &mut Burst, counts: &mut Counters, given: &mut u64) -> usize {
+        let (taken, before) = (self.room().min(burst.len()), self.filled);
         for Frame { slot, len } in burst.drain(..taken) {
-            if len < HEADER_LEN || len > longest || !memory.arena().owns(&slot) {
-                *refused += 1;
+            if len < HEADER_LEN || len > self.longest || !memory.arena().owns(&slot) {
+                counts.refused += 1;
                 continue;
             }
             let place = self.ring.place(self.filled);
@@ -640,13 +585,16 @@ impl TransmitRing {
             command.store(send::COMMAND | u64::from(len), Relaxed);
             self.ring.slots[place].store(lend(memory.arena(), slot).to_word(), Relaxed);
             self.filled = self.filled.wrapping_add(1);
-            self.given = self.given.wrapping_add(1);
         }
+        *given = given.wrapping_add(self.filled.wrapping_sub(before).into());
         taken
     }
-}
 
-/// Returns the address, as the card sees it, of ring number `index` of rings of `count` descriptors each.
-pub fn ring_at(rings_at: Iova, index: usize, count: u16) -> Iova {
-    rings_at + (index * usize::from(count) * DESCRIPTOR_LEN) as u64
+    fn is_empty(&self) -> bool {
+        self.sent == self.filled
+    }
+
+    fn lend(&self, memory: &NicMemory) -> Result<(), NicError> {
+        lend_all(memory, self.ring.held(self.sent, self.filled))
+    }
 }

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use super::driver_state::{QUEUES_MAX, rings_len};
 use super::regs::{self, Mmio, ctrl, ctrl_ext, dctl, eecd, gcr, mrqc, rah, rctl, rfctl, rxcsum, status, tarc, tctl};
-use super::ring::{RING_MAX, RING_MIN, ReceiveRing, ring_at};
+use super::ring::{DESCRIPTOR_LEN, RING_MAX, RING_MIN};
 use crate::nic::bus::{Iova, Registers};
 use crate::nic::register::Waiting;
-use crate::nic::{Mac, MemoryLayout, NicError};
+use crate::nic::{Mac, MemoryLayout, NicError, NicOptions};
 
 /// Length in bytes of an Ethernet header and a VLAN tag: the longest frame has these besides its payload.
 pub const HEADERS_LEN: u16 = 14 + 4;
@@ -50,6 +50,11 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// Returns the shape that these options ask for.
+    pub fn of(options: &NicOptions, memory: &MemoryLayout) -> Result<Shape, NicError> {
+        Shape::new(options.ring, options.queues, options.mtu, memory)
+    }
+
     /// Returns the requested shape, if the card supports it and the memory is large enough.
     pub fn new(ring: u16, queues: u8, mtu: u16, memory: &MemoryLayout) -> Result<Shape, NicError> {
         let refuse = |field, value, must| Err(NicError::Options { field, value, must });
@@ -80,6 +85,12 @@ impl Shape {
             return lacks("rings", need, memory.rings_len);
         }
         Ok(Shape { ring, queues, mtu, buffer })
+    }
+
+    /// Returns the address, as the card sees it, of ring number `index`: the receive rings come first, then the
+    /// transmit ring.
+    pub fn ring_at(self, rings_at: Iova, index: usize) -> Iova {
+        rings_at + (index * usize::from(self.ring) * DESCRIPTOR_LEN) as u64
     }
 
     /// Returns the maximum length of a frame in bytes, without its check sequence.
@@ -164,18 +175,18 @@ pub fn general<R: Registers>(mmio: &Mmio<R>) {
 }
 
 /// Sets up the receive side, still off, with empty rings: section 4.6.5.
-pub fn receive<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova, rings: &[ReceiveRing]) {
-    receive_but_tails(mmio, shape, rings_at, rings);
+pub fn receive<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova) {
+    receive_but_tails(mmio, shape, rings_at);
     (0..2).for_each(|index| mmio.write(regs::RDT.of(index), 0));
 }
 
 /// Does the same, except for the tails. This is for a card with waiting frames: QEMU's model loses one for each tail
 /// that is written while it is off.
-pub fn receive_but_tails<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova, rings: &[ReceiveRing]) {
+pub fn receive_but_tails<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova) {
     for queue in 0..QUEUES_MAX {
         let index = u32::try_from(queue).expect("there are two");
-        let used = queue < rings.len();
-        let at = if used { ring_at(rings_at, queue, shape.ring) } else { Iova(0) };
+        let used = queue < shape.queues.into();
+        let at = if used { shape.ring_at(rings_at, queue) } else { Iova(0) };
         let len = if used { u32::from(shape.ring) * 16 } else { 0 };
         let (low, high) = halves(at);
         mmio.write(regs::RDLEN.of(index), len);
@@ -203,8 +214,8 @@ pub fn receive_but_tails<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: I
 }
 
 /// Sets up the transmit side, still off: section 4.6.6.
-pub fn transmit<R: Registers>(mmio: &Mmio<R>, shape: Shape, at: Iova) {
-    let (low, high) = halves(at);
+pub fn transmit<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova) {
+    let (low, high) = halves(shape.ring_at(rings_at, shape.queues.into()));
     mmio.write(regs::TDLEN, u32::from(shape.ring) * 16);
     mmio.write(regs::TDBAH, high);
     mmio.write(regs::TDBAL, low);

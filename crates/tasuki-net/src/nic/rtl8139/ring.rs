@@ -174,7 +174,7 @@ impl RxRing {
                         counts.rx_no_slot += 1;
                         break;
                     };
-                    self.post(memory, self.next, lend(memory, fresh)); // D3
+                    self.post(memory, self.next, lend(memory.arena(), fresh)); // D3
                     burst.push(Frame { slot: back(memory, id)?, len });
                     counts.rx_packets += 1;
                     counts.rx_bytes += u64::from(len);
@@ -266,7 +266,7 @@ impl TxRing {
             }
             counts.tx_packets += 1;
             counts.tx_bytes += u64::from(frame.len);
-            self.post(memory, lend(memory, frame.slot), frame.len);
+            self.post(memory, lend(memory.arena(), frame.slot), frame.len);
         }
         room
     }

@@ -14,22 +14,22 @@
 //!   writes the index at which it posts the chain.
 //! - **C3** Before it posts any chain, a successor marks every free chain as never posted. Otherwise a chain that a
 //!   dead driver had posted and not committed would count as posted once the index has gone on that far.
-//! - **C4** The driver commits posted chains before it shows them to the device. Entries of the used ring are not
+//! - **C4** The driver commits posted chains before it shows them to the device (T2). Entries of the used ring are not
 //!   written again before they are handled, since there are as many as descriptors.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
-use tasuki_shm::arena::{Arena, Slot};
 use tasuki_shm::crash;
 use tasuki_shm::region::Span;
-use tasuki_shm::slots::{SlotId, WrongSlot};
+use tasuki_shm::slots::SlotId;
 
 use super::driver_state::{CHAINS_MAX, Cursor, Loan};
 use super::regs::HEADER_LEN;
 use super::ring::{NEXT, SplitRing, Used, WRITE, low};
 use crate::nic::bus::Iova;
 use crate::nic::driver_state::broken;
+use crate::nic::loan::{lend, lend_all, take_back};
 use crate::nic::{NicError, NicMemory};
 
 /// Number of words of a chain in the ledger.
@@ -38,8 +38,6 @@ const WORDS: usize = 4;
 const NEVER: u64 = u64::MAX;
 /// An index that begins anew starts at a multiple of this, of which the device sees zeroes.
 const LAP: u64 = 1 << 16;
-/// Record of the free chains.
-pub type Order = Box<[u16; CHAINS_MAX]>;
 
 /// The ledger's words on a chain (C1).
 struct Words<'a> {
@@ -71,6 +69,7 @@ impl Words<'_> {
 }
 
 /// A chain that the device has used.
+#[derive(Debug)]
 pub struct Done {
     pub chain: u16,
     /// Word of its slot, and the number of bytes posted with it.
@@ -90,7 +89,7 @@ pub struct Chains {
     records: Span<AtomicU64>,
     /// For each index, modulo the number of chains: the chain taken back there. It is posted again when our index is
     /// larger by that number.
-    order: Order,
+    order: Box<[u16; CHAINS_MAX]>,
     /// Number of chains minus one.
     mask: u16,
     /// First index of the used ring whose frame the last commit did not count as handled.
@@ -110,9 +109,9 @@ fn words(records: &[AtomicU64], chain: u16) -> Option<Words<'_>> {
 impl Chains {
     /// Makes the chains of `ring`, the `queue`th, which has `size` descriptors and continues where it stands. Changes
     /// nothing.
-    pub fn new(memory: &NicMemory, queue: usize, ring: SplitRing, size: u16, write: bool, order: Order) -> Self {
+    pub fn new(memory: &NicMemory, queue: usize, ring: SplitRing, size: u16, write: bool) -> Self {
         let records = memory.slot_list(queue, usize::from(size / 2) * WORDS);
-        let handled = ring.cursor().used;
+        let (handled, order) = (ring.cursor().used, Box::new([0; CHAINS_MAX]));
         Chains { ring, write: if write { WRITE } else { 0 }, records, order, mask: size / 2 - 1, handled, wrong: None }
     }
 
@@ -277,7 +276,7 @@ impl Chains {
         if let Some(long) = out().map(|(_, its)| its.len.load(Relaxed)).find(|&len| len > slot_len) {
             return Err(broken("the length of a frame", long));
         }
-        memory.lend(out().map(|(_, its)| SlotId::from_word(its.slot.load(Relaxed)))).map_err(not_a_slot)
+        lend_all(memory, out().map(|(_, its)| SlotId::from_word(its.slot.load(Relaxed))))
     }
 
     /// Restores the saved heads of frames that a predecessor had in hand.
@@ -407,36 +406,7 @@ pub fn position(index: u64) -> u32 {
     index as u32
 }
 
-/// Lends the slot to the device.
-#[inline]
-pub fn lend(arena: &Arena, slot: Slot) -> SlotId {
-    let lent = arena.lend(slot).expect("lending by move asks nothing of the kernel");
-    lent.id()
-}
-
-/// Takes back the slot of a chain that the device is done with, given the slot's word.
-#[inline(always)]
-#[expect(clippy::cast_possible_truncation, reason = "the low half of a word is the slot's index")]
-pub fn take_back(arena: &Arena, word: u64) -> Result<Slot, NicError> {
-    arena.attach_at(word as u32).map_err(|_| not_lent(word))
-}
-
-/// Cold: never happens while all users of the NIC's memory keep to N2.
-#[cold]
-fn not_lent(word: u64) -> NicError {
-    broken("a slot that is not the device's stands in one of its chains", word)
-}
-
 #[cold]
 fn not_out(head: u32) -> NicError {
     NicError::Absurd { what: "a used buffer that it does not have", value: head.into() }
-}
-
-/// Returns the error for a slot that does not exist or is named twice.
-#[cold]
-pub fn not_a_slot(wrong: WrongSlot) -> NicError {
-    let (WrongSlot::S1 { index, .. }
-    | WrongSlot::S2 { id: SlotId { index, .. }, .. }
-    | WrongSlot::S3 { id: SlotId { index, .. }, .. }) = wrong;
-    broken("it names a slot twice, or one that is not there", index.into())
 }

@@ -10,18 +10,25 @@ use std::mem::offset_of;
 use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-use super::Layout;
 use super::queue::FRAME_MIN;
 use super::regs::feature;
+use super::setup::Layout;
 use super::transport::Way;
-use crate::nic::driver_state::{self, Head, broken, check_counts};
-use crate::nic::ledger::SELDOM;
+use crate::nic::driver_state::{self, Head, InLedger, broken, check_counts};
+use crate::nic::ledger::{CURSORS, GIVEN, SELDOM};
 use crate::nic::{MemoryLayout, NicError};
 
 /// Maximum number of descriptors in a queue.
 pub const DESCRIPTORS_MAX: usize = 512;
 /// Maximum number of chains in a queue, of two descriptors each.
 pub const CHAINS_MAX: usize = DESCRIPTORS_MAX / 2;
+/// Words of the ledger's cursors: for each queue, our index, and the first index of the used ring that is not handled.
+pub(super) const RX_AVAILABLE: usize = 0;
+pub(super) const RX_HANDLED: usize = 1;
+pub(super) const TX_AVAILABLE: usize = 2;
+pub(super) const TX_HANDLED: usize = 3;
+const _: () = assert!(TX_HANDLED < GIVEN);
+
 /// No driver counts this far: a larger index is false.
 const INDEX_MAX: u64 = u64::MAX / 2;
 
@@ -136,9 +143,7 @@ pub struct DriverState {
 
 const _: () = assert!(size_of::<DriverState>() == 8416);
 
-/// Length in bytes of the driver state before the queues.
-const SELDOM_LEN: usize = offset_of!(DriverState, rx);
-const _: () = assert!(SELDOM_LEN <= SELDOM * 8 && SELDOM_LEN.is_multiple_of(8));
+const _: () = assert!(DriverState::SELDOM_LEN <= SELDOM * 8 && DriverState::SELDOM_LEN.is_multiple_of(8));
 
 /// Returns the number of bytes of a slot that the device may fill, for frames of up to `frame_max` bytes: at least the
 /// number that a device may count on (§5.1.6.3.1).
@@ -152,18 +157,8 @@ impl DriverState {
         self.kept == 1
     }
 
-    /// Returns the part that the ledger keeps as seldom changing: all but the queues. The indices in it are void there.
-    pub(super) fn seldom(&self) -> &[u8] {
-        &self.as_bytes()[..SELDOM_LEN]
-    }
-
-    /// The reverse of [`seldom`](Self::seldom), on a blank driver state.
-    pub(super) fn set_seldom(&mut self, words: &[u64; SELDOM]) {
-        self.as_mut_bytes()[..SELDOM_LEN].copy_from_slice(&words.as_bytes()[..SELDOM_LEN]);
-    }
-
     /// Returns the number of chains in each queue.
-    pub(super) fn chains(&self) -> usize {
+    fn chains(&self) -> usize {
         usize::from(self.head.ring / 2)
     }
 
@@ -179,7 +174,7 @@ impl DriverState {
     }
 
     /// Checks all but the queues against this memory.
-    pub(super) fn check_seldom(&self, memory: &MemoryLayout) -> Result<(), NicError> {
+    fn check_seldom(&self, memory: &MemoryLayout) -> Result<(), NicError> {
         check_counts(&self.counts)?;
         let ring = self.head.ring;
         if self.features & !feature::OURS != 0 || self.features & feature::VERSION_1 == 0 {
@@ -282,6 +277,21 @@ impl driver_state::DriverState for DriverState {
 
     fn slots(&self) -> impl Iterator<Item = SlotId> {
         self.rx.iter().chain(&self.tx).filter(|loan| **loan != Loan::NONE).map(Loan::slot)
+    }
+}
+
+impl InLedger for DriverState {
+    const SELDOM_LEN: usize = offset_of!(DriverState, rx);
+
+    fn set_cursors(&mut self, cursors: &[u64; CURSORS]) {
+        self.rx_at = Cursor { available: cursors[RX_AVAILABLE], used: cursors[RX_HANDLED] };
+        self.tx_at = Cursor { available: cursors[TX_AVAILABLE], used: cursors[TX_HANDLED] };
+    }
+
+    fn check_ledger(&self, memory: &MemoryLayout) -> Result<(), NicError> {
+        self.check_seldom(memory)?;
+        self.rx_at.check(self.chains() as u64)?;
+        self.tx_at.check(self.chains() as u64)
     }
 }
 

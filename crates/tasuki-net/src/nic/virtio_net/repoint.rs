@@ -13,13 +13,13 @@
 
 use std::time::Instant;
 
-use super::driver_state::{Counts, DriverState};
 use super::regs::{common, feature, queue as queues, status};
-use super::setup::{self, Assembly, Cursors, Layout, Terms, wrong};
+use super::setup::{self, Layout, Terms, wrong};
 use super::transport::{Transport, other};
-use super::{DRAIN, VirtioNet, control};
+use super::{DRAIN, Device, VirtioNet, control};
 use crate::nic::bus::{Bus, Iova, Registers};
-use crate::nic::driver_state::{DriverState as _, broken};
+use crate::nic::driver::{Card as _, Driver, Receive as _, Transmit as _};
+use crate::nic::driver_state::{InLedger as _, broken};
 use crate::nic::{Can, Failed, How, Left, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
 
@@ -74,7 +74,7 @@ fn cannot_reset() -> NicError {
 impl<B: Bus> VirtioNet<B> {
     /// Returns all our queues.
     fn queues(&self) -> impl Iterator<Item = u16> + use<B> {
-        [Some(queues::TRANSMIT), Some(queues::RECEIVE), self.control.as_ref().map(|_| queues::CONTROL)]
+        [Some(queues::TRANSMIT), Some(queues::RECEIVE), self.card.control.as_ref().map(|_| queues::CONTROL)]
             .into_iter()
             .flatten()
     }
@@ -83,14 +83,14 @@ impl<B: Bus> VirtioNet<B> {
     pub(super) fn bring_back(&mut self) -> Result<(), NicError> {
         for queue in self.queues() {
             let ours = match queue {
-                queues::RECEIVE => self.layout.rx,
-                queues::TRANSMIT => self.layout.tx,
-                _ => self.layout.control,
+                queues::RECEIVE => self.card.layout.rx,
+                queues::TRANSMIT => self.card.layout.tx,
+                _ => self.card.layout.control,
             };
             let [descriptors, ..] = ours.addresses(&self.memory);
-            match self.transport.queue(queue)? {
+            match self.card.transport.queue(queue)? {
                 (_, Some(at)) if at == descriptors => continue,
-                (_, Some(_)) => self.transport.reset_queue(queue)?,
+                (_, Some(_)) => self.card.transport.reset_queue(queue)?,
                 (_, None) => {}
             }
             // If we die before this is complete, the device must be started anew.
@@ -101,7 +101,7 @@ impl<B: Bus> VirtioNet<B> {
                     self.rx.chains.begin_anew(&self.memory)?;
                 }
                 queues::TRANSMIT => self.tx.chains.begin_anew(&self.memory)?,
-                _ => self.control.iter_mut().for_each(control::Control::begin),
+                _ => self.card.control.iter_mut().for_each(control::Control::begin),
             }
             self.enable_queue(queue)?;
         }
@@ -161,14 +161,14 @@ fn reset_queues(transport: &Transport<impl Registers>, queues: &[u16]) -> Result
 
 impl<B: Bus> VirtioNet<B> {
     fn can_do(&self) -> Can {
-        Can { point: self.terms.resets_queues(), pauses: false, fenced: false, steer: self.terms.steers() }
+        Can { point: self.card.terms.resets_queues(), pauses: false, fenced: false, steer: self.card.terms.steers() }
     }
 
     /// Makes the device use our queues again and steer frames to them, whatever a taker that is gone has done.
     pub(super) fn bring_all_back(&mut self) -> Result<(), NicError> {
         self.bring_back()?;
-        if self.terms.steers() {
-            self.steer(self.transport.way().pair)?;
+        if self.card.terms.steers() {
+            self.steer(self.card.transport.way().pair)?;
             self.renew_spare(|_| ())?;
         }
         Ok(())
@@ -176,9 +176,9 @@ impl<B: Bus> VirtioNet<B> {
 
     /// Returns the giver's progress. If the device was asked to steer, returns `None` until it has answered.
     fn is_steered(&mut self) -> Option<Quiesce> {
-        let quiesce = self.quiesce.as_mut()?;
+        let quiesce = self.card.quiesce.as_mut()?;
         if quiesce.asked.is_some() && !quiesce.steered {
-            match self.control.as_mut()?.is_obeyed() {
+            match self.card.control.as_mut()?.is_obeyed() {
                 Ok(false) => return None,
                 Ok(true) => (quiesce.steered, quiesce.since) = (true, Instant::now()),
                 Err(_) => quiesce.asked = None,
@@ -191,37 +191,37 @@ impl<B: Bus> VirtioNet<B> {
     fn renew_spare(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         self.reset_others(&[queues::TRANSMIT, queues::RECEIVE], &mut between)?;
         self.lend_spare(between)?;
-        self.ring_receive();
-        self.transport.status().map(drop)
+        self.card.ring_receive();
+        self.card.transport.status().map(drop)
     }
 
     /// Steers all frames to this pair of queues.
     pub(super) fn steer(&mut self, pair: u16) -> Result<(), NicError> {
         self.ask_to_steer(pair)?;
-        let Self { control, transport, .. } = self;
+        let Device { control, transport, .. } = &mut self.card;
         control.as_mut().map_or(Ok(()), |control| control.obeyed(transport))
     }
 
     /// Asks the device to steer all frames to this pair of queues.
     fn ask_to_steer(&mut self, pair: u16) -> Result<(), NicError> {
-        let mut driver_state = DriverState::blank();
-        self.write_seldom_to(&mut driver_state);
-        let Some(control) = &mut self.control else { return Err(broken("it has no queue for commands", 0)) };
+        let mut driver_state = self.to_driver_state();
+        let Device { control, transport, .. } = &mut self.card;
+        let Some(control) = control else { return Err(broken("it has no queue for commands", 0)) };
         let mut announce = |commands| {
             driver_state.commands = commands;
             self.memory.ledger().write_seldom(driver_state.seldom());
         };
-        control.steer(&self.transport, pair, &mut announce)
+        control.steer(transport, pair, &mut announce)
     }
 
     /// Sets up the other pair of queues as well; it stays empty. A queue can be reset and moved only if the device knew
     /// it before it ran (§3.1.1, §2.6.1), and all pairs that it is told to use must be set up (§5.1.6.5.5.1). QEMU's
     /// device leaves lying all frames that arrive by way of a pair that is not set up, wherever they are steered.
     pub(super) fn lend_spare(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
-        if !self.terms.steers() {
+        if !self.card.terms.steers() {
             return Ok(());
         }
-        let layout = self.layout;
+        let layout = self.card.layout;
         for queue in [queues::RECEIVE, queues::TRANSMIT] {
             self.with_other_pair(|transport, memory| set_up_spare(transport, &layout, queue, memory.rings_at()))?;
             between(self);
@@ -231,7 +231,7 @@ impl<B: Bus> VirtioNet<B> {
 
     /// Resets the other pair of queues; it belongs to no owner afterwards.
     pub(super) fn take_spare_back(&mut self) -> Result<(), NicError> {
-        if !self.terms.steers() {
+        if !self.card.terms.steers() {
             return Ok(());
         }
         self.reset_others(&[queues::TRANSMIT, queues::RECEIVE], |_| ())
@@ -253,31 +253,31 @@ impl<B: Bus> VirtioNet<B> {
 
     /// Calls `then` while the transport stands on the other pair of queues.
     fn with_other_pair<T>(&mut self, then: impl FnOnce(&Transport<B::Registers>, &NicMemory) -> T) -> T {
-        let ours = self.transport.way().pair;
-        self.transport.choose(other(ours));
-        let done = then(&self.transport, &self.memory);
-        self.transport.choose(ours);
+        let ours = self.card.transport.way().pair;
+        self.card.transport.choose(other(ours));
+        let done = then(&self.card.transport, &self.memory);
+        self.card.transport.choose(ours);
         done
     }
 
     /// Sets up our pair of queues in the device, in place of any queues that were left there. No frames arrive at it
     /// yet.
     fn open_pair(&mut self) -> Result<(), NicError> {
-        reset_queues(&self.transport, &[queues::TRANSMIT, queues::RECEIVE])?;
+        reset_queues(&self.card.transport, &[queues::TRANSMIT, queues::RECEIVE])?;
         self.enable_queues()?;
-        self.ring_both();
-        self.transport.status().map(drop)
+        Device::ring_all(self);
+        self.card.transport.status().map(drop)
     }
 
     /// Restores our pair of queues to its former state.
     fn close_pair(&self, lent: Option<Iova>) -> Result<(), NicError> {
-        reset_queues(&self.transport, &[queues::TRANSMIT, queues::RECEIVE])?;
+        reset_queues(&self.card.transport, &[queues::TRANSMIT, queues::RECEIVE])?;
         if let Some(rings_at) = lent {
-            set_up_spare(&self.transport, &self.layout, queues::RECEIVE, rings_at)?;
-            set_up_spare(&self.transport, &self.layout, queues::TRANSMIT, rings_at)?;
-            self.ring_receive();
+            set_up_spare(&self.card.transport, &self.card.layout, queues::RECEIVE, rings_at)?;
+            set_up_spare(&self.card.transport, &self.card.layout, queues::TRANSMIT, rings_at)?;
+            self.card.ring_receive();
         }
-        self.transport.status().map(drop)
+        self.card.transport.status().map(drop)
     }
 
     /// Takes from the device what it still has of a former owner: the other pair of queues, and the command queue,
@@ -285,12 +285,12 @@ impl<B: Bus> VirtioNet<B> {
     fn close_other_pair(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         self.reset_others(&[queues::TRANSMIT, queues::RECEIVE, queues::CONTROL], &mut between)?;
         // We have given no command yet, so a successor finds the same count of them.
-        self.control.iter_mut().for_each(control::Control::begin);
+        self.card.control.iter_mut().for_each(control::Control::begin);
         self.enable_control()?;
         between(self);
         self.lend_spare(between)?;
-        self.ring_receive();
-        self.transport.status().map(drop)
+        self.card.ring_receive();
+        self.card.transport.status().map(drop)
     }
 }
 
@@ -314,26 +314,19 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             let mac = transport.mac()?;
             let interrupt = setup::interrupt(&mut bus)?;
             memory.map_anew(&mut bus)?;
-            Assembly::new(&memory, (transport, interrupt, mac), terms, Cursors::default(), setup::orders())
+            memory.ledger().clear();
+            Device::new(&memory, (transport, interrupt), (terms, mac), 0)?.empty(&memory)
         });
         let mut parts = match asked {
             Ok(parts) => parts,
             Err(error) => return Err(Failed { error, bus, memory }),
         };
-        let ledger = memory.ledger();
-        ledger.belongs(None);
-        ledger.forget();
-        ledger.halted(false);
-        parts.empty(&memory);
-        parts.rx.refill(&memory);
+        parts.rx.post(&memory, usize::MAX);
         // The device is told together with everything else.
         parts.rx.chains.committed(0);
-        let mut nic = VirtioNet::new(bus, memory, parts, Counts::default());
-        nic.write_seldom();
-        nic.enter_ledger(0);
-        nic.memory.ledger().belongs(None);
-        let [lent, ..] = nic.layout.spare[0].addresses_from(from);
-        let lent = nic.transport.queue(queues::RECEIVE).is_ok_and(|(_, at)| at == Some(lent)).then_some(from);
+        let mut nic = Driver::aside(bus, memory, parts);
+        let [lent, ..] = nic.card.layout.spare[0].addresses_from(from);
+        let lent = nic.card.transport.queue(queues::RECEIVE).is_ok_and(|(_, at)| at == Some(lent)).then_some(from);
         match if how == How::Steer { nic.open_pair() } else { Ok(()) } {
             Ok(()) => Ok(Ready { nic, how, lent }),
             Err(error) => {
@@ -352,19 +345,15 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             // If the device is gone, it can no longer reach the memory.
             let _ = nic.close_pair(lent);
         }
-        let VirtioNet { mut bus, memory, .. } = nic;
-        // An error means that the mapping was gone already.
-        let _ = memory.unmap(&mut bus);
-        memory.take_back();
-        (bus, memory)
+        nic.surrender()
     }
 
     fn quiesce(&mut self, how: How, _: impl FnMut(&mut Self)) {
         self.memory.ledger().halted(true);
-        let other = other(self.transport.way().pair);
+        let other = other(self.card.transport.way().pair);
         // If the device refuses, it is not left: no frames go elsewhere.
         let asked = (how == How::Steer && self.ask_to_steer(other).is_ok()).then_some(other);
-        self.quiesce = Some(Quiesce { since: Instant::now(), off: false, asked, steered: false, how });
+        self.card.quiesce = Some(Quiesce { since: Instant::now(), off: false, asked, steered: false, how });
     }
 
     fn is_quiet(&mut self) -> bool {
@@ -374,13 +363,13 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             return true;
         }
         // The next receive or transmit reports a device that writes what it must not.
-        let sent = self.tx.reap(self.memory.arena()).is_ok() && self.tx.chains.is_empty();
+        let sent = self.tx.reap(self.memory.arena()).is_ok() && self.tx.is_empty();
         let silent = self.rx.is_ready().is_ok_and(|ready| !ready);
         silent && sent || quiesce.since.elapsed() > DRAIN
     }
 
     fn leave(&mut self) -> Result<bool, NicError> {
-        let Some(quiesce) = self.quiesce else {
+        let Some(quiesce) = self.card.quiesce else {
             return Err(broken("it was not quiesced before it was to be left", 0));
         };
         self.can_do().go(quiesce.how)?;
@@ -393,8 +382,8 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             };
         }
         if !quiesce.off {
-            self.transport.reset_queue(queues::RECEIVE)?;
-            self.quiesce = Some(Quiesce { off: true, ..quiesce });
+            self.card.transport.reset_queue(queues::RECEIVE)?;
+            self.card.quiesce = Some(Quiesce { off: true, ..quiesce });
         }
         if self.rx.is_ready()? {
             // A frame arrived at the last moment.
@@ -402,39 +391,39 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         }
         self.drain()?;
         self.commit(&Burst::new());
-        self.transport.reset_queue(queues::TRANSMIT)?;
-        if self.control.is_some() {
-            self.transport.reset_queue(queues::CONTROL)?;
+        self.card.transport.reset_queue(queues::TRANSMIT)?;
+        if self.card.control.is_some() {
+            self.card.transport.reset_queue(queues::CONTROL)?;
         }
         Ok(true)
     }
 
     fn left(&self) -> Left {
-        match self.quiesce.filter(|quiesce| quiesce.steered).and_then(|quiesce| quiesce.asked) {
+        match self.card.quiesce.filter(|quiesce| quiesce.steered).and_then(|quiesce| quiesce.asked) {
             Some(pair) => Left(STEERED | u64::from(pair)),
             None => Left::STOPPED,
         }
     }
 
     fn go_back(&mut self) -> Result<(), NicError> {
-        let Some(quiesce) = self.quiesce else { return Ok(()) };
+        let Some(quiesce) = self.card.quiesce else { return Ok(()) };
         match quiesce.how {
-            How::Steer => self.steer(self.transport.way().pair)?,
+            How::Steer => self.steer(self.card.transport.way().pair)?,
             How::Point | How::Fenced(_) => self.bring_back()?,
         }
-        self.quiesce = None;
+        self.card.quiesce = None;
         self.refill();
         self.write_seldom();
         self.commit_sent();
-        self.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
+        self.sign_ledger();
         self.memory.ledger().halted(false);
-        self.ring_both();
-        self.transport.status().map(drop)
+        Device::ring_all(self);
+        self.card.transport.status().map(drop)
     }
 
     fn repoint(Ready { mut nic, how, lent }: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
         if how == How::Steer {
-            if left != Left(STEERED | u64::from(nic.transport.way().pair)) {
+            if left != Left(STEERED | u64::from(nic.card.transport.way().pair)) {
                 // The giver may have steered and died. Our memory goes away, so the queues in it must, too.
                 let _ = nic.close_pair(lent);
                 let error = broken("the giver has not had frames come to our queues, but left the device at", left.0);
@@ -442,24 +431,24 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             }
             // Until the rest of the device is ours as well, the next driver must complete that: see `forget`.
             nic.memory.ledger().halted(true);
-            nic.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
+            nic.sign_ledger();
             return Ok(nic);
         }
-        let uses = nic.queues().try_for_each(|queue| match nic.transport.queue(queue)? {
+        let uses = nic.queues().try_for_each(|queue| match nic.card.transport.queue(queue)? {
             (_, None) => Ok(()),
             (_, Some(at)) => Err(broken("the device uses a queue, though it was left, at", at.0)),
         });
-        if let Err(error) = uses.and_then(|()| nic.transport.status()) {
+        if let Err(error) = uses.and_then(|()| nic.card.transport.status()) {
             return Err(nic.failed(error));
         }
         // If we die before this is complete, the next driver makes the device go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
-        nic.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
+        nic.sign_ledger();
         if let Err(error) = nic.enable_queues().and_then(|()| nic.enable_control()) {
             return Err(nic.failed(error));
         }
         nic.memory.ledger().halted(false);
-        nic.ring_both();
+        Device::ring_all(&mut nic);
         Ok(nic)
     }
 
@@ -468,17 +457,10 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             // The device was steered to us, and still has a part of its former owner's memory.
             self.close_other_pair(&mut between)?;
             self.memory.ledger().halted(false);
-        } else if self.terms.steers() {
+        } else if self.card.terms.steers() {
             self.renew_spare(&mut between)?;
         }
         between(self);
-        self.bus.hurry(true);
-        let outcome = old.unmap_by(|at, len| {
-            let unmapped = self.bus.unmap_dma(at, len);
-            between(self);
-            unmapped
-        });
-        self.bus.hurry(false);
-        Ok(outcome?)
+        self.unmap_old(old, between)
     }
 }

@@ -4,15 +4,17 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::chains::{Chains, Order};
+use super::Device;
+use super::chains::Chains;
 use super::control::{self, Control};
-use super::driver_state::{self, CHAINS_MAX, Cursor, DESCRIPTORS_MAX, DriverState};
+use super::driver_state::{self, Counts, Cursor, DESCRIPTORS_MAX, DriverState};
 use super::queue::{Receiver, Transmitter};
 use super::regs::{HEADER_LEN, feature, queue as queues, status};
 use super::ring::{Place, SplitRing};
-use super::transport::{Doorbell, Transport};
+use super::transport::Transport;
 use crate::nic::bus::{Bus, BusError, Header, Iova, Registers, pci};
-use crate::nic::driver_state::{DriverState as _, broken};
+use crate::nic::driver::Assembly;
+use crate::nic::driver_state::broken;
 use crate::nic::{Mac, NicError, NicMemory, NicOptions, PciId, loan};
 
 /// Supported devices: the modern one, and the transitional one by its modern interface.
@@ -151,71 +153,39 @@ pub fn interrupt(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
     bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
 }
 
-/// Allocates the record of free chains for both queues.
-pub fn orders() -> [Order; 2] {
-    [0; 2].map(|chain| Box::new([chain; CHAINS_MAX]))
+/// Makes the driver's ends of the queues for frames, at these cursors. Changes nothing.
+pub fn rings(memory: &NicMemory, terms: Terms, [rx, tx]: [Cursor; 2]) -> Result<(Receiver, Transmitter), NicError> {
+    let Terms { features, ring, frame_max } = terms;
+    let layout = Layout::new(memory.rings().len(), ring)?;
+    let split = |place, cursor| SplitRing::new(memory, place, ring, features & feature::EVENT_IDX != 0, cursor);
+    let rx = Chains::new(memory, 0, split(layout.rx, rx).armed(), ring, true);
+    let tx = Chains::new(memory, 1, split(layout.tx, tx), ring, false);
+    Ok((Receiver::new(rx, driver_state::room(frame_max)), Transmitter::new(tx, frame_max.into())))
 }
 
-/// Indices at which the driver continues in each queue.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Cursors {
-    pub rx: Cursor,
-    pub tx: Cursor,
-    pub commands: u64,
-}
-
-/// All parts of a driver except its bus and its memory.
-pub struct Assembly<R> {
-    pub transport: Transport<R>,
-    pub rx: Receiver,
-    pub tx: Transmitter,
-    pub control: Option<Control>,
-    pub rx_bell: Doorbell,
-    pub tx_bell: Doorbell,
-    /// Doorbell of the other pair's receive queue.
-    pub other_bell: Option<Doorbell>,
-    pub interrupt: OwnedFd,
-    pub layout: Layout,
-    pub terms: Terms,
-    pub mac: Mac,
-}
-
-impl<R: Registers> Assembly<R> {
-    /// Makes the driver's ends of the queues at these cursors. Touches neither device nor memory.
+impl<B: Bus> Device<B> {
+    /// Makes a device that was given `commands` commands so far. Touches neither device nor memory.
     pub fn new(
         memory: &NicMemory,
-        (transport, interrupt, mac): (Transport<R>, OwnedFd, Mac),
-        terms: Terms,
-        cursors: Cursors,
-        [rx_order, tx_order]: [Order; 2],
+        (transport, interrupt): (Transport<B::Registers>, OwnedFd),
+        (terms, mac): (Terms, Mac),
+        commands: u64,
     ) -> Result<Self, NicError> {
-        let Terms { features, ring, frame_max } = terms;
+        let Terms { features, ring, .. } = terms;
         let layout = Layout::new(memory.rings().len(), ring)?;
-        let event_index = features & feature::EVENT_IDX != 0;
-        let split = |place, cursor| SplitRing::new(memory, place, ring, event_index, cursor);
-        let rx = Chains::new(memory, 0, split(layout.rx, cursors.rx).armed(), ring, true, rx_order);
-        let tx = Chains::new(memory, 1, split(layout.tx, cursors.tx), ring, false, tx_order);
-        let (rx, tx) = (Receiver::new(rx, driver_state::room(frame_max)), Transmitter::new(tx, frame_max.into()));
         let control = (features & feature::CTRL_RX != 0).then(|| {
-            let bell = transport.doorbell(queues::CONTROL);
-            Control::new(memory, layout.control, layout.command, event_index, cursors.commands, bell)
+            let (event_index, bell) = (features & feature::EVENT_IDX != 0, transport.doorbell(queues::CONTROL));
+            Control::new(memory, layout.control, layout.command, event_index, commands, bell)
         });
         let (rx_bell, tx_bell) = (transport.doorbell(queues::RECEIVE), transport.doorbell(queues::TRANSMIT));
         let other_bell = terms.steers().then(|| transport.doorbell(queues::OTHER));
-        Ok(Assembly { transport, rx, tx, control, rx_bell, tx_bell, other_bell, interrupt, layout, terms, mac })
+        Ok(Device { transport, control, rx_bell, tx_bell, other_bell, interrupt, layout, terms, mac, quiesce: None })
     }
 
-    /// Resets a device and negotiates with it. The queues are empty, and the device does not know them.
-    pub fn cold<B: Bus<Registers = R>>(
-        bus: &mut B,
-        memory: &NicMemory,
-        header: &Header,
-        options: &NicOptions,
-    ) -> Result<Self, NicError> {
-        memory.ledger().belongs(None);
-        memory.ledger().forget();
-        memory.ledger().halted(false);
-        let mut transport = Transport::find(bus, header)?;
+    /// Resets a device and negotiates with it.
+    pub fn cold(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<Self, NicError> {
+        let header = check_card(bus)?;
+        let mut transport = Transport::find(bus, &header)?;
         // Reset the device before it may be bus master: if it was left running, it would write to addresses that are
         // ours now.
         transport.reset()?;
@@ -227,61 +197,43 @@ impl<R: Registers> Assembly<R> {
         transport.find_bells(terms.features)?;
         let mac = transport.mac()?;
         let interrupt = interrupt(bus)?;
-        let mut parts = Self::new(memory, (transport, interrupt, mac), terms, Cursors::default(), orders())?;
-        parts.empty(memory);
-        Ok(parts)
+        Self::new(memory, (transport, interrupt), (terms, mac), 0)
     }
 
-    /// Makes the queues empty. The device does not know them.
-    pub fn empty(&mut self, memory: &NicMemory) {
-        self.rx.chains.empty();
-        self.tx.chains.empty();
-        self.control.iter_mut().for_each(Control::begin);
-        for place in self.layout.spare {
-            // Set the indices to zero.
-            SplitRing::new(memory, place, SPARE, false, Cursor::default()).begin_at(0, [].into_iter());
-        }
-        self.describe_headers(memory);
-    }
-
-    /// Writes what all frames have in common.
-    pub fn describe_headers(&mut self, memory: &NicMemory) {
-        let header = |at: usize| -> Iova { memory.rings_at() + at as u64 };
-        let sent = memory.rings().span::<AtomicU64>(self.layout.tx_header, HEADER_ROOM / 8);
-        sent.expect("the layout was checked against the region").iter().for_each(|word| word.store(0, Relaxed));
-        self.rx.chains.describe_headers(header(self.layout.rx_header));
-        self.tx.chains.describe_headers(header(self.layout.tx_header));
-    }
-
-    /// Continues where a predecessor stopped. Changes nothing, neither in the device nor in memory, until the
-    /// interrupts.
-    pub fn warm<B: Bus<Registers = R>>(
-        bus: &mut B,
-        memory: &NicMemory,
-        driver_state: &DriverState,
-    ) -> Result<Self, NicError> {
-        driver_state.check(&memory.layout())?;
-        loan::check(memory, driver_state.slots())?;
+    /// Finds a parked device, as its predecessor left it.
+    pub fn find(bus: &mut B, driver_state: &DriverState) -> Result<Transport<B::Registers>, NicError> {
         let header = check_card(bus)?;
         let mut transport = Transport::find(bus, &header)?;
         let found = transport.status()?;
         if found != status::RUNNING {
             return Err(broken("the device was reset after it was parked", found.into()));
         }
-        let mac = transport.mac()?;
-        driver_state.head.check_mac(mac)?;
+        driver_state.head.check_mac(transport.mac()?)?;
         transport.find_pairs(driver_state.features)?;
         transport.choose(driver_state.way.pair);
         transport.find_bells(driver_state.features)?;
-        if transport.way() != driver_state.way {
-            return Err(broken("the device has its registers elsewhere, at", transport.way().common.base.into()));
+        match transport.way() == driver_state.way {
+            true => Ok(transport),
+            false => Err(broken("the device has its registers elsewhere, at", transport.way().common.base.into())),
         }
-        let interrupt = interrupt(bus)?;
-        Self::new(memory, (transport, interrupt, mac), Terms::of(driver_state), cursors_of(driver_state), orders())
     }
-}
 
-/// Returns the indices in a driver state.
-pub fn cursors_of(driver_state: &DriverState) -> Cursors {
-    Cursors { rx: driver_state.rx_at, tx: driver_state.tx_at, commands: driver_state.commands }
+    /// Makes the rest of a driver whose queues are empty, and which the device does not know.
+    pub fn empty(mut self, memory: &NicMemory) -> Result<Assembly<Self>, NicError> {
+        let (mut rx, mut tx) = rings(memory, self.terms, [Cursor::default(); 2])?;
+        rx.chains.empty();
+        tx.chains.empty();
+        self.control.iter_mut().for_each(Control::begin);
+        for place in self.layout.spare {
+            // Set the indices to zero.
+            SplitRing::new(memory, place, SPARE, false, Cursor::default()).begin_at(0, [].into_iter());
+        }
+        // Write what all frames have in common.
+        let header = |at: usize| -> Iova { memory.rings_at() + at as u64 };
+        let sent = memory.rings().span::<AtomicU64>(self.layout.tx_header, HEADER_ROOM / 8);
+        sent.expect("the layout was checked against the region").iter().for_each(|word| word.store(0, Relaxed));
+        rx.chains.describe_headers(header(self.layout.rx_header));
+        tx.chains.describe_headers(header(self.layout.tx_header));
+        Ok(Assembly { card: self, rx, tx, counts: Counts::default() })
+    }
 }

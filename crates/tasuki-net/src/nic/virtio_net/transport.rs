@@ -134,6 +134,7 @@ pub fn other(pair: u16) -> u16 {
 }
 
 /// A structure of registers in a BAR.
+#[derive(Debug)]
 struct Window<R> {
     registers: R,
     base: u32,
@@ -154,6 +155,7 @@ pub struct Doorbell {
 }
 
 /// Access to a virtio network device.
+#[derive(Debug)]
 pub struct Transport<R> {
     common: Window<R>,
     notify: Window<R>,

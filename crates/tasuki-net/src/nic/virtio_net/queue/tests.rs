@@ -57,7 +57,7 @@ fn memory() -> NicMemory {
 fn chains(memory: &NicMemory, queue: usize, event_index: bool, at: Cursor) -> (Chains, Place) {
     let place = Place::new(queue * 1024, SIZE);
     let ring = SplitRing::new(memory, place, SIZE, event_index, at);
-    (Chains::new(memory, queue, ring, SIZE, queue == 0, Box::new([0; CHAINS_MAX])), place)
+    (Chains::new(memory, queue, ring, SIZE, queue == 0), place)
 }
 
 fn receiver() -> (NicMemory, Receiver, Device) {
@@ -65,7 +65,7 @@ fn receiver() -> (NicMemory, Receiver, Device) {
     let (mut chains, place) = chains(&memory, 0, true, Cursor::default());
     chains.empty();
     let mut receiver = Receiver::new(chains, ROOM);
-    assert!(receiver.refill(&memory));
+    assert_eq!(receiver.post(&memory, usize::MAX), 0);
     receiver.chains.committed(0);
     let device = Device::of(&memory, place);
     (memory, receiver, device)
@@ -77,7 +77,7 @@ fn receive(memory: &NicMemory, receiver: &mut Receiver) -> Result<Vec<u16>, NicE
     receiver.receive(memory.arena(), &mut burst, BURST_MAX, &mut Counts::default())?;
     let lens = burst.drain(..).map(|frame| frame.len).collect();
     commit(receiver);
-    receiver.refill(memory);
+    receiver.post(memory, usize::MAX);
     commit(receiver);
     Ok(lens)
 }
@@ -134,7 +134,7 @@ fn transmitter() -> (NicMemory, Transmitter, Device) {
 
 fn send(memory: &NicMemory, transmitter: &mut Transmitter, lens: &[u16]) {
     let mut burst: Burst = lens.iter().map(|&len| Frame { slot: memory.arena().take().unwrap(), len }).collect();
-    assert_eq!(transmitter.transmit(memory, &mut burst, &mut Counts::default()), lens.len());
+    assert_eq!(transmitter.transmit(memory, &mut burst, &mut Counts::default(), &mut 0), lens.len());
     let sent = transmitter.chains.cursor().used;
     transmitter.chains.committed(sent);
 }
@@ -173,11 +173,11 @@ fn a_device_gets_buffers_back_as_soon_as_there_are_slots() {
     device.heads().iter().for_each(|&head| device.use_chain(head, 100));
     assert_eq!(receiver.receive(memory.arena(), &mut burst, BURST_MAX, &mut Counts::default()).unwrap(), 4);
     commit(&mut receiver);
-    assert!(!receiver.refill(&memory), "all slots are somebody's");
+    assert_ne!(receiver.post(&memory, usize::MAX), 0, "all slots are somebody's");
     commit(&mut receiver);
     assert_eq!(device.heads().len(), 4);
     drop((burst, slots));
-    assert!(receiver.refill(&memory));
+    assert_eq!(receiver.post(&memory, usize::MAX), 0);
     commit(&mut receiver);
     assert_eq!(device.heads().len(), 8);
 }
@@ -255,7 +255,7 @@ proptest! {
             let received = receiver.receive(memory.arena(), &mut burst, BURST_MAX, &mut Counts::default());
             held.extend(burst.into_iter().map(|frame| frame.slot));
             commit(&mut receiver);
-            receiver.refill(&memory);
+            receiver.post(&memory, usize::MAX);
             commit(&mut receiver);
             let census = memory.arena().census();
             prop_assert_eq!(census.owner as usize, held.len());

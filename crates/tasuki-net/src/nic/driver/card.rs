@@ -1,0 +1,202 @@
+//! What is a card's own, and what [`Driver`] needs of it.
+
+use std::os::fd::BorrowedFd;
+
+use tasuki_shm::arena::Arena;
+use tasuki_shm::slots::SlotId;
+
+use super::Driver;
+use crate::nic::bus::Bus;
+use crate::nic::driver_state::InLedger;
+use crate::nic::ledger::CURSORS;
+use crate::nic::{Filter, Link, Mac, NicError, NicMemory, NicOptions};
+use crate::port::Burst;
+
+/// The receive rings of a card, and the slots in them.
+pub trait Receive {
+    /// Counts that the driver keeps.
+    type Counts;
+    /// For each ring, the first position whose frame is not handled.
+    type Positions: Copy;
+
+    /// Appends to `burst` the frames that have come, at most `most`. Returns their number.
+    ///
+    /// # Errors
+    /// The card wrote what it must not. Earlier frames are delivered first.
+    fn receive(
+        &mut self,
+        arena: &Arena,
+        burst: &mut Burst,
+        most: usize,
+        counts: &mut Self::Counts,
+    ) -> Result<usize, NicError>;
+
+    /// Gives the card free slots: at most `most`, and as many as there are and fit. Returns how many more would fit.
+    fn post(&mut self, memory: &NicMemory, most: usize) -> usize;
+
+    /// Returns how many slots fit.
+    fn room(&self) -> usize;
+
+    /// Returns whether a ring has no slots: the card will not wake a driver that sleeps.
+    fn is_starved(&self) -> bool;
+
+    /// Returns whether frames were received that are not committed as handled.
+    fn has_unhandled(&self) -> bool;
+
+    /// Returns where the last commit stands.
+    fn handled(&self) -> Self::Positions;
+
+    /// Returns where a commit stands that counts all received frames as handled but those in `burst`.
+    fn handled_but(&self, burst: &Burst) -> Self::Positions;
+
+    /// Returns queue and position of a frame that is not handled, as the ledger names them.
+    fn position_of(&mut self, id: SlotId) -> Option<(usize, u32)>;
+
+    /// Marks the slots that the card has, by the ledger, as lent. Changes only our table of slots.
+    fn lend(&self, memory: &NicMemory) -> Result<(), NicError>;
+
+    /// Restores the saved heads of frames that a predecessor had not handled.
+    fn undo(&self, memory: &NicMemory) -> Result<(), NicError>;
+}
+
+/// The transmit ring of a card, and the slots in it.
+pub trait Transmit {
+    /// Counts that the driver keeps.
+    type Counts;
+
+    /// Takes back the slots of frames that the card has sent.
+    fn reap(&mut self, arena: &Arena) -> Result<(), NicError>;
+
+    /// Returns how many frames fit.
+    fn room(&self) -> usize;
+
+    /// Returns whether fewer than `frames` fit, and more once a commit says that others were sent.
+    fn can_make_room(&self, frames: usize) -> bool;
+
+    /// Takes frames from the front of `burst`, as many as fit. Returns their number, and adds to `given` those that
+    /// were given to the card: frames that cannot be sent are taken, counted and dropped.
+    fn transmit(&mut self, memory: &NicMemory, burst: &mut Burst, counts: &mut Self::Counts, given: &mut u64) -> usize;
+
+    /// Returns whether the card has sent everything.
+    fn is_empty(&self) -> bool;
+
+    /// Like [`Receive::lend`].
+    fn lend(&self, memory: &NicMemory) -> Result<(), NicError>;
+}
+
+/// A kind of card: its registers, how it starts, goes on and stops, and how it learns of what was committed.
+pub trait Card: Sized {
+    /// Bus by which the driver reaches the card.
+    type Bus: Bus;
+    /// State that a successor needs.
+    type DriverState: InLedger;
+    /// Counts of driver and card.
+    type Counts;
+    /// Receive rings.
+    type Rx: Receive<Counts = Self::Counts>;
+    /// Transmit ring.
+    type Tx: Transmit<Counts = Self::Counts>;
+    /// Registers and interrupt of a card that another process drives.
+    type Reached;
+
+    /// Checks that this is such a card, and that it can have these options in this memory. Does not touch the card.
+    fn check(bus: &mut Self::Bus, memory: &NicMemory, options: &NicOptions) -> Result<(), NicError>;
+
+    /// Resets a card and sets it up, as far as it does not receive or send. The rings are empty.
+    fn reset(bus: &mut Self::Bus, memory: &NicMemory, options: &NicOptions) -> Result<Assembly<Self>, NicError>;
+
+    /// Lets a card that was reset receive and send. It has no slots yet.
+    fn begin(nic: &mut Driver<Self>, options: &NicOptions) -> Result<(), NicError>;
+
+    /// Finds a parked card, and checks that it is as the checked driver state says. Changes nothing of it but its
+    /// interrupts.
+    fn find(
+        bus: &mut Self::Bus,
+        memory: &NicMemory,
+        driver_state: &Self::DriverState,
+    ) -> Result<Assembly<Self>, NicError>;
+
+    /// Lets the card finish what it has begun, commits, and keeps the card from touching memory.
+    fn stop(nic: &mut Driver<Self>) -> Result<Box<Self::DriverState>, NicError>;
+
+    /// Reaches a card by a bus that asks it nothing.
+    fn reach(bus: &mut Self::Bus) -> Result<Self::Reached, NicError>;
+
+    /// Reaches the registers that the driver state says, if they are not the same on each card.
+    fn locate(_: &mut Self::Reached, _: &mut Self::Bus, _: &Self::DriverState) -> Result<(), NicError> {
+        Ok(())
+    }
+
+    /// Waits until every write of any driver has arrived at the card.
+    fn settle(reached: &Self::Reached) -> Result<(), NicError>;
+
+    /// Makes our ends of the rings, at the cursors of the driver state. Changes nothing.
+    fn rings(memory: &NicMemory, driver_state: &Self::DriverState) -> Result<(Self::Rx, Self::Tx), NicError>;
+
+    /// Makes the rest of a driver that goes on from a checked driver state. Changes nothing.
+    fn attach(
+        reached: Self::Reached,
+        memory: &NicMemory,
+        driver_state: &Self::DriverState,
+    ) -> Result<(Self, Self::Counts), NicError>;
+
+    /// Makes the rings as they were when the predecessor stopped, by its driver state or, if it wrote none, by the
+    /// ledger. Lets the card use them again if the predecessor had it [halted](crate::nic::ledger::Ledger::is_halted).
+    fn go_on(nic: &mut Driver<Self>, driver_state: Option<&Self::DriverState>) -> Result<(), NicError>;
+
+    /// Writes the state for a successor that goes on with the rings as they stand. `driver_state` is blank, or was
+    /// written by this driver before.
+    fn write(nic: &Driver<Self>, driver_state: &mut Self::DriverState);
+
+    /// Writes the cursors of the rings, as the ledger has them: those before [`GIVEN`](crate::nic::ledger::GIVEN), which are 0 so far.
+    fn cursors(rx: &Self::Rx, tx: &Self::Tx, handled: <Self::Rx as Receive>::Positions, into: &mut [u64; CURSORS]);
+
+    /// Notes that everything before `handled` is committed, and rings the doorbells of the rings that have changed.
+    fn committed(nic: &mut Driver<Self>, handled: <Self::Rx as Receive>::Positions);
+
+    /// Rings every doorbell, whether something has changed or not.
+    fn ring_all(nic: &mut Driver<Self>);
+
+    /// Returns whether the card takes slots: not while its receive side is off.
+    fn takes_slots(&self) -> bool;
+
+    /// Called when there were fewer free slots than the card takes.
+    #[inline]
+    fn starved(_: &mut Driver<Self>) -> Result<(), NicError> {
+        Ok(())
+    }
+
+    /// Called when no frame has come.
+    #[inline]
+    fn idle(_: &mut Driver<Self>) {}
+
+    /// Asks for an interrupt when the next frame comes, and looks once more. Returns whether one is there.
+    fn arm(nic: &mut Driver<Self>) -> Result<bool, NicError>;
+
+    /// Returns the eventfd of the interrupt.
+    fn fd(&self) -> BorrowedFd<'_>;
+
+    /// Returns once all writes have arrived at the card.
+    fn flush(&self);
+
+    /// Returns the card's Ethernet address.
+    fn mac(&self) -> Mac;
+
+    /// See [`Nic::link`](crate::nic::Nic::link).
+    fn link(&mut self) -> Link;
+
+    /// See [`Nic::set_filter`](crate::nic::Nic::set_filter).
+    fn set_filter(nic: &mut Driver<Self>, filter: &Filter) -> Result<(), NicError>;
+
+    /// See [`Nic::statistics`](crate::nic::Nic::statistics).
+    fn statistics(nic: &mut Driver<Self>) -> Vec<(&'static str, u64)>;
+}
+
+/// All of a driver but its bus and its memory.
+#[derive(Debug)]
+pub struct Assembly<C: Card> {
+    pub(in crate::nic) card: C,
+    pub(in crate::nic) rx: C::Rx,
+    pub(in crate::nic) tx: C::Tx,
+    pub(in crate::nic) counts: C::Counts,
+}
