@@ -59,7 +59,7 @@ const LINE: usize = 8;
 /// Size of the seldom-changed data in words.
 pub const SELDOM: usize = 128;
 /// Number of queues whose frames can be saved.
-const QUEUES: usize = 2;
+pub(super) const QUEUES: usize = 2;
 /// Number of frames of a queue that can be pending, twice the longest burst: a driver does not use a place again
 /// before the frame there was handled.
 const UNDO: usize = 64;

@@ -65,6 +65,12 @@ impl std::fmt::Display for Mac {
     }
 }
 
+/// Length in bytes of what a frame has around its payload: an Ethernet header, and room for a VLAN tag. The card adds
+/// the check sequence, and removes it.
+const AROUND_PAYLOAD: u16 = 14 + 4;
+/// Minimum MTU in bytes: what IPv4 asks of a link (RFC 791, section 3.2).
+const MTU_MIN: u16 = 68;
+
 /// State of the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Link {

@@ -21,6 +21,14 @@ pub use vfio_user::VfioUser;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Iova(pub u64);
 
+impl Iova {
+    /// Returns the low and the high half, for a pair of registers.
+    pub(super) fn halves(self) -> (u32, u32) {
+        let [a, b, c, d, e, f, g, h] = self.0.to_le_bytes();
+        (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]))
+    }
+}
+
 impl std::ops::Add<u64> for Iova {
     type Output = Iova;
 
@@ -152,6 +160,11 @@ pub(super) fn quiesce(eventfd: impl AsFd) -> Result<bool, BusError> {
         Err(Errno::AGAIN | Errno::INTR) => Ok(false),
         Err(errno) => Err(BusError::Refused { doing: "reading an eventfd", source: errno.into() }),
     }
+}
+
+/// Returns the eventfd of vector 0.
+pub(super) fn interrupt(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
+    bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
 }
 
 /// Rings an eventfd, unless it is full and the write would block.

@@ -2,7 +2,7 @@
 //! Specification 5.0, section 7.5.
 
 use super::{Bus, BusError};
-use crate::nic::PciId;
+use crate::nic::{NicError, PciId};
 
 /// Vendor and device ID.
 const ID: u16 = 0x00;
@@ -95,6 +95,15 @@ impl Header {
         let id = PciId { vendor: u16::from_le_bytes([v0, v1]), device: u16::from_le_bytes([d0, d1]) };
         let class = bus.read_config(CLASS)? >> 8;
         Ok(Header { id, class, bars: bars(bus)?, capabilities: capabilities(bus)? })
+    }
+
+    /// Reads the header of a device that must be one of `cards`; `driver` names them for the error.
+    pub(in crate::nic) fn of(bus: &mut impl Bus, cards: &[PciId], driver: &'static str) -> Result<Self, NicError> {
+        let header = Self::read(bus)?;
+        match cards.contains(&header.id) {
+            true => Ok(header),
+            false => Err(NicError::OtherCard { found: header.id, driver }),
+        }
     }
 
     /// Returns the first capability with this ID.

@@ -8,18 +8,19 @@ use tasuki_shm::slots::SlotId;
 use super::Driver;
 use crate::nic::bus::Bus;
 use crate::nic::driver_state::InLedger;
-use crate::nic::ledger::CURSORS;
+use crate::nic::ledger::{CURSORS, QUEUES};
 use crate::nic::{Filter, Link, Mac, NicError, NicMemory, NicOptions};
 use crate::port::Burst;
 
-/// The receive rings of a card, and the slots in them.
+/// For each receive ring, the position of its first frame that is not handled.
+pub type Handled = [u64; QUEUES];
+
+/// A receive ring of a card, and the slots in it. Frames have positions, which count without end.
 pub trait Receive {
     /// Counts that the driver keeps.
     type Counts;
-    /// For each ring, the first position whose frame is not handled.
-    type Positions: Copy;
 
-    /// Appends to `burst` the frames that have come, at most `most`. Returns their number.
+    /// Appends frames that have come to `burst` until it holds `full` frames. Returns the number of frames appended.
     ///
     /// # Errors
     /// The card wrote what it must not. Earlier frames are delivered first.
@@ -27,7 +28,7 @@ pub trait Receive {
         &mut self,
         arena: &Arena,
         burst: &mut Burst,
-        most: usize,
+        full: usize,
         counts: &mut Self::Counts,
     ) -> Result<usize, NicError>;
 
@@ -37,26 +38,26 @@ pub trait Receive {
     /// Returns how many slots fit.
     fn room(&self) -> usize;
 
-    /// Returns whether a ring has no slots: the card will not wake a driver that sleeps.
-    fn is_starved(&self) -> bool;
+    /// Returns whether the card has no slots here: then it does not wake a driver that sleeps.
+    fn is_empty(&self) -> bool;
 
-    /// Returns whether frames were received that are not committed as handled.
-    fn has_unhandled(&self) -> bool;
+    /// Returns the number of frames that were received and not committed as handled.
+    fn pending(&self) -> u64;
 
-    /// Returns where the last commit stands.
-    fn handled(&self) -> Self::Positions;
+    /// Returns the position of the first of them.
+    fn handled(&self) -> u64;
 
-    /// Returns where a commit stands that counts all received frames as handled but those in `burst`.
-    fn handled_but(&self, burst: &Burst) -> Self::Positions;
+    /// Returns the position of the next frame to come.
+    fn next(&self) -> u64;
 
-    /// Returns queue and position of a frame that is not handled, as the ledger names them.
-    fn position_of(&mut self, id: SlotId) -> Option<(usize, u32)>;
+    /// Returns whether the frame received at this position is in this slot.
+    fn is_at(&self, position: u64, id: SlotId) -> bool;
 
     /// Marks the slots that the card has, by the ledger, as lent. Changes only our table of slots.
     fn lend(&self, memory: &NicMemory) -> Result<(), NicError>;
 
-    /// Restores the saved heads of frames that a predecessor had not handled.
-    fn undo(&self, memory: &NicMemory) -> Result<(), NicError>;
+    /// Restores the saved heads of frames that a predecessor had not handled. This is ring number `queue`.
+    fn undo(&self, memory: &NicMemory, queue: usize) -> Result<(), NicError>;
 }
 
 /// The transmit ring of a card, and the slots in it.
@@ -92,12 +93,16 @@ pub trait Card: Sized {
     type DriverState: InLedger;
     /// Counts of driver and card.
     type Counts;
-    /// Receive rings.
-    type Rx: Receive<Counts = Self::Counts>;
+    /// A receive ring.
+    type Ring: Receive<Counts = Self::Counts>;
+    /// The receive rings, one a queue.
+    type Rx: AsRef<[Self::Ring]> + AsMut<[Self::Ring]>;
     /// Transmit ring.
     type Tx: Transmit<Counts = Self::Counts>;
     /// Registers and interrupt of a card that another process drives.
     type Reached;
+
+    // How a card starts, and how it is parked.
 
     /// Checks that this is such a card, and that it can have these options in this memory. Does not touch the card.
     fn check(bus: &mut Self::Bus, memory: &NicMemory, options: &NicOptions) -> Result<(), NicError>;
@@ -118,6 +123,8 @@ pub trait Card: Sized {
 
     /// Lets the card finish what it has begun, commits, and keeps the card from touching memory.
     fn stop(nic: &mut Driver<Self>) -> Result<Box<Self::DriverState>, NicError>;
+
+    // How another driver goes on with it.
 
     /// Reaches a card by a bus that asks it nothing.
     fn reach(bus: &mut Self::Bus) -> Result<Self::Reached, NicError>;
@@ -148,11 +155,13 @@ pub trait Card: Sized {
     /// written by this driver before.
     fn write(nic: &Driver<Self>, driver_state: &mut Self::DriverState);
 
-    /// Writes the cursors of the rings, as the ledger has them: those before [`GIVEN`](crate::nic::ledger::GIVEN), which are 0 so far.
-    fn cursors(rx: &Self::Rx, tx: &Self::Tx, handled: <Self::Rx as Receive>::Positions, into: &mut [u64; CURSORS]);
+    // What is committed, and what the card is told.
+
+    /// Writes the cursors of the rings, as the ledger has them: those before [`GIVEN`](crate::nic::ledger::GIVEN).
+    fn cursors(rx: &Self::Rx, tx: &Self::Tx, handled: Handled, into: &mut [u64; CURSORS]);
 
     /// Notes that everything before `handled` is committed, and rings the doorbells of the rings that have changed.
-    fn committed(nic: &mut Driver<Self>, handled: <Self::Rx as Receive>::Positions);
+    fn committed(nic: &mut Driver<Self>, handled: Handled);
 
     /// Rings every doorbell, whether something has changed or not.
     fn ring_all(nic: &mut Driver<Self>);
@@ -169,6 +178,8 @@ pub trait Card: Sized {
     /// Called when no frame has come.
     #[inline]
     fn idle(_: &mut Driver<Self>) {}
+
+    // How a driver sleeps, and what callers ask.
 
     /// Asks for an interrupt when the next frame comes, and looks once more. Returns whether one is there.
     fn arm(nic: &mut Driver<Self>) -> Result<bool, NicError>;

@@ -66,9 +66,8 @@ impl<C: Card> Prepared<C> {
         let given = given_so_far::<C::DriverState>(&memory);
         let assembled = C::rings(&memory, driver_state.unwrap_or(&read)).and_then(|(rx, tx)| {
             if driver_state.is_none() {
-                rx.lend(&memory)?;
-                tx.lend(&memory)?;
-                rx.undo(&memory)?;
+                lend::<C>(&memory, &rx, &tx)?;
+                rx.as_ref().iter().enumerate().try_for_each(|(queue, ring)| ring.undo(&memory, queue))?;
             }
             let (card, counts) = C::attach(reached, &memory, driver_state.unwrap_or(&read))?;
             Ok(Assembly { card, rx, tx, counts })
@@ -85,6 +84,12 @@ impl<C: Card> Prepared<C> {
             Err(error) => Err(nic.failed(error)),
         }
     }
+}
+
+/// Marks the slots that the card has, by the ledger, as lent.
+fn lend<C: Card>(memory: &NicMemory, rx: &C::Rx, tx: &C::Tx) -> Result<(), NicError> {
+    rx.as_ref().iter().try_for_each(|ring| ring.lend(memory))?;
+    tx.lend(memory)
 }
 
 impl<C: Card> InPlace for Driver<C> {
@@ -125,7 +130,7 @@ impl<C: Card> InPlace for Driver<C> {
             .read_ledger()
             .and_then(|()| prepared.locate())
             .and_then(|()| C::rings(&prepared.memory, &prepared.driver_state))
-            .and_then(|(rx, tx)| rx.lend(&prepared.memory).and_then(|()| tx.lend(&prepared.memory)));
+            .and_then(|(rx, tx)| lend::<C>(&prepared.memory, &rx, &tx));
         prepared.memory.take_back();
     }
 

@@ -27,15 +27,15 @@ use std::os::fd::BorrowedFd;
 
 use tasuki_shm::crash;
 
-pub use self::card::{Assembly, Card, Receive, Transmit};
+pub use self::card::{Assembly, Card, Handled, Receive, Transmit};
 pub use self::in_place::Prepared;
 use super::bus::{self, Bus as _};
 use super::driver_state::{DriverState, InLedger as _};
-use super::ledger::{CURSORS, GIVEN, TURNS};
+use super::ledger::{CURSORS, GIVEN, QUEUES, TURNS};
 use super::scrub::{CHUNK, Dirt};
 use super::{Failed, Filter, Link, Mac, MemoryLayout, Nic, NicError, NicMemory, NicOptions, Scrub, loan};
 use crate::capture::{Captures, Direction};
-use crate::port::{Armed, Burst, Frame, Port, Transactional};
+use crate::port::{Armed, BURST_MAX, Burst, Frame, Port, Transactional};
 
 /// A running card, and all that drives it.
 pub struct Driver<C: Card> {
@@ -45,6 +45,10 @@ pub struct Driver<C: Card> {
     pub(super) rx: C::Rx,
     pub(super) tx: C::Tx,
     pub(super) counts: C::Counts,
+    /// Queue that is received from first; the queues take turns.
+    first: usize,
+    /// Which of a ring's pending frames is probably saved next.
+    hint: u64,
     /// Number of frames that this driver and its predecessors gave to the card.
     given: u64,
     /// Number of commits, and the cursors of the last one.
@@ -71,12 +75,26 @@ fn given_so_far<S: DriverState>(memory: &NicMemory) -> u64 {
     }
 }
 
+/// Returns the position of the first pending frame that is in `burst`, or else of the next frame to come.
+#[cold]
+fn first_of(ring: &impl Receive, burst: &Burst) -> u64 {
+    let mut pending = ring.handled()..ring.handled() + ring.pending();
+    let in_hand = |&position: &u64| burst.iter().any(|frame| ring.is_at(position, frame.slot.id()));
+    pending.find(in_hand).unwrap_or(ring.next())
+}
+
+/// Returns a position as the ledger names the places of saved heads: pending frames are not so far apart.
+#[expect(clippy::cast_possible_truncation, reason = "the low half")]
+pub(super) fn short(position: u64) -> u32 {
+    position as u32
+}
+
 impl<C: Card> Driver<C> {
     /// Makes a driver that has not entered its ledger yet.
     pub(super) fn new(bus: C::Bus, memory: NicMemory, parts: Assembly<C>, given: u64) -> Self {
         let Assembly { card, rx, tx, counts } = parts;
-        let (commits, committed, dirt, captures) = (0, [0; CURSORS], None, None);
-        Driver { bus, memory, card, rx, tx, counts, given, commits, committed, dirt, captures }
+        let (first, hint, commits, committed) = (0, 0, 0, [0; CURSORS]);
+        Driver { bus, memory, card, rx, tx, counts, first, hint, given, commits, committed, dirt: None, captures: None }
     }
 
     pub(super) fn failed(self, error: NicError) -> Failed<C::Bus> {
@@ -87,28 +105,62 @@ impl<C: Card> Driver<C> {
     /// be one that a successor needs (T1). Returns whether the card has as many as it takes.
     #[inline]
     pub(super) fn refill(&mut self) -> bool {
-        if !self.card.takes_slots() || self.rx.has_unhandled() {
+        if !self.card.takes_slots() || self.rx.as_ref().iter().any(|ring| ring.pending() > 0) {
             return true;
         }
         if self.dirt.is_some() {
             return self.refill_clean();
         }
-        self.rx.post(&self.memory, usize::MAX) == 0
+        let mut is_full = true;
+        for ring in self.rx.as_mut() {
+            is_full &= ring.post(&self.memory, usize::MAX) == 0;
+        }
+        is_full
     }
 
     /// Like [`refill`](Self::refill), but wipes older frames from the slots first.
     fn refill_clean(&mut self) -> bool {
         let Some(dirt) = &mut self.dirt else { return true };
-        let mut room = self.rx.room();
-        while room > 0 {
-            let most = room.min(CHUNK);
-            let clean = dirt.clean(self.memory.arena(), most);
-            room = self.rx.post(&self.memory, clean);
-            if clean < most {
-                return false;
+        for ring in self.rx.as_mut() {
+            let mut room = ring.room();
+            while room > 0 {
+                let most = room.min(CHUNK);
+                let clean = dirt.clean(self.memory.arena(), most);
+                room = ring.post(&self.memory, clean);
+                if clean < most {
+                    return false;
+                }
             }
         }
         true
+    }
+
+    /// Receives frames from each queue in turn.
+    #[inline]
+    fn collect(&mut self, burst: &mut Burst, most: usize) -> Result<usize, NicError> {
+        let rings = self.rx.as_mut();
+        let queues = rings.len();
+        let full = burst.len().saturating_add(most).min(BURST_MAX);
+        let mut frames = 0;
+        for turn in 0..queues {
+            let ring = &mut rings[(self.first + turn) % queues];
+            match ring.receive(self.memory.arena(), burst, full, &mut self.counts) {
+                Ok(count) => frames += count,
+                // Deliver the frames from before the fault. The next call finds the fault again.
+                Err(_) if frames > 0 => return Ok(frames),
+                Err(error) => return Err(error),
+            }
+        }
+        self.first ^= 1;
+        Ok(frames)
+    }
+
+    /// Returns a position in each receive ring.
+    #[inline]
+    fn each(&self, position: impl Fn(&C::Ring) -> u64) -> Handled {
+        let mut positions = [0; QUEUES];
+        positions.iter_mut().zip(self.rx.as_ref()).for_each(|(of, ring)| *of = position(ring));
+        positions
     }
 
     /// Gives the card all slots that were committed as handled. Pending frames stay pending.
@@ -125,19 +177,23 @@ impl<C: Card> Driver<C> {
     /// Ends a turn: commits all frames as handled but those in `burst`, and the frames given to the card.
     #[inline]
     pub(super) fn commit(&mut self, burst: &Burst) {
-        self.commit_up_to(self.rx.handled_but(burst), 1);
+        let handled = match burst.is_empty() {
+            true => self.each(C::Ring::next),
+            false => self.each(|ring| first_of(ring, burst)),
+        };
+        self.commit_up_to(handled, 1);
     }
 
     /// Commits which slots the card has and which frames it has sent. Commits no frame as handled or given, and ends no
     /// turn.
     #[inline]
     pub(super) fn commit_sent(&mut self) {
-        self.commit_up_to(self.rx.handled(), 0);
+        self.commit_up_to(self.each(C::Ring::handled), 0);
     }
 
     /// Commits the frames before `handled` as handled, and `turns` more turns; then tells the card (T2).
     #[inline]
-    pub(super) fn commit_up_to(&mut self, handled: <C::Rx as Receive>::Positions, turns: u64) {
+    pub(super) fn commit_up_to(&mut self, handled: Handled, turns: u64) {
         let mut cursors = [0; CURSORS];
         C::cursors(&self.rx, &self.tx, handled, &mut cursors);
         // Nothing else changes without one of these.
@@ -251,7 +307,7 @@ impl<C: Card> Port for Driver<C> {
         self.commit(burst);
         self.rest()?;
         let before = burst.len();
-        let frames = self.rx.receive(self.memory.arena(), burst, most, &mut self.counts)?;
+        let frames = self.collect(burst, most)?;
         if let Some(dirt) = &mut self.dirt {
             dirt.mark(&burst[before..]);
         }
@@ -286,7 +342,7 @@ impl<C: Card> Port for Driver<C> {
     fn arm(&mut self) -> Result<Armed, NicError> {
         // The slots of sent frames are free to receive into.
         self.tx.reap(self.memory.arena())?;
-        if self.rx.is_starved() {
+        if self.rx.as_ref().iter().any(C::Ring::is_empty) {
             // A ring without slots wakes no driver, so commit all received frames as handled, even pending ones.
             self.commit(&Burst::new());
         }
@@ -325,8 +381,14 @@ impl<C: Card> Transactional for Driver<C> {
 
     #[inline]
     fn save(&mut self, frame: &Frame) {
-        if let Some((queue, position)) = self.rx.position_of(frame.slot.id()) {
-            self.memory.ledger().save(queue, position, &frame.slot);
+        for (queue, ring) in self.rx.as_ref().iter().enumerate() {
+            let is_there = |i: &u64| ring.is_at(ring.handled() + i, frame.slot.id());
+            let probably = Some(self.hint).filter(|i| *i < ring.pending() && is_there(i));
+            if let Some(i) = probably.or_else(|| (0..ring.pending()).find(is_there)) {
+                self.hint = i + 1;
+                self.memory.ledger().save(queue, short(ring.handled() + i), &frame.slot);
+                return;
+            }
         }
     }
 

@@ -3,7 +3,7 @@
 //! [`Driver`] has what is alike in all drivers.
 //!
 //! - `regs.rs` holds the registers of the data sheet.
-//! - `ring.rs` moves slots; `receive.rs` has the receive rings of all queues.
+//! - `ring.rs` moves slots.
 //! - `setup.rs` prepares a card.
 //! - `park.rs` stops the card and lets it go on.
 //! - `repoint.rs` points the card at another owner's rings.
@@ -18,7 +18,6 @@ mod driver_state;
 mod flow;
 mod left;
 mod park;
-mod receive;
 mod regs;
 mod repoint;
 mod ring;
@@ -31,16 +30,14 @@ use tasuki_shm::crash;
 
 use self::counters::Counters;
 pub use self::driver_state::DriverState;
-use self::driver_state::{MTA_WORDS, QUEUES_MAX, SENT, SKIPPING};
-use self::receive::ReceiveRings;
+use self::driver_state::{MTA_WORDS, ReceiveDriverState, SENT, SKIPPING};
 use self::regs::{Mmio, cause, rctl};
 use self::repoint::Quiesce;
 pub use self::repoint::Ready;
-use self::ring::TransmitRing;
+use self::ring::{ReceiveRing, ReceiveRings, TransmitRing};
 use self::setup::Shape;
-use super::bus::pci::{self, Header};
-use super::bus::{Bus, BusError, Registers};
-use super::driver::{Assembly, Card, Driver, Receive as _, Transmit as _};
+use super::bus::{self, Bus, Header, Registers, pci};
+use super::driver::{Assembly, Card, Driver, Handled, Receive as _, Transmit as _, short};
 use super::driver_state::{Head, broken};
 use super::ledger::CURSORS;
 use super::{Filter, Link, Mac, NicError, NicMemory, NicOptions, PciId};
@@ -49,6 +46,8 @@ use crate::port::Burst;
 /// IDs of the cards that this driver drives: the 82574L, and its variant without management.
 pub const IDS: [PciId; 2] = [PciId { vendor: 0x8086, device: 0x10d3 }, PciId { vendor: 0x8086, device: 0x10f6 }];
 
+/// Name of the supported cards, for errors.
+const DRIVER: &str = "the Intel 82574L";
 /// BAR that holds the registers.
 const BAR: u8 = 0;
 
@@ -136,7 +135,7 @@ impl<B: Bus> E1000e<B> {
     /// card's buffer while a ring has no slots are not received yet.
     #[cold]
     fn let_go_if_empty(&mut self) {
-        if !self.rx.is_starved() && !self.rx.is_ready() {
+        if !self.rx.iter().any(|ring| ring.is_empty() || ring.is_ready()) {
             self.let_go();
         }
     }
@@ -178,44 +177,31 @@ fn check_parked(
     is("the card receives, though parked", mmio.read(regs::RCTL) & rctl::EN, 0)?;
     is("the card sends, though parked", mmio.read(regs::TCTL) & regs::tctl::EN, 0)?;
     let shape = driver_state.shape(&memory.layout())?;
-    let at = |index| setup::halves(shape.ring_at(memory.rings_at(), index));
-    for (index, ring) in (0_u8..).zip(&rx.rings) {
+    let at = |index| shape.ring_at(memory.rings_at(), index).halves();
+    for (index, ring) in (0_u8..).zip(rx) {
         let ((low, high), index) = (at(index.into()), index.into());
         is("the card has a receive ring elsewhere, at", mmio.read(regs::RDBAL.of(index)), low)?;
         is("the card has a receive ring elsewhere, at", mmio.read(regs::RDBAH.of(index)), high)?;
         is("the card has another tail of a receive ring", mmio.read(regs::RDT.of(index)), ring.tail())?;
     }
-    let (low, high) = at(rx.rings.len());
+    let (low, high) = at(rx.len());
     is("the card has its transmit ring elsewhere, at", mmio.read(regs::TDBAL), low)?;
     is("the card has its transmit ring elsewhere, at", mmio.read(regs::TDBAH), high)?;
     is("the card has another tail of its transmit ring", mmio.read(regs::TDT), tx.tail())
-}
-
-/// Returns the eventfd of vector 0.
-fn bell(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
-    bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
-}
-
-/// Checks that the card is one that this driver drives.
-fn recognise(bus: &mut impl Bus) -> Result<(), NicError> {
-    let found = Header::read(bus)?.id;
-    match IDS.contains(&found) {
-        true => Ok(()),
-        false => Err(NicError::OtherCard { found, driver: "the Intel 82574L" }),
-    }
 }
 
 impl<B: Bus> Card for I82574<B> {
     type Bus = B;
     type DriverState = DriverState;
     type Counts = Counters;
+    type Ring = ReceiveRing;
     type Rx = ReceiveRings;
     type Tx = TransmitRing;
     type Reached = (Mmio<B::Registers>, OwnedFd);
 
     fn check(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<(), NicError> {
         Shape::of(options, &memory.layout())?;
-        recognise(bus)
+        Header::of(bus, &IDS, DRIVER).map(drop)
     }
 
     /// Leaves the filter out, and both units off.
@@ -231,8 +217,8 @@ impl<B: Bus> Card for I82574<B> {
         // to do.
         memory.map_anew(bus)?;
         pci::enable(bus, true)?;
-        let bell = bell(bus)?;
-        let (rx, tx) = (ReceiveRings::empty(memory, shape), TransmitRing::empty(memory, shape));
+        let bell = bus::interrupt(bus)?;
+        let (rx, tx) = (ReceiveRing::all_empty(memory, shape), TransmitRing::empty(memory, shape));
         setup::general(&mmio);
         // The reset does not cover the PHY, so it may be as a last owner has set it.
         if !left::PHY.into_iter().all(|register| left::is_sound(&mmio, register)) {
@@ -258,11 +244,11 @@ impl<B: Bus> Card for I82574<B> {
     }
 
     fn find(bus: &mut B, memory: &NicMemory, driver_state: &DriverState) -> Result<Assembly<Self>, NicError> {
-        recognise(bus)?;
+        Header::of(bus, &IDS, DRIVER)?;
         let (rx, tx) = Self::rings(memory, driver_state)?;
         let mmio = Mmio(bus.registers(BAR)?);
         check_parked(&mmio, memory, driver_state, (&rx, &tx))?;
-        let (card, counts) = Self::attach((mmio, bell(bus)?), memory, driver_state)?;
+        let (card, counts) = Self::attach((mmio, bus::interrupt(bus)?), memory, driver_state)?;
         memory.ledger().halted(true);
         Ok(Assembly { card, rx, tx, counts })
     }
@@ -277,7 +263,7 @@ impl<B: Bus> Card for I82574<B> {
     }
 
     fn reach(bus: &mut B) -> Result<Self::Reached, NicError> {
-        Ok((Mmio(bus.registers(BAR)?), bell(bus)?))
+        Ok((Mmio(bus.registers(BAR)?), bus::interrupt(bus)?))
     }
 
     fn settle((mmio, _): &Self::Reached) -> Result<(), NicError> {
@@ -293,7 +279,7 @@ impl<B: Bus> Card for I82574<B> {
 
     fn rings(memory: &NicMemory, driver_state: &DriverState) -> Result<(ReceiveRings, TransmitRing), NicError> {
         let shape = driver_state.shape(&memory.layout())?;
-        let rx = ReceiveRings::at(memory, shape, &driver_state.receive);
+        let rx = ReceiveRing::all(memory, shape, &driver_state.receive);
         Ok((rx, TransmitRing::at(memory, shape, [driver_state.sent, driver_state.filled])))
     }
 
@@ -311,7 +297,7 @@ impl<B: Bus> Card for I82574<B> {
 
     fn go_on(nic: &mut E1000e<B>, driver_state: Option<&DriverState>) -> Result<(), NicError> {
         if let Some(driver_state) = driver_state {
-            nic.rx.take_over(driver_state);
+            nic.rx.iter().zip(&driver_state.posted).for_each(|(ring, posted)| ring.take_over(posted));
             nic.tx.take_over(driver_state);
         }
         if nic.memory.ledger().is_halted() {
@@ -327,16 +313,20 @@ impl<B: Bus> Card for I82574<B> {
         (driver_state.queues, driver_state.mtu, driver_state.filter) =
             (card.shape.queues.into(), card.shape.mtu, card.filter);
         driver_state.flow_control = u16::from(card.flow_control) | u16::from(card.held) << 1;
-        nic.rx.to_driver_state(driver_state);
+        driver_state.receive.fill(ReceiveDriverState::default());
+        let places = driver_state.receive.iter_mut().zip(&mut driver_state.posted);
+        for (ring, (cursors, posted)) in nic.rx.iter().zip(places) {
+            *cursors = ring.to_driver_state(posted);
+        }
         nic.tx.to_driver_state(driver_state);
         driver_state.mta = *card.mta;
         driver_state.counters = nic.counts.to_driver_state();
     }
 
     #[inline]
-    fn cursors(rx: &ReceiveRings, tx: &TransmitRing, handled: [u32; QUEUES_MAX], into: &mut [u64; CURSORS]) {
-        for (queue, ring) in rx.rings.iter().enumerate() {
-            let (word, skipping) = ring.cursors(handled[queue]);
+    fn cursors(rx: &ReceiveRings, tx: &TransmitRing, handled: Handled, into: &mut [u64; CURSORS]) {
+        for (queue, ring) in rx.iter().enumerate() {
+            let (word, skipping) = ring.cursors(short(handled[queue]));
             into[queue] = word;
             into[SKIPPING] |= u64::from(skipping) << queue;
         }
@@ -344,9 +334,9 @@ impl<B: Bus> Card for I82574<B> {
     }
 
     #[inline]
-    fn committed(nic: &mut E1000e<B>, handled: [u32; QUEUES_MAX]) {
-        for (queue, ring) in (0_u8..).zip(&mut nic.rx.rings) {
-            if let Some(tail) = ring.committed(handled[usize::from(queue)]) {
+    fn committed(nic: &mut E1000e<B>, handled: Handled) {
+        for (queue, ring) in (0_u8..).zip(&mut nic.rx) {
+            if let Some(tail) = ring.committed(short(handled[usize::from(queue)])) {
                 // POST
                 nic.card.mmio.write(regs::RDT.of(queue.into()), tail);
             }
@@ -359,7 +349,7 @@ impl<B: Bus> Card for I82574<B> {
     }
 
     fn ring_all(nic: &mut E1000e<B>) {
-        for (queue, ring) in (0..).zip(&nic.rx.rings) {
+        for (queue, ring) in (0..).zip(&nic.rx) {
             // POST
             nic.card.mmio.write(regs::RDT.of(queue), ring.tail());
         }
@@ -386,7 +376,7 @@ impl<B: Bus> Card for I82574<B> {
         nic.card.mmio.clear(regs::ICR, cause::RXQ);
         nic.card.mmio.write(regs::IMS, cause::RXQ);
         nic.card.answers()?;
-        Ok(nic.rx.is_ready())
+        Ok(nic.rx.iter().any(ReceiveRing::is_ready))
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

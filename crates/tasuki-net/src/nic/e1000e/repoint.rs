@@ -23,12 +23,11 @@ use super::counters::Counters;
 use super::driver_state::{COUNTERS, QUEUES_MAX};
 use super::flow::{self, PAUSE_MAX};
 use super::park::{self, DRAIN_LIMIT, PAUSE_MIN, SILENCE_LIMIT, STOP_LIMIT};
-use super::receive::ReceiveRings;
 use super::regs::{self, Mmio, Reg, rctl, tctl};
-use super::ring::{DESCRIPTOR_LEN, ReceiveRing, TransmitRing};
+use super::ring::{DESCRIPTOR_LEN, ReceiveRing, ReceiveRings, TransmitRing};
 use super::setup::{self, LONG_FROM, Shape};
-use super::{BAR, E1000e, I82574, bell, filter_of, left, recognise};
-use crate::nic::bus::{Bus, Iova, Registers};
+use super::{BAR, DRIVER, E1000e, I82574, IDS, filter_of, left};
+use crate::nic::bus::{self, Bus, Header, Iova, Registers};
 use crate::nic::driver::{Assembly, Driver, Transmit as _};
 use crate::nic::driver_state::broken;
 use crate::nic::memory::HEAD;
@@ -162,10 +161,10 @@ fn go_on_with<R: Registers>(
     [receive_control, transmit_control]: [u32; 2],
     begins_at_tail: bool,
 ) {
-    let rings = || (0_usize..).zip(0_u32..).zip(&rx.rings);
+    let rings = || (0_usize..).zip(0_u32..).zip(rx);
     mmio.0.together(|| {
         for ((queue, index), its) in rings() {
-            let (low, high) = setup::halves(shape.ring_at(rings_at, queue));
+            let (low, high) = shape.ring_at(rings_at, queue).halves();
             mmio.write(regs::RDBAL.of(index), low);
             mmio.write(regs::RDBAH.of(index), high);
             mmio.write(regs::RDH.of(index), its.head());
@@ -173,7 +172,7 @@ fn go_on_with<R: Registers>(
                 mmio.write(regs::RDT.of(index), its.tail());
             }
         }
-        let (low, high) = setup::halves(shape.ring_at(rings_at, rx.rings.len()));
+        let (low, high) = shape.ring_at(rings_at, rx.len()).halves();
         mmio.write(regs::TDBAL, low);
         mmio.write(regs::TDBAH, high);
         mmio.write(regs::TDH, tx.head());
@@ -282,9 +281,9 @@ impl<B: Bus> Ready<B> {
         }
         memory.ledger().partial(!card.rest.is_empty());
         card.held = card.flow_control;
-        let (mut rx, tx) = (ReceiveRings::empty(&memory, card.shape), TransmitRing::empty(&memory, card.shape));
+        let (mut rx, tx) = (ReceiveRing::all_empty(&memory, card.shape), TransmitRing::empty(&memory, card.shape));
         // With a giver that is not trusted, the rings begin at its tail, which it can move until it is fenced.
-        for ring in rx.rings.iter_mut().filter(|_| card.rest.is_empty()) {
+        for ring in rx.iter_mut().filter(|_| card.rest.is_empty()) {
             ring.begin_at(0, &memory, usize::MAX);
         }
         let fenced = card.suspect.then(|| setup::controls(card.shape, card.filter_bits()));
@@ -296,11 +295,11 @@ impl<B: Bus> Ready<B> {
 
     fn ask(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<I82574<B>, NicError> {
         let shape = Shape::of(options, &memory.layout())?;
-        recognise(bus)?;
+        Header::of(bus, &IDS, DRIVER)?;
         let mmio = Mmio(bus.registers(BAR)?);
         check_shape(&mmio, shape)?;
         let mac = setup::mac(&mmio)?;
-        Ok(I82574::new((mmio, bell(bus)?), shape, mac))
+        Ok(I82574::new((mmio, bus::interrupt(bus)?), shape, mac))
     }
 }
 
@@ -328,7 +327,7 @@ impl<B: Bus> E1000e<B> {
     /// Lets a card that a predecessor had halted go on with our rings: it may have been pointed at the rings of a
     /// taker that has ended.
     pub(super) fn go_on_halted(&mut self) {
-        let (low, high) = setup::halves(self.memory.rings_at());
+        let (low, high) = self.memory.rings_at().halves();
         if [self.card.mmio.read(regs::RDBAL.of(0)), self.card.mmio.read(regs::RDBAH.of(0))] == [low, high] {
             park::go_on(&self.card.mmio);
             return;
@@ -371,7 +370,7 @@ impl<B: Bus> E1000e<B> {
             off = Instant::now();
         }
         if runs_on {
-            let found = runs([first, if self.rx.rings.len() > 1 { second } else { 0 }]);
+            let found = runs([first, if self.rx.len() > 1 { second } else { 0 }]);
             let ring = u64::from(self.card.shape.ring);
             let came = |shift: u32| ((found >> shift & 0xffff) + ring - (left.0 >> shift & 0xffff) % ring) % ring;
             self.card.came_too_late = came(0) + came(16);
@@ -381,7 +380,7 @@ impl<B: Bus> E1000e<B> {
         // memory's. A frame as long as the card accepted may be in transit.
         let longest = if before & rctl::LPE != 0 { LONGEST } else { LONG_FROM };
         let tails = [first_tail, second_tail];
-        let are_ours = tails[..self.rx.rings.len()].iter().all(|tail| *tail < self.card.shape.ring.into());
+        let are_ours = tails[..self.rx.len()].iter().all(|tail| *tail < self.card.shape.ring.into());
         let tails = are_ours.then_some(tails);
         if self.memory.ledger().is_partial() {
             self.begin_rings(tails.unwrap_or_default());
@@ -401,10 +400,10 @@ impl<B: Bus> E1000e<B> {
 
     /// Lets empty receive rings begin at these positions, with the slots that the card reaches.
     fn begin_rings(&mut self, at: [u32; QUEUES_MAX]) {
-        let each = HEAD as usize / self.rx.rings.len();
-        self.rx.rings.iter_mut().zip(at).for_each(|(ring, at)| ring.begin_at(at, &self.memory, each));
+        let each = HEAD as usize / self.rx.len();
+        self.rx.iter_mut().zip(at).for_each(|(ring, at)| ring.begin_at(at, &self.memory, each));
         // No turn: no frame was handled.
-        self.commit_up_to(at, 0);
+        self.commit_up_to(at.map(u64::from), 0);
     }
 
     /// Writes every setting that decides where the card reads and writes. Both units must be off.
@@ -453,7 +452,7 @@ impl<B: Bus> E1000e<B> {
     }
 
     fn heads(&self) -> [u32; QUEUES_MAX] {
-        std::array::from_fn(|queue| self.rx.rings.get(queue).map_or(0, ReceiveRing::head))
+        std::array::from_fn(|queue| self.rx.get(queue).map_or(0, ReceiveRing::head))
     }
 
     /// Returns whether no frame has come for as long as a frame in transit takes.
@@ -542,7 +541,7 @@ impl<B: Bus> Repoint for E1000e<B> {
         let Some(mut asked) = self.card.quiesce.asked else { return false };
         let _ = self.tx.reap(self.memory.arena());
         let told = self.is_told(&mut asked);
-        let queues = (0_u32..).zip(&self.rx.rings);
+        let queues = (0_u32..).zip(&self.rx);
         let still = told
             && self.heads() == asked.heads
             && queues.into_iter().all(|(queue, ring)| self.card.mmio.read(regs::RDH.of(queue)) == ring.head());
@@ -576,7 +575,7 @@ impl<B: Bus> Repoint for E1000e<B> {
                 return Ok(true);
             }
         }
-        let queues = self.rx.rings.len();
+        let queues = self.rx.len();
         let mmio = &self.card.mmio;
         let heads = || heads_of(mmio, queues);
         let was_off = std::mem::replace(&mut self.card.quiesce.off, true);
@@ -653,9 +652,9 @@ impl<B: Bus> Repoint for E1000e<B> {
                 if is_old {
                     pause_again(&nic.card.mmio, &mut nic.counts, frame, controls[1]);
                 }
-                let found = heads_of(&nic.card.mmio, if is_old { nic.rx.rings.len() } else { 0 });
+                let found = heads_of(&nic.card.mmio, if is_old { nic.rx.len() } else { 0 });
                 match !is_old || runs(found) == left.0 & !SINCE {
-                    true => stop_where(&nic.card.mmio, nic.rx.rings.len(), left.0, controls).map(|()| None),
+                    true => stop_where(&nic.card.mmio, nic.rx.len(), left.0, controls).map(|()| None),
                     false => Err(NicError::FramesCame { head: found[0] }),
                 }
             }
@@ -681,7 +680,7 @@ impl<B: Bus> Repoint for E1000e<B> {
             let begins_at_tail = tails.is_some() && nic.memory.ledger().is_partial();
             let rings_at = nic.memory.rings_at();
             go_on_with(&nic.card.mmio, rings_at, (&nic.rx, &nic.tx), nic.card.shape, go_on, begins_at_tail);
-            if fenced.is_some() && nic.rx.rings.len() < QUEUES_MAX {
+            if fenced.is_some() && nic.rx.len() < QUEUES_MAX {
                 nic.card.mmio.write(regs::RDT.of(1), 0);
             }
         });

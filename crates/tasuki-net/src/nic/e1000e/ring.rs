@@ -18,14 +18,15 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
+use arrayvec::ArrayVec;
 use tasuki_shm::arena::Arena;
 use tasuki_shm::region::Span;
 use tasuki_shm::slots::SlotId;
 
 use super::counters::Counters;
-use super::driver_state::{DriverState, NO_SLOT, ReceiveDriverState};
+use super::driver_state::{DriverState, NO_SLOT, QUEUES_MAX, ReceiveDriverState};
 use super::setup::Shape;
-use crate::nic::driver::Transmit;
+use crate::nic::driver::{Receive, Transmit, short};
 use crate::nic::loan::{lend, lend_all, take_back};
 use crate::nic::{NicError, NicMemory};
 use crate::port::{Burst, Frame};
@@ -163,11 +164,11 @@ enum Verdict {
 
 /// Length limits for received frames, the same for all receive rings.
 #[derive(Debug, Clone, Copy)]
-pub struct Lengths {
+struct Lengths {
     /// Maximum number of bytes of a slot that the card writes.
-    pub buffer: u16,
+    buffer: u16,
     /// Maximum length in bytes of a frame that the ring delivers.
-    pub frame: u16,
+    frame: u16,
 }
 
 #[derive(Debug)]
@@ -179,22 +180,27 @@ pub struct ReceiveRing {
     handled: u32,
     /// Tail that the card was last told.
     rung: u32,
-    /// Position at which the search for the next frame to save starts.
-    hint: u32,
     skipping: bool,
+    lengths: Lengths,
 }
 
 impl ReceiveRing {
-    /// Returns the ring at these cursors. Changes nothing in it.
-    pub fn at(memory: &NicMemory, index: usize, count: u16, cursors: ReceiveDriverState) -> Self {
-        let ring = Descriptors::new(memory, index, count);
-        let ReceiveDriverState { next, tail, skipping, .. } = cursors;
-        ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 }
+    /// Returns the rings of all queues, at these cursors. Changes nothing in them.
+    pub fn all(memory: &NicMemory, shape: Shape, cursors: &[ReceiveDriverState; QUEUES_MAX]) -> ReceiveRings {
+        let lengths = Lengths { buffer: shape.buffer, frame: shape.frame() };
+        let ring = |queue: usize| {
+            let ring = Descriptors::new(memory, queue, shape.ring);
+            let ReceiveDriverState { next, tail, skipping, .. } = cursors[queue];
+            ReceiveRing { ring, next, tail, handled: next, rung: tail, skipping: skipping == 1, lengths }
+        };
+        (0..usize::from(shape.queues)).map(ring).collect()
     }
 
-    /// Clears all descriptors.
-    pub fn clear(&self) {
-        self.ring.clear();
+    /// Returns the rings of all queues, empty.
+    pub fn all_empty(memory: &NicMemory, shape: Shape) -> ReceiveRings {
+        let rings = Self::all(memory, shape, &[ReceiveDriverState::default(); QUEUES_MAX]);
+        rings.iter().for_each(|ring| ring.ring.clear());
+        rings
     }
 
     /// Takes over the slots of a driver state that was checked.
@@ -202,15 +208,10 @@ impl ReceiveRing {
         self.ring.take_over(posted);
     }
 
-    /// Marks the slots that the card has, by the ledger, as lent.
-    pub fn lend(&self, memory: &NicMemory) -> Result<(), NicError> {
-        lend_all(memory, self.ring.held(self.next, self.tail))
-    }
-
     /// Lets an empty ring begin at this descriptor, with up to `most` slots. The caller tells the card, together
     /// with everything else.
     pub fn begin_at(&mut self, place: u32, memory: &NicMemory, most: usize) {
-        (self.next, self.tail, self.handled, self.hint) = (place, place, place, place);
+        (self.next, self.tail, self.handled) = (place, place, place);
         self.refill(memory, most);
         self.committed(place);
     }
@@ -236,64 +237,14 @@ impl ReceiveRing {
         self.tail.wrapping_sub(self.next) == self.ring.most()
     }
 
-    /// Returns whether the card has a slot for the next frame, or has filled it.
-    pub fn has_slots(&self) -> bool {
-        self.next != self.tail
-    }
-
     /// Returns whether a frame, or the remainder of one, has come.
     pub fn is_ready(&self) -> bool {
         self.next != self.tail && self.ring.descriptor(self.ring.place(self.next))[1].load(Acquire) & done::DD != 0
     }
 
-    /// Appends frames to `burst` until it holds `full` frames or no more have come. Returns the number of frames
-    /// appended.
-    ///
-    /// # Errors
-    /// The card wrote a value that it must not write. Frames from before that are delivered first.
-    pub fn receive(
-        &mut self,
-        arena: &Arena,
-        lengths: Lengths,
-        dropped: &mut Dropped,
-        burst: &mut Burst,
-        full: usize,
-    ) -> Result<usize, NicError> {
-        let before = burst.len();
-        loop {
-            match self.receive_good(arena, lengths, burst, full) {
-                Err(error) if burst.len() == before => return Err(error),
-                Err(_) => break,
-                Ok(()) => {}
-            }
-            if burst.len() >= full || self.next == self.tail {
-                break;
-            }
-            // This descriptor holds no good frame, or is the ring's first after a wrap.
-            let word = self.ring.descriptor(self.ring.place(self.next))[1].load(Acquire);
-            match self.judge(word, lengths) {
-                Verdict::NotDone => break,
-                Verdict::Good => {}
-                Verdict::Bad => self.refuse(arena, word, dropped),
-                // Deliver the frames before it first; the next call finds the fault again at once.
-                Verdict::Absurd if burst.len() > before => break,
-                Verdict::Absurd => {
-                    return Err(NicError::Absurd { what: "the length of a received frame", value: word });
-                }
-            }
-        }
-        Ok(burst.len() - before)
-    }
-
     /// Appends good frames until it meets another descriptor, or has looked at the ring's last one.
     #[inline]
-    fn receive_good(
-        &mut self,
-        arena: &Arena,
-        lengths: Lengths,
-        burst: &mut Burst,
-        full: usize,
-    ) -> Result<(), NicError> {
+    fn receive_good(&mut self, arena: &Arena, burst: &mut Burst, full: usize) -> Result<(), NicError> {
         if self.skipping {
             return Ok(());
         }
@@ -302,13 +253,13 @@ impl ReceiveRing {
         let most = ready.min(full.saturating_sub(burst.len())).min(self.ring.slots.len() - first);
         let (words, _) = self.ring.words.as_chunks::<WORDS>();
         let descriptors = words[first..first + most].iter().zip(&self.ring.slots[first..first + most]);
-        let mut next = self.next;
+        let (mut next, longest) = (self.next, self.lengths.frame - HEADER_LEN);
         for ([_, status], slot) in descriptors {
             // DONE
             let word = status.load(Acquire);
             let len = done::len(word);
             let is_good = word & (done::DD | done::EOP | done::ERRORS) == done::DD | done::EOP;
-            if !is_good || len.wrapping_sub(HEADER_LEN) > lengths.frame - HEADER_LEN {
+            if !is_good || len.wrapping_sub(HEADER_LEN) > longest {
                 break;
             }
             match take_back(arena, slot.load(Relaxed)) {
@@ -326,14 +277,14 @@ impl ReceiveRing {
 
     /// Assesses the next descriptor.
     #[cold]
-    fn judge(&self, word: u64, lengths: Lengths) -> Verdict {
+    fn judge(&self, word: u64) -> Verdict {
         let len = done::len(word);
         let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
         let shortest = if whole { HEADER_LEN } else { 1 };
-        match (shortest..=lengths.buffer).contains(&len) {
+        match (shortest..=self.lengths.buffer).contains(&len) {
             _ if word & done::DD == 0 => Verdict::NotDone,
             false => Verdict::Absurd,
-            true if whole && len <= lengths.frame => Verdict::Good,
+            true if whole && len <= self.lengths.frame => Verdict::Good,
             true => Verdict::Bad,
         }
     }
@@ -356,44 +307,6 @@ impl ReceiveRing {
         self.next = self.next.wrapping_add(1);
     }
 
-    /// Returns the first descriptor whose frame is not handled yet, if only the frames in `burst` are pending.
-    #[inline]
-    pub fn handled_but(&self, burst: &Burst) -> u32 {
-        match burst.is_empty() {
-            true => self.next,
-            false => self.first_of(burst),
-        }
-    }
-
-    #[cold]
-    fn first_of(&self, burst: &Burst) -> u32 {
-        let in_hand = |position: u32| {
-            let id = self.ring.slot(self.ring.place(position));
-            burst.iter().any(|frame| frame.slot.id() == id)
-        };
-        let received = (0..self.next.wrapping_sub(self.handled)).map(|i| self.handled.wrapping_add(i));
-        { received }.find(|&position| in_hand(position)).unwrap_or(self.next)
-    }
-
-    /// Returns the position of a pending frame.
-    #[inline]
-    pub fn position_of(&mut self, id: SlotId) -> Option<u32> {
-        let is_there = |ring: &Self, position: u32| {
-            let received = ring.next.wrapping_sub(ring.handled);
-            position.wrapping_sub(ring.handled) < received && ring.ring.slot(ring.ring.place(position)) == id
-        };
-        let position = match is_there(self, self.hint) {
-            true => self.hint,
-            false => {
-                let received = self.next.wrapping_sub(self.handled);
-                let mut received = (0..received).map(|i| self.handled.wrapping_add(i));
-                received.find(|&position| is_there(self, position))?
-            }
-        };
-        self.hint = position.wrapping_add(1);
-        Some(position)
-    }
-
     /// Returns the cursors in the ledger's format, with everything before `handled` handled, and whether a frame is
     /// skipped there.
     #[inline]
@@ -410,25 +323,9 @@ impl ReceiveRing {
         changed.then(|| self.tail())
     }
 
-    /// Restores the heads of the frames that a predecessor had pending.
-    pub fn undo(&self, memory: &NicMemory, index: usize) -> Result<(), NicError> {
-        let held = self.tail.wrapping_sub(self.next);
-        for position in memory.ledger().saved(index).filter(|at| at.wrapping_sub(self.next) < held) {
-            let place = self.ring.place(position);
-            if self.ring.descriptor(place)[1].load(Acquire) & done::DD == 0 {
-                continue;
-            }
-            // Borrow the slot from the card for the restoration.
-            let mut slot = take_back(memory.arena(), self.ring.slot(place).to_word())?;
-            memory.ledger().undo(index, position, &mut slot);
-            lend(memory.arena(), slot);
-        }
-        Ok(())
-    }
-
     /// Gives the card free slots until its ring is full, none are left, or it got `most`.
     #[inline(never)]
-    pub fn refill(&mut self, memory: &NicMemory, most: usize) {
+    fn refill(&mut self, memory: &NicMemory, most: usize) {
         let end = self.tail.wrapping_add(u32::try_from(self.room().min(most)).expect("a ring is short"));
         // To the end of the ring, then from its beginning.
         for _ in 0..2 {
@@ -439,24 +336,6 @@ impl ReceiveRing {
             }
             self.refill_run(memory, first, room);
         }
-    }
-
-    /// Returns the number of slots that the ring has room for.
-    #[inline]
-    pub fn room(&self) -> usize {
-        (self.ring.most() - self.tail.wrapping_sub(self.handled)) as usize
-    }
-
-    /// Returns whether frames were received that are not committed as handled.
-    #[inline]
-    pub fn has_unhandled(&self) -> bool {
-        self.next != self.handled
-    }
-
-    /// Returns the first descriptor whose frame was not handled by the last commit.
-    #[inline]
-    pub fn handled(&self) -> u32 {
-        self.handled
     }
 
     /// Gives the card up to `room` slots in the descriptors from `first` on.
@@ -476,6 +355,100 @@ impl ReceiveRing {
         self.tail = self.tail.wrapping_add(u32::try_from(count).expect("at most as many as there is room for"));
     }
 }
+
+impl Receive for ReceiveRing {
+    type Counts = Counters;
+
+    fn receive(
+        &mut self,
+        arena: &Arena,
+        burst: &mut Burst,
+        full: usize,
+        counts: &mut Counters,
+    ) -> Result<usize, NicError> {
+        let before = burst.len();
+        loop {
+            match self.receive_good(arena, burst, full) {
+                Err(error) if burst.len() == before => return Err(error),
+                Err(_) => break,
+                Ok(()) => {}
+            }
+            if burst.len() >= full || self.next == self.tail {
+                break;
+            }
+            // This descriptor holds no good frame, or is the ring's first after a wrap.
+            let word = self.ring.descriptor(self.ring.place(self.next))[1].load(Acquire);
+            match self.judge(word) {
+                Verdict::NotDone => break,
+                Verdict::Good => {}
+                Verdict::Bad => self.refuse(arena, word, &mut counts.dropped),
+                // Deliver the frames before it first; the next call finds the fault again at once.
+                Verdict::Absurd if burst.len() > before => break,
+                Verdict::Absurd => {
+                    return Err(NicError::Absurd { what: "the length of a received frame", value: word });
+                }
+            }
+        }
+        Ok(burst.len() - before)
+    }
+
+    #[inline]
+    fn post(&mut self, memory: &NicMemory, most: usize) -> usize {
+        self.refill(memory, most);
+        self.room()
+    }
+
+    #[inline]
+    fn room(&self) -> usize {
+        (self.ring.most() - self.tail.wrapping_sub(self.handled)) as usize
+    }
+
+    fn is_empty(&self) -> bool {
+        self.next == self.tail
+    }
+
+    #[inline]
+    fn pending(&self) -> u64 {
+        self.next.wrapping_sub(self.handled).into()
+    }
+
+    #[inline]
+    fn handled(&self) -> u64 {
+        self.handled.into()
+    }
+
+    #[inline]
+    fn next(&self) -> u64 {
+        self.next.into()
+    }
+
+    #[inline]
+    fn is_at(&self, position: u64, id: SlotId) -> bool {
+        self.ring.slot(self.ring.place(short(position))) == id
+    }
+
+    fn lend(&self, memory: &NicMemory) -> Result<(), NicError> {
+        lend_all(memory, self.ring.held(self.next, self.tail))
+    }
+
+    fn undo(&self, memory: &NicMemory, queue: usize) -> Result<(), NicError> {
+        let held = self.tail.wrapping_sub(self.next);
+        for position in memory.ledger().saved(queue).filter(|at| at.wrapping_sub(self.next) < held) {
+            let place = self.ring.place(position);
+            if self.ring.descriptor(place)[1].load(Acquire) & done::DD == 0 {
+                continue;
+            }
+            // Borrow the slot from the card for the restoration.
+            let mut slot = take_back(memory.arena(), self.ring.slot(place).to_word())?;
+            memory.ledger().undo(queue, position, &mut slot);
+            lend(memory.arena(), slot);
+        }
+        Ok(())
+    }
+}
+
+/// The receive rings of all queues.
+pub type ReceiveRings = ArrayVec<ReceiveRing, QUEUES_MAX>;
 
 #[derive(Debug)]
 pub struct TransmitRing {

@@ -7,14 +7,10 @@ use super::regs::{self, Mmio, ctrl, ctrl_ext, dctl, eecd, gcr, mrqc, rah, rctl, 
 use super::ring::{DESCRIPTOR_LEN, RING_MAX, RING_MIN};
 use crate::nic::bus::{Iova, Registers};
 use crate::nic::register::Waiting;
-use crate::nic::{Mac, MemoryLayout, NicError, NicOptions};
+use crate::nic::{AROUND_PAYLOAD, MTU_MIN, Mac, MemoryLayout, NicError, NicOptions};
 
-/// Length in bytes of an Ethernet header and a VLAN tag: the longest frame has these besides its payload.
-pub const HEADERS_LEN: u16 = 14 + 4;
 /// Maximum payload in bytes for the card's packet buffer.
 const MTU_MAX: u16 = 9000;
-/// Minimum payload in bytes that IPv4 allows.
-const MTU_MIN: u16 = 68;
 /// Length in bytes, with check sequence, above which the card accepts frames only if told to.
 pub const LONG_FROM: u16 = 1522;
 
@@ -69,7 +65,7 @@ impl Shape {
         }
         let lacks = |what, need, have| Err(NicError::Memory { what, need, have });
         // Without the check sequence. The card strips it, but the buffer must have room for it.
-        let frame = mtu + HEADERS_LEN;
+        let frame = mtu + AROUND_PAYLOAD;
         let buffer = [2048_u16, 4096, 8192, 16384].into_iter().find(|&buffer| buffer >= frame + 4);
         let buffer = buffer.expect("an MTU of at most 9,000 fits 16 KiB");
         let slots = memory.slots;
@@ -95,7 +91,7 @@ impl Shape {
 
     /// Returns the maximum length of a frame in bytes, without its check sequence.
     pub fn frame(self) -> u16 {
-        self.mtu + HEADERS_LEN
+        self.mtu + AROUND_PAYLOAD
     }
 }
 
@@ -188,7 +184,7 @@ pub fn receive_but_tails<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: I
         let used = queue < shape.queues.into();
         let at = if used { shape.ring_at(rings_at, queue) } else { Iova(0) };
         let len = if used { u32::from(shape.ring) * 16 } else { 0 };
-        let (low, high) = halves(at);
+        let (low, high) = at.halves();
         mmio.write(regs::RDLEN.of(index), len);
         mmio.write(regs::RDBAH.of(index), high);
         mmio.write(regs::RDBAL.of(index), low);
@@ -215,7 +211,7 @@ pub fn receive_but_tails<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: I
 
 /// Sets up the transmit side, still off: section 4.6.6.
 pub fn transmit<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova) {
-    let (low, high) = halves(shape.ring_at(rings_at, shape.queues.into()));
+    let (low, high) = shape.ring_at(rings_at, shape.queues.into()).halves();
     mmio.write(regs::TDLEN, u32::from(shape.ring) * 16);
     mmio.write(regs::TDBAH, high);
     mmio.write(regs::TDBAL, low);
@@ -249,10 +245,4 @@ pub fn mac<R: Registers>(mmio: &Mmio<R>) -> Result<Mac, NicError> {
         return Err(NicError::Absurd { what: "its own address", value });
     }
     Ok(Mac([a, b, c, d, e, f]))
-}
-
-/// Returns the low and the high half of an address.
-pub fn halves(at: Iova) -> (u32, u32) {
-    let [a, b, c, d, e, f, g, h] = at.0.to_le_bytes();
-    (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]))
 }

@@ -28,6 +28,7 @@ use super::driver_state::{CHAINS_MAX, Cursor, Loan};
 use super::regs::HEADER_LEN;
 use super::ring::{NEXT, SplitRing, Used, WRITE, low};
 use crate::nic::bus::Iova;
+use crate::nic::driver::short;
 use crate::nic::driver_state::broken;
 use crate::nic::loan::{lend, lend_all, take_back};
 use crate::nic::{NicError, NicMemory};
@@ -284,7 +285,7 @@ impl Chains {
         let at = self.ring.cursor();
         for (_, its) in self.all().filter(|(_, its)| its.is_out(at)) {
             let Some(index) = its.taken.load(Relaxed).checked_sub(1) else { continue };
-            let position = position(index);
+            let position = short(index);
             if !memory.ledger().saved(queue).any(|saved| saved == position) {
                 continue;
             }
@@ -397,13 +398,6 @@ impl Chains {
         post(self);
         self.ring.publish();
     }
-}
-
-/// Returns an index of the used ring as the ledger names the places of saved heads.
-#[inline]
-#[expect(clippy::cast_possible_truncation, reason = "frames in hand are not so far apart")]
-pub fn position(index: u64) -> u32 {
-    index as u32
 }
 
 #[cold]

@@ -40,8 +40,8 @@ use self::repoint::Quiesce;
 pub use self::repoint::Ready;
 use self::setup::{Layout, Terms};
 use self::transport::{Doorbell, Transport};
-use super::bus::Bus;
-use super::driver::{Assembly, Card, Driver, Transmit as _};
+use super::bus::{self, Bus, Header};
+use super::driver::{Assembly, Card, Driver, Handled, Transmit as _};
 use super::driver_state::{Head, InLedger as _};
 use super::ledger::CURSORS;
 use super::register::Waiting;
@@ -100,7 +100,7 @@ impl<B: Bus> VirtioNet<B> {
         self.memory.ledger().belongs(None);
         self.memory.ledger().forget();
         let [come, empty, unsent] = driver_state.in_order();
-        self.rx.chains.fill(&self.memory, come, empty);
+        self.rx[0].chains.fill(&self.memory, come, empty);
         self.tx.chains.fill(&self.memory, &[], unsent);
         self.card.control.iter_mut().for_each(Control::begin);
         self.enable_queues()?;
@@ -170,14 +170,15 @@ impl<B: Bus> Card for Device<B> {
     type Bus = B;
     type DriverState = DriverState;
     type Counts = Counts;
-    type Rx = Receiver;
+    type Ring = Receiver;
+    type Rx = [Receiver; 1];
     type Tx = Transmitter;
     type Reached = Reached<B>;
 
     fn check(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<(), NicError> {
         setup::check_options(options)?;
         setup::check_memory(memory, options)?;
-        setup::check_card(bus).map(drop)
+        Header::of(bus, &setup::CARDS, setup::DRIVER).map(drop)
     }
 
     fn reset(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<Assembly<Self>, NicError> {
@@ -195,7 +196,7 @@ impl<B: Bus> Card for Device<B> {
 
     fn find(bus: &mut B, memory: &NicMemory, driver_state: &DriverState) -> Result<Assembly<Self>, NicError> {
         let transport = Some(Device::find(bus, driver_state)?);
-        let reached = Reached { transport, interrupt: setup::interrupt(bus)? };
+        let reached = Reached { transport, interrupt: bus::interrupt(bus)? };
         let (rx, tx) = Self::rings(memory, driver_state)?;
         let (card, counts) = Self::attach(reached, memory, driver_state)?;
         Ok(Assembly { card, rx, tx, counts })
@@ -223,7 +224,7 @@ impl<B: Bus> Card for Device<B> {
         (driver_state.kept, driver_state.rx_at, driver_state.tx_at) = (0, Cursor::default(), Cursor::default());
         driver_state.rx.fill(Loan::NONE);
         driver_state.tx.fill(Loan::NONE);
-        let (come, empty) = nic.rx.harvest()?;
+        let (come, empty) = nic.rx[0].harvest()?;
         driver_state.come = list(&mut driver_state.rx, 0, come);
         driver_state.empty = list(&mut driver_state.rx, driver_state.come, empty);
         driver_state.unsent = list(&mut driver_state.tx, 0, nic.tx.harvest(nic.memory.arena())?);
@@ -231,7 +232,7 @@ impl<B: Bus> Card for Device<B> {
     }
 
     fn reach(bus: &mut B) -> Result<Reached<B>, NicError> {
-        Ok(Reached { transport: None, interrupt: setup::interrupt(bus)? })
+        Ok(Reached { transport: None, interrupt: bus::interrupt(bus)? })
     }
 
     /// Asks the bus for the registers only once.
@@ -249,7 +250,7 @@ impl<B: Bus> Card for Device<B> {
         }
     }
 
-    fn rings(memory: &NicMemory, driver_state: &DriverState) -> Result<(Receiver, Transmitter), NicError> {
+    fn rings(memory: &NicMemory, driver_state: &DriverState) -> Result<([Receiver; 1], Transmitter), NicError> {
         setup::rings(memory, Terms::of(driver_state), [driver_state.rx_at, driver_state.tx_at])
     }
 
@@ -263,12 +264,12 @@ impl<B: Bus> Card for Device<B> {
         nic.card.control.iter_mut().for_each(Control::adopt);
         match driver_state {
             None => {
-                nic.rx.chains.adopt();
+                nic.rx[0].chains.adopt();
                 nic.tx.chains.adopt();
             }
             Some(driver_state) if driver_state.is_kept() => {
                 let [rx, tx] = driver_state.by_chain();
-                nic.rx.chains.adopt_kept(rx);
+                nic.rx[0].chains.adopt_kept(rx);
                 nic.tx.chains.adopt_kept(tx);
             }
             Some(driver_state) => return nic.begin_again(driver_state),
@@ -287,21 +288,21 @@ impl<B: Bus> Card for Device<B> {
         (driver_state.kept, driver_state.come, driver_state.empty, driver_state.unsent) = (1, 0, 0, 0);
         driver_state.commands = control.as_ref().map_or(0, Control::commands);
         driver_state.counts = nic.counts;
-        (driver_state.rx_at, driver_state.tx_at) = (nic.rx.chains.cursor(), nic.tx.chains.cursor());
-        list(&mut driver_state.rx, 0, nic.rx.chains.by_chain());
+        (driver_state.rx_at, driver_state.tx_at) = (nic.rx[0].chains.cursor(), nic.tx.chains.cursor());
+        list(&mut driver_state.rx, 0, nic.rx[0].chains.by_chain());
         list(&mut driver_state.tx, 0, nic.tx.chains.by_chain());
     }
 
     #[inline]
-    fn cursors(rx: &Receiver, tx: &Transmitter, handled: u64, into: &mut [u64; CURSORS]) {
+    fn cursors([rx]: &[Receiver; 1], tx: &Transmitter, [handled, _]: Handled, into: &mut [u64; CURSORS]) {
         let (rx, tx) = (rx.chains.cursor(), tx.chains.cursor());
         (into[RX_AVAILABLE], into[RX_HANDLED]) = (rx.available, handled);
         (into[TX_AVAILABLE], into[TX_HANDLED]) = (tx.available, tx.used);
     }
 
     #[inline]
-    fn committed(nic: &mut VirtioNet<B>, handled: u64) {
-        if nic.rx.chains.committed(handled) {
+    fn committed(nic: &mut VirtioNet<B>, [handled, _]: Handled) {
+        if nic.rx[0].chains.committed(handled) {
             nic.counts.rx_kicks += 1;
             nic.card.ring_receive();
         }
@@ -315,7 +316,7 @@ impl<B: Bus> Card for Device<B> {
 
     /// Tells the device that the queues have contents, even if it asked for no notification.
     fn ring_all(nic: &mut VirtioNet<B>) {
-        nic.rx.chains.publish();
+        nic.rx[0].chains.publish();
         nic.tx.chains.publish();
         nic.card.ring_receive();
         nic.card.transport.ring(nic.card.tx_bell);
@@ -336,7 +337,7 @@ impl<B: Bus> Card for Device<B> {
     }
 
     fn arm(nic: &mut VirtioNet<B>) -> Result<bool, NicError> {
-        if nic.rx.arm()? {
+        if nic.rx[0].arm()? {
             return Ok(true);
         }
         // A caller that sleeps on a device that is gone would sleep for ever.

@@ -3,7 +3,7 @@
 use tasuki_shm::arena::Arena;
 use tasuki_shm::slots::SlotId;
 
-use super::chains::{Chains, Done, position};
+use super::chains::{Chains, Done};
 use super::driver_state::{CHAINS_MAX, Counts, Loan};
 use super::regs::HEADER_LEN;
 use crate::nic::driver::{Receive, Transmit};
@@ -23,14 +23,12 @@ pub struct Receiver {
     pub chains: Chains,
     /// Number of bytes of a slot that the device may fill.
     room: u32,
-    /// Index where the search for the next saved frame starts.
-    hint: u64,
 }
 
 impl Receiver {
     /// Makes a queue for frames of up to `room` bytes.
     pub fn new(chains: Chains, room: u32) -> Self {
-        Receiver { chains, room, hint: 0 }
+        Receiver { chains, room }
     }
 
     #[inline]
@@ -54,13 +52,6 @@ impl Receiver {
         Ok(self.chains.peek()?.is_some())
     }
 
-    #[cold]
-    fn first_of(&self, burst: &Burst) -> u64 {
-        let used = self.chains.cursor().used;
-        let in_hand = |&index: &u64| burst.iter().any(|frame| self.chains.is_at(index, frame.slot.id()));
-        (self.chains.handled()..used).find(in_hand).unwrap_or(used)
-    }
-
     /// Returns the frames that have come and were not received, the oldest first, and the empty slots. The queue was
     /// reset.
     pub fn harvest(&mut self) -> Result<(Vec<Loan>, Vec<Loan>), NicError> {
@@ -75,21 +66,19 @@ impl Receiver {
 
 impl Receive for Receiver {
     type Counts = Counts;
-    /// The ring has one queue.
-    type Positions = u64;
 
     #[inline]
     fn receive(
         &mut self,
         arena: &Arena,
         burst: &mut Burst,
-        most: usize,
+        full: usize,
         counts: &mut Counts,
     ) -> Result<usize, NicError> {
         let before = burst.len();
         self.chains.ring.disarm();
         // Bounded: a device that produces rubbish as fast as we drop it must not keep us here.
-        for _ in 0..most.min(burst.remaining_capacity()) {
+        for _ in before..full {
             match self.receive_one(arena) {
                 Ok(Some(frame)) => {
                     counts.rx_packets += 1;
@@ -121,13 +110,13 @@ impl Receive for Receiver {
         self.chains.room()
     }
 
-    fn is_starved(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.chains.is_empty()
     }
 
     #[inline]
-    fn has_unhandled(&self) -> bool {
-        self.chains.has_unhandled()
+    fn pending(&self) -> u64 {
+        self.chains.cursor().used - self.chains.handled()
     }
 
     #[inline]
@@ -136,30 +125,21 @@ impl Receive for Receiver {
     }
 
     #[inline]
-    fn handled_but(&self, burst: &Burst) -> u64 {
-        match burst.is_empty() {
-            true => self.chains.cursor().used,
-            false => self.first_of(burst),
-        }
+    fn next(&self) -> u64 {
+        self.chains.cursor().used
     }
 
     #[inline]
-    fn position_of(&mut self, id: SlotId) -> Option<(usize, u32)> {
-        let mut received = self.chains.handled()..self.chains.cursor().used;
-        let index = match received.contains(&self.hint) && self.chains.is_at(self.hint, id) {
-            true => self.hint,
-            false => received.find(|&index| self.chains.is_at(index, id))?,
-        };
-        self.hint = index + 1;
-        Some((0, position(index)))
+    fn is_at(&self, position: u64, id: SlotId) -> bool {
+        self.chains.is_at(position, id)
     }
 
     fn lend(&self, memory: &NicMemory) -> Result<(), NicError> {
         self.chains.lend(memory)
     }
 
-    fn undo(&self, memory: &NicMemory) -> Result<(), NicError> {
-        self.chains.undo(memory, 0)
+    fn undo(&self, memory: &NicMemory, queue: usize) -> Result<(), NicError> {
+        self.chains.undo(memory, queue)
     }
 }
 

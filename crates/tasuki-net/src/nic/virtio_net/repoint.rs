@@ -17,7 +17,7 @@ use super::regs::{common, feature, queue as queues, status};
 use super::setup::{self, Layout, Terms, wrong};
 use super::transport::{Transport, other};
 use super::{DRAIN, Device, VirtioNet, control};
-use crate::nic::bus::{Bus, Iova, Registers};
+use crate::nic::bus::{self, Bus, Header, Iova, Registers};
 use crate::nic::driver::{Card as _, Driver, Receive as _, Transmit as _};
 use crate::nic::driver_state::{InLedger as _, broken};
 use crate::nic::{Can, Failed, How, Left, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
@@ -98,7 +98,7 @@ impl<B: Bus> VirtioNet<B> {
             match queue {
                 queues::RECEIVE => {
                     self.memory.ledger().forget();
-                    self.rx.chains.begin_anew(&self.memory)?;
+                    self.rx[0].chains.begin_anew(&self.memory)?;
                 }
                 queues::TRANSMIT => self.tx.chains.begin_anew(&self.memory)?,
                 _ => self.card.control.iter_mut().for_each(control::Control::begin),
@@ -119,7 +119,7 @@ fn ask<B: Bus>(
 ) -> Result<(Transport<B::Registers>, Terms), NicError> {
     setup::check_options(options)?;
     setup::check_memory(memory, options)?;
-    let header = setup::check_card(bus)?;
+    let header = Header::of(bus, &setup::CARDS, setup::DRIVER)?;
     let mut transport = Transport::find(bus, &header)?;
     let found = transport.status()?;
     if found != status::RUNNING {
@@ -312,7 +312,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
                 transport.find_bells(terms.features)?;
             }
             let mac = transport.mac()?;
-            let interrupt = setup::interrupt(&mut bus)?;
+            let interrupt = bus::interrupt(&mut bus)?;
             memory.map_anew(&mut bus)?;
             memory.ledger().clear();
             Device::new(&memory, (transport, interrupt), (terms, mac), 0)?.empty(&memory)
@@ -321,9 +321,9 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             Ok(parts) => parts,
             Err(error) => return Err(Failed { error, bus, memory }),
         };
-        parts.rx.post(&memory, usize::MAX);
+        parts.rx[0].post(&memory, usize::MAX);
         // The device is told together with everything else.
-        parts.rx.chains.committed(0);
+        parts.rx[0].chains.committed(0);
         let mut nic = Driver::aside(bus, memory, parts);
         let [lent, ..] = nic.card.layout.spare[0].addresses_from(from);
         let lent = nic.card.transport.queue(queues::RECEIVE).is_ok_and(|(_, at)| at == Some(lent)).then_some(from);
@@ -364,7 +364,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         }
         // The next receive or transmit reports a device that writes what it must not.
         let sent = self.tx.reap(self.memory.arena()).is_ok() && self.tx.is_empty();
-        let silent = self.rx.is_ready().is_ok_and(|ready| !ready);
+        let silent = self.rx[0].is_ready().is_ok_and(|ready| !ready);
         silent && sent || quiesce.since.elapsed() > DRAIN
     }
 
@@ -377,7 +377,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         if quiesce.how == How::Steer {
             // Frames still on their way to our pair arrive at once, or were given up with those that wait there.
             return match quiesce.steered {
-                true => Ok(!self.rx.is_ready()? && self.tx.chains.is_empty()),
+                true => Ok(!self.rx[0].is_ready()? && self.tx.chains.is_empty()),
                 false => Err(broken("the device does not have frames come to its other queues", 0)),
             };
         }
@@ -385,7 +385,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             self.card.transport.reset_queue(queues::RECEIVE)?;
             self.card.quiesce = Some(Quiesce { off: true, ..quiesce });
         }
-        if self.rx.is_ready()? {
+        if self.rx[0].is_ready()? {
             // A frame arrived at the last moment.
             return Ok(false);
         }

@@ -12,20 +12,15 @@ use super::queue::{Receiver, Transmitter};
 use super::regs::{HEADER_LEN, feature, queue as queues, status};
 use super::ring::{Place, SplitRing};
 use super::transport::Transport;
-use crate::nic::bus::{Bus, BusError, Header, Iova, Registers, pci};
+use crate::nic::bus::{self, Bus, Header, Iova, Registers, pci};
 use crate::nic::driver::Assembly;
 use crate::nic::driver_state::broken;
-use crate::nic::{Mac, NicError, NicMemory, NicOptions, PciId, loan};
+use crate::nic::{AROUND_PAYLOAD, MTU_MIN, Mac, NicError, NicMemory, NicOptions, PciId, loan};
 
 /// Supported devices: the modern one, and the transitional one by its modern interface.
-const CARDS: [PciId; 2] = [PciId { vendor: 0x1af4, device: 0x1041 }, PciId { vendor: 0x1af4, device: 0x1000 }];
+pub const CARDS: [PciId; 2] = [PciId { vendor: 0x1af4, device: 0x1041 }, PciId { vendor: 0x1af4, device: 0x1000 }];
 /// Name of the supported devices, for errors.
-const DRIVER: &str = "virtio network devices (1af4:1041, and 1af4:1000)";
-
-/// Bytes around the payload: addresses and type, and room for a VLAN tag.
-const AROUND_PAYLOAD: u16 = 18;
-/// Minimum MTU: what IPv4 asks of a link (RFC 791, section 3.2).
-const MTU_MIN: u16 = 68;
+pub const DRIVER: &str = "virtio network devices (1af4:1041, and 1af4:1000)";
 
 /// Places in the rings' region.
 #[derive(Debug, Clone, Copy)]
@@ -110,15 +105,6 @@ impl Terms {
     }
 }
 
-/// Checks that this driver supports the device behind `bus`.
-pub fn check_card(bus: &mut impl Bus) -> Result<Header, NicError> {
-    let header = Header::read(bus)?;
-    match CARDS.contains(&header.id) {
-        true => Ok(header),
-        false => Err(NicError::OtherCard { found: header.id, driver: DRIVER }),
-    }
-}
-
 /// Returns the error for an option that the card cannot do.
 pub fn wrong(field: &'static str, value: u64, must: &'static str) -> NicError {
     NicError::Options { field, value, must }
@@ -148,19 +134,18 @@ pub fn check_memory(memory: &NicMemory, options: &NicOptions) -> Result<(), NicE
     loan::check_stock(memory, usize::from(options.ring / 2))
 }
 
-/// Returns the eventfd of the receive queue's vector.
-pub fn interrupt(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
-    bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
-}
-
 /// Makes the driver's ends of the queues for frames, at these cursors. Changes nothing.
-pub fn rings(memory: &NicMemory, terms: Terms, [rx, tx]: [Cursor; 2]) -> Result<(Receiver, Transmitter), NicError> {
+pub fn rings(
+    memory: &NicMemory,
+    terms: Terms,
+    [rx, tx]: [Cursor; 2],
+) -> Result<([Receiver; 1], Transmitter), NicError> {
     let Terms { features, ring, frame_max } = terms;
     let layout = Layout::new(memory.rings().len(), ring)?;
     let split = |place, cursor| SplitRing::new(memory, place, ring, features & feature::EVENT_IDX != 0, cursor);
     let rx = Chains::new(memory, 0, split(layout.rx, rx).armed(), ring, true);
     let tx = Chains::new(memory, 1, split(layout.tx, tx), ring, false);
-    Ok((Receiver::new(rx, driver_state::room(frame_max)), Transmitter::new(tx, frame_max.into())))
+    Ok(([Receiver::new(rx, driver_state::room(frame_max))], Transmitter::new(tx, frame_max.into())))
 }
 
 impl<B: Bus> Device<B> {
@@ -184,7 +169,7 @@ impl<B: Bus> Device<B> {
 
     /// Resets a device and negotiates with it.
     pub fn cold(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<Self, NicError> {
-        let header = check_card(bus)?;
+        let header = Header::of(bus, &CARDS, DRIVER)?;
         let mut transport = Transport::find(bus, &header)?;
         // Reset the device before it may be bus master: if it was left running, it would write to addresses that are
         // ours now.
@@ -196,13 +181,13 @@ impl<B: Bus> Device<B> {
         transport.find_pairs(terms.features)?;
         transport.find_bells(terms.features)?;
         let mac = transport.mac()?;
-        let interrupt = interrupt(bus)?;
+        let interrupt = bus::interrupt(bus)?;
         Self::new(memory, (transport, interrupt), (terms, mac), 0)
     }
 
     /// Finds a parked device, as its predecessor left it.
     pub fn find(bus: &mut B, driver_state: &DriverState) -> Result<Transport<B::Registers>, NicError> {
-        let header = check_card(bus)?;
+        let header = Header::of(bus, &CARDS, DRIVER)?;
         let mut transport = Transport::find(bus, &header)?;
         let found = transport.status()?;
         if found != status::RUNNING {
@@ -220,7 +205,7 @@ impl<B: Bus> Device<B> {
 
     /// Makes the rest of a driver whose queues are empty, and which the device does not know.
     pub fn empty(mut self, memory: &NicMemory) -> Result<Assembly<Self>, NicError> {
-        let (mut rx, mut tx) = rings(memory, self.terms, [Cursor::default(); 2])?;
+        let ([mut rx], mut tx) = rings(memory, self.terms, [Cursor::default(); 2])?;
         rx.chains.empty();
         tx.chains.empty();
         self.control.iter_mut().for_each(Control::begin);
@@ -234,6 +219,6 @@ impl<B: Bus> Device<B> {
         sent.expect("the layout was checked against the region").iter().for_each(|word| word.store(0, Relaxed));
         rx.chains.describe_headers(header(self.layout.rx_header));
         tx.chains.describe_headers(header(self.layout.tx_header));
-        Ok(Assembly { card: self, rx, tx, counts: Counts::default() })
+        Ok(Assembly { card: self, rx: [rx], tx, counts: Counts::default() })
     }
 }

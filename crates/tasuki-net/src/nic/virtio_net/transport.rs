@@ -345,8 +345,9 @@ impl<R: Registers> Transport<R> {
             self.write(common::QUEUE_SIZE, size);
             let parts = [common::QUEUE_DESC, common::QUEUE_DRIVER, common::QUEUE_DEVICE];
             for ([low, high], at) in parts.into_iter().zip(at) {
-                self.write(low, u32::try_from(at.0 & 0xffff_ffff).expect("32 bits"));
-                self.write(high, u32::try_from(at.0 >> 32).expect("32 bits"));
+                let halves = at.halves();
+                self.write(low, halves.0);
+                self.write(high, halves.1);
             }
             self.write(common::QUEUE_MSIX_VECTOR, vector);
             // A device without resources for the vector says so here.
