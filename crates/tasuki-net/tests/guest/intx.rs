@@ -2,10 +2,9 @@
 
 use std::time::Instant;
 
-use tasuki_net::nic::bundle::{BundleBus, Fds};
 use tasuki_net::nic::bus::{Bus, Iova, Registers, Vfio};
 use tasuki_net::nic::rtl8139::Rtl8139;
-use tasuki_net::nic::{How, Left, Mac, Nic, NicMemory, NicOptions, PciId, Repoint};
+use tasuki_net::nic::{Mac, Nic, NicMemory, NicOptions, PciId};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 
@@ -74,42 +73,4 @@ fn come_back_and_wake(nic: &mut Rtl8139<Vfio>, registers: &impl Registers, arena
         std::thread::yield_now();
     }
     assert_eq!([came[0].bytes(), came[1].bytes()], [&sent[0][..], &sent[1]]);
-}
-
-#[test]
-fn the_pin_rings_for_an_owner_with_other_memory_and_for_one_that_takes_the_card_back() {
-    let memories = [1, 2].map(|half| memory(Iova(half << 32)));
-    let arenas = memories.each_ref().map(|memory| memory.arena().clone());
-    let [first, second] = memories;
-    let options = NicOptions { ring: 8, ..NicOptions::default() };
-    let started = Rtl8139::start(open(RTL8139), first, &options).unwrap();
-    // A bus that includes the pin, once it is connected.
-    let (bus, first, driver_state) = started.park().unwrap();
-    let (text, fds) = bus.pack().unwrap();
-    let mut other = Vfio::unpack(&text, &mut Fds::new(fds)).unwrap();
-    let registers = other.registers(1).unwrap();
-    let mut nic = Rtl8139::resume(bus, first, &driver_state).unwrap();
-    let mut next = Rtl8139::prepare_rings(other, second, &options, How::Point, Iova(1 << 32)).unwrap();
-    for number in 0..8 {
-        let [ours, theirs] = [0, 1].map(|i| &arenas[(number as usize + i) % 2]);
-        come_back_and_wake(&mut nic, &registers, ours, 3 * number);
-        stop(&mut nic);
-        nic.go_back().unwrap();
-        come_back_and_wake(&mut nic, &registers, ours, 3 * number + 1);
-        stop(&mut nic);
-        let taker = Rtl8139::repoint(next, Left::STOPPED).unwrap();
-        let (mut bus, memory) = std::mem::replace(&mut nic, taker).stand_down();
-        memory.unmap(&mut bus).unwrap();
-        come_back_and_wake(&mut nic, &registers, theirs, 3 * number + 2);
-        next = Rtl8139::prepare_rings(bus, memory, &options, How::Point, Iova(1 << 32)).unwrap();
-    }
-}
-
-fn stop(nic: &mut Rtl8139<Vfio>) {
-    let begin = Instant::now();
-    nic.quiesce(How::Point, |_| ());
-    while !(nic.is_quiet() && nic.leave().unwrap()) {
-        assert_eq!(nic.receive(&mut Burst::new()).unwrap(), 0, "nothing has come");
-        assert!(begin.elapsed() < PATIENCE, "the card does not stop");
-    }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Part, Registers};
 use tasuki_net::nic::rtl8139::{Rtl8139, driver_state::DriverState};
-use tasuki_net::nic::{Failed, Filter, How, Left, Link, Mac, Nic, NicError, NicMemory, NicOptions, Repoint};
+use tasuki_net::nic::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 use tasuki_shm::region::Region;
@@ -299,20 +299,6 @@ fn what_the_card_cannot_do_is_refused_by_name() {
     assert!(matches!(Card::start(machine.bus(), elsewhere, &options()), Err(Failed { error: NicError::Bus(_), .. })));
 }
 
-/// Starts a card, and prepares an owner with memory of its own for it; returns the arenas of both, too.
-fn start_two() -> Option<(Machine, Card, <Card as Repoint>::Ready, [Arena; 2])> {
-    let (first, second) = (memory(), memory_at(Iova(MEMORY_AT.0 + (1 << 30))));
-    let both = [regions(&first), regions(&second)].concat();
-    let arenas = [&first, &second].map(|memory| memory.arena().clone());
-    let machine = Machine::start("rtl8139", "mac=52:54:00:12:34:57", &both)?;
-    let mut card = Card::start(machine.bus(), first, &options()).expect("QEMU's card starts");
-    let multicast = vec![Mac(GROUP)];
-    card.set_filter(&Filter { multicast, ..Filter::default() }).expect("the card works");
-    let next = Card::prepare_rings(machine.bus(), second, &options(), How::Point, MEMORY_AT)
-        .expect("a card that runs, and memory");
-    Some((machine, card, next, arenas))
-}
-
 /// Returns all memory that the card could write.
 fn words_of(memory: &NicMemory) -> Vec<u64> {
     let words = [memory.rings(), memory.arena().region()].map(|region| {
@@ -321,122 +307,4 @@ fn words_of(memory: &NicMemory) -> Vec<u64> {
         Region::adopt(copy).expect("memory of ours").span::<AtomicU64>(0, region.len() / 8).expect("all of it")
     });
     words.iter().flat_map(|words| words.iter().map(|word| word.load(Relaxed))).collect()
-}
-
-fn memory_at(at: Iova) -> NicMemory {
-    NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 4096, at).expect("a little memory")
-}
-
-/// A multicast address.
-const GROUP: [u8; 6] = [1, 0, 0x5e, 0, 0, 1];
-
-/// Stops a card whose received frames are all handled; returns the frames that came meanwhile.
-fn stop(card: &mut Card) -> Vec<Vec<u8>> {
-    let (deadline, mut came) = (Instant::now() + PATIENCE, Vec::new());
-    card.quiesce(How::Point, |_| ());
-    loop {
-        let mut burst = Burst::new();
-        let none = card.receive(&mut burst).expect("the card works") == 0;
-        came.extend(burst.iter().map(|frame| frame.bytes().to_vec()));
-        if none && card.is_quiet() && card.leave().expect("the card works") {
-            return came;
-        }
-        assert!(Instant::now() < deadline, "the card does not stop");
-    }
-}
-
-/// Checks that each of these frames wakes the sleeping driver, comes in, and goes out.
-fn passes(machine: &Machine, card: &mut Card, arena: &Arena, frames: &[Vec<u8>]) {
-    for frame in frames {
-        assert_eq!(card.arm().expect("the card works"), Armed::Idle, "nothing has come");
-        machine.wire().send_frame(frame);
-        assert!(readable(&card.fd(), PATIENCE), "nobody was woken");
-        assert_eq!(receive(card, 1), std::slice::from_ref(frame));
-        let mut burst = Burst::from_iter([outgoing(arena, frame)]);
-        assert_eq!(card.transmit(&mut burst).expect("the card works"), 1);
-        assert_eq!(machine.wire().receive_frame(PATIENCE).as_ref(), Some(frame));
-    }
-}
-
-#[test]
-fn owners_take_turns_by_a_soft_reset_and_the_link_stays_up() {
-    let Some((machine, mut card, mut next, arenas)) = start_two() else { return };
-    for turn in 0..12 {
-        // Begin from another position in the rings each time.
-        let [arena, other] = [0, 1].map(|i| &arenas[(turn as usize + i) % 2]);
-        let frames: Vec<_> =
-            (0..1 + turn % 7).map(|i| frame(if i == 2 { GROUP } else { MAC }, 10 * turn + i, 100)).collect();
-        passes(&machine, &mut card, arena, &frames);
-        assert_eq!(stop(&mut card), Vec::<Vec<u8>>::new());
-        let taker = Card::repoint(next, Left::STOPPED).expect("a card that has stopped");
-        let (mut bus, memory) = std::mem::replace(&mut card, taker).stand_down();
-        assert_eq!(card.link(), Link::Up { speed: 100, full_duplex: true });
-        let old = words_of(&memory);
-        passes(&machine, &mut card, other, &frames);
-        assert!(words_of(&memory) == old, "the card has written to its former owner's memory");
-        memory.unmap(&mut bus).expect("it was mapped");
-        next =
-            Card::prepare_rings(bus, memory, &options(), How::Point, MEMORY_AT).expect("a card that runs, and memory");
-    }
-}
-
-#[test]
-fn what_had_come_before_a_card_stops_is_handled_and_what_comes_after_is_lost() {
-    let Some((machine, mut card, next, _)) = start_two() else { return };
-    let before: Vec<_> = (0..5).map(|number| frame(MAC, number, 60)).collect();
-    before.iter().for_each(|frame| machine.wire().send_frame(frame));
-    until_come(&mut card, 5);
-    assert_eq!(stop(&mut card), before);
-    machine.wire().send_frame(&frame(MAC, 5, 60));
-    let registers = machine.bus().registers(1).expect("BAR 1");
-    assert_eq!(registers.read8(0x37) & 0xc, 0, "both units are off");
-    let mut taker = Card::repoint(next, Left::STOPPED).expect("a card that has stopped");
-    let last = frame(MAC, 6, 60);
-    machine.wire().send_frame(&last);
-    let mut came = receive(&mut taker, 1);
-    while came.last() != Some(&last) {
-        came.extend(receive(&mut taker, 1));
-    }
-    assert!(came.len() <= 2, "{came:?}");
-}
-
-#[test]
-fn a_giver_takes_its_card_back() {
-    let Some((machine, mut card, next, [arena, _])) = start_two() else { return };
-    let frames: Vec<_> = (0..3).map(|number| frame(MAC, number, 60)).collect();
-    // Before the card was stopped; with its receive filter closed; after it is off; and after a taker that is gone.
-    card.quiesce(How::Point, |_| ());
-    card.go_back().expect("the card works");
-    passes(&machine, &mut card, &arena, &frames);
-    card.quiesce(How::Point, |_| ());
-    assert!(!card.leave().expect("the card works"), "what comes now comes after it was shut");
-    let (bus, memory) = Card::give_up(next);
-    let Failed { error, bus, memory } =
-        Card::prepare_rings(bus, memory, &options(), How::Point, MEMORY_AT).expect_err("what it lets in is lost");
-    assert!(error.to_string().contains("lets nothing in"), "{error}");
-    card.go_back().expect("the card works");
-    let next =
-        Card::prepare_rings(bus, memory, &options(), How::Point, MEMORY_AT).expect("a card that runs, and memory");
-    passes(&machine, &mut card, &arena, &frames);
-    stop(&mut card);
-    card.go_back().expect("the card works");
-    passes(&machine, &mut card, &arena, &frames);
-    stop(&mut card);
-    drop(Card::repoint(next, Left::STOPPED).expect("a card that has stopped"));
-    card.go_back().expect("the card works");
-    passes(&machine, &mut card, &arena, &frames);
-}
-
-#[test]
-fn a_card_that_runs_is_not_pointed_elsewhere() {
-    let Some((machine, mut card, next, [arena, _])) = start_two() else { return };
-    let Failed { error, bus, memory } = Card::repoint(next, Left::STOPPED).expect_err("its owner drives");
-    assert!(matches!(error, NicError::BrokenDriverState { .. }), "{error}");
-    assert!(matches!(card.leave(), Err(NicError::BrokenDriverState { .. })), "it was not quiesced");
-    let wrong = NicOptions { ring: 128, ..options() };
-    let Failed { error, mut bus, memory } =
-        Card::prepare_rings(bus, memory, &wrong, How::Point, MEMORY_AT).expect_err("128 descriptors");
-    assert!(matches!(error, NicError::Options { field: "ring", .. }), "{error}");
-    memory.unmap(&mut bus).expect("it was mapped");
-    passes(&machine, &mut card, &arena, &[frame(MAC, 1, 60)]);
 }

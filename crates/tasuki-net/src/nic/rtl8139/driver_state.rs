@@ -7,11 +7,11 @@
 use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
+use super::RINGS_LEN;
 use super::regs::DESCRIPTORS_MAX;
 use super::ring::BUFFER_LEN;
-use super::{MTU_MIN, RINGS_LEN};
 use crate::nic::driver_state::{self, Head, broken, check_counts};
-use crate::nic::{MemoryLayout, NicError};
+use crate::nic::{MTU_MIN, MemoryLayout, NicError};
 
 /// A slot in a ring.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]

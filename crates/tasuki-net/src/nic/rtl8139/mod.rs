@@ -11,7 +11,6 @@
 mod bell;
 pub mod driver_state;
 mod regs;
-mod repoint;
 mod ring;
 
 use std::os::fd::BorrowedFd;
@@ -24,12 +23,11 @@ use tasuki_shm::region::Span;
 use self::bell::Bell;
 use self::driver_state::{Counts, DriverState, Loan};
 use self::regs::{DESCRIPTORS_MAX, RING_ALIGN, ability, bmcr, cpcr, cr, cr9346, dtccr, isr, msr, rcr, tcr, tppoll};
-use self::repoint::Quiesce;
 use self::ring::{RxRing, TxRing};
 use super::bus::{Bus, Header, pci};
 use super::driver_state::{DriverState as _, Head, broken};
 use super::register::{Waiting, wait};
-use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
+use super::{AROUND_PAYLOAD, Failed, Filter, Link, MTU_MIN, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
 
 /// All parts of a driver except its bus and its memory.
@@ -52,13 +50,8 @@ const DRIVER: &str = "the RTL8139C+ (10ec:8139 from revision 0x20 on)";
 /// BAR with the registers in memory; BAR 0 has the same in the I/O space.
 const REGISTERS: u8 = 1;
 
-/// Bytes around the payload: addresses and type, and room for a VLAN tag.
-const AROUND_PAYLOAD: u16 = 18;
 /// Maximum MTU in bytes.
 const MTU_MAX: u16 = 1500;
-/// Minimum MTU in bytes: what IPv4 asks of a link (RFC 791, section 3.2).
-const MTU_MIN: u16 = 68;
-
 /// Layout of the rings' region: both rings, and 64 bytes for counters.
 const RX_AT: usize = 0;
 const TX_AT: usize = RX_AT + DESCRIPTORS_MAX * 16;
@@ -85,7 +78,6 @@ pub struct Rtl8139<B: Bus> {
     frame_max: u16,
     counts: Counts,
     bell: Bell,
-    quiesce: Quiesce,
 }
 
 impl<B: Bus> std::fmt::Debug for Rtl8139<B> {
@@ -104,7 +96,7 @@ fn check_options(options: &NicOptions) -> Result<(), NicError> {
         return wrong("ring", options.ring.into(), "its rings have a power of two of descriptors, from 2 to 64");
     }
     if options.scrub {
-        return wrong("scrub", 1, "its driver does not keep its memory clean; hand it over by repoint or cold");
+        return wrong("scrub", 1, "its driver does not keep its memory clean; hand it over cold");
     }
     if options.queues != 1 {
         return wrong("queues", options.queues.into(), "it has one receive queue");
@@ -117,13 +109,13 @@ fn check_options(options: &NicOptions) -> Result<(), NicError> {
 
 /// Checks that this driver supports the card behind `bus`.
 fn check_card(bus: &mut impl Bus) -> Result<(), NicError> {
-    let header = Header::read(bus)?;
+    let header = Header::of(bus, &[CARD], DRIVER)?;
     // The class word has the revision in its low byte (PCI Local Bus Specification 3.0, section 6.2.1).
     let [revision, ..] = bus.read_config(0x08)?.to_le_bytes();
-    if header.id != CARD || revision < REVISION_MIN {
-        return Err(NicError::OtherCard { found: header.id, driver: DRIVER });
+    match revision < REVISION_MIN {
+        true => Err(NicError::OtherCard { found: header.id, driver: DRIVER }),
+        false => Ok(()),
     }
-    Ok(())
 }
 
 /// Checks that the memory is large enough.
@@ -174,14 +166,11 @@ impl<B: Bus> Rtl8139<B> {
         regs::CPCR.write(registers, cpcr::CPTX | cpcr::CPRX | cpcr::MULRW | cpcr::DAC);
         regs::THPDS_HI.write(registers, 0);
         regs::THPDS.write(registers, 0);
-        let base = |at: usize| {
-            let at = (memory.rings_at() + at as u64).0;
-            (u32::try_from(at >> 32).expect("32 bits"), u32::try_from(at & 0xffff_ffff).expect("32 bits"))
-        };
-        let (high, low) = base(RX_AT);
+        let base = |at: usize| (memory.rings_at() + at as u64).halves();
+        let (low, high) = base(RX_AT);
         regs::RDSAR_HI.write(registers, high);
         regs::RDSAR.write(registers, low);
-        let (high, low) = base(TX_AT);
+        let (low, high) = base(TX_AT);
         regs::TNPDS_HI.write(registers, high);
         regs::TNPDS.write(registers, low);
         regs::CR.write(registers, cr::RE | cr::TE);
@@ -226,7 +215,7 @@ impl<B: Bus> Rtl8139<B> {
 
     fn new(bus: B, memory: NicMemory, parts: Assembly<B::Registers>) -> Self {
         let Assembly { registers, rx, tx, mac, frame_max, counts, bell } = parts;
-        Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, bell, quiesce: Quiesce::default() }
+        Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, bell }
     }
 
     /// Resets the card and sets it up.
@@ -278,20 +267,20 @@ impl<B: Bus> Rtl8139<B> {
     /// Switches both units off. Returns the driver state for a successor.
     fn stop(&mut self) -> Result<DriverState, NicError> {
         self.drain()?;
-        self.switch_off()?;
+        regs::CR.write(&self.registers, 0);
+        wait("the frames in its hands", STEP_MS, || {
+            let command = regs::CR.read(&self.registers);
+            gone(command) || command & (cr::RE | cr::TE) == 0
+        })?;
+        self.answers()?;
         // The successor connects the pin anew, and must not find it asserted for us.
         Self::silence(&self.registers);
         self.tx.reap(&self.memory, &mut self.counts)?;
         Ok(self.driver_state())
     }
 
-    /// Switches both units off, and waits until they are.
-    fn switch_off(&self) -> Result<(), NicError> {
-        regs::CR.write(&self.registers, 0);
-        wait("the frames in its hands", STEP_MS, || {
-            let command = regs::CR.read(&self.registers);
-            gone(command) || command & (cr::RE | cr::TE) == 0
-        })?;
+    /// Returns once the card has answered: earlier writes have arrived there.
+    fn answers(&self) -> Result<(), NicError> {
         if gone(regs::CR.read(&self.registers)) { Err(NicError::Gone) } else { Ok(()) }
     }
 
@@ -333,9 +322,8 @@ impl<B: Bus> Rtl8139<B> {
 
     /// Makes the card write its counters to memory, and returns them; `None` if it does not.
     fn tally(&self) -> Option<[u64; 8]> {
-        let at = (self.memory.rings_at() + TALLY_AT as u64).0;
-        regs::DTCCR_HI.write(&self.registers, u32::try_from(at >> 32).expect("32 bits"));
-        let low = u32::try_from(at & 0xffff_ffff).expect("32 bits");
+        let (low, high) = (self.memory.rings_at() + TALLY_AT as u64).halves();
+        regs::DTCCR_HI.write(&self.registers, high);
         regs::DTCCR.write(&self.registers, low | dtccr::CMD);
         wait("a dump of its counters", STEP_MS, || regs::DTCCR.read(&self.registers) & dtccr::CMD == 0).ok()?;
         let words = words(&self.memory, TALLY_AT, 8);
@@ -375,9 +363,7 @@ impl<B: Bus> Port for Rtl8139<B> {
         // has answered in between. If one comes later, it sets its cause again, and the card asserts its pin once IMR
         // lets that through.
         Self::silence(&self.registers);
-        if gone(regs::CR.read(&self.registers)) {
-            return Err(NicError::Gone);
-        }
+        self.answers()?;
         if !self.bell.unmask()? {
             return Ok(Armed::Busy);
         }
@@ -458,10 +444,7 @@ impl<B: Bus> Nic for Rtl8139<B> {
 
     fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError> {
         Self::write_filter(&self.registers, filter);
-        match gone(regs::CR.read(&self.registers)) {
-            true => Err(NicError::Gone),
-            false => Ok(()),
-        }
+        self.answers()
     }
 
     fn statistics(&mut self) -> Vec<(&'static str, u64)> {

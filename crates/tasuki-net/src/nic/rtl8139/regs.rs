@@ -72,8 +72,6 @@ pub mod rcr {
     pub const AM: u32 = 1 << 2;
     /// Accept broadcasts.
     pub const AB: u32 = 1 << 3;
-    /// All bits that let a frame in: these, runts and those with errors.
-    pub const ANY: u32 = 0x3f;
     /// DMA bursts of 1,024 bytes.
     pub const MXDMA_1024: u32 = 6 << 8;
     /// Receive FIFO threshold: transfer whole frames.
