@@ -260,6 +260,8 @@ fn move_indices(listener: &OwnedFd, way: Way, len: usize, (count, is_over): (&At
             Some(queue) if !looks.is_multiple_of(1 << 14) => {
                 let mut moved = 0;
                 while moved < 32 && queue.take(memory, &mut chain)? {
+                    // The descriptor comes from the other CPU meanwhile, as for the bridge.
+                    std::hint::black_box(queue.address_ahead(8));
                     queue.complete(chain.head, written);
                     moved += 1;
                 }

@@ -76,3 +76,45 @@ impl Listener {
         self.epoll.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{PollFd, PollFlags, Timespec};
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    use tasuki_testing::alone;
+
+    fn socket() -> OwnedFd {
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap()
+    }
+
+    fn is_readable(listener: &Listener) -> bool {
+        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut [PollFd::new(&listener.fd(), PollFlags::IN)], Some(&at_once)).unwrap() == 1
+    }
+
+    #[test]
+    fn a_connection_without_a_descriptor_waits_for_the_tick_and_wakes_nobody() {
+        if !alone(a_connection_without_a_descriptor_waits_for_the_tick_and_wakes_nobody) {
+            return;
+        }
+        let (server, client) = (socket(), socket());
+        let name = format!("tasuki-listener-{}", std::process::id());
+        let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+        rustix::net::bind(&server, &address).unwrap();
+        rustix::net::listen(&server, 1).unwrap();
+        let mut listener = Listener::new(server).unwrap();
+        rustix::net::connect(&client, &address).unwrap();
+        assert!(is_readable(&listener));
+        let limit = getrlimit(Resource::Nofile);
+        // One more than none: `poll` refuses as many descriptors as a process may not have.
+        setrlimit(Resource::Nofile, Rlimit { current: Some(1), ..limit.clone() }).unwrap();
+        assert!(listener.accept().is_none() && !is_readable(&listener));
+        listener.tick();
+        assert!(is_readable(&listener) && listener.accept().is_none() && !is_readable(&listener));
+        setrlimit(Resource::Nofile, limit).unwrap();
+        listener.tick();
+        assert!(is_readable(&listener) && listener.accept().is_some() && !is_readable(&listener));
+    }
+}
