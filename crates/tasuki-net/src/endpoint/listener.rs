@@ -109,7 +109,7 @@ mod tests {
         assert!(is_readable(&listener));
         let limit = getrlimit(Resource::Nofile);
         // One more than none: `poll` refuses as many descriptors as a process may not have.
-        setrlimit(Resource::Nofile, Rlimit { current: Some(1), ..limit.clone() }).unwrap();
+        setrlimit(Resource::Nofile, Rlimit { current: Some(1), ..limit }).unwrap();
         assert!(listener.accept().is_none() && !is_readable(&listener));
         listener.tick();
         assert!(is_readable(&listener) && listener.accept().is_none() && !is_readable(&listener));
