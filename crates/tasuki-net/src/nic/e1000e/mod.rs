@@ -82,9 +82,29 @@ pub struct I82574<B: Bus> {
     rest: Vec<Slot>,
 }
 
+/// Registers and interrupt of a card that another process drives.
+#[derive(Debug)]
+pub struct Reached<B: Bus> {
+    mmio: Mmio<B::Registers>,
+    bell: OwnedFd,
+    /// Room for the multicast table: a taker has no time to allocate it.
+    mta: Box<[u32; MTA_WORDS]>,
+}
+
+/// Returns a multicast table that lets nothing in.
+fn empty_table() -> Box<[u32; MTA_WORDS]> {
+    Box::new([0; MTA_WORDS])
+}
+
+impl<B: Bus> Reached<B> {
+    fn of(bus: &mut B, mmio: Mmio<B::Registers>) -> Result<Self, NicError> {
+        Ok(Reached { mmio, bell: bus::interrupt(bus)?, mta: empty_table() })
+    }
+}
+
 impl<B: Bus> I82574<B> {
-    /// Returns a card that lets in what is for its address, and uses no flow control.
-    fn new((mmio, bell): (Mmio<B::Registers>, OwnedFd), shape: Shape, mac: Mac) -> Self {
+    /// Returns a card that lets in frames for its address alone, and uses no flow control.
+    fn new(Reached { mmio, bell, mta }: Reached<B>, shape: Shape, mac: Mac) -> Self {
         I82574 {
             mmio,
             bell,
@@ -96,7 +116,7 @@ impl<B: Bus> I82574<B> {
             agreed: false,
             held: false,
             quiesce: Quiesce::default(),
-            mta: Box::new([0; MTA_WORDS]),
+            mta,
             suspect: false,
             came_too_late: 0,
             rest: Vec::new(),
@@ -197,7 +217,7 @@ impl<B: Bus> Card for I82574<B> {
     type Ring = ReceiveRing;
     type Rx = ReceiveRings;
     type Tx = TransmitRing;
-    type Reached = (Mmio<B::Registers>, OwnedFd);
+    type Reached = Reached<B>;
 
     fn check(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<(), NicError> {
         Shape::of(options, &memory.layout())?;
@@ -229,7 +249,7 @@ impl<B: Bus> Card for I82574<B> {
         setup::transmit(&mmio, shape, memory.rings_at());
         (0..128).for_each(|index| mmio.write(regs::MTA.of(index), 0));
         let counts = Counters::start(&mmio);
-        Ok(Assembly { card: I82574::new((mmio, bell), shape, mac), rx, tx, counts })
+        Ok(Assembly { card: I82574::new(Reached { mmio, bell, mta: empty_table() }, shape, mac), rx, tx, counts })
     }
 
     fn begin(nic: &mut E1000e<B>, options: &NicOptions) -> Result<(), NicError> {
@@ -248,7 +268,7 @@ impl<B: Bus> Card for I82574<B> {
         let (rx, tx) = Self::rings(memory, driver_state)?;
         let mmio = Mmio(bus.registers(BAR)?);
         check_parked(&mmio, memory, driver_state, (&rx, &tx))?;
-        let (card, counts) = Self::attach((mmio, bus::interrupt(bus)?), memory, driver_state)?;
+        let (card, counts) = Self::attach(Reached::of(bus, mmio)?, memory, driver_state)?;
         memory.ledger().halted(true);
         Ok(Assembly { card, rx, tx, counts })
     }
@@ -263,10 +283,11 @@ impl<B: Bus> Card for I82574<B> {
     }
 
     fn reach(bus: &mut B) -> Result<Self::Reached, NicError> {
-        Ok((Mmio(bus.registers(BAR)?), bus::interrupt(bus)?))
+        let mmio = Mmio(bus.registers(BAR)?);
+        Reached::of(bus, mmio)
     }
 
-    fn settle((mmio, _): &Self::Reached) -> Result<(), NicError> {
+    fn settle(Reached { mmio, .. }: &Reached<B>) -> Result<(), NicError> {
         if mmio.0.is_behind() {
             // Reading any register waits for all earlier writes, of any process.
             if mmio.read(regs::STATUS) == u32::MAX {

@@ -26,8 +26,8 @@ use super::park::{self, DRAIN_LIMIT, PAUSE_MIN, SILENCE_LIMIT, STOP_LIMIT};
 use super::regs::{self, Mmio, Reg, rctl, tctl};
 use super::ring::{DESCRIPTOR_LEN, ReceiveRing, ReceiveRings, TransmitRing};
 use super::setup::{self, LONG_FROM, Shape};
-use super::{BAR, DRIVER, E1000e, I82574, IDS, filter_of, left};
-use crate::nic::bus::{self, Bus, Header, Iova, Registers};
+use super::{BAR, DRIVER, E1000e, I82574, IDS, Reached, filter_of, left};
+use crate::nic::bus::{Bus, Header, Iova, Registers};
 use crate::nic::driver::{Assembly, Driver, Transmit as _};
 use crate::nic::driver_state::broken;
 use crate::nic::memory::HEAD;
@@ -299,7 +299,7 @@ impl<B: Bus> Ready<B> {
         let mmio = Mmio(bus.registers(BAR)?);
         check_shape(&mmio, shape)?;
         let mac = setup::mac(&mmio)?;
-        Ok(I82574::new((mmio, bus::interrupt(bus)?), shape, mac))
+        Ok(I82574::new(Reached::of(bus, mmio)?, shape, mac))
     }
 }
 
