@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use rustix::io::Errno;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tasuki_net::endpoint::Bridge;
 use tasuki_net::endpoint::guest::Guest;
@@ -164,27 +164,13 @@ fn front(socket: &Path, cpu: usize, way: Way, len: usize, merges: bool) -> Resul
     Testpmd::start(cpu, &vdev, if way == Way::GuestToHost { "txonly" } else { "rxonly" }, len)
 }
 
-/// Returns whether a process listens at `path`. A connection would tell, too, but the back end takes it for its front
-/// end.
-fn is_listened_at(path: &Path) -> Result<bool> {
-    // Flags of a socket that accepts connections (`__SO_ACCEPTCON` in proc_net(5)).
-    const ACCEPTS: &str = "00010000";
-    let sockets = std::fs::read_to_string("/proc/net/unix").context("the machine's sockets cannot be read")?;
-    let path = path.to_str().context("the path of the socket is not UTF-8")?;
-    Ok(sockets.lines().any(|line| line.ends_with(path) && line.split_whitespace().nth(3) == Some(ACCEPTS)))
-}
-
 /// Measures DPDK's back end.
 fn by_dpdk(way: Way, len: usize, cpus: Cpus, interrupt: &Interrupt) -> Result<f64> {
     let folder = Workplace::new()?;
     let socket = folder.directory().join("vhost.sock");
     let mode = if way == Way::GuestToHost { "rxonly" } else { "txonly" };
     let mut back = Testpmd::start(cpus.server, &format!("net_vhost0,iface={}", socket.display()), mode, len)?;
-    let until = Instant::now() + program::PATIENCE;
-    while !is_listened_at(&socket)? {
-        ensure!(Instant::now() < until, "DPDK's back end does not begin");
-        std::thread::sleep(program::LOOK);
-    }
+    program::await_listener(&socket, "DPDK's back end")?;
     let mut front = front(&socket, cpus.client, way, len, true)?;
     let receiver = if way == Way::GuestToHost { &mut back } else { &mut front };
     best(receiver.received(SECONDS + 2, interrupt)?)
@@ -238,43 +224,43 @@ fn by_us(end: BackEnd, way: Way, len: usize, cpus: Cpus, interrupt: &Interrupt) 
     })
 }
 
+/// Number of chains that the ceiling moves at a time.
+const MOVED: u16 = 32;
+
 /// Takes each chain of the guest's ring and completes it, until it is over.
 fn move_indices(listener: &OwnedFd, way: Way, len: usize, (count, is_over): (&AtomicU64, &AtomicBool)) -> Result<()> {
-    let is_over = || is_over.load(Ordering::Relaxed);
-    let socket = loop {
-        match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            Err(Errno::AGAIN) if !is_over() => std::thread::sleep(program::LOOK),
-            socket => break socket?,
-        }
-    };
+    let patience = Timespec::try_from(program::PATIENCE)?;
+    let came = rustix::event::poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&patience))?;
+    ensure!(came > 0, "DPDK's front end does not connect");
+    let socket = rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?;
     let (mut channel, mut device, mut chain) = (Channel::new(socket), Device::new(0), Chain::default());
     let (at, written) = match way {
         Way::GuestToHost => (FROM_GUEST, 0),
         Way::HostToGuest => (TO_GUEST, u32::try_from(12 + len)?),
     };
     let mut looks = 0_u32;
-    while !is_over() {
+    while !is_over.load(Ordering::Relaxed) {
         looks = looks.wrapping_add(1);
         let Device { memory, queues, .. } = &mut device;
-        match &mut queues[at] {
-            Some(queue) if !looks.is_multiple_of(1 << 14) => {
-                let mut moved = 0;
-                while moved < 32 && queue.take(memory, &mut chain)? {
-                    // The descriptor comes from the other CPU meanwhile, as for the bridge.
-                    std::hint::black_box(queue.address_ahead(8));
-                    queue.complete(chain.head, written);
-                    moved += 1;
-                }
-                queue.show();
-                count.fetch_add(moved, Ordering::Relaxed);
+        let Some(queue) = queues[at].as_mut().filter(|_| !looks.is_multiple_of(1 << 14)) else {
+            if let Err(refusal) = channel.hear(&mut device, &mut 0).and_then(|()| channel.answer()) {
+                ensure!(refusal == Refusal::Left, "the front end was sent away: {refusal}");
+                return Ok(());
             }
-            _ => {
-                if let Err(refusal) = channel.hear(&mut device, &mut 0).and_then(|()| channel.answer()) {
-                    ensure!(refusal == Refusal::Left, "the front end was sent away: {refusal}");
-                    break;
-                }
-            }
+            continue;
+        };
+        // Whole bursts: an index that moves by one costs both ends as much as by a burst.
+        if queue.look()? < MOVED {
+            continue;
         }
+        for _ in 0..MOVED {
+            ensure!(queue.take(memory, &mut chain)?, "the front end takes chains back");
+            // The descriptor comes from the other CPU meanwhile, as for the bridge.
+            std::hint::black_box(queue.address_ahead(8));
+            queue.complete(chain.head, written);
+        }
+        queue.show();
+        count.fetch_add(MOVED.into(), Ordering::Relaxed);
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -71,6 +72,7 @@ impl Part {
 }
 
 /// A running program. Dropping it kills the process if it still runs.
+#[derive(Debug)]
 pub struct Program {
     child: Child,
     name: String,
@@ -176,6 +178,22 @@ impl Program {
     /// Takes the program's standard output. A second call is an error.
     pub fn output(&mut self) -> Result<ChildStdout> {
         self.child.stdout.take().context("its output was asked for twice")
+    }
+}
+
+/// Waits until the program `name` listens at `path`. A connection would tell, too, but the program would serve it.
+pub fn await_listener(path: &Path, name: &str) -> Result<()> {
+    // Flags of a socket that accepts connections (`__SO_ACCEPTCON` in proc_net(5)).
+    const ACCEPTS: &str = "00010000";
+    let began = Instant::now();
+    let path = path.to_str().context("the path of the socket is no text")?;
+    loop {
+        let sockets = std::fs::read_to_string("/proc/net/unix").context("the machine's sockets cannot be read")?;
+        if sockets.lines().any(|line| line.ends_with(path) && line.split_whitespace().nth(3) == Some(ACCEPTS)) {
+            return Ok(());
+        }
+        ensure!(began.elapsed() < PATIENCE, "{name} does not begin");
+        std::thread::sleep(LOOK);
     }
 }
 
