@@ -38,9 +38,7 @@ pub fn show(folder: &Path, interrupt: &Interrupt) -> Result<()> {
         let tap = format!("netns = \"{netns}\", name = \"nic0\", address = \"{THEIRS}/24\"");
         format!("[[node]]\nname = \"{name}\"\nwork = {{ tap = {{ {tap} }} }}\ntrusts = [\"{other}\"]\n\n")
     };
-    let nic =
-        format!("[[nic]]\nname = \"nic0\"\ndevice = \"sim\"\nnode = \"red\"\nwire = [\"--tap\", \"{INTERFACE}\"]\n");
-    let system = System::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())?;
+    let system = System::on_tap(folder, &[node("red", "blue"), node("blue", "red")].concat(), INTERFACE)?;
     set_up(INTERFACE, OURS)?;
     await_so("an answer of iperf3's server", interrupt, || Ok(begin(&["--bytes", "1K"])?.end(interrupt).is_ok()))?;
     println!("and its iperf3, to a namespace whose only interface is the node's NIC: one TCP connection, {RATE}bit/s");

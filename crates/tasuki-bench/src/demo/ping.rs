@@ -64,9 +64,7 @@ pub fn ping(folder: &Path) -> Result<()> {
             "[[node]]\nname = \"{name}\"\nwork = {{ answer = {{ address = \"{THEIRS}\" }} }}\ntrusts = [\"{other}\"]\n\n"
         )
     };
-    let nic =
-        format!("[[nic]]\nname = \"nic0\"\ndevice = \"sim\"\nnode = \"red\"\nwire = [\"--tap\", \"{INTERFACE}\"]\n");
-    let system = System::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())?;
+    let system = System::on_tap(folder, &[node("red", "blue"), node("blue", "red")].concat(), INTERFACE)?;
     set_up(INTERFACE, OURS)?;
     // This first request resolves the address (ARP), and waits for the link of a fresh card.
     let first = Asking::begin(&["-c", "1", "-w", "30"])?.end(&interrupt)?;

@@ -103,9 +103,7 @@ pub fn play(folder: &Path, trials: u32) -> Result<()> {
             "[[node]]\nname = \"{name}\"\nwork = {{ tap = {{ {tap} }} }}\ncpu = {node_cpu}\ntrusts = [\"{other}\"]\n\n"
         )
     };
-    let nic =
-        format!("[[nic]]\nname = \"nic0\"\ndevice = \"sim\"\nnode = \"red\"\nwire = [\"--tap\", \"{INTERFACE}\"]\n");
-    let system = System::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())?;
+    let system = System::on_tap(folder, &[node("red", "blue"), node("blue", "red")].concat(), INTERFACE)?;
     cpus::pin(card_cpu)?;
     for process in system.family()? {
         program::run_quietly(Command::new("taskset").args([

@@ -26,6 +26,7 @@ use crate::nic::card::SOCKET;
 use crate::nic::driver;
 use crate::nic::trial::{Ask, Control, Outcome, Say, Trial};
 use crate::orders::Orders;
+use crate::program::{self, Program};
 use crate::sample::Sample;
 
 /// Upper bound of every wait.
@@ -102,6 +103,8 @@ fn whole(answer: &[u8]) -> Result<Option<&[u8]>> {
 pub struct System {
     daemon: Child,
     folder: PathBuf,
+    /// The model of the card, if tasukid does not start it.
+    model: Option<Program>,
 }
 
 impl Drop for System {
@@ -128,6 +131,12 @@ fn kill(pid: u32) {
     let _ = pid.map(|pid| rustix::process::kill_process(pid, Signal::KILL));
 }
 
+/// Returns the path of a program that was built with this one.
+fn beside(name: &str) -> Result<PathBuf> {
+    let this = std::env::current_exe().context("the bench could not find its own executable")?;
+    Ok(this.with_file_name(name))
+}
+
 /// Returns the time in ns, by the clock of a relay's stamps.
 pub fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -150,6 +159,22 @@ impl System {
         Ok(system)
     }
 
+    /// Starts the daemon with two nodes and a card whose cable is the new TAP `interface`.
+    ///
+    /// tasukid confines the models that it starts, and a confined one makes no TAP. So this one is ours.
+    pub fn on_tap(folder: &Path, nodes: &str, interface: &str) -> Result<Self> {
+        let socket = folder.join("card.sock");
+        let program = beside("tasuki-sim")?;
+        let mut command = Command::new(&program);
+        command.args(["sim", "nic", "--socket"]).arg(&socket).args(["--tap", interface]);
+        let model = Program::start_as("the model of the card", &mut command)?;
+        program::await_listener(&socket, "the model of the card")?;
+        let nic = format!("[[nic]]\nname = \"nic0\"\ndevice = \"vfio-user:{}\"\nnode = \"red\"\n", socket.display());
+        let mut system = Self::configured(folder, &[nodes, &nic].concat())?;
+        system.model = Some(model);
+        Ok(system)
+    }
+
     /// Starts the daemon with another configuration, whose nodes and card have the same names.
     pub fn configured(folder: &Path, configuration: &str) -> Result<Self> {
         let config = folder.join("tasuki.toml");
@@ -158,8 +183,7 @@ impl System {
         // Confine as usual, where root allows it.
         let confine = if rustix::process::geteuid().is_root() { "" } else { "confine = \"best-effort\"\n" };
         std::fs::write(&config, format!("{daemon}{confine}\n{configuration}"))?;
-        let this = std::env::current_exe().context("the bench could not find its own executable")?;
-        let program = this.with_file_name("tasukid");
+        let program = beside("tasukid")?;
         let mut command = Command::new(&program);
         command.arg("--foreground").arg("--config").arg(&config).arg("--dir").arg(folder);
         let log = std::fs::File::create(folder.join("tasukid.log"))?;
@@ -168,7 +192,7 @@ impl System {
         // Each started process chooses its CPU by itself.
         cpus::unpin()?;
         let daemon = command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))?;
-        let system = System { daemon, folder: folder.to_owned() };
+        let system = System { daemon, folder: folder.to_owned(), model: None };
         system.await_steady(None)?;
         Ok(system)
     }
@@ -211,8 +235,11 @@ impl System {
         Ok([vec![self.daemon.id()], self.models()?].concat())
     }
 
-    /// Returns the process ids of the models: children of the daemon's threads that are not workers.
+    /// Returns the process ids of the models: ours, or children of the daemon's threads that are not workers.
     pub fn models(&self) -> Result<Vec<u32>> {
+        if let Some(model) = &self.model {
+            return Ok(vec![model.id()]);
+        }
         let workers: Vec<_> = self.workers()?.iter().map(|worker| worker.pid).collect();
         let mut models = Vec::new();
         for thread in std::fs::read_dir(format!("/proc/{}/task", self.daemon.id()))? {
