@@ -111,25 +111,9 @@ impl World for OnQemu {
 //   `a_parked_nic_touches_no_memory`, in which frames come while the card is parked (rtl8139.rs has its own);
 // - `memory_that_is_too_small_is_refused`, which uses longer rings than this card's;
 // - `interrupts_do_not_block`, because the bus has none for this card.
-suite!(rtl8139_on_qemu, super::OnQemu:
-    frames_arrive_whole_and_in_order
-    frames_leave_whole_and_in_order
-    a_full_port_leaves_the_rest_to_the_caller
-    a_burst_is_not_filled_beyond_its_end
-    a_frame_that_arrives_while_arming_is_not_slept_through
-    who_sleeps_is_woken_by_each_frame
-    the_link_goes_down_and_up
+suite!(rtl8139_on_qemu, super::OnQemu, and
     only_what_is_let_in_arrives
     a_new_filter_replaces_the_old_one
-    long_frames_pass_as_far_as_the_mtu_says
-    what_cannot_be_sent_is_dropped_and_counted
     flows_stay_in_order_over_all_queues
-    counters_add_up
-    a_successor_goes_on_exactly
-    a_card_that_is_pulled_out_is_gone
     options_that_the_card_cannot_do_are_refused
-    a_wrong_driver_state_is_refused_and_the_right_one_goes_on
-    a_refused_driver_state_changes_no_memory
-    after_a_start_that_failed_a_good_one_works
-    a_parked_card_can_be_started_anew
 );

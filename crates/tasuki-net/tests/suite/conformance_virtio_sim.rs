@@ -91,51 +91,19 @@ suite!(whole, super::OnSim<super::Card<super::Whole>>);
 suite!(flags, super::OnSim<super::Card<super::Flags>>);
 
 // All but `a_parked_nic_touches_no_memory`: a device that cannot be stopped goes on with its buffers.
-suite!(kept, super::OnSim<super::Card<super::Kept>>:
-    frames_arrive_whole_and_in_order
-    frames_leave_whole_and_in_order
-    a_full_port_leaves_the_rest_to_the_caller
-    a_burst_is_not_filled_beyond_its_end
-    a_frame_that_arrives_while_arming_is_not_slept_through
-    who_sleeps_is_woken_by_each_frame
-    the_link_goes_down_and_up
+suite!(kept, super::OnSim<super::Card<super::Kept>>, and
     only_what_is_let_in_arrives
     a_new_filter_replaces_the_old_one
-    long_frames_pass_as_far_as_the_mtu_says
-    what_cannot_be_sent_is_dropped_and_counted
-    counters_add_up
-    a_successor_goes_on_exactly
     a_hundred_successors_lose_nothing_under_traffic
-    a_card_that_is_pulled_out_is_gone
-    a_wrong_driver_state_is_refused_and_the_right_one_goes_on
-    a_refused_driver_state_changes_no_memory
     wrong_driver_states_under_traffic_lose_nothing
-    after_a_start_that_failed_a_good_one_works
-    a_parked_card_can_be_started_anew
     interrupts_do_not_block
 );
 
 // All but the cases of the filter: without commands the device lets everything in.
-suite!(mute, super::OnSim<super::Card<super::Mute>>:
-    frames_arrive_whole_and_in_order
-    frames_leave_whole_and_in_order
-    a_full_port_leaves_the_rest_to_the_caller
-    a_burst_is_not_filled_beyond_its_end
-    a_frame_that_arrives_while_arming_is_not_slept_through
-    who_sleeps_is_woken_by_each_frame
-    the_link_goes_down_and_up
-    long_frames_pass_as_far_as_the_mtu_says
-    what_cannot_be_sent_is_dropped_and_counted
-    counters_add_up
+suite!(mute, super::OnSim<super::Card<super::Mute>>, and
     a_parked_nic_touches_no_memory
-    a_successor_goes_on_exactly
     a_hundred_successors_lose_nothing_under_traffic
-    a_card_that_is_pulled_out_is_gone
-    a_wrong_driver_state_is_refused_and_the_right_one_goes_on
-    a_refused_driver_state_changes_no_memory
     wrong_driver_states_under_traffic_lose_nothing
-    after_a_start_that_failed_a_good_one_works
-    a_parked_card_can_be_started_anew
     interrupts_do_not_block
 );
 
