@@ -49,10 +49,11 @@ fn fmt(checkout: &Checkout) -> anyhow::Result<bool> {
 fn clippy(checkout: &Checkout) -> anyhow::Result<bool> {
     let mut ours = checkout.cargo("clippy");
     ours.args(["--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"]);
-    // The program that runs in the guest is not a test of `cargo test`, so `--all-targets` leaves it out.
-    let mut guest = checkout.cargo("clippy");
-    guest.args(["--package", "tasuki-net", "--test", "guest", "--", "-D", "warnings"]);
-    let ours = stream::succeeds(&mut ours)? & stream::succeeds(&mut guest)?;
+    // The programs that run in guests are no tests of `cargo test`, so `--all-targets` leaves them out.
+    let mut guests = checkout.cargo("clippy");
+    guests.args(["--package", "tasuki-net", "--package", "tasuki-control", "--all-features", "--test", "guest"]);
+    guests.args(["--", "-D", "warnings"]);
+    let ours = stream::succeeds(&mut ours)? & stream::succeeds(&mut guests)?;
     if !needs::CXX.is_met() {
         println!("clippy leaves out the fuzz targets: {}", needs::CXX.serves);
         return Ok(ours);

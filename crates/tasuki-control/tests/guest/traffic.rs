@@ -20,6 +20,7 @@ const CARD: [u8; 6] = [0x52, 0x54, 0x00, 0x12, 0x34, 0x57];
 
 /// Outcome of the traffic.
 #[derive(Debug)]
+#[expect(dead_code, reason = "some of it is printed only")]
 pub struct Outcome {
     /// Frames sent.
     pub sent: u32,
@@ -82,7 +83,8 @@ fn run(wire: &Wire, stop: &AtomicBool, mut first: impl FnMut()) -> Outcome {
             times.push(0);
         }
         // The sender sleeps when it may not send: the guest has few CPUs, and the emulation makes them slow.
-        let patience = Duration::from_millis(if times.len() as u32 - back < UNANSWERED { 0 } else { 5 });
+        let patience =
+            Duration::from_millis(if u32::try_from(times.len()).expect("few") - back < UNANSWERED { 0 } else { 5 });
         while let Some(frame) = wire.take(patience) {
             if frame.get(12..14) != Some(&[0x88, 0xb5]) {
                 foreign += u32::from(back >= 100);

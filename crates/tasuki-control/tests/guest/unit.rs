@@ -61,10 +61,11 @@ pub fn ask(words: &[&str]) -> Value {
 
 /// Binds a card to vfio-pci; returns its address: docs/your-nic-with-vfio.md, section 4.
 fn bound((vendor, device): (&str, &str)) -> String {
-    let folders = fs::read_dir("/sys/bus/pci/devices").expect("a bus").map(|folder| folder.expect("a folder").path());
+    let mut folders =
+        fs::read_dir("/sys/bus/pci/devices").expect("a bus").map(|folder| folder.expect("a folder").path());
     let is =
         |folder: &Path, file: &str, number| fs::read_to_string(folder.join(file)).expect("a number").trim() == number;
-    let card = folders.filter(|folder| is(folder, "vendor", vendor) && is(folder, "device", device)).next();
+    let card = folders.find(|folder| is(folder, "vendor", vendor) && is(folder, "device", device));
     let card = card.unwrap_or_else(|| panic!("the guest has no {vendor}:{device}"));
     let address = card.file_name().and_then(|name| name.to_str()).expect("an address").to_owned();
     let holder = fs::read_link(card.join("driver")).ok();

@@ -1,5 +1,5 @@
-//! Programs that a test starts and waits for, the model of a card among them. They end with the test, whatever becomes
-//! of it.
+//! Programs that a test starts and waits for, the model of a card among them. They end with the test, also when it
+//! fails.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
