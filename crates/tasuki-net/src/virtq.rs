@@ -7,7 +7,8 @@
 //! - **Q1** Our two indices are private. They are stored for the driver to see, and loaded from its memory only when a
 //!   queue starts.
 //! - **Q2** The driver's index is at most a queue ahead of ours.
-//! - **Q3** A descriptor that is used was read once, and is used only after a check that its bytes lie in memory that was announced.
+//! - **Q3** The values of a descriptor come from one read, and are used only after a check that its bytes lie in memory
+//!   that was announced.
 //! - **Q4** A chain has at most [`PIECES_MAX`] descriptors and pieces, so that a loop ends, and soon.
 //! - **Q5** Chains complete in the order in which they were made available.
 //!
