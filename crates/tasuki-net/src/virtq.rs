@@ -87,9 +87,51 @@ pub struct Stretch {
     pub offset: u64,
 }
 
+/// Bytes of a page, as the log of written pages counts them.
+const LOG_PAGE: u64 = 4096;
+
+/// A log of written pages: a bit for each page of a driver's memory, in memory of the front end.
+///
+/// Source: QEMU, `docs/interop/vhost-user.rst` (7.2), "Migration".
+#[derive(Debug)]
+pub struct Log {
+    region: CommonRegion,
+    words: Span<AtomicU64>,
+}
+
+impl Log {
+    /// Opens the log of `len` bytes that begins at byte `offset` of the region. Returns nothing if it does not lie there
+    /// as whole words.
+    pub fn new(region: CommonRegion, offset: u64, len: u64) -> Option<Self> {
+        let (offset, count) = (usize::try_from(offset).ok()?, usize::try_from(len / 8).ok()?);
+        let words = region.span(offset, count).ok()?;
+        Some(Log { region, words })
+    }
+
+    /// Returns whether it has a bit for each byte from 0 up to this address.
+    pub fn covers(&self, end: u64) -> bool {
+        end.div_ceil(LOG_PAGE) <= 64 * self.words.len() as u64
+    }
+
+    /// Notes that `len` bytes at the driver's address `address` were written. They must have been.
+    fn note(&self, address: u64, len: usize) {
+        let Some(last) = address.checked_add((len as u64).saturating_sub(1)) else { return };
+        for page in address / LOG_PAGE..=last / LOG_PAGE {
+            let word = usize::try_from(page / 64).ok().and_then(|word| self.words.get(word));
+            // The page's bytes come before its bit: the front end clears the bit, and then reads the bytes.
+            word.iter().for_each(|word| _ = word.fetch_or((1_u64 << (page % 64)).to_le(), Release));
+        }
+    }
+}
+
 /// All memory of a driver.
 #[derive(Debug, Default)]
-pub struct DriverMemory(pub ArrayVec<Stretch, STRETCHES_MAX>);
+pub struct DriverMemory {
+    /// Stretches, in the order of their announcement: a [`Piece`] counts on it.
+    pub stretches: ArrayVec<Stretch, STRETCHES_MAX>,
+    /// Where we note the pages that we write, while the machine is copied to another place.
+    pub log: Option<Log>,
+}
 
 /// Bytes that lie within a stretch (Q3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,11 +146,12 @@ pub struct Piece {
 impl DriverMemory {
     /// Returns whether any of it was taken away.
     pub fn is_gone(&self) -> bool {
-        self.0.iter().any(|stretch| stretch.region.is_gone())
+        let log = self.log.iter().map(|log| &log.region);
+        self.stretches.iter().map(|stretch| &stretch.region).chain(log).any(CommonRegion::is_gone)
     }
 
     fn place(&self, len: usize, offset_of: impl Fn(&Stretch) -> Option<u64>) -> Option<(u8, usize)> {
-        (0_u8..).zip(&self.0).find_map(|(at, stretch)| {
+        (0_u8..).zip(&self.stretches).find_map(|(at, stretch)| {
             let offset = offset_of(stretch)?;
             let fits = offset.checked_add(len as u64)? <= stretch.len;
             fits.then_some((at, usize::try_from(stretch.offset + offset).ok()?))
@@ -118,7 +161,7 @@ impl DriverMemory {
     /// Returns as much of `len` bytes at the driver's address `address` as lies in one stretch.
     #[inline]
     fn piece(&self, address: u64, len: usize) -> Option<Piece> {
-        (0_u8..).zip(&self.0).find_map(|(at, stretch)| {
+        (0_u8..).zip(&self.stretches).find_map(|(at, stretch)| {
             let offset = address.checked_sub(stretch.guest).filter(|offset| *offset < stretch.len)?;
             let len = usize::try_from(stretch.len - offset).map_or(len, |rest| rest.min(len));
             Some(Piece { stretch: at, offset: usize::try_from(stretch.offset + offset).ok()?, len })
@@ -138,7 +181,7 @@ impl DriverMemory {
     }
 
     fn at(&self, address: u64) -> Option<(&CommonRegion, usize)> {
-        let stretch = self.0.iter().find(|it| address.wrapping_sub(it.guest) < it.len)?;
+        let stretch = self.stretches.iter().find(|it| address.wrapping_sub(it.guest) < it.len)?;
         let offset = stretch.offset.wrapping_add(address - stretch.guest);
         Some((&stretch.region, usize::try_from(offset).ok()?))
     }
@@ -165,8 +208,17 @@ impl DriverMemory {
         (self.region(piece), piece.offset)
     }
 
+    /// Notes that the first `len` bytes of a piece were written, if such notes are taken.
+    #[inline]
+    pub fn note(&self, piece: Piece, len: usize) {
+        if let Some(log) = &self.log {
+            let stretch = &self.stretches[usize::from(piece.stretch)];
+            log.note((piece.offset as u64).wrapping_sub(stretch.offset).wrapping_add(stretch.guest), len);
+        }
+    }
+
     fn region(&self, piece: Piece) -> &CommonRegion {
-        &self.0[usize::from(piece.stretch)].region
+        &self.stretches[usize::from(piece.stretch)].region
     }
 
     /// Copies bytes from the pieces, from byte `from` on, as many as `into` has. Returns whether there were as many.
@@ -190,7 +242,7 @@ impl DriverMemory {
         done == into.len()
     }
 
-    /// Has `copy` fill the pieces with `len` bytes, from their byte `from` on. Its arguments: offset among the `len`
+    /// Has `copy` fill the pieces with `len` bytes, from their byte `from` on, and notes them. Its arguments: offset among the `len`
     /// bytes, number of bytes, region, and offset in the region.
     #[inline]
     pub fn fill(
@@ -208,6 +260,7 @@ impl DriverMemory {
             }
             let part = (piece.len - from).min(len - done);
             copy(done, part, self.region(*piece), piece.offset + from).expect("the piece was checked");
+            self.note(Piece { offset: piece.offset + from, ..*piece }, part);
             done += part;
             from = 0;
             if done == len {
@@ -299,6 +352,11 @@ impl Index {
     }
 }
 
+/// Returns the length in bytes of the used ring of a queue of `size` descriptors.
+pub fn used_len(size: usize) -> usize {
+    2 * (RING + 4 * size + 1)
+}
+
 /// The device's end of a queue.
 #[derive(Debug)]
 pub struct Queue {
@@ -308,6 +366,10 @@ pub struct Queue {
     used: Span<AtomicU16>,
     used_ring: Span<AtomicU32>,
     has_event_index: bool,
+    /// The driver's address of the used ring, if writes to it are noted.
+    pub used_log: Option<u64>,
+    /// Whether all writes to the used ring are noted.
+    is_noted: bool,
     /// The next chain that we take (Q1).
     next: Index,
     /// The driver's index at the last look (Q2).
@@ -335,7 +397,7 @@ impl Queue {
         let lend = |address: u64, len: usize| {
             let (stretch, offset) =
                 memory.place(len, |stretch| address.checked_sub(stretch.user)).ok_or(Broken::Ring)?;
-            Ok((&memory.0[usize::from(stretch)].region, offset))
+            Ok((&memory.stretches[usize::from(stretch)].region, offset))
         };
         let odd = |_| Broken::Ring;
         let (region, at) = lend(descriptors, DESCRIPTOR_LEN * count)?;
@@ -355,6 +417,8 @@ impl Queue {
             used,
             used_ring,
             has_event_index,
+            used_log: None,
+            is_noted: true,
             next: Index::of(next),
             known: Index::of(next),
             done: Index::of(done),
@@ -526,6 +590,7 @@ impl Queue {
         }
         let before = std::mem::replace(&mut self.shown, self.done);
         self.used[INDEX].store(self.done.get().to_le(), Release);
+        self.is_noted = false;
         fence(SeqCst);
         if self.has_event_index {
             let event = u16::from_le(self.available[RING + self.size as usize].load(Relaxed));
@@ -536,13 +601,25 @@ impl Queue {
     }
 
     /// Shows the completions of a predecessor that the driver may not have seen.
-    pub fn show_again(&self) {
+    pub fn show_again(&mut self) {
         self.used[INDEX].store(self.done.get().to_le(), Release);
+        self.is_noted = false;
+    }
+
+    /// Notes all of the used ring, a few pages, if it was written since the last time and such notes are taken.
+    #[inline]
+    pub fn note_used(&mut self, memory: &DriverMemory) {
+        if let (Some(log), Some(address)) = (&memory.log, self.used_log)
+            && !std::mem::replace(&mut self.is_noted, true)
+        {
+            log.note(address, used_len(self.size as usize));
+        }
     }
 
     /// Tells the driver whether to kick when it makes chains available (2.7.10). This is a hint: look once more
     /// afterwards.
-    pub fn want_kicks(&self, yes: bool) {
+    pub fn want_kicks(&mut self, yes: bool) {
+        self.is_noted = false;
         if self.has_event_index {
             // The driver kicks when it passes this index. One that it has passed already keeps it silent.
             let event = if yes { self.next } else { self.next.minus(1) }.get();

@@ -96,8 +96,8 @@ pub struct VniAttachment<D: FrameHandler> {
     endpoint: Option<Box<dyn Endpoint>>,
     /// Socket of the client that we last reported to the daemon, and the version of its parts.
     told_client: Option<(u64, u64)>,
-    /// When that was.
-    told_client_at: Instant,
+    /// Up to when the reports so far take their share of the time.
+    news_at: Instant,
     /// Whether the programs behind the endpoint are gone for good and we have reported it.
     is_gone: bool,
     /// Counts when the heartbeat was last updated: frames given, taken, dropped.
@@ -133,7 +133,7 @@ impl<D: FrameHandler> VniAttachment<D> {
             endpoint: None,
             is_gone: false,
             told_client: None,
-            told_client_at: Instant::now().checked_sub(Duration::from_secs(1)).unwrap_or_else(Instant::now),
+            news_at: Instant::now(),
             told: (0, 0, 0),
             waits_since: None,
             turns: 0,

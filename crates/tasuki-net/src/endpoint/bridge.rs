@@ -176,7 +176,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Takes a turn in both directions that is committed by one store: a successor carries it out, or finds that it did
     /// not happen.
     fn turn_as_a_whole(&mut self) -> usize {
-        let handled = self.give_and_keep();
+        let handled = if self.end.is_ready() { self.give_and_keep() } else { ArrayVec::new() };
         let taken = self.taken;
         let (mut egress, end) = self.split();
         let went = if egress.send_waiting() { end.take(&mut egress) } else { 0 };

@@ -45,7 +45,7 @@ impl Memory {
             let region = CommonRegion::map_guarded(file.as_fd(), usize::try_from(OFFSET + LEN).unwrap()).unwrap();
             // The front end has a gap between the two.
             let user = USER + number * 0x10_0000;
-            ours.0.push(Stretch { guest: GUEST + number * LEN, user, len: LEN, region, offset: OFFSET });
+            ours.stretches.push(Stretch { guest: GUEST + number * LEN, user, len: LEN, region, offset: OFFSET });
         }
         (memory, ours)
     }

@@ -1,6 +1,8 @@
 //! A virtual machine: the front end and its guest's driver, written from the specifications of vhost-user and VIRTIO and
 //! sharing nothing with the back end. It reads and writes its memory as a file, so it needs no mapping.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,6 +20,8 @@ pub const CSUM: u64 = 1;
 pub const GUEST_CSUM: u64 = 2;
 pub const GUEST_TSO4: u64 = 1 << 7;
 pub const MRG_RXBUF: u64 = 1 << 15;
+/// A feature of vhost: the back end notes the pages that it writes.
+pub const LOG_ALL: u64 = 1 << 26;
 pub const INDIRECT: u64 = 1 << 28;
 pub const EVENT_IDX: u64 = 1 << 29;
 pub const PROTOCOL: u64 = 1 << 30;
@@ -57,6 +61,8 @@ pub struct Machine {
     used: [u16; 2],
     /// Whether the driver sends with indirect tables, in pieces of this many bytes.
     pub pieces: Option<usize>,
+    /// Pages that guest and front end have written, counted from the first.
+    written: RefCell<BTreeSet<u64>>,
 }
 
 pub fn memory(len: u64) -> OwnedFd {
@@ -113,19 +119,13 @@ pub fn table(stretches: &[[u64; 4]]) -> Vec<u8> {
 
 impl Machine {
     /// Connects and starts its device; `turn` gives the back end a turn.
-    pub fn start(path: &Path, features: u64, size: u16, turn: impl FnMut()) -> Self {
-        let mut machine = Machine {
-            socket: connect(path),
-            memory: memory(LEN),
-            kicks: [eventfd(), eventfd()],
-            calls: [eventfd(), eventfd()],
-            features,
-            size,
-            available: [0; 2],
-            used: [0; 2],
-            pieces: None,
-        };
-        machine.set_up(turn);
+    pub fn start(path: &Path, features: u64, size: u16, mut turn: impl FnMut()) -> Self {
+        let mut machine = Self::connect(path, features, size, &mut turn);
+        machine.begin([0; 2], &mut turn);
+        (0..size).for_each(|at| machine.post(at));
+        for _ in 0..4 {
+            turn();
+        }
         machine
     }
 
@@ -143,40 +143,105 @@ impl Machine {
         panic!("no answer to request {request}");
     }
 
-    fn set_up(&mut self, mut turn: impl FnMut()) {
-        let say = |machine: &Self, request, body: &[u8], fds: &[BorrowedFd<'_>]| {
-            assert!(send(&machine.socket, &message(request, 0, body), fds));
+    fn say(&self, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) {
+        assert!(send(&self.socket, &message(request, 0, body), fds));
+    }
+
+    /// Connects and asks for features, as a machine does to which another is to migrate.
+    pub fn connect(path: &Path, features: u64, size: u16, turn: &mut impl FnMut()) -> Self {
+        let machine = Machine {
+            socket: connect(path),
+            memory: memory(LEN),
+            kicks: [eventfd(), eventfd()],
+            calls: [eventfd(), eventfd()],
+            features,
+            size,
+            available: [0; 2],
+            used: [0; 2],
+            pieces: None,
+            written: RefCell::default(),
         };
-        say(self, 3, &[], &[]);
-        let offered = self.ask(1, &[], &mut turn);
-        assert_eq!(offered & self.features, self.features, "{offered:#x}");
-        say(self, 2, &(self.features).to_ne_bytes(), &[]);
-        if self.features & PROTOCOL != 0 {
-            let offered = self.ask(15, &[], &mut turn);
-            say(self, 16, &offered.to_ne_bytes(), &[]);
+        machine.say(3, &[], &[]);
+        let offered = machine.ask(1, &[], turn);
+        assert_eq!(offered & features, features, "{offered:#x}");
+        if features & PROTOCOL != 0 {
+            let offered = machine.ask(15, &[], turn);
+            machine.say(16, &offered.to_ne_bytes(), &[]);
         }
-        say(self, 5, &table(&[[GUEST, LEN, USER, 0]]), &[self.memory.as_fd()]);
-        for (index, [descriptors, available, used]) in (0_u32..).zip(RINGS) {
+        machine
+    }
+
+    /// Starts its device, whose rings begin with these indices.
+    pub fn begin(&self, bases: [u16; 2], turn: &mut impl FnMut()) {
+        self.say(2, &self.features.to_ne_bytes(), &[]);
+        self.say(5, &table(&[[GUEST, LEN, USER, 0]]), &[self.memory.as_fd()]);
+        for (index, base) in (0_u32..).zip(bases) {
             let at = index as usize;
-            say(self, 8, &state(index, self.size.into()), &[]);
-            say(self, 10, &state(index, 0), &[]);
-            let words = [USER + descriptors, USER + used, USER + available, 0];
-            let address: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
-            say(self, 9, &[&state(index, 0)[..], &address].concat(), &[]);
-            say(self, 13, &u64::from(index).to_ne_bytes(), &[self.calls[at].as_fd()]);
-            say(self, 12, &u64::from(index).to_ne_bytes(), &[self.kicks[at].as_fd()]);
+            self.say(8, &state(index, self.size.into()), &[]);
+            self.say(10, &state(index, base.into()), &[]);
+            self.place(index, false);
+            self.say(13, &u64::from(index).to_ne_bytes(), &[self.calls[at].as_fd()]);
+            self.say(12, &u64::from(index).to_ne_bytes(), &[self.kicks[at].as_fd()]);
             if self.features & PROTOCOL != 0 {
-                say(self, 18, &state(index, 1), &[]);
+                self.say(18, &state(index, 1), &[]);
             }
         }
-        (0..self.size).for_each(|at| self.post(at));
-        for _ in 0..4 {
+        turn();
+    }
+
+    /// Says where a ring lies, and whether writes to its used ring are noted.
+    fn place(&self, index: u32, is_noted: bool) {
+        let [descriptors, available, used] = RINGS[index as usize];
+        let words = [USER + descriptors, USER + used, USER + available, GUEST + used];
+        let address: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        self.say(9, &[&state(index, is_noted.into())[..], &address].concat(), &[]);
+    }
+
+    /// Has the back end note the pages that it writes, in a log of `len` bytes, as QEMU does when a migration begins.
+    pub fn log(&self, len: u64, turn: &mut impl FnMut()) -> OwnedFd {
+        let log = memory(len);
+        self.say(6, &[len.to_ne_bytes(), 0_u64.to_ne_bytes()].concat(), &[log.as_fd()]);
+        let until = Instant::now() + PATIENCE;
+        while answer(&self.socket).is_none() {
+            assert!(Instant::now() < until, "no answer to a log");
             turn();
         }
+        self.say(2, &(self.features | LOG_ALL).to_ne_bytes(), &[]);
+        [0, 1].into_iter().for_each(|index| self.place(index, true));
+        turn();
+        log
+    }
+
+    /// Returns the pages that guest and front end have written so far, and those in the log of the back end.
+    pub fn pages(&self, log: &OwnedFd) -> BTreeSet<u64> {
+        let bytes = rustix::fs::fstat(log).unwrap().st_size.unsigned_abs();
+        let mut bits = vec![0; usize::try_from(bytes).unwrap()];
+        assert_eq!(rustix::io::pread(log, &mut bits, 0), Ok(bits.len()));
+        let noted = (0..8 * bytes).filter(|page| bits[usize::try_from(page / 8).unwrap()] & 1 << (page % 8) != 0);
+        noted.map(|page| page - GUEST / 4096).chain(self.written.borrow().iter().copied()).collect()
+    }
+
+    /// Stops both rings. Returns the index of the next chain of each.
+    pub fn stop(&self, turn: &mut impl FnMut()) -> [u16; 2] {
+        if self.features & PROTOCOL != 0 {
+            // As QEMU 7.2 does, and later ones do not.
+            self.say(39, &0_u64.to_ne_bytes(), &[]);
+        }
+        [0_u32, 1].map(|index| {
+            let answer = self.ask(11, &state(index, 0), turn);
+            u16::try_from(answer >> 32).unwrap()
+        })
+    }
+
+    /// Copies these pages of another machine's memory, and what its driver knows.
+    pub fn copy(&mut self, from: &Machine, pages: impl IntoIterator<Item = u64>) {
+        pages.into_iter().for_each(|page| self.write(4096 * page, &from.read(4096 * page, 4096)));
+        (self.available, self.used, self.pieces) = (from.available, from.used, from.pieces);
     }
 
     pub fn write(&self, at: u64, bytes: &[u8]) {
         assert_eq!(rustix::io::pwrite(&self.memory, bytes, at), Ok(bytes.len()));
+        self.written.borrow_mut().extend(at / 4096..(at + bytes.len() as u64).div_ceil(4096));
     }
 
     pub fn read(&self, at: u64, len: usize) -> Vec<u8> {

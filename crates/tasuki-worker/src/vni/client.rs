@@ -15,8 +15,12 @@ use crate::channel::DaemonChannel;
 use crate::endpoint::{pack, unpack};
 use crate::handler::FrameHandler;
 
-/// Shortest interval between two reports of a client: a program may come, go and change as often as it likes.
+/// Average interval between reports of a client: a program may come, go and change as often as it likes.
 const AGAIN: Duration = Duration::from_millis(20);
+
+/// How far reports may be ahead of that. A set-up or the begin of a migration is a dozen changes in a row; until a change
+/// is reported, no successor can go on after it.
+const AHEAD: Duration = Duration::from_millis(16 * 20);
 
 impl<D: FrameHandler> VniAttachment<D> {
     /// Returns the connection to the node's client, if the node's endpoint has clients, whether this worker drives it
@@ -48,7 +52,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         if let Some(End::Bridge(bridge)) = &mut self.end
             && bridge.end.connection().is_some_and(|connection| connection.has_news())
             && !common.channel.is_behind()
-            && self.told_client_at.elapsed() >= AGAIN
+            && self.news_at <= Instant::now() + AHEAD
         {
             self.tell_client(&mut common.channel);
         }
@@ -57,7 +61,7 @@ impl<D: FrameHandler> VniAttachment<D> {
     /// Returns how soon to report the client, if that is due.
     pub(super) fn news_in(&mut self) -> Option<Duration> {
         let has_news = self.connection().is_some_and(|connection| connection.has_news());
-        has_news.then(|| AGAIN.saturating_sub(self.told_client_at.elapsed()))
+        has_news.then(|| self.news_at.saturating_duration_since(Instant::now() + AHEAD))
     }
 
     /// Reports the client for a successor. Sends the client away, to connect again, if no successor can know of it.
@@ -84,7 +88,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         if now == self.told_client {
             return;
         }
-        self.told_client_at = Instant::now();
+        self.news_at = self.news_at.max(Instant::now()) + AGAIN;
         let before = std::mem::replace(&mut self.told_client, now).map(|(socket, _)| socket);
         if let Some(gone) = before.filter(|before| now.map(|(socket, _)| socket) != Some(*before)) {
             channel.write(&ToDaemon::NoClient { nic, socket: gone }, Vec::new());

@@ -3,6 +3,7 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -73,9 +74,17 @@ const GUEST: &str = "192.0.2.9";
 ///
 /// Without MSI-X: the front end of QEMU 7.2 has no interrupt of that kind without KVM, and crashes when it looks for one.
 fn machine(world: &World, socket: &Path) -> Option<Program> {
+    let machine = qemu(world, socket, "console.log", &[])?;
+    until(&world.rig, "the guest is up", || {
+        std::fs::read_to_string(world.rig.path("console.log")).is_ok_and(|said| said.contains("guest: ready"))
+    });
+    Some(machine)
+}
+
+fn qemu(world: &World, socket: &Path, console: &str, more: &[&str]) -> Option<Program> {
     let files = std::env::var_os("TASUKI_VM")?;
     let [kernel, archive] = <[_; 2]>::try_from(std::env::split_paths(&files).collect::<Vec<_>>()).ok()?;
-    let console = world.rig.path("console.log");
+    let console = world.rig.path(console);
     let mut command = Command::new("qemu-system-x86_64");
     command.args(["-machine", "q35,memory-backend=memory", "-accel", "tcg", "-cpu", "max", "-m", "512M"]);
     command.args(["-object", "memory-backend-memfd,id=memory,size=512M,share=on"]);
@@ -85,12 +94,25 @@ fn machine(world: &World, socket: &Path) -> Option<Program> {
     command.arg("-chardev").arg(format!("socket,id=node,path={},reconnect=1", socket.display()));
     command.args(["-netdev", "vhost-user,id=net,chardev=node"]);
     command.args(["-device", "virtio-net-pci,netdev=net,vectors=0,mac=02:00:00:00:00:99"]);
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    let machine = Program(command.spawn().ok()?);
-    until(&world.rig, "the guest is up", || {
-        std::fs::read_to_string(&console).is_ok_and(|said| said.contains("guest: ready"))
-    });
-    Some(machine)
+    let complaints = std::fs::File::create(console.with_extension("err")).ok()?;
+    command.args(more).stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints);
+    Some(Program(command.spawn().ok()?))
+}
+
+/// Gives QEMU's monitor a command, and returns what it says.
+fn monitor(path: &Path, command: &str) -> String {
+    let mut monitor = UnixStream::connect(path).expect("a monitor");
+    let mut said = Vec::new();
+    let mut until_prompt = |monitor: &mut UnixStream| {
+        let mut byte = [0];
+        while !said.ends_with(b"(qemu) ") && monitor.read(&mut byte).expect("QEMU runs") == 1 {
+            said.push(byte[0]);
+        }
+        std::mem::take(&mut said)
+    };
+    until_prompt(&mut monitor);
+    monitor.write_all(format!("{command}\n").as_bytes()).expect("QEMU runs");
+    String::from_utf8_lossy(&until_prompt(&mut monitor)).into_owned()
 }
 
 /// Sends bytes to the guest's echo and compares what comes back. Calls `meanwhile` while they are under way.
@@ -166,5 +188,55 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
     world.rig.await_pair("vm");
     echoed(&world, 8, || {});
     assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
+    world.end();
+}
+
+/// The guest goes from one QEMU to another while its node's worker is killed and replaced. All that the worker writes
+/// into the guest's memory arrives with it: bytes that are under way are the same afterwards.
+#[test]
+fn a_stock_guest_migrates_live_while_its_back_end_is_killed_and_replaced() {
+    let Some(world) = World::new() else { return };
+    world.add("shop", &world.shop, SHOP, &[]);
+    let socket = world.rig.path("vm.sock");
+    world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
+    world.rig.await_pair("vm");
+    let [control, incoming] = ["monitor.sock", "incoming.sock"].map(|name| world.rig.path(name));
+    let serve = format!("unix:{},server=on,wait=off", control.display());
+    let to = format!("unix:{}", incoming.display());
+    let Some(source) = qemu(&world, &socket, "console.log", &["-monitor", &serve]) else {
+        println!("skipped: needs QEMU and a kernel: cargo xtask test");
+        return world.end();
+    };
+    let ping = |count: &str| world.pinged(&["-c", count, "-i", "0.005", "-W", "5", GUEST]);
+    until(&world.rig, "it answers", || ping("1").contains(" 1 received"));
+    let destination = qemu(&world, &socket, "console-2.log", &["-incoming", &to]).expect("one runs already");
+    until(&world.rig, "the other machine waits for the guest", || incoming.exists());
+    std::thread::scope(|scope| {
+        let pinging = scope.spawn(|| ping("1000"));
+        echoed(&world, 11, || {
+            monitor(&control, "migrate_set_parameter max-bandwidth 64M");
+            monitor(&control, &format!("migrate -d {to}"));
+            for _ in 0..2 {
+                world.kill_driver("vm");
+                world.rig.await_pair("vm");
+            }
+            world.rig.ask(&["worker", "upgrade", "vm"]);
+            until(&world.rig, "the guest has gone", || {
+                let said = monitor(&control, "info migrate");
+                assert!(!said.contains("failed"), "{said}\n{}", world.rig.log());
+                said.contains("Migration status: completed")
+            });
+        });
+        let said = pinging.join().expect("it does not panic");
+        assert!(said.contains(" 1000 received") && !said.contains("duplicates"), "{said}\n{}", world.rig.log());
+    });
+    // The machine from which the guest went ends, and the worker dies: the guest stays.
+    drop(source);
+    echoed(&world, 12, || {
+        world.rig.await_pair("vm");
+        world.kill_driver("vm");
+    });
+    assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
+    drop(destination);
     world.end();
 }

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use tasuki_shm::region::CommonRegion;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::wire::{FDS_MAX, NO_FD, Region, RingAddress, RingState, feature, protocol, request};
-use crate::virtq::{Broken, DriverMemory, Place, Queue, STRETCHES_MAX, Stretch};
+use super::wire::{FDS_MAX, LOG_USED, LogBase, NO_FD, Region, RingAddress, RingState, feature, protocol, request};
+use crate::virtq::{Broken, DriverMemory, Log, Place, Queue, STRETCHES_MAX, Stretch, used_len};
 
 /// Index of the ring by which the guest receives.
 pub const TO_GUEST: usize = 0;
@@ -27,6 +27,7 @@ const FEATURES: u64 = feature::CSUM
     | feature::HOST_TSO6
     | feature::HOST_ECN
     | feature::MRG_RXBUF
+    | feature::LOG_ALL
     | feature::INDIRECT_DESC
     | feature::EVENT_IDX
     | feature::PROTOCOL_FEATURES
@@ -36,7 +37,8 @@ const FEATURES: u64 = feature::CSUM
     | feature::GUEST_USO6
     | feature::HOST_USO;
 
-const PROTOCOL_FEATURES: u64 = protocol::REPLY_ACK | protocol::CONFIGURE_MEM_SLOTS | protocol::STATUS;
+const PROTOCOL_FEATURES: u64 =
+    protocol::LOG_SHMFD | protocol::RARP | protocol::REPLY_ACK | protocol::CONFIGURE_MEM_SLOTS | protocol::STATUS;
 
 /// Why a front end is sent away. vhost-user has no message for it: the reason goes to the daemon's user.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -67,6 +69,9 @@ pub enum Refusal {
         "its memory cannot be shared: {0}; give the machine a memory backend that is a file in memory, and share=on"
     )]
     Memory(String),
+    /// A log that cannot be written.
+    #[error("the log that it gives for written pages cannot be used: {0}")]
+    Log(String),
     /// More stretches of memory than we have room for.
     #[error("its memory comes in more than {STRETCHES_MAX} stretches")]
     Stretches,
@@ -95,6 +100,8 @@ pub struct RingText {
     base: u16,
     /// Where the used ring stood when the ring started.
     done: u16,
+    /// The guest's address of the used ring, if writes to it are noted.
+    log: Option<u64>,
     is_enabled: bool,
     /// Whether the front end has started it: it gave an eventfd for kicks, or said that it gives none.
     is_started: bool,
@@ -120,6 +127,8 @@ pub struct Text {
     rings: [RingText; RINGS],
     /// Stretches: guest address, front end's address, length, offset.
     stretches: Vec<(u64, u64, u64, u64)>,
+    /// Length and offset of the log of written pages.
+    log: Option<(u64, u64)>,
 }
 
 /// The device.
@@ -129,6 +138,10 @@ pub struct Device {
     files: ArrayVec<OwnedFd, STRETCHES_MAX>,
     kicks: [Option<OwnedFd>; RINGS],
     calls: [Option<OwnedFd>; RINGS],
+    /// The log of written pages. It is written while the front end has [`feature::LOG_ALL`].
+    log: Option<OwnedFd>,
+    /// Station address of a guest that came from another place and cannot announce itself, until we have.
+    pub announced: Option<[u8; 6]>,
     /// All memory of the guest.
     pub memory: DriverMemory,
     /// Rings that are started and enabled.
@@ -149,6 +162,16 @@ impl Device {
     /// Returns the number of its state.
     pub fn session(&self) -> u32 {
         self.text.session
+    }
+
+    /// Goes on after the device with this number of its state.
+    pub fn follow(&mut self, session: u32) {
+        self.text.session = session.wrapping_add(1);
+    }
+
+    /// Returns whether both rings are started and enabled.
+    pub fn is_running(&self) -> bool {
+        self.queues.iter().all(Option::is_some)
     }
 
     /// Handles a request. Returns the body of the answer, if the request has one of its own.
@@ -179,9 +202,24 @@ impl Device {
                     return Err(Refusal::Features(features & !FEATURES));
                 }
                 self.text.features = features;
+                if !self.has(feature::LOG_ALL) {
+                    (self.text.log, self.log, self.memory.log) = (None, None, None);
+                }
                 self.open_queues()?;
             }
-            request::SET_OWNER | request::SET_VRING_ERR => {}
+            request::SET_OWNER | request::SET_VRING_ERR | request::SET_LOG_FD => {}
+            request::SET_LOG_BASE if has_protocol(protocol::LOG_SHMFD) => {
+                let count = fds.len();
+                let file = fds.pop().filter(|_| count == 1).ok_or(Refusal::Descriptors(request, count))?;
+                let LogBase { len, offset } = body(request, bytes)?;
+                self.set_log(len, offset, file)?;
+                self.open_queues()?;
+                return number(0);
+            }
+            request::SEND_RARP if has_protocol(protocol::RARP) => {
+                let address: u64 = body(request, bytes)?;
+                self.announced = address.to_ne_bytes().first_chunk().copied();
+            }
             request::RESET_OWNER => self.stop(),
             request::GET_PROTOCOL_FEATURES => return number(PROTOCOL_FEATURES),
             request::SET_PROTOCOL_FEATURES => {
@@ -223,9 +261,12 @@ impl Device {
                 self.open_queues()?;
             }
             request::SET_VRING_ADDR => {
-                let RingAddress { index, descriptors, used, available, .. } = body(request, bytes)?;
+                let RingAddress { index, flags, descriptors, used, available, log } = body(request, bytes)?;
                 let ring = self.ring(index.into())?;
                 ring.place = Place { descriptors, used, available, ..ring.place };
+                ring.log = (flags & LOG_USED != 0).then_some(log);
+                let log = ring.log;
+                self.queues[index as usize].iter_mut().for_each(|queue| queue.used_log = log);
                 self.open_queues()?;
             }
             request::SET_VRING_BASE => {
@@ -236,9 +277,9 @@ impl Device {
             request::GET_VRING_BASE => {
                 let RingState { index, .. } = body(request, bytes)?;
                 let at = index as usize;
-                let base = self.ring(index.into())?.base;
-                let base = self.queues[at].take().map_or(base, |queue| queue.indices().0);
-                self.text.rings[at] = RingText { base, is_started: false, ..self.text.rings[at].clone() };
+                self.ring(index.into())?.is_started = false;
+                self.close(at);
+                let base = self.text.rings[at].base;
                 self.kicks[at] = None;
                 let answer = RingState { index, number: base.into() };
                 return Ok(Some(answer.as_bytes().to_vec()));
@@ -259,11 +300,14 @@ impl Device {
         at.and_then(|at| self.text.rings.get_mut(at)).ok_or(Refusal::Ring(index))
     }
 
-    /// Stops both rings.
+    /// Stops both rings. Keeps their places: QEMU 7.2 resets the status of a machine that migrates, and then asks where
+    /// its rings are.
     fn stop(&mut self) {
-        for (at, ring) in self.text.rings.iter_mut().enumerate() {
-            *ring = RingText::default();
-            (self.queues[at], self.kicks[at], self.calls[at]) = (None, None, None);
+        for at in 0..RINGS {
+            self.close(at);
+            let RingText { base, done, .. } = self.text.rings[at];
+            self.text.rings[at] = RingText { base, done, ..RingText::default() };
+            (self.kicks[at], self.calls[at]) = (None, None);
         }
     }
 
@@ -306,7 +350,7 @@ impl Device {
         }
         self.keep_places();
         (self.text.stretches, self.files) = (Vec::new(), ArrayVec::new());
-        self.memory.0.clear();
+        self.memory.stretches.clear();
         for (bytes, file) in regions.chunks_exact(size_of::<Region>()).zip(fds) {
             self.add(body(request::SET_MEM_TABLE, bytes)?, file)?;
         }
@@ -323,10 +367,29 @@ impl Device {
             return Err(Refusal::Stretches);
         }
         let mapped = CommonRegion::map_guarded(file.as_fd(), whole).map_err(|error| odd(error.to_string()))?;
-        self.memory.0.push(Stretch { guest, user, len, region: mapped, offset });
+        self.memory.stretches.push(Stretch { guest, user, len, region: mapped, offset });
         self.files.push(file);
         self.text.stretches.push((guest, user, len, offset));
         Ok(())
+    }
+
+    fn set_log(&mut self, len: u64, offset: u64, file: OwnedFd) -> Result<(), Refusal> {
+        let whole = offset.checked_add(len).and_then(|whole| usize::try_from(whole).ok());
+        let whole = whole.ok_or_else(|| Refusal::Log("it has no end".to_owned()))?;
+        let mapped = CommonRegion::map_guarded(file.as_fd(), whole).map_err(|error| Refusal::Log(error.to_string()))?;
+        let log = Log::new(mapped, offset, len).ok_or_else(|| Refusal::Log("it is not aligned".to_owned()))?;
+        (self.text.log, self.log, self.memory.log) = (Some((len, offset)), Some(file), Some(log));
+        Ok(())
+    }
+
+    /// Returns whether all that we may write can be noted, if it must be. A front end may start a ring a few messages
+    /// before it gives the log: the ring waits for that.
+    fn can_note(&self) -> bool {
+        let end_of = |ring: &RingText| ring.log?.checked_add(used_len(ring.place.size.into()) as u64);
+        let ends = self.text.stretches.iter().map(|(guest, _, len, _)| guest + len);
+        let mut ends = ends.chain(self.text.rings.iter().filter_map(end_of));
+        let Some(log) = &self.memory.log else { return !self.has(feature::LOG_ALL) };
+        ends.all(|end| log.covers(end))
     }
 
     fn remove(&mut self, region: Region) {
@@ -334,41 +397,46 @@ impl Device {
         if let Some(at) = self.text.stretches.iter().position(is_it) {
             self.keep_places();
             self.text.stretches.remove(at);
-            self.memory.0.remove(at);
+            self.memory.stretches.remove(at);
             self.files.remove(at);
         }
     }
 
     /// Closes the queues, whose memory changes, and notes where they were.
     fn keep_places(&mut self) {
-        for (at, ring) in self.text.rings.iter_mut().enumerate() {
-            if let Some(queue) = self.queues[at].take() {
-                (ring.base, ring.done) = queue.indices();
-            }
+        (0..RINGS).for_each(|at| self.close(at));
+    }
+
+    /// Closes a queue, and notes where it was.
+    fn close(&mut self, at: usize) {
+        if let Some(mut queue) = self.queues[at].take() {
+            queue.note_used(&self.memory);
+            (self.text.rings[at].base, self.text.rings[at].done) = queue.indices();
         }
     }
 
     /// Opens the queues that are ready and not open.
     fn open_queues(&mut self) -> Result<(), Refusal> {
         let has_protocol = self.text.features & feature::PROTOCOL_FEATURES != 0;
-        for (at, ring) in self.text.rings.iter_mut().enumerate() {
-            let is_described = ring.place.size > 0 && ring.place.descriptors > 0 && !self.memory.0.is_empty();
-            if !ring.may_run(has_protocol) {
-                if let Some(queue) = self.queues[at].take() {
-                    (ring.base, ring.done) = queue.indices();
-                }
+        let can_note = self.can_note();
+        for at in 0..RINGS {
+            let ring = &self.text.rings[at];
+            let is_described = ring.place.size > 0 && ring.place.descriptors > 0 && !self.memory.stretches.is_empty();
+            if !ring.may_run(has_protocol) || !can_note {
+                self.close(at);
                 continue;
             }
             if self.queues[at].is_some() || !is_described {
                 continue;
             }
             let has_event_index = self.text.features & feature::EVENT_IDX != 0;
-            let queue = Queue::new(&self.memory, ring.place, ring.base, None, has_event_index)?;
+            let mut queue = Queue::new(&self.memory, ring.place, ring.base, None, has_event_index)?;
+            queue.used_log = ring.log;
             if at == TO_GUEST {
                 // Nobody waits for buffers in its sleep.
                 queue.want_kicks(false);
             }
-            ring.done = queue.indices().1;
+            self.text.rings[at].done = queue.indices().1;
             self.queues[at] = Some(queue);
         }
         Ok(())
@@ -416,7 +484,7 @@ impl Device {
 
     /// Returns the descriptors for a successor, in the order in which [`again`](Self::again) takes them.
     pub fn fds(&self) -> impl Iterator<Item = &OwnedFd> {
-        self.files.iter().chain(self.kicks.iter().flatten()).chain(self.calls.iter().flatten())
+        self.files.iter().chain(self.kicks.iter().flatten()).chain(self.calls.iter().flatten()).chain(&self.log)
     }
 
     /// Makes the device of a predecessor anew. Opens no queue before [`go_on`](Self::go_on).
@@ -426,7 +494,7 @@ impl Device {
             .map_err(|error| format!("the description of a virtual machine is not understood ({error}); {older}"))?;
         let stretches = std::mem::take(&mut text.stretches);
         let flags = text.rings.iter().map(|ring| usize::from(ring.has_kick) + usize::from(ring.has_call));
-        let (count, expected) = (fds.len(), stretches.len() + flags.sum::<usize>());
+        let (count, expected) = (fds.len(), stretches.len() + flags.sum::<usize>() + usize::from(text.log.is_some()));
         if count != expected {
             return Err(format!(
                 "{count} descriptors came with a virtual machine, and {expected} belong to it; {older}"
@@ -437,6 +505,10 @@ impl Device {
         for (guest, user, len, offset) in stretches {
             let file = fds.next().expect("they were counted");
             device.add(Region { guest, len, user, offset }, file).map_err(|refusal| refusal.to_string())?;
+        }
+        if let Some((len, offset)) = device.text.log {
+            let file = fds.next_back().expect("they were counted");
+            device.set_log(len, offset, file).map_err(|refusal| refusal.to_string())?;
         }
         if !fds.as_slice().iter().all(|fd| super::is_eventfd(fd.as_fd())) {
             return Err(format!("what came as the eventfds of a virtual machine are none; {older}"));
@@ -460,16 +532,19 @@ impl Device {
         let mark = mark.filter(|_| session == Some(self.text.session));
         let has_protocol = self.has(feature::PROTOCOL_FEATURES);
         let has_event_index = self.has(feature::EVENT_IDX);
+        let can_note = self.can_note();
         for (at, ring) in self.text.rings.iter().enumerate() {
-            if !ring.may_run(has_protocol) || ring.place.descriptors == 0 {
+            if !ring.may_run(has_protocol) || ring.place.descriptors == 0 || !can_note {
                 continue;
             }
             let shift = if at == TO_GUEST { 16 } else { 0 };
             let done = mark.map_or(ring.done, |mark| u16::try_from(mark >> shift & 0xffff).expect("two bytes"));
             // Chains complete in order: as many were taken as were completed.
             let next = ring.base.wrapping_add(done.wrapping_sub(ring.done));
-            let queue = Queue::new(&self.memory, ring.place, next, Some(done), has_event_index)?;
+            let mut queue = Queue::new(&self.memory, ring.place, next, Some(done), has_event_index)?;
+            queue.used_log = ring.log;
             queue.show_again();
+            queue.note_used(&self.memory);
             self.queues[at] = Some(queue);
         }
         Ok(())

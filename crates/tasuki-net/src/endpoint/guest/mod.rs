@@ -71,6 +71,9 @@ const ECN: u8 = 0x80;
 /// Maximum number of buffers that one frame is merged from.
 const MERGED_MAX: usize = 64;
 
+/// How long frames wait for a guest that is on its way from one machine to another. QEMU's own limit is 300 ms.
+const MOVE: Duration = Duration::from_secs(1);
+
 /// How long a front end may say nothing after it has connected.
 const SILENCE: Duration = Duration::from_secs(5);
 
@@ -111,11 +114,28 @@ struct Machine {
     silent: Option<Instant>,
 }
 
+impl Machine {
+    /// Reads the front end's messages.
+    fn hear(&mut self) -> Result<(), Refusal> {
+        let mut count = 0;
+        let heard = self.channel.hear(&mut self.device, &mut count);
+        if count > 0 {
+            self.silent = None;
+        }
+        heard
+    }
+}
+
 /// The back end of a machine's network card.
 #[derive(Debug)]
 pub struct Guest {
     listener: Listener,
     machine: Option<Box<Machine>>,
+    /// A second machine: the one to which the guest migrates, and afterwards the one from which it came. Of the two, the
+    /// machine whose device runs is served.
+    other: Option<Box<Machine>>,
+    /// Since when the guest is on its way from one machine to the other.
+    moves: Option<Instant>,
     /// The machine of a predecessor, until the endpoint begins to serve.
     inherited: Option<Box<Machine>>,
     serves: bool,
@@ -157,6 +177,8 @@ impl Guest {
         Ok(Guest {
             listener: Listener::new(listener)?,
             machine: None,
+            other: None,
+            moves: None,
             inherited: None,
             serves: false,
             stale: None,
@@ -177,21 +199,19 @@ impl Guest {
 
     /// Returns whether a guest runs its device.
     pub fn is_running(&self) -> bool {
-        self.machine.as_ref().is_some_and(|machine| machine.device.queues.iter().all(Option::is_some))
+        self.machine.as_ref().is_some_and(|machine| machine.device.is_running())
     }
 
-    /// Reads the front end's messages, and accepts connections.
+    /// Reads the messages of both front ends, and accepts connections.
     fn hear(&mut self) {
         self.must_hear = false;
-        let was_running = self.is_running();
+        let running =
+            |guest: &Self| guest.machine.as_ref().filter(|_| guest.is_running()).map(|it| it.channel.number());
+        let was_running = running(self);
         if let Some(machine) = &mut self.machine {
-            let Machine { channel, device, silent } = &mut **machine;
-            let (before, mut count) = (device.session(), 0);
-            let heard = channel.hear(device, &mut count);
-            if count > 0 {
-                *silent = None;
-            }
-            if device.session() != before {
+            let before = machine.device.session();
+            let heard = machine.hear();
+            if machine.device.session() != before {
                 (self.has_news, self.is_quiesced) = (true, false);
                 self.watch_all();
             }
@@ -199,45 +219,102 @@ impl Guest {
                 self.end(&refusal);
             }
         }
-        self.clients.attached += u64::from(self.is_running() && !was_running);
+        self.hear_other();
+        let runs = running(self);
+        self.clients.attached += u64::from(runs.is_some() && runs != was_running);
+        match runs {
+            Some(_) => self.moves = None,
+            None if was_running.is_some() && self.other.is_some() => self.moves = Some(Instant::now()),
+            None => {}
+        }
         if self.stale.is_some() {
             // The place may be taken or free: it is known soon, and a new front end waits for it.
             return;
         }
         for _ in 0..ACCEPTS {
             let Some(socket) = self.listener.accept() else { return };
-            if self.machine.is_some() {
-                self.clients.refused += 1;
-                self.trouble =
-                    Some("a second front end connected, and was sent away: the node has a machine already".to_owned());
+            if self.other.is_some() {
+                self.refuse(
+                    "a third front end connected, and was sent away: the node has a machine, and a second one to which \
+                     it migrates"
+                        .to_owned(),
+                );
                 continue;
             }
             if self.listener.watch(socket.as_fd()).is_ok() {
                 let (channel, device) = (Channel::new(socket), Device::new(self.session));
-                self.machine = Some(Box::new(Machine { channel, device, silent: Some(Instant::now()) }));
+                let machine = Some(Box::new(Machine { channel, device, silent: Some(Instant::now()) }));
+                *(if self.machine.is_none() { &mut self.machine } else { &mut self.other }) = machine;
             }
         }
     }
 
-    /// Ends the connection.
+    /// Reads the messages of the second front end. Serves it from now on if its device runs, and the first one's does
+    /// not.
+    fn hear_other(&mut self) {
+        let Some(mut other) = self.other.take() else { return };
+        let heard = other.hear();
+        match (heard, other.device.is_running(), self.is_running()) {
+            (Ok(()), true, true) => {
+                other.channel.hang_up();
+                self.refuse(
+                    "a second front end started its device, and was sent away: the node's machine still runs"
+                        .to_owned(),
+                );
+            }
+            (Ok(()), true, false) => {
+                self.other = self.machine.take();
+                self.serve(other);
+            }
+            (Ok(()), false, _) => self.other = Some(other),
+            (Err(refusal), ..) => {
+                other.channel.hang_up();
+                if refusal != Refusal::Left {
+                    self.refuse(format!("the front end of a second machine was sent away: {refusal}"));
+                }
+            }
+        }
+    }
+
+    fn refuse(&mut self, sentence: String) {
+        self.clients.refused += 1;
+        self.trouble = Some(sentence);
+    }
+
+    /// Serves another machine from now on.
+    fn serve(&mut self, mut machine: Box<Machine>) {
+        machine.device.follow(self.session());
+        self.machine = Some(machine);
+        (self.has_news, self.is_quiesced, self.must_hear) = (true, false, true);
+        self.watch_all();
+    }
+
+    /// Returns the number of the state of the device that is served, or was last.
+    fn session(&self) -> u32 {
+        self.machine.as_ref().or(self.other.as_ref()).map_or(self.session, |machine| machine.device.session())
+    }
+
+    /// Ends the connection of the machine that is served.
     fn end(&mut self, refusal: &Refusal) {
         let Some(machine) = self.machine.take() else { return };
         self.has_news = true;
         self.session = machine.device.session();
-        self.watch_all();
         if *refusal != Refusal::Left {
-            self.clients.refused += 1;
-            self.trouble = Some(format!("the machine's front end was sent away: {refusal}"));
+            self.refuse(format!("the machine's front end was sent away: {refusal}"));
         }
         machine.channel.hang_up();
+        match self.other.take() {
+            Some(other) => self.serve(other),
+            None => self.watch_all(),
+        }
     }
 
     /// Watches the listener, and of the machine the socket and the eventfds that it has now: the front end may have
     /// earlier ones open, too.
     fn watch_all(&mut self) {
-        let machine = self.machine.iter();
+        let machines = self.machine.iter().chain(&self.other);
         self.listener.watch_only(
-            machine.flat_map(|it| [it.channel.socket()].into_iter().chain(it.device.kicks())).map(AsFd::as_fd),
+            machines.flat_map(|it| [it.channel.socket()].into_iter().chain(it.device.kicks())).map(AsFd::as_fd),
         );
     }
 
@@ -261,6 +338,12 @@ impl Guest {
         if let Err(refusal) = went {
             self.end(&refusal);
         }
+    }
+
+    /// Tells the VNI where a guest is now that came from another place. Returns whether it did.
+    fn announce(&mut self, egress: &mut Egress<'_>) -> bool {
+        let Some(announced) = self.machine.as_mut().map(|machine| &mut machine.device.announced) else { return false };
+        announced.take_if(|address| egress.send_bytes(&announcement(*address))).is_some()
     }
 
     /// Returns the number of frames taken, also before the guest broke a rule.
@@ -427,6 +510,16 @@ fn words_of(offload: &Offload, addresses: Addresses) -> [u64; 3] {
     words.map(u64::to_le)
 }
 
+/// Returns a request of RARP for one's own address (RFC 903), as back ends send it for their guest.
+fn announcement(address: [u8; 6]) -> [u8; 60] {
+    let mut frame = [0; 60];
+    frame[..6].fill(0xff);
+    // EtherType; Ethernet and IPv4, the lengths of their addresses; "request reverse".
+    frame[12..22].copy_from_slice(&[0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3]);
+    [6, 22, 32].into_iter().for_each(|at| frame[at..at + 6].copy_from_slice(&address));
+    frame
+}
+
 /// Returns the length in bytes of the header before each frame.
 fn header_len(device: &Device) -> usize {
     let is_long = device.has(feature::VERSION_1) || device.has(feature::MRG_RXBUF);
@@ -520,6 +613,7 @@ impl Buffers<'_> {
         if !incoming.is_whole() {
             return Ok(Some(None));
         }
+        self.memory.note(piece, len);
         self.queue.complete_next(head, u32::try_from(len).expect("no longer than a frame"));
         Ok(Some(Some(Given::Taken(1))))
     }
@@ -620,6 +714,11 @@ impl Endpoint for Guest {
     }
 
     #[inline]
+    fn is_ready(&mut self) -> bool {
+        self.moves.is_none_or(|since| since.elapsed() >= MOVE)
+    }
+
+    #[inline]
     fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given {
         if self.broken.is_some() {
             return away(dropped);
@@ -634,19 +733,23 @@ impl Endpoint for Guest {
         if self.broken.is_some() {
             return 0;
         }
-        self.take_from_guest(egress)
+        usize::from(self.announce(egress)) + self.take_from_guest(egress)
     }
 
     /// Shows the guest what is completed, and interrupts it if it wants that.
     #[inline]
     fn commit(&mut self) {
+        // One that does not read its answers is sent away when it is heard.
+        self.other.iter_mut().for_each(|other| _ = other.channel.answer());
         if let Some(machine) = &mut self.machine {
             if let Err(refusal) = machine.channel.answer() {
                 self.broken.get_or_insert(refusal);
             }
             for at in [TO_GUEST, FROM_GUEST] {
-                let wants = machine.device.queues[at].as_mut().is_some_and(Queue::show);
+                let Device { memory, queues, .. } = &mut machine.device;
+                let wants = queues[at].as_mut().is_some_and(Queue::show);
                 point("guest.shown");
+                queues[at].iter_mut().for_each(|queue| queue.note_used(memory));
                 if let Some(call) = machine.device.call(at).filter(|_| wants) {
                     ring(call);
                     self.clients.interrupts += 1;
@@ -685,9 +788,15 @@ impl Endpoint for Guest {
     fn tick(&mut self, now: Instant) -> bool {
         self.must_hear = true;
         self.listener.tick();
-        let silent = self.machine.as_ref().and_then(|machine| machine.silent);
-        if silent.is_some_and(|since| now.saturating_duration_since(since) >= SILENCE) {
+        let is_silent = |machine: &Machine| {
+            machine.silent.is_some_and(|since| now.saturating_duration_since(since) >= SILENCE)
+        };
+        if self.machine.as_deref().is_some_and(is_silent) {
             self.end(&Refusal::Silent);
+        }
+        if let Some(other) = self.other.take_if(|other| is_silent(other)) {
+            other.channel.hang_up();
+            self.refuse(format!("the front end of a second machine was sent away: {}", Refusal::Silent));
         }
         self.machine.is_some() && !self.is_running()
     }
@@ -706,11 +815,13 @@ impl Endpoint for Guest {
 
     fn release(&mut self) {
         self.serves = false;
+        // It connects again, to the successor.
+        self.other.take().into_iter().for_each(|other| other.channel.hang_up());
         // Another worker may serve it meanwhile: it is not ours to send away.
         self.inherited = self.stale.take().map(|(machine, _)| machine);
         if let Some(mut machine) = self.machine.take() {
             self.session = machine.device.session();
-            let is_running = machine.device.queues.iter().all(Option::is_some);
+            let is_running = machine.device.is_running();
             machine.device.queues = [None, None];
             // It is ours again if the successor gives the lease back.
             self.inherited = is_running.then_some(machine);
@@ -778,6 +889,7 @@ impl Connection for Guest {
     }
 
     fn dismiss(&mut self, _: Dismissal) {
+        self.other.take().into_iter().for_each(|other| other.channel.hang_up());
         self.end(&Refusal::Left);
     }
 }

@@ -16,6 +16,8 @@ mod theirs;
 
 #[path = "attack.rs"]
 mod attack;
+#[path = "migration.rs"]
+mod migration;
 
 const US: u16 = 0;
 const OTHER: u16 = 1;
@@ -291,7 +293,7 @@ fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
     let odd: [(Vec<u8>, usize, &str); 13] = [
         (message(2, 0, &(1_u64 << 27).to_ne_bytes()), 0, "features that it was not offered (0x8000000)"),
         (message(16, 0, &1_u64.to_ne_bytes()), 0, "features that it was not offered (0x1)"),
-        (message(7, 0, &[]), 1, "it sent request 7, which it was not offered"),
+        (message(6, 0, &[0; 16]), 1, "it sent request 6, which it was not offered"),
         (message(37, 0, &[0; 40]), 1, "it sent request 37, which it was not offered"),
         (b"GET / HTTP/1.1\r\n\r\n".to_vec(), 0, "what it sends is not vhost-user"),
         (message(2, 0, &[0; 4]), 0, "a body of 4 bytes, which is not its length"),

@@ -46,6 +46,8 @@ pub mod request {
     pub const SET_OWNER: u32 = 3;
     pub const RESET_OWNER: u32 = 4;
     pub const SET_MEM_TABLE: u32 = 5;
+    pub const SET_LOG_BASE: u32 = 6;
+    pub const SET_LOG_FD: u32 = 7;
     pub const SET_VRING_NUM: u32 = 8;
     pub const SET_VRING_ADDR: u32 = 9;
     pub const SET_VRING_BASE: u32 = 10;
@@ -56,6 +58,7 @@ pub mod request {
     pub const GET_PROTOCOL_FEATURES: u32 = 15;
     pub const SET_PROTOCOL_FEATURES: u32 = 16;
     pub const SET_VRING_ENABLE: u32 = 18;
+    pub const SEND_RARP: u32 = 19;
     pub const GET_MAX_MEM_SLOTS: u32 = 36;
     pub const ADD_MEM_REG: u32 = 37;
     pub const REM_MEM_REG: u32 = 38;
@@ -65,6 +68,8 @@ pub mod request {
 
 /// Bits of the protocol's features.
 pub mod protocol {
+    pub const LOG_SHMFD: u64 = 1 << 1;
+    pub const RARP: u64 = 1 << 2;
     pub const REPLY_ACK: u64 = 1 << 3;
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
@@ -81,6 +86,8 @@ pub mod feature {
     pub const HOST_TSO6: u64 = 1 << 12;
     pub const HOST_ECN: u64 = 1 << 13;
     pub const MRG_RXBUF: u64 = 1 << 15;
+    /// All memory that the device writes is noted in a log: a feature of vhost, which no driver sees.
+    pub const LOG_ALL: u64 = 1 << 26;
     pub const INDIRECT_DESC: u64 = 1 << 28;
     pub const EVENT_IDX: u64 = 1 << 29;
     /// The front end knows the protocol's features.
@@ -110,6 +117,17 @@ pub struct RingAddress {
     pub used: u64,
     pub available: u64,
     pub log: u64,
+}
+
+/// Flag of [`RingAddress`]: writes to the used ring are noted in the log, at the guest's address `log`.
+pub const LOG_USED: u32 = 1;
+
+/// Body of [`request::SET_LOG_BASE`]: where the log lies in the file beside it.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct LogBase {
+    pub len: u64,
+    pub offset: u64,
 }
 
 /// A stretch of memory.
