@@ -3,6 +3,7 @@
 
 use theirs::{CSUM, EVENT_IDX, GUEST_CSUM, GUEST_TSO4, INDIRECT, MRG_RXBUF, Machine, PROTOCOL, VERSION_1};
 
+use super::machines::LATE_NEWS;
 use super::*;
 use crate::endpoint::Bridge;
 use crate::vni::Vni;
@@ -10,13 +11,11 @@ use crate::vni::fixture::{Nodes, frame, listen, mac, received};
 use crate::vni::mortal::lives_for;
 
 /// A machine written from the specifications.
-#[path = "../../../tests/suite/vm.rs"]
+#[path = "../../../../tests/suite/vm.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 mod theirs;
 
-#[path = "attack.rs"]
 mod attack;
-#[path = "migration.rs"]
 mod migration;
 
 const US: u16 = 0;

@@ -1,0 +1,247 @@
+//! The machines that are connected: one that is served, and a second for a guest that migrates. And how they go to a
+//! successor.
+
+use super::*;
+
+/// Maximum number of connections that are accepted in one turn.
+const ACCEPTS: usize = 4;
+
+/// How long a description may be on its way that is newer than the one that a successor has.
+pub(super) const LATE_NEWS: Duration = Duration::from_millis(100);
+
+/// How long a front end may say nothing after it has connected.
+const SILENCE: Duration = Duration::from_secs(5);
+
+/// A front end, from its connection on.
+#[derive(Debug)]
+pub(super) struct Machine {
+    pub(super) channel: Channel,
+    pub(super) device: Device,
+    /// When it connected, until it has said something.
+    silent: Option<Instant>,
+}
+
+impl Machine {
+    /// Reads the front end's messages.
+    fn hear(&mut self) -> Result<(), Refusal> {
+        let mut count = 0;
+        let heard = self.channel.hear(&mut self.device, &mut count);
+        if count > 0 {
+            self.silent = None;
+        }
+        heard
+    }
+}
+
+impl Guest {
+    /// Reads the messages of both front ends, and accepts connections.
+    pub(super) fn hear(&mut self) {
+        self.must_hear = false;
+        let running =
+            |guest: &Self| guest.machine.as_ref().filter(|_| guest.is_running()).map(|it| it.channel.number());
+        let was_running = running(self);
+        if let Some(machine) = &mut self.machine {
+            let before = machine.device.session();
+            let heard = machine.hear();
+            if machine.device.session() != before {
+                (self.has_news, self.is_quiesced) = (true, false);
+                self.watch_all();
+            }
+            if let Err(refusal) = heard {
+                self.end(&refusal);
+            }
+        }
+        self.hear_other();
+        let runs = running(self);
+        self.clients.attached += u64::from(runs.is_some() && runs != was_running);
+        match runs {
+            Some(_) => self.moves = None,
+            None if was_running.is_some() && self.other.is_some() => self.moves = Some(Instant::now()),
+            None => {}
+        }
+        if self.stale.is_some() {
+            // The place may be taken or free: it is known soon, and a new front end waits for it.
+            return;
+        }
+        for _ in 0..ACCEPTS {
+            let Some(socket) = self.listener.accept() else { return };
+            if self.other.is_some() {
+                self.refuse(
+                    "a third front end connected, and was sent away: the node has a machine, and a second one to which \
+                     it migrates"
+                        .to_owned(),
+                );
+                continue;
+            }
+            if self.listener.watch(socket.as_fd()).is_ok() {
+                let (channel, device) = (Channel::new(socket), Device::new(self.session));
+                let machine = Some(Box::new(Machine { channel, device, silent: Some(Instant::now()) }));
+                *(if self.machine.is_none() { &mut self.machine } else { &mut self.other }) = machine;
+            }
+        }
+    }
+
+    /// Reads the messages of the second front end. Serves it from now on if its device runs, and the first one's does
+    /// not.
+    fn hear_other(&mut self) {
+        let Some(mut other) = self.other.take() else { return };
+        let heard = other.hear();
+        match (heard, other.device.is_running(), self.is_running()) {
+            (Ok(()), true, true) => {
+                other.channel.hang_up();
+                self.refuse(
+                    "a second front end started its device, and was sent away: the node's machine still runs"
+                        .to_owned(),
+                );
+            }
+            (Ok(()), true, false) => {
+                self.other = self.machine.take();
+                self.serve(other);
+            }
+            (Ok(()), false, _) => self.other = Some(other),
+            (Err(refusal), ..) => {
+                other.channel.hang_up();
+                if refusal != Refusal::Left {
+                    self.refuse(format!("the front end of a second machine was sent away: {refusal}"));
+                }
+            }
+        }
+    }
+
+    fn refuse(&mut self, sentence: String) {
+        self.clients.refused += 1;
+        self.trouble = Some(sentence);
+    }
+
+    /// Serves another machine from now on.
+    fn serve(&mut self, mut machine: Box<Machine>) {
+        machine.device.follow(self.session());
+        self.machine = Some(machine);
+        (self.has_news, self.is_quiesced, self.must_hear) = (true, false, true);
+        self.watch_all();
+    }
+
+    /// Returns the number of the state of the device that is served, or was last.
+    fn session(&self) -> u32 {
+        self.machine.as_ref().or(self.other.as_ref()).map_or(self.session, |machine| machine.device.session())
+    }
+
+    /// Ends the connection of the machine that is served.
+    pub(super) fn end(&mut self, refusal: &Refusal) {
+        let Some(machine) = self.machine.take() else { return };
+        self.has_news = true;
+        self.session = machine.device.session();
+        if *refusal != Refusal::Left {
+            self.refuse(format!("the machine's front end was sent away: {refusal}"));
+        }
+        machine.channel.hang_up();
+        match self.other.take() {
+            Some(other) => self.serve(other),
+            None => self.watch_all(),
+        }
+    }
+
+    /// Ends the connection of a machine of which no newer description has come.
+    pub(super) fn end_stale(&mut self) {
+        if let Some((machine, _)) = self.stale.take_if(|(_, since)| since.elapsed() >= LATE_NEWS) {
+            self.machine = Some(machine);
+            self.end(&Refusal::Stale);
+            self.must_hear = true;
+        }
+    }
+
+    /// Ends the connections of front ends that have said nothing.
+    pub(super) fn end_silent(&mut self, now: Instant) {
+        let is_silent =
+            |machine: &Machine| machine.silent.is_some_and(|since| now.saturating_duration_since(since) >= SILENCE);
+        if self.machine.as_deref().is_some_and(is_silent) {
+            self.end(&Refusal::Silent);
+        }
+        if let Some(other) = self.other.take_if(|other| is_silent(other)) {
+            other.channel.hang_up();
+            self.refuse(format!("the front end of a second machine was sent away: {}", Refusal::Silent));
+        }
+    }
+
+    /// Watches the listener, and of the machine the socket and the eventfds that it has now: the front end may have
+    /// earlier ones open, too.
+    pub(super) fn watch_all(&mut self) {
+        let machines = self.machine.iter().chain(&self.other);
+        self.listener.watch_only(
+            machines.flat_map(|it| [it.channel.socket()].into_iter().chain(it.device.kicks())).map(AsFd::as_fd),
+        );
+    }
+
+    /// Goes on with the machine of a predecessor.
+    pub(super) fn go_on_now(&mut self, mut machine: Box<Machine>) {
+        if self.machine.is_some() {
+            return;
+        }
+        // The daemon hears from us when this machine leaves only if it has heard of it from us before.
+        self.has_news = true;
+        let went = machine.device.go_on(self.mark);
+        if went == Err(Refusal::Stale) {
+            self.stale = Some((machine, Instant::now()));
+            return;
+        }
+        self.stale = None;
+        // A predecessor may have ended before it interrupted the guest.
+        [TO_GUEST, FROM_GUEST].into_iter().filter_map(|at| machine.device.call(at)).for_each(ring);
+        (self.machine, self.is_quiesced, self.must_hear) = (Some(machine), false, true);
+        self.watch_all();
+        if let Err(refusal) = went {
+            self.end(&refusal);
+        }
+    }
+}
+
+impl Connection for Guest {
+    fn has_news(&self) -> bool {
+        self.has_news
+    }
+
+    /// A front end whose device does not run yet has no parts: it connects again when its worker is replaced.
+    fn parts(&mut self) -> io::Result<Option<Parts>> {
+        self.has_news = false;
+        let machine = match (&self.machine, &self.inherited) {
+            (Some(machine), _) if self.is_running() => machine,
+            (None, Some(machine)) => machine,
+            _ => return Ok(None),
+        };
+        let fds = [machine.channel.socket()].into_iter().chain(machine.device.fds());
+        Ok(Some(Parts {
+            name: "a virtual machine".to_owned(),
+            number: machine.channel.number(),
+            version: machine.device.session().into(),
+            text: machine.device.text(),
+            fds: fds.map(OwnedFd::try_clone).collect::<io::Result<_>>()?,
+        }))
+    }
+
+    fn go_on(&mut self, parts: Parts) -> Result<(), String> {
+        let Parts { text, mut fds, .. } = parts;
+        if fds.is_empty() {
+            return Err("no socket came with a virtual machine; rebuild the older of daemon and worker".to_owned());
+        }
+        let socket = fds.remove(0);
+        let channel = Channel::new(socket);
+        // A front end that no successor can serve has to connect again.
+        let device = Device::again(&text, fds).inspect_err(|_| channel.hang_up())?;
+        let machine = Box::new(Machine { channel, device, silent: None });
+        if self.serves {
+            self.go_on_now(machine);
+        } else {
+            self.inherited = Some(machine);
+        }
+        Ok(())
+    }
+
+    fn forget(&mut self, number: u64) {
+        self.inherited.take_if(|machine| machine.channel.number() == number);
+    }
+
+    fn dismiss(&mut self, _: Dismissal) {
+        self.other.take().into_iter().for_each(|other| other.channel.hang_up());
+        self.end(&Refusal::Left);
+    }
+}

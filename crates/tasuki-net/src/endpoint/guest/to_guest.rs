@@ -1,0 +1,294 @@
+//! The way of a frame into the guest's buffers.
+
+use super::*;
+
+/// Bit of `gso_type`: the segment has an ECN mark.
+const ECN: u8 = 0x80;
+
+/// Maximum number of buffers that one frame is merged from.
+const MERGED_MAX: usize = 64;
+
+/// Buffers of the guest for one frame.
+#[derive(Debug, Default)]
+pub(super) struct Room {
+    /// Chains: the head of each, and its number of bytes.
+    heads: ArrayVec<(u16, usize), MERGED_MAX>,
+    pieces: ArrayVec<Piece, PIECES_MAX>,
+}
+
+impl Guest {
+    pub(super) fn give_to_guest(
+        &mut self,
+        incoming: &Incoming<'_>,
+        front: &Front,
+        dropped: &mut Dropped,
+    ) -> Result<Given, Broken> {
+        let Self { machine, copy, chain, room, .. } = self;
+        let Some(machine) = machine else { return Ok(away(dropped)) };
+        let offload = if incoming.is_finished() {
+            Offload::default()
+        } else {
+            let Ok(offload) = incoming.offload() else { return Ok(too_late(dropped)) };
+            let Some(offload) = sound(offload, incoming.len()) else {
+                dropped.malformed += 1;
+                return Ok(Given::Taken(0));
+            };
+            offload
+        };
+        let is_fit = takes(&machine.device, &offload);
+        let header = header_len(&machine.device);
+        let merges = machine.device.has(feature::MRG_RXBUF);
+        let Device { memory, queues, .. } = &mut machine.device;
+        let Some(queue) = &mut queues[TO_GUEST] else { return Ok(away(dropped)) };
+        let mut to = Buffers { memory, queue, chain, room, header, merges };
+        if is_fit {
+            if let Some(address) = to.queue.address_ahead(AHEAD) {
+                to.memory.prefetch_to_write(address, FETCHED);
+            }
+            if let Some(given) = to.give_plain(incoming, front, &offload)? {
+                return Ok(given.unwrap_or_else(|| too_late(dropped)));
+            }
+            let found = to.find(header + incoming.len())?;
+            if found != Found::Room {
+                return Ok(found.given(dropped));
+            }
+            to.write_header(&offload);
+            to.write(header, incoming.len(), |at, len, region, offset| {
+                incoming.copy_to_common(at, len, region, offset)
+            });
+            // The bytes that were checked; the sender may have changed its copy since.
+            to.write(header, front.len(), |at, len, region, offset| region.copy_from(offset, &front[at..at + len]));
+            if !incoming.is_whole() {
+                to.forget();
+                return Ok(too_late(dropped));
+            }
+            to.complete(header + incoming.len());
+            return Ok(Given::Taken(1));
+        }
+        let Ok(len) = incoming.copy_to(copy) else { return Ok(too_late(dropped)) };
+        copy[..front.len()].copy_from_slice(front);
+        let before = to.queue.indices();
+        let (mut count, mut failed) = (0, None);
+        let made = finish(&offload, &mut copy[..len], |front, back| {
+            if failed.is_some() {
+                return;
+            }
+            let all = front.len() + back.len();
+            match to.find(header + all) {
+                Ok(Found::Room) => {}
+                Ok(found) => return failed = Some(Ok(found)),
+                Err(broken) => return failed = Some(Err(broken)),
+            }
+            to.write_header(&Offload::default());
+            to.write(header, front.len(), |at, len, region, offset| region.copy_from(offset, &front[at..at + len]));
+            to.write(header + front.len(), back.len(), |at, len, region, offset| {
+                region.copy_from(offset, &back[at..at + len])
+            });
+            to.complete(header + all);
+            count += 1;
+        });
+        match (made, failed) {
+            (Ok(_), None) => Ok(Given::Taken(count)),
+            (_, Some(Err(broken))) => Err(broken),
+            (Err(_), _) => {
+                dropped.malformed += 1;
+                Ok(Given::Taken(0))
+            }
+            (Ok(_), Some(Ok(found))) => {
+                // All parts go, or none: those that went are not shown yet.
+                let (next, done) = to.queue.indices();
+                to.queue.put_back(next.wrapping_sub(before.0));
+                to.queue.undo(done.wrapping_sub(before.1));
+                Ok(found.given(dropped))
+            }
+        }
+    }
+}
+
+pub(super) fn away(dropped: &mut Dropped) -> Given {
+    dropped.away += 1;
+    Given::Taken(0)
+}
+
+fn too_late(dropped: &mut Dropped) -> Given {
+    dropped.too_late += 1;
+    Given::Taken(0)
+}
+
+/// Returns the header of a frame that one buffer holds, and the frame's addresses behind it, little-endian.
+#[inline]
+fn words_of(offload: &Offload, addresses: Addresses) -> [u64; 3] {
+    let Offload { flags, gso_type, hdr_len, gso_size, csum_start, csum_offset } = *offload;
+    let [hdr_len, gso_size, csum_start, csum_offset] =
+        [hdr_len, gso_size, csum_start, csum_offset].map(|field| u64::from(field.get()));
+    let Addresses { first, rest } = addresses;
+    let buffers = 1;
+    let words = [
+        u64::from(flags) | u64::from(gso_type) << 8 | hdr_len << 16 | gso_size << 32 | csum_start << 48,
+        csum_offset | buffers << 16 | first << 32,
+        first >> 32 | u64::from(rest) << 32,
+    ];
+    words.map(u64::to_le)
+}
+
+/// Returns the length in bytes of the header before each frame.
+pub(super) fn header_len(device: &Device) -> usize {
+    let is_long = device.has(feature::VERSION_1) || device.has(feature::MRG_RXBUF);
+    if is_long { LONG_HEADER } else { HEADER_LEN }
+}
+
+/// Returns the header of a frame of `len` bytes with nothing in it but what the guest's driver is to go by, or nothing if
+/// it contradicts the frame: another node may have written anything.
+fn sound(offload: Offload, len: usize) -> Option<Offload> {
+    const DATA_VALID: u8 = 2;
+    let Offload { flags, gso_type, hdr_len, gso_size, csum_start, csum_offset } = offload;
+    let mut sound = Offload { flags: flags & (NEEDS_CSUM | DATA_VALID), gso_type, ..Offload::default() };
+    if flags & NEEDS_CSUM != 0 {
+        let (start, offset) = (usize::from(csum_start.get()), usize::from(csum_offset.get()));
+        (start >= 14 && start + offset + 2 <= len).then_some(())?;
+        (sound.csum_start, sound.csum_offset) = (csum_start, csum_offset);
+    }
+    if gso_type != GSO_NONE {
+        let is_known = matches!(gso_type & !ECN, 1 | 4 | 5);
+        let fits = gso_size.get() > 0 && usize::from(hdr_len.get()) <= len && flags & NEEDS_CSUM != 0;
+        (is_known && fits).then_some(())?;
+        (sound.hdr_len, sound.gso_size) = (hdr_len, gso_size);
+    }
+    Some(sound)
+}
+
+/// Returns whether the guest's driver takes a frame with this work left to do.
+fn takes(device: &Device, offload: &Offload) -> bool {
+    let needs_csum = offload.flags & NEEDS_CSUM != 0;
+    let cuts = match offload.gso_type & !ECN {
+        GSO_NONE => true,
+        1 => device.has(feature::GUEST_TSO4),
+        4 => device.has(feature::GUEST_TSO6),
+        5 => device.has(feature::GUEST_USO4) && device.has(feature::GUEST_USO6),
+        _ => false,
+    };
+    (!needs_csum || device.has(feature::GUEST_CSUM))
+        && cuts
+        && (offload.gso_type & ECN == 0 || device.has(feature::GUEST_ECN))
+}
+
+/// Whether the guest has buffers for a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Found {
+    Room,
+    /// It has none at present.
+    None,
+    /// No buffer, or no number of merged ones, holds the frame.
+    TooLong,
+}
+
+impl Found {
+    fn given(self, dropped: &mut Dropped) -> Given {
+        match self {
+            Found::None => Given::NoRoom,
+            Found::Room | Found::TooLong => {
+                dropped.too_long += 1;
+                Given::Taken(0)
+            }
+        }
+    }
+}
+
+/// The ring by which the guest receives, and the buffers of it that one frame takes.
+struct Buffers<'a> {
+    memory: &'a DriverMemory,
+    queue: &'a mut Queue,
+    chain: &'a mut Chain,
+    room: &'a mut Room,
+    header: usize,
+    merges: bool,
+}
+
+impl Buffers<'_> {
+    /// Gives a frame that the next buffer holds alone, as nearly all do. Returns nothing if it does not, and within it
+    /// nothing if the sender took the frame back.
+    #[inline]
+    fn give_plain(
+        &mut self,
+        incoming: &Incoming<'_>,
+        front: &Front,
+        offload: &Offload,
+    ) -> Result<Option<Option<Given>>, Broken> {
+        let len = LONG_HEADER + incoming.len();
+        let Some(addresses) = Addresses::of(front).filter(|_| self.header == LONG_HEADER) else { return Ok(None) };
+        let Some((head, piece)) = self.queue.next_plain(self.memory, len)? else { return Ok(None) };
+        let (region, at) = self.memory.place_of(piece);
+        let put = incoming.copy_to_common(0, incoming.len(), region, at + LONG_HEADER);
+        // The addresses that were checked; the sender may have changed its copy since.
+        put.and_then(|()| region.put_words(at, words_of(offload, addresses))).expect("the piece was checked");
+        if !incoming.is_whole() {
+            return Ok(Some(None));
+        }
+        self.memory.note(piece, len);
+        self.queue.complete_next(head, u32::try_from(len).expect("no longer than a frame"));
+        Ok(Some(Some(Given::Taken(1))))
+    }
+
+    /// Takes buffers for `len` bytes. Takes none if they are too few.
+    #[inline]
+    fn find(&mut self, len: usize) -> Result<Found, Broken> {
+        self.room.heads.clear();
+        self.room.pieces.clear();
+        let (mut have, mut taken) = (0, 0);
+        let found = loop {
+            if have >= len {
+                return Ok(Found::Room);
+            }
+            if !self.queue.take(self.memory, self.chain)? {
+                break if taken == self.queue.size() { Found::TooLong } else { Found::None };
+            }
+            taken += 1;
+            let room = len_of(&self.chain.writable);
+            have += room;
+            let fits = self.room.pieces.try_extend_from_slice(&self.chain.writable).is_ok()
+                && self.room.heads.try_push((self.chain.head, room)).is_ok();
+            if !fits || (!self.merges && have < len) {
+                break Found::TooLong;
+            }
+        };
+        self.queue.put_back(taken);
+        self.room.heads.clear();
+        Ok(found)
+    }
+
+    /// Puts the buffers back.
+    fn forget(&mut self) {
+        self.queue.put_back(u16::try_from(self.room.heads.len()).expect("a few"));
+        self.room.heads.clear();
+    }
+
+    #[inline]
+    fn write_header(&mut self, offload: &Offload) {
+        let mut header = [0; LONG_HEADER];
+        header[..HEADER_LEN].copy_from_slice(offload.as_bytes());
+        let buffers = u16::try_from(self.room.heads.len()).expect("a few");
+        header[HEADER_LEN..].copy_from_slice(&buffers.to_le_bytes());
+        self.write(0, self.header, |at, len, region, offset| region.copy_from(offset, &header[at..at + len]));
+    }
+
+    #[inline]
+    fn write(
+        &self,
+        from: usize,
+        len: usize,
+        copy: impl FnMut(usize, usize, &CommonRegion, usize) -> Result<(), RegionError>,
+    ) {
+        self.memory.fill(&self.room.pieces, from, len, copy);
+    }
+
+    /// Completes the buffers, which hold `len` bytes.
+    #[inline]
+    fn complete(&mut self, len: usize) {
+        let mut left = len;
+        for (head, room) in self.room.heads.drain(..) {
+            let part = room.min(left);
+            left -= part;
+            self.queue.complete(head, u32::try_from(part).expect("no longer than a frame"));
+        }
+    }
+}
