@@ -186,7 +186,8 @@ impl Machine {
                 self.say(18, &state(index, 1), &[]);
             }
         }
-        turn();
+        // A turn for each message.
+        (0..30).for_each(|_| turn());
     }
 
     /// Says where a ring lies, and whether writes to its used ring are noted.
@@ -208,7 +209,7 @@ impl Machine {
         }
         self.say(2, &(self.features | LOG_ALL).to_ne_bytes(), &[]);
         [0, 1].into_iter().for_each(|index| self.place(index, true));
-        turn();
+        (0..5).for_each(|_| turn());
         log
     }
 

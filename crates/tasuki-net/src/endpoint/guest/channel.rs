@@ -1,4 +1,7 @@
 //! The front end's socket: reads a message at a time, without waiting, and answers.
+//!
+//! A message stays in the socket until the change that it makes is committed. A worker that dies before that leaves it
+//! to its successor: a front end that waits for an answer would wait for ever.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -7,23 +10,29 @@ use std::os::fd::{AsFd, OwnedFd};
 use arrayvec::ArrayVec;
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendFlags, recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendFlags, recv, recvmsg, sendmsg,
 };
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::device::{Device, Refusal};
-use super::wire::{BODY_MAX, FDS_MAX, HEAD_LEN, Head, flags, protocol};
+use crate::vni::ledger::point;
 
-/// Maximum number of messages read at a time: a handshake, and some more.
-const AT_ONCE: usize = 64;
+use super::wire::{BODY_MAX, FDS_MAX, HEAD_LEN, Head, flags, protocol};
 
 /// A front end's socket, and the message that is being read.
 #[derive(Debug)]
 pub struct Channel {
     socket: OwnedFd,
     bytes: [u8; HEAD_LEN + BODY_MAX],
-    have: usize,
+    /// Number of bytes of it that are here, and how many of them were taken from the socket: none of a message that its
+    /// front end sent as a whole.
+    seen: usize,
+    taken: usize,
+    /// Descriptors that came with the bytes that were taken, and with those that were looked at last.
     fds: ArrayVec<OwnedFd, FDS_MAX>,
+    looked: ArrayVec<OwnedFd, FDS_MAX>,
+    /// Number of bytes in the socket of a message that was handled.
+    handled: usize,
     /// Answers that wait until the state is committed of which they speak.
     answers: Vec<u8>,
 }
@@ -31,7 +40,16 @@ pub struct Channel {
 impl Channel {
     /// Talks to the front end behind `socket`, which must not block.
     pub fn new(socket: OwnedFd) -> Self {
-        Channel { socket, bytes: [0; HEAD_LEN + BODY_MAX], have: 0, fds: ArrayVec::new(), answers: Vec::new() }
+        Channel {
+            socket,
+            bytes: [0; HEAD_LEN + BODY_MAX],
+            seen: 0,
+            taken: 0,
+            fds: ArrayVec::new(),
+            looked: ArrayVec::new(),
+            handled: 0,
+            answers: Vec::new(),
+        }
     }
 
     /// Returns the socket.
@@ -44,9 +62,9 @@ impl Channel {
         rustix::fs::fstat(&self.socket).map_or(0, |stat| stat.st_ino)
     }
 
-    /// Returns whether a message has begun and not ended.
+    /// Returns whether a part of a message was taken from the socket, and the rest has yet to come.
     pub fn is_within(&self) -> bool {
-        self.have > 0
+        self.taken > 0
     }
 
     /// Ends the connection, for all processes that hold the socket.
@@ -54,34 +72,35 @@ impl Channel {
         super::hang_up(&self.socket);
     }
 
-    /// Reads the front end's messages and has `device` handle them. Adds the number of messages to `count`. The answers
-    /// go with [`answer`](Self::answer).
+    /// Has `device` handle the front end's next message, if it is there. Returns whether it was. With
+    /// [`answer`](Self::answer) it leaves the socket, and its answer goes; the message behind it comes after that.
     ///
     /// # Errors
     /// Why the front end is to be sent away.
-    pub fn hear(&mut self, device: &mut Device, count: &mut u64) -> Result<(), Refusal> {
-        for _ in 0..AT_ONCE {
-            let Some(head) = self.next()? else { return Ok(()) };
-            *count += 1;
-            self.have = 0;
-            let Head { request, flags, len } = head;
-            let fds = std::mem::take(&mut self.fds);
-            let body = &self.bytes[HEAD_LEN..HEAD_LEN + len as usize];
-            let done = device.hear(request, body, fds);
-            let wants_ack = flags & flags::NEED_REPLY != 0 && device.has_protocol(protocol::REPLY_ACK);
-            match done? {
-                Some(body) => self.prepare(request, &body),
-                None if wants_ack => self.prepare(request, 0_u64.as_bytes()),
-                None => {}
-            }
+    pub fn hear(&mut self, device: &mut Device) -> Result<bool, Refusal> {
+        if self.handled > 0 {
+            return Ok(false);
         }
-        Ok(())
+        let Some(Head { request, flags, .. }) = self.next()? else { return Ok(false) };
+        let whole = std::mem::take(&mut self.seen);
+        self.handled = whole - std::mem::take(&mut self.taken);
+        let mut fds = std::mem::take(&mut self.fds);
+        self.looked.drain(..).for_each(|descriptor| drop(fds.try_push(descriptor)));
+        let done = device.hear(request, &self.bytes[HEAD_LEN..whole], fds);
+        let wants_ack = flags & flags::NEED_REPLY != 0 && device.has_protocol(protocol::REPLY_ACK);
+        match done? {
+            Some(body) => self.prepare(request, &body),
+            None if wants_ack => self.prepare(request, 0_u64.as_bytes()),
+            None => {}
+        }
+        point("guest.heard");
+        Ok(true)
     }
 
-    /// Reads until a message is whole. Returns its head, or `None` if more of it has yet to come.
+    /// Looks until a message is here as a whole. Returns its head, or `None` if more of it has yet to come.
     fn next(&mut self) -> Result<Option<Head>, Refusal> {
         loop {
-            let head = (self.have >= HEAD_LEN)
+            let head = (self.seen >= HEAD_LEN)
                 .then(|| Head::read_from_bytes(&self.bytes[..HEAD_LEN]).expect("a head has this length"));
             let whole = HEAD_LEN + head.map_or(0, |head| head.len as usize);
             if let Some(head) = head {
@@ -92,39 +111,64 @@ impl Channel {
                 if whole > self.bytes.len() {
                     return Err(Refusal::Length(head.request, head.len as usize));
                 }
-                if self.have == whole {
+                if self.seen == whole {
                     return Ok(Some(head));
                 }
             }
-            // A read stops where the descriptors of another message begin; it never takes bytes of the next message.
-            if !self.read(whole)? {
+            let before = self.seen;
+            self.look(whole)?;
+            if self.seen > before {
+                continue;
+            }
+            if self.seen == self.taken {
                 return Ok(None);
             }
+            // A part that stayed would keep the socket readable, and the thread awake.
+            self.take_seen()?;
         }
     }
 
-    /// Reads up to `whole` bytes of the message. Returns false if there are none.
-    fn read(&mut self, whole: usize) -> Result<bool, Refusal> {
+    /// Looks at the message's bytes up to `whole`. The look ends behind bytes with which descriptors come.
+    fn look(&mut self, whole: usize) -> Result<(), Refusal> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX + 1))];
         let mut beside = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-        let mut parts = [IoSliceMut::new(&mut self.bytes[self.have..whole])];
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT | RecvFlags::PEEK;
+        let mut parts = [IoSliceMut::new(&mut self.bytes[self.taken..whole])];
         let got = recvmsg(&self.socket, &mut parts, &mut beside, flags);
+        self.looked.clear();
         for message in beside.drain() {
             if let RecvAncillaryMessage::ScmRights(descriptors) = message {
                 // Those that have no room are closed, and then too few or too many belong to the message.
-                descriptors.for_each(|descriptor| drop(self.fds.try_push(descriptor)));
+                descriptors.for_each(|descriptor| drop(self.looked.try_push(descriptor)));
             }
         }
         match got {
-            Ok(got) if got.bytes == 0 => Err(Refusal::Left),
-            Ok(got) => {
-                self.have += got.bytes;
-                Ok(true)
-            }
-            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
-            Err(_) => Err(Refusal::Left),
+            Ok(got) if got.bytes == 0 => return Err(Refusal::Left),
+            Ok(got) => self.seen = self.taken + got.bytes,
+            Err(Errno::AGAIN | Errno::INTR) => self.seen = self.taken,
+            Err(_) => return Err(Refusal::Left),
         }
+        Ok(())
+    }
+
+    /// Takes the part of a message that was seen from the socket.
+    fn take_seen(&mut self) -> Result<(), Refusal> {
+        self.drop_bytes(self.seen - self.taken)?;
+        self.taken = self.seen;
+        self.looked.drain(..).for_each(|descriptor| drop(self.fds.try_push(descriptor)));
+        Ok(())
+    }
+
+    /// Takes this many bytes from the socket, which are there, with their descriptors.
+    fn drop_bytes(&self, mut count: usize) -> Result<(), Refusal> {
+        let mut bytes = [0; HEAD_LEN + BODY_MAX];
+        while count > 0 {
+            match recv(&self.socket, &mut bytes[..count], RecvFlags::DONTWAIT) {
+                Ok((_, 0)) | Err(_) => return Err(Refusal::Left),
+                Ok((_, got)) => count -= got,
+            }
+        }
+        Ok(())
     }
 
     fn prepare(&mut self, request: u32, body: &[u8]) {
@@ -134,12 +178,19 @@ impl Channel {
         self.answers.extend_from_slice(body);
     }
 
-    /// Sends the answers.
+    /// Takes the message that was handled from the socket, and sends its answer.
     ///
     /// # Errors
-    /// The front end does not read them.
+    /// The front end does not read its answers.
     #[inline]
     pub fn answer(&mut self) -> Result<(), Refusal> {
+        if self.handled == 0 {
+            return Ok(());
+        }
+        let handled = std::mem::take(&mut self.handled);
+        point("guest.answering");
+        self.drop_bytes(handled)?;
+        point("guest.answered");
         if self.answers.is_empty() {
             return Ok(());
         }

@@ -27,6 +27,7 @@ const FEATURES: u64 = feature::CSUM
     | feature::HOST_TSO6
     | feature::HOST_ECN
     | feature::MRG_RXBUF
+    | feature::GUEST_ANNOUNCE
     | feature::LOG_ALL
     | feature::INDIRECT_DESC
     | feature::EVENT_IDX

@@ -22,14 +22,13 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    /// Reads the front end's messages.
-    fn hear(&mut self) -> Result<(), Refusal> {
-        let mut count = 0;
-        let heard = self.channel.hear(&mut self.device, &mut count);
-        if count > 0 {
+    /// Handles the front end's next message. Returns whether there was one: another may be behind it.
+    fn hear(&mut self) -> Result<bool, Refusal> {
+        let heard = self.channel.hear(&mut self.device)?;
+        if heard {
             self.silent = None;
         }
-        heard
+        Ok(heard)
     }
 }
 
@@ -47,8 +46,9 @@ impl Guest {
                 (self.has_news, self.is_quiesced) = (true, false);
                 self.watch_all();
             }
-            if let Err(refusal) = heard {
-                self.end(&refusal);
+            match heard {
+                Ok(heard) => self.must_hear |= heard,
+                Err(refusal) => self.end(&refusal),
             }
         }
         self.hear_other();
@@ -85,7 +85,7 @@ impl Guest {
     /// not.
     fn hear_other(&mut self) {
         let Some(mut other) = self.other.take() else { return };
-        let heard = other.hear();
+        let heard = other.hear().map(|heard| self.must_hear |= heard);
         match (heard, other.device.is_running(), self.is_running()) {
             (Ok(()), true, true) => {
                 other.channel.hang_up();

@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::net::{Shutdown, SocketType};
+use rustix::net::{RecvFlags, Shutdown, SocketType};
 use tasuki_shm::region::{CommonRegion, RegionError};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -398,6 +398,9 @@ fn is_eventfd(descriptor: BorrowedFd<'_>) -> bool {
 fn hang_up(socket: &OwnedFd) {
     // Fails if it is shut down already.
     let _ = rustix::net::shutdown(socket, Shutdown::Both);
+    // Nothing more can come. A socket that closes with bytes unread is an error for its peer, and not an end.
+    let mut bytes = [0; wire::BODY_MAX];
+    while rustix::net::recv(socket, &mut bytes, RecvFlags::DONTWAIT).is_ok_and(|(_, got)| got > 0) {}
 }
 
 #[cfg(test)]

@@ -86,6 +86,7 @@ pub mod feature {
     pub const HOST_TSO6: u64 = 1 << 12;
     pub const HOST_ECN: u64 = 1 << 13;
     pub const MRG_RXBUF: u64 = 1 << 15;
+    pub const GUEST_ANNOUNCE: u64 = 1 << 21;
     /// All memory that the device writes is noted in a log: a feature of vhost, which no driver sees.
     pub const LOG_ALL: u64 = 1 << 26;
     pub const INDIRECT_DESC: u64 = 1 << 28;

@@ -388,7 +388,7 @@ fn fuzz_messages_and_rings() {
         for _ in 0..dice.below(400) {
             if !net.guest().is_running() && dice.below(6) == 0 {
                 drop(machine);
-                (0..70).for_each(|_| net.turn());
+                (0..300).for_each(|_| net.turn());
                 machine = net.machine(features, size);
             }
             let before = Instant::now();
@@ -599,7 +599,7 @@ fn fuzz_messages_and_rings() {
             ran += u64::from(net.guest().is_running());
         }
         drop(machine);
-        (0..70).for_each(|_| net.turn());
+        (0..300).for_each(|_| net.turn());
         let mut honest = net.machine(ALL, 64);
         assert!(net.guest().is_running(), "round {rounds}: {:?}", trouble(&mut net));
         net.settle();
