@@ -5,6 +5,11 @@
 //! thread reads it. `h2g`: that node sends, and writes the headers of each frame as DPDK's generator does; our back end
 //! copies each frame into the guest's buffers.
 
+mod cpu;
+mod idle;
+mod machine;
+mod stock;
+
 use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -31,6 +36,7 @@ use tasuki_shm::wake::Clapper;
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
 use crate::program;
+use crate::relay::guest::Recipe;
 use crate::report::{Kind, Row};
 use crate::vni::HugePages;
 use crate::workplace::Workplace;
@@ -65,13 +71,32 @@ const HEADERS: usize = 42;
 /// Seconds of a measurement, after the front end has begun.
 const SECONDS: u64 = 6;
 
-/// Measures, and makes the rows.
-pub fn rows(is_quick: bool, only: &[String], interrupt: &Interrupt) -> Result<Vec<Row>> {
+/// Measures, and makes the rows. `guest` describes the stock guest, for the cases that need one.
+pub fn rows(is_quick: bool, only: &[String], guest: Option<&Path>, interrupt: &Interrupt) -> Result<Vec<Row>> {
+    let is_wanted = |name: &str| only.is_empty() || only.iter().any(|prefix| name.starts_with(prefix.as_str()));
+    let mut rows = Vec::new();
+    if CASES.into_iter().any(|(name, ..)| is_wanted(name)) {
+        rows.extend(rows_of_front_end(is_quick, is_wanted, interrupt)?);
+    }
+    if stock::names().any(|name| is_wanted(&name)) {
+        match guest {
+            Some(guest) => rows.extend(stock::rows(is_quick, &Recipe::read(guest)?, is_wanted, interrupt)?),
+            None => {
+                eprintln!("the cases with a stock guest were left out: `cargo xtask bench guest` makes it, as root")
+            }
+        }
+    }
+    let names: Vec<_> = CASES.map(|(name, ..)| name.to_owned()).into_iter().chain(stock::names()).collect();
+    ensure!(!rows.is_empty(), "nothing was measured; the cases are {}", names.join(", "));
+    Ok(rows)
+}
+
+/// Measures with DPDK's front end.
+fn rows_of_front_end(is_quick: bool, is_wanted: impl Fn(&str) -> bool, interrupt: &Interrupt) -> Result<Vec<Row>> {
     ensure!(program::is_there("dpdk-testpmd"), "it needs dpdk-testpmd (apt-get install dpdk-dev)");
     let _pages = HugePages::reserve()?;
     let cpus = Cpus::choose()?;
     let rounds = if is_quick { 1 } else { 5 };
-    let is_wanted = |name: &str| only.is_empty() || only.iter().any(|prefix| name.starts_with(prefix.as_str()));
     let mut rows = Vec::new();
     for (name, way, len) in CASES.into_iter().filter(|(name, ..)| is_wanted(name)) {
         let (mut ours, mut theirs, mut ceilings) = (Vec::new(), Vec::new(), Vec::new());
@@ -89,7 +114,6 @@ pub fn rows(is_quick: bool, only: &[String], interrupt: &Interrupt) -> Result<Ve
         let row = row.against("dpdk-vhost", Kind::Peer, theirs).against("ceiling", Kind::Floor, middle(ceilings));
         rows.push(row.bar_at_or(factor * theirs, 0.9, "ceiling")?);
     }
-    ensure!(!rows.is_empty(), "no case begins so; the cases are {}", CASES.map(|(name, ..)| name).join(", "));
     Ok(rows)
 }
 

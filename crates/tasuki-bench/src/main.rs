@@ -62,7 +62,13 @@ enum Bench {
     /// Measures Ethernet between nodes through shared memory.
     Vni(How),
     /// Measures the network card of a virtual machine.
-    Guest(How),
+    Guest {
+        #[command(flatten)]
+        how: How,
+        /// Guest for the cases that need one. `cargo xtask bench guest` makes it.
+        #[arg(long, value_name = "FILE", hide = true)]
+        guest: Option<PathBuf>,
+    },
     /// Measures a NIC that changes hands while packets flow.
     Relay {
         #[command(flatten)]
@@ -207,7 +213,8 @@ fn main() -> ExitCode {
 
 fn run() -> Result<()> {
     let asked = Arguments::parse().bench;
-    if let Bench::Call(how) | Bench::Nic(how) | Bench::Vni(how) | Bench::Guest(how) | Bench::Relay { how, .. } = &asked
+    if let Bench::Call(how) | Bench::Nic(how) | Bench::Vni(how) | Bench::Guest { how, .. } | Bench::Relay { how, .. } =
+        &asked
         && how.markdown
     {
         table::write_markdown();
@@ -223,10 +230,11 @@ fn run() -> Result<()> {
             Ok((nic::rows(samples)?, None))
         }),
         Bench::Vni(how) => vni(&how),
-        Bench::Guest(how) => {
+        Bench::Guest { how, guest } => {
             let interrupt = Interrupt::catch()?;
             let json = how.json_file()?;
-            let rows = guest::rows(how.quick, &how.only, &interrupt)?;
+            workplace::sweep();
+            let rows = guest::rows(how.quick, &how.only, guest.as_deref(), &interrupt)?;
             publish(&Report { bench: "guest", host: Host::look(Cpus::choose()?), rows }, None, json)
         }
         Bench::Relay { how, guest } => relay(&how, guest.as_deref()),

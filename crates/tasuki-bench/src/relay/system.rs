@@ -18,7 +18,7 @@ use rustix::process::{Pid, Signal};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tasuki_control::api::client;
-use tasuki_control::api::types::{Method, NicView, Relayed, WorkerView};
+use tasuki_control::api::types::{Counts, Method, NicView, Relayed, WorkerView};
 
 use super::worker::Traffic;
 use crate::cpus::{self, Cpus};
@@ -202,7 +202,8 @@ impl System {
         serde_json::from_value(answer).with_context(|| format!("tasukid answers {address} with something else"))
     }
 
-    fn workers(&self) -> Result<Vec<WorkerView>> {
+    /// Returns the daemon's workers.
+    pub fn workers(&self) -> Result<Vec<WorkerView>> {
         self.ask(Verb::GET, "/v1/workers", None)
     }
 
@@ -230,6 +231,38 @@ impl System {
         }
     }
 
+    /// Returns the daemon's process id.
+    pub fn daemon(&self) -> u32 {
+        self.daemon.id()
+    }
+
+    /// Waits until one worker of a node drives, and another stands by.
+    pub fn await_pair(&self, node: &str) -> Result<()> {
+        let began = Instant::now();
+        loop {
+            let workers = self.workers()?;
+            let has = |is: &str| workers.iter().any(|worker| worker.node == node && worker.is == is);
+            if has("drives") && has("stands by") {
+                return Ok(());
+            }
+            ensure!(began.elapsed() < PATIENCE, "node {node} has no pair of workers: {workers:?}");
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// Returns a counter of a NIC's driver, or of an end's.
+    pub fn count(&self, nic: &str, name: &str) -> Result<u64> {
+        let counts: Counts = self.ask(Verb::GET, &format!("/v1/nics/{nic}/counts"), None)?;
+        let its = counts.counts.iter().find(|(its, _)| its == name);
+        Ok(its.with_context(|| format!("{nic} has no counter {name}"))?.1)
+    }
+
+    /// Returns the process ids of the daemon's keeper and of others that it has started and that are no workers.
+    pub fn helpers(&self) -> Result<Vec<u32>> {
+        let workers: Vec<_> = self.workers()?.iter().map(|worker| worker.pid).collect();
+        Ok(self.children()?.into_iter().filter(|pid| !workers.contains(pid)).collect())
+    }
+
     /// Returns the process ids of the daemon and of the models that it has started.
     pub fn family(&self) -> Result<Vec<u32>> {
         Ok([vec![self.daemon.id()], self.models()?].concat())
@@ -240,16 +273,19 @@ impl System {
         if let Some(model) = &self.model {
             return Ok(vec![model.id()]);
         }
-        let workers: Vec<_> = self.workers()?.iter().map(|worker| worker.pid).collect();
-        let mut models = Vec::new();
+        let models = self.helpers()?;
+        ensure!(!models.is_empty(), "tasukid has started no model of a card");
+        Ok(models)
+    }
+
+    fn children(&self) -> Result<Vec<u32>> {
+        let mut all = Vec::new();
         for thread in std::fs::read_dir(format!("/proc/{}/task", self.daemon.id()))? {
             // A thread that has ended meanwhile has no children.
             let children = std::fs::read_to_string(thread?.path().join("children")).unwrap_or_default();
-            models.extend(children.split_ascii_whitespace().filter_map(|pid| pid.parse::<u32>().ok()));
+            all.extend(children.split_ascii_whitespace().filter_map(|pid| pid.parse::<u32>().ok()));
         }
-        models.retain(|pid| !workers.contains(pid));
-        ensure!(!models.is_empty(), "tasukid has started no model of a card");
-        Ok(models)
+        Ok(all)
     }
 
     /// Returns all that the daemon reports, to diagnose a failure.

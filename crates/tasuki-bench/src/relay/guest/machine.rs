@@ -23,12 +23,12 @@ const WIRE_HOLDS: usize = 1 << 20;
 /// How long QEMU has to connect to our socket.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The machine that `cargo xtask bench relay` has prepared (xtask/src/guest/relay.rs).
+/// A machine that `cargo xtask bench` has prepared (xtask/src/guest/relay.rs, vm.rs).
 #[derive(Debug, Deserialize)]
 pub struct Recipe {
-    program: String,
-    words: Vec<String>,
-    kernel_line: String,
+    pub program: String,
+    pub words: Vec<String>,
+    pub kernel_line: String,
 }
 
 impl Recipe {

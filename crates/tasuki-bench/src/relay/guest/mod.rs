@@ -19,7 +19,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::interrupt::Interrupt;
 use crate::report::Row;
-use machine::{Machine, Recipe};
+use machine::Machine;
+pub use machine::Recipe;
 use stream::{Seen, Stream};
 
 /// Names of the cases: the kernel's way, and our `keep` and `repoint`.
