@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::Command;
 
 use crate::checkout::{Checkout, cargo};
@@ -35,19 +36,30 @@ pub fn bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
         needs::provide(&[needs::IP, needs::IPERF3, needs::TESTPMD]);
     }
     if args.first().is_some_and(|bench| bench == "guest") {
-        needs::provide(&[needs::TESTPMD]);
+        needs::provide(&[needs::TESTPMD, needs::IP, needs::QEMU]);
+        return with_guest(checkout, args, guest::prepare_bench);
     }
     if args.first().is_some_and(|bench| bench == "relay") && wants_guest(args) {
         needs::provide(&[needs::QEMU]);
-        match guest::prepare_relay(checkout) {
-            Ok(machine) => {
-                let more = ["--guest".into(), machine.into_os_string()];
-                return become_tasuki_bench(checkout, Build::Bench, &[args, &more].concat());
-            }
-            Err(error) => println!("xtask: the guest's cases are left out: {error:#}"),
-        }
+        return with_guest(checkout, args, guest::prepare_relay);
     }
     become_tasuki_bench(checkout, Build::Bench, args)
+}
+
+/// Makes the guest and runs the benchmark with it, or without it where it cannot be made.
+fn with_guest(
+    checkout: &Checkout,
+    args: &[OsString],
+    prepare: impl FnOnce(&Checkout) -> anyhow::Result<PathBuf>,
+) -> anyhow::Error {
+    let more = match prepare(checkout) {
+        Ok(machine) => vec!["--guest".into(), machine.into_os_string()],
+        Err(error) => {
+            println!("xtask: the guest's cases are left out: {error:#}");
+            Vec::new()
+        }
+    };
+    become_tasuki_bench(checkout, Build::Bench, &[args, &more].concat())
 }
 
 /// Returns whether a bench of relays runs the cases that need a guest. They take minutes, so only a full run or a

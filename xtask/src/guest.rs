@@ -30,7 +30,7 @@ use crate::stream;
 use crate::tally::{Reader, Tally};
 pub use relay::prepare as prepare_relay;
 use system::{ENDED, KERNEL_LINE, System};
-pub use vm::prepare as prepare_vm;
+pub use vm::{prepare as prepare_vm, prepare_bench};
 use wire::Wire;
 
 /// Time limit of a guest, in seconds; a guest that takes longer hangs. A guest boots in seconds. The drivers' tests

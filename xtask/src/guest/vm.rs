@@ -1,11 +1,13 @@
-//! The guest of the daemon's tests of virtual machines: Debian's kernel with its own driver of virtio-net, and a shell.
+//! The guest of the daemon's tests of virtual machines and of `bench guest`: Debian's kernel with its own driver of
+//! virtio-net, and a shell. The bench's has a program of ours, too.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use serde_json::json;
 
-use super::system;
+use super::system::{self, System};
 use crate::checkout::Checkout;
 use crate::needs::QEMU;
 use crate::stream;
@@ -42,18 +44,68 @@ pub fn run(checkout: &Checkout) -> anyhow::Result<Tally> {
     Ok(reader.finish(status.success()))
 }
 
+/// The kernel's command line of the bench's guest. It takes the time from the CPU: a clock that QEMU emulates would cost
+/// the host more than the card does.
+const KERNEL_LINE: &str = "console=ttyS0 quiet no_timer_check panic=-1 clocksource=tsc tsc=reliable";
+
 /// Makes the guest. Returns the files of its kernel and its archive.
 pub fn prepare(checkout: &Checkout) -> anyhow::Result<[PathBuf; 2]> {
+    let (place, system) = begin(checkout)?;
+    let archive = pack(&place, &system, "vm.initrd", None)?;
+    Ok([system.kernel, archive])
+}
+
+/// Makes the guest of the bench. Returns the file that describes it to the bench, which adds the card and a console.
+pub fn prepare_bench(checkout: &Checkout) -> anyhow::Result<PathBuf> {
+    let (place, system) = begin(checkout)?;
+    let words = ["--release", "-p", "tasuki-net", "--example", "guest_datagrams"];
+    let program = system::build(checkout, &place, "build", &words)?;
+    let archive = pack(&place, &system, "bench.initrd", Some(&program))?;
+    let machine = json!({
+        "program": QEMU.program,
+        "words": machine(&system.kernel, &archive),
+        "kernel_line": KERNEL_LINE,
+    });
+    let file = place.join("bench.json");
+    fs::write(&file, machine.to_string()).with_context(|| format!("cannot write {}", file.display()))?;
+    Ok(file)
+}
+
+fn begin(checkout: &Checkout) -> anyhow::Result<(PathBuf, System)> {
     anyhow::ensure!(QEMU.is_met(), "needs QEMU: sudo apt-get install -y {}", QEMU.package);
     let place = system::place(checkout)?;
     let system = system::fetch(&place).context("needs a kernel from Debian's archive, by apt-get download")?;
-    let mut archive = system::begin(&system, COMMANDS)?;
+    Ok((place, system))
+}
+
+/// Writes the archive that the guest finds in its memory; in it, `program` is `/program`.
+fn pack(place: &Path, system: &System, name: &str, program: Option<&Path>) -> anyhow::Result<PathBuf> {
+    let mut archive = system::begin(system, COMMANDS)?;
     archive.add("net", 0o040_755, &[]);
     for (number, module) in MODULES.iter().enumerate() {
         let file = system.module(module)?.with_context(|| format!("the kernel has no module {module}"))?;
         archive.add(&format!("net/{number}-{module}.ko"), 0o100_644, &system::read(&file)?);
     }
-    let file = place.join("vm.initrd");
+    if let Some(program) = program {
+        archive.add("program", 0o100_755, &system::read(program)?);
+    }
+    let file = place.join(name);
     fs::write(&file, archive.finish()).with_context(|| format!("cannot write {}", file.display()))?;
-    Ok([system.kernel, file])
+    Ok(file)
+}
+
+/// Returns QEMU's arguments for a machine of one CPU, whose memory a back end of vhost-user can share.
+fn machine(kernel: &Path, archive: &Path) -> Vec<String> {
+    let words = [
+        ["-name", "guest,debug-threads=on"],
+        ["-machine", "q35,memory-backend=memory"],
+        ["-accel", "tcg"],
+        ["-cpu", "max"],
+        ["-m", "512M"],
+        ["-object", "memory-backend-memfd,id=memory,size=512M,share=on"],
+        ["-display", "none"],
+        ["-kernel", &kernel.to_string_lossy()],
+        ["-initrd", &archive.to_string_lossy()],
+    ];
+    words.as_flattened().iter().chain(&["-no-reboot", "-nodefaults"]).map(|&word| word.to_owned()).collect()
 }
