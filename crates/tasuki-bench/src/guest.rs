@@ -8,6 +8,7 @@
 mod cpu;
 mod idle;
 mod machine;
+mod relays;
 mod stock;
 
 use std::io::{BufRead, BufReader};
@@ -78,6 +79,10 @@ pub fn rows(is_quick: bool, only: &[String], guest: Option<&Path>, interrupt: &I
     if CASES.into_iter().any(|(name, ..)| is_wanted(name)) {
         rows.extend(rows_of_front_end(is_quick, is_wanted, interrupt)?);
     }
+    if relays::NAMES.into_iter().any(&is_wanted) {
+        ensure!(program::is_there("dpdk-testpmd"), "it needs dpdk-testpmd (apt-get install dpdk-dev)");
+        rows.extend(relays::rows(is_quick, interrupt)?);
+    }
     if stock::names().any(|name| is_wanted(&name)) {
         match guest {
             Some(guest) => rows.extend(stock::rows(is_quick, &Recipe::read(guest)?, is_wanted, interrupt)?),
@@ -86,7 +91,13 @@ pub fn rows(is_quick: bool, only: &[String], guest: Option<&Path>, interrupt: &I
             }
         }
     }
-    let names: Vec<_> = CASES.map(|(name, ..)| name.to_owned()).into_iter().chain(stock::names()).collect();
+    let names: Vec<_> = CASES
+        .map(|(name, ..)| name)
+        .into_iter()
+        .chain(relays::NAMES)
+        .map(str::to_owned)
+        .chain(stock::names())
+        .collect();
     ensure!(!rows.is_empty(), "nothing was measured; the cases are {}", names.join(", "));
     Ok(rows)
 }

@@ -250,6 +250,40 @@ impl System {
         }
     }
 
+    fn nic_or_end(&self, name: &str) -> Result<NicView> {
+        let nics: Vec<NicView> = self.ask(Verb::GET, "/v1/nics", None)?;
+        nics.into_iter().find(|nic| nic.name == name).with_context(|| format!("the daemon has no {name}"))
+    }
+
+    /// Kills the worker of a node that drives this NIC or end. Returns the time until the next one drives.
+    pub fn kill_driver(&self, node: &str, name: &str) -> Result<Duration> {
+        self.await_pair(node)?;
+        let before = self.nic_or_end(name)?;
+        let worker = self.workers()?.into_iter().find(|worker| Some(worker.worker) == before.worker);
+        let pid = worker.with_context(|| format!("no worker drives {name}"))?.pid;
+        let at = now_ns();
+        kill(pid);
+        loop {
+            std::thread::sleep(LOOK);
+            let after = self.nic_or_end(name)?;
+            if after.worker != before.worker
+                && let Some(driving_at) = after.driving_at_ns
+            {
+                return Ok(Duration::from_nanos(driving_at.saturating_sub(at)));
+            }
+            ensure!(now_ns() - at < PATIENCE.as_nanos() as u64, "no worker drives {name} any more");
+        }
+    }
+
+    /// Replaces the worker of a node. Returns for how long no worker drove its NIC or end.
+    pub fn upgrade(&self, node: &str, name: &str) -> Result<Duration> {
+        self.await_pair(node)?;
+        let settled: Relayed = self.ask(Verb::POST, &format!("/v1/nodes/{node}/upgrade"), Some(&json!({})))?;
+        let relay = settled.relays.iter().find(|relay| relay.nic == name && relay.done);
+        let pause = relay.and_then(|relay| relay.pause_ns).with_context(|| settled.sentence.clone())?;
+        Ok(Duration::from_nanos(pause))
+    }
+
     /// Returns a counter of a NIC's driver, or of an end's.
     pub fn count(&self, nic: &str, name: &str) -> Result<u64> {
         let counts: Counts = self.ask(Verb::GET, &format!("/v1/nics/{nic}/counts"), None)?;
