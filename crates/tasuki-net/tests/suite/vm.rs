@@ -144,12 +144,13 @@ impl Machine {
     }
 
     fn say(&self, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) {
-        assert!(send(&self.socket, &message(request, 0, body), fds));
+        // One that was sent away may find out later.
+        let _ = send(&self.socket, &message(request, 0, body), fds);
     }
 
-    /// Connects and asks for features, as a machine does to which another is to migrate.
-    pub fn connect(path: &Path, features: u64, size: u16, turn: &mut impl FnMut()) -> Self {
-        let machine = Machine {
+    /// Connects, and says nothing.
+    pub fn silent(path: &Path, features: u64, size: u16) -> Self {
+        Machine {
             socket: connect(path),
             memory: memory(LEN),
             kicks: [eventfd(), eventfd()],
@@ -160,7 +161,12 @@ impl Machine {
             used: [0; 2],
             pieces: None,
             written: RefCell::default(),
-        };
+        }
+    }
+
+    /// Connects and asks for features, as a machine does to which another is to migrate.
+    pub fn connect(path: &Path, features: u64, size: u16, turn: &mut impl FnMut()) -> Self {
+        let machine = Self::silent(path, features, size);
         machine.say(3, &[], &[]);
         let offered = machine.ask(1, &[], turn);
         assert_eq!(offered & features, features, "{offered:#x}");
@@ -169,6 +175,18 @@ impl Machine {
             machine.say(16, &offered.to_ne_bytes(), &[]);
         }
         machine
+    }
+
+    /// Connects anew, as a front end whose back end has left, and starts its device where the used rings stand.
+    pub fn connect_again(&mut self, path: &Path, turn: &mut impl FnMut()) {
+        self.socket = connect(path);
+        self.say(3, &[], &[]);
+        self.ask(1, &[], turn);
+        if self.features & PROTOCOL != 0 {
+            let offered = self.ask(15, &[], turn);
+            self.say(16, &offered.to_ne_bytes(), &[]);
+        }
+        self.begin([RECEIVE, SEND].map(|queue| self.completed(queue)), turn);
     }
 
     /// Starts its device, whose rings begin with these indices.

@@ -87,25 +87,37 @@ impl Guest {
         let Some(mut other) = self.other.take() else { return };
         let heard = other.hear().map(|heard| self.must_hear |= heard);
         match (heard, other.device.is_running(), self.is_running()) {
-            (Ok(()), true, true) => {
-                other.channel.hang_up();
-                self.refuse(
-                    "a second front end started its device, and was sent away: the node's machine still runs"
-                        .to_owned(),
-                );
-            }
+            (Ok(()), true, true) => self.end_other(
+                &other,
+                "a second front end started its device, and was sent away: the node's machine still runs".to_owned(),
+            ),
             (Ok(()), true, false) => {
                 self.other = self.machine.take();
                 self.serve(other);
             }
             (Ok(()), false, _) => self.other = Some(other),
-            (Err(refusal), ..) => {
-                other.channel.hang_up();
-                if refusal != Refusal::Left {
-                    self.refuse(format!("the front end of a second machine was sent away: {refusal}"));
-                }
-            }
+            (Err(refusal), ..) => self.refuse_other(&other, &refusal),
         }
+    }
+
+    /// Sends away the front end of the second machine, which was taken out.
+    pub(super) fn refuse_other(&mut self, other: &Machine, refusal: &Refusal) {
+        if *refusal == Refusal::Left {
+            self.hang_up_other(other);
+        } else {
+            self.end_other(other, format!("the front end of a second machine was sent away: {refusal}"));
+        }
+    }
+
+    fn end_other(&mut self, other: &Machine, sentence: String) {
+        self.hang_up_other(other);
+        self.refuse(sentence);
+    }
+
+    fn hang_up_other(&mut self, other: &Machine) {
+        other.channel.hang_up();
+        // Other processes may have the socket: it was served, perhaps.
+        self.watch_all();
     }
 
     fn refuse(&mut self, sentence: String) {
@@ -130,7 +142,8 @@ impl Guest {
     pub(super) fn end(&mut self, refusal: &Refusal) {
         let Some(machine) = self.machine.take() else { return };
         self.has_news = true;
-        self.session = machine.device.session();
+        // A description of this machine does not count any more.
+        self.session = machine.device.session().wrapping_add(1);
         if *refusal != Refusal::Left {
             self.refuse(format!("the machine's front end was sent away: {refusal}"));
         }
@@ -143,7 +156,9 @@ impl Guest {
 
     /// Ends the connection of a machine of which no newer description has come.
     pub(super) fn end_stale(&mut self) {
-        if let Some((machine, _)) = self.stale.take_if(|(_, since)| since.elapsed() >= LATE_NEWS) {
+        if let Some((mut machine, _)) = self.stale.take_if(|(_, since)| since.elapsed() >= LATE_NEWS) {
+            // The mark is of a later state: no number comes twice.
+            machine.device.follow(self.session);
             self.machine = Some(machine);
             self.end(&Refusal::Stale);
             self.must_hear = true;
@@ -158,23 +173,27 @@ impl Guest {
             self.end(&Refusal::Silent);
         }
         if let Some(other) = self.other.take_if(|other| is_silent(other)) {
-            other.channel.hang_up();
-            self.refuse(format!("the front end of a second machine was sent away: {}", Refusal::Silent));
+            self.refuse_other(&other, &Refusal::Silent);
         }
     }
 
-    /// Watches the listener, and of the machine the socket and the eventfds that it has now: the front end may have
-    /// earlier ones open, too.
+    /// Watches the listener, both sockets, and the eventfds that the machine has now: the front end may have earlier ones
+    /// open, too. Nobody reads those of the second machine.
     pub(super) fn watch_all(&mut self) {
-        let machines = self.machine.iter().chain(&self.other);
-        self.listener.watch_only(
-            machines.flat_map(|it| [it.channel.socket()].into_iter().chain(it.device.kicks())).map(AsFd::as_fd),
-        );
+        let sockets = self.machine.iter().chain(&self.other).map(|machine| machine.channel.socket());
+        let kicks = self.machine.iter().flat_map(|machine| machine.device.kicks());
+        self.listener.watch_only(sockets.chain(kicks).map(AsFd::as_fd));
     }
 
     /// Goes on with the machine of a predecessor.
     pub(super) fn go_on_now(&mut self, mut machine: Box<Machine>) {
+        let mut ours = self.machine.iter().chain(&self.other).map(|ours| ours.channel.number());
+        if ours.any(|number| number == machine.channel.number()) {
+            return;
+        }
         if self.machine.is_some() {
+            // It came too late, and nobody else serves it.
+            machine.channel.hang_up();
             return;
         }
         // The daemon hears from us when this machine leaves only if it has heard of it from us before.

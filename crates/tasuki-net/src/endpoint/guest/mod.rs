@@ -284,8 +284,11 @@ impl Endpoint for Guest {
     /// Shows the guest what is completed, and interrupts it if it wants that.
     #[inline]
     fn commit(&mut self) {
-        // One that does not read its answers is sent away when it is heard.
-        self.other.iter_mut().for_each(|other| _ = other.channel.answer());
+        if let Some(Err(refusal)) = self.other.as_mut().map(|other| other.channel.answer())
+            && let Some(other) = self.other.take()
+        {
+            self.refuse_other(&other, &refusal);
+        }
         if let Some(machine) = &mut self.machine {
             if let Err(refusal) = machine.channel.answer() {
                 self.broken.get_or_insert(refusal);

@@ -3,12 +3,12 @@
 use super::*;
 
 /// Bytes of a log with a bit for each page of the guest.
-const LOG_LEN: u64 = (theirs::GUEST + theirs::LEN) / 4096 / 8;
+pub(super) const LOG_LEN: u64 = (theirs::GUEST + theirs::LEN) / 4096 / 8;
 
 /// Bytes of the machine's memory.
 const WHOLE: usize = 16 << 20;
 
-fn exchange(net: &mut Net, machine: &mut Machine, numbers: std::ops::Range<usize>) {
+pub(super) fn exchange(net: &mut Net, machine: &mut Machine, numbers: std::ops::Range<usize>) {
     for number in numbers {
         assert!(machine.send(&frame(OTHER, US, number)));
         net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
@@ -16,7 +16,7 @@ fn exchange(net: &mut Net, machine: &mut Machine, numbers: std::ops::Range<usize
     net.others[0].flush();
 }
 
-fn right(to: u16, from: u16, count: usize) -> Vec<Vec<u8>> {
+pub(super) fn right(to: u16, from: u16, count: usize) -> Vec<Vec<u8>> {
     (0..count).map(|number| frame(to, from, number)).collect()
 }
 
@@ -31,7 +31,7 @@ fn await_end(net: &mut Net, machine: &Machine) -> String {
 }
 
 /// Connects the machine to which another is to migrate.
-fn destination(net: &mut Net, features: u64, size: u16) -> Machine {
+pub(super) fn destination(net: &mut Net, features: u64, size: u16) -> Machine {
     let path = net.folder.path().join("vm.sock");
     Machine::connect(&path, features, size, &mut || net.turn())
 }

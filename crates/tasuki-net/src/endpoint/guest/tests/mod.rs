@@ -17,6 +17,7 @@ mod theirs;
 
 mod attack;
 mod migration;
+mod second;
 
 const US: u16 = 0;
 const OTHER: u16 = 1;

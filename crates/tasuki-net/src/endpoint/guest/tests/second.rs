@@ -1,0 +1,200 @@
+//! Attacks on the service of two machines at a time, and on what a successor is told of them.
+
+use std::os::fd::AsFd;
+
+use theirs::{connect, eventfd, message, send};
+
+use super::migration::{LOG_LEN, destination, exchange, right};
+use super::*;
+
+const RECEIVE_USED: u64 = 0x4000 + 2;
+
+/// Returns whether the worker is woken at once, and thus never sleeps.
+fn is_awake(net: &mut Net) -> bool {
+    net.settle();
+    let node = net.node.as_mut().unwrap();
+    let _ = node.arm();
+    let mut polled = [PollFd::from_borrowed_fd(node.source().unwrap(), PollFlags::IN)];
+    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut polled, Some(&at_once)) == Ok(1)
+}
+
+/// Begins a message that changes the machine's interrupt.
+fn unmask(machine: &Machine) -> OwnedFd {
+    let call = eventfd();
+    // It wants an answer.
+    assert!(send(&machine.socket, &message(13, 8, &0_u64.to_ne_bytes()), &[call.as_fd()]));
+    call
+}
+
+#[test]
+fn an_eventfd_of_a_second_machine_wakes_nobody() {
+    let mut net = Net::new(2);
+    let first = net.machine(ALL, 64);
+    let second = destination(&mut net, ALL, 64);
+    rustix::io::write(&second.kicks[1], &1_u64.to_ne_bytes()).unwrap();
+    assert!(send(&second.socket, &message(12, 0, &1_u64.to_ne_bytes()), &[second.kicks[1].as_fd()]));
+    net.settle();
+    assert!(!is_awake(&mut net));
+    unmask(&first);
+    assert!(!is_awake(&mut net), "the worker never sleeps again");
+}
+
+#[test]
+fn a_second_machine_that_has_left_wakes_nobody() {
+    let mut net = Net::new(2);
+    let first = net.machine(ALL, 64);
+    // As the daemon has it.
+    let _held = net.parts();
+    let second = destination(&mut net, ALL, 64);
+    let bases = first.stop(&mut || net.turn());
+    second.begin(bases, &mut || net.turn());
+    net.settle();
+    assert!(net.guest().is_running());
+    drop(first);
+    assert!(!is_awake(&mut net), "the worker never sleeps again");
+}
+
+#[test]
+fn nobody_writes_to_a_machine_that_was_sent_away() {
+    let mut net = Net::new(2);
+    let mut machine = net.machine(ALL, 64);
+    exchange(&mut net, &mut machine, 0..5);
+    net.settle();
+    let parts = net.parts();
+    machine.write(0xa000 + 2, &2000_u16.to_le_bytes());
+    net.settle();
+    assert!(machine.is_hung_up());
+    let shown = machine.half(RECEIVE_USED);
+    assert!(shown >= 5);
+    net.replace(parts);
+    net.settle();
+    assert_eq!(machine.half(RECEIVE_USED), shown, "used index: the front end may have connected again");
+}
+
+#[test]
+fn a_machine_whose_description_is_stale_takes_no_number_of_a_state_back() {
+    let mut net = Net::new(2);
+    let machine = net.machine(ALL, 64);
+    let stale = net.parts();
+    let calls: Vec<_> = (0..9).map(|_| unmask(&machine)).collect();
+    net.settle();
+    let before = net.guest().mark() >> 32;
+    net.replace(stale);
+    std::thread::sleep(LATE_NEWS);
+    net.settle();
+    assert!(machine.is_hung_up() || net.guest().machine.is_none());
+    let after = net.guest().mark() >> 32;
+    assert!(after > before, "{after} after {before}");
+    drop(calls);
+}
+
+#[test]
+fn a_second_machine_that_reads_no_answers_is_sent_away() {
+    let mut net = Net::new(2);
+    let _first = net.machine(ALL, 64);
+    let second = destination(&mut net, ALL, 64);
+    let asks: Vec<u8> = (0..64).flat_map(|_| message(1, 0, &[])).collect();
+    for _ in 0..5000 {
+        if !send(&second.socket, &asks, &[]) {
+            break;
+        }
+        net.turn();
+        net.turn();
+    }
+    net.settle();
+    let mut count = 0_u64;
+    while theirs::answer(&second.socket).is_some() {
+        count += 1;
+    }
+    assert!(second.is_hung_up(), "{count} answers came, and others were lost");
+}
+
+/// The predecessor's last report comes when a front end has connected that waited.
+#[test]
+fn a_machine_of_which_is_heard_too_late_connects_again() {
+    let mut net = Net::new(2);
+    let machine = net.machine(ALL, 64);
+    let parts = net.parts();
+    // As the daemon has it.
+    let _held = parts.fds[0].try_clone().unwrap();
+    net.node = None;
+    let waits = connect(&net.folder.path().join("vm.sock"));
+    net.node = Some(net.worker());
+    net.settle();
+    net.guest().go_on(parts).unwrap();
+    net.settle();
+    assert!(machine.is_hung_up() || net.guest().is_running(), "nobody serves it, and it does not know");
+    drop(waits);
+}
+
+/// A front end stops the device in the very turn in which the other starts: whoever dies where.
+#[test]
+fn wherever_a_worker_is_killed_as_two_machines_change_places_each_frame_crosses_once() {
+    const BEFORE: usize = 5;
+    const COUNT: usize = 9;
+    for early in [true, false] {
+        for places in 0.. {
+            let mut net = Net::new(2);
+            let mut source = net.machine(ALL, 64);
+            exchange(&mut net, &mut source, 0..BEFORE);
+            net.settle();
+            let (mut there, mut back) = (received(&mut net.others[0]), source.receive());
+            let running = net.parts();
+            let mut other = destination(&mut net, ALL, 64);
+            let bases = source.stop(&mut || net.turn());
+            let parts = early.then_some(running);
+            other.copy(&source, 0..theirs::LEN / 4096);
+            other.begin(bases, &mut || ());
+            exchange(&mut net, &mut other, BEFORE..COUNT);
+            let mut node = net.node.take().unwrap();
+            let was_killed = lives_for(places, || {
+                for _ in 0..4 {
+                    node.rest(Duration::ZERO);
+                    node.turn();
+                }
+            });
+            let news = node.end.parts().unwrap().filter(|_| !was_killed);
+            drop(node);
+            let before = source.read(0, theirs::LEN.try_into().unwrap());
+            net.node = Some(net.worker());
+            if let Some(parts) = news.or(parts) {
+                // The stand-by had heard of it.
+                let _ = net.guest().go_on(parts);
+            }
+            net.settle();
+            std::thread::sleep(LATE_NEWS);
+            net.settle();
+            assert!(before == source.read(0, theirs::LEN.try_into().unwrap()), "place {places}: the source is written");
+            if was_killed {
+                // The destination connects again, as QEMU does, and goes on where its used ring stands.
+                there.extend(received(&mut net.others[0]));
+                back.extend(other.receive());
+                drop(source);
+                other.connect_again(&net.folder.path().join("vm.sock"), &mut || net.turn());
+                net.settle();
+            }
+            net.settle();
+            there.extend(received(&mut net.others[0]));
+            back.extend(other.receive());
+            // A turn that was committed, of a machine of which nobody else had heard: its chains are taken once more.
+            if was_killed {
+                let mut seen = Vec::new();
+                there.retain(|it| {
+                    let is_new = !seen.contains(it);
+                    seen.push(it.clone());
+                    is_new
+                });
+            }
+            assert!(there == right(OTHER, US, COUNT), "{} there, killed at place {places}, {early}", there.len());
+            // Nobody holds frames for a guest whose machines both connect anew (guests.md, "Known holes").
+            let mut rest = right(US, OTHER, COUNT).into_iter();
+            let is_right = back.iter().all(|it| rest.any(|sent| sent == *it));
+            assert!(is_right && (was_killed || back.len() == COUNT), "{} back, place {places}, {early}", back.len());
+            if !was_killed {
+                assert!(places > 4, "it passes more places than that");
+                break;
+            }
+        }
+    }
+}
