@@ -47,7 +47,7 @@ impl Guest {
                 self.watch_all();
             }
             match heard {
-                Ok(heard) => self.must_hear |= heard,
+                Ok(heard) => (self.heard, self.must_hear) = (heard, self.must_hear || heard),
                 Err(refusal) => self.end(&refusal),
             }
         }

@@ -125,6 +125,9 @@ pub struct Guest {
     room: Box<Room>,
     turns: u32,
     must_hear: bool,
+    /// The machine's front end said something in this turn. No frame moves in it: a successor that cannot go on after the
+    /// change has then nothing to repeat that it does not know of.
+    heard: bool,
     /// Whether the guest was told that it need not kick.
     is_quiesced: bool,
     broken: Option<Refusal>,
@@ -154,6 +157,7 @@ impl Guest {
             room: Box::default(),
             turns: 0,
             must_hear: true,
+            heard: false,
             is_quiesced: false,
             broken: None,
         })
@@ -248,6 +252,7 @@ impl Endpoint for Guest {
 
     fn attend(&mut self) {
         self.end_stale();
+        self.heard = false;
         self.turns = self.turns.wrapping_add(1);
         let in_handshake = self.machine.is_some() && !self.is_running();
         if self.must_hear || in_handshake || self.turns.is_multiple_of(ATTEND_EVERY) {
@@ -260,7 +265,7 @@ impl Endpoint for Guest {
 
     #[inline]
     fn is_ready(&mut self) -> bool {
-        self.moves.is_none_or(|since| since.elapsed() >= MOVE)
+        !self.heard && self.moves.is_none_or(|since| since.elapsed() >= MOVE)
     }
 
     #[inline]
@@ -275,7 +280,7 @@ impl Endpoint for Guest {
     }
 
     fn take(&mut self, egress: &mut Egress<'_>) -> usize {
-        if self.broken.is_some() {
+        if self.broken.is_some() || self.heard {
             return 0;
         }
         usize::from(self.announce(egress)) + self.take_from_guest(egress)
@@ -348,7 +353,7 @@ impl Endpoint for Guest {
         }
         let is_within = self.machine.as_ref().is_some_and(|machine| machine.channel.is_within());
         if !self.is_running() || is_within {
-            self.end(&Refusal::Left);
+            self.dismiss(Dismissal::Moved);
         }
     }
 

@@ -63,6 +63,13 @@ impl Net {
         (0..60).for_each(|_| self.turn());
     }
 
+    /// Waits until a stale machine gets no newer description any more.
+    fn await_news(&mut self) {
+        if self.guest().stale.is_some() {
+            std::thread::sleep(LATE_NEWS);
+        }
+    }
+
     fn guest(&mut self) -> &mut Guest {
         &mut self.node.as_mut().unwrap().end
     }
@@ -452,7 +459,7 @@ fn wherever_a_worker_is_killed_a_front_end_that_asks_is_answered_or_sent_away() 
         }
         net.replace(parts);
         net.settle();
-        std::thread::sleep(LATE_NEWS);
+        net.await_news();
         net.settle();
         match theirs::answer(&machine.socket) {
             Some((request, body)) => {

@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use theirs::{connect, eventfd, message, send};
+use theirs::{connect, eventfd, message, send, state};
 
 use super::migration::{LOG_LEN, destination, exchange, right};
 use super::*;
@@ -81,12 +81,57 @@ fn a_machine_whose_description_is_stale_takes_no_number_of_a_state_back() {
     net.settle();
     let before = net.guest().mark() >> 32;
     net.replace(stale);
-    std::thread::sleep(LATE_NEWS);
+    net.await_news();
     net.settle();
     assert!(machine.is_hung_up() || net.guest().machine.is_none());
     let after = net.guest().mark() >> 32;
     assert!(after > before, "{after} after {before}");
     drop(calls);
+}
+
+/// The answer never comes, the interrupt is never used, the pages are never noted.
+#[test]
+fn a_front_end_whose_message_died_with_its_worker_connects_again() {
+    type Deed = fn(&Machine) -> OwnedFd;
+    let deeds: [Deed; 3] = [
+        unmask,
+        |machine| {
+            assert!(send(&machine.socket, &message(11, 0, &state(0, 0)), &[]));
+            eventfd()
+        },
+        |machine| {
+            let log = theirs::memory(LOG_LEN);
+            let body = [LOG_LEN.to_ne_bytes(), 0_u64.to_ne_bytes()].concat();
+            assert!(send(&machine.socket, &message(6, 0, &body), &[log.as_fd()]));
+            log
+        },
+    ];
+    for (which, deed) in deeds.into_iter().enumerate() {
+        for places in 0.. {
+            let mut net = Net::new(2);
+            let machine = net.machine(ALL, 64);
+            let parts = net.parts();
+            deed(&machine);
+            let mut node = net.node.take().unwrap();
+            let was_killed = lives_for(places, || {
+                for _ in 0..3 {
+                    node.rest(Duration::ZERO);
+                    node.turn();
+                }
+            });
+            drop(node);
+            net.replace(parts);
+            net.settle();
+            net.await_news();
+            net.settle();
+            let was_answered = theirs::answer(&machine.socket).is_some();
+            assert!(was_answered || machine.is_hung_up(), "message {which} at place {places} is lost");
+            if !was_killed {
+                assert!(places > 4, "it passes more places than that");
+                break;
+            }
+        }
+    }
 }
 
 #[test]
@@ -96,10 +141,8 @@ fn a_second_machine_that_reads_no_answers_is_sent_away() {
     let second = destination(&mut net, ALL, 64);
     let asks: Vec<u8> = (0..64).flat_map(|_| message(1, 0, &[])).collect();
     for _ in 0..5000 {
-        if !send(&second.socket, &asks, &[]) {
-            break;
-        }
-        net.turn();
+        // A turn for each; at last neither end has room.
+        send(&second.socket, &asks, &[]);
         net.turn();
     }
     net.settle();
@@ -128,6 +171,26 @@ fn a_machine_of_which_is_heard_too_late_connects_again() {
     drop(waits);
 }
 
+#[test]
+fn both_machines_connect_again_if_none_runs_when_the_worker_is_replaced() {
+    let mut net = Net::new(2);
+    let first = net.machine(ALL, 64);
+    // As the daemon has it.
+    let held = net.parts();
+    let second = destination(&mut net, ALL, 64);
+    let bases = first.stop(&mut || net.turn());
+    second.begin(bases, &mut || net.turn());
+    net.settle();
+    second.stop(&mut || net.turn());
+    net.settle();
+    let mut node = net.node.take().unwrap();
+    node.finish();
+    drop(node.into_end());
+    assert!(second.is_hung_up());
+    assert!(first.is_hung_up(), "it waits for an answer of nobody");
+    drop(held);
+}
+
 /// A front end stops the device in the very turn in which the other starts: whoever dies where.
 #[test]
 fn wherever_a_worker_is_killed_as_two_machines_change_places_each_frame_crosses_once() {
@@ -149,7 +212,8 @@ fn wherever_a_worker_is_killed_as_two_machines_change_places_each_frame_crosses_
             exchange(&mut net, &mut other, BEFORE..COUNT);
             let mut node = net.node.take().unwrap();
             let was_killed = lives_for(places, || {
-                for _ in 0..4 {
+                // A turn for each message of the start, and some for frames.
+                for _ in 0..24 {
                     node.rest(Duration::ZERO);
                     node.turn();
                 }
@@ -163,7 +227,7 @@ fn wherever_a_worker_is_killed_as_two_machines_change_places_each_frame_crosses_
                 let _ = net.guest().go_on(parts);
             }
             net.settle();
-            std::thread::sleep(LATE_NEWS);
+            net.await_news();
             net.settle();
             assert!(before == source.read(0, theirs::LEN.try_into().unwrap()), "place {places}: the source is written");
             if was_killed {
