@@ -359,6 +359,17 @@ impl Dice {
     }
 }
 
+/// Takes turns until all front ends have been found to have left, also those that wait for a stale one.
+fn await_nobody(net: &mut Net) {
+    let mut turns = 0;
+    while turns < 70 {
+        net.turn();
+        let guest = net.guest();
+        let is_empty = guest.machine.is_none() && guest.other.is_none() && guest.stale.is_none();
+        turns = if is_empty { turns + 1 } else { 0 };
+    }
+}
+
 /// Random messages, random rings, random deaths. Only panics and hangs are findings.
 #[test]
 #[allow(clippy::cast_possible_truncation, reason = "dice")]
@@ -366,11 +377,12 @@ fn fuzz_messages_and_rings() {
     let seconds = std::env::var("TASUKI_ATTACK_SECONDS").ok().and_then(|it| it.parse().ok()).unwrap_or(3);
     let seed = std::env::var("ATTACK_SEED").ok().and_then(|it| it.parse().ok()).unwrap_or(1);
     let end = Instant::now() + Duration::from_secs(seconds);
+    let (mut seconds_of, mut swaps) = (0_u64, 0_u64);
     let (mut rounds, mut ran, mut slowest, mut crossed, mut deaths, mut went_on, mut refused) =
         (0_u64, 0_u64, Duration::ZERO, 0_usize, 0_u64, 0_u64, 0_u64);
     let mut dice = Dice(0x9e37_79b9_7f4a_7c15 ^ seed);
     let plain = tempfile::tempfile().unwrap();
-    let requests: Vec<u32> = vec![1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 36, 37, 38, 39, 40];
+    let requests: Vec<u32> = vec![1, 2, 3, 4, 5, 6, 6, 7, 19, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 36, 37, 38, 39, 40];
     while Instant::now() < end {
         rounds += 1;
         let mut net = Net::new(2);
@@ -385,17 +397,56 @@ fn fuzz_messages_and_rings() {
         let size = 1 << dice.below(8);
         let mut machine = net.machine(features, size);
         let pipes = tasuki_shm::wake::bell_pipe().unwrap();
+        let path = net.folder.path().join("vm.sock");
+        let log = theirs::memory(1 << 17);
+        let mut second: Option<Machine> = None;
         for _ in 0..dice.below(400) {
             if !net.guest().is_running() && dice.below(6) == 0 {
-                drop(machine);
-                (0..300).for_each(|_| net.turn());
+                drop((machine, second.take()));
+                await_nobody(&mut net);
                 machine = net.machine(features, size);
             }
             let before = Instant::now();
-            let what = dice.below(14);
+            let what = dice.below(16);
             match what {
+                // A second machine comes, starts, stops, goes, or changes places with the first.
+                14 | 15 => match (dice.below(8), second.take()) {
+                    (0 | 1, None) => {
+                        let mut it = Machine::silent(&path, features, size);
+                        if dice.below(4) == 0 {
+                            it.memory = machine.memory.try_clone().unwrap();
+                        }
+                        if dice.below(8) > 0 {
+                            let _ = send(&it.socket, &message(16, 0, &0x1_8006_u64.to_ne_bytes()), &[]);
+                        }
+                        second = Some(it);
+                    }
+                    (0 | 1, Some(it)) => drop(it),
+                    (2 | 3, Some(it)) => {
+                        it.begin([dice.roll() as u16 % 3, 0], &mut || net.turn());
+                        seconds_of += 1;
+                        second = Some(it);
+                    }
+                    (4, Some(it)) => {
+                        swaps += 1;
+                        second = Some(std::mem::replace(&mut machine, it));
+                    }
+                    (5, it) => {
+                        second = it;
+                        machine.begin([0; 2], &mut || ());
+                    }
+                    (6 | 7, it) => {
+                        second = it;
+                        let of = if dice.below(2) == 0 { second.as_ref() } else { None }.unwrap_or(&machine);
+                        for index in 0..1 + dice.below(2) as u32 {
+                            let _ = send(&of.socket, &message(11, 0, &state(index, 0)), &[]);
+                        }
+                    }
+                    (_, it) => second = it,
+                },
                 // A message.
                 0 | 1 => {
+                    let machine = if dice.below(3) == 0 { second.as_ref() } else { None }.unwrap_or(&machine);
                     let request = if dice.below(200) == 0 { dice.number() as u32 } else { dice.pick(&requests) };
                     let mut body = match request {
                         5 => {
@@ -433,21 +484,42 @@ fn fuzz_messages_and_rings() {
                         9 => {
                             let at = dice.pick(&[RECEIVE_RINGS, SEND_RINGS]);
                             let words = if dice.below(20) > 0 {
-                                [theirs::USER + at[0], theirs::USER + at[2], theirs::USER + at[1], 0]
+                                let log = if dice.below(4) > 0 { theirs::GUEST + at[2] } else { dice.number() };
+                                [theirs::USER + at[0], theirs::USER + at[2], theirs::USER + at[1], log]
                             } else {
                                 [dice.number(), dice.number(), dice.number(), dice.number()]
                             };
                             let address: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
-                            [&state(dice.below(2) as u32, 0)[..], &address].concat()
+                            [&state(dice.below(2) as u32, dice.below(2) as u32)[..], &address].concat()
                         }
                         12 | 13 => (dice.below(2) | if dice.below(4) == 0 { 0x100 } else { 0 }).to_ne_bytes().to_vec(),
                         2 => dice
-                            .pick(&[ALL, VERSION_1, 0, PROTOCOL, MRG_RXBUF, EVENT_IDX, ALL | GUEST_TSO4])
+                            .pick(&[
+                                ALL,
+                                ALL | theirs::LOG_ALL,
+                                features | theirs::LOG_ALL,
+                                VERSION_1,
+                                0,
+                                PROTOCOL,
+                                MRG_RXBUF,
+                                EVENT_IDX,
+                                ALL | GUEST_TSO4,
+                            ])
                             .to_ne_bytes()
                             .to_vec(),
-                        16 => (dice.pick(&[1_u64 << 3, 1 << 15, 1 << 16, (1 << 3) | (1 << 15) | (1 << 16)]))
-                            .to_ne_bytes()
-                            .to_vec(),
+                        6 => {
+                            let words = match dice.below(12) {
+                                0 => [dice.number(), dice.number()],
+                                1 => [8 * dice.below(64), 4 * dice.below(64)],
+                                2 => [theirs::LEN, 0],
+                                _ => [(theirs::GUEST + theirs::LEN) / 4096 / 8, 8 * dice.below(4096)],
+                            };
+                            words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+                        }
+                        19 => dice.pick(&[0, u64::MAX, 1, dice.0]).to_ne_bytes().to_vec(),
+                        16 => {
+                            (dice.pick(&[0x1_8006_u64, 0x1_800e, 1 << 3, 1 << 15, 1 << 16, 6])).to_ne_bytes().to_vec()
+                        }
                         39 => dice.below(16).to_ne_bytes().to_vec(),
                         _ => Vec::new(),
                     };
@@ -462,6 +534,14 @@ fn fuzz_messages_and_rings() {
                             .take(10)
                             .collect(),
                         37 => vec![machine.memory.as_fd()],
+                        6 => match dice.below(30) {
+                            0 => vec![],
+                            1 => vec![log.as_fd(); 2],
+                            2 => vec![log.as_fd(); 8],
+                            3 => vec![plain.as_fd()],
+                            4 | 5 => vec![machine.memory.as_fd()],
+                            _ => vec![log.as_fd()],
+                        },
                         _ if dice.below(10) == 0 => vec![plain.as_fd(), pipes.0.as_fd(), fresh.as_fd()],
                         _ => Vec::new(),
                     };
@@ -582,6 +662,11 @@ fn fuzz_messages_and_rings() {
                     net.settle();
                     rustix::fs::ftruncate(&machine.memory, theirs::LEN).unwrap();
                 }
+                11 if dice.below(60) == 0 => {
+                    rustix::fs::ftruncate(&log, 0).unwrap();
+                    (0..dice.below(70)).for_each(|_| net.turn());
+                    rustix::fs::ftruncate(&log, 1 << 17).unwrap();
+                }
                 12 if dice.below(20) == 0 => {
                     let path = net.folder.path().join("vm.sock");
                     drop(connect(&path));
@@ -598,8 +683,8 @@ fn fuzz_messages_and_rings() {
             }
             ran += u64::from(net.guest().is_running());
         }
-        drop(machine);
-        (0..300).for_each(|_| net.turn());
+        drop((machine, second));
+        await_nobody(&mut net);
         let mut honest = net.machine(ALL, 64);
         assert!(net.guest().is_running(), "round {rounds}: {:?}", trouble(&mut net));
         net.settle();
@@ -612,9 +697,25 @@ fn fuzz_messages_and_rings() {
         // F18: frames of the machine before may come only now.
         assert_eq!(received(&mut net.others[0]).last(), Some(&frame(OTHER, US, 1)), "round {rounds}");
         assert_eq!(honest.receive(), [frame(US, OTHER, 2)], "round {rounds}");
+        let node = net.node.as_mut().unwrap();
+        let _ = node.arm();
+        let mut polled = [PollFd::from_borrowed_fd(node.source().unwrap(), PollFlags::IN)];
+        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+        // The sending ring's kick of above may be left.
+        rustix::event::poll(&mut polled, Some(&at_once)).unwrap();
+        node.wake();
+        let _ = node.arm();
+        let mut polled = [PollFd::from_borrowed_fd(node.source().unwrap(), PollFlags::IN)];
+        assert_eq!(rustix::event::poll(&mut polled, Some(&at_once)), Ok(0), "round {rounds}: it never sleeps again");
+        drop((net, honest));
+        if std::env::var("TASUKI_ATTACK_SECONDS").is_ok() {
+            // It runs by itself.
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            assert!(!maps.contains("memfd:machine"), "round {rounds}: a mapping is left");
+        }
     }
     println!(
-        "{rounds} rounds, {ran} steps with a running device, {crossed} frames, {deaths} deaths, {went_on} went on, {refused} refused, slowest step {slowest:?}"
+        "{seconds_of} starts of a second machine, {swaps} swaps; {rounds} rounds, {ran} steps with a running device, {crossed} frames, {deaths} deaths, {went_on} went on, {refused} refused, slowest step {slowest:?}"
     );
 }
 
@@ -628,6 +729,7 @@ fn fuzz_exactly_once() {
     let seed: u64 = std::env::var("ATTACK_SEED").ok().and_then(|it| it.parse().ok()).unwrap_or(1);
     let until = Instant::now() + Duration::from_secs(seconds);
     let mut dice = Dice(0x9e37_79b9_7f4a_7c15 ^ (seed << 7));
+    let mut migrations = 0;
     let (mut rounds, mut deaths, mut handovers, mut frames, mut skipped, mut cuts, mut restarts) =
         (0, 0, 0, 0, 0, 0, 0);
     while Instant::now() < until {
@@ -645,7 +747,13 @@ fn fuzz_exactly_once() {
         if features & INDIRECT != 0 && dice.below(2) == 0 {
             machine.pieces = Some(dice.pick(&[100, 500, 2000]));
         }
+        let path = net.folder.path().join("vm.sock");
+        // The log of a migration that has begun, and a first copy of the memory; the machine before.
+        let mut log: Option<(OwnedFd, Vec<u8>)> = None;
+        let mut source: Option<Machine> = None;
         let mut number = 0_usize;
+        // What happened to the worker and the machine, and behind which frame.
+        let mut events: Vec<(usize, String)> = Vec::new();
         // What each node must get of the guest's, and what the guest must get of each node.
         let mut to_nodes: Vec<Vec<Vec<u8>>> = vec![Vec::new(); NODES.into()];
         let mut to_guest: Vec<Vec<Vec<u8>>> = vec![Vec::new(); NODES.into()];
@@ -747,12 +855,14 @@ fn fuzz_exactly_once() {
                             node.turn();
                         });
                     });
-                    lost += node.dropped.sum();
                     deaths += u32::from(was_killed);
+                    events.push((number, format!("killed: {was_killed}, place {places}")));
                     if !was_killed && dice.below(2) == 0 {
                         handovers += 1;
                         node.finish();
                     }
+                    // The last turn may drop, too.
+                    lost += node.dropped.sum();
                     drop(node);
                     net.replace(parts);
                 }
@@ -760,9 +870,39 @@ fn fuzz_exactly_once() {
             if dice.below(3) == 0 {
                 net.turn();
             }
+            if log.is_none() && features & PROTOCOL != 0 && dice.below(20) == 0 {
+                events.push((number, "log".to_owned()));
+                let memory = machine.log(migration::LOG_LEN, &mut || net.turn());
+                log = Some((memory, machine.read(0, theirs::LEN as usize)));
+            } else if dice.below(8) == 0
+                && let Some((log, mut copy)) = log.take()
+            {
+                migrations += 1;
+                events.push((number, "migrates".to_owned()));
+                drop(source.take());
+                net.settle();
+                let mut other = Machine::connect(&path, features, size, &mut || net.turn());
+                let bases = machine.stop(&mut || net.turn());
+                for page in machine.pages(&log) {
+                    let at = 4096 * page as usize;
+                    copy[at..at + 4096].copy_from_slice(&machine.read(4096 * page, 4096));
+                }
+                assert!(
+                    copy == machine.read(0, theirs::LEN as usize),
+                    "round {rounds}, seed {seed}: a page is missing"
+                );
+                assert_eq!(rustix::io::pwrite(&other.memory, &copy, 0), Ok(copy.len()));
+                other.copy(&machine, []);
+                other.begin(bases, &mut || net.turn());
+                net.turn();
+                net.turn();
+                assert!(net.guest().is_running(), "round {rounds}, seed {seed}: {:?}", trouble(&mut net));
+                source = Some(std::mem::replace(&mut machine, other)).filter(|_| dice.below(2) == 0);
+            }
             // The front end stops and starts the sending ring, and the daemon hears of it.
             if dice.below(40) == 0 {
                 restarts += 1;
+                events.push((number, "starts anew".to_owned()));
                 let base = machine.ask(11, &state(1, 0), &mut || net.turn()) >> 32;
                 assert!(send(&machine.socket, &message(10, 0, &state(1, base as u32)), &[]));
                 assert!(send(&machine.socket, &message(12, 0, &1_u64.to_ne_bytes()), &[machine.kicks[1].as_fd()]));
@@ -810,6 +950,17 @@ fn fuzz_exactly_once() {
             at_nodes.iter().map(Vec::len).collect::<Vec<_>>(),
             to_nodes.iter().map(Vec::len).collect::<Vec<_>>()
         );
+        for (came, sent) in at_nodes.iter().zip(&to_nodes).chain(at_guest.iter().zip(&to_guest)) {
+            if came != sent {
+                let number = |it: &Vec<u8>| usize::from_le_bytes(it[14..22].try_into().unwrap());
+                println!(
+                    "came {:?}, sent {:?}",
+                    came.iter().map(number).collect::<Vec<_>>(),
+                    sent.iter().map(number).collect::<Vec<_>>()
+                );
+                println!("{events:?}, features {features:x}, pieces {:?}", machine.pieces);
+            }
+        }
         assert!(
             at_guest == to_guest,
             "round {rounds}, seed {seed}: {:?} of {:?} at the guest",
@@ -818,7 +969,7 @@ fn fuzz_exactly_once() {
         );
     }
     println!(
-        "{rounds} rounds ({skipped} with drops), {frames} frames, {cuts} segments, {deaths} deaths, {handovers} handovers, {restarts} restarts"
+        "{rounds} rounds ({skipped} with drops), {frames} frames, {cuts} segments, {deaths} deaths, {handovers} handovers, {restarts} restarts, {migrations} migrations"
     );
 }
 
