@@ -153,6 +153,37 @@ fn a_second_machine_that_reads_no_answers_is_sent_away() {
     assert!(second.is_hung_up(), "{count} answers came, and others were lost");
 }
 
+#[test]
+fn a_machine_is_announced_in_no_other_nodes_address_and_others_hear_of_no_flood() {
+    let mut net = Net::new(3);
+    let machine = net.machine(ALL, 64);
+    for address in [mac(OTHER), [0xff; 6], [1, 2, 3, 4, 5, 6]] {
+        let body = [&address[..], &[0; 2]].concat();
+        assert!(send(&machine.socket, &message(19, 0, &body), &[]));
+        net.settle();
+    }
+    let heard = |net: &mut Net| net.others.iter_mut().map(|other| received(other).len()).collect::<Vec<_>>();
+    assert_eq!((heard(&mut net), net.node.as_ref().unwrap().dropped.not_own), (vec![0; 2], 3));
+    let body = [&mac(US)[..], &[0; 2]].concat();
+    for _ in 0..100 {
+        assert!(send(&machine.socket, &message(19, 0, &body), &[]));
+    }
+    net.settle();
+    assert_eq!(heard(&mut net), [2; 2], "one for all messages that are read at a time");
+}
+
+#[test]
+fn a_log_that_is_given_again_and_again_takes_no_more_room() {
+    let mut net = Net::new(2);
+    let machine = net.machine(ALL, 64);
+    // More often than a process has guards on mappings.
+    for _ in 0..100 {
+        drop(machine.log(LOG_LEN, &mut || net.turn()));
+    }
+    net.settle();
+    assert!(net.guest().is_running());
+}
+
 /// The predecessor's last report comes when a front end has connected that waited.
 #[test]
 fn a_machine_of_which_is_heard_too_late_connects_again() {
