@@ -271,7 +271,7 @@ impl System {
             {
                 return Ok(Duration::from_nanos(driving_at.saturating_sub(at)));
             }
-            ensure!(now_ns() - at < PATIENCE.as_nanos() as u64, "no worker drives {name} any more");
+            ensure!(Duration::from_nanos(now_ns() - at) < PATIENCE, "no worker drives {name} any more");
         }
     }
 

@@ -33,8 +33,8 @@ pub struct Bridge<E: ?Sized = dyn Endpoint> {
     /// The endpoint's mark in the ledger.
     last_mark: Option<u64>,
     waits: Waits,
-    /// The endpoint was not ready when the bridge was armed.
-    naps: bool,
+    /// How soon to look again if the endpoint had no room, or was not ready, when the bridge was armed.
+    naps: Option<Duration>,
     /// Nodes whose next frame found no room at the endpoint, and since when.
     stalls: ArrayVec<(u16, Instant), STALLS_MAX>,
     /// Number of frames that the programs received.
@@ -70,7 +70,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             last_mark: ledger.as_ref().and_then(Ledger::mark),
             ledger,
             waits: Waits::default(),
-            naps: false,
+            naps: None,
             stalls: ArrayVec::new(),
             given: 0,
             taken: 0,
@@ -263,14 +263,19 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             return Armed::Busy;
         }
         // Do not look at frames that the endpoint does not take yet: it may need this very CPU to make room.
-        let is_stalled = self.stalls.iter().any(|(_, since)| since.elapsed() < WAIT);
-        self.naps = is_stalled || !self.end.is_ready();
-        if self.naps { Armed::Idle } else { self.vni.arm() }
+        let stalls = self.stalls.iter().filter_map(|(_, since)| WAIT.checked_sub(since.elapsed()));
+        let stalled = stalls.filter(|left| !left.is_zero()).min();
+        self.naps = match stalled {
+            Some(left) if self.end.is_ready() && self.end.await_room() => Some(left),
+            Some(_) => Some(ROOM_AGAIN),
+            None => (!self.end.is_ready()).then_some(ROOM_AGAIN),
+        };
+        if self.naps.is_some() { Armed::Idle } else { self.vni.arm() }
     }
 
     /// Returns the descriptor that becomes readable when a peer rings for an [armed](Self::arm) node.
     pub fn bell(&self) -> Option<BorrowedFd<'_>> {
-        (!self.naps).then(|| self.vni.fd())
+        self.naps.is_none().then(|| self.vni.fd())
     }
 
     /// Returns the descriptor that becomes readable when the programs send, unless a frame of theirs waits for room.
@@ -280,13 +285,12 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
 
     /// Returns how soon an [armed](Self::arm) node must look again without a bell, or `None`.
     pub fn waits(&self) -> Option<Duration> {
-        let naps = self.naps.then_some(ROOM_AGAIN);
-        [self.waits.again_in(), naps, self.end.again_in()].into_iter().flatten().min()
+        [self.waits.again_in(), self.naps, self.end.again_in()].into_iter().flatten().min()
     }
 
     /// Marks an armed node as awake again.
     pub fn wake(&mut self) {
-        self.naps = false;
+        self.naps = None;
         self.end.wake();
         self.vni.wake();
     }

@@ -185,6 +185,11 @@ pub trait Endpoint: fmt::Debug {
         Armed::Idle
     }
 
+    /// Asks its programs to ring when they make room for frames. Returns whether they will: then there is none now.
+    fn await_room(&mut self) -> bool {
+        false
+    }
+
     /// Ends the sleep that [`arm`](Self::arm) prepared.
     fn wake(&mut self) {}
 

@@ -434,7 +434,7 @@ impl Device {
             let mut queue = Queue::new(&self.memory, ring.place, ring.base, None, has_event_index)?;
             queue.used_log = ring.log;
             if at == TO_GUEST {
-                // Nobody waits for buffers in its sleep.
+                // Until a frame waits for a buffer.
                 queue.want_kicks(false);
             }
             self.text.rings[at].done = queue.indices().1;

@@ -130,6 +130,8 @@ pub struct Guest {
     heard: bool,
     /// Whether the guest was told that it need not kick.
     is_quiesced: bool,
+    /// The driver was asked to kick when it posts a buffer.
+    is_room_awaited: bool,
     broken: Option<Refusal>,
 }
 
@@ -159,6 +161,7 @@ impl Guest {
             must_hear: true,
             heard: false,
             is_quiesced: false,
+            is_room_awaited: false,
             broken: None,
         })
     }
@@ -323,9 +326,22 @@ impl Endpoint for Guest {
         if !waits && queue.look() != Ok(0) { Armed::Busy } else { Armed::Idle }
     }
 
+    fn await_room(&mut self) -> bool {
+        let Some(machine) = self.machine.as_mut().filter(|machine| !machine.device.must_poll()) else { return false };
+        let Some(queue) = &mut machine.device.queues[TO_GUEST] else { return false };
+        // A driver kicks for the next buffer only. If there are some, and too few for a frame, it kicks no more.
+        self.is_room_awaited = true;
+        queue.want_kicks(true);
+        queue.look() == Ok(0)
+    }
+
     fn wake(&mut self) {
         self.must_hear = true;
-        if let Some(machine) = &self.machine {
+        let is_room_awaited = std::mem::take(&mut self.is_room_awaited);
+        if let Some(machine) = &mut self.machine {
+            if let Some(queue) = machine.device.queues[TO_GUEST].as_mut().filter(|_| is_room_awaited) {
+                queue.want_kicks(false);
+            }
             machine.device.kicks().for_each(|kick| tasuki_shm::wake::drain(kick.as_fd()));
         }
     }

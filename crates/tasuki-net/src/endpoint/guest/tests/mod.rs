@@ -234,6 +234,34 @@ fn a_guest_without_buffers_loses_frames_of_its_own_alone_and_after_a_while() {
     assert_eq!(machine.receive(), [frame(US, OTHER, 1)]);
 }
 
+/// Returns whether the guest kicked for the queue, and forgets it.
+fn has_kicked(machine: &Machine, queue: usize) -> bool {
+    rustix::io::read(&machine.kicks[queue], &mut [0; 8]).is_ok()
+}
+
+#[test]
+fn a_node_whose_guest_has_no_buffers_sleeps_until_the_guest_posts_some() {
+    for features in [ALL, ALL & !EVENT_IDX] {
+        let mut net = Net::new(2);
+        let mut machine = net.machine(features, 8);
+        for number in 0..12 {
+            net.others[0].send(US, &frame(US, OTHER, 5 * number)).unwrap();
+        }
+        net.others[0].flush();
+        net.turn();
+        has_kicked(&machine, theirs::RECEIVE);
+        let node = net.node.as_mut().unwrap();
+        assert!(node.arm() == Armed::Idle && node.waits() > Some(ROOM_AGAIN), "{:?}", node.waits());
+        assert_eq!(machine.receive().len(), 8, "it takes its frames and posts their buffers");
+        assert!(has_kicked(&machine, theirs::RECEIVE), "it was asked to say so");
+        // A guest that posts buffers while the node is awake need not kick.
+        node.wake();
+        node.turn();
+        assert_eq!(machine.receive().len(), 4);
+        assert!(!has_kicked(&machine, theirs::RECEIVE));
+    }
+}
+
 #[test]
 fn a_guest_that_breaks_a_rule_is_sent_away_with_a_sentence_and_the_next_is_served() {
     type Deed = fn(&mut Machine);
