@@ -129,7 +129,8 @@ impl Guest {
     fn serve(&mut self, mut machine: Box<Machine>) {
         machine.device.follow(self.session());
         self.machine = Some(machine);
-        (self.has_news, self.is_quiesced, self.must_hear) = (true, false, true);
+        // The daemon has not heard of it: as after a message, no frame moves in this turn.
+        (self.has_news, self.is_quiesced, self.must_hear, self.heard) = (true, false, true, true);
         self.watch_all();
     }
 
