@@ -1,8 +1,8 @@
 //! The worker of a virtual machine that is killed or replaced, beside that of a NIC in the same daemon. The front end is
-//! DPDK's, with 1 GiB of memory; both nodes sleep between frames.
+//! DPDK's, with 1 GiB of memory that it wrote; both nodes sleep between frames.
 
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
@@ -17,8 +17,11 @@ use crate::workplace::Workplace;
 /// Names of the cases.
 pub const NAMES: [&str; 2] = ["guest-takeover", "guest-upgrade"];
 
-/// Packet buffers of the front end: it writes into each, and they fill nearly all of its memory.
-const BUFFERS: u32 = 380_000;
+/// Packet buffers of the front end, of a page each: it writes into each, and they take 1 GiB.
+const BUFFERS: u32 = 240_000;
+
+/// Time until the front end is at rest.
+const REST: Duration = Duration::from_secs(3);
 
 /// Each node with its NIC or its end.
 const GUEST: (&str, &str) = ("vm", "vm@lan");
@@ -33,9 +36,9 @@ pub fn rows(is_quick: bool, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let system = System::configured(place.directory(), &(node(GUEST.0, &socket) + card))?;
     system.await_pair(GUEST.0)?;
     let mut command = Command::new("dpdk-testpmd");
-    command.args(["--lcores", "0@0,1@0", "--no-huge", "-m", "1024", "--no-pci", "--no-shconf", "--no-telemetry"]);
+    command.args(["--lcores", "0@0,1@0", "--no-huge", "-m", "1280", "--no-pci", "--no-shconf", "--no-telemetry"]);
     command.args(["--vdev", &format!("net_virtio_user0,path={},queues=1,queue_size=256", socket.display())]);
-    command.args(["--", "--interactive", &format!("--total-num-mbufs={BUFFERS}")]);
+    command.args(["--", "--interactive", "--mbuf-size=4096", &format!("--total-num-mbufs={BUFFERS}")]);
     let mut front = Program::start_to_tell(command.stderr(std::process::Stdio::null()))?;
     let began = Instant::now();
     while system.count(GUEST.1, "clients_attached")? == 0 {
@@ -43,6 +46,9 @@ pub fn rows(is_quick: bool, interrupt: &Interrupt) -> Result<Vec<Row>> {
         ensure!(began.elapsed() < PATIENCE && front.is_running()?, "DPDK's front end does not connect");
         std::thread::sleep(LOOK);
     }
+    // It writes its buffers before its ports start, and may find no room for them.
+    std::thread::sleep(REST);
+    ensure!(front.is_running()?, "DPDK's front end ended");
     let mut samples: [[Sample; 2]; 2] = std::array::from_fn(|_| std::array::from_fn(|_| Sample::new()));
     for _ in 0..if is_quick { 10 } else { 200 } {
         for (it, (node, nic)) in [GUEST, CARD].into_iter().enumerate() {
@@ -52,7 +58,7 @@ pub fn rows(is_quick: bool, interrupt: &Interrupt) -> Result<Vec<Row>> {
         }
     }
     let refused = system.count(GUEST.1, "clients_refused")?;
-    ensure!(front.is_running()? && refused == 0, "the front end was sent away");
+    ensure!(front.is_running()? && refused == 0, "the front end has gone: {}", system.log("sent away"));
     let bars = [1.3, 2.0];
     let mut rows = Vec::new();
     for ((name, [ours, card]), bar) in NAMES.into_iter().zip(&samples).zip(bars) {

@@ -322,6 +322,12 @@ impl System {
         Ok(all)
     }
 
+    /// Returns the lines of the daemon's log with these words.
+    pub fn log(&self, words: &str) -> String {
+        let log = std::fs::read_to_string(self.folder.join("tasukid.log")).unwrap_or_default();
+        log.lines().filter(|line| line.contains(words)).collect::<Vec<_>>().join("\n")
+    }
+
     /// Returns all that the daemon reports, to diagnose a failure.
     pub fn describe(&self) -> String {
         let log = std::fs::read_to_string(self.folder.join("tasukid.log")).unwrap_or_default();
