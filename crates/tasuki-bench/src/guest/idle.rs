@@ -1,15 +1,16 @@
 //! CPU time of our processes while their guests do nothing: one stock guest, and many front ends of DPDK, which wait for a
 //! command and look at no ring.
 
+use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
 use super::cpu::{Party, Threads, watch};
 use super::machine::{DESK, Machine, node};
 use crate::interrupt::Interrupt;
-use crate::program::{LOOK, PATIENCE, Program, is_there};
+use crate::program::{Program, is_there};
 use crate::relay::system::System;
 use crate::report::Row;
 use crate::workplace::Workplace;
@@ -57,22 +58,23 @@ pub fn many(interrupt: &Interrupt) -> Result<Option<Row>> {
     let mut front_ends = Vec::new();
     for number in 0..FRONT_ENDS {
         system.await_pair(&name(number))?;
-        let mut command = Command::new("dpdk-testpmd");
-        command.args(["--lcores", "0@0,1@0", "--no-huge", "-m", "64", "--no-pci", "--no-shconf", "--no-telemetry"]);
-        let path = socket(number);
-        command.args(["--vdev", &format!("net_virtio_user0,path={},queues=1,queue_size=256", path.display())]);
-        command.args(["--", "--interactive", "--total-num-mbufs=2048"]);
-        front_ends.push(Program::start_to_tell(command.stderr(std::process::Stdio::null()))?);
-        let began = Instant::now();
-        while system.count(&format!("{}@lan", name(number)), "clients_attached")? == 0 {
-            interrupt.check()?;
-            ensure!(began.elapsed() < PATIENCE, "DPDK's front end {number} does not connect");
-            std::thread::sleep(LOOK);
-        }
+        front_ends.push(front_end(&socket(number), 64, "--total-num-mbufs=2048", interrupt)?);
     }
-    std::thread::sleep(REST);
     let row = Row::lower(MANY, "cpu", "% of a core", watched(MANY, &daemon(&system)?)?).bar_at(3.0);
     Ok(Some(Row { note: Some("the daemon and all workers; the front ends are DPDK's".to_owned()), ..row }))
+}
+
+/// Starts a front end of DPDK with some MiB of memory, that waits for a command and looks at no ring. It is connected
+/// then. `buffers` are testpmd's options for its packet buffers: it writes into each.
+pub fn front_end(socket: &Path, mib: u32, buffers: &str, interrupt: &Interrupt) -> Result<Program> {
+    let mut command = Command::new("dpdk-testpmd");
+    command.args(["--lcores", "0@0,1@0", "--no-huge", "-m", &mib.to_string(), "--no-pci", "--no-shconf"]);
+    command.args(["--no-telemetry", "--vdev"]);
+    command.arg(format!("net_virtio_user0,path={},queues=1,queue_size=256", socket.display()));
+    command.args(["--", "--interactive"]).args(buffers.split_whitespace());
+    let mut front_end = Program::start_to_tell(command.stderr(std::process::Stdio::null()))?;
+    front_end.await_words("testpmd>", interrupt)?;
+    Ok(front_end)
 }
 
 /// Returns the share of a core that the parties use together, in percent.

@@ -1,14 +1,11 @@
 //! The worker of a virtual machine that is killed or replaced, beside that of a NIC in the same daemon. The front end is
 //! DPDK's, with 1 GiB of memory that it wrote; both nodes sleep between frames.
 
-use std::process::Command;
-use std::time::{Duration, Instant};
-
 use anyhow::{Context, Result, ensure};
 
+use super::idle::front_end;
 use super::machine::node;
 use crate::interrupt::Interrupt;
-use crate::program::{LOOK, PATIENCE, Program};
 use crate::relay::system::System;
 use crate::report::{Kind, Row};
 use crate::sample::Sample;
@@ -17,11 +14,8 @@ use crate::workplace::Workplace;
 /// Names of the cases.
 pub const NAMES: [&str; 2] = ["guest-takeover", "guest-upgrade"];
 
-/// Packet buffers of the front end, of a page each: it writes into each, and they take 1 GiB.
-const BUFFERS: u32 = 240_000;
-
-/// Time until the front end is at rest.
-const REST: Duration = Duration::from_secs(3);
+/// Packet buffers of the front end, of a page each: they take 1 GiB.
+const BUFFERS: &str = "--mbuf-size=4096 --total-num-mbufs=240000";
 
 /// Each node with its NIC or its end.
 const GUEST: (&str, &str) = ("vm", "vm@lan");
@@ -35,20 +29,8 @@ pub fn rows(is_quick: bool, interrupt: &Interrupt) -> Result<Vec<Row>> {
         "[[node]]\nname = \"red\"\nwork = \"echo\"\n\n[[nic]]\nname = \"nic0\"\ndevice = \"sim\"\nnode = \"red\"\n";
     let system = System::configured(place.directory(), &(node(GUEST.0, &socket) + card))?;
     system.await_pair(GUEST.0)?;
-    let mut command = Command::new("dpdk-testpmd");
-    command.args(["--lcores", "0@0,1@0", "--no-huge", "-m", "1280", "--no-pci", "--no-shconf", "--no-telemetry"]);
-    command.args(["--vdev", &format!("net_virtio_user0,path={},queues=1,queue_size=256", socket.display())]);
-    command.args(["--", "--interactive", "--mbuf-size=4096", &format!("--total-num-mbufs={BUFFERS}")]);
-    let mut front = Program::start_to_tell(command.stderr(std::process::Stdio::null()))?;
-    let began = Instant::now();
-    while system.count(GUEST.1, "clients_attached")? == 0 {
-        interrupt.check()?;
-        ensure!(began.elapsed() < PATIENCE && front.is_running()?, "DPDK's front end does not connect");
-        std::thread::sleep(LOOK);
-    }
-    // It writes its buffers before its ports start, and may find no room for them.
-    std::thread::sleep(REST);
-    ensure!(front.is_running()?, "DPDK's front end ended");
+    let mut front = front_end(&socket, 1280, BUFFERS, interrupt)?;
+    ensure!(system.count(GUEST.1, "clients_attached")? > 0, "DPDK's front end does not connect");
     let mut samples: [[Sample; 2]; 2] = std::array::from_fn(|_| std::array::from_fn(|_| Sample::new()));
     for _ in 0..if is_quick { 10 } else { 200 } {
         for (it, (node, nic)) in [GUEST, CARD].into_iter().enumerate() {

@@ -255,14 +255,20 @@ impl System {
         nics.into_iter().find(|nic| nic.name == name).with_context(|| format!("the daemon has no {name}"))
     }
 
+    /// Kills the worker that drives a NIC or an end. Returns the time just before.
+    fn kill_driver_of(&self, nic: &NicView) -> Result<u64> {
+        let worker = self.workers()?.into_iter().find(|worker| Some(worker.worker) == nic.worker);
+        let pid = worker.with_context(|| format!("no worker drives {}", nic.name))?.pid;
+        let at = now_ns();
+        kill(pid);
+        Ok(at)
+    }
+
     /// Kills the worker of a node that drives this NIC or end. Returns the time until the next one drives.
     pub fn kill_driver(&self, node: &str, name: &str) -> Result<Duration> {
         self.await_pair(node)?;
         let before = self.nic_or_end(name)?;
-        let worker = self.workers()?.into_iter().find(|worker| Some(worker.worker) == before.worker);
-        let pid = worker.with_context(|| format!("no worker drives {name}"))?.pid;
-        let at = now_ns();
-        kill(pid);
+        let at = self.kill_driver_of(&before)?;
         loop {
             std::thread::sleep(LOOK);
             let after = self.nic_or_end(name)?;
@@ -387,10 +393,7 @@ impl System {
     }
 
     fn takeover(&self, before: &NicView) -> Result<Turn> {
-        let worker = self.workers()?.into_iter().find(|worker| Some(worker.worker) == before.worker);
-        let pid = worker.context("nobody drives the NIC")?.pid;
-        let at = now_ns();
-        kill(pid);
+        let at = self.kill_driver_of(before)?;
         let after = self.await_steady(before.worker)?;
         let (until, since) = (after.driving_at_ns, after.pause_ns);
         let pause = until.context("nobody drives the NIC")?.saturating_sub(at);

@@ -27,7 +27,7 @@ fn a_node_answers_the_kernels_ping_behind_a_card_on_a_tap() {
     // It has pinged the node once when it says this.
     let answered = lines.any(|line| line.contains("this machine's own kernel on the wire"));
     assert!(answered, "its words are above");
-    // It ends its daemon as for a user who interrupts it.
+    // An interrupted demo ends its daemon.
     demo.signal(Signal::INT);
     demo.end();
 }

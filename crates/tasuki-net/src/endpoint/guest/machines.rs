@@ -68,7 +68,7 @@ impl Guest {
             if self.other.is_some() {
                 self.refuse(
                     "a third front end connected, and was sent away: the node has a machine, and a second one to which \
-                     it migrates"
+                     it migrates; give each virtual machine a node of its own"
                         .to_owned(),
                 );
                 continue;
@@ -89,7 +89,9 @@ impl Guest {
         match (heard, other.device.is_running(), self.is_running()) {
             (Ok(()), true, true) => self.end_other(
                 &other,
-                "a second front end started its device, and was sent away: the node's machine still runs".to_owned(),
+                "a second front end started its device, and was sent away: the node's machine still runs; give each virtual \
+                 machine a node of its own"
+                    .to_owned(),
             ),
             (Ok(()), true, false) => {
                 self.other = self.machine.take();

@@ -132,14 +132,7 @@ fn broadcasts_cross_exactly_once_wherever_the_worker_is_killed() {
             all[..6].fill(0xff);
             assert!(machine.send(&all));
         }
-        let mut node = net.node.take().unwrap();
-        let was_killed = lives_for(places, || {
-            (0..3).for_each(|_| {
-                node.rest(Duration::ZERO);
-                node.turn();
-            });
-        });
-        drop(node);
+        let was_killed = net.kill(places, 3);
         net.replace(parts);
         net.settle();
         let counts: Vec<_> = net.others.iter_mut().map(|other| received(other).len()).collect();

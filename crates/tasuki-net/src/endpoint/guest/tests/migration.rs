@@ -54,14 +54,7 @@ fn wherever_a_worker_is_killed_a_migration_copies_all_and_each_frame_crosses_onc
             let mut copy = source.read(0, WHOLE);
             exchange(&mut net, &mut source, BEFORE..DURING);
             let parts = net.parts();
-            let mut node = net.node.take().unwrap();
-            let was_killed = lives_for(places, || {
-                (0..3).for_each(|_| {
-                    node.rest(Duration::ZERO);
-                    node.turn();
-                });
-            });
-            drop(node);
+            let was_killed = net.kill(places, 3);
             net.replace(parts);
             net.settle();
             // The source stops, and the rest of its memory is copied.

@@ -78,6 +78,18 @@ impl Net {
         self.guest().parts().unwrap().expect("it runs")
     }
 
+    /// Lets the worker take turns until it has passed `places` places in its code, and kills it there. Returns false if
+    /// it came to the end of the turns. It is gone in any case.
+    fn kill(&mut self, places: u32, turns: u32) -> bool {
+        let mut node = self.node.take().unwrap();
+        lives_for(places, || {
+            (0..turns).for_each(|_| {
+                node.rest(Duration::ZERO);
+                node.turn();
+            });
+        })
+    }
+
     fn replace(&mut self, parts: Parts) {
         self.node = None;
         let mut node = self.worker();
@@ -119,14 +131,7 @@ fn wherever_a_worker_is_killed_each_frame_crosses_exactly_once() {
             let (mut there, mut back) = (received(&mut net.others[0]), machine.receive());
             exchange(&mut net, &mut machine, BEFORE..COUNT);
             let parts = net.parts();
-            let mut node = net.node.take().unwrap();
-            let was_killed = lives_for(places, || {
-                (0..3).for_each(|_| {
-                    node.rest(Duration::ZERO);
-                    node.turn();
-                });
-            });
-            drop(node);
+            let was_killed = net.kill(places, 3);
             // At even places, read what is shown before the next worker starts; at odd places, do not.
             if places % 2 == 0 {
                 there.extend(received(&mut net.others[0]));
@@ -473,15 +478,10 @@ fn wherever_a_worker_is_killed_a_front_end_that_asks_is_answered_or_sent_away() 
         }
         net.others[0].flush();
         let parts = net.parts();
-        let mut node = net.node.take().unwrap();
         // A stop of the receiving ring, beside frames.
         assert!(theirs::send(&machine.socket, &theirs::message(11, 0, &theirs::state(0, 0)), &[]));
-        node.end.must_hear = true;
-        let was_killed = lives_for(places, || {
-            node.rest(Duration::ZERO);
-            node.turn();
-        });
-        drop(node);
+        net.guest().must_hear = true;
+        let was_killed = net.kill(places, 1);
         if !was_killed {
             break;
         }

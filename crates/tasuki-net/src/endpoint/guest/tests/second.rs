@@ -112,14 +112,7 @@ fn a_front_end_whose_message_died_with_its_worker_connects_again() {
             let machine = net.machine(ALL, 64);
             let parts = net.parts();
             deed(&machine);
-            let mut node = net.node.take().unwrap();
-            let was_killed = lives_for(places, || {
-                for _ in 0..3 {
-                    node.rest(Duration::ZERO);
-                    node.turn();
-                }
-            });
-            drop(node);
+            let was_killed = net.kill(places, 3);
             net.replace(parts);
             net.settle();
             net.await_news();
@@ -222,7 +215,7 @@ fn both_machines_connect_again_if_none_runs_when_the_worker_is_replaced() {
     drop(held);
 }
 
-/// A front end stops the device in the very turn in which the other starts: whoever dies where.
+/// A front end stops the device in the very turn in which the other starts, and the worker is killed.
 #[test]
 fn wherever_a_worker_is_killed_as_two_machines_change_places_each_frame_crosses_once() {
     const BEFORE: usize = 5;
