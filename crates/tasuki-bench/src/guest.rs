@@ -31,7 +31,7 @@ use tasuki_net::vni::{PeerDescriptor, Vni};
 use tasuki_shm::line::{Claims, LINE_LEN};
 use tasuki_shm::region::{Pages, Region};
 use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
-use tasuki_shm::vni::node_memory::{NodeMemoryFds, POOL_PAGES};
+use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, POOL_PAGES, PeerNodeMemory};
 use tasuki_shm::wake::Clapper;
 
 use crate::cpus::{self, Cpus};
@@ -307,12 +307,12 @@ fn serve(listener: OwnedFd, way: Way, len: usize, (count, is_over): (&AtomicU64,
     let (ours, theirs) = (ours?, theirs?);
     let bells = (tasuki_shm::wake::bell_pipe()?, tasuki_shm::wake::bell_pipe()?);
     let peer = |number, memory: &NodeMemoryFds, bell: &OwnedFd| -> Result<PeerDescriptor> {
-        let (node_memory, bell) = (memory.to_read()?, Clapper::from_peer(bell.try_clone()?));
+        let (node_memory, bell) = (PeerNodeMemory::map(&memory.to_read()?)?, Clapper::from_peer(bell.try_clone()?));
         Ok(PeerDescriptor { number, node_memory, bell, own: Default::default() })
     };
     let (to_guest, to_other) = (peer(GUEST, &ours, &bells.0.1)?, peer(OTHER, &theirs, &bells.1.1)?);
-    let mut vni = Vni::exact(GUEST, ours, bells.0.0)?;
-    let mut other = Vni::new(OTHER, theirs, bells.1.0)?;
+    let mut vni = Vni::exact(GUEST, NodeMemory::adopt(ours)?, bells.0.0);
+    let mut other = Vni::new(OTHER, NodeMemory::adopt(theirs)?, bells.1.0);
     vni.add(to_other)?;
     other.add(to_guest)?;
     vni.settle();

@@ -94,7 +94,7 @@ impl<M: Deref<Target = [Line]>> Generations<M> {
 }
 
 /// A reader's side of the generations.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct PeerGenerations<M>(Claims<M>);
 
 impl<M: Deref<Target = [Line]>> PeerGenerations<M> {
@@ -350,7 +350,7 @@ pub struct NoSuchPiece {
 
 /// A reader's end of a pool.
 #[cfg(not(loom))]
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct PeerPool {
     region: PeerRegion,
     pages: u32,

@@ -164,6 +164,13 @@ impl Mapping {
             _ => Err(out),
         }
     }
+
+    /// Asks the kernel to map these pages now, for writing. Does nothing if there are no such bytes.
+    fn populate(&self, offset: usize, len: usize) {
+        let Ok(first) = self.check(offset, len) else { return };
+        // SAFETY: asks the kernel to map pages of our own mapping, just checked, and changes nothing in them (M1).
+        let _ = unsafe { rustix::mm::madvise(first.as_ptr().cast(), len, rustix::mm::Advice::LinuxPopulateWrite) };
+    }
 }
 
 impl Drop for Mapping {
@@ -431,14 +438,22 @@ impl Region {
     /// Asks the kernel to map every page of the region now, so that no first access faults. If the kernel cannot
     /// (before Linux 5.14), nothing changes.
     pub fn populate(&self) {
-        // SAFETY: asks the kernel to map pages, and changes nothing in them (M1).
-        let _ = unsafe {
-            rustix::mm::madvise(
-                self.mapping.base.as_ptr().cast(),
-                self.mapping.len,
-                rustix::mm::Advice::LinuxPopulateWrite,
-            )
-        };
+        self.mapping.populate(0, self.mapping.len);
+    }
+
+    /// Asks the kernel to map the pages that are allocated now, as [`populate`](Self::populate) does for all pages.
+    pub fn populate_allocated(&self) {
+        use rustix::fs::{SeekFrom, seek};
+        let mut end = 0;
+        while let Ok(start) = seek(&self.memory, SeekFrom::Data(end))
+            && let Ok(hole) = seek(&self.memory, SeekFrom::Hole(start))
+        {
+            end = hole;
+            let (Ok(offset), Ok(len)) = (usize::try_from(start), usize::try_from(hole.saturating_sub(start))) else {
+                return;
+            };
+            self.mapping.populate(offset, len);
+        }
     }
 
     /// Withdraws these pages from this process: any access faults until [`restore`](Self::restore).

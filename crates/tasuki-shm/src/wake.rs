@@ -7,7 +7,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
@@ -123,10 +123,10 @@ pub fn open_anew(bell: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(same, OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?)
 }
 
-/// Rings a bell: the write end of its pipe.
-#[derive(Debug)]
+/// Rings a bell: the write end of its pipe, which all clones share.
+#[derive(Debug, Clone)]
 pub struct Clapper {
-    pipe: OwnedFd,
+    pipe: Arc<OwnedFd>,
     /// Whether another process may hold this same open file and have made it blocking.
     shared: bool,
 }
@@ -134,7 +134,7 @@ pub struct Clapper {
 impl Clapper {
     /// Uses an end that only we hold.
     pub fn own(pipe: OwnedFd) -> Self {
-        Clapper { pipe, shared: false }
+        Clapper { pipe: Arc::new(pipe), shared: false }
     }
 
     /// Uses an end that a peer made and passed to us. Opens it anew if the pipe's mode permits, so that it is ours
@@ -142,7 +142,7 @@ impl Clapper {
     pub fn from_peer(pipe: OwnedFd) -> Self {
         match open_anew(pipe.as_fd()) {
             Ok(own) => Clapper::own(own),
-            Err(_) => Clapper { pipe, shared: true },
+            Err(_) => Clapper { pipe: Arc::new(pipe), shared: true },
         }
     }
 
@@ -251,7 +251,7 @@ mod tests {
     fn more_naps_than_a_pipe_has_bytes() {
         let (read, write) = bell_pipe().unwrap();
         let mut sleeper = Sleeper::new(read).unwrap();
-        let clapper = Clapper { pipe: write, shared: true };
+        let clapper = Clapper { pipe: write.into(), shared: true };
         for _ in 0..200_000 {
             clapper.ring();
             assert_eq!(sleeper.sleep(Some(Instant::now() + Duration::from_secs(5))).unwrap(), Woken::Rung);
@@ -269,7 +269,7 @@ mod tests {
             println!("skipped: this kernel (before 6.4) has no per-call non-blocking pipes");
             return;
         }
-        Clapper { pipe: write, shared: true }.ring();
+        Clapper { pipe: write.into(), shared: true }.ring();
     }
 
     #[test]

@@ -8,9 +8,9 @@
 
 mod client;
 mod end;
+mod neighbours;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -18,21 +18,20 @@ use anyhow::{Context, Result, ensure};
 use tasuki_net::capture::Captures;
 use tasuki_net::endpoint::{Bridge, Dismissal, Endpoint, Recovery};
 use tasuki_net::nic::Mac;
-use tasuki_net::own::Own;
 use tasuki_net::port::{Armed, Transactional};
 use tasuki_net::switch::Switch;
+use tasuki_net::vni::Vni;
 use tasuki_net::vni::port::{Frames, VniPort};
-use tasuki_net::vni::{PeerDescriptor, Vni};
 use tasuki_relay::message::{ToDaemon, heartbeat, vni};
 use tasuki_relay::wire::{Order, Position, Reason};
 use tasuki_relay::worker::{Do, Input, Side, Worker};
 use tasuki_relay::{After, Tenure, taker};
 use tasuki_shm::line::LINE_LEN;
-use tasuki_shm::region::{PeerRegion, RegionError};
+use tasuki_shm::pool::Pool;
+use tasuki_shm::region::PeerRegion;
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::Lookup;
-use tasuki_shm::vni::node_memory::NodeMemoryFds;
-use tasuki_shm::wake::Clapper;
+use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds};
 
 use crate::attached::Attached;
 use crate::attachment::{Common, Given};
@@ -41,6 +40,7 @@ use crate::fail;
 use crate::handler::FrameHandler;
 use crate::uplink::Uplink;
 use end::{End, Native, OnVni, Sleeper};
+use neighbours::Known;
 
 /// Interval between two runs of the periodic work ([`VniAttachment::tick`]).
 const TICK: Duration = Duration::from_millis(250);
@@ -66,16 +66,6 @@ fn is_native(common: &Common) -> bool {
     common.endpoint.is_none()
 }
 
-/// Another node of the VNI and its node memory. A restarted daemon sends it again.
-#[derive(Debug)]
-struct Known {
-    node_memory: NodeMemoryFds,
-    bell: OwnedFd,
-    inode: u64,
-    /// IP addresses of the node, if they are known.
-    own: Own,
-}
-
 /// A node's end of a VNI that this worker drives or may be ordered to drive.
 pub struct VniAttachment<D: FrameHandler> {
     given: Given,
@@ -91,6 +81,9 @@ pub struct VniAttachment<D: FrameHandler> {
     handler: D,
     /// Memory for the frames of a native node, made in advance.
     frames: Option<Frames>,
+    /// The node's memory and its switch, mapped in advance.
+    memory: Option<(NodeMemory, Pool)>,
+    switch: Option<Switch>,
     end: Option<End>,
     /// The node's endpoint, opened in advance, while another worker drives the end.
     endpoint: Option<Box<dyn Endpoint>>,
@@ -129,6 +122,8 @@ impl<D: FrameHandler> VniAttachment<D> {
             is_ready: false,
             handler: D::new(told),
             frames: None,
+            memory: None,
+            switch: None,
             end: None,
             endpoint: None,
             is_gone: false,
@@ -140,55 +135,6 @@ impl<D: FrameHandler> VniAttachment<D> {
             ticked: Instant::now(),
             captures: None,
         }
-    }
-
-    /// Adds a node of the VNI, or replaces the memory of a known one.
-    pub fn meet(&mut self, common: &mut Common, number: u16, addresses: &[IpAddr], fds: Vec<OwnedFd>) -> Result<()> {
-        ensure!(number < NODES_MAX, "the daemon speaks of node {number}, and a VNI has {NODES_MAX}");
-        let count = fds.len();
-        let [control, pool, bell] = <[OwnedFd; 3]>::try_from(fds).ok().with_context(|| {
-            format!("{count} descriptors came with node {number}, and 3 belong to it; rebuild the older of daemon and worker")
-        })?;
-        let inode = rustix::fs::fstat(&control).context("a node's memory cannot be used")?.st_ino;
-        let own = addresses.iter().copied().collect::<Own>();
-        if let Some(known) = self.neighbours.get_mut(&number).filter(|known| known.inode == inode) {
-            // A daemon that has just started may send other addresses.
-            known.own = own.clone();
-            self.on_vni(common).into_iter().for_each(|end| end.set_own(number, own.clone()));
-            return Ok(());
-        }
-        let known = Known { node_memory: NodeMemoryFds { control, pool }, bell, inode, own };
-        if let Some(end) = self.on_vni(common) {
-            end.add(peer_descriptor(number, &known)?)?;
-        }
-        self.neighbours.insert(number, known);
-        Ok(())
-    }
-
-    /// Removes a node that has left the VNI.
-    pub fn part(&mut self, common: &mut Common, number: u16) {
-        if self.neighbours.remove(&number).is_some()
-            && let Some(end) = self.on_vni(common)
-        {
-            end.remove(number);
-        }
-    }
-
-    /// Removes all nodes that are not in `nodes`.
-    pub fn keep_only(&mut self, common: &mut Common, nodes: &[u16]) {
-        let gone: Vec<u16> = self.neighbours.keys().copied().filter(|number| !nodes.contains(number)).collect();
-        gone.into_iter().for_each(|number| self.part(common, number));
-    }
-
-    /// Replaces the directory of addresses: a daemon that has just started sends a new one.
-    pub fn look_up_in(&mut self, common: &mut Common, directory: OwnedFd) -> Result<()> {
-        let place = self.given.fds.get_mut(vni::DIRECTORY).context("there was no directory before")?;
-        *place = directory;
-        let switch = self.switch()?;
-        if let Some(end) = self.on_vni(common) {
-            end.set_switch(switch);
-        }
-        Ok(())
     }
 
     /// Returns the end, if it is driven here.
@@ -276,8 +222,24 @@ impl<D: FrameHandler> VniAttachment<D> {
                 self.frames = Some(frames);
             }
         }
-        self.open_endpoint(common).map_err(|error| odd(format!("{error:#}")))?;
-        self.switch().map(drop).map_err(|error| odd(format!("{error:#}")))
+        self.get_ready(common).map_err(|error| odd(format!("{error:#}")))
+    }
+
+    /// Opens and maps in advance all that a driver needs. Touches nothing that the present driver writes.
+    fn get_ready(&mut self, common: &Common) -> Result<()> {
+        self.open_endpoint(common)?;
+        if self.memory.is_none() {
+            let node_memory = NodeMemoryFds { control: self.copy_of(CONTROL)?, pool: self.copy_of(POOL)? };
+            self.memory = Some(NodeMemory::adopt(node_memory)?);
+        }
+        if self.switch.is_none() {
+            self.switch = Some(self.new_switch()?);
+        }
+        Ok(())
+    }
+
+    fn copy_of(&self, fd: usize) -> Result<OwnedFd> {
+        self.given.fds[fd].try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE")
     }
 
     /// Opens the node's endpoint in advance, if it has one.
@@ -322,7 +284,7 @@ impl<D: FrameHandler> VniAttachment<D> {
     fn look_once(&mut self, common: &mut Common) {
         match &mut self.end {
             Some(End::Native(native)) => native.look(&mut self.handler, common),
-            _ => drop(self.turn(common)),
+            _ => _ = self.move_frames(common),
         }
     }
 
@@ -340,6 +302,11 @@ impl<D: FrameHandler> VniAttachment<D> {
         if won && gives {
             // The eventfd cannot be full: it would have to be rung as often as its counter has values.
             let _ = rustix::io::write(&self.given.fds[WAKE], &1_u64.to_ne_bytes());
+            // The taker may wait for this CPU. The rest of our work can wait, and runs on the CPUs aside.
+            std::thread::yield_now();
+            if common.drives_one {
+                common.cpus.step_aside();
+            }
             fail::point("give.passed");
             // The memory belongs to a successor, which may already write to it. Dropping the end writes nothing
             // more.
@@ -370,14 +337,14 @@ impl<D: FrameHandler> VniAttachment<D> {
     }
 
     fn go_on(&mut self, common: &mut Common) -> Result<End> {
-        let copy =
-            |at: usize| self.given.fds[at].try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
-        let node_memory = NodeMemoryFds { control: copy(CONTROL)?, pool: copy(POOL)? };
-        let (number, bell_receiver, switch) = (self.own_number()?, copy(BELL_RECEIVER)?, self.switch()?);
+        self.get_ready(common)?;
+        let memory = self.memory.take().context("the node's memory is not mapped")?;
+        let switch = self.switch.take().context("the VNI's directory is not mapped")?;
+        let (number, bell_receiver) = (self.own_number()?, self.copy_of(BELL_RECEIVER)?);
         if is_native(common) {
             let frames = self.frames.take().map_or_else(Frames::new, Ok)?;
             let station = Mac(self.given.bundle.mac.context("the device bundle lacks the node's station address")?);
-            let mut port = VniPort::new(number, station, node_memory, bell_receiver, switch, frames)?;
+            let mut port = VniPort::new(number, station, memory, bell_receiver, switch, frames);
             self.add_all(common, |bundle| port.add(bundle));
             port.settle();
             let turns = Some(port.turns());
@@ -390,26 +357,13 @@ impl<D: FrameHandler> VniAttachment<D> {
             }
             return Ok(End::Native(Box::new(Native::new(port))));
         }
-        self.open_endpoint(common)?;
         let endpoint = self.endpoint.take().context("the node has no endpoint")?;
         let is_exact = endpoint.recovery() == Recovery::Exact;
         let make = if is_exact { Vni::exact } else { Vni::new };
-        let mut vni = make(number, node_memory, bell_receiver)?;
+        let mut vni = make(number, memory, bell_receiver);
         self.add_all(common, |bundle| vni.add(bundle));
         vni.settle();
         Ok(End::Bridge(Box::new(Bridge::new(endpoint, vni, switch))))
-    }
-
-    fn add_all(&self, common: &mut Common, mut add: impl FnMut(PeerDescriptor) -> Result<(), RegionError>) {
-        for (number, known) in &self.neighbours {
-            // A node with unusable memory is left out, so that the end still reaches the other nodes.
-            let added = peer_descriptor(*number, known).and_then(|bundle| Ok(add(bundle)?));
-            if let Err(error) = added {
-                common
-                    .channel
-                    .tell(Some(self.given.number), format!("node {number} of the VNI is left out: {error:#}"));
-            }
-        }
     }
 
     fn own_number(&self) -> Result<u16> {
@@ -419,11 +373,39 @@ impl<D: FrameHandler> VniAttachment<D> {
         Ok(number)
     }
 
-    fn switch(&self) -> Result<Switch> {
+    fn new_switch(&self) -> Result<Switch> {
         let directory =
             PeerRegion::map_kept_whole(self.given.fds[vni::DIRECTORY].as_fd()).context("the VNI's directory")?;
         let lines = directory.len() / LINE_LEN;
         Ok(Switch::new(self.own_number()?, Lookup::new(directory.claims(0, lines)?)))
+    }
+
+    /// Passes frames on once, both ways. Returns the number of frames moved.
+    #[inline]
+    fn move_frames(&mut self, common: &mut Common) -> usize {
+        let (moved, now) = match &mut self.end {
+            Some(End::Bridge(bridge)) => {
+                let moved = bridge.turn();
+                (moved, (bridge.given, bridge.taken, bridge.dropped.sum()))
+            }
+            Some(End::Native(native)) => {
+                let moved = native.turn(&mut self.handler, common);
+                // The program counts its frames itself.
+                (moved, (0, 0, native.dropped()))
+            }
+            // The NIC's attachment moves the frames and counts them.
+            Some(End::Uplink) => (0, (0, 0, common.uplink.as_ref().map_or(0, |uplink| uplink.port.dropped.sum()))),
+            None => return 0,
+        };
+        let (now_given, now_taken, now_dropped) = now;
+        let (given, taken, dropped) = self.told;
+        if now != self.told {
+            common.heartbeat.add(heartbeat::RECEIVED, now_given - given);
+            common.heartbeat.add(heartbeat::SENT, now_taken - taken);
+            common.heartbeat.add(heartbeat::REFUSED, now_dropped - dropped);
+            self.told = now;
+        }
+        moved
     }
 
     /// Runs periodic work if it is due. Returns the time until it is due again, or nothing if no work is left.
@@ -483,32 +465,13 @@ impl<D: FrameHandler> Attached<D> for VniAttachment<D> {
 
     #[inline]
     fn turn(&mut self, common: &mut Common) -> usize {
-        let (moved, now) = match &mut self.end {
-            Some(End::Bridge(bridge)) => {
-                let moved = bridge.turn();
-                (moved, (bridge.given, bridge.taken, bridge.dropped.sum()))
+        let moved = self.move_frames(common);
+        if self.end.is_some() {
+            self.turns = self.turns.wrapping_add(1);
+            self.tell_news_of_client(common);
+            if self.turns.is_multiple_of(TURNS) {
+                self.tick(common);
             }
-            Some(End::Native(native)) => {
-                let moved = native.turn(&mut self.handler, common);
-                // The program counts its frames itself.
-                (moved, (0, 0, native.dropped()))
-            }
-            // The NIC's attachment moves the frames and counts them.
-            Some(End::Uplink) => (0, (0, 0, common.uplink.as_ref().map_or(0, |uplink| uplink.port.dropped.sum()))),
-            None => return 0,
-        };
-        self.turns = self.turns.wrapping_add(1);
-        let (now_given, now_taken, now_dropped) = now;
-        let (given, taken, dropped) = self.told;
-        if now != self.told {
-            common.heartbeat.add(heartbeat::RECEIVED, now_given - given);
-            common.heartbeat.add(heartbeat::SENT, now_taken - taken);
-            common.heartbeat.add(heartbeat::REFUSED, now_dropped - dropped);
-            self.told = now;
-        }
-        self.tell_news_of_client(common);
-        if self.turns.is_multiple_of(TURNS) {
-            self.tick(common);
         }
         moved
     }
@@ -587,17 +550,4 @@ impl<D: FrameHandler> Attached<D> for VniAttachment<D> {
         self.conclude(common);
         self.drop_end(common);
     }
-}
-
-fn peer_descriptor(number: u16, known: &Known) -> Result<PeerDescriptor> {
-    let copy = |fd: &OwnedFd| fd.try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
-    let node_memory =
-        NodeMemoryFds { control: copy(&known.node_memory.control)?, pool: copy(&known.node_memory.pool)? };
-    Ok(PeerDescriptor {
-        number,
-        node_memory,
-        // The daemon opened this descriptor for us alone.
-        bell: Clapper::own(copy(&known.bell)?),
-        own: known.own.clone(),
-    })
 }

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use anyhow::{Context, Result};
 use tasuki_net::vni::{PeerDescriptor, Vni};
-use tasuki_shm::vni::node_memory::{NodeMemoryFds, POOL_PAGES};
+use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, POOL_PAGES, PeerNodeMemory};
 use tasuki_shm::wake::Clapper;
 
 use crate::orders::Fds;
@@ -40,10 +40,10 @@ impl Kept {
 
 /// Makes a worker of node `number` that knows `others`, in the order of their descriptors.
 pub fn join(fds: &mut Fds, number: u16, others: impl IntoIterator<Item = u16>) -> Result<Vni> {
-    let node_memory = NodeMemoryFds { control: fds.next()?, pool: fds.next()? };
-    let mut vni = Vni::new(number, node_memory, fds.next()?)?;
+    let memory = NodeMemory::adopt(NodeMemoryFds { control: fds.next()?, pool: fds.next()? })?;
+    let mut vni = Vni::new(number, memory, fds.next()?);
     for number in others {
-        let node_memory = NodeMemoryFds { control: fds.next()?, pool: fds.next()? };
+        let node_memory = PeerNodeMemory::map(&NodeMemoryFds { control: fds.next()?, pool: fds.next()? })?;
         vni.add(PeerDescriptor {
             number,
             node_memory,

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Release;
 use arrayvec::ArrayVec;
 use tasuki_shm::region::{CommonRegion, RegionError, Span};
 
-use super::{Broken, PIECES_MAX};
+use super::{Broken, PIECES_MAX, Place, available_len, table_len, used_len};
 
 /// Maximum number of stretches of a driver's memory.
 pub const STRETCHES_MAX: usize = 8;
@@ -87,6 +87,18 @@ impl DriverMemory {
     pub fn is_gone(&self) -> bool {
         let log = self.log.iter().map(|log| &log.region);
         self.stretches.iter().map(|stretch| &stretch.region).chain(log).any(CommonRegion::is_gone)
+    }
+
+    /// Has the pages of a queue mapped before they are needed.
+    pub fn populate(&self, place: Place) {
+        let Place { size, descriptors, available, used } = place;
+        let size = usize::from(size);
+        for (address, len) in [(descriptors, table_len(size)), (available, available_len(size)), (used, used_len(size))]
+        {
+            if let Some((stretch, offset)) = self.place(len, |stretch| address.checked_sub(stretch.user)) {
+                self.stretches[usize::from(stretch)].region.populate(offset, len);
+            }
+        }
     }
 
     pub(super) fn place(&self, len: usize, offset_of: impl Fn(&Stretch) -> Option<u64>) -> Option<(u8, usize)> {

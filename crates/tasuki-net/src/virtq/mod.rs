@@ -155,6 +155,16 @@ impl Index {
     }
 }
 
+/// Returns the length in bytes of the descriptor table of a queue of `size` descriptors.
+fn table_len(size: usize) -> usize {
+    DESCRIPTOR_LEN * size
+}
+
+/// Returns the length in bytes of the available ring of a queue of `size` descriptors.
+fn available_len(size: usize) -> usize {
+    2 * (RING + size + 1)
+}
+
 /// Returns the length in bytes of the used ring of a queue of `size` descriptors.
 pub fn used_len(size: usize) -> usize {
     2 * (RING + 4 * size + 1)
@@ -203,15 +213,13 @@ impl Queue {
             Ok((&memory.stretches[usize::from(stretch)].region, offset))
         };
         let odd = |_| Broken::Ring;
-        let (region, at) = lend(descriptors, DESCRIPTOR_LEN * count)?;
-        let descriptors = region.span::<AtomicU64>(at, 2 * count).map_err(odd)?;
-        let words = RING + count + 1;
-        let (region, at) = lend(available, 2 * words)?;
-        let available = region.span::<AtomicU16>(at, words).map_err(odd)?;
-        let words = RING + 4 * count + 1;
-        let (region, at) = lend(used, 2 * words)?;
+        let (region, at) = lend(descriptors, table_len(count))?;
+        let descriptors = region.span::<AtomicU64>(at, table_len(count) / 8).map_err(odd)?;
+        let (region, at) = lend(available, available_len(count))?;
+        let available = region.span::<AtomicU16>(at, available_len(count) / 2).map_err(odd)?;
+        let (region, at) = lend(used, used_len(count))?;
         let used_ring = region.span::<AtomicU32>(at + 2 * RING, 2 * count).map_err(odd)?;
-        let used = region.span::<AtomicU16>(at, words).map_err(odd)?;
+        let used = region.span::<AtomicU16>(at, used_len(count) / 2).map_err(odd)?;
         let done = done.unwrap_or_else(|| u16::from_le(used[INDEX].load(Acquire)));
         Ok(Queue {
             size: size.into(),

@@ -5,9 +5,10 @@ use std::path::Path;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tasuki_shm::line::{Claims, LINE_LEN, Line};
-use tasuki_shm::region::{Pages, Region, RegionError, Span};
+use tasuki_shm::pool::Pool;
+use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::vni::directory::{Directory, Lookup, Mac, NodeSet, directory_lines};
-use tasuki_shm::vni::node_memory::NodeMemoryFds;
+use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, PeerNodeMemory};
 use tasuki_shm::wake::Clapper;
 
 use super::{PeerDescriptor, Vni};
@@ -59,10 +60,11 @@ impl Nodes {
     }
 
     /// Returns what a worker of node `number` gets of its own.
-    pub fn own(&self, number: u16) -> (NodeMemoryFds, OwnedFd) {
+    pub fn own(&self, number: u16) -> ((NodeMemory, Pool), OwnedFd) {
         let kept = &self.kept[usize::from(number)];
         let [control, pool] = kept.node_memory.fds().map(|fd| fd.try_clone_to_owned().unwrap());
-        (NodeMemoryFds { control, pool }, kept.bell_receiver.try_clone().unwrap())
+        let memory = NodeMemory::adopt(NodeMemoryFds { control, pool }).unwrap();
+        (memory, kept.bell_receiver.try_clone().unwrap())
     }
 
     /// Returns what a worker of node `number` gets of all others.
@@ -70,7 +72,7 @@ impl Nodes {
         let others = (0..).zip(&self.kept).filter(|(other, _)| *other != number);
         let peer = |(number, kept): (u16, &Kept)| PeerDescriptor {
             number,
-            node_memory: kept.node_memory.to_read().unwrap(),
+            node_memory: PeerNodeMemory::map(&kept.node_memory.to_read().unwrap()).unwrap(),
             bell: Clapper::from_peer(kept.bell.try_clone().unwrap()),
             own: Default::default(),
         };
@@ -88,8 +90,8 @@ impl Nodes {
     }
 
     fn made_by(&self, make: Make, number: u16) -> Vni {
-        let (node_memory, bell_receiver) = self.own(number);
-        let mut vni = make(number, node_memory, bell_receiver).unwrap();
+        let (memory, bell_receiver) = self.own(number);
+        let mut vni = make(number, memory, bell_receiver);
         self.peers_of(number).into_iter().for_each(|peer| vni.add(peer).unwrap());
         vni.settle();
         vni
@@ -101,7 +103,7 @@ impl Nodes {
     }
 }
 
-type Make = fn(u16, NodeMemoryFds, OwnedFd) -> Result<Vni, RegionError>;
+type Make = fn(u16, (NodeMemory, Pool), OwnedFd) -> Vni;
 
 /// Listens at `path`, as a daemon does for an endpoint.
 pub fn listen(path: &Path, kind: SocketType) -> OwnedFd {

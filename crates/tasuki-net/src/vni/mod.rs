@@ -42,12 +42,12 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 use tasuki_shm::bell::{Bell, Ringer};
 use tasuki_shm::line::{Claims, Line};
-use tasuki_shm::pool::{PAGE, Pool, Run};
+use tasuki_shm::pool::{PAGE, PeerPool, Pool, Run};
 use tasuki_shm::region::{RegionError, Span};
 use tasuki_shm::ring::{Consumer, Producer};
 use tasuki_shm::sync::Relaxed;
 use tasuki_shm::vni::NODES_MAX;
-use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, PeerNodeMemory};
+use tasuki_shm::vni::node_memory::{NodeMemory, PeerNodeMemory};
 use tasuki_shm::wake::{Clapper, this_cpu};
 
 use crate::capture::Captures;
@@ -75,12 +75,12 @@ const ACTIVE: usize = 4;
 pub const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Handles by which a node reaches another node.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct PeerDescriptor {
     /// Number of the other node on the VNI.
     pub number: u16,
-    /// Node memory of the other node, for reading.
-    pub node_memory: NodeMemoryFds,
+    /// Node memory of the other node, for reading, and the pool in it.
+    pub node_memory: (PeerNodeMemory, PeerPool),
     /// Rings the other node's bell.
     pub bell: Clapper,
     /// IP addresses of the other node, if they are known: the receiver checks its frames against them.
@@ -117,40 +117,40 @@ pub struct Vni {
     pub(crate) ledger: Option<ledger::Ledger>,
     /// Captures of this end, if there are any.
     captures: Option<Box<Captures>>,
+    /// All neighbours are known, and a predecessor may have left rings allocated that go to none.
+    has_spare_rings: bool,
 }
 
 impl Vni {
     /// Opens the end of node `number`, on memory that belongs to the node. `bell_receiver` is the reading end of its
     /// bell's pipe. Frames that a predecessor sent and that are unread stay with their readers. The caller then
     /// [adds](Self::add) all nodes and calls [`settle`](Self::settle), which frees the rest.
-    pub fn new(number: u16, node_memory: NodeMemoryFds, bell_receiver: OwnedFd) -> Result<Self, RegionError> {
-        assert!(number < NODES_MAX, "a VNI has no node {number}");
-        let (node_memory, pool) = NodeMemory::adopt(node_memory)?;
-        Ok(Self::over(number, node_memory, pool, bell_receiver))
+    ///
+    /// # Panics
+    /// If a VNI has no such node.
+    pub fn new(number: u16, memory: (NodeMemory, Pool), bell_receiver: OwnedFd) -> Self {
+        let (node_memory, pool) = memory;
+        Self::over(number, node_memory, pool, bell_receiver)
     }
 
     /// Like [`new`](Self::new), for an endpoint whose turns are [committed as a whole](crate::endpoint::Recovery::Exact).
-    pub fn exact(number: u16, node_memory: NodeMemoryFds, bell_receiver: OwnedFd) -> Result<Self, RegionError> {
-        let (mut vni, ledger) = Self::with_ledger(number, node_memory, bell_receiver)?;
+    pub fn exact(number: u16, memory: (NodeMemory, Pool), bell_receiver: OwnedFd) -> Self {
+        let (mut vni, ledger) = Self::with_ledger(number, memory, bell_receiver);
         vni.ledger = Some(ledger);
-        Ok(vni)
+        vni
     }
 
     /// Like [`new`](Self::new), with a ledger. First does what a predecessor may have left undone there, before any
     /// peer looks.
-    fn with_ledger(
-        number: u16,
-        node_memory: NodeMemoryFds,
-        bell_receiver: OwnedFd,
-    ) -> Result<(Self, ledger::Ledger), RegionError> {
-        assert!(number < NODES_MAX, "a VNI has no node {number}");
-        let (node_memory, pool) = NodeMemory::adopt(node_memory)?;
+    fn with_ledger(number: u16, memory: (NodeMemory, Pool), bell_receiver: OwnedFd) -> (Self, ledger::Ledger) {
+        let (node_memory, pool) = memory;
         let ledger = ledger::Ledger::over(node_memory.ledger());
         ledger.redo(&node_memory);
-        Ok((Self::over(number, node_memory, pool, bell_receiver), ledger))
+        (Self::over(number, node_memory, pool, bell_receiver), ledger)
     }
 
     fn over(number: u16, node_memory: NodeMemory, mut pool: Pool, bell_receiver: OwnedFd) -> Self {
+        assert!(number < NODES_MAX, "a VNI has no node {number}");
         let quota = pool.left() / 2;
         let mut shared = SharedRuns::default();
         let left = left_behind(&node_memory, &mut pool, &mut shared);
@@ -175,6 +175,7 @@ impl Vni {
             left,
             ledger: None,
             captures: None,
+            has_spare_rings: false,
         }
     }
 
@@ -195,9 +196,8 @@ impl Vni {
 
     /// Adds another node, or replaces the memory of a node that was added before.
     pub fn add(&mut self, bundle: PeerDescriptor) -> Result<(), RegionError> {
-        let PeerDescriptor { number, node_memory, bell, own } = bundle;
+        let PeerDescriptor { number, node_memory: (node_memory, pool), bell, own } = bundle;
         assert!(number < NODES_MAX && number != self.number, "node {number} is no neighbour of node {}", self.number);
-        let (node_memory, pool) = PeerNodeMemory::map(&node_memory)?;
         if self.neighbours[usize::from(number)].is_some() {
             self.remove(number);
         }
@@ -266,8 +266,13 @@ impl Vni {
             self.node_memory.line_of(number)[0].word(0).store(0, Relaxed);
             left.into_iter().for_each(|(_, which)| self.shared.release(which, true, &mut self.pool));
         }
-        // A predecessor that was killed between withdrawing its announcement and giving the ring back left the ring
-        // allocated.
+        // A system call for each gap between two neighbours: the next tick has time for that.
+        self.has_spare_rings = true;
+    }
+
+    /// Gives the rings back to nodes that do not exist: a predecessor that was killed between withdrawing its announcement
+    /// and giving the ring back left the ring allocated.
+    fn give_back_spare_rings(&mut self) {
         let mut first = 0;
         for number in 0..=NODES_MAX {
             if self.neighbours.get(usize::from(number)).is_none_or(Option::is_some) {
@@ -282,6 +287,9 @@ impl Vni {
     /// [`PATIENCE`] (V4), and gives back the memory of rings that were idle for [`IDLE`]. Returns whether the next tick
     /// has work.
     pub fn tick(&mut self, now: Instant) -> bool {
+        if std::mem::take(&mut self.has_spare_rings) {
+            self.give_back_spare_rings();
+        }
         let mut again = false;
         for (number, slot) in (0_u16..).zip(&mut self.neighbours) {
             let Some(neighbour) = slot else { continue };

@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 use tasuki_shm::arena::{Arena, Detach, Geometry, Slot};
 use tasuki_shm::line::LINE_LEN;
+use tasuki_shm::pool::Pool;
 use tasuki_shm::region::{Pages, Region, RegionError};
 use tasuki_shm::slots::table_lines;
-use tasuki_shm::vni::node_memory::NodeMemoryFds;
+use tasuki_shm::vni::node_memory::NodeMemory;
 
 use super::finish::{CUTS_MAX, GSO_NONE, finish, is_finished};
 use super::ledger::{HEADS_MAX, Handled, Ledger, point};
@@ -88,13 +89,13 @@ impl VniPort {
     pub fn new(
         number: u16,
         station: Mac,
-        node_memory: NodeMemoryFds,
+        memory: (NodeMemory, Pool),
         bell_receiver: OwnedFd,
         switch: Switch,
         intake: Frames,
-    ) -> Result<Self, RegionError> {
-        let (vni, ledger) = Vni::with_ledger(number, node_memory, bell_receiver)?;
-        Ok(VniPort {
+    ) -> Self {
+        let (vni, ledger) = Vni::with_ledger(number, memory, bell_receiver);
+        VniPort {
             vni,
             switch,
             ledger,
@@ -104,7 +105,7 @@ impl VniPort {
             waits: Waits::default(),
             patience: PATIENCE,
             dropped: Dropped::default(),
-        })
+        }
     }
 
     /// Returns the arena in which frames lie and the program makes new ones.

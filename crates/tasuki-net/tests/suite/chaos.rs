@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::SeekFrom;
 use tasuki_net::vni::{PIECE_MAX, Vni};
 use tasuki_shm::region::PAGE_LEN;
+use tasuki_shm::vni::node_memory::NodeMemory;
 
 use crate::process;
 use daemon::{Daemon, Member};
@@ -335,7 +336,7 @@ fn sixty_four_nodes_that_come_and_go_lose_no_page_and_mix_up_no_frame() {
     (0..daemon.members.len()).for_each(|at| daemon.end(at));
     for member in std::mem::take(&mut daemon.members) {
         let (number, pages, node_memory, bell_receiver) = member.give_up();
-        let mut vni = Vni::new(number, node_memory, bell_receiver).unwrap();
+        let mut vni = Vni::new(number, NodeMemory::adopt(node_memory).unwrap(), bell_receiver);
         vni.settle();
         assert_eq!(vni.pages_left(), pages, "a successor of node {number} finds every page free");
     }

@@ -3,7 +3,8 @@
 use std::os::fd::OwnedFd;
 
 use tasuki_net::vni::{PeerDescriptor, Vni};
-use tasuki_shm::vni::node_memory::{NodeMemoryFds, POOL_PAGES};
+use tasuki_shm::pool::Pool;
+use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, POOL_PAGES, PeerNodeMemory};
 use tasuki_shm::wake::Clapper;
 
 /// The descriptors that a daemon keeps for a node.
@@ -20,15 +21,19 @@ impl Kept {
         Kept { node_memory, bell_receiver, bell }
     }
 
-    fn own(&self) -> NodeMemoryFds {
+    fn fds(&self) -> NodeMemoryFds {
         let [control, pool] = self.node_memory.fds().map(|fd| fd.try_clone_to_owned().unwrap());
         NodeMemoryFds { control, pool }
+    }
+
+    fn own(&self) -> (NodeMemory, Pool) {
+        NodeMemory::adopt(self.fds()).unwrap()
     }
 
     fn peer_descriptor(&self, number: u16) -> PeerDescriptor {
         PeerDescriptor {
             number,
-            node_memory: self.node_memory.to_read().unwrap(),
+            node_memory: PeerNodeMemory::map(&self.node_memory.to_read().unwrap()).unwrap(),
             bell: Clapper::from_peer(self.bell.try_clone().unwrap()),
             own: Default::default(),
         }
@@ -61,7 +66,7 @@ impl Net {
     fn join(&self, number: u16) -> Vni {
         let kept = &self.kept[usize::from(number)];
         let make = if self.exact.contains(&number) { Vni::exact } else { Vni::new };
-        let mut vni = make(number, kept.own(), kept.bell_receiver.try_clone().unwrap()).unwrap();
+        let mut vni = make(number, kept.own(), kept.bell_receiver.try_clone().unwrap());
         for (other, kept) in (0..).zip(&self.kept).filter(|(other, _)| *other != number) {
             vni.add(kept.peer_descriptor(other)).unwrap();
         }
@@ -95,7 +100,7 @@ impl Net {
         drop(self.nodes[number].take());
         let kept = &self.kept[number];
         let name = u16::try_from(number).unwrap();
-        let mut vni = Vni::new(name, kept.own(), kept.bell_receiver.try_clone().unwrap()).unwrap();
+        let mut vni = Vni::new(name, kept.own(), kept.bell_receiver.try_clone().unwrap());
         vni.settle();
         self.nodes[number] = Some(vni);
     }
@@ -118,7 +123,7 @@ impl Net {
 
     /// Returns the memory of a node, for a test that plays its worker.
     pub fn node_memory(&self, number: usize) -> NodeMemoryFds {
-        self.kept[number].own()
+        self.kept[number].fds()
     }
 
     /// Rings a node's bell with these bytes.

@@ -83,6 +83,12 @@ impl CommonRegion {
         Span::new(&self.mapping, offset, count)
     }
 
+    /// Asks the kernel to map the pages of `len` bytes at `offset` now. Does nothing for bytes outside the region.
+    pub fn populate(&self, offset: usize, len: usize) {
+        let start = offset / PAGE_LEN * PAGE_LEN;
+        self.mapping.populate(start, len.saturating_add(offset - start));
+    }
+
     /// Brings `len` bytes at `offset` nearer, to be read soon. Does nothing for bytes outside the region.
     #[inline]
     pub fn prefetch_to_read(&self, offset: usize, len: usize) {

@@ -8,8 +8,9 @@
 //! # Invariants
 //!
 //! - **K1** The daemon gives writable descriptors of a node memory to workers of its node alone. Of these, only the
-//!   worker that holds the lease of the node's end maps the memory and writes it. The next worker maps it after it has
-//!   taken the lease: by then the one before has passed the lease on and touches nothing from then on, or it is dead.
+//!   worker that holds the lease of the node's end reads and writes the memory. The next worker may map it earlier, and
+//!   touches nothing before it has taken the lease: by then the one before has passed the lease on and touches nothing
+//!   from then on, or it is dead.
 //!   All other processes get read-only descriptors ([`NodeMemoryFds::to_read`]). This is a promise, like a giver's promise about a NIC's memory (N2 of
 //!   `tasuki-net`'s `nic/memory.rs`): no type sees which other process has a descriptor. A node whose workers break
 //!   it changes only its own frames.
@@ -164,7 +165,8 @@ pub struct NodeMemory {
 
 impl NodeMemory {
     /// Maps the memory that a keeper made for this node, with the contents that a predecessor left in it. Also
-    /// returns the pool, all of whose pages are free.
+    /// returns the pool, all of whose pages are free. Reads and writes nothing there: a worker may call it before it has
+    /// taken the lease (K1).
     pub fn adopt(fds: NodeMemoryFds) -> Result<(Self, Pool), RegionError> {
         let pool = Region::adopt(fds.pool)?;
         let pages = u32::try_from(pool.len() / PAGE_LEN).unwrap_or(u32::MAX);
@@ -173,6 +175,8 @@ impl NodeMemory {
         if control.len() < layout.len {
             return Err(RegionError::Truncated { have: control.len(), need: layout.len });
         }
+        // A fault on each page would lie in the pause in which no worker drives.
+        control.populate_allocated();
         let node_memory = NodeMemory { control, layout };
         let generations = node_memory.control.span(GENERATIONS_AT, generation_lines(pages))?;
         // SAFETY: the keeper lets one worker at a time write it, and this process is that worker (K1); nothing else
@@ -223,7 +227,7 @@ impl NodeMemory {
 }
 
 /// The node memory of another node, mapped read-only.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct PeerNodeMemory {
     control: PeerRegion,
     layout: Layout,

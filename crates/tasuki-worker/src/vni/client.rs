@@ -76,6 +76,10 @@ impl<D: FrameHandler> VniAttachment<D> {
     /// Reports the client that is connected, or the one of which this worker last heard, if it has changed.
     fn tell_client(&mut self, channel: &mut DaemonChannel) {
         let nic = self.given.number;
+        let is_known = self.told_client.is_some();
+        if is_known && self.connection().is_some_and(|connection| !connection.has_news()) {
+            return;
+        }
         let Some(parts) = self.connection().map(Connection::parts) else { return };
         let parts = parts.unwrap_or_else(|error| {
             let sentence = format!(

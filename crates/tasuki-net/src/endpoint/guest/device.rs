@@ -488,7 +488,7 @@ impl Device {
         self.files.iter().chain(self.kicks.iter().flatten()).chain(self.calls.iter().flatten()).chain(&self.log)
     }
 
-    /// Makes the device of a predecessor anew. Opens no queue before [`go_on`](Self::go_on).
+    /// Makes the device of a predecessor anew. Opens no queue before [`go_on`](Self::go_on), but has their pages mapped.
     pub fn again(text: &str, fds: Vec<OwnedFd>) -> Result<Self, String> {
         let older = "rebuild the older of daemon and worker";
         let mut text: Text = serde_json::from_str(text)
@@ -517,6 +517,7 @@ impl Device {
         let has = [0, 1].map(|at| (device.text.rings[at].has_kick, device.text.rings[at].has_call));
         device.kicks = has.map(|(kick, _)| kick.then(|| fds.next().expect("they were counted")));
         device.calls = has.map(|(_, call)| call.then(|| fds.next().expect("they were counted")));
+        device.text.rings.iter().for_each(|ring| device.memory.populate(ring.place));
         Ok(device)
     }
 

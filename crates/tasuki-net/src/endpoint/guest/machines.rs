@@ -44,7 +44,7 @@ impl Guest {
             let heard = machine.hear();
             if machine.device.session() != before {
                 (self.has_news, self.is_quiesced) = (true, false);
-                self.watch_all();
+                self.must_watch = true;
             }
             match heard {
                 Ok(heard) => (self.heard, self.must_hear) = (heard, self.must_hear || heard),
@@ -119,7 +119,7 @@ impl Guest {
     fn hang_up_other(&mut self, other: &Machine) {
         other.channel.hang_up();
         // Other processes may have the socket: it was served, perhaps.
-        self.watch_all();
+        self.must_watch = true;
     }
 
     fn refuse(&mut self, sentence: String) {
@@ -133,7 +133,7 @@ impl Guest {
         self.machine = Some(machine);
         // The daemon has not heard of it: as after a message, no frame moves in this turn.
         (self.has_news, self.is_quiesced, self.must_hear, self.heard) = (true, false, true, true);
-        self.watch_all();
+        self.must_watch = true;
     }
 
     /// Returns the number of the state of the device that is served, or was last.
@@ -153,7 +153,7 @@ impl Guest {
         machine.channel.hang_up();
         match self.other.take() {
             Some(other) => self.serve(other),
-            None => self.watch_all(),
+            None => self.must_watch = true,
         }
     }
 
@@ -209,8 +209,9 @@ impl Guest {
         self.stale = None;
         // A predecessor may have ended before it interrupted the guest.
         [TO_GUEST, FROM_GUEST].into_iter().filter_map(|at| machine.device.call(at)).for_each(ring);
-        (self.machine, self.is_quiesced, self.must_hear) = (Some(machine), false, true);
-        self.watch_all();
+        // The first turn is for frames: what the front end has said since wakes us, or is heard soon.
+        (self.machine, self.is_quiesced, self.must_hear) = (Some(machine), false, false);
+        self.must_watch = true;
         if let Err(refusal) = went {
             self.end(&refusal);
         }

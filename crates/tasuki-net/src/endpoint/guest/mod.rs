@@ -125,6 +125,8 @@ pub struct Guest {
     room: Box<Room>,
     turns: u32,
     must_hear: bool,
+    /// The descriptors to wait for have changed since the last sleep.
+    must_watch: bool,
     /// The machine's front end said something in this turn. No frame moves in it: a successor that cannot go on after the
     /// change has then nothing to repeat that it does not know of.
     heard: bool,
@@ -159,6 +161,7 @@ impl Guest {
             room: Box::default(),
             turns: 0,
             must_hear: true,
+            must_watch: false,
             heard: false,
             is_quiesced: false,
             is_room_awaited: false,
@@ -318,6 +321,9 @@ impl Endpoint for Guest {
     }
 
     fn arm(&mut self, waits: bool) -> Armed {
+        if std::mem::take(&mut self.must_watch) {
+            self.watch_all();
+        }
         let Some(machine) = &mut self.machine else { return Armed::Idle };
         let Some(queue) = &mut machine.device.queues[FROM_GUEST] else { return Armed::Idle };
         if std::mem::take(&mut self.is_quiesced) {
@@ -386,7 +392,7 @@ impl Endpoint for Guest {
             // It is ours again if the successor gives the lease back.
             self.inherited = is_running.then_some(machine);
         }
-        self.watch_all();
+        self.must_watch = true;
     }
 
     fn counts(&self) -> Vec<(&'static str, u64)> {

@@ -36,7 +36,7 @@ impl Net {
         let (node_memory, bell_receiver) = self.nodes.own(US);
         let switch = self.nodes.switch(US);
         let frames = Frames::new().unwrap();
-        let mut port = VniPort::new(US, Mac(mac(US)), node_memory, bell_receiver, switch, frames).unwrap();
+        let mut port = VniPort::new(US, Mac(mac(US)), node_memory, bell_receiver, switch, frames);
         self.nodes.peers_of(US).into_iter().for_each(|bundle| port.add(bundle).unwrap());
         port.settle();
         // A port hears newly talking nodes when it wakes.

@@ -15,7 +15,7 @@ use tasuki_net::vni::{Counts, IDLE, Incoming, PIECE_MAX, PeerDescriptor, SendErr
 use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{PeerRegion, Span};
 use tasuki_shm::vni::directory::Lookup;
-use tasuki_shm::vni::node_memory::NodeMemoryFds;
+use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, PeerNodeMemory};
 use tasuki_shm::wake::Clapper;
 
 use super::lease_page::{Between, LeasePage, NUMBERS, Of, Tally};
@@ -105,8 +105,9 @@ pub fn be(socket: UnixStream) {
     };
     let lease_page = LeasePage::adopt(lease_page);
     let is_first = lease_page.of_node(us, Of::Done).load(SeqCst) == 0;
+    let memory = NodeMemory::adopt(NodeMemoryFds { control, pool }).expect("a node memory");
     let mut node = Node {
-        vni: Vni::new(us, NodeMemoryFds { control, pool }, bell_receiver).expect("a node memory"),
+        vni: Vni::new(us, memory, bell_receiver),
         switch: Switch::new(us, lookup),
         lease_page,
         socket,
@@ -173,15 +174,11 @@ impl Node {
             Deed::Be => panic!("it is somebody already"),
             Deed::Add => {
                 let [control, pool, bell] = fds.try_into().expect("three descriptors");
+                let node_memory = PeerNodeMemory::map(&NodeMemoryFds { control, pool }).expect("it is mapped");
                 let bell = Clapper::from_peer(bell);
                 self.vni
-                    .add(PeerDescriptor {
-                        number,
-                        node_memory: NodeMemoryFds { control, pool },
-                        bell,
-                        own: Default::default(),
-                    })
-                    .expect("it is mapped");
+                    .add(PeerDescriptor { number, node_memory, bell, own: Default::default() })
+                    .expect("its ring is given back");
                 self.checker.others[usize::from(number)] = Some(Other { id: order.id, again: 0, is_fresh: false });
                 self.count_doubtful(number);
                 let counts = self.vni.counts(number).expect("it was added");
