@@ -10,17 +10,19 @@ use super::{BESIDE, PIECE_MAX, SendError, Vni};
 /// Private memory for one frame.
 #[derive(Debug)]
 pub(super) struct Aside {
-    bytes: Box<[u8]>,
+    /// Empty until it is needed: zeroing it takes microseconds, which a worker that takes over does not have.
+    bytes: Vec<u8>,
     /// Whether the staged frame lies here.
     pub(super) is_used: bool,
 }
 
 impl Aside {
     pub(super) fn new() -> Self {
-        Aside { bytes: vec![0; PIECE_MAX + BESIDE].into(), is_used: false }
+        Aside { bytes: Vec::with_capacity(PIECE_MAX + BESIDE), is_used: false }
     }
 
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        self.bytes.resize(PIECE_MAX + BESIDE, 0);
         &mut self.bytes
     }
 }

@@ -459,6 +459,11 @@ impl Device {
         self.kicks.iter().flatten()
     }
 
+    /// Returns the eventfds that interrupt the guest.
+    pub fn calls(&self) -> impl Iterator<Item = &OwnedFd> {
+        self.calls.iter().flatten()
+    }
+
     /// Returns the eventfd that interrupts the guest for this ring.
     #[inline]
     pub fn call(&self, ring: usize) -> Option<&OwnedFd> {
@@ -485,7 +490,7 @@ impl Device {
 
     /// Returns the descriptors for a successor, in the order in which [`again`](Self::again) takes them.
     pub fn fds(&self) -> impl Iterator<Item = &OwnedFd> {
-        self.files.iter().chain(self.kicks.iter().flatten()).chain(self.calls.iter().flatten()).chain(&self.log)
+        self.files.iter().chain(self.kicks()).chain(self.calls()).chain(&self.log)
     }
 
     /// Makes the device of a predecessor anew. Opens no queue before [`go_on`](Self::go_on), but has their pages mapped.

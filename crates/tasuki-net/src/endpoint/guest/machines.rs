@@ -207,10 +207,8 @@ impl Guest {
             return;
         }
         self.stale = None;
-        // A predecessor may have ended before it interrupted the guest.
-        [TO_GUEST, FROM_GUEST].into_iter().filter_map(|at| machine.device.call(at)).for_each(ring);
-        // The first turn is for frames: what the front end has said since wakes us, or is heard soon.
-        (self.machine, self.is_quiesced, self.must_hear) = (Some(machine), false, false);
+        // The first turn is for frames.
+        (self.machine, self.is_quiesced, self.must_hear, self.must_ring) = (Some(machine), false, false, true);
         self.must_watch = true;
         if let Err(refusal) = went {
             self.end(&refusal);

@@ -127,6 +127,8 @@ pub struct Guest {
     must_hear: bool,
     /// The descriptors to wait for have changed since the last sleep.
     must_watch: bool,
+    /// It goes on after a predecessor, which may have ended before it interrupted the guest.
+    must_ring: bool,
     /// The machine's front end said something in this turn. No frame moves in it: a successor that cannot go on after the
     /// change has then nothing to repeat that it does not know of.
     heard: bool,
@@ -162,6 +164,7 @@ impl Guest {
             turns: 0,
             must_hear: true,
             must_watch: false,
+            must_ring: false,
             heard: false,
             is_quiesced: false,
             is_room_awaited: false,
@@ -260,6 +263,10 @@ impl Endpoint for Guest {
         self.end_stale();
         self.heard = false;
         self.turns = self.turns.wrapping_add(1);
+        if self.turns > 1 && std::mem::take(&mut self.must_ring) {
+            self.must_hear = true;
+            self.machine.iter().flat_map(|machine| machine.device.calls()).for_each(ring);
+        }
         let in_handshake = self.machine.is_some() && !self.is_running();
         if self.must_hear || in_handshake || self.turns.is_multiple_of(ATTEND_EVERY) {
             self.hear();
@@ -323,6 +330,9 @@ impl Endpoint for Guest {
     fn arm(&mut self, waits: bool) -> Armed {
         if std::mem::take(&mut self.must_watch) {
             self.watch_all();
+        }
+        if self.must_ring {
+            return Armed::Busy;
         }
         let Some(machine) = &mut self.machine else { return Armed::Idle };
         let Some(queue) = &mut machine.device.queues[FROM_GUEST] else { return Armed::Idle };
