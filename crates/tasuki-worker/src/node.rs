@@ -3,7 +3,7 @@
 
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -48,6 +48,10 @@ const TURNS: u64 = 16;
 
 /// Time for which a taker polls the lease word before it sleeps until the bell rings.
 const SPIN: Duration = Duration::from_millis(20);
+
+/// The same time for a taker that may be on the giver's CPU, which it yields at each look. To be woken on another CPU
+/// would take longer than most givers need.
+const YIELDS: Duration = Duration::from_micros(200);
 
 struct Node<D: FrameHandler> {
     name: String,
@@ -180,12 +184,14 @@ impl<D: FrameHandler> Node<D> {
             let (moved, drives) = self.turn();
             idle = if moved > 0 { 0 } else { idle.saturating_add(1) };
             let may_sleep = !drives || (!self.poll && idle >= self.idle_looks);
-            if may_sleep && self.is_called() {
-                // The giver may be on this CPU; it is stopped when it runs next.
-                std::thread::yield_now();
-            } else if may_sleep && !self.spins() {
-                self.sleep()?;
-                idle = 0;
+            if may_sleep && (self.is_called() || !self.spins()) {
+                if self.expects_lease() {
+                    // The giver may be on this CPU; it is stopped, or passes the lease, when it runs next.
+                    std::thread::yield_now();
+                } else {
+                    self.sleep()?;
+                    idle = 0;
+                }
             }
         }
         Ok(())
@@ -208,6 +214,12 @@ impl<D: FrameHandler> Node<D> {
     /// Returns whether an order to take is about to arrive.
     fn is_called(&self) -> bool {
         self.attachments.iter().any(|attachment| attachment.is_called())
+    }
+
+    /// Returns whether a lease, or an order to take one, is about to arrive.
+    fn expects_lease(&self) -> bool {
+        let is_due = |since: Instant| since.elapsed() < YIELDS;
+        self.is_called() || self.attachments.iter().any(|attachment| attachment.waits().is_some_and(is_due))
     }
 
     /// Returns whether waiting is worth a core: for a lease that comes soon, or for a fence, which stops a busy
