@@ -43,6 +43,9 @@ use crate::vni::HugePages;
 use crate::workplace::Workplace;
 
 /// Numbers of the guest's node and of the other.
+/// How long a frame may wait for its interrupt: the default of a node.
+const LATENCY: Duration = Duration::ZERO;
+
 const GUEST: u16 = 0;
 const OTHER: u16 = 1;
 
@@ -327,7 +330,7 @@ fn serve(listener: OwnedFd, way: Way, len: usize, (count, is_over): (&AtomicU64,
     directory.set_nodes(&all);
     (GUEST..).zip(ADDRESSES).try_for_each(|(node, address)| directory.add(address, node))?;
     let switch = Switch::new(GUEST, Lookup::new(Claims::of(memory.span(0, lines)?)));
-    let mut bridge = Bridge::new(Box::new(Guest::new(listener)?), vni, switch);
+    let mut bridge = Bridge::new(Box::new(Guest::new(listener, LATENCY)?), vni, switch);
     let frame = [&ADDRESSES[0][..], &ADDRESSES[1], &[8, 0], &[0x45; HEADERS - 14]].concat();
     let mut looks = 0_u32;
     while !is_over.load(Ordering::Relaxed) {

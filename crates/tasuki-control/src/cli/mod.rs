@@ -74,6 +74,9 @@ pub struct Add {
     /// The socket at which a virtual machine's front end connects, by vhost-user (docs/users/connect-a-virtual-machine.md).
     #[arg(long, value_name = "SOCKET")]
     pub vm: Option<PathBuf>,
+    /// Microseconds that a frame to the virtual machine may wait for its interrupt: frames that come meanwhile share it.
+    #[arg(long, value_name = "US", default_value_t = 0, requires = "vm")]
+    pub latency_us: u32,
     /// The Linux interface that is to be on the VNI, with the network behind it: NAME, or NETNS:NAME.
     #[arg(long, value_name = "[NETNS:]NAME")]
     pub link: Option<String>,
@@ -288,7 +291,7 @@ impl Add {
             return json!({ "memif": { "socket": absolute(socket), "id": self.id, "secret": secret } });
         }
         if let Some(socket) = &self.vm {
-            return json!({ "vm": { "socket": absolute(socket) } });
+            return json!({ "vm": { "socket": absolute(socket), "latency_us": self.latency_us } });
         }
         if let Some(link) = &self.link {
             let (netns, name) =

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use rustix::net::SocketType;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use utoipa::ToSchema;
 
 use super::Kind;
@@ -19,7 +20,15 @@ pub struct Vm {
     /// Path of the socket, from /.
     #[schema(value_type = String)]
     pub socket: PathBuf,
+    /// How long a frame to the machine may wait for its interrupt, in µs: frames that come meanwhile share it. 0 to
+    /// 10,000.
+    #[serde(default)]
+    #[schema(maximum = 10_000)]
+    pub latency_us: u32,
 }
+
+/// Longer than that, programs in the guest would notice.
+const LATENCY_US_MAX: u32 = 10_000;
 
 impl Kind for Vm {
     fn kind(&self) -> &'static str {
@@ -36,11 +45,17 @@ impl Kind for Vm {
     }
 
     fn text(&self) -> String {
-        String::new()
+        json!({ "latency_us": self.latency_us }).to_string()
     }
 
     fn odd(&self) -> Option<String> {
-        odd("vm", &self.socket)
+        let is_long = self.latency_us > LATENCY_US_MAX;
+        odd("vm", &self.socket).or_else(|| {
+            is_long.then(|| {
+                let Vm { latency_us, .. } = self;
+                format!("vm: latency_us is {latency_us}, and a frame may wait {LATENCY_US_MAX} µs at most; lower it")
+            })
+        })
     }
 
     /// A guest chooses its address itself.

@@ -1,6 +1,7 @@
 //! The device that a front end sees: its features, its memory and its two rings. The front end's messages change it.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
 use rustix::fs::OFlags;
@@ -8,8 +9,10 @@ use serde::{Deserialize, Serialize};
 use tasuki_shm::region::CommonRegion;
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::interrupt::Interrupt;
 use super::wire::{FDS_MAX, LOG_USED, LogBase, NO_FD, Region, RingAddress, RingState, feature, protocol, request};
 use crate::virtq::{Broken, DriverMemory, Log, Place, Queue, STRETCHES_MAX, Stretch, used_len};
+use crate::vni::ledger::point;
 
 /// Index of the ring by which the guest receives.
 pub const TO_GUEST: usize = 0;
@@ -138,7 +141,7 @@ pub struct Device {
     text: Text,
     files: ArrayVec<OwnedFd, STRETCHES_MAX>,
     kicks: [Option<OwnedFd>; RINGS],
-    calls: [Option<OwnedFd>; RINGS],
+    interrupts: [Interrupt; RINGS],
     /// The log of written pages. It is written while the front end has [`feature::LOG_ALL`].
     log: Option<OwnedFd>,
     /// Station address of a guest that came from another place and cannot announce itself, until we have.
@@ -308,7 +311,7 @@ impl Device {
             self.close(at);
             let RingText { base, done, .. } = self.text.rings[at];
             self.text.rings[at] = RingText { base, done, ..RingText::default() };
-            (self.kicks[at], self.calls[at]) = (None, None);
+            (self.kicks[at], self.interrupts[at]) = (None, Interrupt::default());
         }
     }
 
@@ -327,7 +330,7 @@ impl Device {
         let at = usize::from(index > 0);
         if request == request::SET_VRING_CALL {
             ring.has_call = fd.is_some();
-            self.calls[at] = fd;
+            self.interrupts[at].eventfd = fd;
             return Ok(());
         }
         ring.has_kick = fd.is_some();
@@ -412,6 +415,8 @@ impl Device {
     fn close(&mut self, at: usize) {
         if let Some(mut queue) = self.queues[at].take() {
             queue.note_used(&self.memory);
+            // Another back end goes on, which does not know of it.
+            self.interrupts[at].flush();
             (self.text.rings[at].base, self.text.rings[at].done) = queue.indices();
         }
     }
@@ -461,13 +466,28 @@ impl Device {
 
     /// Returns the eventfds that interrupt the guest.
     pub fn calls(&self) -> impl Iterator<Item = &OwnedFd> {
-        self.calls.iter().flatten()
+        self.interrupts.iter().filter_map(|interrupt| interrupt.eventfd.as_ref())
     }
 
-    /// Returns the eventfd that interrupts the guest for this ring.
+    /// Shows the guest what is completed, and interrupts it if it wants that and it is due: `every` is the least time
+    /// between two interrupts of each ring. Returns the number of interrupts.
     #[inline]
-    pub fn call(&self, ring: usize) -> Option<&OwnedFd> {
-        self.calls[ring].as_ref()
+    pub fn show(&mut self, every: [Duration; RINGS]) -> u64 {
+        let mut count = 0;
+        for ((queue, interrupt), every) in self.queues.iter_mut().zip(&mut self.interrupts).zip(every) {
+            let Some(queue) = queue else { continue };
+            let wants = queue.show();
+            point("guest.shown");
+            queue.note_used(&self.memory);
+            count += u64::from(interrupt.offer(wants, (queue.indices().1, queue.size()), every, Instant::now));
+        }
+        count
+    }
+
+    /// Returns how soon a held interrupt is due.
+    pub fn interrupts_in(&self, every: [Duration; RINGS]) -> Option<Duration> {
+        let due = |(interrupt, every): (&Interrupt, _)| interrupt.due_in(every, Instant::now());
+        self.interrupts.iter().zip(every).filter_map(due).min()
     }
 
     /// Returns whether a started ring has no eventfd for kicks: its driver expects us to look.
@@ -521,7 +541,9 @@ impl Device {
         }
         let has = [0, 1].map(|at| (device.text.rings[at].has_kick, device.text.rings[at].has_call));
         device.kicks = has.map(|(kick, _)| kick.then(|| fds.next().expect("they were counted")));
-        device.calls = has.map(|(_, call)| call.then(|| fds.next().expect("they were counted")));
+        for (interrupt, (_, call)) in device.interrupts.iter_mut().zip(has) {
+            interrupt.eventfd = call.then(|| fds.next().expect("they were counted"));
+        }
         device.text.rings.iter().for_each(|ring| device.memory.populate(ring.place));
         Ok(device)
     }

@@ -11,6 +11,7 @@
 //! | [`wire`]      | messages                                          |
 //! | [`device`]    | features, memory and rings, as messages set them  |
 //! | [`channel`]   | the socket: a message at a time, without waiting  |
+//! | `interrupt`   | when an interrupt goes, and when it waits         |
 //! | `machines`    | connections, and a guest that migrates            |
 //! | `to_guest`    | the way of a frame into the guest's buffers       |
 //!
@@ -22,6 +23,7 @@
 
 pub mod channel;
 pub mod device;
+mod interrupt;
 mod machines;
 mod to_guest;
 pub mod wire;
@@ -33,6 +35,7 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{RecvFlags, Shutdown, SocketType};
+use serde::Deserialize;
 use tasuki_shm::region::{CommonRegion, RegionError};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -43,11 +46,11 @@ use crate::port::Armed;
 use crate::switch::{Addresses, Front};
 use crate::virtq::{Broken, Chain, DriverMemory, PIECES_MAX, Piece, Queue, len_of};
 use crate::vni::finish::{GSO_NONE, finish};
-use crate::vni::ledger::point;
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use crate::vni::{Incoming, PIECE_MAX};
 use channel::Channel;
 use device::{Device, FROM_GUEST, Refusal, TO_GUEST};
+use interrupt::SENT_EVERY;
 use machines::Machine;
 use to_guest::{Room, away, header_len};
 use wire::feature;
@@ -85,14 +88,24 @@ pub struct Clients {
     pub interrupts: u64,
 }
 
+/// The daemon's description.
+#[derive(Deserialize)]
+struct Text {
+    /// How long a frame may wait for its interrupt, in µs.
+    latency_us: u32,
+}
+
 /// Opens the socket at which a machine's front end connects.
-pub(super) fn open(listener: OwnedFd, _: &str, _: &str) -> Result<Box<dyn Endpoint>, String> {
+pub(super) fn open(listener: OwnedFd, text: &str, _: &str) -> Result<Box<dyn Endpoint>, String> {
+    let older = "rebuild the older of the two";
+    let Text { latency_us } = serde_json::from_str(text).map_err(|error| {
+        format!("the daemon does not say how long frames to the machine may wait ({error}); {older}")
+    })?;
     if rustix::net::sockopt::socket_type(&listener) != Ok(SocketType::STREAM) {
-        return Err(
-            "what the daemon sent as the socket of the node's machine is none; rebuild the older of the two".to_owned()
-        );
+        return Err(format!("what the daemon sent as the socket of the node's machine is none; {older}"));
     }
-    let guest = Guest::new(listener).map_err(|error| format!("a machine cannot be served: {error}"))?;
+    let latency = Duration::from_micros(latency_us.into());
+    let guest = Guest::new(listener, latency).map_err(|error| format!("a machine cannot be served: {error}"))?;
     Ok(Box::new(guest))
 }
 
@@ -100,6 +113,8 @@ pub(super) fn open(listener: OwnedFd, _: &str, _: &str) -> Result<Box<dyn Endpoi
 #[derive(Debug)]
 pub struct Guest {
     listener: Listener,
+    /// The least time between two interrupts of each ring.
+    interrupt_every: [Duration; 2],
     machine: Option<Box<Machine>>,
     /// A second machine: the one to which the guest migrates, and afterwards the one from which it came. Of the two, the
     /// machine whose device runs is served.
@@ -140,12 +155,13 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Serves a front end that connects to `listener`, a stream socket.
+    /// Serves a front end that connects to `listener`, a stream socket. A frame waits `latency` for its interrupt at most.
     ///
     /// # Errors
     /// No descriptor is left.
-    pub fn new(listener: OwnedFd) -> io::Result<Self> {
+    pub fn new(listener: OwnedFd, latency: Duration) -> io::Result<Self> {
         Ok(Guest {
+            interrupt_every: [latency, SENT_EVERY],
             listener: Listener::new(listener)?,
             machine: None,
             other: None,
@@ -311,16 +327,7 @@ impl Endpoint for Guest {
             if let Err(refusal) = machine.channel.answer() {
                 self.broken.get_or_insert(refusal);
             }
-            for at in [TO_GUEST, FROM_GUEST] {
-                let Device { memory, queues, .. } = &mut machine.device;
-                let wants = queues[at].as_mut().is_some_and(Queue::show);
-                point("guest.shown");
-                queues[at].iter_mut().for_each(|queue| queue.note_used(memory));
-                if let Some(call) = machine.device.call(at).filter(|_| wants) {
-                    ring(call);
-                    self.clients.interrupts += 1;
-                }
-            }
+            self.clients.interrupts += machine.device.show(self.interrupt_every);
         }
         if let Some(refusal) = self.broken.take() {
             self.end(&refusal);
@@ -367,7 +374,9 @@ impl Endpoint for Guest {
     }
 
     fn again_in(&self) -> Option<Duration> {
-        self.machine.as_ref().filter(|machine| machine.device.must_poll()).map(|_| ROOM_AGAIN)
+        let device = &self.machine.as_ref()?.device;
+        let polls = device.must_poll().then_some(ROOM_AGAIN);
+        polls.into_iter().chain(device.interrupts_in(self.interrupt_every)).min()
     }
 
     fn tick(&mut self, now: Instant) -> bool {

@@ -30,6 +30,7 @@ struct Net {
     listener: OwnedFd,
     folder: tempfile::TempDir,
     node: Option<Bridge<Guest>>,
+    latency: Duration,
 }
 
 impl Net {
@@ -38,13 +39,13 @@ impl Net {
         let others = (OTHER..count).map(|number| nodes.end(number)).collect();
         let folder = tempfile::tempdir().unwrap();
         let listener = listen(&folder.path().join("vm.sock"), SocketType::STREAM);
-        let mut net = Net { nodes, others, listener, folder, node: None };
+        let mut net = Net { nodes, others, listener, folder, node: None, latency: Duration::ZERO };
         net.node = Some(net.worker());
         net
     }
 
     fn worker(&self) -> Bridge<Guest> {
-        let guest = Guest::new(self.listener.try_clone().unwrap()).unwrap();
+        let guest = Guest::new(self.listener.try_clone().unwrap(), self.latency).unwrap();
         Bridge::new(Box::new(guest), self.nodes.exact_end(US), self.nodes.switch(US))
     }
 
