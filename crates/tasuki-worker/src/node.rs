@@ -65,6 +65,8 @@ struct Node<D: FrameHandler> {
     idle_looks: u32,
     /// Count of announced messages at the last read.
     read: u64,
+    /// The socket of the daemon was ready when the worker woke.
+    must_hear: bool,
     over: bool,
 }
 
@@ -165,7 +167,7 @@ impl<D: FrameHandler> Node<D> {
         let asks_kernel = matches!(begin.work, message::Work::Tap | message::Work::Bridge);
         let idle_looks = if asks_kernel { IDLE_LOOKS_OF_KERNEL } else { IDLE_LOOKS };
         let (attachments, poll) = (Vec::new(), begin.poll);
-        Ok(Node { name, common, told, attachments, poll, idle_looks, read: 0, over: false })
+        Ok(Node { name, common, told, attachments, poll, idle_looks, read: 0, must_hear: true, over: false })
     }
 
     fn serve(&mut self) -> Result<()> {
@@ -234,7 +236,11 @@ impl<D: FrameHandler> Node<D> {
 
     /// Sleeps until a bell rings, the daemon sends a message, or a daemon calls.
     fn sleep(&mut self) -> Result<()> {
-        self.hear(true);
+        // What comes later ends the sleep.
+        if std::mem::take(&mut self.must_hear) || self.common.heartbeat.posts() != self.read {
+            self.hear(false);
+        }
+        self.look_after();
         let mut rest: Option<Duration> = None;
         let mut is_ready = false;
         for attachment in &mut self.attachments {
@@ -258,6 +264,7 @@ impl<D: FrameHandler> Node<D> {
         // The kernel reports a hang-up without being asked for it.
         let lines = self.attachments.iter().filter_map(|attachment| attachment.line());
         let lines = lines.map(|line| PollFd::from_borrowed_fd(line, PollFlags::empty()));
+        let has_daemon = daemon.is_some();
         let mut poll: Vec<_> = daemon.into_iter().chain(fds).chain(lines).collect();
         let rest = rest.map(|rest| Timespec::try_from(rest).expect("less than a second"));
         if is_ready {
@@ -271,7 +278,9 @@ impl<D: FrameHandler> Node<D> {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno).context("the kernel refused to wait"),
         }
+        let is_called = has_daemon && !poll[0].revents().is_empty();
         drop(poll);
+        self.must_hear = is_called || !has_daemon;
         self.wake();
         Ok(())
     }
@@ -295,15 +304,20 @@ impl<D: FrameHandler> Node<D> {
             }
         }
         if round {
-            self.common.channel.flush();
-            for attachment in &mut self.attachments {
-                if attachment.drives() {
-                    attachment.now_and_then(&mut self.common);
-                }
+            self.look_after();
+        }
+    }
+
+    /// Runs the checks that are not due once a burst.
+    fn look_after(&mut self) {
+        self.common.channel.flush();
+        for attachment in &mut self.attachments {
+            if attachment.drives() {
+                attachment.now_and_then(&mut self.common);
             }
-            if let Some(trouble) = self.common.tap.and_then(Tap::trouble) {
-                self.common.channel.tell(None, trouble);
-            }
+        }
+        if let Some(trouble) = self.common.tap.and_then(Tap::trouble) {
+            self.common.channel.tell(None, trouble);
         }
     }
 

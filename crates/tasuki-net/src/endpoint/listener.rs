@@ -3,10 +3,16 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use rustix::event::epoll;
+use rustix::event::{Timespec, epoll};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
+
+/// Maximum number of events that are taken at once: more than a machine has descriptors to watch.
+const EVENTS: usize = 8;
+
+/// Mark of a bell's event.
+const BELL: u64 = 1;
 
 /// A listening socket in a set of watched descriptors.
 #[derive(Debug)]
@@ -61,14 +67,31 @@ impl Listener {
         let _ = epoll::delete(&self.epoll, descriptor);
     }
 
-    /// Watches the socket and `others`, and nothing else: not even a file whose descriptor was closed here while another
-    /// process has it open.
-    pub fn watch_only<'a>(&mut self, others: impl Iterator<Item = BorrowedFd<'a>>) {
+    /// Watches the socket, `others` and `bells`, and nothing else: not even a file whose descriptor was closed here while
+    /// another process has it open.
+    pub fn watch_only<'a>(
+        &mut self,
+        others: impl Iterator<Item = BorrowedFd<'a>>,
+        bells: impl Iterator<Item = BorrowedFd<'a>>,
+    ) {
         // Without a descriptor for a new set, the earlier one stays.
         let Ok(epoll) = epoll::create(epoll::CreateFlags::CLOEXEC) else { return };
         self.epoll = epoll;
         self.is_deaf = self.watch(self.socket.as_fd()).is_err();
         others.for_each(|descriptor| _ = self.watch(descriptor));
+        // Edge-triggered: nobody has to read a bell.
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        bells.for_each(|bell| _ = epoll::add(&self.epoll, bell, epoll::EventData::new_u64(BELL), flags));
+    }
+
+    /// Takes note of the bells that have rung. Returns whether the socket or one of the others may be ready: always, if
+    /// that is not known.
+    pub fn hear(&self) -> bool {
+        let nothing = epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
+        let mut events = [nothing; EVENTS];
+        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let heard = epoll::wait(&self.epoll, &mut events, Some(&at_once));
+        heard.is_ok_and(|count| events[..count].iter().any(|event| { event.data }.u64() != BELL)) || heard.is_err()
     }
 
     /// Returns the descriptor that is readable while a watched one is.

@@ -185,7 +185,7 @@ impl Guest {
     pub(super) fn watch_all(&mut self) {
         let sockets = self.machine.iter().chain(&self.other).map(|machine| machine.channel.socket());
         let kicks = self.machine.iter().flat_map(|machine| machine.device.kicks());
-        self.listener.watch_only(sockets.chain(kicks).map(AsFd::as_fd));
+        self.listener.watch_only(sockets.map(AsFd::as_fd), kicks.map(AsFd::as_fd));
     }
 
     /// Goes on with the machine of a predecessor.

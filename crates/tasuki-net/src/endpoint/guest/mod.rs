@@ -359,13 +359,11 @@ impl Endpoint for Guest {
     }
 
     fn wake(&mut self) {
-        self.must_hear = true;
-        let is_room_awaited = std::mem::take(&mut self.is_room_awaited);
-        if let Some(machine) = &mut self.machine {
-            if let Some(queue) = machine.device.queues[TO_GUEST].as_mut().filter(|_| is_room_awaited) {
-                queue.want_kicks(false);
-            }
-            machine.device.kicks().for_each(|kick| tasuki_shm::wake::drain(kick.as_fd()));
+        self.must_hear |= self.listener.hear();
+        if std::mem::take(&mut self.is_room_awaited)
+            && let Some(queue) = self.machine.as_mut().and_then(|machine| machine.device.queues[TO_GUEST].as_mut())
+        {
+            queue.want_kicks(false);
         }
     }
 
