@@ -337,6 +337,7 @@ impl Device {
         ring.is_started = true;
         self.kicks[at] = fd;
         self.queues[at] = None;
+        self.interrupts[at].flush();
         self.open_queues()
     }
 
@@ -486,8 +487,8 @@ impl Device {
 
     /// Returns how soon a held interrupt is due.
     pub fn interrupts_in(&self, every: [Duration; RINGS]) -> Option<Duration> {
-        let due = |(interrupt, every): (&Interrupt, _)| interrupt.due_in(every, Instant::now());
-        self.interrupts.iter().zip(every).filter_map(due).min()
+        let open = self.queues.iter().zip(&self.interrupts).zip(every).filter(|((queue, _), _)| queue.is_some());
+        open.filter_map(|((_, interrupt), every)| interrupt.due_in(every, Instant::now())).min()
     }
 
     /// Returns whether a started ring has no eventfd for kicks: its driver expects us to look.
