@@ -184,8 +184,10 @@ impl Guest {
     /// open, too. Nobody reads those of the second machine.
     pub(super) fn watch_all(&mut self) {
         let sockets = self.machine.iter().chain(&self.other).map(|machine| machine.channel.socket());
-        let kicks = self.machine.iter().flat_map(|machine| machine.device.kicks());
-        self.listener.watch_only(sockets.map(AsFd::as_fd), kicks.map(AsFd::as_fd));
+        let kicks = || self.machine.iter().flat_map(|machine| machine.device.kicks());
+        // A kick of before wakes nobody: the rings are looked at next.
+        kicks().for_each(|kick| tasuki_shm::wake::drain(kick.as_fd()));
+        self.listener.watch_only(sockets.map(AsFd::as_fd), kicks().map(AsFd::as_fd));
     }
 
     /// Goes on with the machine of a predecessor.
