@@ -70,6 +70,7 @@ impl<D: FrameHandler> VniAttachment<D> {
     pub fn look_up_in(&mut self, common: &mut Common, directory: OwnedFd) -> Result<()> {
         let place = self.given.fds.get_mut(vni::DIRECTORY).context("there was no directory before")?;
         *place = directory;
+        self.switch = None;
         let switch = self.new_switch()?;
         match self.on_vni(common) {
             Some(end) => end.set_switch(switch),

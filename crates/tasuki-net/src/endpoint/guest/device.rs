@@ -485,6 +485,11 @@ impl Device {
         count
     }
 
+    /// Gives the interrupts that are held.
+    pub fn flush(&mut self) {
+        self.interrupts.iter_mut().for_each(|interrupt| _ = interrupt.flush());
+    }
+
     /// Returns how soon a held interrupt is due.
     pub fn interrupts_in(&self, every: [Duration; RINGS]) -> Option<Duration> {
         let open = self.queues.iter().zip(&self.interrupts).zip(every).filter(|((queue, _), _)| queue.is_some());

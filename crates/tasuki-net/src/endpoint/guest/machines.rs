@@ -143,7 +143,9 @@ impl Guest {
 
     /// Ends the connection of the machine that is served.
     pub(super) fn end(&mut self, refusal: &Refusal) {
-        let Some(machine) = self.machine.take() else { return };
+        let Some(mut machine) = self.machine.take() else { return };
+        // The guest may wait for what the next back end takes for given.
+        machine.device.flush();
         self.has_news = true;
         // A description of this machine does not count any more.
         self.session = machine.device.session().wrapping_add(1);
