@@ -43,11 +43,11 @@ use crate::vni::HugePages;
 use crate::workplace::Workplace;
 
 /// Numbers of the guest's node and of the other.
-/// How long a frame may wait for its interrupt: the default of a node.
-const LATENCY: Duration = Duration::ZERO;
-
 const GUEST: u16 = 0;
 const OTHER: u16 = 1;
+
+/// How long a frame may wait for its interrupt: the default of a node.
+const LATENCY: Duration = Duration::ZERO;
 
 /// Station addresses of both nodes.
 const ADDRESSES: [[u8; 6]; 2] = [[2, 0, 0, 0, 0, 1], [2, 0, 0, 0, 0, 2]];

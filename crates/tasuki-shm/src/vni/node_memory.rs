@@ -179,8 +179,8 @@ impl NodeMemory {
         control.populate_allocated();
         let node_memory = NodeMemory { control, layout };
         let generations = node_memory.control.span(GENERATIONS_AT, generation_lines(pages))?;
-        // SAFETY: the keeper lets one worker at a time write it, and this process is that worker (K1); nothing else
-        // maps it here.
+        // SAFETY: the keeper lets one worker at a time write it, and this process touches it only once it is that worker
+        // (K1); nothing else maps it here.
         let pool = unsafe { Pool::new(pool, generations) }?;
         Ok((node_memory, pool))
     }
