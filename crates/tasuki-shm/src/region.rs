@@ -441,7 +441,8 @@ impl Region {
         self.mapping.populate(0, self.mapping.len);
     }
 
-    /// Asks the kernel to map the pages that are allocated now, as [`populate`](Self::populate) does for all pages.
+    /// Asks the kernel to map the pages that are allocated now, as [`populate`](Self::populate) does for all pages. A page
+    /// that another process gives back meanwhile is allocated anew, with zeroes.
     pub fn populate_allocated(&self) {
         use rustix::fs::{SeekFrom, seek};
         let mut end = 0;

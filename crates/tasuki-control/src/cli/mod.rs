@@ -75,7 +75,7 @@ pub struct Add {
     #[arg(long, value_name = "SOCKET")]
     pub vm: Option<PathBuf>,
     /// Microseconds that a frame to the virtual machine may wait for its interrupt: frames that come meanwhile share it.
-    #[arg(long, value_name = "US", default_value_t = 0, requires = "vm")]
+    #[arg(long, value_name = "US", default_value_t = 0, conflicts_with_all = ["netns", "memif", "link", "native"])]
     pub latency_us: u32,
     /// The Linux interface that is to be on the VNI, with the network behind it: NAME, or NETNS:NAME.
     #[arg(long, value_name = "[NETNS:]NAME")]

@@ -69,19 +69,21 @@ impl Listener {
 
     /// Watches the socket, `others` and `bells`, and nothing else: not even a file whose descriptor was closed here while
     /// another process has it open.
+    ///
+    /// # Errors
+    /// No descriptor is left for a new set: the earlier one stays.
     pub fn watch_only<'a>(
         &mut self,
         others: impl Iterator<Item = BorrowedFd<'a>>,
         bells: impl Iterator<Item = BorrowedFd<'a>>,
-    ) {
-        // Without a descriptor for a new set, the earlier one stays.
-        let Ok(epoll) = epoll::create(epoll::CreateFlags::CLOEXEC) else { return };
-        self.epoll = epoll;
+    ) -> io::Result<()> {
+        self.epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         self.is_deaf = self.watch(self.socket.as_fd()).is_err();
         others.for_each(|descriptor| _ = self.watch(descriptor));
         // Edge-triggered: nobody has to read a bell.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
         bells.for_each(|bell| _ = epoll::add(&self.epoll, bell, epoll::EventData::new_u64(BELL), flags));
+        Ok(())
     }
 
     /// Takes note of the bells that have rung. Returns whether the socket or one of the others may be ready: always, if

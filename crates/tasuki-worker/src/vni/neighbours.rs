@@ -40,6 +40,8 @@ impl<D: FrameHandler> VniAttachment<D> {
             self.on_vni(common).into_iter().for_each(|end| end.set_own(number, own.clone()));
             return Ok(());
         }
+        // Whatever becomes of the new one, another node had the memory of before.
+        self.neighbours.remove(&number);
         let node_memory = PeerNodeMemory::map(&NodeMemoryFds { control, pool })
             .with_context(|| format!("node {number} of the VNI is left out"))?;
         // The daemon opened this descriptor for us alone.

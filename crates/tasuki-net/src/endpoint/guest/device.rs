@@ -330,6 +330,8 @@ impl Device {
         let at = usize::from(index > 0);
         if request == request::SET_VRING_CALL {
             ring.has_call = fd.is_some();
+            // An interrupt may have been due while there was no eventfd, or before this connection.
+            fd.iter().for_each(super::ring);
             self.interrupts[at].eventfd = fd;
             return Ok(());
         }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::ring;
 
-/// The least time between two interrupts for frames that the guest sent. No frame waits for them: they give the guest its
-/// buffers back.
+/// The least time between two interrupts for frames that the guest sent. They give the guest its buffers back: only a guest
+/// that has no more waits for them.
 pub const SENT_EVERY: Duration = Duration::from_micros(500);
 
 /// The interrupt of one ring.
@@ -24,8 +24,8 @@ pub struct Interrupt {
 
 impl Interrupt {
     /// Takes note of whether the guest wants an interrupt for what it was shown last; `done` is its used index now, and
-    /// `size` the number of its descriptors. Interrupts the guest if that is due: `every` after the last time, or once a
-    /// quarter of its descriptors were completed since. Returns whether it did.
+    /// `size` the number of its descriptors. Interrupts the guest if that is due: `every` after the last time, or once as
+    /// many chains were completed since as a quarter of its descriptors. Returns whether it did.
     #[inline]
     pub fn offer(
         &mut self,

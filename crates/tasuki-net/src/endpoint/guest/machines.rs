@@ -189,7 +189,8 @@ impl Guest {
         let kicks = || self.machine.iter().flat_map(|machine| machine.device.kicks());
         // A kick of before wakes nobody: the rings are looked at next.
         kicks().for_each(|kick| tasuki_shm::wake::drain(kick.as_fd()));
-        self.listener.watch_only(sockets.map(AsFd::as_fd), kicks().map(AsFd::as_fd));
+        // Without a descriptor for that, the next sleep tries again: a tick ends the present one.
+        self.must_watch = self.listener.watch_only(sockets.map(AsFd::as_fd), kicks().map(AsFd::as_fd)).is_err();
     }
 
     /// Goes on with the machine of a predecessor.

@@ -335,7 +335,7 @@ impl Endpoint for Guest {
     }
 
     fn arm(&mut self, waits: bool) -> Armed {
-        if std::mem::take(&mut self.must_watch) {
+        if self.must_watch {
             self.watch_all();
         }
         if self.must_ring {
@@ -381,7 +381,7 @@ impl Endpoint for Guest {
         self.must_hear = true;
         self.listener.tick();
         self.end_silent(now);
-        self.machine.is_some() && !self.is_running()
+        self.machine.is_some() && (self.must_watch || !self.is_running())
     }
 
     /// Reads the rest of a message that has begun, and sends away a front end whose device does not run yet.

@@ -268,6 +268,56 @@ fn a_node_whose_guest_has_no_buffers_sleeps_until_the_guest_posts_some() {
     }
 }
 
+/// Returns a node that holds an interrupt for an hour, and its machine.
+fn holding() -> (Net, Machine) {
+    let mut net = Net::new(2);
+    net.latency = Duration::from_secs(3600);
+    net.node = Some(net.worker());
+    let mut machine = net.machine(VERSION_1 | MRG_RXBUF | PROTOCOL, 64);
+    net.settle();
+    machine.was_rung(theirs::RECEIVE);
+    for (number, is_due) in [(0, true), (1, false)] {
+        net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
+        net.others[0].flush();
+        net.settle();
+        assert_eq!(machine.was_rung(theirs::RECEIVE), is_due, "frame {number}");
+    }
+    assert_eq!(machine.receive().len(), 2, "both are there");
+    assert!(net.node.as_ref().unwrap().waits().is_some(), "it does not sleep past its time");
+    (net, machine)
+}
+
+#[test]
+fn a_held_interrupt_goes_when_its_front_end_is_sent_away() {
+    let (mut net, machine) = holding();
+    assert!(theirs::send(&machine.socket, b"GET / HTTP/1.1\r\n\r\n", &[]));
+    net.settle();
+    assert!(machine.is_hung_up() && machine.was_rung(theirs::RECEIVE));
+}
+
+#[test]
+fn a_held_interrupt_is_not_lost_with_its_eventfd() {
+    let (mut net, machine) = holding();
+    const NONE: u64 = 1 << 8;
+    assert!(theirs::send(&machine.socket, &theirs::message(13, 0, &NONE.to_ne_bytes()), &[]));
+    net.settle();
+    let new = theirs::eventfd();
+    assert!(theirs::send(&machine.socket, &theirs::message(13, 0, &0_u64.to_ne_bytes()), &[new.as_fd()]));
+    net.settle();
+    assert!(rustix::io::read(&new, &mut [0; 8]).is_ok());
+}
+
+#[test]
+fn a_held_interrupt_of_a_ring_that_does_not_open_again_keeps_nobody_awake() {
+    let (mut net, machine) = holding();
+    assert!(theirs::send(&machine.socket, &theirs::message(8, 0, &theirs::state(0, 0)), &[]));
+    let kick = theirs::eventfd();
+    assert!(theirs::send(&machine.socket, &theirs::message(12, 0, &0_u64.to_ne_bytes()), &[kick.as_fd()]));
+    net.settle();
+    assert!(!net.guest().is_running() && machine.was_rung(theirs::RECEIVE));
+    assert_eq!(net.guest().again_in(), None);
+}
+
 #[test]
 fn a_guest_that_breaks_a_rule_is_sent_away_with_a_sentence_and_the_next_is_served() {
     type Deed = fn(&mut Machine);
