@@ -128,12 +128,13 @@ pub struct Served<W, M = e1000e::Device> {
     reach: Reach,
     doorbells: Option<Doorbells>,
     clock: Clock,
+    naps: u64,
 }
 
 impl<W: Wire, M: Model> Served<W, M> {
     /// Makes a device of a card that is plugged into `wire`.
     pub fn new(card: M, wire: W) -> Self {
-        Served { card, wire, reach: Reach::new(M::VECTORS), doorbells: None, clock: Clock::default() }
+        Served { card, wire, reach: Reach::new(M::VECTORS), doorbells: None, clock: Clock::default(), naps: 0 }
     }
 
     pub fn card(&mut self) -> &mut M {
@@ -163,6 +164,12 @@ impl<W: Wire, M: Model> Served<W, M> {
     /// meanwhile.
     pub fn stalls(&self) -> Stalls {
         self.clock.stalls()
+    }
+
+    /// Returns how often the model slept. Before each sleep it tells its driver how far it has looked: it writes to
+    /// the driver's memory.
+    pub fn naps(&self) -> u64 {
+        self.naps
     }
 
     /// Does the card's work that is due now; returns whether there was any.
@@ -227,6 +234,7 @@ impl<W: Wire, M: Model> Served<W, M> {
                 let nap = if server.has_client() { NAP } else { LONG_NAP };
                 self.clock.sleeps();
                 sleep(server, nap)?;
+                self.naps += 1;
             }
         }
         Ok(())

@@ -36,7 +36,7 @@ fn wrong<S: DriverState>(driver_state: &S, at: usize) -> Result<S, NicError> {
 
 /// Gives one driver a wrong driver state, then resumes the card with another driver.
 fn refuse_then_replace<W: World>(bench: &mut Bench<W>, (at, what): (usize, &str)) {
-    bench.replace_by(|bus, memory, driver_state| {
+    bench.replace_by(|_, bus, memory, driver_state| {
         let before = memory.arena().census();
         let (bus, memory) = match wrong(driver_state, at) {
             // The driver state is refused before it reaches a driver.
@@ -91,19 +91,12 @@ pub fn a_wrong_driver_state_is_refused_and_the_right_one_goes_on<W: World>() {
 
 pub fn a_refused_driver_state_changes_no_memory<W: World>() {
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
-    bench.replace_by(|mut bus, mut memory, driver_state| {
+    bench.replace_by(|world, mut bus, mut memory, driver_state| {
         let words = Words::of(&memory);
         let all = || words.all().map(|word| word.load(SeqCst)).collect::<Vec<_>>();
         // A device that cannot be stopped may be about to write how far it has looked.
-        let mut before = all();
-        polled("the device is still", || {
-            // The device works between two answers.
-            for _ in 0..8 {
-                bus.read_config(0).expect("the device is there");
-            }
-            let then = std::mem::replace(&mut before, all());
-            (then == before).then_some(())
-        });
+        world.let_rest(&mut bus);
+        let before = all();
         let census = memory.arena().census();
         for (at, what) in WRONG {
             (bus, memory) = refused::<W>(bus, memory, &foreign(driver_state, at), what);

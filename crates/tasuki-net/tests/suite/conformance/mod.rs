@@ -72,6 +72,10 @@ pub trait World: Sized {
             bus.read_config(0).expect("the card is there");
         }
     }
+    /// Waits until the parked card has done all that it does by itself, writes to memory among it.
+    fn let_rest(&self, bus: &mut Self::Bus) {
+        self.let_frames_move(bus, 0);
+    }
     /// Plugs the wire in or out.
     fn set_link(&mut self, up: bool);
     /// Pulls the card out.
@@ -157,11 +161,11 @@ impl<W: World> Bench<W> {
     /// Replaces the driver, with `meanwhile` handling the parked card in between.
     pub fn replace_by(
         &mut self,
-        meanwhile: impl FnOnce(W::Bus, NicMemory, &<W::Nic as Nic>::DriverState) -> (W::Bus, NicMemory),
+        meanwhile: impl FnOnce(&W, W::Bus, NicMemory, &<W::Nic as Nic>::DriverState) -> (W::Bus, NicMemory),
     ) {
         let nic = self.take();
         let (bus, memory, driver_state) = nic.park().expect("the card can be parked");
-        let (bus, memory) = meanwhile(bus, memory, &driver_state);
+        let (bus, memory) = meanwhile(&self.world, bus, memory, &driver_state);
         self.go_on(bus, memory, &driver_state);
     }
 

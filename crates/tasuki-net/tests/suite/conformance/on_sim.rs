@@ -134,6 +134,8 @@ struct Outside {
     gone: AtomicBool,
     /// How often the card may be started.
     starts: AtomicU64,
+    /// How often the card has slept.
+    naps: AtomicU64,
 }
 
 /// A model of a card, and the driver for it.
@@ -229,6 +231,7 @@ impl<C: Modelled> World for OnSim<C> {
             pulled: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             starts: AtomicU64::new(1),
+            naps: AtomicU64::new(0),
         });
         let cable = Cable {
             to_card: Arc::clone(&to_card),
@@ -253,6 +256,7 @@ impl<C: Modelled> World for OnSim<C> {
                 let pulled = told.pulled.load(Relaxed);
                 C::set_removed(served.card(), pulled);
                 told.gone.store(pulled, Relaxed);
+                told.naps.store(served.naps(), Relaxed);
                 !told.stop.load(Relaxed)
             });
             ended.unwrap();
@@ -281,6 +285,12 @@ impl<C: Modelled> World for OnSim<C> {
 
     fn take(&self, limit: Duration) -> Option<Vec<u8>> {
         self.from_card.take(limit)
+    }
+
+    fn let_rest(&self, _: &mut VfioUser) {
+        // The first of the two may have begun before.
+        let until = self.outside.naps.load(Relaxed) + 2;
+        super::polled("the card sleeps", || (self.outside.naps.load(Relaxed) >= until).then_some(()));
     }
 
     fn set_link(&mut self, up: bool) {
