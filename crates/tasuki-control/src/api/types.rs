@@ -46,6 +46,19 @@ pub struct NodeView {
     /// Confinement that its workers lack.
     #[serde(default)]
     pub unconfined: std::collections::BTreeSet<String>,
+    /// How its virtual machine connects, if it has one.
+    #[serde(default)]
+    pub vm: Option<VmView>,
+}
+
+/// A node that is a virtual machine.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct VmView {
+    /// The socket at which the machine's front end connects.
+    #[schema(value_type = String)]
+    pub socket: std::path::PathBuf,
+    /// The station address for the machine's card: the node's.
+    pub mac: String,
 }
 
 /// A VNI.

@@ -8,6 +8,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use tasuki_control::cli::capture::Capture;
+use tasuki_control::cli::vm::Run;
 use tasuki_control::cli::{self, Asked, Give, Nodes, Reach, Vnis, Workers};
 use tasuki_control::log;
 
@@ -37,6 +38,9 @@ enum What {
     /// Network cards: the daemon's, or one without the daemon.
     #[command(subcommand)]
     Nic(NicCommand),
+    /// Virtual machines of nodes.
+    #[command(subcommand)]
+    Vm(VmCommand),
     /// Capture the frames of a node or a NIC, as pcapng: for Wireshark, tcpdump, or a file.
     Capture(Capture),
     /// Show the events, oldest first.
@@ -53,6 +57,12 @@ enum What {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "nic …")]
         words: Vec<OsString>,
     },
+}
+
+#[derive(Debug, Subcommand)]
+enum VmCommand {
+    /// Start a node's virtual machine by QEMU, with the options that it needs (docs/users/connect-a-virtual-machine.md).
+    Run(Run),
 }
 
 #[derive(Debug, Subcommand)]
@@ -107,6 +117,7 @@ fn main() -> ExitCode {
         What::Nic(NicCommand::Counts { nic }) => ask(Asked::Counts(nic)),
         What::Nic(NicCommand::Probe { words }) => nic("probe", words),
         What::Nic(NicCommand::Run { words }) => nic("run", words),
+        What::Vm(VmCommand::Run(run)) => cli::vm::run(&reach, &run),
         What::Capture(capture) => cli::capture::run(&reach, &capture),
         What::Events { since } => ask(Asked::Events { since }),
         What::Stop => ask(Asked::Stop),

@@ -2,6 +2,7 @@
 
 pub mod capture;
 mod show;
+pub mod vm;
 
 use std::io::Write;
 use std::path::PathBuf;

@@ -14,7 +14,8 @@ use crate::api::types::{
 };
 use crate::supervisor::deeds::time;
 
-fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
+/// Reads an answer of the daemon.
+pub(super) fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
     serde_json::from_value(value)
         .context("this tasuki does not understand tasukid's answer; rebuild the older of the two")
 }

@@ -6,8 +6,8 @@ use tasuki_relay::message::{heartbeat, lease_page};
 use super::card::{Card, Opening};
 use super::worker::{Fit, Stage, Worker};
 use super::{Supervisor, now};
-use crate::api::types::{NicView, NodeView, Status, WorkerView};
-use crate::config::{self, Kind, Work};
+use crate::api::types::{NicView, NodeView, Status, VmView, WorkerView};
+use crate::config::{self, Kind, StationAddress, Work};
 
 impl Supervisor {
     pub(super) fn status_view(&self) -> Status {
@@ -34,9 +34,10 @@ impl Supervisor {
 
     pub(super) fn node_view(&self, name: &str) -> Option<NodeView> {
         let node = self.nodes.get(name)?;
+        let config = self.config.node(name);
         Some(NodeView {
             name: name.to_owned(),
-            work: self.config.node(name).map(work_of).unwrap_or_default(),
+            work: config.map(work_of).unwrap_or_default(),
             workers: self.workers.values().filter(|worker| worker.record.node == name).map(Worker::party).collect(),
             nics: self.cards.values().filter(|card| card.node == name).map(|card| card.name().to_owned()).collect(),
             generation: node.record.generation,
@@ -45,6 +46,7 @@ impl Supervisor {
             unconfined: { self.workers.values().filter(|worker| worker.record.node == name) }
                 .flat_map(|worker| worker.record.unconfined.iter().cloned())
                 .collect(),
+            vm: config.and_then(vm_of),
         })
     }
 
@@ -112,6 +114,11 @@ impl Supervisor {
             trouble: card.trouble.clone(),
         }
     }
+}
+
+fn vm_of(node: &config::Node) -> Option<VmView> {
+    let Work::Vm(vm) = &node.work else { return None };
+    Some(VmView { socket: vm.socket.clone(), mac: StationAddress(node.mac()).to_string() })
 }
 
 /// Returns a node's work in words.

@@ -188,9 +188,16 @@ impl Rig {
         fs::read_to_string(self.path("log")).unwrap_or_default()
     }
 
+    /// Returns the command line.
+    pub fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(TASUKI);
+        command.arg("--dir").arg(self.dir()).args(words).stdin(Stdio::null());
+        command
+    }
+
     /// Runs the command line.
     pub fn tasuki(&self, words: &[&str]) -> Output {
-        Command::new(TASUKI).arg("--dir").arg(self.dir()).args(words).stdin(Stdio::null()).output().expect("a program")
+        self.command(words).output().expect("a program")
     }
 
     /// Runs the command line, which must succeed; returns its output.
