@@ -2,7 +2,8 @@
 //!
 //! [`Groups`] are those of this machine: version 2 where it is mounted, version 1's controllers for the rest. Beneath
 //! the daemon's own group lie `tasuki/ID/node-NAME`, with the node's [`Bounds`], and in it a group of each worker,
-//! without bounds of its own:
+//! without bounds of its own. A daemon that a shell has started shares its group with the shell, and version 2 then
+//! bounds none in it: the nodes' groups lie beneath the root of all groups instead.
 //!
 //! ```text
 //! let groups = Groups::find("a name that stays over restarts", None);
@@ -61,8 +62,10 @@ const LEFT_FOR: Duration = Duration::from_secs(60);
 /// A mounted hierarchy, and the place of the daemon's groups in it.
 #[derive(Debug, Clone)]
 struct Hierarchy {
-    /// The daemon's own group.
+    /// The group that has those of nodes: the daemon's own, unless other processes are in it.
     own: PathBuf,
+    /// Where it is mounted.
+    mount: PathBuf,
     /// The controllers it has; for version 2, those that it could have.
     controllers: Vec<String>,
     is_v2: bool,
@@ -108,9 +111,29 @@ fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
         let below = path.strip_prefix(root).or_else(|_| path.strip_prefix("/")).unwrap_or(path);
         // The daemon's starter may have put it aside already, as systemd does (DelegateSubgroup=).
         let below = if is_v2 && below.ends_with(ASIDE) { below.parent().unwrap_or(below) } else { below };
-        found.push(Hierarchy { own: Path::new(mount).join(below), controllers: names, is_v2 });
+        let mount = PathBuf::from(mount);
+        found.push(Hierarchy { own: mount.join(below), mount, controllers: names, is_v2 });
     }
     found
+}
+
+/// Makes the group for the daemon's nodes in this one; returns whether it is there.
+fn make(group: &Path, id: &str) -> bool {
+    fs::create_dir_all(group.join("tasuki").join(id)).is_ok()
+}
+
+/// Returns whether a group of version 2 has a type. The root of all groups has none: it may have processes and hand
+/// controllers on.
+fn has_type(group: &Path) -> bool {
+    group.join("cgroup.type").exists()
+}
+
+/// Returns whether other processes than the daemon are in its group, as where it was started from a shell. Such a
+/// group cannot hand controllers on, and is not the daemon's to empty.
+fn is_shared(own: &Path) -> bool {
+    let us = std::process::id().to_string();
+    let there = fs::read_to_string(own.join("cgroup.procs")).unwrap_or_default();
+    has_type(own) && there.lines().any(|pid| pid != us)
 }
 
 impl Groups {
@@ -122,21 +145,22 @@ impl Groups {
         for it in all.iter_mut().filter(|it| it.is_v2) {
             if let Some(named) = named.filter(|named| named.join("cgroup.controllers").exists()) {
                 it.own = named.to_owned();
+            } else if is_shared(&it.own) && !has_type(&it.mount) && make(&it.mount, id) {
+                it.own = it.mount.clone();
             }
             let there = read(&it.own.join("cgroup.controllers"));
             it.controllers = there.split_whitespace().map(str::to_owned).collect();
         }
         all.retain(|it| it.is_v2 || CONTROLLERS.iter().any(|name| it.has(name)));
-        all.retain(|it| fs::create_dir_all(it.own.join("tasuki").join(id)).is_ok());
+        all.retain(|it| make(&it.own, id));
         Groups { hierarchies: all, id: id.to_owned() }
     }
 
     /// Moves the daemon aside before it starts any process. Processes it starts would otherwise be where it was, and
     /// in the way of bounds for nodes.
     pub fn go_aside(&self) {
-        // The root has no type, and may have processes. A refusal by the kernel here also bars a node's group, and
-        // is reported then.
-        for it in self.hierarchies.iter().filter(|it| it.is_v2 && it.own.join("cgroup.type").exists()) {
+        // A refusal by the kernel here also bars a node's group, and is reported then.
+        for it in self.hierarchies.iter().filter(|it| it.is_v2 && has_type(&it.own)) {
             let _ = go_aside(&it.own);
         }
     }
@@ -236,7 +260,13 @@ fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
     let hand_on = |group: &Path| fs::write(group.join("cgroup.subtree_control"), text.join(" "));
     if hand_on(own).is_err() {
         go_aside(own)?;
-        hand_on(own)?;
+        hand_on(own).map_err(|error| match is_shared(own) {
+            true => io::Error::other(format!(
+                "{} holds other processes, so it bounds no nodes: start tasukid in a group of its own, or name one with --groups",
+                own.display()
+            )),
+            false => error,
+        })?;
     }
     let between = parent.strip_prefix(own).unwrap_or(Path::new("")).components();
     let mut group = own.to_owned();

@@ -273,6 +273,47 @@ fn nodes_have_bounds_by_control_groups_of_version_2() {
     );
 }
 
+/// A tasukid that a shell has started shares a control group with the shell, and bounds its nodes all the same.
+#[test]
+fn nodes_of_a_tasukid_started_by_hand_have_bounds() {
+    unit::stop_all();
+    let file = "[[node]]\nname = \"web\"\nwork = \"echo\"\nbounds = { memory_mib = 64, pids = 9, cpu = 50 }\ncpu = 0\n";
+    fs::write("/etc/by-hand.toml", file).expect("a file");
+    let session = Path::new("/sys/fs/cgroup/session-1.scope");
+    fs::create_dir_all(session).expect("root may");
+    let start = "tasukid --config /etc/by-hand.toml --dir /run/by-hand; sleep 600; true";
+    let by_hand = |words: &[&str]| {
+        let said = Command::new("tasuki").args(["--dir", "/run/by-hand", "--json"]).args(words).output();
+        serde_json::from_slice::<serde_json::Value>(&said.expect("it is installed").stdout).ok()
+    };
+    let mut before = None;
+    // The second one finds the first one's worker, in its group.
+    for _ in 0..2 {
+        let script = format!("echo $$ > {}/cgroup.procs; {start}", session.display());
+        let mut shell = Command::new("sh").args(["-c", &script]).spawn().expect("a shell");
+        let worker = until("a node has a worker", || {
+            let workers = by_hand(&["worker", "list"])?;
+            let worker = workers.as_array()?.iter().find(|worker| worker["is"] == "idle")?;
+            u32::try_from(worker["pid"].as_u64()?).ok()
+        });
+        assert!(fs::read_to_string(session.join("cgroup.procs")).expect("a group").lines().count() > 1, "it is shared");
+        assert_eq!(before.replace(worker).unwrap_or(worker), worker);
+        let node = group(worker).parent().expect("a group of the node").to_owned();
+        for (bound, value) in [("memory.max", "67108864"), ("pids.max", "9"), ("cpu.max", "50000 100000")] {
+            assert_eq!(fs::read_to_string(node.join(bound)).expect("a bound").trim(), value, "{bound} of {node:?}");
+        }
+        let status = by_hand(&["status"]).expect("an answer");
+        assert_eq!(status["nodes"][0]["trouble"], serde_json::Value::Null);
+        shell.kill().expect("a child");
+        shell.wait().expect("a child");
+        let daemon = u32::try_from(status["pid"].as_u64().expect("a number")).expect("a pid");
+        kill(&[daemon]);
+        until("it is dead", || (!lives(daemon)).then_some(()));
+    }
+    run("tasukid", &["--config", "/etc/by-hand.toml", "--dir", "/run/by-hand"]);
+    run("tasuki", &["--dir", "/run/by-hand", "stop"]);
+}
+
 /// Longest pause of a partner while a card's rings are rewritten (docs/users/move-a-nic.md).
 const PAUSE_MAX: Duration = Duration::from_millis(33);
 

@@ -38,7 +38,7 @@ struct Arguments {
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// The control group of version 2 that holds the nodes' groups, and no process [default: the group of tasukid
-    /// itself].
+    /// itself, or where that has other processes, the root of all groups].
     #[arg(long, value_name = "DIR")]
     groups: Option<PathBuf>,
     /// Stay in the terminal, and log to it. Without, the log is tasukid.log in DIR.

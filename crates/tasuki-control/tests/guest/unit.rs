@@ -167,7 +167,7 @@ fn processes() -> impl Iterator<Item = (u32, String)> {
 }
 
 /// Runs `tasuki stop`, which ends everything; systemd does not restart it.
-fn stop_all() {
+pub fn stop_all() {
     if property("ActiveState") == "inactive" {
         return;
     }
