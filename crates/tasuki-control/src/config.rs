@@ -1,6 +1,7 @@
 //! The configuration: the nodes and NICs there are. It is one TOML file, and a key or value that means nothing is an
 //! error.
 
+mod limits;
 mod mistake;
 mod sense;
 
@@ -17,6 +18,8 @@ use tasuki_tap::Address;
 use utoipa::ToSchema;
 
 use crate::api::roles::Roles;
+pub use limits::{Limit, Limits};
+
 pub use crate::endpoint::Kind;
 pub use crate::endpoint::interface::Interface;
 pub use crate::endpoint::memif::Memif;
@@ -208,6 +211,10 @@ pub struct Node {
     /// KiB of memory for frames that it has sent there and that are not read yet; by default 2048.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool_kib: Option<u32>,
+    /// Bounds on the frames that its programs send there and receive from there, if it has an endpoint. Its frames then
+    /// go by its worker, and not by the shortcut.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<Limits>,
     /// The CPU that its workers run on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<u32>,
@@ -274,6 +281,11 @@ impl Node {
         let bounds = self.bounds.unwrap_or_default();
         let memory = bounds.memory_mib.map_or_else(half_of_memory, |mib| Some(u64::from(mib) << 20));
         crate::cgroup::Bounds { memory, pids: Some(bounds.pids.unwrap_or(PIDS)), cpu: bounds.cpu, cpus: None }
+    }
+
+    /// Returns the bounds on what it sends and receives, as its workers know them.
+    pub fn limits(&self) -> [message::Limit; 2] {
+        self.limits.unwrap_or_default().message()
     }
 
     /// Returns its TAP, if it has one.

@@ -129,6 +129,20 @@ pub struct Endpoint {
     pub label: String,
     /// Further settings; only that kind's code reads them.
     pub text: String,
+    /// Bounds on what the node's programs send, and on what they receive.
+    #[serde(default)]
+    pub limits: [Limit; 2],
+}
+
+/// A bound on the frames of one direction. Each 0 stands for no bound.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Limit {
+    /// Bits a second.
+    pub bits: u64,
+    /// Frames a second.
+    pub frames: u64,
+    /// The time over which a burst counts as spread, in ms.
+    pub burst_ms: u32,
 }
 
 /// Maximum number of descriptors beside a [`Client`].

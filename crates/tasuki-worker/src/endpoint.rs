@@ -1,8 +1,10 @@
 //! The endpoint of a node on a VNI: where its programs send and receive, as the daemon made it.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
+use tasuki_net::endpoint::rate::{Bound, Rate, Rates};
 use tasuki_net::endpoint::{self, Parts};
 use tasuki_relay::message::{self, Client};
 
@@ -35,6 +37,15 @@ impl Endpoint {
         let fd = fd.context("a descriptor cannot be copied; raise RLIMIT_NOFILE")?;
         let message::Endpoint { kind, text, .. } = &self.description;
         endpoint::open(kind, fd, text, &self.node).map_err(anyhow::Error::msg)
+    }
+
+    /// Returns the rates that bound what its programs send and receive, as if they had done neither so far.
+    pub fn rates(&self) -> Rates {
+        let [sends, receives] = self.description.limits.map(|limit| {
+            let burst = Duration::from_millis(limit.burst_ms.into());
+            Rate::of(Bound { bits: limit.bits, frames: limit.frames, burst })
+        });
+        Rates { sends, receives }
     }
 }
 

@@ -363,7 +363,9 @@ impl<D: FrameHandler> VniAttachment<D> {
         let mut vni = make(number, memory, bell_receiver);
         self.add_all(common, |bundle| vni.add(bundle));
         vni.settle();
-        Ok(End::Bridge(Box::new(Bridge::new(endpoint, vni, switch))))
+        let mut bridge = Bridge::new(endpoint, vni, switch);
+        bridge.set_rates(common.endpoint.as_ref().map(crate::endpoint::Endpoint::rates).unwrap_or_default());
+        Ok(End::Bridge(Box::new(bridge)))
     }
 
     fn own_number(&self) -> Result<u16> {

@@ -129,6 +129,18 @@ pub struct Add {
     /// KiB of memory for frames that the node has sent and that are not read yet [default: 2048].
     #[arg(long, value_name = "KIB")]
     pub pool_kib: Option<u32>,
+    /// Megabits a second that it may send: more waits.
+    #[arg(long, value_name = "MBIT", conflicts_with = "native")]
+    pub send_mbit: Option<u32>,
+    /// Thousands of frames a second that it may send: more waits.
+    #[arg(long, value_name = "KPPS", conflicts_with = "native")]
+    pub send_kpps: Option<u32>,
+    /// Megabits a second that it may receive: more is dropped and counted.
+    #[arg(long, value_name = "MBIT", conflicts_with = "native")]
+    pub receive_mbit: Option<u32>,
+    /// Thousands of frames a second that it may receive: more is dropped and counted.
+    #[arg(long, value_name = "KPPS", conflicts_with = "native")]
+    pub receive_kpps: Option<u32>,
     /// The CPU that its workers stay on.
     #[arg(long)]
     pub cpu: Option<u32>,
@@ -331,9 +343,15 @@ impl Add {
         let secret = self.secret_file.as_ref().map_or(Ok(String::new()), |path| {
             std::fs::read_to_string(path).with_context(|| format!("the secret in {} cannot be read", path.display()))
         })?;
+        let limit = |mbit: Option<u32>, kpps: Option<u32>| {
+            (mbit.is_some() || kpps.is_some()).then(|| json!({ "mbit": mbit, "kpps": kpps }))
+        };
+        let limits = [("send", self.send_mbit, self.send_kpps), ("receive", self.receive_mbit, self.receive_kpps)];
+        let limits = limits.into_iter().filter_map(|(way, mbit, kpps)| Some((way.to_owned(), limit(mbit, kpps)?)));
+        let limits = Some(limits.collect::<serde_json::Map<_, _>>()).filter(|limits| !limits.is_empty());
         let work = self.work_to_json(secret.trim_end_matches(['\n', '\r']));
         Ok(json!({
-            "name": node, "vni": vni, "mac": mac, "spoof": spoof, "pool_kib": pool_kib, "cpu": cpu, "nice": nice, "standby": !no_standby, "work": work,
+            "name": node, "vni": vni, "mac": mac, "spoof": spoof, "pool_kib": pool_kib, "limits": limits, "cpu": cpu, "nice": nice, "standby": !no_standby, "work": work,
         }))
     }
 }

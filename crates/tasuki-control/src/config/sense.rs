@@ -77,6 +77,7 @@ impl Config {
                 ("spoof", node.spoof.is_some()),
                 ("addresses", !node.addresses.is_empty()),
                 ("pool_kib", node.pool_kib.is_some()),
+                ("limits", node.limits.is_some()),
                 ("shortcut", detour),
             ];
             let odd = set.iter().find(|(_, is_set)| *is_set)?;
@@ -109,6 +110,14 @@ impl Config {
             let kib = node.pool_kib.unwrap_or_default();
             let (least, most) = (POOL_PAGES_MIN * PAGE_KIB, POOL_PAGES_MAX * PAGE_KIB);
             return named(format!("pool_kib = {kib} is not in the range {least} to {most}; the default is 2048"));
+        }
+        if let Some(limits) = &node.limits {
+            if node.label().is_none() {
+                return named("limits bound the frames of programs behind an interface or a socket, and it has none of these; leave limits out".to_owned());
+            }
+            if let Some(what) = limits.odd() {
+                return named(what);
+            }
         }
         let mut nics = self.nic.iter().filter(|nic| nic.node == node.name);
         match (nics.next(), nics.next()) {

@@ -144,9 +144,10 @@ impl Supervisor {
 
     /// Returns the description and the descriptor for a worker of this node, if it is to have an endpoint.
     pub(super) fn endpoint_for(&mut self, node: &str) -> Result<Option<(message::Endpoint, OwnedFd)>> {
-        let Some(kind) = self.config.node(node).and_then(config::Node::endpoint) else { return Ok(None) };
-        let (label, text) = (kind.label(), kind.text());
-        let description = message::Endpoint { kind: kind.kind().to_owned(), label: label.clone(), text };
+        let Some(config) = self.config.node(node) else { return Ok(None) };
+        let Some(kind) = config.endpoint() else { return Ok(None) };
+        let (label, text, limits) = (kind.label(), kind.text(), config.limits());
+        let description = message::Endpoint { kind: kind.kind().to_owned(), label: label.clone(), text, limits };
         let end = self.endpoints.get_mut(&label).with_context(|| format!("there is no endpoint {label}"))?;
         let fd = end.make()?.as_fd().try_clone_to_owned()?;
         self.keep(Key::Endpoint(label));

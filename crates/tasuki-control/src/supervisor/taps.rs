@@ -196,7 +196,8 @@ impl Supervisor {
         let device = device.try_clone()?;
         self.keep(Key::Tap(label.clone()));
         why.into_iter().for_each(|why| self.note(About::node(node), why));
-        let description = message::Endpoint { kind: "tap".to_owned(), label, text: String::new() };
+        let limits = self.config.node(node).map(config::Node::limits).unwrap_or_default();
+        let description = message::Endpoint { kind: "tap".to_owned(), label, text: String::new(), limits };
         Ok(Some((description, device)))
     }
 

@@ -8,6 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::egress::{Egress, ROOM_AGAIN, WAIT, Waits};
 use super::notes::{FRONT_LEN, Notes, len_of};
+use super::rate::{Rate, Rates};
 use super::{Dropped, Endpoint, Given, Recovery};
 use crate::port::Armed;
 use crate::switch::Switch;
@@ -33,6 +34,7 @@ pub struct Bridge<E: ?Sized = dyn Endpoint> {
     /// The endpoint's mark in the ledger.
     last_mark: Option<u64>,
     waits: Waits,
+    rates: Rates,
     /// How soon to look again if the endpoint had no room, or was not ready, when the bridge was armed.
     naps: Option<Duration>,
     /// Nodes whose next frame found no room at the endpoint, and since when.
@@ -70,6 +72,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             last_mark: ledger.as_ref().and_then(Ledger::mark),
             ledger,
             waits: Waits::default(),
+            rates: Rates::default(),
             naps: None,
             stalls: ArrayVec::new(),
             given: 0,
@@ -79,6 +82,11 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         };
         bridge.send_left();
         bridge
+    }
+
+    /// Bounds what the programs send and receive, from now on.
+    pub fn set_rates(&mut self, rates: Rates) {
+        self.rates = rates;
     }
 
     /// Ends the bridge and returns the endpoint, without its programs: a successor serves them.
@@ -116,11 +124,23 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     }
 
     fn split(&mut self) -> (Egress<'_>, &mut E) {
-        let Self { vni, switch, notes, waits, taken, dropped, end, .. } = self;
+        let Self { vni, switch, notes, waits, rates, taken, dropped, end, .. } = self;
+        let rate = rates.sends.as_mut();
         let most = if self.ledger.is_some() { MESSAGES_MAX } else { usize::MAX };
         let notes = notes.as_mut();
-        let egress =
-            Egress { vni, switch, notes, waits, patience: WAIT, is_checked: true, posted: 0, most, taken, dropped };
+        let egress = Egress {
+            vni,
+            switch,
+            notes,
+            waits,
+            rate,
+            patience: WAIT,
+            is_checked: true,
+            posted: 0,
+            most,
+            taken,
+            dropped,
+        };
         (egress, end)
     }
 
@@ -163,12 +183,19 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Takes one turn in each direction. Returns the number of frames that moved.
     pub fn turn(&mut self) -> usize {
         self.end.attend();
+        self.rates.look();
+        let moved = self.turn_both_ways();
+        self.waits.rate = self.rates.sends.as_ref().and_then(Rate::opens_in);
+        moved
+    }
+
+    fn turn_both_ways(&mut self) -> usize {
         if self.ledger.is_some() {
             return self.turn_as_a_whole();
         }
         let came = if self.end.is_ready() { self.give() } else { 0 };
         let (mut egress, end) = self.split();
-        let went = if egress.send_waiting() { end.take(&mut egress) } else { 0 };
+        let went = if egress.send_waiting() && egress.is_open() { end.take(&mut egress) } else { 0 };
         self.flush();
         came + went
     }
@@ -179,7 +206,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         let handled = if self.end.is_ready() { self.give_and_keep() } else { ArrayVec::new() };
         let taken = self.taken;
         let (mut egress, end) = self.split();
-        let went = if egress.send_waiting() { end.take(&mut egress) } else { 0 };
+        let went = if egress.send_waiting() && egress.is_open() { end.take(&mut egress) } else { 0 };
         let sent = self.taken - taken;
         let came: u64 = handled.iter().map(|it| it.count).sum();
         let Self { vni, ledger: Some(ledger), last_mark, end, .. } = self else { return 0 };
@@ -205,7 +232,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Gives received frames to the endpoint. Their senders keep them. Returns how far the frames of each node are
     /// handled.
     fn give_and_keep(&mut self) -> ArrayVec<Handled, HEADS_MAX> {
-        let Self { vni, switch, given, dropped, stalls, end, .. } = self;
+        let Self { vni, switch, rates, given, dropped, stalls, end, .. } = self;
         let mut handled = ArrayVec::<Handled, HEADS_MAX>::new();
         let mut captures = vni.captures().take();
         vni.take_in(GIVES, |incoming, _| {
@@ -216,6 +243,10 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             let taken = match switch.admits(&incoming) {
                 None => {
                     incoming.refuse(&mut dropped.forged, &mut dropped.too_late);
+                    Given::Taken(0)
+                }
+                Some(_) if is_over(&mut rates.receives, incoming.len()) => {
+                    dropped.over_rate += 1;
                     Given::Taken(0)
                 }
                 Some(front) => end.give(&incoming, front, dropped),
@@ -246,8 +277,8 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
 
     /// Gives received frames to the endpoint.
     fn give(&mut self) -> usize {
-        let Self { vni, switch, given, dropped, end, .. } = self;
-        let mut giver = Giver { switch, given: 0, dropped, end: &mut **end };
+        let Self { vni, switch, rates, given, dropped, end, .. } = self;
+        let mut giver = Giver { switch, rate: &mut rates.receives, given: 0, dropped, end: &mut **end };
         let came = vni.receive_by(&mut giver);
         let gave = giver.given;
         if gave > 0 {
@@ -259,7 +290,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
 
     /// Prepares the node for [rest](Self::rest), and looks for frames once more.
     pub fn arm(&mut self) -> Armed {
-        if self.end.arm(self.waits.for_room()) == Armed::Busy {
+        if self.end.arm(self.waits.any()) == Armed::Busy {
             return Armed::Busy;
         }
         // Do not look at frames that the endpoint does not take yet: it may need this very CPU to make room.
@@ -337,9 +368,21 @@ fn may_wait(stalls: &mut ArrayVec<(u16, Instant), STALLS_MAX>, from: u16) -> boo
     }
 }
 
+/// Counts a frame of `len` bytes for the node. Returns whether it is more than the node may receive.
+#[inline]
+fn is_over(rate: &mut Option<Rate>, len: usize) -> bool {
+    let Some(rate) = rate else { return false };
+    let is_over = !rate.is_open();
+    if !is_over {
+        rate.charge(len);
+    }
+    is_over
+}
+
 /// Gives frames from the VNI to an endpoint.
 struct Giver<'a, E: ?Sized> {
     switch: &'a mut Switch,
+    rate: &'a mut Option<Rate>,
     given: usize,
     dropped: &'a mut Dropped,
     end: &'a mut E,
@@ -349,6 +392,7 @@ impl<E: Endpoint + ?Sized> Reader for Giver<'_, E> {
     #[inline]
     fn frame(&mut self, incoming: Incoming<'_>) {
         match self.switch.admits(&incoming) {
+            Some(_) if is_over(self.rate, incoming.len()) => self.dropped.over_rate += 1,
             Some(front) => match self.end.give(&incoming, front, self.dropped) {
                 Given::Taken(count) => self.given += count,
                 Given::NoRoom => self.dropped.no_buffer += 1,

@@ -8,6 +8,7 @@ use zerocopy::IntoBytes;
 
 use super::Dropped;
 use super::notes::Notes;
+use super::rate::Rate;
 use super::slow::Slow;
 pub use super::slow::WAIT;
 use crate::switch::{Switch, To};
@@ -29,17 +30,19 @@ pub(crate) struct Waits {
     slow: Slow,
     /// The pool had no room to stage a frame.
     is_full: bool,
+    /// Time until the node may send again, by its rate.
+    pub(super) rate: Option<Duration>,
 }
 
 impl Waits {
-    /// Returns whether a frame waits for room.
-    pub(crate) fn for_room(&self) -> bool {
-        self.since.is_some()
+    /// Returns whether frames wait: for room, or for the time at which they may go.
+    pub(crate) fn any(&self) -> bool {
+        self.since.is_some() || self.rate.is_some()
     }
 
     /// Returns how soon to look again.
     pub(crate) fn again_in(&self) -> Option<Duration> {
-        (self.since.is_some() || self.is_full).then_some(ROOM_AGAIN)
+        self.rate.or_else(|| (self.since.is_some() || self.is_full).then_some(ROOM_AGAIN))
     }
 
     /// Returns the length in bytes of the frame that waits in staging.
@@ -60,6 +63,8 @@ pub struct Egress<'a> {
     pub(crate) switch: &'a mut Switch,
     pub(crate) notes: Option<&'a mut Notes>,
     pub(crate) waits: &'a mut Waits,
+    /// The rate that bounds what goes.
+    pub(crate) rate: Option<&'a mut Rate>,
     /// How long a frame waits.
     pub(crate) patience: Duration,
     /// Number of messages to nodes so far, and the most of a turn: a ledger holds no more.
@@ -72,11 +77,27 @@ pub struct Egress<'a> {
 }
 
 impl Egress<'_> {
+    /// Returns whether a frame may go now, by the node's rate.
+    #[inline]
+    pub(super) fn is_open(&self) -> bool {
+        self.rate.as_ref().is_none_or(|rate| rate.is_open())
+    }
+
+    #[inline]
+    fn charge(&mut self, len: usize) {
+        if let Some(rate) = &mut self.rate {
+            rate.charge(len);
+        }
+    }
+
     /// Makes room for the longest frame with its offload header, to be written and then [sent](Self::send_staged).
     /// Behind it are 64 bytes that a successor [gets](super::Endpoint::mend) with the frame, if the worker dies while it
-    /// reads. Returns `None` if the pool has no room.
+    /// reads. Returns `None` if the pool has no room, or the node may not send now.
     #[inline]
     pub fn stage(&mut self) -> Option<(&mut [u8], &mut [u8])> {
+        if !self.is_open() {
+            return None;
+        }
         self.waits.is_full = self.vni.stage().is_none();
         if self.waits.is_full {
             return None;
@@ -121,6 +142,7 @@ impl Egress<'_> {
     }
 
     fn send_from_staging(&mut self, len: usize) -> bool {
+        self.charge(len.saturating_sub(HEADER_LEN));
         if len < HEADER_LEN + 14 {
             self.dropped.length += 1;
             return true;
@@ -194,6 +216,18 @@ impl Egress<'_> {
     /// one.
     #[inline]
     fn send_filled(&mut self, len: usize, header: Option<&[u8]>, front: &[u8], fill: impl FnOnce(&mut [u8])) -> bool {
+        if !self.is_open() {
+            return false;
+        }
+        let is_done = self.send_drafted(len, header, front, fill);
+        if is_done {
+            self.charge(len);
+        }
+        is_done
+    }
+
+    #[inline]
+    fn send_drafted(&mut self, len: usize, header: Option<&[u8]>, front: &[u8], fill: impl FnOnce(&mut [u8])) -> bool {
         if !(14..=PIECE_MAX - HEADER_LEN).contains(&len) {
             self.dropped.length += 1;
             return true;

@@ -22,6 +22,7 @@ mod listener;
 pub mod memif;
 pub(crate) mod notes;
 pub mod packet;
+pub mod rate;
 mod slow;
 pub mod tap;
 
@@ -64,6 +65,8 @@ pub struct Dropped {
     pub length: u64,
     /// Frame of this node: its source address is not this node's.
     pub not_own: u64,
+    /// Frame for this node: more than the node may [receive](rate::Rates).
+    pub over_rate: u64,
 }
 
 impl Dropped {
@@ -73,7 +76,7 @@ impl Dropped {
     }
 
     /// Returns each count with its name.
-    pub fn counts(&self) -> [(&'static str, u64); 11] {
+    pub fn counts(&self) -> [(&'static str, u64); 12] {
         let Dropped {
             refused,
             away,
@@ -86,6 +89,7 @@ impl Dropped {
             nobody,
             length,
             not_own,
+            over_rate,
         } = *self;
         [
             ("dropped_refused", refused),
@@ -99,6 +103,7 @@ impl Dropped {
             ("dropped_nobody", nobody),
             ("dropped_length", length),
             ("dropped_not_own", not_own),
+            ("dropped_over_rate", over_rate),
         ]
     }
 }

@@ -203,6 +203,7 @@ impl VniPort {
             switch,
             notes: None,
             waits,
+            rate: None,
             patience: self.patience,
             is_checked: false,
             posted: 0,

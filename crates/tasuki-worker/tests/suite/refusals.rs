@@ -273,7 +273,12 @@ fn refused_tap(tap: Option<OwnedFd>) -> String {
         memlock: 0,
         files: false,
         threads: false,
-        endpoint: Some(Endpoint { kind: "tap".to_owned(), label: "room:nic0".to_owned(), text: String::new() }),
+        endpoint: Some(Endpoint {
+            kind: "tap".to_owned(),
+            label: "room:nic0".to_owned(),
+            text: String::new(),
+            limits: Default::default(),
+        }),
     };
     let fds: Vec<OwnedFd> = [memfd(&[0; 4096]), memfd(&[0; 65536]), memfd(&[])].into_iter().chain(tap).collect();
     talk.send(&serde_json::to_vec(&ToWorker::Begin(begin)).expect("text"), &fds);

@@ -121,6 +121,41 @@ impl World {
     }
 }
 
+/// Bounds hold whatever drives the node, and its frames do not pass by its worker.
+#[test]
+fn a_node_with_a_bound_receives_no_more_and_what_it_sends_waits() {
+    let Some(world) = World::new() else { return };
+    world.add("shop", &world.shop, SHOP, &[]);
+    world.add("desk", &world.desk, DESK, &["--receive-mbit", "1"]);
+    world.await_pairs();
+    let count = |name: &str| {
+        let counts = world.rig.json(&["nic", "counts", "desk@lan"]);
+        let mut counts = counts["counts"].as_array().expect("counts").iter();
+        counts.find(|count| count[0] == name).and_then(|count| count[1].as_u64()).expect("it is counted")
+    };
+    // 1 Mbit/s are 85 of these frames a second, and 500 come.
+    let ping = || world.pinged(&["-c", "300", "-i", "0.002", "-s", "1400", "-W", "1", DESK]);
+    let received = |said: &str| -> u64 {
+        let line = said.lines().find(|line| line.contains(" received")).expect("a summary");
+        line.split(' ').nth(3).and_then(|count| count.parse().ok()).expect("a number")
+    };
+    for _ in 0..2 {
+        let came = received(&ping());
+        assert!((1..300).contains(&came), "{came} of 300 came");
+        assert!(count("dropped_over_rate") >= 300 - came, "{came} came\n{}", world.rig.log());
+        world.rig.ask(&["worker", "upgrade", "desk"]);
+        world.await_pairs();
+    }
+    // What it sends itself waits: no frame is lost.
+    world.rig.ask(&["node", "remove", "desk"]);
+    world.add("desk", &world.desk, DESK, &["--send-mbit", "1"]);
+    world.await_pairs();
+    let said = ping();
+    assert_eq!(received(&said), 300, "{said}\n{}", world.rig.log());
+    assert_eq!(world.crossed("desk"), None, "its frames go by its worker");
+    world.end();
+}
+
 #[test]
 fn programs_on_a_vni_lose_nothing_and_get_nothing_twice_while_workers_and_daemon_are_replaced() {
     let Some(mut world) = World::with_both_by_workers() else { return };
@@ -321,6 +356,10 @@ fn a_node_that_cannot_be_is_refused_with_a_sentence_and_nothing_is_left_of_it() 
         (
             &["new", "--netns", &path, "--interface", "n", "--pool-kib", "64"],
             &["pool_kib = 64 is not in the range 256 to"],
+        ),
+        (
+            &["new", "--netns", &path, "--interface", "n", "--send-kpps", "0"],
+            &["limits.send has kpps = 0, which is not in the range 1 to 1000000"],
         ),
         (&["new", "--netns", &path, "--interface", "n", "--address", "1.2.3"], &["is not an interface's address"]),
         (

@@ -4,7 +4,13 @@
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::*;
-use crate::endpoint::Bridge;
+use std::time::{Duration, Instant};
+
+use tasuki_testing::PATIENCE;
+
+use crate::endpoint::rate::{Bound, Rate, Rates};
+use crate::endpoint::{Bridge, Dropped};
+use crate::port::Armed;
 use crate::vni::Vni;
 use crate::vni::fixture::{Nodes, mac, received};
 use crate::vni::mortal::lives_for;
@@ -120,4 +126,48 @@ fn what_a_liar_leaves_on_the_page_harms_nobody() {
         assert!(came.ends_with(&expected), "{word:#x}");
         assert!(came.iter().all(|bytes| (0..4).any(|number| frame(number).starts_with(bytes))), "{word:#x}");
     }
+}
+
+fn a_hundred_a_second() -> Option<Rate> {
+    Rate::of(Bound { bits: 0, frames: 100, burst: Duration::from_millis(10) })
+}
+
+#[test]
+fn frames_beyond_what_a_node_may_send_wait_and_its_worker_sleeps() {
+    let mut net = Net::new();
+    let mut worker = net.worker();
+    worker.set_rates(Rates { sends: a_hundred_a_second(), receives: None });
+    net.send(0..12);
+    let began = Instant::now();
+    let mut came = Vec::new();
+    while came.len() < 12 {
+        worker.turn();
+        came.extend(net.came());
+        if came.len() < 12 {
+            assert_eq!(worker.arm(), Armed::Idle, "nothing may go");
+            assert!(worker.source().is_none(), "what the namespace sends wakes nobody");
+            worker.rest(Duration::from_secs(60));
+        }
+        assert!(began.elapsed() < PATIENCE, "they go in time: {came:?}");
+    }
+    assert_eq!(came, (0..12).collect::<Vec<_>>());
+    // Two go at once, and one in 10 ms after that.
+    assert!(began.elapsed() >= Duration::from_millis(90), "{:?}", began.elapsed());
+    assert_eq!(worker.dropped.sum(), 0);
+}
+
+#[test]
+fn frames_beyond_what_a_node_may_receive_are_dropped_and_counted() {
+    let mut net = Net::new();
+    let mut worker = net.worker();
+    worker.set_rates(Rates { sends: None, receives: a_hundred_a_second() });
+    for number in 0..40 {
+        net.other.send(US, &[&mac(US)[..], &mac(OTHER), &frame(number)[12..]].concat()).unwrap();
+        net.other.flush();
+        worker.rest(Duration::ZERO);
+        worker.turn();
+    }
+    let Dropped { over_rate, .. } = worker.dropped;
+    assert_eq!((worker.given + over_rate, worker.dropped.sum()), (40, over_rate));
+    assert!(worker.given >= 2 && over_rate > 0, "{} of 40 were given", worker.given);
 }

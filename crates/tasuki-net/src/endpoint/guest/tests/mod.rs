@@ -6,6 +6,7 @@ use theirs::{CSUM, EVENT_IDX, GUEST_CSUM, GUEST_TSO4, INDIRECT, MRG_RXBUF, Machi
 use super::machines::LATE_NEWS;
 use super::*;
 use crate::endpoint::Bridge;
+use crate::endpoint::rate::{Bound, Rate, Rates};
 use crate::vni::Vni;
 use crate::vni::fixture::{Nodes, frame, listen, mac, received};
 use crate::vni::mortal::lives_for;
@@ -553,4 +554,30 @@ fn wherever_a_worker_is_killed_a_front_end_that_asks_is_answered_or_sent_away() 
     }
     // Before the change is committed, the successor answers; from there to the answer, it knows too little.
     assert_eq!((&answered[..2], &sent_away[..]), (&[0, 1][..], &[2, 3, 4][..]));
+}
+
+#[test]
+fn a_bounded_guest_keeps_its_frames_and_loses_those_for_it() {
+    let rate = || Rate::of(Bound { bits: 0, frames: 100, burst: Duration::from_millis(10) });
+    let mut net = Net::new(2);
+    let mut machine = net.machine(ALL, 64);
+    net.node.as_mut().unwrap().set_rates(Rates { sends: rate(), receives: rate() });
+    for number in 0..8 {
+        assert!(machine.send(&frame(OTHER, US, number)));
+        net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
+    }
+    net.others[0].flush();
+    let began = Instant::now();
+    let (mut there, mut back) = (Vec::new(), Vec::new());
+    while there.len() < 8 {
+        net.turn();
+        there.extend(received(&mut net.others[0]));
+        back.extend(machine.receive());
+        assert!(began.elapsed() < Duration::from_secs(60), "they go in time: {}", there.len());
+    }
+    assert!(began.elapsed() >= Duration::from_millis(50), "{:?}", began.elapsed());
+    assert_eq!(there, (0..8).map(|number| frame(OTHER, US, number)).collect::<Vec<_>>());
+    let node = net.node.as_ref().unwrap();
+    assert_eq!(node.given + node.dropped.over_rate, 8, "{:?}", node.dropped);
+    assert!(node.dropped.over_rate > 0 && back.len() as u64 == node.given);
 }
