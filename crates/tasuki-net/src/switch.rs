@@ -190,7 +190,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     #[cold]
     fn admits_by_ip(&mut self, incoming: &Incoming<'_>) -> Option<&Front> {
         // Copy the checked bytes once, and only those: the source must not change between the check and the use.
-        let len = incoming.long_front(&mut self.front);
+        let len = incoming.copy_front(&mut self.front[..]);
         let from = number_of(source(self.front.first_chunk().expect("it has room for more")));
         let may = self.may_be_from(from, incoming.from) && incoming.own.may_send(&self.front[..len]);
         may.then_some(&self.front[..len])

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::wire;
 
 /// Version of the messages. It grows when one of them changes its meaning.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 
 /// Maximum length of a message, in bytes.
 pub const MESSAGE_MAX: usize = 64 * 1024;
@@ -27,7 +27,7 @@ pub const MESSAGE_MAX: usize = 64 * 1024;
 pub const OPTIONS_MAX: usize = 4096;
 
 /// Maximum number of descriptors beside a message.
-pub const FDS_MAX: usize = 32;
+pub const FDS_MAX: usize = 64;
 
 /// Maximum length of a worker's description of the layout of memory that it made, in bytes.
 pub const LAYOUT_MAX: usize = 512;
@@ -146,7 +146,7 @@ pub struct Limit {
 }
 
 /// Maximum number of descriptors beside a [`Client`].
-pub const CLIENT_FDS_MAX: usize = 24;
+pub const CLIENT_FDS_MAX: usize = 48;
 
 /// A program that is connected to a node's endpoint and must not notice a new worker. The next driver of the node's end
 /// of a VNI gets it. Beside it: its descriptors, its socket first.

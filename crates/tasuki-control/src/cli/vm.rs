@@ -39,6 +39,9 @@ pub struct Run {
     /// one, which may use all.
     #[arg(long, value_name = "CPUS", value_parser = cpus)]
     pub cores: Option<Cpus>,
+    /// Pairs of queues of the machine's card, 8 at most; by default one for each virtual CPU.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub queues: Option<u8>,
     /// The file that takes what the machine writes to its serial line; by default this terminal has it.
     #[arg(long, value_name = "FILE")]
     pub console: Option<PathBuf>,
@@ -93,6 +96,9 @@ fn cpus(text: &str) -> Result<Cpus, String> {
     Ok(Cpus(cpus))
 }
 
+/// Pairs of queues that a node's worker serves (`tasuki_net::endpoint::guest`).
+const QUEUES_MAX: usize = 8;
+
 /// What the options depend on besides.
 #[derive(Debug, Clone, Copy)]
 struct Host {
@@ -142,6 +148,7 @@ fn pair(option: &str, before: &str, path: &Path, after: &str) -> [OsString; 2] {
 fn options(run: &Run, vm: &VmView, host: Host) -> Vec<OsString> {
     let memory = run.memory;
     let virtual_cpus = run.cores.as_ref().map_or(1, |cores| cores.0.len());
+    let queues = run.queues.map_or(virtual_cpus.min(QUEUES_MAX), usize::from);
     let kvm = run.accel.map_or(host.has_kvm, |accel| accel == Accel::Kvm);
     let machine = [
         "-machine q35,memory-backend=memory".to_owned(),
@@ -151,9 +158,11 @@ fn options(run: &Run, vm: &VmView, host: Host) -> Vec<OsString> {
         if kvm { "-accel kvm -cpu host" } else { "-accel tcg -cpu max" }.to_owned(),
         // Without KVM, QEMU 7.2 crashes when a vhost-user card has MSI-X: it looks for an interrupt of KVM's.
         format!(
-            "-netdev vhost-user,id=net,chardev=node -device virtio-net-pci,netdev=net,mac={}{}",
+            "-netdev vhost-user,id=net,chardev=node,queues={queues} -device virtio-net-pci,netdev=net,mac={},mq={},vectors={}",
             vm.mac,
-            if kvm { "" } else { ",vectors=0" }
+            if queues > 1 { "on" } else { "off" },
+            // One for each ring, one for the card's settings, and one for commands.
+            if kvm { 2 * queues + 2 } else { 0 }
         ),
     ];
     let mut words: Vec<OsString> = machine.iter().flat_map(|line| line.split(' ')).map(OsString::from).collect();
@@ -262,7 +271,8 @@ mod tests {
             "-smp 3",
             "-accel tcg",
             "-chardev socket,id=node,path=/run/a,,b/vm.sock,reconnect=1 ",
-            "mac=02:54:00:00:00:01,vectors=0",
+            "chardev=node,queues=3 ",
+            "mac=02:54:00:00:00:01,mq=on,vectors=0",
         ] {
             assert!(format!("{said} ").contains(part), "{part} is not in {said}");
         }
@@ -272,7 +282,8 @@ mod tests {
     #[test]
     fn options_follow_the_host_and_the_version_of_qemu() {
         let said = words("vm", Host { has_kvm: true, version: (9, 2) });
-        assert!(said.contains("-accel kvm -cpu host") && !said.contains("vectors="), "{said}");
+        assert!(said.contains("-accel kvm -cpu host") && said.contains("queues=1 "), "{said}");
+        assert!(said.contains("mq=off,vectors=4"), "{said}");
         assert!(said.contains("reconnect-ms=1000"), "{said}");
         let said = words("vm --accel tcg", Host { has_kvm: true, version: (9, 1) });
         assert!(said.contains("-accel tcg") && said.contains("vectors=0"), "{said}");

@@ -23,7 +23,7 @@ use crate::{channel, config};
 const NAME_MAX: usize = 96;
 
 /// Bytes of a client's description, at most.
-const TEXT_MAX: usize = 4096;
+const TEXT_MAX: usize = 8192;
 
 /// An endpoint, as far as it exists.
 #[derive(Debug)]

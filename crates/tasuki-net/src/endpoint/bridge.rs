@@ -12,7 +12,7 @@ use super::rate::{Rate, Rates};
 use super::{Dropped, Endpoint, Given, Recovery};
 use crate::port::Armed;
 use crate::switch::Switch;
-use crate::vni::ledger::{HEADS_MAX, Handled, Ledger, MESSAGES_MAX, point};
+use crate::vni::ledger::{HEADS_MAX, Handled, Ledger, MESSAGES_MAX, Marks, point};
 use crate::vni::offload::HEADER_LEN;
 use crate::vni::{BESIDE, Incoming, PIECE_MAX, Reader, Vni};
 
@@ -31,8 +31,8 @@ pub struct Bridge<E: ?Sized = dyn Endpoint> {
     notes: Option<Notes>,
     /// Ledger of turns that are committed as a whole.
     ledger: Option<Ledger>,
-    /// The endpoint's mark in the ledger.
-    last_mark: Option<u64>,
+    /// The endpoint's marks in the ledger.
+    last_marks: Option<Marks>,
     waits: Waits,
     rates: Rates,
     /// How soon to look again if the endpoint had no room, or was not ready, when the bridge was armed.
@@ -62,14 +62,14 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         let ledger = vni.ledger.take();
         assert_eq!(ledger.is_some(), recovery == Recovery::Exact, "the end was made for another kind of endpoint");
         match &ledger {
-            Some(ledger) => end.resume(ledger.mark()),
+            Some(ledger) => end.resume(ledger.marks()),
             None => end.begin(page),
         }
         let mut bridge = Bridge {
             vni,
             switch,
             notes,
-            last_mark: ledger.as_ref().and_then(Ledger::mark),
+            last_marks: ledger.as_ref().and_then(Ledger::marks),
             ledger,
             waits: Waits::default(),
             rates: Rates::default(),
@@ -209,14 +209,14 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         let went = if egress.send_waiting() && egress.is_open() { end.take(&mut egress) } else { 0 };
         let sent = self.taken - taken;
         let came: u64 = handled.iter().map(|it| it.count).sum();
-        let Self { vni, ledger: Some(ledger), last_mark, end, .. } = self else { return 0 };
-        let mark = end.mark();
-        if came == 0 && went == 0 && *last_mark == Some(mark) {
+        let Self { vni, ledger: Some(ledger), last_marks, end, .. } = self else { return 0 };
+        let marks = end.marks();
+        if came == 0 && went == 0 && last_marks.as_ref().is_some_and(|last| last.starts_with(&marks)) {
             end.commit();
             return 0;
         }
-        *last_mark = Some(mark);
-        ledger.commit(&handled, vni.staged(), sent, mark);
+        ledger.commit(&handled, vni.staged(), sent, &marks);
+        *last_marks = Some(marks);
         vni.flush_with(|| {
             end.commit();
             point("endpoint.committed");

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
 /// Maximum number of events that are taken at once: more than a machine has descriptors to watch.
-const EVENTS: usize = 8;
+const EVENTS: usize = 24;
 
 /// Mark of a bell's event.
 const BELL: u64 = 1;

@@ -37,6 +37,7 @@ use tasuki_shm::region::Span;
 use crate::port::Armed;
 use crate::switch::Front;
 use crate::vni::Incoming;
+pub use crate::vni::ledger::{MARKS_MAX, Marks};
 pub use bridge::Bridge;
 pub use egress::Egress;
 
@@ -117,7 +118,7 @@ pub enum Recovery {
     /// The endpoint notes its own place. Frames that one side has seen and the other has not let go of come twice: up to
     /// a burst each way.
     Own,
-    /// The bridge commits each turn as a whole, with the endpoint's [mark](Endpoint::mark): each frame goes exactly once.
+    /// The bridge commits each turn as a whole, with the endpoint's [marks](Endpoint::marks): each frame goes exactly once.
     Exact,
 }
 
@@ -156,12 +157,13 @@ pub trait Endpoint: fmt::Debug {
     /// Begins to serve, with this page of the node memory. Only the node's worker writes it; its successor reads it.
     fn begin(&mut self, _: Span<Line>) {}
 
-    /// Begins to serve, where [recovery](Self::recovery) is exact. `mark` is that of the last turn that was committed.
-    fn resume(&mut self, _mark: Option<u64>) {}
+    /// Begins to serve, where [recovery](Self::recovery) is exact. `marks` are those of the last turn that was committed,
+    /// and behind them words of earlier turns.
+    fn resume(&mut self, _marks: Option<Marks>) {}
 
     /// Returns how far the endpoint is, once the present turn is committed.
-    fn mark(&self) -> u64 {
-        0
+    fn marks(&self) -> Marks {
+        Marks::new()
     }
 
     /// Does what its programs ask for on a control channel.

@@ -84,11 +84,11 @@ impl Incoming<'_> {
         self.header == 0
     }
 
-    /// Copies more of the frame: enough to check its IP addresses. Returns the number of bytes.
-    #[cold]
-    pub(crate) fn long_front(&self, front: &mut [u8; FRONT_MAX]) -> usize {
-        let len = self.len().min(FRONT_MAX);
-        self.pool.copy_to(self.frame(), &mut front[..len]);
+    /// Copies as much of the frame as fits to the front of `into`, whether its sender has taken it back meanwhile or not.
+    /// Returns the number of bytes.
+    pub(crate) fn copy_front(&self, into: &mut [u8]) -> usize {
+        let len = self.len().min(into.len());
+        self.pool.copy_to(self.frame(), &mut into[..len]);
         len
     }
 

@@ -13,12 +13,13 @@
 //! | 1        | number of turns noted as done                                                                 |
 //! | 2, 3     | number of frames given, in two copies: the one of the turn count's parity is valid            |
 //! | 4        | numbers of heads and messages below                                                           |
-//! | 5, 6     | how far the node's endpoint is, in two copies like words 2 and 3                              |
-//! | 8..136   | heads, two words each: the node; how far its ring was read, and parts of the message there    |
-//! | 136..    | messages, three words each: its place in a ring and the node; its tag; where the frame lies   |
+//! | 8..24    | how far the node's endpoint is, eight words, in two copies like words 2 and 3                 |
+//! | 24..152  | heads, two words each: the node; how far its ring was read, and parts of the message there    |
+//! | 152..    | messages, three words each: its place in a ring and the node; its tag; where the frame lies   |
 
 use std::num::NonZeroU32;
 
+use arrayvec::ArrayVec;
 use tasuki_shm::crash;
 use tasuki_shm::line::{LINE_WORDS, Line};
 use tasuki_shm::region::Span;
@@ -40,10 +41,16 @@ const TURNS: usize = 0;
 const DONE: usize = 1;
 const GIVEN: usize = 2;
 const LENGTHS: usize = 4;
-const MARK: usize = 5;
-const HEADS_AT: usize = 8;
+const MARKS: usize = 8;
+const HEADS_AT: usize = MARKS + 2 * MARKS_MAX;
 const MESSAGES_AT: usize = HEADS_AT + 2 * HEADS_MAX;
-const _: () = assert!(MESSAGES_AT == 136 && MESSAGES_MAX >= 100);
+const _: () = assert!(MESSAGES_AT == 152 && MESSAGES_MAX >= 100);
+
+/// Maximum number of words that say how far an endpoint is.
+pub const MARKS_MAX: usize = 8;
+
+/// How far an endpoint is, in its own terms.
+pub type Marks = ArrayVec<u64, MARKS_MAX>;
 
 /// How far the frames of a node are handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,9 +94,16 @@ impl Ledger {
         ledger
     }
 
-    /// Returns how far the node's endpoint was at the end of the last turn, or nothing before the first.
-    pub(crate) fn mark(&self) -> Option<u64> {
-        (self.turns > 0).then(|| self.word(MARK + usize::from(self.turns & 1 == 1)).load(Acquire))
+    /// Returns how far the node's endpoint was at the end of the last turn, or nothing before the first. Words that it
+    /// did not commit then are of an earlier turn.
+    pub(crate) fn marks(&self) -> Option<Marks> {
+        let at = self.marks_at();
+        (self.turns > 0).then(|| (at..at + MARKS_MAX).map(|at| self.word(at).load(Acquire)).collect())
+    }
+
+    /// Returns the place of the valid copy.
+    fn marks_at(&self) -> usize {
+        MARKS + if self.turns & 1 == 1 { MARKS_MAX } else { 0 }
     }
 
     #[inline]
@@ -102,16 +116,15 @@ impl Ledger {
         self.word(at).store(word, Relaxed);
     }
 
-    /// Ends a turn that handled these frames, sends these messages and gave `given` frames; `mark` is how far the node's
-    /// endpoint is then. The caller then carries it
-    /// out and calls [`done`](Self::done).
+    /// Ends a turn that handled these frames, sends these messages and gave `given` frames; `marks` say how far the node's
+    /// endpoint is then. The caller then carries it out and calls [`done`](Self::done).
     #[inline]
     pub(crate) fn commit<'m>(
         &mut self,
         handled: &[Handled],
         messages: impl Iterator<Item = (u16, u32, &'m Message<1>)>,
         given: u64,
-        mark: u64,
+        marks: &[u64],
     ) {
         for (i, it) in handled.iter().enumerate() {
             self.put(HEADS_AT + 2 * i, it.from.into());
@@ -128,7 +141,7 @@ impl Ledger {
         self.put(LENGTHS, u64::from(index(handled.len())) << 32 | u64::from(index(count)));
         (self.turns, self.given) = (self.turns + 1, self.given + given);
         self.put(GIVEN + usize::from(self.turns & 1 == 1), self.given);
-        self.put(MARK + usize::from(self.turns & 1 == 1), mark);
+        marks.iter().zip(self.marks_at()..).for_each(|(mark, at)| self.put(at, *mark));
         point("vni.written");
         // V5: stores become visible in program order, even those of a worker that dies. All later stores stay behind
         // this one (E3 of nic/ledger.rs).

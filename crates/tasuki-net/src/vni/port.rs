@@ -235,7 +235,7 @@ impl VniPort {
         if handled.is_empty() && self.staged.is_empty() {
             return;
         }
-        self.ledger.commit(&handled, self.vni.staged(), self.staged.len() as u64, 0);
+        self.ledger.commit(&handled, self.vni.staged(), self.staged.len() as u64, &[]);
         self.staged.clear();
         self.vni.flush();
         for it in &handled {

@@ -36,9 +36,27 @@ pub const LEN: u64 = 16 << 20;
 const RECEIVE_LEN: u64 = 2048;
 const SEND_LEN: u64 = 16 << 10;
 
-/// Places in the memory: descriptors, available ring, used ring of each queue; the buffers.
+/// Places in the memory: descriptors, available ring, used ring of the first two queues; their buffers.
 const RINGS: [[u64; 3]; 2] = [[0, 0x2000, 0x4000], [0x8000, 0xa000, 0xc000]];
 const BUFFERS: [u64; 2] = [0x10_0000, 0x40_0000];
+
+/// Places of a further pair: from where they are, and where the buffers are from there. There is room for three, of 64
+/// descriptors.
+const PAIR_AT: u64 = 0xa0_0000;
+const PAIR_LEN: u64 = 0x20_0000;
+const PAIR_BUFFERS: [u64; 2] = [0x2_0000, 0x8_0000];
+
+fn ring(queue: usize) -> [u64; 3] {
+    RINGS[queue % 2].map(|at| at + pair_at(queue))
+}
+
+fn buffers(queue: usize) -> u64 {
+    if queue < 2 { BUFFERS[queue] } else { pair_at(queue) + PAIR_BUFFERS[queue % 2] }
+}
+
+fn pair_at(queue: usize) -> u64 {
+    (queue as u64 / 2).checked_sub(1).map_or(0, |pair| PAIR_AT + PAIR_LEN * pair)
+}
 /// Longer than any answer takes, even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -52,13 +70,13 @@ pub const SEND: usize = 1;
 pub struct Machine {
     pub socket: OwnedFd,
     pub memory: OwnedFd,
-    pub kicks: [OwnedFd; 2],
-    pub calls: [OwnedFd; 2],
+    pub kicks: Vec<OwnedFd>,
+    pub calls: Vec<OwnedFd>,
     pub features: u64,
     pub size: u16,
-    /// Indices of both available rings, and how far both used rings are read.
-    available: [u16; 2],
-    used: [u16; 2],
+    /// Indices of the available rings, and how far the used rings are read.
+    available: Vec<u16>,
+    used: Vec<u16>,
     /// Whether the driver sends with indirect tables, in pieces of this many bytes.
     pub pieces: Option<usize>,
     /// Pages that guest and front end have written, counted from the first.
@@ -119,10 +137,21 @@ pub fn table(stretches: &[[u64; 4]]) -> Vec<u8> {
 
 impl Machine {
     /// Connects and starts its device; `turn` gives the back end a turn.
-    pub fn start(path: &Path, features: u64, size: u16, mut turn: impl FnMut()) -> Self {
+    pub fn start(path: &Path, features: u64, size: u16, turn: impl FnMut()) -> Self {
+        Self::start_with(path, features, size, 1, turn)
+    }
+
+    /// Like [`start`](Self::start), with so many pairs of queues.
+    pub fn start_with(path: &Path, features: u64, size: u16, pairs: usize, mut turn: impl FnMut()) -> Self {
         let mut machine = Self::connect(path, features, size, &mut turn);
-        machine.begin([0; 2], &mut turn);
-        (0..size).for_each(|at| machine.post(at));
+        let queues = 2 * pairs;
+        (machine.kicks, machine.calls) =
+            ((0..queues).map(|_| eventfd()).collect(), (0..queues).map(|_| eventfd()).collect());
+        (machine.available, machine.used) = (vec![0; queues], vec![0; queues]);
+        machine.begin(vec![0; queues], &mut turn);
+        for queue in (0..queues).step_by(2) {
+            (0..size).for_each(|at| machine.post(queue, at));
+        }
         for _ in 0..4 {
             turn();
         }
@@ -153,12 +182,12 @@ impl Machine {
         Machine {
             socket: connect(path),
             memory: memory(LEN),
-            kicks: [eventfd(), eventfd()],
-            calls: [eventfd(), eventfd()],
+            kicks: vec![eventfd(), eventfd()],
+            calls: vec![eventfd(), eventfd()],
             features,
             size,
-            available: [0; 2],
-            used: [0; 2],
+            available: vec![0; 2],
+            used: vec![0; 2],
             pieces: None,
             written: RefCell::default(),
         }
@@ -190,10 +219,10 @@ impl Machine {
     }
 
     /// Starts its device, whose rings begin with these indices.
-    pub fn begin(&self, bases: [u16; 2], turn: &mut impl FnMut()) {
+    pub fn begin(&self, bases: impl AsRef<[u16]>, turn: &mut impl FnMut()) {
         self.say(2, &self.features.to_ne_bytes(), &[]);
         self.say(5, &table(&[[GUEST, LEN, USER, 0]]), &[self.memory.as_fd()]);
-        for (index, base) in (0_u32..).zip(bases) {
+        for (index, base) in (0_u32..).zip(bases.as_ref().iter().copied()) {
             let at = index as usize;
             self.say(8, &state(index, self.size.into()), &[]);
             self.say(10, &state(index, base.into()), &[]);
@@ -205,12 +234,12 @@ impl Machine {
             }
         }
         // A turn for each message.
-        (0..30).for_each(|_| turn());
+        (0..30 * bases.as_ref().len()).for_each(|_| turn());
     }
 
     /// Says where a ring lies, and whether writes to its used ring are noted.
     fn place(&self, index: u32, is_noted: bool) {
-        let [descriptors, available, used] = RINGS[index as usize];
+        let [descriptors, available, used] = ring(index as usize);
         let words = [USER + descriptors, USER + used, USER + available, GUEST + used];
         let address: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         self.say(9, &[&state(index, is_noted.into())[..], &address].concat(), &[]);
@@ -255,7 +284,7 @@ impl Machine {
     /// Copies these pages of another machine's memory, and what its driver knows.
     pub fn copy(&mut self, from: &Machine, pages: impl IntoIterator<Item = u64>) {
         pages.into_iter().for_each(|page| self.write(4096 * page, &from.read(4096 * page, 4096)));
-        (self.available, self.used, self.pieces) = (from.available, from.used, from.pieces);
+        (self.available, self.used, self.pieces) = (from.available.clone(), from.used.clone(), from.pieces);
     }
 
     pub fn write(&self, at: u64, bytes: &[u8]) {
@@ -287,12 +316,11 @@ impl Machine {
 
     /// Makes a chain available.
     pub fn offer(&mut self, queue: usize, head: u16) {
-        let ring = RINGS[queue][1];
+        let [_, ring, used] = ring(queue);
         let at = self.available[queue];
         self.write(ring + 4 + 2 * u64::from(at % self.size), &head.to_le_bytes());
         self.available[queue] = at.wrapping_add(1);
         self.write(ring + 2, &self.available[queue].to_le_bytes());
-        let used = RINGS[queue][2];
         let wants = if self.features & EVENT_IDX != 0 {
             self.half(used + 4 + 8 * u64::from(self.size)) == at
         } else {
@@ -304,10 +332,10 @@ impl Machine {
     }
 
     /// Posts a buffer for a received frame.
-    fn post(&mut self, buffer: u16) {
-        let address = GUEST + BUFFERS[RECEIVE] + RECEIVE_LEN * u64::from(buffer);
-        self.describe(RINGS[RECEIVE][0], buffer, address, RECEIVE_LEN.try_into().unwrap(), 2, 0);
-        self.offer(RECEIVE, buffer);
+    fn post(&mut self, queue: usize, buffer: u16) {
+        let address = GUEST + buffers(queue) + RECEIVE_LEN * u64::from(buffer);
+        self.describe(ring(queue)[0], buffer, address, RECEIVE_LEN.try_into().unwrap(), 2, 0);
+        self.offer(queue, buffer);
     }
 
     fn header_len(&self) -> usize {
@@ -321,16 +349,25 @@ impl Machine {
 
     /// Sends a frame with this header.
     pub fn send_with(&mut self, header: &[u8], frame: &[u8]) -> bool {
-        let used = self.half(RINGS[SEND][2] + 2);
-        if self.available[SEND].wrapping_sub(used) >= self.size {
+        self.send_by(SEND, header, frame)
+    }
+
+    /// Sends a frame by a pair of queues.
+    pub fn send_by_pair(&mut self, pair: usize, frame: &[u8]) -> bool {
+        self.send_by(2 * pair + SEND, &vec![0; self.header_len()], frame)
+    }
+
+    fn send_by(&mut self, queue: usize, header: &[u8], frame: &[u8]) -> bool {
+        let used = self.half(ring(queue)[2] + 2);
+        if self.available[queue].wrapping_sub(used) >= self.size {
             return false;
         }
-        let at = self.available[SEND] % self.size;
+        let at = self.available[queue] % self.size;
         let bytes = [header, frame].concat();
-        let place = BUFFERS[SEND] + SEND_LEN * u64::from(at);
+        let place = buffers(queue) + SEND_LEN * u64::from(at);
         self.write(place, &bytes);
         match self.pieces {
-            None => self.describe(RINGS[SEND][0], at, GUEST + place, bytes.len(), 0, 0),
+            None => self.describe(ring(queue)[0], at, GUEST + place, bytes.len(), 0, 0),
             Some(len) => {
                 let table = TABLES + 1024 * u64::from(at);
                 let count = bytes.len().div_ceil(len);
@@ -339,36 +376,45 @@ impl Machine {
                     let address = GUEST + place + (usize::from(i) * len) as u64;
                     self.describe(table, i, address, piece.len(), u16::from(next), if next { i + 1 } else { 0 });
                 }
-                self.describe(RINGS[SEND][0], at, GUEST + table, 16 * count, 4, 0);
+                self.describe(ring(queue)[0], at, GUEST + table, 16 * count, 4, 0);
             }
         }
-        self.offer(SEND, at);
+        self.offer(queue, at);
         true
     }
 
     /// Returns the number of chains that the back end has completed.
     pub fn completed(&self, queue: usize) -> u16 {
-        self.half(RINGS[queue][2] + 2)
+        self.half(ring(queue)[2] + 2)
     }
 
     /// Reads all received frames, each with its header.
     pub fn receive_with_headers(&mut self) -> Vec<(Vec<u8>, Vec<u8>)> {
+        self.receive_by(RECEIVE)
+    }
+
+    /// Reads all frames received by a pair of queues.
+    pub fn receive_by_pair(&mut self, pair: usize) -> Vec<Vec<u8>> {
+        self.receive_by(2 * pair + RECEIVE).into_iter().map(|(_, frame)| frame).collect()
+    }
+
+    fn receive_by(&mut self, queue: usize) -> Vec<(Vec<u8>, Vec<u8>)> {
         let header = self.header_len();
         let mut frames = Vec::new();
-        let shown = self.completed(RECEIVE);
-        while self.used[RECEIVE] != shown {
+        let shown = self.completed(queue);
+        while self.used[queue] != shown {
             let (mut bytes, mut left) = (Vec::new(), 1);
             while left > 0 {
-                assert_ne!(self.used[RECEIVE], shown, "all buffers of a frame come at once");
-                let at = RINGS[RECEIVE][2] + 4 + 8 * u64::from(self.used[RECEIVE] % self.size);
+                assert_ne!(self.used[queue], shown, "all buffers of a frame come at once");
+                let at = ring(queue)[2] + 4 + 8 * u64::from(self.used[queue] % self.size);
                 let (head, len) = (self.word(at), self.word(at + 4) as usize);
                 let buffer = u16::try_from(head).unwrap();
-                bytes.extend(self.read(BUFFERS[RECEIVE] + RECEIVE_LEN * u64::from(buffer), len));
+                bytes.extend(self.read(buffers(queue) + RECEIVE_LEN * u64::from(buffer), len));
                 if bytes.len() == len {
                     left = if header == 12 { u16::from_le_bytes([bytes[10], bytes[11]]) } else { 1 };
                 }
-                self.used[RECEIVE] = self.used[RECEIVE].wrapping_add(1);
-                self.post(buffer);
+                self.used[queue] = self.used[queue].wrapping_add(1);
+                self.post(queue, buffer);
                 left -= 1;
             }
             let frame = bytes.split_off(header);

@@ -72,19 +72,28 @@ const GUEST: &str = "192.0.2.9";
 
 /// Starts the machine of node `vm`, with Debian's kernel.
 fn machine(world: &World) -> Option<Program> {
-    let machine = qemu(world, "console.log", &[])?;
+    let machine = qemu(world, "console.log", &["--cores", &two_cpus()], &[])?;
     until(&world.rig, "the guest is up", || {
         std::fs::read_to_string(world.rig.path("console.log")).is_ok_and(|said| said.contains("guest: ready"))
     });
     Some(machine)
 }
 
-fn qemu(world: &World, console: &str, more: &[&str]) -> Option<Program> {
+/// Returns two of the CPUs that this process may use, or one where there is one.
+fn two_cpus() -> String {
+    let set = rustix::thread::sched_getaffinity(None).expect("it is known");
+    let cpus = (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).take(2);
+    cpus.map(|cpu| cpu.to_string()).collect::<Vec<_>>().join(",")
+}
+
+/// Starts the machine with these options of `tasuki vm run`, and these of QEMU.
+fn qemu(world: &World, console: &str, words: &[&str], more: &[&str]) -> Option<Program> {
     let files = std::env::var_os("TASUKI_VM")?;
     let [kernel, archive] = <[_; 2]>::try_from(std::env::split_paths(&files).collect::<Vec<_>>()).ok()?;
     let console = world.rig.path(console);
     // TCG: /dev/kvm may be there and run no stock guest.
     let mut command = world.rig.command(&["vm", "run", "vm", "--accel", "tcg"]);
+    command.args(words);
     command.args(["--append", "console=ttyS0 quiet no_timer_check panic=-1"]);
     command
         .arg("--kernel")
@@ -157,6 +166,11 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
     };
     let ping = |count: &str| world.pinged(&["-c", count, "-i", "0.002", "-W", "5", GUEST]);
     until(&world.rig, "it answers", || ping("1").contains(" 1 received"));
+    // Its driver has taken a pair of queues for each virtual CPU.
+    let counts = world.rig.json(&["nic", "counts", "vm@lan"]);
+    let count =
+        |name: &str| counts["counts"].as_array().and_then(|all| all.iter().find(|one| one[0] == name)?[1].as_u64());
+    assert_eq!(count("queue_pairs"), Some(two_cpus().split(',').count() as u64), "{counts}");
     // Frames of echo requests, each once there and once back, while workers die.
     std::thread::scope(|scope| {
         let pinging = scope.spawn(|| ping("3000"));
@@ -213,13 +227,13 @@ fn a_stock_guest_migrates_live_while_its_back_end_is_killed_and_replaced() {
     let [control, incoming] = ["monitor.sock", "incoming.sock"].map(|name| world.rig.path(name));
     let serve = format!("unix:{},server=on,wait=off", control.display());
     let to = format!("unix:{}", incoming.display());
-    let Some(source) = qemu(&world, "console.log", &["-monitor", &serve]) else {
+    let Some(source) = qemu(&world, "console.log", &[], &["-monitor", &serve]) else {
         println!("skipped: needs QEMU and a kernel: cargo xtask test");
         return world.end();
     };
     let ping = |count: &str| world.pinged(&["-c", count, "-i", "0.005", "-W", "5", GUEST]);
     until(&world.rig, "it answers", || ping("1").contains(" 1 received"));
-    let destination = qemu(&world, "console-2.log", &["-incoming", &to]).expect("one runs already");
+    let destination = qemu(&world, "console-2.log", &[], &["-incoming", &to]).expect("one runs already");
     until(&world.rig, "the other machine waits for the guest", || incoming.exists());
     std::thread::scope(|scope| {
         let pinging = scope.spawn(|| ping("1000"));

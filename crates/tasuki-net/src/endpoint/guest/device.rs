@@ -1,4 +1,5 @@
-//! The device that a front end sees: its features, its memory and its two rings. The front end's messages change it.
+//! The device that a front end sees: its features, its memory and its rings, two for each pair of queues. The front end's
+//! messages change it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -11,14 +12,19 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::interrupt::Interrupt;
 use super::wire::{FDS_MAX, LOG_USED, LogBase, NO_FD, Region, RingAddress, RingState, feature, protocol, request};
+use crate::endpoint::{MARKS_MAX, Marks};
 use crate::virtq::{Broken, DriverMemory, Log, Place, Queue, STRETCHES_MAX, Stretch, used_len};
 use crate::vni::ledger::point;
 
-/// Index of the ring by which the guest receives.
+/// Index, in a pair, of the ring by which the guest receives.
 pub const TO_GUEST: usize = 0;
-/// Index of the ring by which the guest sends.
+/// Index, in a pair, of the ring by which the guest sends.
 pub const FROM_GUEST: usize = 1;
-const RINGS: usize = 2;
+
+/// Maximum number of pairs of queues: of each, one mark says how far it is.
+pub const PAIRS_MAX: usize = MARKS_MAX;
+/// Maximum number of rings.
+pub const RINGS_MAX: usize = 2 * PAIRS_MAX;
 
 /// Features that we offer.
 const FEATURES: u64 = feature::CSUM
@@ -31,6 +37,7 @@ const FEATURES: u64 = feature::CSUM
     | feature::HOST_ECN
     | feature::MRG_RXBUF
     | feature::GUEST_ANNOUNCE
+    | feature::MQ
     | feature::LOG_ALL
     | feature::INDIRECT_DESC
     | feature::EVENT_IDX
@@ -41,8 +48,12 @@ const FEATURES: u64 = feature::CSUM
     | feature::GUEST_USO6
     | feature::HOST_USO;
 
-const PROTOCOL_FEATURES: u64 =
-    protocol::LOG_SHMFD | protocol::RARP | protocol::REPLY_ACK | protocol::CONFIGURE_MEM_SLOTS | protocol::STATUS;
+const PROTOCOL_FEATURES: u64 = protocol::MQ
+    | protocol::LOG_SHMFD
+    | protocol::RARP
+    | protocol::REPLY_ACK
+    | protocol::CONFIGURE_MEM_SLOTS
+    | protocol::STATUS;
 
 /// Why a front end is sent away. vhost-user has no message for it: the reason goes to the daemon's user.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -63,7 +74,7 @@ pub enum Refusal {
     #[error("it takes features that it was not offered ({0:#x})")]
     Features(u64),
     /// A ring that does not exist.
-    #[error("it speaks of ring {0}, and there are {RINGS}: start it with one pair of queues")]
+    #[error("it speaks of ring {0}, and there are {RINGS_MAX}: start it with {PAIRS_MAX} pairs of queues at most")]
     Ring(u64),
     /// A descriptor that is no eventfd.
     #[error("what it sent as the eventfd of ring {0} is none")]
@@ -128,7 +139,8 @@ pub struct Text {
     status: u64,
     /// Number of the device's state, which grows with each change: marks of another state do not count.
     session: u32,
-    rings: [RingText; RINGS],
+    /// As many as the front end has spoken of, in pairs.
+    rings: Vec<RingText>,
     /// Stretches: guest address, front end's address, length, offset.
     stretches: Vec<(u64, u64, u64, u64)>,
     /// Length and offset of the log of written pages.
@@ -140,8 +152,8 @@ pub struct Text {
 pub struct Device {
     text: Text,
     files: ArrayVec<OwnedFd, STRETCHES_MAX>,
-    kicks: [Option<OwnedFd>; RINGS],
-    interrupts: [Interrupt; RINGS],
+    kicks: [Option<OwnedFd>; RINGS_MAX],
+    interrupts: [Interrupt; RINGS_MAX],
     /// The log of written pages. It is written while the front end has [`feature::LOG_ALL`].
     log: Option<OwnedFd>,
     /// Station address of a guest that came from another place and cannot announce itself, until we have.
@@ -149,7 +161,9 @@ pub struct Device {
     /// All memory of the guest.
     pub memory: DriverMemory,
     /// Rings that are started and enabled.
-    pub queues: [Option<Queue>; RINGS],
+    pub queues: [Option<Queue>; RINGS_MAX],
+    /// Number of pairs that run, from the first on.
+    pub pairs: usize,
 }
 
 /// A body of a fixed length.
@@ -173,9 +187,19 @@ impl Device {
         self.text.session = session.wrapping_add(1);
     }
 
-    /// Returns whether both rings are started and enabled.
+    /// Returns whether the rings of the first pair are started and enabled.
     pub fn is_running(&self) -> bool {
-        self.queues.iter().all(Option::is_some)
+        self.pairs > 0
+    }
+
+    /// Counts the pairs that run.
+    fn count_pairs(&mut self) {
+        self.pairs = self.queues.as_chunks().0.iter().take_while(|[to, from]| to.is_some() && from.is_some()).count();
+    }
+
+    /// Closes all queues, of which a successor has others.
+    pub fn forget_queues(&mut self) {
+        (self.queues, self.pairs) = (Default::default(), 0);
     }
 
     /// Handles a request. Returns the body of the answer, if the request has one of its own.
@@ -191,6 +215,7 @@ impl Device {
                 | request::GET_PROTOCOL_FEATURES
                 | request::GET_STATUS
                 | request::GET_MAX_MEM_SLOTS
+                | request::GET_QUEUE_NUM
                 | request::SET_OWNER
         );
         if !asks {
@@ -234,6 +259,7 @@ impl Device {
                 self.text.protocol_features = features;
             }
             request::SET_MEM_TABLE => self.set_memory(bytes, fds)?,
+            request::GET_QUEUE_NUM if has_protocol(protocol::MQ) => return number(PAIRS_MAX as u64),
             request::GET_MAX_MEM_SLOTS if has_protocol(protocol::CONFIGURE_MEM_SLOTS) => {
                 return number(STRETCHES_MAX as u64);
             }
@@ -300,14 +326,16 @@ impl Device {
     }
 
     fn ring(&mut self, index: u64) -> Result<&mut RingText, Refusal> {
-        let at = usize::try_from(index).ok();
-        at.and_then(|at| self.text.rings.get_mut(at)).ok_or(Refusal::Ring(index))
+        let at = usize::try_from(index).ok().filter(|at| *at < RINGS_MAX).ok_or(Refusal::Ring(index))?;
+        let rings = &mut self.text.rings;
+        rings.resize_with(rings.len().max((at | 1) + 1), RingText::default);
+        Ok(&mut rings[at])
     }
 
-    /// Stops both rings. Keeps their places: QEMU 7.2 resets the status of a machine that migrates, and then asks where
+    /// Stops all rings. Keeps their places: QEMU 7.2 resets the status of a machine that migrates, and then asks where
     /// its rings are.
     fn stop(&mut self) {
-        for at in 0..RINGS {
+        for at in 0..self.text.rings.len() {
             self.close(at);
             let RingText { base, done, .. } = self.text.rings[at];
             self.text.rings[at] = RingText { base, done, ..RingText::default() };
@@ -327,7 +355,7 @@ impl Device {
             let _ = rustix::fs::fcntl_setfl(fd, OFlags::NONBLOCK);
         }
         let ring = self.ring(index)?;
-        let at = usize::from(index > 0);
+        let at = usize::try_from(index).expect("there is such a ring");
         if request == request::SET_VRING_CALL {
             ring.has_call = fd.is_some();
             // An interrupt may have been due while there was no eventfd, or before this connection.
@@ -339,6 +367,7 @@ impl Device {
         ring.is_started = true;
         self.kicks[at] = fd;
         self.queues[at] = None;
+        self.count_pairs();
         self.interrupts[at].flush();
         self.open_queues()
     }
@@ -411,7 +440,7 @@ impl Device {
 
     /// Closes the queues, whose memory changes, and notes where they were.
     fn keep_places(&mut self) {
-        (0..RINGS).for_each(|at| self.close(at));
+        (0..self.text.rings.len()).for_each(|at| self.close(at));
     }
 
     /// Closes a queue, and notes where it was.
@@ -421,6 +450,7 @@ impl Device {
             // Another back end goes on, which does not know of it.
             self.interrupts[at].flush();
             (self.text.rings[at].base, self.text.rings[at].done) = queue.indices();
+            self.count_pairs();
         }
     }
 
@@ -428,7 +458,7 @@ impl Device {
     fn open_queues(&mut self) -> Result<(), Refusal> {
         let has_protocol = self.text.features & feature::PROTOCOL_FEATURES != 0;
         let can_note = self.can_note();
-        for at in 0..RINGS {
+        for at in 0..self.text.rings.len() {
             let ring = &self.text.rings[at];
             let is_described = ring.place.size > 0 && ring.place.descriptors > 0 && !self.memory.stretches.is_empty();
             if !ring.may_run(has_protocol) || !can_note {
@@ -441,13 +471,14 @@ impl Device {
             let has_event_index = self.text.features & feature::EVENT_IDX != 0;
             let mut queue = Queue::new(&self.memory, ring.place, ring.base, None, has_event_index)?;
             queue.used_log = ring.log;
-            if at == TO_GUEST {
+            if at % 2 == TO_GUEST {
                 // Until a frame waits for a buffer.
                 queue.want_kicks(false);
             }
             self.text.rings[at].done = queue.indices().1;
             self.queues[at] = Some(queue);
         }
+        self.count_pairs();
         Ok(())
     }
 
@@ -475,9 +506,10 @@ impl Device {
     /// Shows the guest what is completed, and interrupts it if it wants that and it is due: `every` is the least time
     /// between two interrupts of each ring. Returns the number of interrupts.
     #[inline]
-    pub fn show(&mut self, every: [Duration; RINGS]) -> u64 {
+    pub fn show(&mut self, every: [Duration; 2]) -> u64 {
         let mut count = 0;
-        for ((queue, interrupt), every) in self.queues.iter_mut().zip(&mut self.interrupts).zip(every) {
+        let rings = &mut self.queues[..self.text.rings.len()];
+        for ((queue, interrupt), every) in rings.iter_mut().zip(&mut self.interrupts).zip(every.into_iter().cycle()) {
             let Some(queue) = queue else { continue };
             let wants = queue.show();
             point("guest.shown");
@@ -493,7 +525,8 @@ impl Device {
     }
 
     /// Returns how soon a held interrupt is due.
-    pub fn interrupts_in(&self, every: [Duration; RINGS]) -> Option<Duration> {
+    pub fn interrupts_in(&self, every: [Duration; 2]) -> Option<Duration> {
+        let every = every.into_iter().cycle();
         let open = self.queues.iter().zip(&self.interrupts).zip(every).filter(|((queue, _), _)| queue.is_some());
         open.filter_map(|((_, interrupt), every)| interrupt.due_in(every, Instant::now())).min()
     }
@@ -503,12 +536,15 @@ impl Device {
         self.queues.iter().zip(&self.kicks).any(|(queue, kick)| queue.is_some() && kick.is_none())
     }
 
-    /// Returns how far both rings are, with the session to which that belongs.
+    /// Returns how far the rings of each pair are, with the session to which that belongs.
     #[inline]
-    pub fn mark(&self) -> u64 {
-        let [to, from] = [TO_GUEST, FROM_GUEST]
-            .map(|at| self.queues[at].as_ref().map_or(self.text.rings[at].done, |queue| queue.indices().1));
-        u64::from(self.text.session) << 32 | u64::from(to) << 16 | u64::from(from)
+    pub fn marks(&self) -> Marks {
+        let done = |at: usize| self.queues[at].as_ref().map_or(self.text.rings[at].done, |queue| queue.indices().1);
+        let session = u64::from(self.text.session) << 32;
+        let pairs = (0..self.text.rings.len()).step_by(2);
+        let marks = pairs.map(|at| session | u64::from(done(at + TO_GUEST)) << 16 | u64::from(done(at + FROM_GUEST)));
+        // A front end that has said nothing of rings has a session all the same.
+        if self.text.rings.is_empty() { Marks::from_iter([session]) } else { marks.collect() }
     }
 
     /// Returns the description for a successor.
@@ -527,6 +563,12 @@ impl Device {
         let mut text: Text = serde_json::from_str(text)
             .map_err(|error| format!("the description of a virtual machine is not understood ({error}); {older}"))?;
         let stretches = std::mem::take(&mut text.stretches);
+        if text.rings.len() > RINGS_MAX || !text.rings.len().is_multiple_of(2) {
+            return Err(format!(
+                "a virtual machine came with {} rings, and has {RINGS_MAX} at most; {older}",
+                text.rings.len()
+            ));
+        }
         let flags = text.rings.iter().map(|ring| usize::from(ring.has_kick) + usize::from(ring.has_call));
         let (count, expected) = (fds.len(), stretches.len() + flags.sum::<usize>() + usize::from(text.log.is_some()));
         if count != expected {
@@ -547,10 +589,11 @@ impl Device {
         if !fds.as_slice().iter().all(|fd| super::is_eventfd(fd.as_fd())) {
             return Err(format!("what came as the eventfds of a virtual machine are none; {older}"));
         }
-        let has = [0, 1].map(|at| (device.text.rings[at].has_kick, device.text.rings[at].has_call));
-        device.kicks = has.map(|(kick, _)| kick.then(|| fds.next().expect("they were counted")));
-        for (interrupt, (_, call)) in device.interrupts.iter_mut().zip(has) {
-            interrupt.eventfd = call.then(|| fds.next().expect("they were counted"));
+        for (kick, ring) in device.kicks.iter_mut().zip(&device.text.rings) {
+            *kick = ring.has_kick.then(|| fds.next().expect("they were counted"));
+        }
+        for (interrupt, ring) in device.interrupts.iter_mut().zip(&device.text.rings) {
+            interrupt.eventfd = ring.has_call.then(|| fds.next().expect("they were counted"));
         }
         device.text.rings.iter().for_each(|ring| device.memory.populate(ring.place));
         Ok(device)
@@ -560,13 +603,13 @@ impl Device {
     ///
     /// # Errors
     /// The mark is of a later state than the description, or a ring is broken.
-    pub fn go_on(&mut self, mark: Option<u64>) -> Result<(), Refusal> {
-        let session = mark.map(|mark| u32::try_from(mark >> 32).expect("four bytes"));
+    pub fn go_on(&mut self, marks: Option<&Marks>) -> Result<(), Refusal> {
+        let session = marks.map(session_of);
         let is_later = |session: u32| (1..1 << 31).contains(&session.wrapping_sub(self.text.session));
         if session.is_some_and(is_later) {
             return Err(Refusal::Stale);
         }
-        let mark = mark.filter(|_| session == Some(self.text.session));
+        let marks = marks.filter(|_| session == Some(self.text.session));
         let has_protocol = self.has(feature::PROTOCOL_FEATURES);
         let has_event_index = self.has(feature::EVENT_IDX);
         let can_note = self.can_note();
@@ -574,8 +617,9 @@ impl Device {
             if !ring.may_run(has_protocol) || ring.place.descriptors == 0 || !can_note {
                 continue;
             }
-            let shift = if at == TO_GUEST { 16 } else { 0 };
-            let done = mark.map_or(ring.done, |mark| u16::try_from(mark >> shift & 0xffff).expect("two bytes"));
+            let shift = if at % 2 == TO_GUEST { 16 } else { 0 };
+            let done =
+                marks.map_or(ring.done, |marks| u16::try_from(marks[at / 2] >> shift & 0xffff).expect("two bytes"));
             // Chains complete in order: as many were taken as were completed.
             let next = ring.base.wrapping_add(done.wrapping_sub(ring.done));
             let mut queue = Queue::new(&self.memory, ring.place, next, Some(done), has_event_index)?;
@@ -584,6 +628,12 @@ impl Device {
             queue.note_used(&self.memory);
             self.queues[at] = Some(queue);
         }
+        self.count_pairs();
         Ok(())
     }
+}
+
+/// Returns the session to which marks belong.
+pub fn session_of(marks: &Marks) -> u32 {
+    marks.first().map_or(0, |mark| u32::try_from(mark >> 32).expect("four bytes"))
 }

@@ -206,7 +206,7 @@ impl Guest {
         }
         // The daemon hears from us when this machine leaves only if it has heard of it from us before.
         self.has_news = true;
-        let went = machine.device.go_on(self.mark);
+        let went = machine.device.go_on(self.marks.as_ref());
         if went == Err(Refusal::Stale) {
             self.stale = Some((machine, Instant::now()));
             return;

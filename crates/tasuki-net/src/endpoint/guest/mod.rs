@@ -11,6 +11,7 @@
 //! | [`wire`]      | messages                                          |
 //! | [`device`]    | features, memory and rings, as messages set them  |
 //! | [`channel`]   | the socket: a message at a time, without waiting  |
+//! | `flow`        | which of several rings a frame goes by            |
 //! | `interrupt`   | when an interrupt goes, and when it waits         |
 //! | `machines`    | connections, and a guest that migrates            |
 //! | `to_guest`    | the way of a frame into the guest's buffers       |
@@ -18,11 +19,12 @@
 //! # Exactly once
 //!
 //! Each turn of the [bridge](super::bridge) is one commit in the node memory: the frames that were handled, the frames
-//! to send, and how far both rings are ([`Device::mark`]). The used indices are stored after it. A successor stores them
+//! to send, and how far all rings are ([`Device::marks`]). The used indices are stored after it. A successor stores them
 //! again; what it stores, the guest sees once.
 
 pub mod channel;
 pub mod device;
+mod flow;
 mod interrupt;
 mod machines;
 mod to_guest;
@@ -41,7 +43,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::egress::ROOM_AGAIN;
 use super::listener::Listener;
-use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Parts, Recovery};
+use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Marks, Parts, Recovery};
 use crate::port::Armed;
 use crate::switch::{Addresses, Front};
 use crate::virtq::{Broken, Chain, DriverMemory, PIECES_MAX, Piece, Queue, len_of};
@@ -49,7 +51,8 @@ use crate::vni::finish::{GSO_NONE, finish};
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use crate::vni::{Incoming, PIECE_MAX};
 use channel::Channel;
-use device::{Device, FROM_GUEST, Refusal, TO_GUEST};
+use device::{Device, FROM_GUEST, Refusal, TO_GUEST, session_of};
+use flow::flow_of;
 use interrupt::SENT_EVERY;
 use machines::Machine;
 use to_guest::{Room, away, header_len};
@@ -127,7 +130,7 @@ pub struct Guest {
     /// A machine whose description is older than the mark: a newer one may be on its way.
     stale: Option<(Box<Machine>, Instant)>,
     /// How far the rings were when a predecessor committed last.
-    mark: Option<u64>,
+    marks: Option<Marks>,
     /// The last state of a device of this node.
     session: u32,
     has_news: bool,
@@ -149,8 +152,12 @@ pub struct Guest {
     heard: bool,
     /// Whether the guest was told that it need not kick.
     is_quiesced: bool,
-    /// The driver was asked to kick when it posts a buffer.
-    is_room_awaited: bool,
+    /// The pair from which the next turn takes first.
+    first: usize,
+    /// Bits of the pairs whose ring had no buffer for a frame since the last sleep.
+    starved: u8,
+    /// Bits of the pairs whose driver was asked to kick when it posts a buffer.
+    awaited: u8,
     broken: Option<Refusal>,
 }
 
@@ -169,7 +176,7 @@ impl Guest {
             inherited: None,
             serves: false,
             stale: None,
-            mark: None,
+            marks: None,
             session: 0,
             has_news: false,
             trouble: None,
@@ -183,7 +190,9 @@ impl Guest {
             must_ring: false,
             heard: false,
             is_quiesced: false,
-            is_room_awaited: false,
+            first: 0,
+            starved: 0,
+            awaited: 0,
             broken: None,
         })
     }
@@ -199,36 +208,56 @@ impl Guest {
         announced.take_if(|address| egress.send_bytes(&announcement(*address))).is_some()
     }
 
-    /// Returns the number of frames taken, also before the guest broke a rule.
+    /// Returns the number of frames taken, also before the guest broke a rule. Each pair is the first in its turn.
     fn take_from_guest(&mut self, egress: &mut Egress<'_>) -> usize {
+        let pairs = self.machine.as_ref().map_or(0, |machine| machine.device.pairs);
+        let (mut count, mut goes_on) = (0, pairs > 0);
+        for i in 0..pairs {
+            if !goes_on || count >= TAKES {
+                break;
+            }
+            let took;
+            (took, goes_on) = self.take_from_pair((self.first + i) % pairs, TAKES - count, egress);
+            count += took;
+        }
+        self.first = if self.first + 1 < pairs { self.first + 1 } else { 0 };
+        count
+    }
+
+    /// Takes up to `most` frames that the guest sends by a pair. Returns their number, and whether more can be sent.
+    fn take_from_pair(&mut self, pair: usize, most: usize, egress: &mut Egress<'_>) -> (usize, bool) {
         let Self { machine, chain, is_quiesced, broken, .. } = self;
-        let Some(machine) = machine else { return 0 };
+        let Some(machine) = machine else { return (0, false) };
         let header = header_len(&machine.device);
         let Device { memory, queues, .. } = &mut machine.device;
-        let Some(queue) = &mut queues[FROM_GUEST] else { return 0 };
-        match queue.look() {
-            Ok(0) => return 0,
+        let has_some = match &mut queues[2 * pair + FROM_GUEST] {
+            Some(queue) => queue.look(),
+            None => return (0, true),
+        };
+        match has_some {
+            Ok(0) => return (0, true),
             Ok(_) => {}
             Err(rule) => {
                 *broken = Some(rule.into());
-                return 0;
+                return (0, false);
             }
         }
         if !std::mem::replace(is_quiesced, true) {
-            queue.want_kicks(false);
+            senders(queues).for_each(|queue| queue.want_kicks(false));
         }
+        let Some(queue) = &mut queues[2 * pair + FROM_GUEST] else { return (0, true) };
         let fetch = |queue: &Queue, ahead| {
             queue.address_ahead(ahead).into_iter().for_each(|address| memory.prefetch_to_read(address, FETCHED));
         };
         (0..AHEAD).for_each(|ahead| fetch(queue, ahead));
-        for count in 0..TAKES {
+        for count in 0..most {
             fetch(queue, AHEAD);
             match queue.take(memory, chain) {
                 Ok(true) => {}
-                Ok(false) => return count,
+                Ok(false) => return (count, true),
                 Err(rule) => {
                     *broken = Some(rule.into());
-                    return count;
+                    return (count, false);
                 }
             }
             let pieces = &chain.readable;
@@ -242,12 +271,23 @@ impl Guest {
                 egress.send_unfinished(len, &offload, addresses, |room| _ = memory.copy_to(pieces, header, room));
             if !goes_on {
                 queue.put_back(1);
-                return count;
+                return (count, false);
             }
             queue.complete(chain.head, 0);
         }
-        TAKES
+        (most, true)
     }
+}
+
+/// Returns the rings by which the guest sends.
+fn senders(queues: &mut [Option<Queue>]) -> impl Iterator<Item = &mut Queue> {
+    queues.iter_mut().skip(FROM_GUEST).step_by(2).flatten()
+}
+
+/// Returns the rings by which the guest receives, of the pairs with these bits.
+fn receivers(queues: &mut [Option<Queue>], bits: u8) -> impl Iterator<Item = &mut Queue> {
+    let pairs = (0..).zip(queues.iter_mut().skip(TO_GUEST).step_by(2));
+    pairs.filter(move |(pair, _)| bits & 1 << pair != 0).filter_map(|(_, queue)| queue.as_mut())
 }
 
 /// Returns a request of RARP for one's own address (RFC 903), as back ends send it for their guest.
@@ -265,14 +305,15 @@ impl Endpoint for Guest {
         Recovery::Exact
     }
 
-    fn resume(&mut self, mark: Option<u64>) {
-        (self.mark, self.serves) = (mark, true);
-        self.session = mark.map_or(0, |mark| u32::try_from(mark >> 32).expect("four bytes"));
+    fn resume(&mut self, marks: Option<Marks>) {
+        self.session = marks.as_ref().map_or(0, session_of);
+        (self.marks, self.serves) = (marks, true);
         self.inherited.take().into_iter().for_each(|machine| self.go_on_now(machine));
     }
 
-    fn mark(&self) -> u64 {
-        self.machine.as_ref().map_or(u64::from(self.session) << 32, |machine| machine.device.mark())
+    fn marks(&self) -> Marks {
+        let none = || Marks::from_iter([u64::from(self.session) << 32]);
+        self.machine.as_ref().map_or_else(none, |machine| machine.device.marks())
     }
 
     fn attend(&mut self) {
@@ -342,28 +383,30 @@ impl Endpoint for Guest {
             return Armed::Busy;
         }
         let Some(machine) = &mut self.machine else { return Armed::Idle };
-        let Some(queue) = &mut machine.device.queues[FROM_GUEST] else { return Armed::Idle };
+        let queues = &mut machine.device.queues;
         if std::mem::take(&mut self.is_quiesced) {
-            queue.want_kicks(true);
+            senders(queues).for_each(|queue| queue.want_kicks(true));
         }
-        if !waits && queue.look() != Ok(0) { Armed::Busy } else { Armed::Idle }
+        let is_busy = !waits && senders(queues).any(|queue| queue.look() != Ok(0));
+        if is_busy { Armed::Busy } else { Armed::Idle }
     }
 
     fn await_room(&mut self) -> bool {
         let Some(machine) = self.machine.as_mut().filter(|machine| !machine.device.must_poll()) else { return false };
-        let Some(queue) = &mut machine.device.queues[TO_GUEST] else { return false };
+        let starved = std::mem::take(&mut self.starved);
+        self.awaited |= starved;
         // A driver kicks for the next buffer only. If there are some, and too few for a frame, it kicks no more.
-        self.is_room_awaited = true;
-        queue.want_kicks(true);
-        queue.look() == Ok(0)
+        receivers(&mut machine.device.queues, starved).fold(starved != 0, |will, queue| {
+            queue.want_kicks(true);
+            will & (queue.look() == Ok(0))
+        })
     }
 
     fn wake(&mut self) {
         self.must_hear |= self.listener.hear();
-        if std::mem::take(&mut self.is_room_awaited)
-            && let Some(queue) = self.machine.as_mut().and_then(|machine| machine.device.queues[TO_GUEST].as_mut())
-        {
-            queue.want_kicks(false);
+        let awaited = std::mem::take(&mut self.awaited);
+        if let Some(machine) = self.machine.as_mut().filter(|_| awaited != 0) {
+            receivers(&mut machine.device.queues, awaited).for_each(|queue| queue.want_kicks(false));
         }
     }
 
@@ -405,7 +448,7 @@ impl Endpoint for Guest {
         if let Some(mut machine) = self.machine.take() {
             self.session = machine.device.session();
             let is_running = machine.device.is_running();
-            machine.device.queues = [None, None];
+            machine.device.forget_queues();
             // It is ours again if the successor gives the lease back.
             self.inherited = is_running.then_some(machine);
         }
@@ -414,7 +457,13 @@ impl Endpoint for Guest {
 
     fn counts(&self) -> Vec<(&'static str, u64)> {
         let Clients { attached, refused, interrupts } = self.clients;
-        vec![("clients_attached", attached), ("clients_refused", refused), ("interrupts", interrupts)]
+        let pairs = self.machine.as_ref().map_or(0, |machine| machine.device.pairs as u64);
+        vec![
+            ("clients_attached", attached),
+            ("clients_refused", refused),
+            ("interrupts", interrupts),
+            ("queue_pairs", pairs),
+        ]
     }
 
     fn trouble(&mut self) -> Option<String> {

@@ -23,8 +23,9 @@ impl Guest {
         front: &Front,
         dropped: &mut Dropped,
     ) -> Result<Given, Broken> {
-        let Self { machine, copy, chain, room, .. } = self;
+        let Self { machine, copy, chain, room, starved, .. } = self;
         let Some(machine) = machine else { return Ok(away(dropped)) };
+        let pair = if machine.device.pairs > 1 { pair_of(incoming, machine.device.pairs) } else { 0 };
         let offload = if incoming.is_finished() {
             Offload::default()
         } else {
@@ -39,7 +40,8 @@ impl Guest {
         let header = header_len(&machine.device);
         let merges = machine.device.has(feature::MRG_RXBUF);
         let Device { memory, queues, .. } = &mut machine.device;
-        let Some(queue) = &mut queues[TO_GUEST] else { return Ok(away(dropped)) };
+        let Some(queue) = &mut queues[2 * pair + TO_GUEST] else { return Ok(away(dropped)) };
+        *starved &= !(1 << pair);
         let mut to = Buffers { memory, queue, chain, room, header, merges };
         if is_fit {
             if let Some(address) = to.queue.address_ahead(AHEAD) {
@@ -50,6 +52,7 @@ impl Guest {
             }
             let found = to.find(header + incoming.len())?;
             if found != Found::Room {
+                *starved |= u8::from(found == Found::None) << pair;
                 return Ok(found.given(dropped));
             }
             to.write_header(&offload);
@@ -99,10 +102,18 @@ impl Guest {
                 let (next, done) = to.queue.indices();
                 to.queue.put_back(next.wrapping_sub(before.0));
                 to.queue.undo(done.wrapping_sub(before.1));
+                *starved |= u8::from(found == Found::None) << pair;
                 Ok(found.given(dropped))
             }
         }
     }
+}
+
+/// Returns the pair, of several, by which the guest gets a frame.
+fn pair_of(incoming: &Incoming<'_>, pairs: usize) -> usize {
+    let mut front = [0; flow::FRONT];
+    let len = incoming.copy_front(&mut front);
+    flow_of(&front[..len]) as usize % pairs
 }
 
 pub(super) fn away(dropped: &mut Dropped) -> Given {

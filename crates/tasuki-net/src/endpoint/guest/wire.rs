@@ -57,6 +57,7 @@ pub mod request {
     pub const SET_VRING_ERR: u32 = 14;
     pub const GET_PROTOCOL_FEATURES: u32 = 15;
     pub const SET_PROTOCOL_FEATURES: u32 = 16;
+    pub const GET_QUEUE_NUM: u32 = 17;
     pub const SET_VRING_ENABLE: u32 = 18;
     pub const SEND_RARP: u32 = 19;
     pub const GET_MAX_MEM_SLOTS: u32 = 36;
@@ -68,6 +69,7 @@ pub mod request {
 
 /// Bits of the protocol's features.
 pub mod protocol {
+    pub const MQ: u64 = 1 << 0;
     pub const LOG_SHMFD: u64 = 1 << 1;
     pub const RARP: u64 = 1 << 2;
     pub const REPLY_ACK: u64 = 1 << 3;
@@ -87,6 +89,8 @@ pub mod feature {
     pub const HOST_ECN: u64 = 1 << 13;
     pub const MRG_RXBUF: u64 = 1 << 15;
     pub const GUEST_ANNOUNCE: u64 = 1 << 21;
+    /// Several pairs of queues.
+    pub const MQ: u64 = 1 << 22;
     /// All memory that the device writes is noted in a log: a feature of vhost, which no driver sees.
     pub const LOG_ALL: u64 = 1 << 26;
     pub const INDIRECT_DESC: u64 = 1 << 28;

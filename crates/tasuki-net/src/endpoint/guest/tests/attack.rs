@@ -375,7 +375,8 @@ fn fuzz_messages_and_rings() {
         (0_u64, 0_u64, Duration::ZERO, 0_usize, 0_u64, 0_u64, 0_u64);
     let mut dice = Dice(0x9e37_79b9_7f4a_7c15 ^ seed);
     let plain = tempfile::tempfile().unwrap();
-    let requests: Vec<u32> = vec![1, 2, 3, 4, 5, 6, 6, 7, 19, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 36, 37, 38, 39, 40];
+    let requests: Vec<u32> =
+        vec![1, 2, 3, 4, 5, 6, 6, 7, 19, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 36, 37, 38, 39, 40];
     while Instant::now() < end {
         rounds += 1;
         let mut net = Net::new(2);
@@ -388,7 +389,12 @@ fn fuzz_messages_and_rings() {
             EVENT_IDX | PROTOCOL | VERSION_1,
         ]);
         let size = 1 << dice.below(8);
-        let mut machine = net.machine(features, size);
+        let pairs = if size <= 64 { 1 + dice.below(3) } else { 1 };
+        let start = |net: &mut Net| {
+            let path = net.folder.path().join("vm.sock");
+            Machine::start_with(&path, features, size, pairs as usize, || net.turn())
+        };
+        let mut machine = start(&mut net);
         let pipes = tasuki_shm::wake::bell_pipe().unwrap();
         let path = net.folder.path().join("vm.sock");
         let log = theirs::memory(1 << 17);
@@ -397,7 +403,7 @@ fn fuzz_messages_and_rings() {
             if !net.guest().is_running() && dice.below(6) == 0 {
                 drop((machine, second.take()));
                 await_nobody(&mut net);
-                machine = net.machine(features, size);
+                machine = start(&mut net);
             }
             let before = Instant::now();
             let what = dice.below(16);
@@ -464,7 +470,7 @@ fn fuzz_messages_and_rings() {
                             words.iter().flat_map(|word| word.to_ne_bytes()).collect()
                         }
                         8 | 10 | 11 | 18 => state(
-                            if dice.below(100) == 0 { 2 } else { dice.below(2) as u32 },
+                            (if dice.below(100) == 0 { dice.below(40) } else { dice.below(2 * pairs) }) as u32,
                             dice.pick(if request == 18 {
                                 &[1, 1, 1, 0]
                             } else if rounds % 20 == 0 {
@@ -483,9 +489,11 @@ fn fuzz_messages_and_rings() {
                                 [dice.number(), dice.number(), dice.number(), dice.number()]
                             };
                             let address: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
-                            [&state(dice.below(2) as u32, dice.below(2) as u32)[..], &address].concat()
+                            [&state(dice.below(2 * pairs) as u32, dice.below(2) as u32)[..], &address].concat()
                         }
-                        12 | 13 => (dice.below(2) | if dice.below(4) == 0 { 0x100 } else { 0 }).to_ne_bytes().to_vec(),
+                        12 | 13 => {
+                            (dice.below(2 * pairs) | if dice.below(4) == 0 { 0x100 } else { 0 }).to_ne_bytes().to_vec()
+                        }
                         2 => dice
                             .pick(&[
                                 ALL,
@@ -510,9 +518,9 @@ fn fuzz_messages_and_rings() {
                             words.iter().flat_map(|word| word.to_ne_bytes()).collect()
                         }
                         19 => dice.pick(&[0, u64::MAX, 1, dice.0]).to_ne_bytes().to_vec(),
-                        16 => {
-                            (dice.pick(&[0x1_8006_u64, 0x1_800e, 1 << 3, 1 << 15, 1 << 16, 6])).to_ne_bytes().to_vec()
-                        }
+                        16 => (dice.pick(&[0x1_8006_u64, 0x1_8007, 0x1_800e, 1 << 3, 1 << 15, 1 << 16, 6]))
+                            .to_ne_bytes()
+                            .to_vec(),
                         39 => dice.below(16).to_ne_bytes().to_vec(),
                         _ => Vec::new(),
                     };

@@ -18,6 +18,7 @@ mod theirs;
 
 mod attack;
 mod migration;
+mod pairs;
 mod second;
 
 const US: u16 = 0;
@@ -384,7 +385,7 @@ fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
     let path = |net: &Net| net.folder.path().join("vm.sock");
     let odd: [(Vec<u8>, usize, &str); 13] = [
         (message(2, 0, &(1_u64 << 27).to_ne_bytes()), 0, "features that it was not offered (0x8000000)"),
-        (message(16, 0, &1_u64.to_ne_bytes()), 0, "features that it was not offered (0x1)"),
+        (message(16, 0, &16_u64.to_ne_bytes()), 0, "features that it was not offered (0x10)"),
         (message(6, 0, &[0; 16]), 1, "it sent request 6, which it was not offered"),
         (message(37, 0, &[0; 40]), 1, "it sent request 37, which it was not offered"),
         (b"GET / HTTP/1.1\r\n\r\n".to_vec(), 0, "what it sends is not vhost-user"),
@@ -392,7 +393,7 @@ fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
         (message(5, 0, &table(&[[0, 4096, 0, 0]])), 0, "0 descriptors came with its request 5"),
         (message(5, 0, &table(&[[0, 4096, 0, 1 << 40]])), 1, "its memory cannot be shared"),
         (message(5, 0, &table(&[[1, u64::MAX, 0, 0]])), 1, "a stretch of it has no end"),
-        (message(8, 0, &state(2, 8)), 0, "it speaks of ring 2, and there are 2"),
+        (message(8, 0, &state(16, 8)), 0, "it speaks of ring 16, and there are 16"),
         (message(12, 0, &0_u64.to_ne_bytes()), 1, "what it sent as the eventfd of ring 0 is none"),
         (message(13, 0, &0_u64.to_ne_bytes()), 0, "0 descriptors came with its request 13"),
         ([&1_u32.to_ne_bytes()[..], &1_u32.to_ne_bytes(), &100_000_u32.to_ne_bytes()].concat(), 0, "100000 bytes"),

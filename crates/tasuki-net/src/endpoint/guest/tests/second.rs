@@ -79,12 +79,12 @@ fn a_machine_whose_description_is_stale_takes_no_number_of_a_state_back() {
     let stale = net.parts();
     let calls: Vec<_> = (0..9).map(|_| unmask(&machine)).collect();
     net.settle();
-    let before = net.guest().mark() >> 32;
+    let before = net.guest().marks()[0] >> 32;
     net.replace(stale);
     net.await_news();
     net.settle();
     assert!(machine.is_hung_up() || net.guest().machine.is_none());
-    let after = net.guest().mark() >> 32;
+    let after = net.guest().marks()[0] >> 32;
     assert!(after > before, "{after} after {before}");
     drop(calls);
 }
