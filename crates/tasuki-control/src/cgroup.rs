@@ -119,7 +119,12 @@ fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
 
 /// Makes the group for the daemon's nodes in this one; returns whether it is there.
 fn make(group: &Path, id: &str) -> bool {
-    fs::create_dir_all(group.join("tasuki").join(id)).is_ok()
+    fs::create_dir_all(of(group, id)).is_ok()
+}
+
+/// Returns the group for the daemon's nodes in this one.
+fn of(group: &Path, id: &str) -> PathBuf {
+    group.join("tasuki").join(id)
 }
 
 /// Returns whether a group of version 2 has a type. The root of all groups has none: it may have processes and hand
@@ -131,9 +136,7 @@ fn has_type(group: &Path) -> bool {
 /// Returns whether other processes than the daemon are in its group, as where it was started from a shell. Such a
 /// group cannot hand controllers on, and is not the daemon's to empty.
 fn is_shared(own: &Path) -> bool {
-    let us = std::process::id().to_string();
-    let there = fs::read_to_string(own.join("cgroup.procs")).unwrap_or_default();
-    has_type(own) && there.lines().any(|pid| pid != us)
+    has_type(own) && processes(own).lines().any(|pid| !is_ours(pid))
 }
 
 impl Groups {
@@ -145,7 +148,7 @@ impl Groups {
         for it in all.iter_mut().filter(|it| it.is_v2) {
             if let Some(named) = named.filter(|named| named.join("cgroup.controllers").exists()) {
                 it.own = named.to_owned();
-            } else if is_shared(&it.own) && !has_type(&it.mount) && make(&it.mount, id) {
+            } else if !of(&it.own, id).exists() && is_shared(&it.own) && !has_type(&it.mount) && make(&it.mount, id) {
                 it.own = it.mount.clone();
             }
             let there = read(&it.own.join("cgroup.controllers"));
@@ -293,11 +296,26 @@ fn furnish(own: &Path, group: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Moves this process, and those it starts from then on, from `own` into a group in it.
+/// Moves this process, those it starts from then on, and the parent that waits until it serves, from `own` into a group
+/// in it.
 fn go_aside(own: &Path) -> io::Result<()> {
     let aside = own.join(ASIDE);
     fs::create_dir_all(&aside)?;
+    for pid in processes(own).lines().filter(|pid| is_ours(pid)) {
+        // It may have ended.
+        let _ = fs::write(aside.join("cgroup.procs"), pid);
+    }
     fs::write(aside.join("cgroup.procs"), "0")
+}
+
+fn processes(group: &Path) -> String {
+    fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default()
+}
+
+/// Returns whether a process runs this program.
+fn is_ours(pid: &str) -> bool {
+    let program = |pid: &str| fs::read_link(format!("/proc/{pid}/exe")).ok();
+    program(pid).is_some_and(|its| Some(its) == program("self"))
 }
 
 fn bound(group: &Path, it: &Hierarchy, bounds: &Bounds) -> io::Result<()> {

@@ -245,7 +245,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
                     incoming.refuse(&mut dropped.forged, &mut dropped.too_late);
                     Given::Taken(0)
                 }
-                Some(_) if is_over(&mut rates.receives, incoming.len()) => {
+                Some(_) if is_over(rates.receives.as_ref()) => {
                     dropped.over_rate += 1;
                     Given::Taken(0)
                 }
@@ -255,6 +255,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
                 Given::Taken(count) => {
                     *given += count as u64;
                     if count > 0 {
+                        charge(&mut rates.receives, incoming.len());
                         stalls.retain(|(from, _)| *from != incoming.from);
                     }
                 }
@@ -311,7 +312,9 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
 
     /// Returns the descriptor that becomes readable when the programs send, unless a frame of theirs waits for room.
     pub fn source(&self) -> Option<BorrowedFd<'_>> {
-        self.end.fd().filter(|_| self.waits.again_in().is_none())
+        let is_heard =
+            self.waits.again_in().is_none() || self.waits.rate.is_some() && self.end.is_heard_while_bounded();
+        self.end.fd().filter(|_| is_heard)
     }
 
     /// Returns how soon an [armed](Self::arm) node must look again without a bell, or `None`.
@@ -368,15 +371,18 @@ fn may_wait(stalls: &mut ArrayVec<(u16, Instant), STALLS_MAX>, from: u16) -> boo
     }
 }
 
-/// Counts a frame of `len` bytes for the node. Returns whether it is more than the node may receive.
+/// Returns whether a frame is more than the node may receive now.
 #[inline]
-fn is_over(rate: &mut Option<Rate>, len: usize) -> bool {
-    let Some(rate) = rate else { return false };
-    let is_over = !rate.is_open();
-    if !is_over {
+fn is_over(rate: Option<&Rate>) -> bool {
+    rate.is_some_and(|rate| !rate.is_open())
+}
+
+/// Counts a frame of `len` bytes that the node received.
+#[inline]
+fn charge(rate: &mut Option<Rate>, len: usize) {
+    if let Some(rate) = rate {
         rate.charge(len);
     }
-    is_over
 }
 
 /// Gives frames from the VNI to an endpoint.
@@ -392,9 +398,12 @@ impl<E: Endpoint + ?Sized> Reader for Giver<'_, E> {
     #[inline]
     fn frame(&mut self, incoming: Incoming<'_>) {
         match self.switch.admits(&incoming) {
-            Some(_) if is_over(self.rate, incoming.len()) => self.dropped.over_rate += 1,
+            Some(_) if is_over(self.rate.as_ref()) => self.dropped.over_rate += 1,
             Some(front) => match self.end.give(&incoming, front, self.dropped) {
-                Given::Taken(count) => self.given += count,
+                Given::Taken(count) => {
+                    charge(self.rate, incoming.len());
+                    self.given += count;
+                }
                 Given::NoRoom => self.dropped.no_buffer += 1,
             },
             None => incoming.refuse(&mut self.dropped.forged, &mut self.dropped.too_late),

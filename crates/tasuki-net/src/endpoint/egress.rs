@@ -20,6 +20,9 @@ use crate::vni::{PIECE_MAX, SendError, Vni};
 /// How soon a sender that waits looks for room again. No node rings when it has room.
 pub(crate) const ROOM_AGAIN: Duration = Duration::from_micros(20);
 
+/// How soon a node that may not send listens to its programs' control channels again.
+const HEAR_AGAIN: Duration = Duration::from_millis(10);
+
 /// What is known of frames that found no room.
 #[derive(Debug, Default)]
 pub(crate) struct Waits {
@@ -42,7 +45,9 @@ impl Waits {
 
     /// Returns how soon to look again.
     pub(crate) fn again_in(&self) -> Option<Duration> {
-        self.rate.or_else(|| (self.since.is_some() || self.is_full).then_some(ROOM_AGAIN))
+        let is_short = self.since.is_some() || self.is_full;
+        let for_room = self.staged.is_some() || self.rate.is_none() && is_short;
+        if for_room { Some(ROOM_AGAIN) } else { self.rate.map(|rate| rate.min(HEAR_AGAIN)) }
     }
 
     /// Returns the length in bytes of the frame that waits in staging.

@@ -149,6 +149,12 @@ pub trait Endpoint: fmt::Debug {
     /// Returns the descriptor that becomes readable when the programs send, or `None` if they are gone for good.
     fn fd(&self) -> Option<BorrowedFd<'_>>;
 
+    /// Returns whether to wait for that descriptor also while the node may not send, by its [rate](rate::Rates): it says
+    /// more than that there are frames, and is not readable for as long as there are.
+    fn is_heard_while_bounded(&self) -> bool {
+        false
+    }
+
     /// Returns each count of its own with its name.
     fn counts(&self) -> Vec<(&'static str, u64)> {
         Vec::new()

@@ -21,12 +21,12 @@ pub struct Bound {
 #[derive(Debug)]
 pub struct Rate {
     began: Instant,
-    /// Time of the last [`look`](Self::look), and the two times of the algorithm, in ns since `began`.
-    now: u64,
-    dues: [u64; 2],
+    /// Time of the last [`look`](Self::look), and the two times of the algorithm, in ps.
+    now: u128,
+    dues: [u128; 2],
     /// Cost of a byte, and of a frame, in ps.
     costs: [u64; 2],
-    burst: u64,
+    burst: u128,
 }
 
 impl Rate {
@@ -34,7 +34,7 @@ impl Rate {
     pub fn of(bound: Bound) -> Option<Self> {
         let Bound { bits, frames, burst } = bound;
         let cost = |unit: u64, rate: u64| unit.checked_div(rate).unwrap_or(0);
-        let burst = u64::try_from(burst.as_nanos()).unwrap_or(u64::MAX);
+        let burst = burst.as_nanos() * 1000;
         let costs = [cost(8_000_000_000_000, bits), cost(1_000_000_000_000, frames)];
         // The clock begins late enough for a whole burst at once.
         let rate = Rate { began: Instant::now(), now: burst, dues: [0; 2], costs, burst };
@@ -43,8 +43,7 @@ impl Rate {
 
     /// Reads the clock.
     pub fn look(&mut self) {
-        let passed = u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.now = self.burst.saturating_add(passed);
+        self.now = self.burst + self.began.elapsed().as_nanos() * 1000;
     }
 
     /// Returns whether a frame may go.
@@ -53,7 +52,7 @@ impl Rate {
         self.due() <= self.now
     }
 
-    fn due(&self) -> u64 {
+    fn due(&self) -> u128 {
         self.dues[0].max(self.dues[1])
     }
 
@@ -62,13 +61,16 @@ impl Rate {
     pub fn charge(&mut self, len: usize) {
         let amounts = [len as u64, 1];
         for ((due, cost), amount) in self.dues.iter_mut().zip(self.costs).zip(amounts) {
-            *due = (*due).max(self.now - self.burst) + amount.saturating_mul(cost) / 1000;
+            *due = (*due).max(self.now - self.burst) + u128::from(amount) * u128::from(cost);
         }
     }
 
     /// Returns how long to wait if no frame may go: until several may, so that a sleeper is not woken for each.
     pub fn opens_in(&self) -> Option<Duration> {
-        (!self.is_open()).then(|| Duration::from_nanos(self.due() - self.now + self.burst / 8))
+        (!self.is_open()).then(|| {
+            let ns = (self.due() - self.now + self.burst / 8) / 1000;
+            Duration::from_nanos(u64::try_from(ns).unwrap_or(u64::MAX))
+        })
     }
 }
 
@@ -97,10 +99,10 @@ mod tests {
 
     /// Sends frames of `len` bytes as fast as may be for `time`; returns their number.
     fn sent(rate: &mut Rate, len: usize, time: Duration) -> u64 {
-        let (mut count, end) = (0, rate.now + u64::try_from(time.as_nanos()).expect("short"));
+        let (mut count, end) = (0, rate.now + time.as_nanos() * 1000);
         while rate.now <= end {
             match rate.opens_in() {
-                Some(left) => rate.now += u64::try_from(left.as_nanos()).expect("short"),
+                Some(left) => rate.now += left.as_nanos() * 1000,
                 None => {
                     rate.charge(len);
                     count += 1;
@@ -118,7 +120,7 @@ mod tests {
         for (bits, frames, len, expected) in [
             (8_000_000, 0, 1000, 1000),
             (8_000_000_000, 0, 1000, 1_000_000),
-            (100_000_000_000, 0, 125, 100_000_000),
+            (100_000_000_000, 0, 60, 208_333_333),
             (0, 5000, 60, 5000),
             // The tighter of the two holds.
             (8_000_000, 5000, 1000, 1000),
@@ -145,9 +147,9 @@ mod tests {
             count
         };
         assert_eq!(at_once(&mut rate), 11);
-        rate.now += 3_600_000_000_000;
+        rate.now += 3_600_000_000_000_000;
         assert_eq!(at_once(&mut rate), 11);
-        rate.now += 1_000_000;
+        rate.now += 1_000_000_000;
         assert_eq!(at_once(&mut rate), 1);
         assert!(rate.opens_in().is_some_and(|left| left > Duration::from_millis(1)), "not for each frame");
     }

@@ -125,6 +125,11 @@ pub struct RingText {
 }
 
 impl RingText {
+    /// Returns whether the front end has said where it lies.
+    fn is_described(&self) -> bool {
+        self.place.size > 0 && self.place.descriptors > 0
+    }
+
     /// Returns whether the ring runs. A front end without the protocol's features enables none.
     fn may_run(&self, has_protocol: bool) -> bool {
         self.is_started && (self.is_enabled || !has_protocol)
@@ -460,7 +465,7 @@ impl Device {
         let can_note = self.can_note();
         for at in 0..self.text.rings.len() {
             let ring = &self.text.rings[at];
-            let is_described = ring.place.size > 0 && ring.place.descriptors > 0 && !self.memory.stretches.is_empty();
+            let is_described = ring.is_described() && !self.memory.stretches.is_empty();
             if !ring.may_run(has_protocol) || !can_note {
                 self.close(at);
                 continue;
@@ -509,12 +514,12 @@ impl Device {
     pub fn show(&mut self, every: [Duration; 2]) -> u64 {
         let mut count = 0;
         let rings = &mut self.queues[..self.text.rings.len()];
-        for ((queue, interrupt), every) in rings.iter_mut().zip(&mut self.interrupts).zip(every.into_iter().cycle()) {
+        for (at, (queue, interrupt)) in rings.iter_mut().zip(&mut self.interrupts).enumerate() {
             let Some(queue) = queue else { continue };
             let wants = queue.show();
             point("guest.shown");
             queue.note_used(&self.memory);
-            count += u64::from(interrupt.offer(wants, (queue.indices().1, queue.size()), every, Instant::now));
+            count += u64::from(interrupt.offer(wants, (queue.indices().1, queue.size()), every[at % 2], Instant::now));
         }
         count
     }
@@ -531,9 +536,9 @@ impl Device {
         open.filter_map(|((_, interrupt), every)| interrupt.due_in(every, Instant::now())).min()
     }
 
-    /// Returns whether a started ring has no eventfd for kicks: its driver expects us to look.
+    /// Returns whether a ring that runs has no eventfd for kicks: its driver expects us to look.
     pub fn must_poll(&self) -> bool {
-        self.queues.iter().zip(&self.kicks).any(|(queue, kick)| queue.is_some() && kick.is_none())
+        self.queues[..2 * self.pairs].iter().zip(&self.kicks).any(|(queue, kick)| queue.is_some() && kick.is_none())
     }
 
     /// Returns how far the rings of each pair are, with the session to which that belongs.
@@ -614,7 +619,7 @@ impl Device {
         let has_event_index = self.has(feature::EVENT_IDX);
         let can_note = self.can_note();
         for (at, ring) in self.text.rings.iter().enumerate() {
-            if !ring.may_run(has_protocol) || ring.place.descriptors == 0 || !can_note {
+            if !ring.may_run(has_protocol) || !ring.is_described() || !can_note {
                 continue;
             }
             let shift = if at % 2 == TO_GUEST { 16 } else { 0 };

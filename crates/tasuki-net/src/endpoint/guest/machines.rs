@@ -43,7 +43,7 @@ impl Guest {
             let before = machine.device.session();
             let heard = machine.hear();
             if machine.device.session() != before {
-                (self.has_news, self.is_quiesced) = (true, false);
+                (self.has_news, self.is_quiesced) = (true, None);
                 self.must_watch = true;
             }
             match heard {
@@ -132,7 +132,7 @@ impl Guest {
         machine.device.follow(self.session());
         self.machine = Some(machine);
         // The daemon has not heard of it: as after a message, no frame moves in this turn.
-        (self.has_news, self.is_quiesced, self.must_hear, self.heard) = (true, false, true, true);
+        (self.has_news, self.is_quiesced, self.must_hear, self.heard) = (true, None, true, true);
         self.must_watch = true;
     }
 
@@ -213,7 +213,7 @@ impl Guest {
         }
         self.stale = None;
         // The first turn is for frames.
-        (self.machine, self.is_quiesced, self.must_hear, self.must_ring) = (Some(machine), false, false, true);
+        (self.machine, self.is_quiesced, self.must_hear, self.must_ring) = (Some(machine), None, false, true);
         self.must_watch = true;
         if let Err(refusal) = went {
             self.end(&refusal);

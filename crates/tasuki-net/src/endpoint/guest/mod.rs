@@ -41,7 +41,7 @@ use serde::Deserialize;
 use tasuki_shm::region::{CommonRegion, RegionError};
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::egress::ROOM_AGAIN;
+use super::egress::{ROOM_AGAIN, WAIT};
 use super::listener::Listener;
 use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Marks, Parts, Recovery};
 use crate::port::Armed;
@@ -51,7 +51,7 @@ use crate::vni::finish::{GSO_NONE, finish};
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use crate::vni::{Incoming, PIECE_MAX};
 use channel::Channel;
-use device::{Device, FROM_GUEST, Refusal, TO_GUEST, session_of};
+use device::{Device, FROM_GUEST, PAIRS_MAX, Refusal, TO_GUEST, session_of};
 use flow::flow_of;
 use interrupt::SENT_EVERY;
 use machines::Machine;
@@ -150,12 +150,14 @@ pub struct Guest {
     /// The machine's front end said something in this turn. No frame moves in it: a successor that cannot go on after the
     /// change has then nothing to repeat that it does not know of.
     heard: bool,
-    /// Whether the guest was told that it need not kick.
-    is_quiesced: bool,
+    /// Whether the guest was told that it need not kick, as far as that is known of all rings.
+    is_quiesced: Option<bool>,
     /// The pair from which the next turn takes first.
     first: usize,
-    /// Bits of the pairs whose ring had no buffer for a frame since the last sleep.
+    /// Bits of the pairs whose ring had no buffer for a frame in this turn.
     starved: u8,
+    /// Since when a ring has had no buffer, for each of several pairs: frames for the others go on.
+    shortages: [Option<Instant>; PAIRS_MAX],
     /// Bits of the pairs whose driver was asked to kick when it posts a buffer.
     awaited: u8,
     broken: Option<Refusal>,
@@ -189,9 +191,10 @@ impl Guest {
             must_watch: false,
             must_ring: false,
             heard: false,
-            is_quiesced: false,
+            is_quiesced: None,
             first: 0,
             starved: 0,
+            shortages: [None; PAIRS_MAX],
             awaited: 0,
             broken: None,
         })
@@ -212,15 +215,20 @@ impl Guest {
     fn take_from_guest(&mut self, egress: &mut Egress<'_>) -> usize {
         let pairs = self.machine.as_ref().map_or(0, |machine| machine.device.pairs);
         let (mut count, mut goes_on) = (0, pairs > 0);
-        for i in 0..pairs {
+        let first = if self.first < pairs { self.first } else { 0 };
+        self.first = first + 1;
+        for pair in (first..pairs).chain(0..first) {
             if !goes_on || count >= TAKES {
                 break;
             }
             let took;
-            (took, goes_on) = self.take_from_pair((self.first + i) % pairs, TAKES - count, egress);
+            (took, goes_on) = self.take_from_pair(pair, TAKES - count, egress);
             count += took;
+            if !goes_on {
+                // The frame that waits is the next one: how long it waits is counted for one frame at a time.
+                self.first = pair;
+            }
         }
-        self.first = if self.first + 1 < pairs { self.first + 1 } else { 0 };
         count
     }
 
@@ -242,7 +250,7 @@ impl Guest {
                 return (0, false);
             }
         }
-        if !std::mem::replace(is_quiesced, true) {
+        if is_quiesced.replace(true) != Some(true) {
             senders(queues).for_each(|queue| queue.want_kicks(false));
         }
         let Some(queue) = &mut queues[2 * pair + FROM_GUEST] else { return (0, true) };
@@ -318,7 +326,7 @@ impl Endpoint for Guest {
 
     fn attend(&mut self) {
         self.end_stale();
-        self.heard = false;
+        (self.heard, self.starved) = (false, 0);
         self.turns = self.turns.wrapping_add(1);
         if self.turns > 1 && std::mem::take(&mut self.must_ring) {
             self.must_hear = true;
@@ -383,11 +391,15 @@ impl Endpoint for Guest {
             return Armed::Busy;
         }
         let Some(machine) = &mut self.machine else { return Armed::Idle };
-        let queues = &mut machine.device.queues;
-        if std::mem::take(&mut self.is_quiesced) {
+        // Only rings from which a turn takes.
+        let queues = &mut machine.device.queues[..2 * machine.device.pairs];
+        if waits {
+            return Armed::Idle;
+        }
+        if self.is_quiesced.replace(false) != Some(false) {
             senders(queues).for_each(|queue| queue.want_kicks(true));
         }
-        let is_busy = !waits && senders(queues).any(|queue| queue.look() != Ok(0));
+        let is_busy = senders(queues).any(|queue| queue.look() != Ok(0));
         if is_busy { Armed::Busy } else { Armed::Idle }
     }
 
@@ -412,6 +424,10 @@ impl Endpoint for Guest {
 
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.listener.fd())
+    }
+
+    fn is_heard_while_bounded(&self) -> bool {
+        true
     }
 
     fn again_in(&self) -> Option<Duration> {

@@ -23,9 +23,36 @@ impl Guest {
         front: &Front,
         dropped: &mut Dropped,
     ) -> Result<Given, Broken> {
+        let pairs = self.machine.as_ref().map_or(0, |machine| machine.device.pairs);
+        if pairs < 2 {
+            return self.give_to_pair(0, incoming, front, dropped);
+        }
+        let pair = pair_of(incoming, pairs);
+        let given = self.give_to_pair(pair, incoming, front, dropped)?;
+        let shortage = &mut self.shortages[pair];
+        match (given, *shortage) {
+            (Given::NoRoom, None) => *shortage = Some(Instant::now()),
+            // The bridge bounds how long a node's frames wait; here it is the ring that keeps those for others waiting.
+            (Given::NoRoom, Some(since)) if since.elapsed() >= WAIT => {
+                dropped.no_buffer += 1;
+                return Ok(Given::Taken(0));
+            }
+            (Given::NoRoom, Some(_)) | (Given::Taken(0), _) => {}
+            (Given::Taken(_), _) => *shortage = None,
+        }
+        Ok(given)
+    }
+
+    #[inline]
+    fn give_to_pair(
+        &mut self,
+        pair: usize,
+        incoming: &Incoming<'_>,
+        front: &Front,
+        dropped: &mut Dropped,
+    ) -> Result<Given, Broken> {
         let Self { machine, copy, chain, room, starved, .. } = self;
         let Some(machine) = machine else { return Ok(away(dropped)) };
-        let pair = if machine.device.pairs > 1 { pair_of(incoming, machine.device.pairs) } else { 0 };
         let offload = if incoming.is_finished() {
             Offload::default()
         } else {
@@ -41,7 +68,6 @@ impl Guest {
         let merges = machine.device.has(feature::MRG_RXBUF);
         let Device { memory, queues, .. } = &mut machine.device;
         let Some(queue) = &mut queues[2 * pair + TO_GUEST] else { return Ok(away(dropped)) };
-        *starved &= !(1 << pair);
         let mut to = Buffers { memory, queue, chain, room, header, merges };
         if is_fit {
             if let Some(address) = to.queue.address_ahead(AHEAD) {

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use super::theirs::{message, send, state};
 use super::*;
+use tasuki_testing::PATIENCE;
 
 const PAIRS: usize = 4;
 
@@ -164,4 +165,127 @@ fn a_front_end_hears_how_many_pairs_there_may_be() {
     let path = net.folder.path().join("vm.sock");
     let machine = Machine::connect(&path, ALL, 64, &mut || net.turn());
     assert_eq!(machine.ask(17, &[], &mut || net.turn()), device::PAIRS_MAX as u64);
+}
+
+#[test]
+fn a_frame_that_waits_in_vain_is_dropped_though_another_pair_goes_on() {
+    const BUSY: u16 = 2;
+    let mut net = Net::new(4);
+    let mut machine = machine(&mut net);
+    // A node that reads nothing, behind whose frame others wait.
+    let mut count = 0;
+    while net.node.as_ref().unwrap().source().is_some() {
+        assert!(machine.send_by_pair(0, &udp(BUSY, US, 1, count)));
+        count += 1;
+        net.turn();
+    }
+    let mut number = 0;
+    assert!(machine.send_by_pair(0, &udp(3, US, 1, 7)));
+    let (mut behind, began) = (Vec::new(), Instant::now());
+    while behind.is_empty() {
+        number += u16::from(machine.send_by_pair(1, &udp(OTHER, US, 2, number)));
+        net.turn();
+        received(&mut net.others[0]);
+        behind = received(&mut net.others[2]);
+        assert!(began.elapsed() < PATIENCE, "what is behind it waits for as long as the other pair is busy");
+    }
+    assert_eq!(behind, [udp(3, US, 1, 7)]);
+}
+
+#[test]
+fn a_ring_whose_pair_does_not_run_is_left_alone_and_wakes_nobody() {
+    let mut net = Net::new(2);
+    let mut machine = machine(&mut net);
+    // The receiving ring of pair 1 stops: pairs 1 to 3 do not run.
+    assert!(send(&machine.socket, &message(18, 0, &state(2, 0)), &[]));
+    net.settle();
+    assert!(machine.send_by_pair(1, &udp(OTHER, US, 1, 1)) && machine.send_by_pair(2, &udp(OTHER, US, 1, 2)));
+    net.settle();
+    assert!(received(&mut net.others[0]).is_empty());
+    let node = net.node.as_mut().unwrap();
+    node.wake();
+    node.turn();
+    assert_eq!(node.arm(), Armed::Idle, "the worker may sleep");
+    assert!(send(&machine.socket, &message(18, 0, &state(2, 1)), &[]));
+    net.settle();
+    assert_eq!(received(&mut net.others[0]).len(), 2);
+}
+
+#[test]
+fn after_a_change_of_one_ring_the_driver_of_another_kicks() {
+    let mut net = Net::new(2);
+    let mut machine = machine(&mut net);
+    assert!(machine.send_by_pair(0, &udp(OTHER, US, 1, 1)));
+    // The worker takes the frame, and tells the driver that it need not kick.
+    net.node.as_mut().unwrap().turn();
+    assert_eq!(received(&mut net.others[0]).len(), 1);
+    assert!(send(&machine.socket, &message(18, 0, &state(6, 0)), &[]));
+    let node = net.node.as_mut().unwrap();
+    node.wake();
+    while node.turn() > 0 || node.arm() == Armed::Busy {}
+    while rustix::io::read(&machine.kicks[1], &mut [0; 8]).is_ok() {}
+    assert!(machine.send_by_pair(0, &udp(OTHER, US, 1, 2)));
+    assert!(rustix::io::read(&machine.kicks[1], &mut [0; 8]).is_ok(), "nobody would be woken");
+}
+
+#[test]
+fn a_pair_without_buffers_holds_up_no_other_and_no_sender_for_long() {
+    let mut net = Net::new(2);
+    let mut machine = machine(&mut net);
+    let flow_of_pair = |pair: usize| {
+        (0..).find(|port| flow_of(&udp(US, OTHER, *port, 0)) as usize % PAIRS == pair).expect("some flow goes there")
+    };
+    let [short, other] = [0, 1].map(flow_of_pair);
+    let give = |net: &mut Net, ports: &[u16]| {
+        ports.iter().for_each(|port| net.others[0].send(US, &udp(US, OTHER, *port, 0)).unwrap());
+        net.others[0].flush();
+        net.node.as_mut().unwrap().wake();
+    };
+    let dropped = |net: &Net| net.node.as_ref().unwrap().dropped.no_buffer;
+    let began = Instant::now();
+    give(&mut net, &[short; 65]);
+    while dropped(&net) == 0 {
+        net.turn();
+        assert!(began.elapsed() < PATIENCE, "a ring is never full");
+    }
+    net.settle();
+    // From now on the other pair's frames wait for nothing: all come in one turn.
+    for _ in 0..3 {
+        let before = dropped(&net);
+        give(&mut net, &[short, other].repeat(20));
+        net.node.as_mut().unwrap().turn();
+        assert_eq!((machine.receive_by_pair(1).len(), dropped(&net) - before), (20, 20));
+    }
+    // With buffers again, it gets frames again.
+    assert_eq!(machine.receive_by_pair(0).len(), 64);
+    give(&mut net, &[short; 20]);
+    net.settle();
+    assert_eq!(machine.receive_by_pair(0).len(), 20);
+}
+
+#[test]
+fn a_frame_that_waits_for_a_buffer_is_counted_once_against_the_bound() {
+    let mut net = Net::new(2);
+    let path = net.folder.path().join("vm.sock");
+    let mut machine = Machine::start(&path, ALL, 64, || net.turn());
+    // 1 Mbit/s: a burst of 30 of these frames, and one in 8 ms.
+    let bound = Bound { bits: 1_000_000, frames: 0, burst: Duration::from_millis(240) };
+    net.node.as_mut().unwrap().set_rates(Rates { sends: None, receives: Rate::of(bound) });
+    let give = |net: &mut Net, count: u16| {
+        for number in 0..count {
+            net.others[0].send(US, &[&udp(US, OTHER, 1, number)[..], &[0; 940]].concat()).unwrap();
+        }
+        net.others[0].flush();
+    };
+    // All buffers hold frames; one more waits for a millisecond, in which the worker turns hundreds of times.
+    (0..64).for_each(|at| net.others[0].send(US, &frame(US, OTHER, 5 * at)).unwrap());
+    net.others[0].flush();
+    net.settle();
+    give(&mut net, 20);
+    (0..300).for_each(|_| net.turn());
+    machine.receive();
+    net.settle();
+    let Dropped { over_rate, no_buffer, .. } = net.node.as_ref().unwrap().dropped;
+    // On a busy machine some may have waited too long.
+    assert_eq!((machine.receive().len() as u64 + no_buffer, over_rate), (20, 0));
 }
