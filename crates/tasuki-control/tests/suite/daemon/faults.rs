@@ -9,6 +9,7 @@ use hyper::Method;
 use rustix::process::Signal;
 use serde_json::json;
 use tasuki_control::api::client;
+use tasuki_relay::message::PROTOCOL_VERSION;
 
 use super::rig::{NODES, Rig, lives, pid, signal, until};
 
@@ -37,7 +38,8 @@ fn a_worker_that_dies_at_its_start() {
 
 #[test]
 fn a_worker_that_speaks_another_version() {
-    upgrade_fails("speech", &["speaks version 5 of the messages, and this tasukid 4", "rebuild the older"]);
+    let said = format!("speaks version {} of the messages, and this tasukid {PROTOCOL_VERSION}", PROTOCOL_VERSION + 1);
+    upgrade_fails("speech", &[&said, "rebuild the older"]);
 }
 
 /// row: T24

@@ -5,6 +5,8 @@
 
 use std::net::TcpListener;
 
+use tasuki_relay::message::{FDS_MAX, MESSAGE_MAX};
+
 use super::rig::{NODES, Rig, lives, pid, until};
 
 /// Adds a second NIC, of another node.
@@ -92,7 +94,7 @@ fn a_descriptor_that_takes_an_hour_to_close_holds_up_nobody() {
 #[test]
 fn a_card_of_which_no_worker_could_be_told_is_not_open() {
     let rig = Rig::with(NODES, "opener-overfills");
-    rig.await_event("bytes, and a message has room for 32 and 65536");
+    rig.await_event(&format!("bytes, and a message has room for {FDS_MAX} and {MESSAGE_MAX}"));
     assert_eq!(rig.nic()["is"], "not open");
     let dead = rig.ask(&["events"]);
     assert!(!dead.contains("does not take its descriptors"), "{dead}");

@@ -53,7 +53,10 @@ impl Guest {
         }
         self.hear_other();
         let runs = running(self);
-        self.clients.attached += u64::from(runs.is_some() && runs != was_running);
+        if runs.is_some() && runs != was_running {
+            self.clients.attached += 1;
+            self.shortages = Default::default();
+        }
         match runs {
             Some(_) => self.moves = None,
             None if was_running.is_some() && self.other.is_some() => self.moves = Some(Instant::now()),
