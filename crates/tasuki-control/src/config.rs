@@ -211,7 +211,7 @@ pub struct Node {
     /// KiB of memory for frames that it has sent there and that are not read yet; by default 2048.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool_kib: Option<u32>,
-    /// Bounds on the frames that its programs send there and receive from there, if it has an endpoint. Its frames then
+    /// Limits on the frames that its programs send there and receive from there, if it has an endpoint. Its frames then
     /// go by its worker, and not by the shortcut.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<Limits>,
@@ -283,7 +283,7 @@ impl Node {
         crate::cgroup::Bounds { memory, pids: Some(bounds.pids.unwrap_or(PIDS)), cpu: bounds.cpu, cpus: None }
     }
 
-    /// Returns the bounds on what it sends and receives, as its workers know them.
+    /// Returns the limits on what it sends and receives, as its workers know them.
     pub fn limits(&self) -> [message::Limit; 2] {
         self.limits.unwrap_or_default().message()
     }

@@ -18,7 +18,7 @@ mod unit;
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use traffic::{Outcome, Traffic};
@@ -281,7 +281,8 @@ fn nodes_of_a_tasukid_started_by_hand_have_bounds() {
     fs::write("/etc/by-hand.toml", file).expect("a file");
     let session = Path::new("/sys/fs/cgroup/session-1.scope");
     fs::create_dir_all(session).expect("root may");
-    let start = "tasukid --config /etc/by-hand.toml --dir /run/by-hand; sleep 600; true";
+    // The shell stays until its input ends.
+    let start = "tasukid --config /etc/by-hand.toml --dir /run/by-hand </dev/null; read end";
     let by_hand = |words: &[&str]| {
         let said = Command::new("tasuki").args(["--dir", "/run/by-hand", "--json"]).args(words).output();
         serde_json::from_slice::<serde_json::Value>(&said.expect("it is installed").stdout).ok()
@@ -290,7 +291,7 @@ fn nodes_of_a_tasukid_started_by_hand_have_bounds() {
     // The second one finds the first one's worker, in its group.
     for _ in 0..2 {
         let script = format!("echo $$ > {}/cgroup.procs; {start}", session.display());
-        let mut shell = Command::new("sh").args(["-c", &script]).spawn().expect("a shell");
+        let mut shell = Command::new("sh").args(["-c", &script]).stdin(Stdio::piped()).spawn().expect("a shell");
         let worker = until("a node has a worker", || {
             let workers = by_hand(&["worker", "list"])?;
             let worker = workers.as_array()?.iter().find(|worker| worker["is"] == "idle")?;
@@ -304,7 +305,6 @@ fn nodes_of_a_tasukid_started_by_hand_have_bounds() {
         }
         let status = by_hand(&["status"]).expect("an answer");
         assert_eq!(status["nodes"][0]["trouble"], serde_json::Value::Null);
-        shell.kill().expect("a child");
         shell.wait().expect("a child");
         let daemon = u32::try_from(status["pid"].as_u64().expect("a number")).expect("a pid");
         kill(&[daemon]);

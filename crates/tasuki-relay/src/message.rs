@@ -129,12 +129,12 @@ pub struct Endpoint {
     pub label: String,
     /// Further settings; only that kind's code reads them.
     pub text: String,
-    /// Bounds on what the node's programs send, and on what they receive.
+    /// Limits on what the node's programs send, and on what they receive.
     #[serde(default)]
     pub limits: [Limit; 2],
 }
 
-/// A bound on the frames of one direction. Each 0 stands for no bound.
+/// A limit on the frames of one direction. Each 0 stands for none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limit {
     /// Bits a second.

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use tasuki_net::endpoint::rate::{Bound, Rate, Rates};
+use tasuki_net::endpoint::rate::{Limit, Rate, Rates};
 use tasuki_net::endpoint::{self, Parts};
 use tasuki_relay::message::{self, Client};
 
@@ -39,11 +39,11 @@ impl Endpoint {
         endpoint::open(kind, fd, text, &self.node).map_err(anyhow::Error::msg)
     }
 
-    /// Returns the rates that bound what its programs send and receive, as if they had done neither so far.
+    /// Returns the rates at which its programs may send and receive, as if they had done neither so far.
     pub fn rates(&self) -> Rates {
         let [sends, receives] = self.description.limits.map(|limit| {
             let burst = Duration::from_millis(limit.burst_ms.into());
-            Rate::of(Bound { bits: limit.bits, frames: limit.frames, burst })
+            Rate::of(Limit { bits: limit.bits, frames: limit.frames, burst })
         });
         Rates { sends, receives }
     }

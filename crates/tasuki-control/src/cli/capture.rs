@@ -14,7 +14,7 @@ use http_body_util::BodyExt;
 use hyper::Method as Verb;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-use super::{Reach, part};
+use super::{Reach, part, show};
 use crate::api::types::Status;
 use crate::api::{client, pcapng};
 use crate::place;
@@ -84,8 +84,7 @@ impl Passage {
 /// Returns the HTTP path for the request.
 fn address(folder: &Path, capture: &Capture) -> Result<String> {
     let Capture { name, count, snap, nic, .. } = capture;
-    let status: Status = serde_json::from_value(client::ask(folder, Verb::GET, "/v1/status", None)?)
-        .context("this tasuki does not understand tasukid's answer; rebuild the older of the two")?;
+    let status: Status = show::read(client::ask(folder, Verb::GET, "/v1/status", None)?)?;
     let is_node = status.nodes.iter().any(|node| node.name == *name);
     let is_nic = status.nics.iter().any(|other| other.name == *name);
     let names = status.nodes.iter().map(|node| &node.name).chain(status.nics.iter().map(|nic| &nic.name));

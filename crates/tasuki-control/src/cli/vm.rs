@@ -40,7 +40,7 @@ pub struct Run {
     #[arg(long, value_name = "CPUS", value_parser = cpus)]
     pub cores: Option<Cpus>,
     /// Pairs of queues of the machine's card, 8 at most; by default one for each virtual CPU.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=8))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=QUEUES_MAX.into()))]
     pub queues: Option<u8>,
     /// The file that takes what the machine writes to its serial line; by default this terminal has it.
     #[arg(long, value_name = "FILE")]
@@ -97,7 +97,7 @@ fn cpus(text: &str) -> Result<Cpus, String> {
 }
 
 /// Pairs of queues that a node's worker serves (`tasuki_net::endpoint::guest`).
-const QUEUES_MAX: usize = 8;
+const QUEUES_MAX: u8 = 8;
 
 /// What the options depend on besides.
 #[derive(Debug, Clone, Copy)]
@@ -148,7 +148,7 @@ fn pair(option: &str, before: &str, path: &Path, after: &str) -> [OsString; 2] {
 fn options(run: &Run, vm: &VmView, host: Host) -> Vec<OsString> {
     let memory = run.memory;
     let virtual_cpus = run.cores.as_ref().map_or(1, |cores| cores.0.len());
-    let queues = run.queues.map_or(virtual_cpus.min(QUEUES_MAX), usize::from);
+    let queues = run.queues.map_or(virtual_cpus.min(QUEUES_MAX.into()), usize::from);
     let kvm = run.accel.map_or(host.has_kvm, |accel| accel == Accel::Kvm);
     let machine = [
         "-machine q35,memory-backend=memory".to_owned(),

@@ -1,10 +1,10 @@
-//! Bounds on how much a node sends and receives.
+//! Limits on how much a node sends and receives.
 
 use serde::{Deserialize, Serialize};
 use tasuki_relay::message;
 use utoipa::ToSchema;
 
-/// Bounds on the frames of a node. Those that it sends too fast wait where its programs put them; those that it is
+/// Limits on the frames of a node. Those that it sends too fast wait where its programs put them; those that it is
 /// sent too fast are dropped and counted (`dropped_over_rate`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -18,21 +18,21 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Returns both bounds, as workers know them: what the node sends, and what it receives.
+    /// Returns both limits, as workers know them: what the node sends, and what it receives.
     pub(super) fn message(self) -> [message::Limit; 2] {
         let [send, receive] = BURSTS_MS;
         [(self.send, send), (self.receive, receive)]
             .map(|(limit, burst_ms)| limit.map(|limit| limit.message(burst_ms)).unwrap_or_default())
     }
 
-    /// Returns the fault of a bound, if there is one.
+    /// Returns the fault of a limit, if there is one.
     pub(super) fn odd(self) -> Option<String> {
         let set = [("limits.send", self.send), ("limits.receive", self.receive)];
         set.into_iter().find_map(|(key, limit)| limit?.odd().map(|what| format!("{key} {what}")))
     }
 }
 
-/// A bound on the frames of one direction.
+/// A limit on the frames of one direction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Limit {
@@ -45,13 +45,13 @@ pub struct Limit {
     #[schema(minimum = 1, maximum = 1_000_000)]
     pub kpps: Option<u32>,
     /// After a pause, frames of this many ms go at once; by default 10 ms of those that the node sends, and 200 of those
-    /// that it receives: TCP does not reach a bound that drops frames after less.
+    /// that it receives: TCP does not reach a limit that drops frames after less.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1, maximum = 1000)]
     pub burst_ms: Option<u32>,
 }
 
-/// The bursts of both bounds, in ms.
+/// The bursts of what a node sends and of what it receives, in ms.
 const BURSTS_MS: [u32; 2] = [10, 200];
 
 impl Limit {
@@ -62,11 +62,11 @@ impl Limit {
         message::Limit { bits: each(mbit, 1_000_000), frames: each(kpps, 1000), burst_ms }
     }
 
-    /// Returns the fault of the bound, if there is one.
+    /// Returns the fault of the limit, if there is one.
     fn odd(self) -> Option<String> {
         let Limit { mbit, kpps, burst_ms } = self;
         if mbit.is_none() && kpps.is_none() {
-            return Some("names no bound; name mbit, kpps, or both".to_owned());
+            return Some("names no limit; name mbit, kpps, or both".to_owned());
         }
         let set = [("mbit", mbit, 1_000_000), ("kpps", kpps, 1_000_000), ("burst_ms", burst_ms, 1000)];
         set.into_iter().find_map(|(key, value, most)| {

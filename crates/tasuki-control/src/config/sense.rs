@@ -113,7 +113,7 @@ impl Config {
         }
         if let Some(limits) = &node.limits {
             if node.label().is_none() {
-                return named("limits bound the frames of programs behind an interface or a socket, and it has none of these; leave limits out".to_owned());
+                return named("limits are for programs behind an interface or a socket, and it has none of these; leave limits out".to_owned());
             }
             if let Some(what) = limits.odd() {
                 return named(what);

@@ -23,7 +23,7 @@ pub struct OnVni {
 impl OnVni {
     /// Returns the place of a node that is a namespace on a VNI.
     pub fn of(node: &config::Node) -> Option<Self> {
-        // Only workers look at IP addresses, and hold to bounds.
+        // Only workers look at IP addresses, and keep limits.
         let may = node.tap()?.shortcut && node.addresses.is_empty() && node.limits.is_none();
         Some(OnVni { vni: node.vni.clone()?, may, mac: node.mac() })
     }

@@ -84,7 +84,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         bridge
     }
 
-    /// Bounds what the programs send and receive, from now on.
+    /// Limits what the programs send and receive, from now on.
     pub fn set_rates(&mut self, rates: Rates) {
         self.rates = rates;
     }
@@ -211,6 +211,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         let came: u64 = handled.iter().map(|it| it.count).sum();
         let Self { vni, ledger: Some(ledger), last_marks, end, .. } = self else { return 0 };
         let marks = end.marks();
+        // Those in the ledger have words of earlier turns behind them.
         if came == 0 && went == 0 && last_marks.as_ref().is_some_and(|last| last.starts_with(&marks)) {
             end.commit();
             return 0;
@@ -313,7 +314,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Returns the descriptor that becomes readable when the programs send, unless a frame of theirs waits for room.
     pub fn source(&self) -> Option<BorrowedFd<'_>> {
         let is_heard =
-            self.waits.again_in().is_none() || self.waits.rate.is_some() && self.end.is_heard_while_bounded();
+            self.waits.again_in().is_none() || self.waits.rate.is_some() && self.end.is_heard_while_limited();
         self.end.fd().filter(|_| is_heard)
     }
 

@@ -38,9 +38,14 @@ pub(crate) struct Waits {
 }
 
 impl Waits {
+    /// Returns whether a frame waits for room.
+    pub(super) fn for_room(&self) -> bool {
+        self.since.is_some()
+    }
+
     /// Returns whether frames wait: for room, or for the time at which they may go.
     pub(crate) fn any(&self) -> bool {
-        self.since.is_some() || self.rate.is_some()
+        self.for_room() || self.rate.is_some()
     }
 
     /// Returns how soon to look again.
@@ -68,7 +73,7 @@ pub struct Egress<'a> {
     pub(crate) switch: &'a mut Switch,
     pub(crate) notes: Option<&'a mut Notes>,
     pub(crate) waits: &'a mut Waits,
-    /// The rate that bounds what goes.
+    /// The rate at which frames may go.
     pub(crate) rate: Option<&'a mut Rate>,
     /// How long a frame waits.
     pub(crate) patience: Duration,

@@ -151,7 +151,7 @@ pub trait Endpoint: fmt::Debug {
 
     /// Returns whether to wait for that descriptor also while the node may not send, by its [rate](rate::Rates): it says
     /// more than that there are frames, and is not readable for as long as there are.
-    fn is_heard_while_bounded(&self) -> bool {
+    fn is_heard_while_limited(&self) -> bool {
         false
     }
 

@@ -1,13 +1,13 @@
-//! Bounds on how much a node sends and receives: bytes and frames a second, with bursts.
+//! Limits on how much a node sends and receives: bytes and frames a second, with bursts.
 //!
 //! A frame that a node sends waits in the node's own ring or queue until its turn comes. A frame for a node is dropped:
 //! it would hold a ring of its sender, and the sender's frames to others behind it.
 
 use std::time::{Duration, Instant};
 
-/// A bound on one direction. Each 0 stands for no bound.
+/// A limit on one direction. Each 0 stands for none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Bound {
+pub struct Limit {
     /// Bits a second, of whole frames without check sequence.
     pub bits: u64,
     /// Frames a second. A segment of up to 64 KiB counts as one.
@@ -16,8 +16,9 @@ pub struct Bound {
     pub burst: Duration,
 }
 
-/// The generic cell rate algorithm (ITU-T I.371, annex A): each bound has a time at which what went so far would have
-/// gone at exactly its rate. Frames go while neither time lies ahead, so one frame of any length may exceed a burst.
+/// The generic cell rate algorithm (ITU-T I.371, annex A). Bytes and frames each have a time: that at which all frames so
+/// far would have gone at exactly this rate. Frames go while neither time lies ahead, so one frame of any length may
+/// exceed a burst.
 #[derive(Debug)]
 pub struct Rate {
     began: Instant,
@@ -30,9 +31,9 @@ pub struct Rate {
 }
 
 impl Rate {
-    /// Returns the rate of a bound, or `None` if it bounds nothing.
-    pub fn of(bound: Bound) -> Option<Self> {
-        let Bound { bits, frames, burst } = bound;
+    /// Returns the rate of a limit, or `None` if there is none.
+    pub fn of(limit: Limit) -> Option<Self> {
+        let Limit { bits, frames, burst } = limit;
         let cost = |unit: u64, rate: u64| unit.checked_div(rate).unwrap_or(0);
         let burst = burst.as_nanos() * 1000;
         let costs = [cost(8_000_000_000_000, bits), cost(1_000_000_000_000, frames)];
@@ -128,7 +129,7 @@ mod tests {
             // A segment is longer than what goes within a burst.
             (8_000_000, 0, 65_000, 15),
         ] {
-            let mut rate = Rate::of(Bound { bits, frames, burst: BURST }).expect("a bound");
+            let mut rate = Rate::of(Limit { bits, frames, burst: BURST }).expect("a limit");
             let sent = sent(&mut rate, len, SECOND);
             let burst = expected / 100;
             assert!((expected - burst - 1..=expected + 2 * burst + 1).contains(&sent), "{bits} {frames} {len}: {sent}");
@@ -137,7 +138,7 @@ mod tests {
 
     #[test]
     fn a_pause_is_worth_one_burst_however_long_it_was() {
-        let mut rate = Rate::of(Bound { bits: 0, frames: 1000, burst: BURST }).expect("a bound");
+        let mut rate = Rate::of(Limit { bits: 0, frames: 1000, burst: BURST }).expect("a limit");
         let at_once = |rate: &mut Rate| {
             let mut count = 0;
             while rate.is_open() {
@@ -155,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn no_bound_is_no_rate() {
-        assert!(Rate::of(Bound { burst: BURST, ..Bound::default() }).is_none());
+    fn no_limit_is_no_rate() {
+        assert!(Rate::of(Limit { burst: BURST, ..Limit::default() }).is_none());
     }
 }

@@ -121,9 +121,9 @@ impl World {
     }
 }
 
-/// Bounds hold whatever drives the node, and its frames do not pass by its worker.
+/// A new worker keeps the limits, too, and no frame takes the shortcut.
 #[test]
-fn a_node_with_a_bound_receives_no_more_and_what_it_sends_waits() {
+fn a_node_with_a_limit_receives_no_more_and_what_it_sends_waits() {
     let Some(world) = World::new() else { return };
     world.add("shop", &world.shop, SHOP, &[]);
     world.add("desk", &world.desk, DESK, &["--receive-mbit", "1"]);

@@ -202,7 +202,7 @@ impl Device {
         self.pairs = self.queues.as_chunks().0.iter().take_while(|[to, from]| to.is_some() && from.is_some()).count();
     }
 
-    /// Closes all queues, of which a successor has others.
+    /// Forgets all queues: a successor has opened its own.
     pub fn forget_queues(&mut self) {
         (self.queues, self.pairs) = (Default::default(), 0);
     }

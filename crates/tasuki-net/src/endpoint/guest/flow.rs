@@ -61,7 +61,7 @@ mod tests {
         other[60] = 77;
         other[14 + 4] = 9;
         assert_eq!(flow_of(&other), of(1), "what is in the frame does not count, nor its number");
-        // All fragments go one way, whatever they begin with.
+        // Only the first fragment of a packet has ports, so none goes by them.
         let part = |ports, fragment| flow_of(&ipv4(ports, 17, fragment));
         assert_eq!(part([1, 2, 3, 4], [0x20, 0]), part([9, 9, 9, 9], [0, 185]));
         // Behind a VLAN tag as well.

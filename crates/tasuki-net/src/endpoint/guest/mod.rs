@@ -224,8 +224,8 @@ impl Guest {
             let took;
             (took, goes_on) = self.take_from_pair(pair, TAKES - count, egress);
             count += took;
-            if !goes_on {
-                // The frame that waits is the next one: how long it waits is counted for one frame at a time.
+            if egress.waits.for_room() {
+                // That frame is the next one: how long a frame waits is counted for one at a time.
                 self.first = pair;
             }
         }
@@ -426,7 +426,7 @@ impl Endpoint for Guest {
         Some(self.listener.fd())
     }
 
-    fn is_heard_while_bounded(&self) -> bool {
+    fn is_heard_while_limited(&self) -> bool {
         true
     }
 

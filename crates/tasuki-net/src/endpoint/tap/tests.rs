@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tasuki_testing::PATIENCE;
 
-use crate::endpoint::rate::{Bound, Rate, Rates};
+use crate::endpoint::rate::{Limit, Rate, Rates};
 use crate::endpoint::{Bridge, Dropped};
 use crate::port::Armed;
 use crate::vni::Vni;
@@ -129,7 +129,7 @@ fn what_a_liar_leaves_on_the_page_harms_nobody() {
 }
 
 fn a_hundred_a_second() -> Option<Rate> {
-    Rate::of(Bound { bits: 0, frames: 100, burst: Duration::from_millis(10) })
+    Rate::of(Limit { bits: 0, frames: 100, burst: Duration::from_millis(10) })
 }
 
 #[test]

@@ -6,7 +6,7 @@ use theirs::{CSUM, EVENT_IDX, GUEST_CSUM, GUEST_TSO4, INDIRECT, MRG_RXBUF, Machi
 use super::machines::LATE_NEWS;
 use super::*;
 use crate::endpoint::Bridge;
-use crate::endpoint::rate::{Bound, Rate, Rates};
+use crate::endpoint::rate::{Limit, Rate, Rates};
 use crate::vni::Vni;
 use crate::vni::fixture::{Nodes, frame, listen, mac, received};
 use crate::vni::mortal::lives_for;
@@ -558,8 +558,8 @@ fn wherever_a_worker_is_killed_a_front_end_that_asks_is_answered_or_sent_away() 
 }
 
 #[test]
-fn a_bounded_guest_keeps_its_frames_and_loses_those_for_it() {
-    let rate = || Rate::of(Bound { bits: 0, frames: 100, burst: Duration::from_millis(10) });
+fn a_limited_guest_keeps_its_frames_and_loses_those_for_it() {
+    let rate = || Rate::of(Limit { bits: 0, frames: 100, burst: Duration::from_millis(10) });
     let mut net = Net::new(2);
     let mut machine = net.machine(ALL, 64);
     net.node.as_mut().unwrap().set_rates(Rates { sends: rate(), receives: rate() });

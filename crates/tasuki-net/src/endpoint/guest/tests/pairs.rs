@@ -193,6 +193,24 @@ fn a_frame_that_waits_in_vain_is_dropped_though_another_pair_goes_on() {
 }
 
 #[test]
+fn pairs_share_what_the_guest_may_send() {
+    let mut net = Net::new(2);
+    let mut machine = machine(&mut net);
+    let limit = Limit { bits: 0, frames: 1000, burst: Duration::from_millis(1) };
+    net.node.as_mut().unwrap().set_rates(Rates { sends: Rate::of(limit), receives: None });
+    let (mut sent, began) = ([0; PAIRS], Instant::now());
+    // Each pair has more to send than the guest may.
+    while sent.iter().any(|count| *count < 3) {
+        for pair in 0..PAIRS {
+            while machine.send_by_pair(pair, &udp(OTHER, US, u16::try_from(pair).unwrap(), 0)) {}
+        }
+        net.turn();
+        received(&mut net.others[0]).iter().for_each(|frame| sent[usize::from(frame[35])] += 1);
+        assert!(began.elapsed() < PATIENCE, "a pair sends nothing: {sent:?}");
+    }
+}
+
+#[test]
 fn a_ring_whose_pair_does_not_run_is_left_alone_and_wakes_nobody() {
     let mut net = Net::new(2);
     let mut machine = machine(&mut net);
@@ -264,13 +282,13 @@ fn a_pair_without_buffers_holds_up_no_other_and_no_sender_for_long() {
 }
 
 #[test]
-fn a_frame_that_waits_for_a_buffer_is_counted_once_against_the_bound() {
+fn a_frame_that_waits_for_a_buffer_is_counted_once_against_the_limit() {
     let mut net = Net::new(2);
     let path = net.folder.path().join("vm.sock");
     let mut machine = Machine::start(&path, ALL, 64, || net.turn());
     // 1 Mbit/s: a burst of 30 of these frames, and one in 8 ms.
-    let bound = Bound { bits: 1_000_000, frames: 0, burst: Duration::from_millis(240) };
-    net.node.as_mut().unwrap().set_rates(Rates { sends: None, receives: Rate::of(bound) });
+    let limit = Limit { bits: 1_000_000, frames: 0, burst: Duration::from_millis(240) };
+    net.node.as_mut().unwrap().set_rates(Rates { sends: None, receives: Rate::of(limit) });
     let give = |net: &mut Net, count: u16| {
         for number in 0..count {
             net.others[0].send(US, &[&udp(US, OTHER, 1, number)[..], &[0; 940]].concat()).unwrap();
