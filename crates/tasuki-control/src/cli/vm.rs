@@ -231,6 +231,11 @@ pub fn run(reach: &Reach, run: &Run) -> Result<()> {
         println!("{}", words.map(|word: OsString| quoted(&word)).collect::<Vec<_>>().join(" "));
         return Ok(());
     }
+    let boots = run.kernel.is_some() || !run.more.is_empty();
+    ensure!(
+        boots,
+        "the machine has nothing to boot; name a kernel (--kernel FILE), or a disk (-- -drive file=DISK,if=virtio)"
+    );
     if let Some(cores) = &run.cores {
         stay_on(cores)?;
     }

@@ -159,6 +159,10 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
     assert!(said.contains("/nowhere/qemu does not start; install it"), "{said}");
     let said = world.rig.refused(&["vm", "run", "vm", "--qemu", "true"]);
     assert!(said.contains("true does not say a version as QEMU does"), "{said}");
+    if Command::new("qemu-system-x86_64").arg("--version").output().is_ok() {
+        let said = world.rig.refused(&["vm", "run", "vm"]);
+        assert!(said.contains("the machine has nothing to boot; name a kernel (--kernel FILE)"), "{said}");
+    }
     world.rig.await_pair("vm");
     let Some(_machine) = machine(&world) else {
         println!("skipped: needs QEMU and a kernel: cargo xtask test");
