@@ -3,6 +3,7 @@
 
 mod limits;
 mod mistake;
+pub mod plan;
 mod sense;
 
 use std::fmt;
@@ -75,7 +76,7 @@ pub struct Config {
 }
 
 /// Settings of the daemon.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Daemon {
     /// Milliseconds after which a driver that has not looked for work counts as hung.
@@ -270,6 +271,12 @@ const PIDS: u32 = 512;
 pub const NICE_MIN: i32 = -20;
 
 impl Node {
+    /// Returns a number that differs if its workers have to begin anew: of all settings but those that count at once.
+    pub fn settings(&self) -> u32 {
+        let its = Node { trusts: Vec::new(), standby: true, bounds: None, ..self.clone() };
+        crc32c::crc32c(&serde_json::to_vec(&its).expect("plain data"))
+    }
+
     /// Returns the nice value of its workers while they go before other processes: 0 where they do not.
     pub fn nice(&self) -> i32 {
         let usual = if self.poll || self.program().is_some() { 0 } else { NICE_MIN };

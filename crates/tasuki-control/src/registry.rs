@@ -35,6 +35,9 @@ const NICS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("nics");
 const NODES: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("nodes");
 const FENCES: TableDefinition<'_, u64, u64> = TableDefinition::new("fences");
 const ADDED: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("added");
+const TEXTS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("texts");
+/// The row of `TEXTS` that has the configuration.
+const APPLIED: &str = "applied";
 const EVENTS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("events");
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,6 +61,23 @@ pub struct WorkerRecord {
     /// It is started ahead of an upgrade that wants this very file.
     #[serde(default)]
     pub staged: Option<FileName>,
+    /// The [settings](config::Node::settings) that it began with, if that is known.
+    #[serde(default)]
+    pub settings: Option<u32>,
+}
+
+/// The configuration that the daemon goes by.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AppliedRecord {
+    /// Counts up with each other configuration.
+    pub generation: u64,
+    /// The file that it was in.
+    pub path: String,
+    pub text: String,
+    /// Checksum of the file that the daemon began with, as that was then.
+    pub base: u32,
+    /// Whether all is as it describes.
+    pub is_done: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -177,6 +197,8 @@ pub struct Known {
     pub nodes: Vec<(String, NodeRecord)>,
     /// Nodes that were added by hand.
     pub added: Vec<config::Node>,
+    /// The configuration that was applied last.
+    pub applied: Option<AppliedRecord>,
     /// Numbers of fenced workers.
     pub fenced: Vec<u32>,
     /// The last events, oldest first.
@@ -200,8 +222,12 @@ pub enum Change {
     Node(String, NodeRecord),
     /// A node was added by hand.
     Added(config::Node),
+    /// A node that was added by hand is the configuration's.
+    NotAdded(String),
     /// A node was removed.
     Removed(String),
+    /// A configuration is applied, or has been.
+    Applied(AppliedRecord),
     /// A worker is fenced.
     Fence(u32),
     /// An event happened.
@@ -342,6 +368,7 @@ fn make_tables(database: &Database) -> Result<(), Failed> {
         write.open_table(NICS)?;
         write.open_table(NODES)?;
         write.open_table(ADDED)?;
+        write.open_table(TEXTS)?;
         write.open_table(FENCES)?;
         write.open_table(EVENTS)?;
     }
@@ -363,6 +390,7 @@ fn all(database: &Database) -> Result<(u64, Known), Failed> {
     for row in read.open_table(ADDED)?.iter()? {
         known.added.extend(parse(row?.1.value()));
     }
+    known.applied = read.open_table(TEXTS)?.get(APPLIED)?.and_then(|row| parse(row.value()));
     for row in read.open_table(FENCES)?.iter()? {
         known.fenced.extend(u32::try_from(row?.0.value()));
     }
@@ -414,6 +442,12 @@ fn apply(write: &WriteTransaction, change: &Change) -> Result<(), Failed> {
         Change::Added(node) => {
             write.open_table(ADDED)?.insert(&node.name[..], &text(node)[..])?;
         }
+        Change::NotAdded(name) => {
+            write.open_table(ADDED)?.remove(&name[..])?;
+        }
+        Change::Applied(record) => {
+            write.open_table(TEXTS)?.insert(APPLIED, &text(record)[..])?;
+        }
         Change::Removed(name) => {
             write.open_table(ADDED)?.remove(&name[..])?;
             write.open_table(NODES)?.remove(&name[..])?;
@@ -450,6 +484,7 @@ mod tests {
             generation: 3,
             unconfined: Vec::new(),
             staged: None,
+            settings: None,
         };
         let event = |number| Event { number, at_ms: 0, node: None, nic: None, worker: None, sentence: "so".to_owned() };
         {

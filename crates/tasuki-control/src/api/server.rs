@@ -20,8 +20,8 @@ use super::gate::{self, Gate};
 use super::peer::Peer;
 use super::roles::{Role, Roles};
 use super::types::{
-    Counts, Ended, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Staging, Status, Stopped, TalkView,
-    Upgrade, VniNodeView, VniView, WorkerView,
+    Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Staging, Status,
+    Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
 };
 use crate::config;
 use crate::supervisor::captures::Of;
@@ -53,6 +53,8 @@ use crate::supervisor::door::{Door, No, Request};
         capture_node,
         capture_nic,
         end_capture,
+        plan,
+        apply,
         stop
     )
 )]
@@ -307,6 +309,24 @@ async fn end_capture(State(door): State<Door>, Path(number): Path<String>) -> An
     }
 }
 
+#[utoipa::path(post, path = "/v1/plan", request_body = Apply,
+    responses((status = 200, body = Plan), (status = 422, body = Refused)))]
+async fn plan(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection>) -> Answered<Plan> {
+    match words(body) {
+        Ok(apply) => ask(&door, |answer| Request::Plan { apply, answer }).await,
+        Err(no) => Answered(Err(no)),
+    }
+}
+
+#[utoipa::path(post, path = "/v1/apply", request_body = Apply,
+    responses((status = 200, body = Applied), (status = 409, body = Refused), (status = 422, body = Refused)))]
+async fn apply(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection>) -> Answered<Applied> {
+    match words(body) {
+        Ok(apply) => ask(&door, |answer| Request::Apply { apply, answer }).await,
+        Err(no) => Answered(Err(no)),
+    }
+}
+
 #[utoipa::path(post, path = "/v1/stop", responses((status = 200, body = Stopped)))]
 async fn stop(State(door): State<Door>) -> Answered<Stopped> {
     ask(&door, Request::Stop).await
@@ -339,6 +359,8 @@ fn router(door: Door, gate: Gate) -> Router {
         .route("/v1/nodes/{name}/capture", get(capture_node))
         .route("/v1/nics/{name}/capture", get(capture_nic))
         .route("/v1/captures/{number}", delete(end_capture))
+        .route("/v1/plan", post(plan))
+        .route("/v1/apply", post(apply))
         .route("/v1/stop", post(stop))
         .route("/openapi.json", get(async || ([("content-type", "application/json")], description())))
         .fallback(nothing_there)

@@ -19,10 +19,61 @@ pub struct Status {
     /// Troubles of the daemon itself.
     #[serde(default)]
     pub trouble: Option<String>,
+    /// The configuration that it goes by.
+    #[serde(default)]
+    pub configuration: ConfigurationView,
     /// Views of all nodes.
     pub nodes: Vec<NodeView>,
     /// Views of all NICs.
     pub nics: Vec<NicView>,
+}
+
+/// The configuration that the daemon goes by.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+pub struct ConfigurationView {
+    /// How many other configurations were applied, and this one.
+    pub generation: u64,
+    /// The file that it was in.
+    pub path: String,
+    /// The steps to what it describes, of what is otherwise now: a NIC that was given away by hand, for one.
+    pub drift: Vec<String>,
+    /// Nodes that it does not describe: they were added by hand.
+    pub by_hand: Vec<String>,
+}
+
+/// A configuration to look at or to apply.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Apply {
+    /// The file that it is in; by default the one that the daemon began with.
+    #[serde(default)]
+    pub path: Option<String>,
+    /// Its text, if the daemon is not to read the file.
+    #[serde(default)]
+    pub text: Option<String>,
+    /// The generation of the configuration that it is to follow; any, by default.
+    #[serde(default)]
+    pub generation: Option<u64>,
+}
+
+/// The steps that applying a configuration would take.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct Plan {
+    /// The generation of the present configuration.
+    pub generation: u64,
+    /// The steps in words, in their order.
+    pub steps: Vec<String>,
+}
+
+/// The result of applying a configuration.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct Applied {
+    /// Its generation.
+    pub generation: u64,
+    /// The steps that were taken, in words.
+    pub steps: Vec<String>,
+    /// The result in a sentence.
+    pub sentence: String,
 }
 
 /// A node.
@@ -178,7 +229,7 @@ pub struct NicView {
     pub node: String,
     /// The worker that drives it.
     pub worker: Option<u32>,
-    /// `driven`, `changes hands`, `parked`, `waits for a worker` or `not open`.
+    /// `driven`, `changes hands`, `is being closed`, `parked`, `waits for a worker` or `not open`.
     pub is: String,
     /// How often its lease was taken.
     pub epoch: u32,

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use tasuki_control::cli::capture::Capture;
 use tasuki_control::cli::vm::Run;
-use tasuki_control::cli::{self, Asked, Give, Nodes, Reach, Vnis, Workers};
+use tasuki_control::cli::{self, Asked, Configuration, Give, Nodes, Reach, Vnis, Workers};
 use tasuki_control::log;
 
 /// Network cards that change hands while packets flow.
@@ -49,6 +49,11 @@ enum What {
         #[arg(long, default_value_t = 0, value_name = "NUMBER")]
         since: u64,
     },
+    /// Show the steps that `tasuki apply` would take, and take none.
+    Plan(Configuration),
+    /// Make nodes and NICs those of a configuration, step by step, while the others go on. Nodes that were added by hand
+    /// stay, and NICs that were given away by hand go back.
+    Apply(Configuration),
     /// End all workers, park their NICs, and end the daemon.
     Stop,
     /// Run a model of a network card, as a vfio-user device.
@@ -120,6 +125,8 @@ fn main() -> ExitCode {
         What::Vm(VmCommand::Run(run)) => cli::vm::run(&reach, &run),
         What::Capture(capture) => cli::capture::run(&reach, &capture),
         What::Events { since } => ask(Asked::Events { since }),
+        What::Plan(configuration) => ask(Asked::Plan(configuration)),
+        What::Apply(configuration) => ask(Asked::Apply(configuration)),
         What::Stop => ask(Asked::Stop),
         What::Sim { words } => become_program("tasuki-sim", [OsString::from("sim")].into_iter().chain(words).collect())
             .map(|never| match never {}),

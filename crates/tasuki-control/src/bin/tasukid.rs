@@ -105,9 +105,22 @@ fn listen(folder: &Path, is_for_others: bool) -> Result<UnixListener> {
     Ok(listener)
 }
 
+/// Returns a socket that gets a byte with each of these signals.
+fn told_by(signals: &[i32]) -> Result<UnixStream> {
+    let (told, end) = UnixStream::pair().context("the kernel has no sockets left")?;
+    for &signal in signals {
+        let told = told.try_clone().context("the kernel has no descriptors left")?;
+        signal_hook::low_level::pipe::register(signal, told).context("the kernel took no signal handler")?;
+    }
+    Ok(end)
+}
+
 fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
-    let config = Config::read(file)?;
+    let text =
+        std::fs::read_to_string(file).map_err(|why| config::ConfigError::Unreadable { path: file.to_owned(), why })?;
+    let config = Config::parse(file, &text)?;
+    let file = &std::path::absolute(file)?;
     let allowed = rustix::thread::sched_getaffinity(None).context("the kernel does not say where we may run")?;
     let may_use = |cpu: u32| usize::try_from(cpu).is_ok_and(|cpu| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu));
     if let Some(stray) = config::stray_cpu(&config, may_use) {
@@ -123,16 +136,22 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     open_many();
     let place = Place::take(folder)?;
     let folder = place.folder().to_owned();
-    let (told, signals) = UnixStream::pair().context("the kernel has no sockets left")?;
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
-        let end = told.try_clone().context("the kernel has no descriptors left")?;
-        signal_hook::low_level::pipe::register(signal, end).context("the kernel took no signal handler")?;
-    }
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+    let (signals, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);
     let (sender, requests) = std::sync::mpsc::channel();
     let door = Door::new(sender).context("the kernel has no eventfd left")?;
     let roles = config.api.clone();
-    let mut supervisor =
-        Supervisor::begin(Parts { config, programs, place, groups, door: door.clone(), requests, signals })?;
+    let mut supervisor = Supervisor::begin(Parts {
+        config,
+        file: (file.clone(), text),
+        programs,
+        place,
+        groups,
+        door: door.clone(),
+        requests,
+        signals,
+        hangups,
+    })?;
     let listener = listen(&folder, roles.are_given())?;
     let (over, is_over) = tokio::sync::oneshot::channel::<()>();
     let http = std::thread::Builder::new().name("http".to_owned()).spawn(move || {

@@ -13,6 +13,7 @@ use hyper::Method as Verb;
 use serde_json::{Value, json};
 
 use crate::api::client;
+use crate::api::types::Plan;
 use crate::config::Spoof;
 use crate::place;
 
@@ -255,6 +256,26 @@ pub struct Give {
     pub state: Option<State>,
 }
 
+/// A configuration.
+#[derive(Debug, Args)]
+pub struct Configuration {
+    /// The file that it is in; by default the one that tasukid began with.
+    pub file: Option<PathBuf>,
+    /// Refuse, unless this is still the generation of the present configuration (tasuki plan says it).
+    #[arg(long, value_name = "NUMBER")]
+    pub generation: Option<u64>,
+}
+
+impl Configuration {
+    fn to_json(&self) -> Result<Value> {
+        let text = self.file.as_ref().map(|file| {
+            std::fs::read_to_string(file)
+                .with_context(|| format!("the configuration {} cannot be read", file.display()))
+        });
+        Ok(json!({ "path": absolute(self.file.as_ref())?, "text": text.transpose()?, "generation": self.generation }))
+    }
+}
+
 /// A request to the daemon.
 #[derive(Debug)]
 pub enum Asked {
@@ -273,6 +294,10 @@ pub enum Asked {
         /// Number of that event.
         since: u64,
     },
+    /// The steps to a configuration.
+    Plan(Configuration),
+    /// Taking them.
+    Apply(Configuration),
     /// The end of everything.
     Stop,
 }
@@ -389,6 +414,16 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
         }
         Asked::Counts(nic) => get(&format!("/v1/nics/{}/counts", part(nic)))?,
         Asked::Events { since } => get(&format!("/v1/events?since={since}"))?,
+        Asked::Plan(configuration) => post("/v1/plan", configuration.to_json()?)?,
+        Asked::Apply(configuration) => {
+            let mut body = configuration.to_json()?;
+            if configuration.generation.is_none() {
+                // Of two that are applied at once, the second is refused.
+                let plan: Plan = show::read(post("/v1/plan", body.clone())?)?;
+                body["generation"] = json!(plan.generation);
+            }
+            post("/v1/apply", body)?
+        }
         Asked::Stop => post("/v1/stop", json!({}))?,
     };
     let text = match reach.json {

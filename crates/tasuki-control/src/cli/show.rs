@@ -9,8 +9,8 @@ use serde_json::Value;
 
 use super::{Asked, Nodes, Vnis, Workers};
 use crate::api::types::{
-    Counts, CrossedView, Event, NicView, NodeView, Relayed, Removed, Status, Stopped, TalkView, VniNodeView, VniView,
-    WorkerView,
+    Applied, ConfigurationView, Counts, CrossedView, Event, NicView, NodeView, Plan, Relayed, Removed, Status, Stopped,
+    TalkView, VniNodeView, VniView, WorkerView,
 };
 use crate::supervisor::deeds::time;
 
@@ -38,8 +38,19 @@ pub fn show(asked: &Asked, value: Value) -> Result<String> {
         Asked::Workers(_) | Asked::Give(_) => format!("{}\n", read::<Relayed>(value)?.sentence),
         Asked::Counts(_) => counts(&read(value)?),
         Asked::Events { .. } => read::<Vec<Event>>(value)?.iter().map(event).collect(),
+        Asked::Plan(_) => plan(&read(value)?),
+        Asked::Apply(_) => {
+            let Applied { steps, sentence, .. } = read(value)?;
+            steps.iter().chain([&sentence]).map(|line| format!("{line}\n")).collect()
+        }
         Asked::Stop => format!("{}\n", read::<Stopped>(value)?.sentence),
     })
+}
+
+fn plan(Plan { generation, steps }: &Plan) -> String {
+    let said: String = steps.iter().map(|step| format!("{step}\n")).collect();
+    let said = if said.is_empty() { "nothing changes\n".to_owned() } else { said };
+    format!("{said}\nthe present configuration is generation {generation}; nothing was changed\n")
 }
 
 fn table(header: &[&str]) -> Table {
@@ -64,11 +75,19 @@ fn status(status: &Status) -> String {
     if status.adopted > 0 {
         let _ = write!(said, ", took over {} workers", status.adopted);
     }
-    said.push_str("\n\n");
+    let ConfigurationView { generation, path, drift, by_hand } = &status.configuration;
+    let _ = writeln!(said, "\nconfiguration {generation}, {path}\n");
     said.push_str(&table_of_nodes(&status.nodes));
     said.push('\n');
     said.push_str(&nics(&status.nics));
     said.push_str(&troubles(&status.nodes));
+    if !drift.is_empty() {
+        said.push_str("\nnot as configured; tasuki apply would take these steps:\n");
+        said.extend(drift.iter().map(|step| format!("  {step}\n")));
+    }
+    if !by_hand.is_empty() {
+        let _ = writeln!(said, "\nadded by hand: {}", by_hand.join(", "));
+    }
     said.extend(status.trouble.iter().map(|trouble| format!("\n{trouble}\n")));
     said
 }

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use super::{Change, EVENTS_MAX, Event, Known, NicRecord, NodeRecord, WorkerRecord};
+use super::{AppliedRecord, Change, EVENTS_MAX, Event, Known, NicRecord, NodeRecord, WorkerRecord};
 use crate::config;
 
 /// The content. It grows with the present nodes, NICs and workers, and not with former ones.
@@ -13,6 +13,7 @@ pub struct Mirror {
     nics: BTreeMap<u32, NicRecord>,
     nodes: BTreeMap<String, NodeRecord>,
     added: BTreeMap<String, config::Node>,
+    applied: Option<AppliedRecord>,
     fenced: BTreeSet<u32>,
     events: VecDeque<Event>,
     last_party: u32,
@@ -26,6 +27,7 @@ impl Mirror {
             nics: known.nics.iter().map(|nic| (nic.number, nic.clone())).collect(),
             nodes: known.nodes.iter().cloned().collect(),
             added: known.added.iter().map(|node| (node.name.clone(), node.clone())).collect(),
+            applied: known.applied.clone(),
             fenced: known.fenced.iter().copied().collect(),
             events: known.events.iter().cloned().collect(),
             last_party: known.last_party,
@@ -44,6 +46,8 @@ impl Mirror {
             Change::NoNic(number) => drop(self.nics.remove(number)),
             Change::Node(name, node) => drop(self.nodes.insert(name.clone(), node.clone())),
             Change::Added(node) => drop(self.added.insert(node.name.clone(), node.clone())),
+            Change::NotAdded(name) => drop(self.added.remove(name)),
+            Change::Applied(record) => self.applied = Some(record.clone()),
             Change::Removed(name) => {
                 self.added.remove(name);
                 self.nodes.remove(name);
@@ -67,6 +71,7 @@ impl Mirror {
         all.extend(self.nics.values().cloned().map(Change::Nic));
         all.extend(self.nodes.iter().map(|(name, node)| Change::Node(name.clone(), node.clone())));
         all.extend(self.added.values().cloned().map(Change::Added));
+        all.extend(self.applied.clone().map(Change::Applied));
         all.extend(self.events.iter().cloned().map(Change::Event));
         all
     }

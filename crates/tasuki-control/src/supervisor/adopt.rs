@@ -12,25 +12,19 @@ use anyhow::{Context, Result};
 use tasuki_relay::Party;
 use tasuki_relay::arbiter::{Arbiter, Node as Numbered};
 use tasuki_relay::heartbeat::Heartbeat;
-use tasuki_relay::message::{ToWorker, heartbeat, vni};
+use tasuki_relay::message::{ToWorker, heartbeat};
 use tasuki_shm::crash;
 
 use super::card::{Card, LeasePage};
 use super::deeds::party;
-use super::keeping::{CardText, Found, Key};
+use super::keeping::{Found, Key};
 use super::lines::Lines;
 use super::worker::{Stage, Words, Worker, clients, tells};
 use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, now, watch};
 use crate::channel;
+use crate::config::{self, Device};
 use crate::process::Process;
 use crate::registry::{Change, Known, WorkerRecord};
-
-/// Returns the number of a NIC that is left over, unless it is a node's end of a VNI.
-fn stray(key: &Key, what: &str) -> Option<u32> {
-    let Key::Card(nic) = key else { return None };
-    let text: CardText = serde_json::from_str(what).ok()?;
-    (text.bundle.kind != vni::KIND).then_some(*nic)
-}
 
 impl Supervisor {
     /// Makes nodes and cards as the configuration has them, and asks the workers that still run.
@@ -69,6 +63,10 @@ impl Supervisor {
             }
             self.cards.insert(number, card);
         }
+        let wanted: BTreeSet<String> = self.config.nic.iter().map(|nic| nic.name.clone()).collect();
+        for record in nics.iter().filter(|record| !wanted.contains(&record.name)) {
+            self.adopt_to_close(record, &mut found, is_used)?;
+        }
         for node in self.config.node.clone().iter().filter(|node| node.vni.is_some()) {
             let name = node.vni.as_deref().map(|vni| super::vnis::end_name(&node.name, vni));
             let record = nics.iter().find(|record| Some(&record.name) == name.as_ref());
@@ -94,8 +92,28 @@ impl Supervisor {
             let its = found.remove(&Key::Worker(record.party));
             self.adopt_worker(record, process, is_fenced, its)?;
         }
-        self.strays = found.iter().filter_map(|(key, (what, _))| stray(key, what)).collect();
         self.adopting = true;
+        Ok(())
+    }
+
+    /// Adopts a NIC that the configuration does not have any more, to close it.
+    fn adopt_to_close(&mut self, record: &crate::registry::NicRecord, found: &mut Found, is_used: bool) -> Result<()> {
+        // A node's end of a VNI is none.
+        let Ok(device) = Device::try_from(record.device.clone()) else { return Ok(()) };
+        let (name, node) = (record.name.clone(), record.node.clone());
+        let config = config::Nic { name, device, node, ring: None, wire: Vec::new() };
+        let mut card = Card::new(record.number, config).context("no memory for a NIC's lease page")?;
+        card.restore(found, is_used);
+        let is_there = is_used || card.kept.is_some();
+        self.remember(&mut card, record, is_there)?;
+        if card.kept.is_none() && card.model.is_none() {
+            self.changes.push(Change::NoNic(record.number));
+            return Ok(());
+        }
+        let sentence = format!("{} is closed: the configuration does not have it any more", card.name());
+        self.note(About::nic(&record.name), sentence);
+        card.closing = Some(now());
+        self.cards.insert(record.number, card);
         Ok(())
     }
 

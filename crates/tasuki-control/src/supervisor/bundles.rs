@@ -122,13 +122,6 @@ impl Supervisor {
         }
         for nic in nics {
             let Some(card) = self.cards.get(nic) else {
-                if self.strays.contains(nic) {
-                    let sentence = format!(
-                        "worker {number} has a NIC ({nic}) that is not in the configuration any more; it keeps it until it ends"
-                    );
-                    self.note(About::worker(node, number), sentence);
-                    continue;
-                }
                 // Its namespace's interface may be on another VNI by now.
                 return self.condemn(number, format!("has end {nic}, which is not in the configuration any more"));
             };

@@ -238,6 +238,8 @@ pub struct Card {
     pub coming: Option<(u32, Memory)>,
     /// How far it is open.
     pub opening: Opening,
+    /// Since when it is being closed.
+    pub closing: Option<Duration>,
     /// Number of openers that failed.
     pub failures: usize,
     /// How often it was opened anew since a worker last drove it.
@@ -281,6 +283,7 @@ impl Card {
             kept: None,
             coming: None,
             opening: Opening::NotBefore(Duration::ZERO),
+            closing: None,
             failures: 0,
             renewals: 0,
             model: None,

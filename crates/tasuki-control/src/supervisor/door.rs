@@ -9,8 +9,8 @@ use tokio::sync::oneshot;
 use super::captures::Of;
 use crate::api::capture::Begun;
 use crate::api::types::{
-    Counts, Ended, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Settled, Staging, Status, Stopped,
-    TalkView, Upgrade, VniNodeView, VniView, WorkerView,
+    Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Settled, Staging,
+    Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
 };
 use crate::config;
 
@@ -90,6 +90,14 @@ pub enum Request {
     Counts {
         nic: String,
         answer: Answer<Counts>,
+    },
+    Plan {
+        apply: Apply,
+        answer: Answer<Plan>,
+    },
+    Apply {
+        apply: Apply,
+        answer: Answer<Applied>,
     },
     AddNode {
         node: Box<config::Node>,

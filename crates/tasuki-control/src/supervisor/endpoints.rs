@@ -76,6 +76,11 @@ impl Endpoint {
         Some((label, Endpoint { work: node.work.clone(), fd: None, mark: None, client: None }))
     }
 
+    /// Changes its settings to those of its node. Its label stays.
+    pub fn set(&mut self, node: &config::Node) {
+        self.work = node.work.clone();
+    }
+
     /// Returns for the keeper the descriptor, if it exists, and its mark.
     pub fn to_keep(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
         Some((self.mark.clone()?, vec![self.fd.as_ref()?.as_fd()]))

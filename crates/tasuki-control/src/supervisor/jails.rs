@@ -112,9 +112,16 @@ pub struct Ward {
     not_before: Duration,
 }
 
+impl Ward {
+    /// Ends the process that waits for a program: it was made for other settings.
+    pub fn forget_cell(&mut self) {
+        self.cell.take().into_iter().for_each(Cell::end);
+    }
+}
+
 impl Drop for Ward {
     fn drop(&mut self) {
-        self.cell.take().into_iter().for_each(Cell::end);
+        self.forget_cell();
         self.group.iter().for_each(Group::remove);
     }
 }
@@ -379,7 +386,7 @@ impl Supervisor {
         let Some(ward) = { wards }.find(|ward| ward.cell.as_ref().is_some_and(is_it)) else { return false };
         // A worker that starts without one reports why that cannot be.
         ward.not_before = now() + FURNISHED;
-        ward.cell.take().into_iter().for_each(Cell::end);
+        ward.forget_cell();
         true
     }
 

@@ -177,19 +177,15 @@ impl Supervisor {
                 drop(answer.send(Ok(events)));
             }
             Request::Counts { nic, answer } => self.ask_for_counts(&nic, answer),
-            Request::Upgrade { node, upgrade, answer } => match self.begin_upgrade(&node, upgrade) {
-                Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
-                Err(no) => drop(answer.send(Err(no))),
-            },
+            Request::Upgrade { node, upgrade, answer } => self.upgrade(&node, upgrade, answer),
             Request::Stage { node, staging, answer } => match self.begin_staging(&node, staging) {
                 Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
                 Err(no) => drop(answer.send(Err(no))),
             },
             Request::Unstage { node, answer } => drop(answer.send(self.unstage(&node))),
-            Request::Give { nic, give, answer } => match self.begin_give(&nic, &give) {
-                Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
-                Err(no) => drop(answer.send(Err(no))),
-            },
+            Request::Give { nic, give, answer } => self.give(&nic, &give, answer),
+            Request::Plan { apply, answer } => drop(answer.send(self.plan(&apply))),
+            Request::Apply { apply, answer } => self.begin_applying(&apply, Some(answer)),
             Request::AddNode { node, answer } => drop(answer.send(self.add_node(*node))),
             Request::RemoveNode { node, answer } => self.begin_removing(&node, answer),
             Request::Vnis(answer) => drop(answer.send(Ok(self.vni_views()))),
@@ -257,7 +253,8 @@ impl Supervisor {
         if !self.nodes.contains_key(node) {
             return Err(self.no_node(node));
         }
-        let its = self.cards.values().filter(|card| card.node == node && card.kept.is_some());
+        let is_its = |card: &&super::card::Card| card.node == node && card.closing.is_none();
+        let its = self.cards.values().filter(is_its).filter(|card| card.kept.is_some());
         let nics: VecDeque<u32> = its.map(|card| card.number).collect();
         self.is_free(node, nics.as_slices().0)?;
         if let Some(path) = with {
@@ -267,6 +264,20 @@ impl Supervisor {
             }
         }
         Ok(nics)
+    }
+
+    pub(super) fn upgrade(&mut self, node: &str, upgrade: Upgrade, answer: Answer<Relayed>) {
+        match self.begin_upgrade(node, upgrade) {
+            Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
+            Err(no) => drop(answer.send(Err(no))),
+        }
+    }
+
+    pub(super) fn give(&mut self, nic: &str, give: &Give, answer: Answer<Relayed>) {
+        match self.begin_give(nic, give) {
+            Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
+            Err(no) => drop(answer.send(Err(no))),
+        }
     }
 
     fn begin_upgrade(&mut self, node: &str, upgrade: Upgrade) -> Result<Job, No> {
@@ -297,6 +308,9 @@ impl Supervisor {
         self.is_free(&give.to, &[number])?;
         let card = &self.cards[&number];
         let from = card.node.clone();
+        if card.closing.is_some() {
+            return Err(No::now(format!("{nic} is being closed")));
+        }
         if let Some(vni) = card.vni() {
             return Err(No::now(format!("{nic} is node {from}'s end of VNI {vni}, and no other node's")));
         }

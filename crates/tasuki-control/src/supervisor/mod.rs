@@ -15,6 +15,7 @@
 //! - [`open`]: opens cards, and runs models of cards
 //! - [`vnis`]: Ethernet between nodes: the members, and the memory that outlives their workers
 //! - [`endpoints`]: other endpoints of nodes on a VNI, and their clients
+//! - [`apply`]: applies a configuration while the daemon runs
 //! - [`nodes`]: adds and removes nodes while the daemon runs
 //! - [`taps`]: the interfaces that network namespaces have instead of NICs
 //! - [`shortcuts`]: how namespaces reach each other past their workers
@@ -26,6 +27,7 @@
 //! workers come afterwards.
 
 pub mod adopt;
+pub mod apply;
 pub mod bundles;
 pub mod captures;
 pub mod card;
@@ -50,7 +52,8 @@ pub mod view;
 pub mod vnis;
 pub mod worker;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -104,6 +107,7 @@ enum Token {
     KeeperSays,
     Requests,
     Signal,
+    Hangup,
     WorkerWrites(u32),
 }
 
@@ -121,6 +125,7 @@ impl Token {
             Token::JailSays(id) => (8, id),
             Token::WorkerWrites(id) => (9, id),
             Token::KeeperSays => (10, 0),
+            Token::Hangup => (11, 0),
         };
         epoll::EventData::new_u64(kind << 32 | u64::from(id))
     }
@@ -140,6 +145,7 @@ impl Token {
             8 => Token::JailSays(id),
             9 => Token::WorkerWrites(id),
             10 => Token::KeeperSays,
+            11 => Token::Hangup,
             _ => return None,
         })
     }
@@ -198,6 +204,10 @@ pub enum Ended {
 #[derive(Debug)]
 pub struct Supervisor {
     config: Config,
+    current: apply::Current,
+    applying: Option<apply::Applying>,
+    /// Nodes that were added by hand.
+    by_hand: BTreeSet<String>,
     /// CPUs that may be used.
     may_use: Vec<u32>,
     /// CPUs of `may_use` that belong to no node.
@@ -212,6 +222,7 @@ pub struct Supervisor {
     requests: Receiver<Request>,
     door: Door,
     signals: UnixStream,
+    hangups: UnixStream,
     exit_watch: ExitWatch,
     /// An empty network namespace for openers and models.
     apart: Option<tasuki_tap::namespace::Unnamed>,
@@ -227,8 +238,6 @@ pub struct Supervisor {
     endpoints: BTreeMap<String, endpoints::Endpoint>,
     leaving: Vec<nodes::Leaving>,
     keeping: keeping::Keeping,
-    /// Numbers of NICs that the configuration no longer has.
-    strays: std::collections::BTreeSet<u32>,
     captures: BTreeMap<u32, captures::Capture>,
     last_capture: u32,
     jobs: Vec<Job>,
@@ -263,6 +272,8 @@ pub struct Supervisor {
 pub struct Parts {
     /// Nodes and NICs.
     pub config: Config,
+    /// The file of that, and its text.
+    pub file: (PathBuf, String),
     /// Programs to start.
     pub programs: Programs,
     /// The runtime directory.
@@ -275,29 +286,38 @@ pub struct Parts {
     pub requests: Receiver<Request>,
     /// Receives a byte when the daemon is told to exit.
     pub signals: UnixStream,
+    /// Receives a byte when the daemon is told to apply its file anew.
+    pub hangups: UnixStream,
 }
 
 impl Supervisor {
     /// Starts the daemon: it takes over all that an earlier daemon left running.
     pub fn begin(parts: Parts) -> Result<Self> {
-        let Parts { config, programs, place, groups, door, requests, signals } = parts;
+        let Parts { config, file: (file, text), programs, place, groups, door, requests, signals, hangups } = parts;
+        let (registry, mut known) = Registry::open(place.folder())?;
+        let (current, config) = apply::Current::begin(file, text, config, known.applied.take());
+        let worker = config.daemon.worker.clone().unwrap_or(programs.worker);
+        let programs = Programs { worker, ..programs };
         let (may_use, aside) = (crate::aside::cpus(&Config::default()), crate::aside::cpus(&config));
         crate::aside::stay(&aside);
-        let (registry, known) = Registry::open(place.folder())?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).context("the kernel has no epoll for us")?;
         let mut supervisor = Supervisor {
             may_use,
             aside,
             config,
+            changes: vec![Change::Applied(current.record.clone())],
+            current,
+            applying: None,
+            by_hand: BTreeSet::new(),
             programs,
             place,
             registry,
-            changes: Vec::new(),
             table: arbiter::Table::default(),
             epoll,
             requests,
             door,
             signals,
+            hangups,
             exit_watch: ExitWatch::new()?,
             apart: None,
             groups: None,
@@ -311,7 +331,6 @@ impl Supervisor {
             endpoints: BTreeMap::new(),
             leaving: Vec::new(),
             keeping: keeping::Keeping::default(),
-            strays: Default::default(),
             captures: BTreeMap::new(),
             last_capture: 0,
             jobs: Vec::new(),
@@ -335,6 +354,7 @@ impl Supervisor {
         let bell = supervisor.door.clone();
         watch(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
         watch(&supervisor.epoll, supervisor.signals.as_fd(), Token::Signal)?;
+        watch(&supervisor.epoll, supervisor.hangups.as_fd(), Token::Hangup)?;
         watch(&supervisor.epoll, supervisor.exit_watch.fd(), Token::LivesEnd)?;
         supervisor.find_groups(groups);
         let found = supervisor.begin_keeping();
@@ -393,6 +413,11 @@ impl Supervisor {
             Token::WorkerWrites(party) => self.worker_writes(party),
             Token::Requests => self.answer_requests(),
             Token::Signal => self.ended = Some(Ended::Alone),
+            Token::Hangup => {
+                // Several are one.
+                let _ = (&self.hangups).read(&mut [0; 64]);
+                self.apply_own_file();
+            }
         }
     }
 
@@ -417,6 +442,10 @@ impl Supervisor {
             self.say_goodbye();
             self.tend();
             self.go_on_removing();
+            self.go_on_closing();
+            self.apply_the_rest();
+            self.go_on_applying();
+            self.fit_trust();
             self.go_on_with_jobs();
             self.say_goodbye();
             self.mend_keeper();
@@ -547,6 +576,7 @@ mod tests {
             Token::KeeperSays,
             Token::Requests,
             Token::Signal,
+            Token::Hangup,
             Token::WorkerWrites(7),
         ];
         assert!(all.iter().all(|token| Token::from_data(token.to_data()) == Some(*token)));

@@ -27,7 +27,10 @@ impl Supervisor {
         for node in added {
             let name = node.name.clone();
             match self.with_node(node) {
-                Ok(config) => self.config = config,
+                Ok(config) => {
+                    self.config = config;
+                    self.by_hand.insert(name);
+                }
                 Err(why) => {
                     self.note(
                         About::default(),
@@ -62,42 +65,56 @@ impl Supervisor {
         }
         if node.work == config::Work::Uplink {
             return Err(No::Wrong(format!(
-                "node {name:?}: a NIC comes by the configuration alone, and an uplink needs one; write both there, and start tasukid anew (workers go on)"
+                "node {name:?}: a NIC comes by the configuration alone, and an uplink needs one; write both there, and apply it (tasuki apply)"
             )));
         }
         let config = self.with_node(node.clone()).map_err(No::Wrong)?;
         if let Some(why) = config::stray_cpu(&config, |cpu| self.may_use.contains(&cpu)) {
             return Err(No::Wrong(why));
         }
-        if let Some((label, mut tap)) = TapEnd::of(&node) {
+        self.make_whole_node(&node)?;
+        self.by_hand.insert(name.clone());
+        self.changes.push(Change::Added(node));
+        // A caller that hears of the node must find it there, even if this daemon dies.
+        self.flush();
+        self.node_view(&name).ok_or(No::Ending)
+    }
+
+    /// Makes a node that was checked, with its endpoint and its end of a VNI.
+    pub(super) fn make_whole_node(&mut self, node: &config::Node) -> Result<(), No> {
+        let name = node.name.clone();
+        if let Some((label, mut tap)) = TapEnd::of(node).filter(|(label, _)| !self.taps.contains_key(label)) {
             let (_, why) = tap
                 .make(&mut self.shortcuts)
                 .map_err(|error| No::now(format!("node {name:?} has no TAP {label}: {error}")))?;
             self.taps.insert(label, tap);
             why.into_iter().for_each(|why| self.note(About::node(&name), why));
         }
-        if let Some((label, mut end)) = Endpoint::of(&node) {
+        if let Some((label, mut end)) = Endpoint::of(node) {
             end.make().map_err(|error| No::now(format!("node {name:?} was not added: {error:#}")))?;
             self.endpoints.insert(label, end);
         }
-        match self.make_node(&node) {
+        match self.make_node(node) {
             Ok(()) => {}
             Err(error) => {
-                self.forget_endpoint(&node);
+                self.forget_endpoint(node);
                 return Err(No::now(format!("node {name:?} was not added: {error:#}")));
             }
         }
-        self.config = config;
+        self.config.node.push(node.clone());
         if node.cpu.is_some() {
-            self.aside = crate::aside::cpus(&self.config);
-            crate::aside::stay(&self.aside);
-            self.divide_anew();
+            self.set_apart();
         }
-        self.record_node(&node, true);
         self.note(About::node(&name), format!("node {name} was added"));
-        // A caller that hears of the node must find it there, even if this daemon dies.
-        self.flush();
-        self.node_view(&name).ok_or(No::Ending)
+        Ok(())
+    }
+
+    /// Keeps all that runs for no node off the nodes' CPUs.
+    pub(super) fn set_apart(&mut self) {
+        let is_nobodys = |cpu: &u32| self.config.node.iter().all(|node| node.cpu != Some(*cpu));
+        self.aside = self.may_use.iter().copied().filter(is_nobodys).collect();
+        crate::aside::stay(&self.aside);
+        self.divide_anew();
     }
 
     fn make_node(&mut self, node: &config::Node) -> anyhow::Result<()> {
@@ -162,7 +179,8 @@ impl Supervisor {
             return Err(No::now(format!("node {name} is being removed already")));
         }
         self.is_free(name, &[])?;
-        let nic = self.cards.values().find(|card| card.node == name && card.vni().is_none());
+        let is_its = |card: &&super::card::Card| card.node == name && card.closing.is_none();
+        let nic = self.cards.values().filter(is_its).find(|card| card.vni().is_none());
         if let Some(card) = nic {
             return Err(No::now(format!(
                 "node {name} has NIC {}; give that to another node first (tasuki nic give)",
@@ -190,8 +208,8 @@ impl Supervisor {
         let (rest, gone): (Vec<_>, Vec<_>) = std::mem::take(&mut self.leaving).into_iter().partition(has_workers);
         self.leaving = rest;
         for Leaving { node: name, answer } in gone {
-            let ends: Vec<u32> = self.cards.values().filter(|card| card.node == name).map(|card| card.number).collect();
-            for nic in ends {
+            let ends = self.cards.values().filter(|card| card.node == name && card.vni().is_some());
+            for nic in ends.map(|card| card.number).collect::<Vec<_>>() {
                 self.cards.remove(&nic);
                 self.changes.push(Change::NoNic(nic));
                 self.keep(Key::Card(nic));
@@ -201,20 +219,13 @@ impl Supervisor {
             if let Some(at) = self.config.node.iter().position(|node| node.name == name) {
                 let node = self.config.node.remove(at);
                 self.forget_endpoint(&node);
-                self.record_node(&node, false);
+                self.by_hand.remove(&name);
+                self.changes.push(Change::Removed(name.clone()));
             }
             let sentence = format!("node {name} is gone");
             self.note(About::node(&name), sentence.clone());
             self.flush();
             answer.into_iter().for_each(|answer| drop(answer.send(Ok(Removed { sentence: sentence.clone() }))));
         }
-    }
-
-    /// Records in the registry that a node was added, or is gone.
-    fn record_node(&mut self, node: &config::Node, is_there: bool) {
-        self.changes.push(match is_there {
-            true => Change::Added(node.clone()),
-            false => Change::Removed(node.name.clone()),
-        });
     }
 }

@@ -78,7 +78,7 @@ impl Supervisor {
         self.begin_anew();
         let numbers: Vec<u32> = self.cards.keys().copied().collect();
         for nic in numbers {
-            let Some(card) = self.cards.get(&nic) else { continue };
+            let Some(card) = self.cards.get(&nic).filter(|card| card.closing.is_none()) else { continue };
             let begun = match &card.opening {
                 Opening::NotBefore(at) if *at <= now() => self.begin_opening(nic),
                 Opening::Model(since) => self.look_for_model(nic, *since),
@@ -116,7 +116,8 @@ impl Supervisor {
 
     /// Returns why no worker of its node can take a NIC that no worker drives, if the card is the reason.
     fn is_lost(&self, nic: u32) -> Option<Reason> {
-        let card = self.cards.get(&nic).filter(|card| card.is_parked() && card.vni().is_none())?;
+        let card =
+            self.cards.get(&nic).filter(|card| card.is_parked() && card.vni().is_none() && card.closing.is_none())?;
         let is_open = matches!(card.opening, Opening::Open) && card.kept.is_some() && !card.has_lost_its_model();
         if !is_open || self.jobs.iter().any(|job| job.is_about(nic)) {
             return None;
@@ -297,8 +298,8 @@ impl Supervisor {
             card.opening = was;
             return;
         };
-        let how = process.ended();
-        if is_open {
+        let (how, is_closing) = (process.ended(), card.closing.is_some());
+        if is_open || is_closing {
             return;
         }
         let said = || speech.last();
@@ -325,7 +326,7 @@ impl Supervisor {
         let how = model.ended();
         let name = card.config.name.clone();
         let _ = std::fs::remove_file(self.place.model_socket(&name));
-        if self.stopping.is_some() {
+        if self.stopping.is_some() || card.closing.is_some() {
             return;
         }
         if matches!(card.opening, Opening::Model(_)) {

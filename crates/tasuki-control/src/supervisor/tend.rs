@@ -94,7 +94,7 @@ impl Supervisor {
 
     /// Returns how many workers a node should have.
     fn should_have(&self, node: &str) -> usize {
-        let has_nic = self.cards.values().any(|card| card.node == node);
+        let has_nic = self.cards.values().any(|card| card.node == node && card.closing.is_none());
         let stands_by = self.config.node(node).is_some_and(|node| node.standby);
         1 + usize::from(has_nic && stands_by) + usize::from(self.needs_a_worker_more(node))
     }
@@ -116,7 +116,8 @@ impl Supervisor {
 
     fn ready_on_all(&self, number: u32) -> bool {
         let Some(worker) = self.workers.get(&number).filter(|worker| worker.serves()) else { return false };
-        let of_node = self.cards.values().filter(|card| card.node == worker.record.node && card.kept.is_some());
+        let is_its = |card: &&super::card::Card| card.node == worker.record.node && card.closing.is_none();
+        let of_node = self.cards.values().filter(is_its).filter(|card| card.kept.is_some());
         { of_node }.all(|card| worker.nics.get(&card.number) == Some(&Fit::Ready) || card.holder() == Some(number))
     }
 
@@ -261,6 +262,7 @@ impl Supervisor {
             generation,
             unconfined: Vec::new(),
             staged: None,
+            settings: Some(config.settings()),
         };
         // Record the worker before telling it anything: a later daemon must find every worker that can drive.
         self.changes.push(Change::Worker(record.clone()));
@@ -343,7 +345,7 @@ impl Supervisor {
         let cards: Vec<(u32, bool)> = self
             .cards
             .values()
-            .filter(|card| card.kept.is_some())
+            .filter(|card| card.kept.is_some() && card.closing.is_none())
             .map(|card| (card.number, card.node == name))
             .collect();
         let joiner = self.joiner_of(name, &serving);
@@ -516,8 +518,11 @@ impl Supervisor {
             Opening::NotBefore(at) if at > now() => Some(at),
             _ => None,
         });
-        let busy =
-            self.workers.values().any(|worker| !worker.serves()) || !self.jobs.is_empty() || self.stopping.is_some();
+        let changes = self.applying.is_some() || self.cards.values().any(|card| card.closing.is_some());
+        let busy = changes
+            || self.workers.values().any(|worker| !worker.serves())
+            || !self.jobs.is_empty()
+            || self.stopping.is_some();
         let soon = (busy || self.is_opening() || self.is_depositing()).then(|| now() + Duration::from_millis(20));
         let ahead = self.ahead.iter().map(|it| it.since);
         let frozen = self.frozen.iter().map(|it| it.since).chain(ahead).map(|since| since + STANDS);

@@ -17,6 +17,7 @@ impl Supervisor {
             up_ms: u64::try_from(now().saturating_sub(self.since).as_millis()).unwrap_or(u64::MAX),
             adopted: self.adopted,
             trouble: self.trouble(),
+            configuration: self.configuration_view(),
             nodes: self.node_views(),
             nics: self.nic_views(),
         }
@@ -94,6 +95,7 @@ impl Supervisor {
         let holder = card.holder().filter(|holder| self.workers.contains_key(holder));
         let state = card.arbiter.as_ref().map(|arbiter| arbiter.state());
         let is = match (state, holder) {
+            _ if card.closing.is_some() => "is being closed",
             _ if card.kept.is_none() || !matches!(card.opening, Opening::Open | Opening::Opener(_)) => "not open",
             (Some(State::Steady), Some(_)) => "driven",
             (Some(State::Parked), _) => "parked",

@@ -1,6 +1,7 @@
 //! The daemon with real processes, real sockets and real lease pages. The workers have no card, and tests order
 //! their faults.
 
+mod applied;
 mod attacks;
 mod callers;
 mod captures;

@@ -1,0 +1,418 @@
+//! The steps from the nodes and NICs that there are to those of a configuration: a pure function.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use super::{Config, Nic, Node, Work};
+
+/// The nodes and NICs that there are.
+#[derive(Debug, Clone, Copy)]
+pub struct Present<'a> {
+    /// The nodes, also those added by hand, and the NICs.
+    pub config: &'a Config,
+    /// Nodes that were added by hand. They stay unless the configuration names them.
+    pub by_hand: &'a BTreeSet<String>,
+    /// The node that has each NIC.
+    pub owners: &'a BTreeMap<String, String>,
+    /// Nodes with workers that began with other settings than the node has now.
+    pub stale: &'a BTreeSet<String>,
+}
+
+/// Names of keys in a configuration.
+pub type Keys = Vec<&'static str>;
+
+/// One step. A step begins when the one before it is done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Step {
+    /// The settings under `[daemon]` change.
+    Settings,
+    /// These keys of a node change, and its workers go on.
+    Adjust(String, Keys),
+    /// A NIC is closed.
+    Close(String),
+    /// A node is removed. If there are keys, it is added again with other values of these.
+    Remove(String, Keys),
+    /// A node is added.
+    Add(String),
+    /// A NIC is opened, for the node.
+    Open(String, String),
+    /// A NIC goes from a node to another.
+    Give(String, String, String),
+    /// These keys of a node change: fresh workers take over.
+    Renew(String, Keys),
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Step::Settings => f.write_str("[daemon] changes"),
+            Step::Adjust(node, keys) => write!(f, "node {node}: {}, and its workers go on", change(keys)),
+            Step::Close(nic) => write!(f, "NIC {nic} is closed: its link goes down"),
+            Step::Remove(node, keys) if keys.is_empty() => write!(f, "node {node} is removed"),
+            Step::Remove(node, keys) => {
+                let change = change(keys);
+                write!(
+                    f,
+                    "node {node}: {change}, so it is removed and added again: frames from and to it are lost meanwhile"
+                )
+            }
+            Step::Add(node) => write!(f, "node {node} is added"),
+            Step::Open(nic, node) => write!(f, "NIC {nic} is opened, for node {node}"),
+            Step::Give(nic, from, to) => write!(f, "NIC {nic} goes from node {from} to node {to} while packets flow"),
+            Step::Renew(node, keys) if keys.is_empty() => {
+                write!(
+                    f,
+                    "node {node}: its workers began with other settings; a fresh one takes over while packets flow"
+                )
+            }
+            Step::Renew(node, keys) => {
+                write!(f, "node {node}: {}; a fresh worker takes over while packets flow", change(keys))
+            }
+        }
+    }
+}
+
+/// Returns that these keys change, in words.
+fn change(keys: &[&str]) -> String {
+    let verb = if keys.len() == 1 { "changes" } else { "change" };
+    format!("{} {verb}", keys.join(", "))
+}
+
+/// How the settings of a node differ from those of another of its name.
+#[derive(Debug, Default)]
+struct Difference {
+    /// Keys that change while its workers go on.
+    adjusted: Keys,
+    /// Keys that a worker hears of when it begins.
+    renewed: Keys,
+    /// Keys that other nodes know of, or that its memory depends on.
+    remade: Keys,
+}
+
+impl Difference {
+    fn between(old: &Node, new: &Node) -> Self {
+        let mut it = Difference::default();
+        let named = |keys: &mut Keys, key, differs: bool| keys.extend(differs.then_some(key));
+        named(&mut it.adjusted, "trusts", old.trusts != new.trusts);
+        named(&mut it.adjusted, "standby", old.standby != new.standby);
+        named(&mut it.adjusted, "bounds", old.bounds != new.bounds);
+        named(&mut it.renewed, "limits", old.limits != new.limits);
+        named(&mut it.renewed, "cpu", old.cpu != new.cpu);
+        named(&mut it.renewed, "poll", old.poll != new.poll);
+        named(&mut it.renewed, "nice", old.nice != new.nice);
+        named(&mut it.remade, "vni", old.vni != new.vni);
+        named(&mut it.remade, "mac", old.mac != new.mac);
+        named(&mut it.remade, "spoof", old.spoof != new.spoof);
+        named(&mut it.remade, "addresses", old.addresses != new.addresses);
+        named(&mut it.remade, "pool_kib", old.pool_kib != new.pool_kib);
+        let keys = if old.work.is_like(&new.work) { &mut it.renewed } else { &mut it.remade };
+        named(keys, "work", old.work != new.work);
+        it
+    }
+}
+
+impl Work {
+    /// Returns whether a node's worker with this work can hand over to one with that work.
+    fn is_like(&self, other: &Work) -> bool {
+        match (self.endpoint(), other.endpoint()) {
+            (Some(one), Some(other)) => one.key() == other.key() && one.label() == other.label(),
+            (None, None) => self == other || self.is_native() && other.is_native(),
+            _ => false,
+        }
+    }
+
+    /// Returns whether the workers handle the frames themselves.
+    fn is_native(&self) -> bool {
+        matches!(self, Work::Echo | Work::Sink | Work::Answer(_) | Work::Source(_) | Work::Program(_))
+    }
+}
+
+impl Present<'_> {
+    /// Returns the steps to what `desired` describes, with the nodes added by hand beside it.
+    pub fn steps_to(&self, desired: &Config) -> Vec<Step> {
+        let (mut adjusts, mut renews, mut gone, mut remade) = (Vec::new(), Vec::new(), Vec::new(), BTreeSet::new());
+        let old_node = |name: &str| self.config.node(name);
+        for node in &self.config.node {
+            let name = node.name.clone();
+            let Some(new) = desired.node(&name) else {
+                gone.extend((!self.by_hand.contains(&name)).then_some((name, Keys::new())));
+                continue;
+            };
+            let Difference { adjusted, mut renewed, remade: mut whole } = Difference::between(node, new);
+            if !adjusted.is_empty() {
+                adjusts.push(Step::Adjust(name.clone(), adjusted));
+            }
+            if !whole.is_empty() {
+                remade.insert(name.clone());
+                whole.append(&mut renewed);
+                gone.push((name, whole));
+            } else if !renewed.is_empty() || self.stale.contains(&name) {
+                renews.push(Step::Renew(name, renewed));
+            }
+        }
+        let owner = |nic: &str| self.owners.get(nic).map_or("", String::as_str);
+        let is_uplink = |node: Option<&Node>| node.is_some_and(|node| node.work == Work::Uplink);
+        // The NIC of an uplink is opened in another way than the others.
+        let is_reopened = |old: &Nic, new: &Nic| {
+            let (from, to) = (owner(&old.name), &new.node[..]);
+            let is_same_card = (&old.device, old.ring, &old.wire) == (&new.device, new.ring, &new.wire);
+            let stays = from == to && !remade.contains(to);
+            let leaves = gone.iter().any(|(name, _)| name == from) && remade.contains(to);
+            !is_same_card
+                || !stays && (from == to || leaves || is_uplink(old_node(from)) || is_uplink(desired.node(to)))
+        };
+        let (mut closes, mut closed, mut gives) = (Vec::new(), BTreeSet::new(), Vec::new());
+        for old in &self.config.nic {
+            let (name, from) = (&old.name, owner(&old.name));
+            match desired.nic.iter().find(|nic| nic.name == *name) {
+                Some(new) if !is_reopened(old, new) => {
+                    if new.node != from {
+                        gives.push((name.clone(), from.to_owned(), new.node.clone()));
+                    }
+                }
+                _ => {
+                    closed.insert(name.clone());
+                    closes.push(Step::Close(name.clone()));
+                }
+            }
+        }
+        let is_open = |nic: &Nic| self.config.nic.iter().any(|old| old.name == nic.name) && !closed.contains(&nic.name);
+        let opens = desired.nic.iter().filter(|nic| !is_open(nic));
+        let new_nodes = desired.node.iter().filter(|node| old_node(&node.name).is_none()).map(|node| &node.name);
+        // A node that still has to give a NIC away goes last.
+        let is_late =
+            |node: &str| gone.iter().any(|(name, _)| name == node) && gives.iter().any(|(_, from, _)| from == node);
+        let of_late = |late: bool| {
+            let removes = gone.iter().filter(move |(name, _)| is_late(name) == late);
+            let again = removes.clone().filter(|(_, keys)| !keys.is_empty()).map(|(name, _)| name);
+            let adds = again.chain(new_nodes.clone().filter(move |_| !late)).cloned().map(Step::Add);
+            let opens = opens.clone().filter(move |nic| is_late(&nic.node) == late);
+            let opens = opens.map(|nic| Step::Open(nic.name.clone(), nic.node.clone()));
+            let gives = gives.iter().filter(move |(_, _, to)| is_late(to) == late).cloned();
+            let gives = gives.map(|(nic, from, to)| Step::Give(nic, from, to));
+            let removes = removes.cloned().map(|(name, keys)| Step::Remove(name, keys));
+            removes.chain(adds).chain(opens).chain(gives).collect::<Vec<_>>()
+        };
+        let settings = (self.config.daemon != desired.daemon).then_some(Step::Settings);
+        let (early, late) = (of_late(false), of_late(true));
+        settings.into_iter().chain(adjusts).chain(closes).chain(early).chain(late).chain(renews).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A machine on paper: steps that contradict it fail.
+    #[derive(Debug, Clone)]
+    struct Paper {
+        config: Config,
+        by_hand: BTreeSet<String>,
+        owners: BTreeMap<String, String>,
+        stale: BTreeSet<String>,
+    }
+
+    impl Paper {
+        fn steps_to(&self, desired: &Config) -> Vec<Step> {
+            let Paper { config, by_hand, owners, stale } = self;
+            Present { config, by_hand, owners, stale }.steps_to(desired)
+        }
+
+        fn settled(&self) -> (BTreeMap<String, Node>, BTreeMap<String, (Nic, String)>) {
+            let nics =
+                self.config.nic.iter().map(|nic| (nic.name.clone(), (nic.clone(), self.owners[&nic.name].clone())));
+            (self.config.node.iter().map(|node| (node.name.clone(), node.clone())).collect(), nics.collect())
+        }
+
+        fn has_nic(&self, node: &str) -> bool {
+            self.owners.values().any(|owner| owner == node)
+        }
+
+        fn node(&mut self, name: &str) -> &mut Node {
+            self.config.node.iter_mut().find(|node| node.name == name).expect("it is there")
+        }
+
+        fn take(&mut self, step: &Step, desired: &Config) {
+            let wanted = |name: &str| desired.node(name).expect("it is wanted").clone();
+            match step {
+                Step::Settings => self.config.daemon = desired.daemon.clone(),
+                Step::Adjust(name, _) => {
+                    let Node { trusts, standby, bounds, .. } = wanted(name);
+                    let node = self.node(name);
+                    (node.trusts, node.standby, node.bounds) = (trusts, standby, bounds);
+                }
+                Step::Close(nic) => {
+                    self.config.nic.retain(|it| it.name != *nic);
+                    assert!(self.owners.remove(nic).is_some(), "{nic} is open");
+                }
+                Step::Remove(name, _) => {
+                    assert!(self.config.node(name).is_some() && !self.has_nic(name), "{name} can go");
+                    self.config.node.retain(|node| node.name != *name);
+                    self.by_hand.remove(name);
+                    self.stale.remove(name);
+                }
+                Step::Add(name) => {
+                    assert!(self.config.node(name).is_none(), "there is no {name} yet");
+                    self.config.node.push(wanted(name));
+                }
+                Step::Open(nic, name) => {
+                    assert!(self.config.node(name).is_some(), "{name} is there");
+                    let wanted = desired.nic.iter().find(|it| it.name == *nic).expect("it is wanted");
+                    self.config.nic.push(wanted.clone());
+                    assert!(self.owners.insert(nic.clone(), name.clone()).is_none(), "{nic} was closed");
+                }
+                Step::Give(nic, from, to) => {
+                    let is_uplink = |name: &str| self.config.node(name).expect("it is there").work == Work::Uplink;
+                    assert!(!is_uplink(from) && !is_uplink(to), "an uplink's NIC is opened in another way");
+                    assert_eq!(self.owners.insert(nic.clone(), to.clone()).as_ref(), Some(from));
+                    let nic = self.config.nic.iter_mut().find(|it| it.name == *nic).expect("it is open");
+                    nic.node.clone_from(to);
+                }
+                Step::Renew(name, _) => {
+                    let new = wanted(name);
+                    let node = self.node(name);
+                    assert!(node.work.is_like(&new.work), "one hands over to the other");
+                    *node = new;
+                    self.stale.remove(name);
+                }
+            }
+        }
+    }
+
+    fn node(name: &'static str) -> impl Strategy<Value = Option<Node>> {
+        let work = prop_oneof![
+            3 => Just("work = \"echo\""),
+            1 => Just("work = { source = { rate = 5 } }"),
+            1 => Just("work = \"uplink\"\nvni = \"lan\""),
+            1 => Just("work = { vm = { socket = \"/run/vm.sock\" } }\nvni = \"lan\""),
+            1 => Just("work = { vm = { socket = \"/run/vm.sock\", latency_us = 5 } }\nvni = \"lan\""),
+            1 => Just("work = \"sink\"\nvni = \"dmz\""),
+        ];
+        let more = prop_oneof![
+            6 => Just(""),
+            1 => Just("cpu = 1"),
+            1 => Just("standby = false"),
+            1 => Just("bounds = { pids = 9 }"),
+            1 => Just("mac = \"02:00:00:00:00:01\""),
+        ];
+        let made = (work, more).prop_map(move |(work, more)| {
+            toml::from_str(&format!("name = \"{name}\"\n{work}\n{more}")).expect("a node")
+        });
+        proptest::option::weighted(0.8, made)
+    }
+
+    fn nic(name: &'static str) -> impl Strategy<Value = Option<(Nic, prop::sample::Index)>> {
+        let made = (prop_oneof![4 => Just(None), 1 => Just(Some(64))], any::<prop::sample::Index>());
+        let made = made.prop_map(move |(ring, at)| {
+            let nic = Nic {
+                name: name.to_owned(),
+                device: super::super::Device::Sim,
+                node: String::new(),
+                ring,
+                wire: Vec::new(),
+            };
+            (nic, at)
+        });
+        proptest::option::weighted(0.8, made)
+    }
+
+    /// Three nodes and two NICs at most.
+    fn config() -> impl Strategy<Value = Config> {
+        let nodes = (node("red"), node("blue"), node("green"));
+        (nodes, nic("eth0"), nic("eth1"), 1..3_u64).prop_map(|((red, blue, green), one, two, hang)| {
+            let mut config = Config { node: [red, blue, green].into_iter().flatten().collect(), ..Config::default() };
+            config.daemon.hang_after_ms = hang;
+            for (mut nic, at) in [one, two].into_iter().flatten() {
+                if !config.node.is_empty() {
+                    nic.node.clone_from(&at.get(&config.node).name);
+                    config.nic.push(nic);
+                }
+            }
+            config
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+        /// NICs were given by hand, workers are old, a daemon dies after any step: in the end all is as described, and
+        /// a node that did not change has no part in it.
+        #[test]
+        fn any_edits_deaths_and_plans_end_in_what_is_described(
+            first in config(),
+            edits in prop::collection::vec((config(), 0..12_usize, any::<bool>(), any::<prop::sample::Index>()), 1..4),
+        ) {
+            let owners = first.nic.iter().map(|nic| (nic.name.clone(), nic.node.clone())).collect();
+            let mut paper = Paper { config: first, by_hand: BTreeSet::new(), owners, stale: BTreeSet::new() };
+            let by_hand: Node = toml::from_str("name = \"mine\"\nwork = \"sink\"").expect("a node");
+            paper.config.node.push(by_hand.clone());
+            paper.by_hand.insert("mine".to_owned());
+            for (desired, dies_after, has_old, at) in edits {
+                let name = at.get(&paper.config.node).name.clone();
+                if has_old && name != "mine" {
+                    paper.stale.insert(name);
+                }
+                let before = paper.clone();
+                let steps = paper.steps_to(&desired);
+                steps.iter().take(dies_after).for_each(|step| paper.take(step, &desired));
+                let rest = paper.steps_to(&desired);
+                rest.iter().for_each(|step| paper.take(step, &desired));
+                let (mut nodes, nics) = paper.settled();
+                prop_assert_eq!(nodes.remove("mine"), Some(by_hand.clone()), "it is nobody's but the operator's");
+                let wanted: BTreeMap<_, _> = desired.node.iter().map(|node| (node.name.clone(), node.clone())).collect();
+                prop_assert_eq!(&nodes, &wanted);
+                let owned: BTreeMap<_, _> =
+                    desired.nic.iter().map(|nic| (nic.name.clone(), (nic.clone(), nic.node.clone()))).collect();
+                prop_assert_eq!(&nics, &owned);
+                prop_assert_eq!(&paper.config.daemon, &desired.daemon);
+                prop_assert!(paper.stale.is_empty());
+                prop_assert_eq!(paper.steps_to(&desired), [], "applied twice is applied once");
+                for node in &before.config.node {
+                    let is_same = wanted.get(&node.name) == Some(node) && !before.stale.contains(&node.name);
+                    let has_part = |step: &Step| match step {
+                        Step::Adjust(it, _) | Step::Remove(it, _) | Step::Add(it) | Step::Renew(it, _) => *it == node.name,
+                        Step::Settings | Step::Close(_) | Step::Open(..) | Step::Give(..) => false,
+                    };
+                    prop_assert!(!is_same || !steps.iter().any(has_part), "{}: {:?}", node.name, steps);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_plan_says_what_changes_and_how() {
+        let parse = |text: &str| toml::from_str::<Config>(text).expect("a configuration");
+        let one = parse(
+            "[[node]]\nname = \"red\"\nwork = \"echo\"\n[[node]]\nname = \"blue\"\nwork = \"sink\"\n[[node]]\nname = \"old\"\nwork = \"sink\"\n\
+             [[node]]\nname = \"vm\"\nwork = { vm = { socket = \"/run/vm.sock\" } }\nvni = \"lan\"\n\
+             [[nic]]\nname = \"eth0\"\ndevice = \"sim\"\nnode = \"red\"\n[[nic]]\nname = \"eth1\"\ndevice = \"sim\"\nnode = \"old\"\n",
+        );
+        let other = parse(
+            "[daemon]\nhang_after_ms = 7\n[[node]]\nname = \"red\"\nwork = \"echo\"\ntrusts = [\"blue\"]\n[[node]]\nname = \"blue\"\nwork = { source = { rate = 5 } }\ncpu = 1\n\
+             [[node]]\nname = \"vm\"\nwork = { vm = { socket = \"/run/other.sock\" } }\nvni = \"lan\"\nlimits = { send = { mbit = 5 } }\n[[node]]\nname = \"new\"\nwork = \"echo\"\n\
+             [[nic]]\nname = \"eth0\"\ndevice = \"sim\"\nnode = \"blue\"\n[[nic]]\nname = \"eth2\"\ndevice = \"sim\"\nnode = \"new\"\n",
+        );
+        let owners = [("eth0", "red"), ("eth1", "old")].map(|(nic, node)| (nic.to_owned(), node.to_owned()));
+        let none = BTreeSet::new();
+        let present = Present { config: &one, by_hand: &none, owners: &BTreeMap::from(owners), stale: &none };
+        let said: Vec<_> = present.steps_to(&other).iter().map(ToString::to_string).collect();
+        assert_eq!(
+            said,
+            [
+                "[daemon] changes",
+                "node red: trusts changes, and its workers go on",
+                "NIC eth1 is closed: its link goes down",
+                "node old is removed",
+                "node vm: work, limits change, so it is removed and added again: frames from and to it are lost meanwhile",
+                "node vm is added",
+                "node new is added",
+                "NIC eth2 is opened, for node new",
+                "NIC eth0 goes from node red to node blue while packets flow",
+                "node blue: cpu, work change; a fresh worker takes over while packets flow",
+            ]
+        );
+        assert_eq!(present.steps_to(&one), []);
+    }
+}

@@ -1,0 +1,516 @@
+//! Makes the nodes and NICs those of a configuration while the daemon runs, step by step
+//! ([`plan`](crate::config::plan)).
+//!
+//! The registry has the text before the first step begins, and that it is applied after the last one. So the next
+//! daemon begins with that text, and takes the remaining steps.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use tasuki_relay::message::ToWorker;
+use tokio::sync::oneshot::{self, Receiver, error::TryRecvError};
+
+use super::card::{Card, Opening};
+use super::door::{Answer, No};
+use super::keeping::Key;
+use super::worker::Stage;
+use super::{About, PATIENCE, Supervisor, Words, now};
+use crate::api::types::{Applied, Apply, ConfigurationView, Give, Plan, Refused, Relayed, Removed, Upgrade};
+use crate::config::plan::{Present, Step};
+use crate::config::{self, Config, Work};
+use crate::registry::{AppliedRecord, Change};
+
+/// The configuration that the daemon goes by.
+#[derive(Debug)]
+pub struct Current {
+    /// The file that the daemon began with.
+    pub file: PathBuf,
+    pub record: AppliedRecord,
+    /// An earlier daemon has not come to all steps.
+    resumes: bool,
+}
+
+impl Current {
+    /// Returns the configuration to begin with: that of the daemon's file; or the one that was applied last, if the file
+    /// has not changed since.
+    pub fn begin(file: PathBuf, text: String, config: Config, known: Option<AppliedRecord>) -> (Self, Config) {
+        let base = crc32c::crc32c(text.as_bytes());
+        let path = file.display().to_string();
+        let before = known.as_ref().map_or(0, |known| known.generation);
+        if let Some(record) = known.filter(|known| known.base == base)
+            && let Ok(config) = Config::parse(Path::new(&record.path), &record.text)
+        {
+            return (Current { file, resumes: !record.is_done, record }, config);
+        }
+        let record = AppliedRecord { generation: before + 1, path, text, base, is_done: true };
+        (Current { file, record, resumes: false }, config)
+    }
+}
+
+/// A configuration that is being applied.
+#[derive(Debug)]
+pub struct Applying {
+    desired: Config,
+    todo: VecDeque<Step>,
+    waits: Option<Waits>,
+    steps: Vec<String>,
+    answer: Option<Answer<Applied>>,
+}
+
+/// What the step under way waits for.
+#[derive(Debug)]
+enum Waits {
+    Removed(Receiver<Result<Removed, No>>),
+    Relayed(Receiver<Result<Relayed, No>>),
+    /// The end of this NIC.
+    Closed(u32),
+}
+
+impl Waits {
+    /// Returns whether it is over, or why it failed.
+    fn look(&mut self, cards: &BTreeMap<u32, Card>) -> Result<bool, No> {
+        fn of<T>(answer: &mut Receiver<Result<T, No>>) -> Result<bool, No> {
+            match answer.try_recv() {
+                Ok(answer) => answer.map(|_| true),
+                Err(TryRecvError::Empty) => Ok(false),
+                Err(TryRecvError::Closed) => Err(No::Ending),
+            }
+        }
+        match self {
+            Waits::Removed(answer) => of(answer),
+            Waits::Relayed(answer) => of(answer),
+            Waits::Closed(nic) => Ok(!cards.contains_key(nic)),
+        }
+    }
+}
+
+impl Supervisor {
+    /// Returns the configuration that `apply` names, checked, with its text and its file.
+    fn desired(&self, apply: &Apply) -> Result<(Config, String, PathBuf), No> {
+        let file = apply.path.clone().map_or_else(|| self.current.file.clone(), PathBuf::from);
+        let text = apply.text.clone().map_or_else(|| std::fs::read_to_string(&file), Ok);
+        let text =
+            text.map_err(|why| No::Wrong(config::ConfigError::Unreadable { path: file.clone(), why }.to_string()))?;
+        let desired = Config::parse(&file, &text).map_err(|error| No::Wrong(error.to_string()))?;
+        let wrong = |why: String| No::Wrong(format!("{}: {why}", file.display()));
+        if let Some(why) = config::stray_cpu(&desired, |cpu| self.may_use.contains(&cpu)) {
+            return Err(wrong(why));
+        }
+        let by_hand = self.config.node.iter().filter(|node| self.by_hand.contains(&node.name));
+        let by_hand = by_hand.filter(|node| desired.node(&node.name).is_none()).cloned();
+        let all = Config { node: desired.node.iter().cloned().chain(by_hand).collect(), ..desired.clone() };
+        if let Some(why) = all.senseless() {
+            return Err(wrong(format!("with the nodes that were added by hand: {why}")));
+        }
+        if desired.api != self.config.api {
+            return Err(wrong(
+                "[api] differs from what tasukid began with, and counts only then; start tasukid anew (workers go on)"
+                    .to_owned(),
+            ));
+        }
+        Ok((desired, text, file))
+    }
+
+    /// Returns the steps from what there is to `desired`.
+    fn steps_to(&self, desired: &Config) -> Vec<Step> {
+        let is_nic = |card: &&Card| card.vni().is_none() && card.closing.is_none();
+        let owners =
+            self.cards.values().filter(is_nic).map(|card| (card.name().to_owned(), card.node.clone())).collect();
+        let stale = self.stale_nodes();
+        Present { config: &self.config, by_hand: &self.by_hand, owners: &owners, stale: &stale }.steps_to(desired)
+    }
+
+    /// Returns the nodes that have workers which began with other settings.
+    fn stale_nodes(&self) -> BTreeSet<String> {
+        let is_stale = |name: &&String| {
+            let settings = self.config.node(name).map(config::Node::settings);
+            self.staff_of(name).iter().any(|number| {
+                let began_with = self.workers.get(number).and_then(|worker| worker.record.settings);
+                began_with.is_some() && began_with != settings
+            })
+        };
+        self.nodes.keys().filter(is_stale).cloned().collect()
+    }
+
+    pub(super) fn plan(&self, apply: &Apply) -> Result<Plan, No> {
+        let (desired, ..) = self.desired(apply)?;
+        let steps = self.steps_to(&desired).iter().map(ToString::to_string).collect();
+        Ok(Plan { generation: self.current.record.generation, steps })
+    }
+
+    pub(super) fn begin_applying(&mut self, apply: &Apply, answer: Option<Answer<Applied>>) {
+        match self.try_applying(apply, answer) {
+            Err((no, Some(answer))) => drop(answer.send(Err(no))),
+            Err((no, None)) => {
+                let why = Refused::from(no).error;
+                self.note(About::default(), format!("nothing was applied: {why}"));
+            }
+            Ok(()) => {}
+        }
+    }
+
+    /// Applies the file that the daemon began with, as it is now.
+    pub(super) fn apply_own_file(&mut self) {
+        if self.adopting {
+            return self.note(About::default(), "nothing was applied: tasukid is still beginning; ask again");
+        }
+        self.begin_applying(&Apply::default(), None);
+    }
+
+    #[expect(clippy::type_complexity, reason = "the refusal, and where it goes")]
+    fn try_applying(
+        &mut self,
+        apply: &Apply,
+        answer: Option<Answer<Applied>>,
+    ) -> Result<(), (No, Option<Answer<Applied>>)> {
+        let generation = self.current.record.generation;
+        let checked = match apply.generation {
+            _ if self.stopping.is_some() => Err(No::Ending),
+            _ if self.applying.is_some() => {
+                Err(No::now("another configuration is being applied; ask again when that is done"))
+            }
+            Some(asked) if asked != generation => Err(No::now(format!(
+                "the configuration is generation {generation} by now, and not {asked}: another was applied meanwhile; look at tasuki plan again"
+            ))),
+            _ => self.desired(apply),
+        };
+        let (desired, text, file) = match checked {
+            Ok(checked) => checked,
+            Err(no) => return Err((no, answer)),
+        };
+        let todo: VecDeque<Step> = self.steps_to(&desired).into();
+        let record = &mut self.current.record;
+        // The file counts for the next daemon as it is now.
+        let base = std::fs::read(&self.current.file).map_or(record.base, |bytes| crc32c::crc32c(&bytes));
+        let generation = generation + u64::from(record.text != text);
+        *record = AppliedRecord { generation, path: file.display().to_string(), text, base, is_done: todo.is_empty() };
+        let said = match todo.len() {
+            0 => "nothing changes".to_owned(),
+            1 => "1 step".to_owned(),
+            count => format!("{count} steps"),
+        };
+        self.note(About::default(), format!("configuration {generation}, {}, is applied: {said}", file.display()));
+        self.begin_with(desired, todo, answer);
+        Ok(())
+    }
+
+    /// Takes the steps that an earlier daemon did not come to.
+    pub(super) fn apply_the_rest(&mut self) {
+        if self.adopting || !std::mem::take(&mut self.current.resumes) {
+            return;
+        }
+        let AppliedRecord { path, text, generation, .. } = &self.current.record;
+        if let Ok(desired) = Config::parse(Path::new(path), text) {
+            self.note(About::default(), format!("configuration {generation} is applied to its end"));
+            let todo = self.steps_to(&desired).into();
+            self.begin_with(desired, todo, None);
+        }
+    }
+
+    fn begin_with(&mut self, desired: Config, todo: VecDeque<Step>, answer: Option<Answer<Applied>>) {
+        for node in &desired.node {
+            // The configuration has it from now on.
+            if self.by_hand.remove(&node.name) {
+                self.changes.push(Change::NotAdded(node.name.clone()));
+            }
+        }
+        self.changes.push(Change::Applied(self.current.record.clone()));
+        self.flush();
+        tasuki_shm::crash::point("daemon.applying");
+        self.applying = Some(Applying { desired, todo, waits: None, steps: Vec::new(), answer });
+        self.go_on_applying();
+    }
+
+    /// Takes the steps that can be taken now.
+    pub(super) fn go_on_applying(&mut self) {
+        while let Some(mut applying) = self.applying.take() {
+            match applying.waits.as_mut().map_or(Ok(true), |waits| waits.look(&self.cards)) {
+                Ok(false) => return self.applying = Some(applying),
+                Ok(true) => {}
+                Err(no) => return self.not_applied(applying, no),
+            }
+            tasuki_shm::crash::point("daemon.applied-step");
+            let Some(step) = applying.todo.pop_front() else { return self.is_applied(applying) };
+            applying.steps.push(step.to_string());
+            match self.take_step(&step, &applying.desired) {
+                Ok(waits) => applying.waits = waits,
+                Err(no) => return self.not_applied(applying, no),
+            }
+            self.applying = Some(applying);
+        }
+    }
+
+    fn is_applied(&mut self, Applying { desired, steps, answer, .. }: Applying) {
+        // Entries that need no step, as the order of the nodes.
+        let by_hand =
+            self.config.node.iter().filter(|node| desired.node(&node.name).is_none()).cloned().collect::<Vec<_>>();
+        self.config = desired;
+        self.config.node.extend(by_hand);
+        self.current.record.is_done = true;
+        self.changes.push(Change::Applied(self.current.record.clone()));
+        let generation = self.current.record.generation;
+        let sentence = if steps.is_empty() {
+            format!("nothing changes: all is as configuration {generation} describes it")
+        } else {
+            format!("all is as configuration {generation} describes it")
+        };
+        self.note(About::default(), sentence.clone());
+        self.flush();
+        answer.into_iter().for_each(|answer| {
+            drop(answer.send(Ok(Applied { generation, steps: steps.clone(), sentence: sentence.clone() })))
+        });
+    }
+
+    fn not_applied(&mut self, Applying { mut steps, todo, answer, .. }: Applying, no: No) {
+        let why = Refused::from(no).error;
+        let failed = steps.pop().unwrap_or_default();
+        let rest = todo.len();
+        let rest = if rest == 0 { String::new() } else { format!("; {rest} steps after it were not begun") };
+        let sentence = format!(
+            "configuration {} is applied in part. This step failed: {failed} ({why}){rest}; mend that, and apply it again",
+            self.current.record.generation
+        );
+        self.note(About::default(), sentence.clone());
+        answer.into_iter().for_each(|answer| drop(answer.send(Err(No::now(sentence.clone())))));
+    }
+
+    /// Begins a step. Returns what it waits for, if it is not done at once.
+    fn take_step(&mut self, step: &Step, desired: &Config) -> Result<Option<Waits>, No> {
+        let failed = |error: anyhow::Error| No::now(format!("{error:#}"));
+        match step {
+            Step::Settings => {
+                if let Some(worker) = &desired.daemon.worker {
+                    self.programs.worker.clone_from(worker);
+                }
+                self.config.daemon = desired.daemon.clone();
+            }
+            Step::Adjust(name, _) => {
+                let (Some(new), Some(node)) = (desired.node(name), self.node_mut(name)) else { return Err(No::Ending) };
+                let has_other_bounds = node.bounds != new.bounds;
+                (node.trusts, node.standby, node.bounds) = (new.trusts.clone(), new.standby, new.bounds);
+                if has_other_bounds {
+                    self.divide_anew();
+                }
+            }
+            Step::Close(nic) => {
+                let number = self.nic_by_name(nic)?;
+                return self.begin_closing(number).map(|()| Some(Waits::Closed(number)));
+            }
+            Step::Remove(name, _) => {
+                self.config.node.iter_mut().for_each(|node| node.trusts.retain(|trusted| trusted != name));
+                let (answer, answered) = oneshot::channel();
+                self.begin_removing(name, answer);
+                return Ok(Some(Waits::Removed(answered)));
+            }
+            Step::Add(name) => {
+                let node = desired.node(name).ok_or(No::Ending)?;
+                self.make_whole_node(node)?;
+            }
+            Step::Open(name, _) => {
+                let nic = desired.nic.iter().find(|nic| nic.name == *name).ok_or(No::Ending)?;
+                self.open_nic(nic.clone()).map_err(failed)?;
+            }
+            Step::Give(nic, _, to) => return self.give_for(nic, to),
+            Step::Renew(name, keys) => {
+                let new = desired.node(name).ok_or(No::Ending)?;
+                self.set_up_anew(new, keys.contains(&"work")).map_err(failed)?;
+                // A staged worker has begun with the old settings. If there is none, that is as well.
+                let _ = self.unstage(name);
+                let (answer, answered) = oneshot::channel();
+                self.upgrade(name, Upgrade::default(), answer);
+                return Ok(Some(Waits::Relayed(answered)));
+            }
+        }
+        Ok(None)
+    }
+
+    fn node_mut(&mut self, name: &str) -> Option<&mut config::Node> {
+        self.config.node.iter_mut().find(|node| node.name == name)
+    }
+
+    /// Gives a node these settings, with which its next workers begin.
+    fn set_up_anew(&mut self, new: &config::Node, has_other_work: bool) -> Result<()> {
+        let name = &new.name;
+        let old = self.node_mut(name).context("there is no such node")?;
+        let (was_same_work, had_cpu) =
+            (std::mem::discriminant(&old.work) == std::mem::discriminant(&new.work), old.cpu);
+        *old = new.clone();
+        if let Some(kind) = new.endpoint() {
+            let end = self.endpoints.get_mut(&kind.label());
+            end.into_iter().for_each(|end| end.set(new));
+        }
+        let node = self.nodes.get_mut(name).context("there is no such node")?;
+        // It waits in a jail that was made for the old settings.
+        node.ward.forget_cell();
+        if !was_same_work {
+            // One kind of work does not understand the memory of another.
+            node.program_state = Words::create("tasuki program state", super::PROGRAM_STATE_LEN)?;
+            self.keep(Key::ProgramState(name.clone()));
+        }
+        let node = self.nodes.get_mut(name).context("there is no such node")?;
+        if has_other_work && node.record.binary.take().is_some() {
+            self.changes.push(Change::Node(name.clone(), node.record.clone()));
+        }
+        if had_cpu != new.cpu {
+            self.set_apart();
+        }
+        Ok(())
+    }
+
+    /// Gives a NIC to a node. One that is not open goes as it is.
+    fn give_for(&mut self, nic: &str, to: &str) -> Result<Option<Waits>, No> {
+        let number = self.nic_by_name(nic)?;
+        if let Some(nic) = self.config.nic.iter_mut().find(|it| it.name == nic) {
+            to.clone_into(&mut nic.node);
+        }
+        let card = self.cards.get_mut(&number).ok_or(No::Ending)?;
+        to.clone_into(&mut card.config.node);
+        if card.kept.is_none() && card.arbiter.is_none() {
+            to.clone_into(&mut card.node);
+            card.page_of = BTreeSet::from([to.to_owned()]);
+            self.record_nic(number);
+            return Ok(None);
+        }
+        let (answer, answered) = oneshot::channel();
+        let give = Give { to: to.to_owned(), method: None, inflight: None, state: None };
+        self.give(nic, &give, answer);
+        Ok(Some(Waits::Relayed(answered)))
+    }
+
+    fn open_nic(&mut self, nic: config::Nic) -> Result<()> {
+        let number = self.next_nic(&BTreeSet::new()).context("there are too many NICs")?;
+        let card = Card::new(number, nic.clone()).context("no memory for a NIC's lease page")?;
+        self.cards.insert(number, card);
+        self.config.nic.push(nic);
+        self.record_nic(number);
+        Ok(())
+    }
+
+    /// Closes a NIC. First a fresh worker takes over its node's other NICs; then the workers that have it end, and with
+    /// its last driver the card rests.
+    fn begin_closing(&mut self, nic: u32) -> Result<(), No> {
+        let card = self.cards.get(&nic).ok_or(No::Ending)?;
+        let (node, name) = (card.node.clone(), card.name().to_owned());
+        self.is_free(&node, &[nic])?;
+        if let Some(card) = self.cards.get_mut(&nic) {
+            card.closing = Some(now());
+            if let Opening::Opener(opener) = &card.opening {
+                opener.process.kill();
+            }
+        }
+        self.config.nic.retain(|it| it.name != name);
+        self.note(About { node: Some(&node), nic: Some(&name), worker: None }, format!("{name} is being closed"));
+        let has_more =
+            self.cards.values().any(|card| card.node == node && card.closing.is_none() && card.kept.is_some());
+        let is_uplink = self.config.node(&node).is_some_and(|node| node.work == Work::Uplink);
+        if has_more && !is_uplink && self.nodes.contains_key(&node) {
+            let (answer, _) = oneshot::channel();
+            self.upgrade(&node, Upgrade::default(), answer);
+        }
+        Ok(())
+    }
+
+    /// Goes on with closing NICs.
+    pub(super) fn go_on_closing(&mut self) {
+        if self.adopting {
+            return;
+        }
+        let closing: Vec<u32> =
+            self.cards.values().filter(|card| card.closing.is_some()).map(|card| card.number).collect();
+        for nic in closing {
+            let Some(card) = self.cards.get(&nic) else { continue };
+            if self.jobs.iter().any(|job| job.node() == card.node) {
+                continue;
+            }
+            let (name, node) = (card.name().to_owned(), card.node.clone());
+            let is_late = card.closing.is_some_and(|since| now().saturating_sub(since) >= PATIENCE / 2);
+            let mut has_workers = false;
+            for worker in self.workers.values_mut().filter(|worker| worker.nics.contains_key(&nic)) {
+                has_workers = true;
+                if worker.serves() {
+                    worker.stage = Stage::Leaving(now());
+                    let _ = worker.write(&ToWorker::End, &[]);
+                }
+            }
+            let Some(card) = self.cards.get_mut(&nic).filter(|_| !has_workers) else { continue };
+            // No process holds a connection to it any more.
+            card.kept = None;
+            match &card.model {
+                Some(model) if is_late => model.kill(),
+                Some(model) => model.ask_to_end(),
+                None => {}
+            }
+            if card.model.is_some() || matches!(card.opening, Opening::Opener(_)) {
+                continue;
+            }
+            self.cards.remove(&nic);
+            self.changes.push(Change::NoNic(nic));
+            [Key::Card(nic), Key::Page(nic), Key::Coming(nic)].into_iter().for_each(|key| self.keep(key));
+            self.note(About { node: Some(&node), nic: Some(&name), worker: None }, format!("{name} is closed"));
+        }
+    }
+
+    /// Takes a NIC's lease page from the nodes that its node does not trust any more: their workers that had the NIC end.
+    pub(super) fn fit_trust(&mut self) {
+        let settled = self
+            .cards
+            .values()
+            .filter(|card| card.page_of.len() > 1 && card.is_settled() && card.page_of.contains(&card.node));
+        let is_stranger = |card: &Card, node: &String| !self.config.trust(&card.node, node);
+        let strangers: Vec<(u32, String, String)> = settled
+            .filter(|card| !self.jobs.iter().any(|job| job.is_about(card.number)))
+            .flat_map(|card| {
+                let others = card.page_of.iter().filter(move |node| is_stranger(card, node));
+                others.map(|node| (card.number, card.name().to_owned(), node.clone())).collect::<Vec<_>>()
+            })
+            .collect();
+        for (nic, name, node) in strangers {
+            let had = self.workers.values().filter(|worker| worker.record.node == node && worker.given.contains(&nic));
+            let had: Vec<u32> = had.map(super::worker::Worker::party).collect();
+            for number in &had {
+                self.condemn(*number, format!("has had {name}, whose node does not trust it any more"));
+            }
+            if let Some(card) = self.cards.get_mut(&nic).filter(|_| had.is_empty()) {
+                card.page_of.remove(&node);
+                self.record_nic(nic);
+            }
+        }
+    }
+
+    pub(super) fn configuration_view(&self) -> ConfigurationView {
+        let AppliedRecord { generation, path, text, .. } = &self.current.record;
+        let steps = Config::parse(Path::new(path), text).map(|desired| self.steps_to(&desired));
+        let drift = steps.unwrap_or_default().iter().map(ToString::to_string).collect();
+        let by_hand = self.by_hand.iter().cloned().collect();
+        ConfigurationView { generation: *generation, path: path.clone(), drift, by_hand }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_daemon_begins_with_what_was_applied_last_or_with_its_file_if_that_is_newer() {
+        let (one, other) = ("[daemon]\nhang_after_ms = 1\n", "[daemon]\nhang_after_ms = 2\n");
+        let begin = |text: &str, known| {
+            let config = Config::parse(Path::new("t.toml"), text).unwrap();
+            let (current, config) = Current::begin("t.toml".into(), text.to_owned(), config, known);
+            (current.record, config.daemon.hang_after_ms)
+        };
+        let (record, hang) = begin(one, None);
+        assert_eq!((record.generation, record.is_done, hang), (1, true, 1));
+        assert_eq!(begin(one, Some(record.clone())), (record.clone(), 1), "nothing has changed");
+        let applied = AppliedRecord {
+            generation: 2,
+            path: "u.toml".to_owned(),
+            text: other.to_owned(),
+            is_done: false,
+            ..record
+        };
+        assert_eq!(begin(one, Some(applied.clone())), (applied.clone(), 2), "and its remaining steps are taken");
+        let (newer, hang) = begin("[daemon]\nhang_after_ms = 3\n", Some(applied));
+        assert_eq!((newer.generation, &newer.path[..], newer.is_done, hang), (3, "t.toml", true, 3));
+    }
+}

@@ -1,0 +1,260 @@
+//! A configuration is applied while the daemon runs: what changes, changes, and everything else goes on; also if the
+//! daemon dies in the middle.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use serde_json::Value;
+
+use super::natives::{assert_exact, flows};
+use super::rig::{NODES, Rig, pid, signal, until};
+use super::vnis::World;
+
+/// Returns the processes that drive a NIC of each node.
+fn drivers(rig: &Rig) -> BTreeMap<String, u32> {
+    let workers = rig.workers();
+    let driving = workers.iter().filter(|worker| worker["is"] == "drives");
+    driving.map(|worker| (worker["node"].as_str().expect("a name").to_owned(), pid(worker))).collect()
+}
+
+fn names(rig: &Rig, of: &str) -> Vec<String> {
+    let Value::Array(all) = rig.json(&[of, "list"]) else { panic!("a list") };
+    all.iter().map(|it| it["name"].as_str().expect("a name").to_owned()).collect()
+}
+
+fn configuration(rig: &Rig) -> Value {
+    rig.json(&["status"])["configuration"].clone()
+}
+
+/// Returns whether nothing is otherwise than the configuration has it.
+fn is_as_configured(rig: &Rig) -> bool {
+    configuration(rig)["drift"].as_array().is_some_and(Vec::is_empty)
+}
+
+const GREEN: &str = "[[node]]\nname = \"green\"\nwork = \"sink\"\n";
+
+#[test]
+fn what_changes_in_the_file_changes_and_the_rest_goes_on() {
+    let rig = Rig::new();
+    let (before, _) = rig.await_pair("red");
+    let blue = rig.await_worker("blue", "idle");
+    rig.configure(|text| {
+        let text = text.replace(GREEN, "[[node]]\nname = \"grey\"\nwork = \"echo\"\n");
+        let text = text.replace("work = \"sink\"\ntrusts", "work = \"sink\"\npoll = true\ntrusts");
+        text.replace("work = \"echo\"\ntrusts", "work = \"echo\"\nstandby = false\ntrusts")
+    });
+    let steps = [
+        "node red: standby changes, and its workers go on",
+        "node green is removed",
+        "node grey is added",
+        "node blue: poll changes; a fresh worker takes over while packets flow",
+    ];
+    let said = rig.ask(&["plan"]);
+    assert_eq!(said.lines().take(4).collect::<Vec<_>>(), steps, "{said}");
+    assert!(said.contains("the present configuration is generation 1; nothing was changed"), "{said}");
+    assert_eq!(names(&rig, "node"), ["blue", "green", "red"], "a plan changes nothing");
+    let said = rig.ask(&["apply"]);
+    assert_eq!(said.lines().take(4).collect::<Vec<_>>(), steps, "{said}");
+    assert!(said.ends_with("all is as configuration 2 describes it\n"), "{said}");
+    assert_eq!(names(&rig, "node"), ["blue", "grey", "red"]);
+    assert_eq!(drivers(&rig)["red"], pid(&before), "its driver has gone on");
+    until(&rig, "its stand-by has ended", || rig.worker("red", "stands by").is_none());
+    until(&rig, "blue has one fresh worker", || {
+        let of_blue: Vec<_> = rig.workers().into_iter().filter(|worker| worker["node"] == "blue").collect();
+        of_blue.len() == 1 && pid(&of_blue[0]) != pid(&blue)
+    });
+    assert!(rig.ask(&["apply"]).contains("nothing changes: all is as configuration 2 describes it"));
+    assert_eq!(configuration(&rig)["generation"], 2);
+}
+
+#[test]
+fn a_nic_goes_where_the_file_has_it_and_comes_back_from_where_it_was_given_by_hand() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    rig.ask(&["nic", "give", "eth0", "--to", "blue"]);
+    let back = "NIC eth0 goes from node blue to node red while packets flow";
+    assert_eq!(configuration(&rig)["drift"], serde_json::json!([back]));
+    assert!(rig.ask(&["status"]).contains("not as configured; tasuki apply would take these steps:"));
+    assert!(rig.ask(&["apply"]).contains(back));
+    assert_eq!(rig.nic()["node"], "red");
+    rig.configure(|text| text.replace("node = \"red\"", "node = \"green\""));
+    rig.ask(&["apply"]);
+    assert_eq!(rig.nic()["node"], "green", "a stranger to red");
+    assert!(is_as_configured(&rig));
+}
+
+#[test]
+fn a_nic_is_closed_and_another_opened_and_a_node_keeps_the_one_that_stays() {
+    let two = "\n[[nic]]\nname = \"eth1\"\ndevice = \"vfio-user:/nowhere/other.sock\"\nnode = \"red\"\n";
+    let mut rig = Rig::with(&(NODES.to_owned() + two), "");
+    until(&rig, "red drives both", || {
+        rig.worker("red", "drives").is_some_and(|it| it["drives"].as_array().unwrap().len() == 2)
+    });
+    rig.configure(|text| text.replace(two, ""));
+    let said = rig.ask(&["apply"]);
+    assert!(said.contains("NIC eth1 is closed: its link goes down"), "{said}");
+    assert_eq!(names(&rig, "nic"), ["eth0"]);
+    rig.await_pair("red");
+    rig.configure(|text| text + two);
+    rig.ask(&["apply"]);
+    until(&rig, "red drives both", || {
+        rig.json(&["nic", "list"]).as_array().unwrap().iter().all(|nic| nic["is"] == "driven")
+    });
+    // The next daemon closes what its configuration has no more, with the worker that drives it.
+    rig.kill_daemon();
+    rig.configure(|text| text.replace(two, ""));
+    rig.start();
+    until(&rig, "it is closed", || names(&rig, "nic") == ["eth0"]);
+    rig.await_pair("red");
+    // A node goes with its NIC.
+    rig.configure(|text| text[..text.find("[[node]]").expect("a node")].to_owned() + GREEN);
+    rig.ask(&["apply"]);
+    assert_eq!((names(&rig, "nic"), names(&rig, "node")), (vec![], vec!["green".to_owned()]));
+}
+
+#[test]
+fn the_second_of_two_that_are_applied_at_once_is_refused_and_so_is_nonsense() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    rig.configure(|text| text.replace(GREEN, ""));
+    let refused = rig.refused(&["apply", "--generation", "7"]);
+    assert!(refused.contains("the configuration is generation 1 by now, and not 7"), "{refused}");
+    rig.ask(&["node", "add", "mine", "--native", "--work", "sink", "--vni", "lan"]);
+    rig.configure(|text| text.replace("work = \"sink\"", "work = \"drain\""));
+    let path = rig.path("tasuki.toml").display().to_string();
+    let refused = rig.refused(&["apply"]);
+    assert!(refused.contains(&format!("{path}:")) && refused.contains("drain"), "{refused}");
+    rig.configure(|text| {
+        text.replace("drain", "sink") + "[[node]]\nname = \"dear\"\nwork = \"sink\"\ntrusts = [\"mine\"]\n"
+    });
+    let refused = rig.refused(&["plan"]);
+    assert!(refused.contains("there is no node \"mine\""), "the file alone has to make sense: {refused}");
+    let refused = rig.refused(&["apply", "/nowhere/at.all"]);
+    assert!(refused.contains("the configuration /nowhere/at.all cannot be read"), "{refused}");
+    assert_eq!(names(&rig, "node"), ["blue", "green", "mine", "red"]);
+    assert_eq!(configuration(&rig)["by_hand"], serde_json::json!(["mine"]));
+    // Another file; a node that was added by hand stays, and is the file's once that names it.
+    let other = rig.path("other.toml");
+    let text = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+    let text = &text[..text.find("[[node]]\nname = \"dear\"").expect("a node")];
+    fs::write(&other, text.to_owned() + "[[node]]\nname = \"mine\"\nwork = \"echo\"\nvni = \"lan\"\n").expect("a file");
+    let said = rig.ask(&["apply", &other.display().to_string()]);
+    assert!(said.starts_with("node green is removed\n"), "{said}");
+    assert_eq!(names(&rig, "node"), ["blue", "mine", "red"]);
+    assert_eq!(configuration(&rig)["by_hand"], serde_json::json!([]));
+}
+
+#[test]
+fn a_node_that_is_not_trusted_any_more_loses_the_workers_that_had_the_nic() {
+    let own = "\n[[nic]]\nname = \"eth1\"\ndevice = \"vfio-user:/nowhere/other.sock\"\nnode = \"blue\"\n";
+    let rig = Rig::with(&(NODES.to_owned() + own), "");
+    rig.await_pair("red");
+    rig.await_pair("blue");
+    rig.ask(&["nic", "give", "eth0", "--to", "blue"]);
+    rig.ask(&["nic", "give", "eth0", "--to", "red"]);
+    let had = drivers(&rig)["blue"];
+    rig.configure(|text| text.replace("trusts = [\"blue\"]\n", "").replace("trusts = [\"red\"]\n", ""));
+    rig.ask(&["apply"]);
+    rig.await_event("has had eth0, whose node does not trust it any more");
+    until(&rig, "a worker of blue drives that never had it", || drivers(&rig).get("blue").is_some_and(|it| *it != had));
+    rig.await_worker("blue", "stands by");
+    let said = rig.ask(&["nic", "give", "eth0", "--to", "blue"]);
+    assert_eq!(rig.nic()["node"], "blue", "{said}");
+}
+
+#[test]
+fn a_hangup_applies_the_daemons_own_file() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    rig.configure(|text| text.replace(GREEN, "") + "oops");
+    signal(rig.daemon_pid(), rustix::process::Signal::HUP);
+    rig.await_event("nothing was applied: ");
+    rig.configure(|text| text.replace("oops", ""));
+    signal(rig.daemon_pid(), rustix::process::Signal::HUP);
+    until(&rig, "green is gone", || names(&rig, "node") == ["blue", "red"]);
+}
+
+#[test]
+fn wherever_the_daemon_dies_the_next_one_takes_the_remaining_steps() {
+    if !cfg!(feature = "crash-points") {
+        return println!("skipped: needs the feature crash-points");
+    }
+    let places = (1..=9).map(|nth| format!("daemon.applied-step:{nth}")).chain(["daemon.applying:1".to_owned()]);
+    for place in places {
+        let mut rig = Rig::without_daemon(NODES, "");
+        rig.start();
+        rig.await_pair("red");
+        rig.await_worker("blue", "idle");
+        rig.kill_daemon();
+        rig.start_to_die(Some(place.clone()));
+        until(&rig, "tasukid serves", || rig.tasuki(&["status"]).status.success());
+        let text = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+        let text = text.replace(GREEN, "[[node]]\nname = \"grey\"\nwork = \"echo\"\n");
+        let text = text
+            .replace("node = \"red\"", "node = \"grey\"")
+            .replace("standby", "")
+            .replace("/nowhere/card.sock\"\nnode", "/nowhere/card.sock\"\nring = 64\nnode");
+        let text = text.replace("work = \"sink\"\ntrusts", "work = \"sink\"\npoll = true\ntrusts");
+        fs::write(rig.path("other.toml"), text).expect("a file");
+        let other = rig.path("other.toml").display().to_string();
+        let said = rig.tasuki(&["apply", &other]);
+        let has_died = !said.status.success();
+        if has_died {
+            rig.daemon_ends();
+            rig.start();
+        }
+        until(&rig, &format!("{place}: all is as described"), || {
+            let is = configuration(&rig);
+            is["generation"] == 2
+                && is["path"] == *other
+                && is_as_configured(&rig)
+                && rig.ask(&["plan", &other]).starts_with("nothing changes")
+        });
+        until(&rig, &format!("{place}: the NIC is driven"), || {
+            rig.nic()["is"] == "driven" && rig.nic()["node"] == "grey"
+        });
+        assert_eq!(names(&rig, "node"), ["blue", "grey", "red"], "{place}");
+        rig.ask(&["stop"]);
+        rig.daemon_ends();
+    }
+}
+
+/// Numbered frames flow between two nodes while all others come, change and go, and while their own CPU changes.
+#[test]
+fn nothing_is_lost_while_configurations_are_applied() {
+    let Some(world) = World::new() else { return };
+    let rig = &world.rig;
+    let flow = "[[node]]\nname = \"sink\"\nwork = \"sink\"\nvni = \"lan\"\nmac = \"02:00:00:00:00:88\"\n\
+                [[node]]\nname = \"source\"\nwork = { source = { rate = 2000, to = \"02:00:00:00:00:88\" } }\nvni = \"lan\"\n";
+    let begin = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+    let apply = |nodes: &str| {
+        fs::write(rig.path("tasuki.toml"), format!("{begin}{nodes}")).expect("a file");
+        rig.ask(&["apply"])
+    };
+    apply(flow);
+    rig.await_pair("sink");
+    rig.await_pair("source");
+    flows(rig, 500);
+    let drivers = drivers(rig);
+    let others = "[[node]]\nname = \"one\"\nwork = \"echo\"\nvni = \"lan\"\n[[node]]\nname = \"two\"\nwork = \"sink\"\nvni = \"dmz\"\n";
+    apply(&format!("{flow}{others}"));
+    flows(rig, 200);
+    apply(&format!("{flow}{}", others.replace("dmz", "lan").replace("echo", "sink")));
+    flows(rig, 200);
+    apply(flow);
+    flows(rig, 200);
+    let after = self::drivers(rig);
+    assert!(["sink", "source"].iter().all(|node| drivers[*node] == after[*node]), "nobody has touched them");
+    // Their own settings change.
+    let said = apply(
+        &flow.replace("vni = \"lan\"\nmac", "vni = \"lan\"\nnice = -5\nmac").replace("rate = 2000", "rate = 1500"),
+    );
+    assert!(said.contains("node sink: nice changes; a fresh worker"), "{said}");
+    assert!(said.contains("node source: work changes; a fresh worker"), "{said}");
+    flows(rig, 500);
+    let stopped = flow.split("[[node]]").take(2).collect::<Vec<_>>().join("[[node]]");
+    apply(&stopped.replace("vni = \"lan\"\nmac", "vni = \"lan\"\nnice = -5\nmac"));
+    assert_exact(rig);
+    world.end();
+}
