@@ -397,6 +397,7 @@ mod tests {
         let description: serde_json::Value = serde_json::from_str(&description()).unwrap();
         let paths: Vec<_> = description["paths"].as_object().unwrap().keys().cloned().collect();
         let expected = [
+            "/v1/apply",
             "/v1/captures/{number}",
             "/v1/events",
             "/v1/nics",
@@ -408,6 +409,7 @@ mod tests {
             "/v1/nodes/{name}/capture",
             "/v1/nodes/{name}/stage",
             "/v1/nodes/{name}/upgrade",
+            "/v1/plan",
             "/v1/status",
             "/v1/stop",
             "/v1/vnis",

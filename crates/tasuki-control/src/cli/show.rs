@@ -82,7 +82,7 @@ fn status(status: &Status) -> String {
     said.push_str(&nics(&status.nics));
     said.push_str(&troubles(&status.nodes));
     if !drift.is_empty() {
-        said.push_str("\nnot as configured; tasuki apply would take these steps:\n");
+        let _ = writeln!(said, "\nnot as configured; tasuki apply {path} would take these steps:");
         said.extend(drift.iter().map(|step| format!("  {step}\n")));
     }
     if !by_hand.is_empty() {

@@ -251,9 +251,9 @@ impl Supervisor {
         self.changes.push(Change::Applied(self.current.record.clone()));
         let generation = self.current.record.generation;
         let sentence = if steps.is_empty() {
-            format!("nothing changes: all is as configuration {generation} describes it")
+            format!("configuration {generation} is applied already: nothing changes")
         } else {
-            format!("all is as configuration {generation} describes it")
+            format!("configuration {generation} is applied")
         };
         self.note(About::default(), sentence.clone());
         self.flush();

@@ -55,7 +55,7 @@ fn what_changes_in_the_file_changes_and_the_rest_goes_on() {
     assert_eq!(names(&rig, "node"), ["blue", "green", "red"], "a plan changes nothing");
     let said = rig.ask(&["apply"]);
     assert_eq!(said.lines().take(4).collect::<Vec<_>>(), steps, "{said}");
-    assert!(said.ends_with("all is as configuration 2 describes it\n"), "{said}");
+    assert!(said.ends_with("configuration 2 is applied\n"), "{said}");
     assert_eq!(names(&rig, "node"), ["blue", "grey", "red"]);
     assert_eq!(drivers(&rig)["red"], pid(&before), "its driver has gone on");
     until(&rig, "its stand-by has ended", || rig.worker("red", "stands by").is_none());
@@ -63,7 +63,7 @@ fn what_changes_in_the_file_changes_and_the_rest_goes_on() {
         let of_blue: Vec<_> = rig.workers().into_iter().filter(|worker| worker["node"] == "blue").collect();
         of_blue.len() == 1 && pid(&of_blue[0]) != pid(&blue)
     });
-    assert!(rig.ask(&["apply"]).contains("nothing changes: all is as configuration 2 describes it"));
+    assert!(rig.ask(&["apply"]).contains("configuration 2 is applied already: nothing changes"));
     assert_eq!(configuration(&rig)["generation"], 2);
 }
 
@@ -75,7 +75,7 @@ fn a_nic_goes_where_the_file_has_it_and_comes_back_from_where_it_was_given_by_ha
     rig.ask(&["nic", "give", "eth0", "--to", "blue"]);
     let back = "NIC eth0 goes from node blue to node red while packets flow";
     assert_eq!(configuration(&rig)["drift"], serde_json::json!([back]));
-    assert!(rig.ask(&["status"]).contains("not as configured; tasuki apply would take these steps:"));
+    assert!(rig.ask(&["status"]).contains("tasuki.toml would take these steps:"));
     assert!(rig.ask(&["apply"]).contains(back));
     assert_eq!(rig.nic()["node"], "red");
     rig.configure(|text| text.replace("node = \"red\"", "node = \"green\""));
