@@ -68,7 +68,7 @@ pub struct Plan {
 /// The result of applying a configuration.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Applied {
-    /// Its generation.
+    /// Number of this configuration; the first one is 1, and each other one that is applied counts up.
     pub generation: u64,
     /// The steps that were taken, in words.
     pub steps: Vec<String>,

@@ -158,7 +158,6 @@ impl Supervisor {
         self.begin_applying(&Apply::default(), None);
     }
 
-    #[expect(clippy::type_complexity, reason = "the refusal, and where it goes")]
     fn try_applying(
         &mut self,
         apply: &Apply,
