@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, ensure};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use tasuki_control::cli::capture::Capture;
 use tasuki_control::cli::vm::Run;
 use tasuki_control::cli::{self, Asked, Configuration, Give, Nodes, Reach, Vnis, Workers};
@@ -54,6 +54,19 @@ enum What {
     /// Make nodes and NICs those of a configuration, step by step, while the others go on. Nodes that were added by hand
     /// stay, and NICs that were given away by hand go back.
     Apply(Configuration),
+    /// Look at this machine: what Tasuki can do here, and what to do about the rest. Exits with 1 if tasukid cannot work.
+    Doctor,
+    /// Print a script that completes this command's words in a shell.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+    /// Write the manual pages of tasuki into a folder, for packages.
+    #[command(hide = true)]
+    Man {
+        /// The folder, which must be there.
+        folder: std::path::PathBuf,
+    },
     /// End all workers, park their NICs, and end the daemon.
     Stop,
     /// Run a model of a network card, as a vfio-user device.
@@ -127,6 +140,13 @@ fn main() -> ExitCode {
         What::Events { since } => ask(Asked::Events { since }),
         What::Plan(configuration) => ask(Asked::Plan(configuration)),
         What::Apply(configuration) => ask(Asked::Apply(configuration)),
+        What::Completions { shell } => {
+            clap_complete::generate(shell, &mut Arguments::command(), "tasuki", &mut std::io::stdout());
+            Ok(())
+        }
+        What::Man { folder } => clap_mangen::generate_to(Arguments::command(), &folder)
+            .with_context(|| format!("the pages cannot be written to {}", folder.display())),
+        What::Doctor => cli::doctor::run(&reach),
         What::Stop => ask(Asked::Stop),
         What::Sim { words } => become_program("tasuki-sim", [OsString::from("sim")].into_iter().chain(words).collect())
             .map(|never| match never {}),

@@ -18,6 +18,7 @@ mod keepers;
 mod kills;
 mod leaks;
 mod links;
+mod looks;
 mod memifs;
 mod natives;
 mod own;

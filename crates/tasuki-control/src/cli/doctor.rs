@@ -1,0 +1,381 @@
+//! `tasuki doctor`: looks at the machine, and says what Tasuki can do here, and what to do about the rest.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, ensure};
+use landlock::{ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
+use rustix::fs::Access as May;
+use rustix::process::Resource;
+use rustix::thread::CpuSet;
+
+use super::Reach;
+use crate::cgroup::{Bounds, Groups};
+use crate::place;
+
+/// The cards that Tasuki has drivers for (docs/your-nic-with-vfio.md).
+const CARDS: [(&str, &str); 5] = [
+    ("8086:10d3", "Intel 82574L"),
+    ("8086:10f6", "Intel 82574L"),
+    ("10ec:8139", "Realtek RTL8139C+"),
+    ("1af4:1041", "virtio-net"),
+    ("1af4:1000", "virtio-net"),
+];
+/// Interfaces of landlock, the newest first, and the kernel of each.
+const LANDLOCKS: [(ABI, &str); 6] =
+    [(ABI::V6, "6.12"), (ABI::V5, "6.10"), (ABI::V4, "6.7"), (ABI::V3, "6.2"), (ABI::V2, "5.19"), (ABI::V1, "5.13")];
+/// Number of descriptors below which a daemon of some dozens of nodes may run out.
+const DESCRIPTORS: u64 = 4096;
+
+/// How well something is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Is {
+    Good,
+    /// Something cannot be had, and the rest works.
+    Less,
+    /// tasukid does not begin, or starts no worker, unless it is told to do without.
+    Bad,
+}
+
+/// One line: its subject, how well that is, and a sentence.
+type Finding = (&'static str, Is, String);
+
+/// Prints the findings. The error says that there are bad ones.
+pub fn run(reach: &Reach) -> Result<()> {
+    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let root = Path::new("/");
+    let mut all = vec![user(), programs(), kernel(), landlock(), groups()];
+    all.extend([
+        descriptors(),
+        device(root, "dev/net/tun", "TAPs", "modprobe tun"),
+        cpus(root),
+        huge_pages(root),
+        qemu(),
+    ]);
+    all.push(iommu(root));
+    all.extend(cards(root));
+    all.push(daemon(&folder));
+    let mut said = String::new();
+    for (about, is, sentence) in &all {
+        let is = match is {
+            Is::Good => "ok",
+            Is::Less => "less",
+            Is::Bad => "no",
+        };
+        let _ = writeln!(said, "{is:<5} {about:<12} {sentence}");
+    }
+    // A reader that has closed the pipe knows enough.
+    let _ = std::io::stdout().write_all(said.as_bytes());
+    let bad = all.iter().filter(|(_, is, _)| *is == Is::Bad).count();
+    ensure!(bad == 0, "{bad} of these keep tasukid from its work; each line says what to do");
+    Ok(())
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_default().trim().to_owned()
+}
+
+fn user() -> Finding {
+    match rustix::process::geteuid().is_root() {
+        true => ("user", Is::Good, "root: workers can be confined as they are to be".to_owned()),
+        false => (
+            "user",
+            Is::Less,
+            "not root: tasukid begins with confine = \"best-effort\" under [daemon], and makes no TAPs and namespaces; start it as root for these".to_owned(),
+        ),
+    }
+}
+
+fn programs() -> Finding {
+    let folder = std::env::current_exe().ok().and_then(|ours| Some(ours.parent()?.to_owned())).unwrap_or_default();
+    let missing: Vec<&str> =
+        ["tasukid", "tasuki-worker", "tasuki-sim"].into_iter().filter(|name| !folder.join(name).is_file()).collect();
+    match missing.is_empty() {
+        true => ("programs", Is::Good, format!("tasukid, tasuki-worker and tasuki-sim are in {}", folder.display())),
+        false => (
+            "programs",
+            Is::Bad,
+            format!(
+                "{} not beside this program, in {}: build or install all of one version",
+                are(&missing),
+                folder.display()
+            ),
+        ),
+    }
+}
+
+fn are(names: &[&str]) -> String {
+    let verb = if names.len() == 1 { "is" } else { "are" };
+    format!("{} {verb}", names.join(" and "))
+}
+
+fn kernel() -> Finding {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    let mut numbers = release.split(['.', '-']).map(|part| part.parse::<u32>().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    match version {
+        (0..5, _) | (5, 0..13) => (
+            "kernel",
+            Is::Bad,
+            format!("Linux {release} is older than 5.13, and lacks what confines workers: install a newer one"),
+        ),
+        (5, _) => ("kernel", Is::Less, format!("Linux {release}: NICs by repoint behind VFIO need 6.0")),
+        _ => ("kernel", Is::Good, format!("Linux {release}")),
+    }
+}
+
+fn landlock() -> Finding {
+    let has = |abi: ABI| {
+        let rules = Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
+        rules.handle_access(AccessFs::from_all(abi)).and_then(Ruleset::create).is_ok()
+    };
+    match LANDLOCKS.into_iter().enumerate().find(|(_, (abi, _))| has(*abi)) {
+        Some((0, _)) => ("landlock", Is::Good, "as of Linux 6.12, with all that bars files and sockets".to_owned()),
+        Some((_, (_, kernel))) => (
+            "landlock",
+            Is::Less,
+            format!("as of Linux {kernel}: the filter of system calls bars the rest, for root; a newer kernel has 6.12's"),
+        ),
+        None => (
+            "landlock",
+            Is::Bad,
+            "none: boot with lsm=landlock,… on the kernel's command line, or write confine = \"best-effort\" under [daemon]".to_owned(),
+        ),
+    }
+}
+
+fn groups() -> Finding {
+    // The group of this look goes again.
+    let id = format!("doctor-{}", std::process::id());
+    let groups = Groups::find(&id, None);
+    let bounds = Bounds { memory: Some(1 << 30), pids: Some(512), cpu: Some(100), cpus: Some(CpuSet::new()) };
+    let lacks = groups.lacks(&bounds);
+    groups.sweep();
+    match lacks.is_empty() {
+        true => ("groups", Is::Good, "control groups bound memory, processes and CPUs, and freeze".to_owned()),
+        false => {
+            let is = if rustix::process::geteuid().is_root() { Is::Bad } else { Is::Less };
+            (
+                "groups",
+                is,
+                format!(
+                    "no {}: mount control groups (version 2) with these, or write confine = \"best-effort\" under [daemon]",
+                    lacks.join(", no ")
+                ),
+            )
+        }
+    }
+}
+
+fn descriptors() -> Finding {
+    let limit = rustix::process::getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
+    match limit >= DESCRIPTORS {
+        true => ("descriptors", Is::Good, format!("{limit} at most for a process")),
+        false => (
+            "descriptors",
+            Is::Less,
+            format!("{limit} at most for a process; many nodes need more: LimitNOFILE=65536 (systemd), or ulimit -Hn"),
+        ),
+    }
+}
+
+fn device(root: &Path, path: &str, what: &'static str, remedy: &str) -> Finding {
+    let path = root.join(path);
+    let may = rustix::fs::access(&path, May::READ_OK | May::WRITE_OK).is_ok();
+    match (may, path.exists()) {
+        (true, _) => (what, Is::Good, format!("{} is there", path.display())),
+        (false, true) => {
+            (what, Is::Less, format!("this user may not open {}: ask as the user that runs tasukid", path.display()))
+        }
+        (false, false) => (what, Is::Less, format!("there is no {}: {remedy}", path.display())),
+    }
+}
+
+/// Returns the numbers in a list as the kernel writes it: 0,2-3.
+fn listed(text: &str) -> Vec<u32> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.trim().parse::<u32>().ok()?..=last.trim().parse().ok()?)
+    };
+    text.split(',').filter_map(range).flatten().collect()
+}
+
+fn cpus(root: &Path) -> Finding {
+    let of = |name: &str| listed(&read(&root.join("sys/devices/system/cpu").join(name)));
+    let (online, isolated) = (of("online"), of("isolated"));
+    let aside = if isolated.is_empty() {
+        "none is isolated; for a driver that polls, isolcpus= on the kernel's command line keeps the scheduler off its CPU".to_owned()
+    } else {
+        format!("isolated: {}", isolated.iter().map(u32::to_string).collect::<Vec<_>>().join(", "))
+    };
+    match online.len() {
+        0 | 1 => ("CPUs", Is::Less, "one: a driver that polls (poll = true) starves everything else".to_owned()),
+        count => ("CPUs", Is::Good, format!("{count}; {aside}")),
+    }
+}
+
+fn huge_pages(root: &Path) -> Finding {
+    let pages = read(&root.join("proc/sys/vm/nr_hugepages")).parse::<u64>().unwrap_or(0);
+    let sentence = match pages {
+        0 => "none set aside; Tasuki needs none, and machines and DPDK programs that want some need vm.nr_hugepages"
+            .to_owned(),
+        pages => format!("{pages} set aside"),
+    };
+    ("huge pages", Is::Good, sentence)
+}
+
+fn qemu() -> Finding {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let is_there = std::env::split_paths(&path).any(|folder| folder.join("qemu-system-x86_64").is_file());
+    let kvm = rustix::fs::access("/dev/kvm", May::READ_OK | May::WRITE_OK).is_ok();
+    match (is_there, kvm) {
+        (true, true) => ("machines", Is::Good, "QEMU is there, and may use /dev/kvm".to_owned()),
+        (true, false) => {
+            ("machines", Is::Less, "QEMU is there, and emulates the CPU: this user has no /dev/kvm".to_owned())
+        }
+        (false, _) => (
+            "machines",
+            Is::Less,
+            "no qemu-system-x86_64 on the PATH: tasuki vm run needs it (apt-get install qemu-system-x86)".to_owned(),
+        ),
+    }
+}
+
+fn iommu(root: &Path) -> Finding {
+    let has_some = |path: &str| fs::read_dir(root.join(path)).is_ok_and(|mut all| all.next().is_some());
+    match (has_some("sys/class/iommu"), root.join("dev/vfio/vfio").exists()) {
+        (true, true) => ("VFIO", Is::Good, "there is an IOMMU, and /dev/vfio/vfio".to_owned()),
+        (true, false) => ("VFIO", Is::Less, "there is an IOMMU, and no /dev/vfio/vfio: modprobe vfio-pci".to_owned()),
+        (false, _) => (
+            "VFIO",
+            Is::Less,
+            "no IOMMU, so no real card can be driven: switch it on (docs/your-nic-with-vfio.md); cards by vfio-user work".to_owned(),
+        ),
+    }
+}
+
+/// Returns a finding for each Ethernet card on the PCI bus.
+fn cards(root: &Path) -> Vec<Finding> {
+    let mut all: Vec<PathBuf> = fs::read_dir(root.join("sys/bus/pci/devices"))
+        .map(|all| all.flatten().map(|entry| entry.path()).collect())
+        .unwrap_or_default();
+    all.sort();
+    all.iter().filter(|path| read(&path.join("class")).starts_with("0x0200")).map(|path| card(path)).collect()
+}
+
+fn card(path: &Path) -> Finding {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let part = |file: &str| read(&path.join(file)).trim_start_matches("0x").to_owned();
+    let id = format!("{}:{}", part("vendor"), part("device"));
+    let last = |link: &str| Some(fs::read_link(path.join(link)).ok()?.file_name()?.to_string_lossy().into_owned());
+    let interfaces: Vec<String> = fs::read_dir(path.join("net"))
+        .map(|all| all.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
+        .unwrap_or_default();
+    let known = CARDS.iter().find(|(of, _)| *of == id);
+    let (driver, group) = (last("driver"), last("iommu_group"));
+    let what = known.map_or_else(|| format!("[{id}]"), |(_, what)| format!("{what} [{id}]"));
+    let bridged = || match interfaces.first() {
+        Some(interface) => format!("; its interface joins a VNI all the same: tasuki node add NAME --link {interface}"),
+        None => String::new(),
+    };
+    match (known, driver.as_deref(), group) {
+        (None, ..) => ("card", Is::Less, format!("{name}, {what}: Tasuki has no driver for it{}", bridged())),
+        (Some(_), _, None) => (
+            "card",
+            Is::Less,
+            format!("{name}, {what}: it is in no IOMMU group, so no worker can drive it{}", bridged()),
+        ),
+        (Some(_), Some("vfio-pci"), Some(group)) => {
+            ("card", Is::Good, format!("{name}, {what}: device = \"vfio:{name}\" (IOMMU group {group})"))
+        }
+        (Some(_), driver, Some(_)) => {
+            let holds =
+                driver.map_or_else(|| "no driver has it".to_owned(), |driver| format!("the kernel's {driver} has it"));
+            (
+                "card",
+                Is::Less,
+                format!("{name}, {what}: {holds}; bind it to vfio-pci (docs/your-nic-with-vfio.md){}", bridged()),
+            )
+        }
+    }
+}
+
+fn daemon(folder: &Path) -> Finding {
+    let is_there = std::os::unix::net::UnixStream::connect(place::api_socket(folder)).is_ok();
+    let sentence = match (is_there, place::holder(folder)) {
+        (true, Some(pid)) => format!("tasukid is at work in {} (process {pid})", folder.display()),
+        (true, None) => format!("tasukid is at work in {}", folder.display()),
+        (false, _) => format!("none is at work in {}: tasukid --config FILE starts one", folder.display()),
+    };
+    ("daemon", Is::Good, sentence)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cards_are_those_of_the_guide() {
+        let guide = include_str!("../../../../docs/your-nic-with-vfio.md");
+        assert!(CARDS.iter().all(|(id, _)| guide.contains(&format!("`[{id}]`"))), "{CARDS:?}");
+        let rows = guide.lines().filter(|line| line.starts_with('|'));
+        assert_eq!(
+            rows.map(|row| row.matches("`[").count()).sum::<usize>(),
+            CARDS.len() + 1,
+            "and the head of its table"
+        );
+    }
+
+    #[test]
+    fn a_card_is_told_what_it_takes_to_drive_it() {
+        let root = tempfile::tempdir().unwrap();
+        let make = |name: &str, class: &str, id: (&str, &str), links: &[(&str, &str)], interface: Option<&str>| {
+            let path = root.path().join("sys/bus/pci/devices").join(name);
+            fs::create_dir_all(&path).unwrap();
+            for (file, text) in [("class", class), ("vendor", id.0), ("device", id.1)] {
+                fs::write(path.join(file), format!("0x{text}\n")).unwrap();
+            }
+            links.iter().for_each(|(link, to)| std::os::unix::fs::symlink(to, path.join(link)).unwrap());
+            interface.iter().for_each(|name| fs::create_dir_all(path.join("net").join(name)).unwrap());
+        };
+        make("0000:00:01.0", "030000", ("8086", "1234"), &[], None);
+        make(
+            "0000:00:02.0",
+            "020000",
+            ("8086", "10d3"),
+            &[("driver", "../vfio-pci"), ("iommu_group", "../groups/7")],
+            None,
+        );
+        make(
+            "0000:00:03.0",
+            "020000",
+            ("8086", "10d3"),
+            &[("driver", "../e1000e"), ("iommu_group", "../groups/8")],
+            Some("enp3s0"),
+        );
+        make("0000:00:04.0", "020000", ("15b3", "1017"), &[("driver", "../mlx5_core")], Some("enp4s0"));
+        make("0000:00:05.0", "020000", ("1af4", "1041"), &[("driver", "../virtio-pci")], None);
+        let said: Vec<_> = cards(root.path()).into_iter().map(|(_, is, sentence)| (is, sentence)).collect();
+        let expected = [
+            (Is::Good, "0000:00:02.0, Intel 82574L [8086:10d3]: device = \"vfio:0000:00:02.0\" (IOMMU group 7)"),
+            (
+                Is::Less,
+                "0000:00:03.0, Intel 82574L [8086:10d3]: the kernel's e1000e has it; bind it to vfio-pci (docs/your-nic-with-vfio.md); its interface joins a VNI all the same: tasuki node add NAME --link enp3s0",
+            ),
+            (
+                Is::Less,
+                "0000:00:04.0, [15b3:1017]: Tasuki has no driver for it; its interface joins a VNI all the same: tasuki node add NAME --link enp4s0",
+            ),
+            (Is::Less, "0000:00:05.0, virtio-net [1af4:1041]: it is in no IOMMU group, so no worker can drive it"),
+        ];
+        assert_eq!(said, expected.map(|(is, sentence)| (is, sentence.to_owned())));
+    }
+
+    #[test]
+    fn lists_of_cpus_are_read_as_the_kernel_writes_them() {
+        assert_eq!(listed("0,2-4,7\n"), [0, 2, 3, 4, 7]);
+        assert!(listed("").is_empty());
+    }
+}
