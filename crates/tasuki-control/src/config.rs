@@ -91,6 +91,8 @@ pub struct Daemon {
     pub confine: Confine,
     /// Range of users, of which each node gets one.
     pub uids: Uids,
+    /// The address at which anybody may read the counts for Prometheus (`/metrics`); none by default.
+    pub metrics: Option<std::net::SocketAddr>,
     /// The default worker program; if `None`, `tasuki-worker` beside the daemon, or on the PATH.
     pub worker: Option<PathBuf>,
 }
@@ -115,6 +117,7 @@ impl Default for Daemon {
             restart: Restart::Careful,
             confine: Confine::Strict,
             uids: Uids::default(),
+            metrics: None,
             worker: None,
         }
     }

@@ -37,8 +37,8 @@ const OF_STRANGERS: usize = 16;
 const HEAD_WITHIN: Duration = Duration::from_secs(5);
 /// Time a caller may take for the body of a request.
 const BODY_WITHIN: Duration = Duration::from_secs(5);
-/// Bytes of a body: a node is much less.
-const BODY_MAX: usize = 64 << 10;
+/// Bytes of a body: a configuration of a thousand nodes is less.
+const BODY_MAX: usize = 256 << 10;
 /// Time a caller may take to read its answer when the daemon ends.
 const LAST: Duration = Duration::from_secs(2);
 /// Lines that one user may put into the audit log at once, and the time until it may put in one more.

@@ -17,6 +17,7 @@ use utoipa::OpenApi;
 use super::capture::Capture;
 use super::client::CAPTURE;
 use super::gate::{self, Gate};
+use super::metrics;
 use super::peer::Peer;
 use super::roles::{Role, Roles};
 use super::types::{
@@ -53,6 +54,7 @@ use crate::supervisor::door::{Door, No, Request};
         capture_node,
         capture_nic,
         end_capture,
+        metrics,
         plan,
         apply,
         stop
@@ -309,6 +311,12 @@ async fn end_capture(State(door): State<Door>, Path(number): Path<String>) -> An
     }
 }
 
+#[utoipa::path(get, path = "/v1/metrics",
+    responses((status = 200, description = "the counts for Prometheus", content_type = "text/plain")))]
+async fn metrics(State(door): State<Door>) -> Response {
+    metrics::answer(&door).await
+}
+
 #[utoipa::path(post, path = "/v1/plan", request_body = Apply,
     responses((status = 200, body = Plan), (status = 422, body = Refused)))]
 async fn plan(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection>) -> Answered<Plan> {
@@ -359,6 +367,7 @@ fn router(door: Door, gate: Gate) -> Router {
         .route("/v1/nodes/{name}/capture", get(capture_node))
         .route("/v1/nics/{name}/capture", get(capture_nic))
         .route("/v1/captures/{number}", delete(end_capture))
+        .route("/v1/metrics", get(metrics))
         .route("/v1/plan", post(plan))
         .route("/v1/apply", post(apply))
         .route("/v1/stop", post(stop))
@@ -369,13 +378,20 @@ fn router(door: Door, gate: Gate) -> Router {
         .with_state(door)
 }
 
-/// Serves callers with these roles, until `over`.
-pub fn serve(listener: UnixListener, roles: Roles, door: Door, over: impl Future<Output = ()>) -> std::io::Result<()> {
+/// Serves callers with these roles, until `over`, and the counts at `open`, if given.
+pub fn serve(
+    listener: UnixListener,
+    open: Option<std::net::TcpListener>,
+    roles: Roles,
+    door: Door,
+    over: impl Future<Output = ()>,
+) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
     runtime.block_on(async {
         let listener = tokio::net::UnixListener::from_std(listener)?;
         let gate = Gate::new(roles, door.clone());
+        open.into_iter().for_each(|open| drop(tokio::spawn(metrics::serve(open, door.clone()))));
         gate::serve(listener, router(door, gate.clone()), gate, over).await;
         Ok(())
     })
@@ -400,6 +416,7 @@ mod tests {
             "/v1/apply",
             "/v1/captures/{number}",
             "/v1/events",
+            "/v1/metrics",
             "/v1/nics",
             "/v1/nics/{name}/capture",
             "/v1/nics/{name}/counts",

@@ -48,6 +48,9 @@ enum What {
         /// Only events after this number.
         #[arg(long, default_value_t = 0, value_name = "NUMBER")]
         since: u64,
+        /// Go on with those that come, also after tasukid was started anew.
+        #[arg(long, short)]
+        follow: bool,
     },
     /// Show the steps that `tasuki apply` would take, and take none.
     Plan(Configuration),
@@ -137,7 +140,7 @@ fn main() -> ExitCode {
         What::Nic(NicCommand::Run { words }) => nic("run", words),
         What::Vm(VmCommand::Run(run)) => cli::vm::run(&reach, &run),
         What::Capture(capture) => cli::capture::run(&reach, &capture),
-        What::Events { since } => ask(Asked::Events { since }),
+        What::Events { since, follow } => ask(Asked::Events { since, follow }),
         What::Plan(configuration) => ask(Asked::Plan(configuration)),
         What::Apply(configuration) => ask(Asked::Apply(configuration)),
         What::Completions { shell } => {

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
-use tasuki_control::api::server;
+use tasuki_control::api::{metrics, server};
 use tasuki_control::config::{self, Config, Confine};
 use tasuki_control::jail;
 use tasuki_control::log;
@@ -135,6 +135,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     let programs = programs(&config, file)?;
     open_many();
     let place = Place::take(folder)?;
+    let open = config.daemon.metrics.map(metrics::listen).transpose()?;
     let folder = place.folder().to_owned();
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     let (signals, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);
@@ -155,7 +156,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     let listener = listen(&folder, roles.are_given())?;
     let (over, is_over) = tokio::sync::oneshot::channel::<()>();
     let http = std::thread::Builder::new().name("http".to_owned()).spawn(move || {
-        server::serve(listener, roles, door, async {
+        server::serve(listener, open, roles, door, async {
             let _ = is_over.await;
         })
     });

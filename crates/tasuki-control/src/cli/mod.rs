@@ -6,7 +6,8 @@ mod show;
 pub mod vm;
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::{ArgGroup, Args, Subcommand, ValueEnum};
@@ -14,7 +15,7 @@ use hyper::Method as Verb;
 use serde_json::{Value, json};
 
 use crate::api::client;
-use crate::api::types::Plan;
+use crate::api::types::{Event, Plan};
 use crate::config::Spoof;
 use crate::place;
 
@@ -294,6 +295,8 @@ pub enum Asked {
     Events {
         /// Number of that event.
         since: u64,
+        /// Whether to go on with those that come.
+        follow: bool,
     },
     /// The steps to a configuration.
     Plan(Configuration),
@@ -302,6 +305,9 @@ pub enum Asked {
     /// The end of everything.
     Stop,
 }
+
+/// Interval at which a follower asks for events.
+const FOLLOW_EVERY: Duration = Duration::from_millis(200);
 
 fn word(value: Option<impl ValueEnum>) -> Value {
     value.and_then(|value| value.to_possible_value()).map_or(Value::Null, |value| json!(value.get_name()))
@@ -414,7 +420,8 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
             post(&format!("/v1/nics/{}/give", part(nic)), body)?
         }
         Asked::Counts(nic) => get(&format!("/v1/nics/{}/counts", part(nic)))?,
-        Asked::Events { since } => get(&format!("/v1/events?since={since}"))?,
+        Asked::Events { since, follow: true } => return follow(&folder, *since, reach.json),
+        Asked::Events { since, .. } => get(&format!("/v1/events?since={since}"))?,
         Asked::Plan(configuration) => post("/v1/plan", configuration.to_json()?)?,
         Asked::Apply(configuration) => {
             let mut body = configuration.to_json()?;
@@ -431,11 +438,38 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
         true => serde_json::to_string_pretty(&value)? + "\n",
         false => show::show(asked, value)?,
     };
+    write(&text).map(|_| ())
+}
+
+/// Writes to standard output. Returns whether it has a reader.
+fn write(text: &str) -> Result<bool> {
     match std::io::stdout().write_all(text.as_bytes()) {
+        Ok(()) => Ok(true),
         // A reader that has closed the pipe knows enough.
-        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(error).context("tasukid's answer cannot be written")
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(error).context("tasukid's answer cannot be written"),
+    }
+}
+
+/// Prints events as they come, one a line, also those of the daemons that follow. Ends when it has no reader.
+fn follow(folder: &Path, mut since: u64, as_json: bool) -> Result<()> {
+    let mut goes_on = false;
+    loop {
+        match client::ask(folder, Verb::GET, &format!("/v1/events?since={since}"), None) {
+            Ok(value) => {
+                goes_on = true;
+                for event in show::read::<Vec<Event>>(value)? {
+                    since = event.number;
+                    let line = if as_json { serde_json::to_string(&event)? + "\n" } else { show::event(&event) };
+                    if !write(&line)? {
+                        return Ok(());
+                    }
+                }
+            }
+            // Its daemon may come back: workers go on without one.
+            Err(error) if !goes_on => return Err(error),
+            Err(_) => {}
         }
-        _ => Ok(()),
+        std::thread::sleep(FOLLOW_EVERY);
     }
 }

@@ -216,7 +216,7 @@ fn counts(counts: &Counts) -> String {
     said
 }
 
-fn event(event: &Event) -> String {
+pub(super) fn event(event: &Event) -> String {
     let seconds = event.at_ms / 1000;
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
     format!("{:>5}  {hour:02}:{minute:02}:{second:02}.{:03}Z  {}\n", event.number, event.at_ms % 1000, event.sentence)

@@ -8,6 +8,7 @@ use tokio::sync::oneshot;
 
 use super::captures::Of;
 use crate::api::capture::Begun;
+use crate::api::metrics::Metrics;
 use crate::api::types::{
     Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Settled, Staging,
     Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
@@ -91,6 +92,7 @@ pub enum Request {
         nic: String,
         answer: Answer<Counts>,
     },
+    Metrics(Answer<Metrics>),
     Plan {
         apply: Apply,
         answer: Answer<Plan>,

@@ -184,6 +184,7 @@ impl Supervisor {
             },
             Request::Unstage { node, answer } => drop(answer.send(self.unstage(&node))),
             Request::Give { nic, give, answer } => self.give(&nic, &give, answer),
+            Request::Metrics(answer) => drop(answer.send(Ok(self.metrics()))),
             Request::Plan { apply, answer } => drop(answer.send(self.plan(&apply))),
             Request::Apply { apply, answer } => self.begin_applying(&apply, Some(answer)),
             Request::AddNode { node, answer } => drop(answer.send(self.add_node(*node))),

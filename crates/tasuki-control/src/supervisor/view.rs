@@ -6,6 +6,7 @@ use tasuki_relay::message::{heartbeat, lease_page};
 use super::card::{Card, Opening};
 use super::worker::{Fit, Stage, Worker};
 use super::{Supervisor, now};
+use crate::api::metrics::Metrics;
 use crate::api::types::{NicView, NodeView, Status, VmView, WorkerView};
 use crate::config::{self, Kind, StationAddress, Work};
 
@@ -21,6 +22,12 @@ impl Supervisor {
             nodes: self.node_views(),
             nics: self.nic_views(),
         }
+    }
+
+    pub(super) fn metrics(&self) -> Metrics {
+        let talks = |vni: &crate::api::types::VniView| Some((vni.name.clone(), self.vni_stats(&vni.name).ok()?));
+        let vnis = self.vni_views().iter().filter_map(talks).collect();
+        Metrics { status: self.status_view(), workers: self.worker_views(), vnis, last_event: self.last_event }
     }
 
     /// Returns the troubles of the daemon itself.

@@ -117,7 +117,7 @@ fn one_who_says_too_little_or_too_much_is_told_so_and_others_are_served() {
                 "T63",
                 "POST /v1/nodes/red/upgrade HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n{",
                 "413",
-                "the body of the request is incomplete, or longer than 65536 bytes",
+                "the body of the request is incomplete, or longer than 262144 bytes",
             ),
         ] {
             let rig = &rig;

@@ -1,11 +1,18 @@
 //! Commands that look at the machine, and not at the daemon's nodes.
 
-use super::rig::Rig;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::Stdio;
+use std::sync::{Arc, Mutex};
+
+use tasuki_testing::Program;
+
+use super::rig::{Rig, until};
 
 #[test]
 fn a_doctor_names_the_daemon_and_leaves_no_group_behind() {
     let rig = Rig::new();
-    let doctor = rig.command(&["doctor"]).stdout(std::process::Stdio::piped()).spawn().expect("a program");
+    let doctor = rig.command(&["doctor"]).stdout(Stdio::piped()).spawn().expect("a program");
     let pid = doctor.id();
     let output = doctor.wait_with_output().expect("it ends");
     let said = String::from_utf8(output.stdout).expect("text");
@@ -33,4 +40,66 @@ fn shells_and_manuals_know_all_commands() {
     rig.ask(&["man", &folder.path().display().to_string()]);
     let page = std::fs::read_to_string(folder.path().join("tasuki-nic-give.1")).expect("a page for each command");
     assert!(page.contains("Give a NIC to another node"), "{page}");
+}
+
+/// Asks as a server of Prometheus does.
+fn scraped(address: &str, path: &str) -> Option<String> {
+    let mut stream = TcpStream::connect(address).ok()?;
+    write!(stream, "GET {path} HTTP/1.1\r\nhost: {address}\r\n\r\n").ok()?;
+    let mut said = String::new();
+    stream.read_to_string(&mut said).ok()?;
+    Some(said)
+}
+
+#[test]
+fn a_server_of_prometheus_reads_the_counts_and_nothing_else() {
+    // The port is free now, and hardly another's in a moment.
+    let address =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr()).expect("a port").to_string();
+    let mut rig = Rig::without_daemon(super::rig::NODES, "");
+    rig.configure(|text| text.replace("[daemon]\n", &format!("[daemon]\nmetrics = \"{address}\"\n")));
+    rig.start();
+    rig.await_pair("red");
+    let said = scraped(&address, "/metrics").expect("an answer");
+    assert!(said.starts_with("HTTP/1.1 200") && said.contains("content-type: text/plain; version=0.0.4"), "{said}");
+    assert!(said.contains("\ntasuki_nic_driven{nic=\"eth0\",node=\"red\"} 1\n"), "{said}");
+    assert!(said.contains("\ntasuki_node_workers{node=\"red\"} 2\n"), "{said}");
+    assert!(
+        scraped(&address, "/v1/status").expect("an answer").starts_with("HTTP/1.1 404"),
+        "it is for the socket alone"
+    );
+    // Callers that say nothing keep out others for a few seconds, and nobody who uses the socket.
+    let silent: Vec<TcpStream> = (0..40).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
+    assert_eq!(rig.json(&["nic", "list"])[0]["is"], "driven");
+    until(&rig, "the silent ones are gone", || {
+        scraped(&address, "/metrics").is_some_and(|said| said.contains("tasuki_info"))
+    });
+    drop(silent);
+    rig.ask(&["nic", "give", "eth0", "--to", "green"]);
+    until(&rig, "green drives", || {
+        scraped(&address, "/metrics").is_some_and(|it| it.contains("tasuki_nic_driven{nic=\"eth0\",node=\"green\"} 1"))
+    });
+}
+
+#[test]
+fn whoever_follows_events_hears_of_those_of_the_next_daemon() {
+    let mut rig = Rig::new();
+    rig.await_pair("red");
+    let mut command = rig.command(&["events", "--follow"]);
+    let mut follower = Program::start(command.stdout(Stdio::piped()));
+    let heard = Arc::new(Mutex::new(String::new()));
+    let (lines, into) = (BufReader::new(follower.0.stdout.take().expect("a pipe")).lines(), heard.clone());
+    let reader = std::thread::spawn(move || {
+        lines.map_while(Result::ok).for_each(|line| into.lock().expect("a text").push_str(&(line + "\n")));
+    });
+    let hears = |rig: &Rig, part: &str| until(rig, part, || heard.lock().expect("a text").contains(part));
+    hears(&rig, "eth0 is driven by worker");
+    rig.kill_daemon();
+    rig.start();
+    hears(&rig, "eth0 was driven by worker");
+    rig.ask(&["nic", "give", "eth0", "--to", "green"]);
+    hears(&rig, "of node green, after");
+    assert!(follower.is_running());
+    follower.kill();
+    reader.join().expect("it ends with the pipe");
 }

@@ -1,0 +1,267 @@
+//! The daemon's counts for Prometheus, in its text format (version 0.0.4), and the listener for its server.
+
+use std::fmt::{Display, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use axum::Router;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::sync::{Semaphore, oneshot};
+
+use super::types::{NicView, NodeView, Status, TalkView, WorkerView};
+use crate::supervisor::door::{Door, Request};
+
+/// Connections at once: a server of Prometheus has one or two.
+const CONNECTIONS_MAX: usize = 16;
+/// Time for a request, and between two of a connection.
+const WITHIN: Duration = Duration::from_secs(5);
+
+/// All that the text is made of, at one moment.
+#[derive(Debug)]
+pub struct Metrics {
+    /// The daemon, its nodes and NICs.
+    pub status: Status,
+    /// All workers.
+    pub workers: Vec<WorkerView>,
+    /// The counts of each VNI, by its name.
+    pub vnis: Vec<(String, Vec<TalkView>)>,
+    /// Number of the last event.
+    pub last_event: u64,
+}
+
+/// The text, which grows by families of samples.
+#[derive(Debug, Default)]
+struct Text(String);
+
+/// Names and values.
+type Labels<'a> = &'a [(&'static str, &'a dyn Display)];
+
+impl Text {
+    /// Begins a family.
+    fn family(&mut self, name: &str, kind: &str, help: &str) {
+        let _ = writeln!(self.0, "# HELP tasuki_{name} {help}\n# TYPE tasuki_{name} {kind}");
+    }
+
+    fn sample(&mut self, name: &str, labels: Labels<'_>, value: impl Display) {
+        let all: Vec<String> =
+            labels.iter().map(|(name, value)| format!("{name}=\"{}\"", escaped(&value.to_string()))).collect();
+        let labels = if all.is_empty() { String::new() } else { format!("{{{}}}", all.join(",")) };
+        let _ = writeln!(self.0, "tasuki_{name}{labels} {value}");
+    }
+}
+
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+impl Metrics {
+    /// Returns the text.
+    pub fn text(&self) -> String {
+        let mut text = Text::default();
+        let Status { version, up_ms, adopted, trouble, configuration, nodes, nics, .. } = &self.status;
+        text.family("info", "gauge", "The daemon; always 1.");
+        text.sample("info", &[("version", version)], 1);
+        text.family("up_seconds", "gauge", "Time since the daemon began.");
+        text.sample("up_seconds", &[], seconds(*up_ms, 3));
+        text.family("adopted_workers", "gauge", "Workers that the daemon took over from an earlier one.");
+        text.sample("adopted_workers", &[], adopted);
+        text.family("trouble", "gauge", "1 while the registry cannot be written, or no keeper runs.");
+        text.sample("trouble", &[], u8::from(trouble.is_some()));
+        text.family("events_total", "counter", "Events so far, over all daemons of the runtime directory.");
+        text.sample("events_total", &[], self.last_event);
+        text.family("configuration_generation", "gauge", "Number of the configuration.");
+        text.sample("configuration_generation", &[], configuration.generation);
+        text.family("configuration_drift_steps", "gauge", "Steps to what the configuration describes.");
+        text.sample("configuration_drift_steps", &[], configuration.drift.len());
+        self.nodes(&mut text, nodes);
+        self.workers(&mut text);
+        Self::nics(&mut text, nics);
+        self.vnis(&mut text);
+        text.0
+    }
+
+    fn nodes(&self, text: &mut Text, nodes: &[NodeView]) {
+        text.family("node_workers", "gauge", "Workers of the node.");
+        nodes.iter().for_each(|node| text.sample("node_workers", &[("node", &node.name)], node.workers.len()));
+        text.family("node_upgrades_total", "counter", "Upgrades of the node.");
+        nodes.iter().for_each(|node| text.sample("node_upgrades_total", &[("node", &node.name)], node.generation));
+        text.family("node_trouble", "gauge", "1 while the node lacks workers that it should have.");
+        for node in nodes {
+            text.sample("node_trouble", &[("node", &node.name)], u8::from(node.trouble.is_some()));
+        }
+    }
+
+    fn workers(&self, text: &mut Text) {
+        let families: [(&str, &str, fn(&WorkerView) -> u64); 5] = [
+            ("received", "Frames that the worker has received.", |it| it.received),
+            ("sent", "Frames that the worker has sent.", |it| it.sent),
+            ("missing", "Numbered frames that are missing.", |it| it.missing),
+            ("late", "Numbered frames that came twice or late.", |it| it.late),
+            ("refused", "Frames that the node's TAP did not take, or that no card could send.", |it| it.refused),
+        ];
+        for (name, help, count) in families {
+            let name = format!("worker_{name}_frames_total");
+            text.family(&name, "counter", help);
+            for worker in &self.workers {
+                text.sample(&name, &[("node", &worker.node), ("worker", &worker.worker)], count(worker));
+            }
+        }
+    }
+
+    fn nics(text: &mut Text, nics: &[NicView]) {
+        text.family("nic_driven", "gauge", "1 while a worker of the node drives the NIC.");
+        for nic in nics {
+            text.sample("nic_driven", &[("nic", &nic.name), ("node", &nic.node)], u8::from(nic.is == "driven"));
+        }
+        text.family("nic_relays_total", "counter", "How often the NIC was taken and driven.");
+        nics.iter().for_each(|nic| text.sample("nic_relays_total", &[("nic", &nic.name)], nic.relays));
+        text.family(
+            "nic_last_pause_seconds",
+            "gauge",
+            "For how long no worker drove the NIC when it last changed hands.",
+        );
+        for (nic, pause) in nics.iter().filter_map(|nic| Some((&nic.name, nic.pause_ns?))) {
+            text.sample("nic_last_pause_seconds", &[("nic", nic)], seconds(pause, 9));
+        }
+    }
+
+    fn vnis(&self, text: &mut Text) {
+        let talks = || self.vnis.iter().flat_map(|(vni, talks)| talks.iter().map(move |talk| (vni, talk)));
+        let families: [(&str, &str, fn(&TalkView) -> u64); 3] = [
+            ("vni_sent_frames_total", "Frames that the node sent to its peer.", |it| it.sent),
+            ("vni_received_frames_total", "Frames that the node received from its peer.", |it| it.received),
+            (
+                "vni_taken_back_total",
+                "How often the node took all frames back from a peer that had read none for a second.",
+                |it| it.taken_back,
+            ),
+        ];
+        for (name, help, count) in families {
+            text.family(name, "counter", help);
+            for (vni, talk) in talks() {
+                text.sample(name, &[("vni", vni), ("node", &talk.node), ("peer", &talk.other)], count(talk));
+            }
+        }
+        let name = "vni_dropped_frames_total";
+        text.family(name, "counter", "Frames between the node and its peer that did not cross.");
+        for (vni, talk) in talks() {
+            let TalkView { ring_full, over_quota, pool_full, forged, .. } = talk;
+            let reasons =
+                [("ring_full", ring_full), ("over_quota", over_quota), ("pool_full", pool_full), ("forged", forged)];
+            for (reason, count) in reasons {
+                let labels: Labels<'_> =
+                    &[("vni", vni), ("node", &talk.node), ("peer", &talk.other), ("reason", &reason)];
+                text.sample(name, labels, count);
+            }
+        }
+    }
+}
+
+/// Returns a number of 10^-`digits` seconds in seconds.
+fn seconds(count: u64, digits: u32) -> String {
+    let whole = 10_u64.pow(digits);
+    format!("{}.{:0width$}", count / whole, count % whole, width = digits as usize)
+}
+
+/// Answers with the present counts.
+pub async fn answer(door: &Door) -> Response {
+    let (answer, answered) = oneshot::channel();
+    door.put(Request::Metrics(answer));
+    match answered.await {
+        Ok(Ok(metrics)) => ([("content-type", "text/plain; version=0.0.4")], metrics.text()).into_response(),
+        _ => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+    }
+}
+
+/// Listens for a server of Prometheus.
+///
+/// # Errors
+/// A sentence: the address cannot be listened at.
+pub fn listen(address: SocketAddr) -> Result<TcpListener> {
+    let listener = TcpListener::bind(address).with_context(|| {
+        format!(
+            "[daemon], metrics: {address} cannot be listened at; name another address, or end the process that has it"
+        )
+    })?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// Serves `/metrics`, and nothing else, for anybody who can connect.
+pub async fn serve(listener: TcpListener, door: Door) {
+    let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
+    let seats = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let router = Router::new().route("/metrics", get(async move || answer(&door).await));
+    while let Ok(seat) = seats.clone().acquire_owned().await {
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            // No descriptor is left: there may be one soon.
+            Err(_) => {
+                tokio::time::sleep(WITHIN).await;
+                continue;
+            }
+        };
+        let service = TowerToHyperService::new(router.clone());
+        tokio::spawn(async move {
+            let mut server = http1::Builder::new();
+            server.timer(TokioTimer::new()).header_read_timeout(WITHIN).keep_alive(false);
+            let _ = tokio::time::timeout(2 * WITHIN, server.serve_connection(TokioIo::new(stream), service)).await;
+            drop(seat);
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::types::ConfigurationView;
+
+    #[test]
+    fn samples_are_as_prometheus_reads_them() {
+        let talk = TalkView {
+            node: "red".to_owned(),
+            other: "blue".to_owned(),
+            sent: 5,
+            received: 4,
+            ring_full: 1,
+            over_quota: 0,
+            pool_full: 0,
+            taken_back: 0,
+            forged: 2,
+        };
+        let status = Status {
+            version: "a \"b\\c\"\n".to_owned(),
+            pid: 1,
+            up_ms: 61_005,
+            adopted: 2,
+            trouble: None,
+            configuration: ConfigurationView {
+                generation: 3,
+                drift: vec!["a step".to_owned()],
+                ..ConfigurationView::default()
+            },
+            nodes: Vec::new(),
+            nics: Vec::new(),
+        };
+        let text =
+            Metrics { status, workers: Vec::new(), vnis: vec![("lan".to_owned(), vec![talk])], last_event: 9 }.text();
+        for line in [
+            "tasuki_info{version=\"a \\\"b\\\\c\\\"\\n\"} 1",
+            "tasuki_up_seconds 61.005",
+            "tasuki_configuration_drift_steps 1",
+            "# TYPE tasuki_vni_sent_frames_total counter",
+            "tasuki_vni_sent_frames_total{vni=\"lan\",node=\"red\",peer=\"blue\"} 5",
+            "tasuki_vni_dropped_frames_total{vni=\"lan\",node=\"red\",peer=\"blue\",reason=\"forged\"} 2",
+        ] {
+            assert!(text.lines().any(|its| its == line), "{line}\n{text}");
+        }
+        assert_eq!(seconds(1_500_000_000, 9), "1.500000000");
+    }
+}
