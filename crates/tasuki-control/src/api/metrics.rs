@@ -28,7 +28,6 @@ const WITHIN: Duration = Duration::from_secs(5);
 pub struct Metrics {
     /// The daemon, its nodes and NICs.
     pub status: Status,
-    /// All workers.
     pub workers: Vec<WorkerView>,
     /// The counts of each VNI, by its name.
     pub vnis: Vec<(String, Vec<TalkView>)>,
@@ -42,6 +41,9 @@ struct Text(String);
 
 /// Names and values.
 type Labels<'a> = &'a [(&'static str, &'a dyn Display)];
+
+/// A family of samples of a kind of thing: its name, its help, and the value.
+type Family<T> = (&'static str, &'static str, fn(&T) -> u64);
 
 impl Text {
     /// Begins a family.
@@ -99,7 +101,7 @@ impl Metrics {
     }
 
     fn workers(&self, text: &mut Text) {
-        let families: [(&str, &str, fn(&WorkerView) -> u64); 5] = [
+        let families: [Family<WorkerView>; 5] = [
             ("received", "Frames that the worker has received.", |it| it.received),
             ("sent", "Frames that the worker has sent.", |it| it.sent),
             ("missing", "Numbered frames that are missing.", |it| it.missing),
@@ -134,7 +136,7 @@ impl Metrics {
 
     fn vnis(&self, text: &mut Text) {
         let talks = || self.vnis.iter().flat_map(|(vni, talks)| talks.iter().map(move |talk| (vni, talk)));
-        let families: [(&str, &str, fn(&TalkView) -> u64); 3] = [
+        let families: [Family<TalkView>; 3] = [
             ("vni_sent_frames_total", "Frames that the node sent to its peer.", |it| it.sent),
             ("vni_received_frames_total", "Frames that the node received from its peer.", |it| it.received),
             (

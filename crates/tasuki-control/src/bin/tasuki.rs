@@ -61,7 +61,7 @@ enum What {
     Doctor,
     /// Print a script that completes this command's words in a shell.
     Completions {
-        /// The shell.
+        /// The shell that is to read it.
         shell: clap_complete::Shell,
     },
     /// Write the manual pages of tasuki into a folder, for packages.
