@@ -27,6 +27,8 @@ pub struct Current {
     /// The file that the daemon began with.
     pub file: PathBuf,
     pub record: AppliedRecord,
+    /// The configuration in the record.
+    desired: Config,
     /// An earlier daemon has not come to all steps.
     resumes: bool,
 }
@@ -41,10 +43,10 @@ impl Current {
         if let Some(record) = known.filter(|known| known.base == base)
             && let Ok(config) = Config::parse(Path::new(&record.path), &record.text)
         {
-            return (Current { file, resumes: !record.is_done, record }, config);
+            return (Current { file, resumes: !record.is_done, record, desired: config.clone() }, config);
         }
         let record = AppliedRecord { generation: before + 1, path, text, base, is_done: true };
-        (Current { file, record, resumes: false }, config)
+        (Current { file, record, resumes: false, desired: config.clone() }, config)
     }
 }
 
@@ -107,6 +109,11 @@ impl Supervisor {
             return Err(wrong(
                 "[api] differs from what tasukid began with, and counts only then; start tasukid anew (workers go on)"
                     .to_owned(),
+            ));
+        }
+        if desired.daemon.confine != self.config.daemon.confine {
+            return Err(wrong(
+                "[daemon], confine: it counts only when tasukid begins; start tasukid anew (workers go on)".to_owned(),
             ));
         }
         Ok((desired, text, file))
@@ -199,12 +206,10 @@ impl Supervisor {
         if self.adopting || !std::mem::take(&mut self.current.resumes) {
             return;
         }
-        let AppliedRecord { path, text, generation, .. } = &self.current.record;
-        if let Ok(desired) = Config::parse(Path::new(path), text) {
-            self.note(About::default(), format!("configuration {generation} is applied to its end"));
-            let todo = self.steps_to(&desired).into();
-            self.begin_with(desired, todo, None);
-        }
+        let (desired, generation) = (self.current.desired.clone(), self.current.record.generation);
+        self.note(About::default(), format!("configuration {generation} is applied to its end"));
+        let todo = self.steps_to(&desired).into();
+        self.begin_with(desired, todo, None);
     }
 
     fn begin_with(&mut self, desired: Config, todo: VecDeque<Step>, answer: Option<Answer<Applied>>) {
@@ -214,6 +219,7 @@ impl Supervisor {
                 self.changes.push(Change::NotAdded(node.name.clone()));
             }
         }
+        self.current.desired.clone_from(&desired);
         self.changes.push(Change::Applied(self.current.record.clone()));
         self.flush();
         tasuki_shm::crash::point("daemon.applying");
@@ -229,6 +235,12 @@ impl Supervisor {
                 Ok(true) => {}
                 Err(no) => return self.not_applied(applying, no),
             }
+            if matches!(applying.todo.front(), Some(Step::Give(..)))
+                && self.cards.values().any(|card| self.has_strangers(card))
+            {
+                // Their workers are ending.
+                return self.applying = Some(applying);
+            }
             tasuki_shm::crash::point("daemon.applied-step");
             let Some(step) = applying.todo.pop_front() else { return self.is_applied(applying) };
             applying.steps.push(step.to_string());
@@ -241,11 +253,10 @@ impl Supervisor {
     }
 
     fn is_applied(&mut self, Applying { desired, steps, answer, .. }: Applying) {
-        // Entries that need no step, as the order of the nodes.
-        let by_hand =
-            self.config.node.iter().filter(|node| desired.node(&node.name).is_none()).cloned().collect::<Vec<_>>();
-        self.config = desired;
-        self.config.node.extend(by_hand);
+        // A node that was made anew was trusted before.
+        for node in &desired.node {
+            self.node_mut(&node.name).into_iter().for_each(|its| its.clone_from(node));
+        }
         self.current.record.is_done = true;
         self.changes.push(Change::Applied(self.current.record.clone()));
         let generation = self.current.record.generation;
@@ -286,10 +297,13 @@ impl Supervisor {
             }
             Step::Adjust(name, _) => {
                 let (Some(new), Some(node)) = (desired.node(name), self.node_mut(name)) else { return Err(No::Ending) };
-                let has_other_bounds = node.bounds != new.bounds;
+                let (has_other_bounds, has_other_trust) = (node.bounds != new.bounds, node.trusts != new.trusts);
                 (node.trusts, node.standby, node.bounds) = (new.trusts.clone(), new.standby, new.bounds);
                 if has_other_bounds {
                     self.divide_anew();
+                }
+                if has_other_trust {
+                    self.estrange_those_apart();
                 }
             }
             Step::Close(nic) => {
@@ -304,6 +318,9 @@ impl Supervisor {
             }
             Step::Add(name) => {
                 let node = desired.node(name).ok_or(No::Ending)?;
+                if self.nodes.contains_key(name) {
+                    return Err(No::now(format!("there is a node {name} by now")));
+                }
                 self.make_whole_node(node)?;
             }
             Step::Open(name, _) => {
@@ -450,37 +467,57 @@ impl Supervisor {
         }
     }
 
-    /// Takes a NIC's lease page from the nodes that its node does not trust any more: their workers that had the NIC end.
+    /// Returns the first two nodes that have the NIC's lease page and do not trust each other; the second one is to lose it.
+    fn strangers_of(&self, card: &Card) -> Option<(String, String)> {
+        let others = |one: &String| {
+            let is_stranger = |other: &&String| **other != card.node && !self.config.trust(one, other);
+            card.page_of.iter().find(is_stranger).cloned()
+        };
+        card.page_of.iter().find_map(|one| Some((one.clone(), others(one)?)))
+    }
+
+    /// Returns whether the lease page is shared by nodes that do not trust each other any more.
+    pub(super) fn has_strangers(&self, card: &Card) -> bool {
+        card.page_of.len() > 1 && card.page_of.contains(&card.node) && self.strangers_of(card).is_some()
+    }
+
+    /// Takes NICs' lease pages from nodes that are not trusted any more: their workers that had the NIC end first.
     pub(super) fn fit_trust(&mut self) {
-        let settled = self
-            .cards
-            .values()
-            .filter(|card| card.page_of.len() > 1 && card.is_settled() && card.page_of.contains(&card.node));
-        let is_stranger = |card: &Card, node: &String| !self.config.trust(&card.node, node);
-        let strangers: Vec<(u32, String, String)> = settled
-            .filter(|card| !self.jobs.iter().any(|job| job.is_about(card.number)))
-            .flat_map(|card| {
-                let others = card.page_of.iter().filter(move |node| is_stranger(card, node));
-                others.map(|node| (card.number, card.name().to_owned(), node.clone())).collect::<Vec<_>>()
-            })
-            .collect();
-        for (nic, name, node) in strangers {
-            let had = self.workers.values().filter(|worker| worker.record.node == node && worker.given.contains(&nic));
+        let is_free = |card: &&Card| card.is_settled() && !self.jobs.iter().any(|job| job.is_about(card.number));
+        let shared = self.cards.values().filter(|card| self.has_strangers(card)).filter(is_free);
+        let strangers: Vec<(u32, String, (String, String))> =
+            shared.filter_map(|card| Some((card.number, card.name().to_owned(), self.strangers_of(card)?))).collect();
+        for (nic, name, (one, other)) in strangers {
+            let had = self.workers.values().filter(|worker| worker.record.node == other && worker.given.contains(&nic));
             let had: Vec<u32> = had.map(super::worker::Worker::party).collect();
             for number in &had {
-                self.condemn(*number, format!("has had {name}, whose node does not trust it any more"));
+                self.condemn(*number, format!("has had {name}, and node {one} does not trust it any more"));
             }
+            let (ours, theirs) = (self.node_number(&one), self.node_number(&other));
             if let Some(card) = self.cards.get_mut(&nic).filter(|_| had.is_empty()) {
-                card.page_of.remove(&node);
+                card.page_of.remove(&other);
+                card.arbiter.iter_mut().for_each(|arbiter| arbiter.estrange(ours, theirs));
                 self.record_nic(nic);
             }
         }
     }
 
+    /// Tells the arbiters which nodes do not trust each other any more, but where both have the page: see `fit_trust`.
+    fn estrange_those_apart(&mut self) {
+        let names: Vec<String> = self.nodes.keys().cloned().collect();
+        let pairs =
+            names.iter().flat_map(|one| names.iter().filter(move |other| one < *other).map(move |other| (one, other)));
+        let apart: Vec<_> = pairs.filter(|(one, other)| !self.config.trust(one, other)).collect();
+        for (one, other) in apart {
+            let (one, other) = (self.node_number(one), self.node_number(other));
+            let arbiters = self.cards.values_mut().filter_map(|card| card.arbiter.as_mut());
+            arbiters.filter(|arbiter| !arbiter.share_page(one, other)).for_each(|arbiter| arbiter.estrange(one, other));
+        }
+    }
+
     pub(super) fn configuration_view(&self) -> ConfigurationView {
-        let AppliedRecord { generation, path, text, .. } = &self.current.record;
-        let steps = Config::parse(Path::new(path), text).map(|desired| self.steps_to(&desired));
-        let drift = steps.unwrap_or_default().iter().map(ToString::to_string).collect();
+        let AppliedRecord { generation, path, .. } = &self.current.record;
+        let drift = self.steps_to(&self.current.desired).iter().map(ToString::to_string).collect();
         let by_hand = self.by_hand.iter().cloned().collect();
         ConfigurationView { generation: *generation, path: path.clone(), drift, by_hand }
     }

@@ -312,6 +312,11 @@ impl Supervisor {
         if card.closing.is_some() {
             return Err(No::now(format!("{nic} is being closed")));
         }
+        if self.has_strangers(card) {
+            return Err(No::now(format!(
+                "workers that had {nic} are being ended, since their node is not trusted any more; ask again"
+            )));
+        }
         if let Some(vni) = card.vni() {
             return Err(No::now(format!("{nic} is node {from}'s end of VNI {vni}, and no other node's")));
         }

@@ -274,6 +274,20 @@ impl Arbiter {
         }
     }
 
+    /// Records that two nodes do not trust each other any more, and takes `other` from the page if both have it. The caller
+    /// has seen to it that no process of `other` that ever had the page is left.
+    pub fn estrange(&mut self, node: Node, other: Node) {
+        self.friends.retain(|pair| *pair != (node.min(other), node.max(other)));
+        if self.page.contains(&node) {
+            self.page.retain(|it| *it != other);
+        }
+    }
+
+    /// Returns whether workers of both nodes can write the lease page.
+    pub fn share_page(&self, one: Node, other: Node) -> bool {
+        self.page.contains(&one) && self.page.contains(&other)
+    }
+
     /// Prepares to give the device bundle to this worker of a node. Returns the page that the worker gets. Returns
     /// nothing, and the worker must be given nothing, if there is no room for one more.
     pub fn give(&mut self, party: Party, node: Node) -> Option<Page> {

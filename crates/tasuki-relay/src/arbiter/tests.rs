@@ -35,6 +35,19 @@ fn ask(number: u32) -> Input {
 }
 
 #[test]
+fn a_node_that_is_not_trusted_any_more_gets_a_fresh_page_and_cannot_hold_the_old_one() {
+    const OTHER: Node = Node(7);
+    let (mut arbiter, _) = steady();
+    arbiter.befriend(HOME, &[OTHER]);
+    assert_eq!(arbiter.give(party(2), OTHER), Some(Page::Shared));
+    let (mut arbiter, _) = Arbiter::begin(HOME, &[HOME, OTHER], &[(party(1), HOME), (party(2), OTHER)], &[]);
+    assert!(arbiter.share_page(HOME, OTHER) && arbiter.may_hold(party(2)));
+    arbiter.estrange(HOME, OTHER);
+    assert!(!arbiter.share_page(HOME, OTHER) && !arbiter.may_hold(party(2)) && arbiter.may_hold(party(1)));
+    assert_eq!((arbiter.page_for(OTHER), arbiter.page_for(HOME)), (Page::Fresh, Page::Shared));
+}
+
+#[test]
 fn a_dismissed_worker_is_told_so_and_not_chosen_any_more() {
     let (mut arbiter, table) = steady();
     assert_eq!(arbiter.give(party(2), HOME), Some(Page::Shared));

@@ -7,7 +7,7 @@ use std::fs;
 use serde_json::Value;
 
 use super::natives::{assert_exact, flows};
-use super::rig::{NODES, Rig, pid, signal, until};
+use super::rig::{NODES, Rig, lives, pid, signal, until};
 use super::vnis::World;
 
 /// Returns the processes that drive a NIC of each node.
@@ -156,11 +156,14 @@ fn a_node_that_is_not_trusted_any_more_loses_the_workers_that_had_the_nic() {
     let had = drivers(&rig)["blue"];
     rig.configure(|text| text.replace("trusts = [\"blue\"]\n", "").replace("trusts = [\"red\"]\n", ""));
     rig.ask(&["apply"]);
-    rig.await_event("has had eth0, whose node does not trust it any more");
+    rig.await_event("has had eth0, and node red does not trust it any more");
     until(&rig, "a worker of blue drives that never had it", || drivers(&rig).get("blue").is_some_and(|it| *it != had));
     rig.await_worker("blue", "stands by");
+    // As between strangers: no process of red that had the NIC is left.
+    let had: Vec<_> = rig.workers().iter().filter(|worker| worker["node"] == "red").map(pid).collect();
     let said = rig.ask(&["nic", "give", "eth0", "--to", "blue"]);
     assert_eq!(rig.nic()["node"], "blue", "{said}");
+    until(&rig, "they are gone", || had.iter().all(|pid| !lives(*pid)));
 }
 
 #[test]
