@@ -3,7 +3,7 @@
 //!
 //! `g2h`: the guest sends. Our back end copies each frame into the node's pool, from which another node of the same
 //! thread reads it. `h2g`: that node sends, and writes the headers of each frame as DPDK's generator does; our back end
-//! copies each frame into the guest's buffers.
+//! copies each frame into the guest's buffers. `-packed`: by packed rings, with IN_ORDER.
 
 mod cpu;
 mod idle;
@@ -26,7 +26,7 @@ use tasuki_net::endpoint::guest::Guest;
 use tasuki_net::endpoint::guest::channel::Channel;
 use tasuki_net::endpoint::guest::device::{Device, FROM_GUEST, Refusal, TO_GUEST};
 use tasuki_net::switch::Switch;
-use tasuki_net::virtq::Chain;
+use tasuki_net::virtq::{Chain, DriverMemory, Queue, Ring};
 use tasuki_net::vni::{PeerDescriptor, Vni};
 use tasuki_shm::line::{Claims, LINE_LEN};
 use tasuki_shm::region::{Pages, Region};
@@ -61,12 +61,29 @@ enum Way {
     HostToGuest,
 }
 
-/// The cases: name, way, and length of a frame in bytes.
-const CASES: [(&str, Way, usize); 4] = [
-    ("g2h-64", Way::GuestToHost, 64),
-    ("g2h-1518", Way::GuestToHost, 1514),
-    ("h2g-64", Way::HostToGuest, 64),
-    ("h2g-1518", Way::HostToGuest, 1514),
+/// Frames between a guest and its host.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    name: &'static str,
+    way: Way,
+    /// Length of a frame in bytes.
+    len: usize,
+    is_packed: bool,
+}
+
+const fn case(name: &'static str, way: Way, len: usize, is_packed: bool) -> Case {
+    Case { name, way, len, is_packed }
+}
+
+const CASES: [Case; 8] = [
+    case("g2h-64", Way::GuestToHost, 64, false),
+    case("g2h-1518", Way::GuestToHost, 1514, false),
+    case("h2g-64", Way::HostToGuest, 64, false),
+    case("h2g-1518", Way::HostToGuest, 1514, false),
+    case("g2h-64-packed", Way::GuestToHost, 64, true),
+    case("g2h-1518-packed", Way::GuestToHost, 1514, true),
+    case("h2g-64-packed", Way::HostToGuest, 64, true),
+    case("h2g-1518-packed", Way::HostToGuest, 1514, true),
 ];
 
 /// Length in bytes of the headers of a frame: Ethernet, IPv4 and UDP.
@@ -79,7 +96,7 @@ const SECONDS: u64 = 6;
 pub fn rows(is_quick: bool, only: &[String], guest: Option<&Path>, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let is_wanted = |name: &str| only.is_empty() || only.iter().any(|prefix| name.starts_with(prefix.as_str()));
     let mut rows = Vec::new();
-    if CASES.into_iter().any(|(name, ..)| is_wanted(name)) {
+    if CASES.into_iter().any(|case| is_wanted(case.name)) {
         rows.extend(rows_of_front_end(is_quick, is_wanted, interrupt)?);
     }
     if relays::NAMES.into_iter().any(&is_wanted) {
@@ -94,13 +111,8 @@ pub fn rows(is_quick: bool, only: &[String], guest: Option<&Path>, interrupt: &I
             }
         }
     }
-    let names: Vec<_> = CASES
-        .map(|(name, ..)| name)
-        .into_iter()
-        .chain(relays::NAMES)
-        .map(str::to_owned)
-        .chain(stock::names())
-        .collect();
+    let names: Vec<_> =
+        CASES.map(|case| case.name).into_iter().chain(relays::NAMES).map(str::to_owned).chain(stock::names()).collect();
     ensure!(!rows.is_empty(), "nothing was measured; the cases are {}", names.join(", "));
     Ok(rows)
 }
@@ -112,12 +124,13 @@ fn rows_of_front_end(is_quick: bool, is_wanted: impl Fn(&str) -> bool, interrupt
     let cpus = Cpus::choose()?;
     let rounds = if is_quick { 1 } else { 5 };
     let mut rows = Vec::new();
-    for (name, way, len) in CASES.into_iter().filter(|(name, ..)| is_wanted(name)) {
+    for case in CASES.into_iter().filter(|case| is_wanted(case.name)) {
+        let Case { name, len, .. } = case;
         let (mut ours, mut theirs, mut ceilings) = (Vec::new(), Vec::new(), Vec::new());
         for round in 1..=rounds {
-            ours.push(by_us(BackEnd::Bridge, way, len, cpus, interrupt)?);
-            theirs.push(by_dpdk(way, len, cpus, interrupt)?);
-            ceilings.push(by_us(BackEnd::Indices, way, len, cpus, interrupt)?);
+            ours.push(by_us(BackEnd::Bridge, case, cpus, interrupt)?);
+            theirs.push(by_dpdk(case, cpus, interrupt)?);
+            ceilings.push(by_us(BackEnd::Indices, case, cpus, interrupt)?);
             let [ours, theirs, ceiling] =
                 [&ours, &theirs, &ceilings].map(|rates| rates.last().map_or(0.0, |rate| rate / 1e6));
             eprintln!("round {round}/{rounds} · {name} · {ours:.2} Mpps, DPDK {theirs:.2}, ceiling {ceiling:.2}");
@@ -195,21 +208,25 @@ impl Testpmd {
 }
 
 /// Starts the front end. Without `merges`, its driver reads nothing of the header before a frame that it receives.
-fn front(socket: &Path, cpu: usize, way: Way, len: usize, merges: bool) -> Result<Testpmd> {
+fn front(socket: &Path, cpu: usize, case: Case, merges: bool) -> Result<Testpmd> {
+    let Case { way, len, is_packed, .. } = case;
     let merges = u8::from(merges);
     let path = socket.display();
-    let vdev = format!("net_virtio_user0,path={path},queues=1,queue_size=1024,mac={OF_GUEST},mrg_rxbuf={merges}");
+    let layout = if is_packed { ",packed_vq=1,in_order=1" } else { "" };
+    let vdev =
+        format!("net_virtio_user0,path={path},queues=1,queue_size=1024,mac={OF_GUEST},mrg_rxbuf={merges}{layout}");
     Testpmd::start(cpu, &vdev, if way == Way::GuestToHost { "txonly" } else { "rxonly" }, len)
 }
 
 /// Measures DPDK's back end.
-fn by_dpdk(way: Way, len: usize, cpus: Cpus, interrupt: &Interrupt) -> Result<f64> {
+fn by_dpdk(case: Case, cpus: Cpus, interrupt: &Interrupt) -> Result<f64> {
+    let Case { way, len, .. } = case;
     let folder = Workplace::new()?;
     let socket = folder.directory().join("vhost.sock");
     let mode = if way == Way::GuestToHost { "rxonly" } else { "txonly" };
     let mut back = Testpmd::start(cpus.server, &format!("net_vhost0,iface={}", socket.display()), mode, len)?;
     program::await_listener(&socket, "DPDK's back end")?;
-    let mut front = front(&socket, cpus.client, way, len, true)?;
+    let mut front = front(&socket, cpus.client, case, true)?;
     let receiver = if way == Way::GuestToHost { &mut back } else { &mut front };
     best(receiver.received(SECONDS + 2, interrupt)?)
 }
@@ -224,7 +241,8 @@ enum BackEnd {
 }
 
 /// Measures a back end of ours.
-fn by_us(end: BackEnd, way: Way, len: usize, cpus: Cpus, interrupt: &Interrupt) -> Result<f64> {
+fn by_us(end: BackEnd, case: Case, cpus: Cpus, interrupt: &Interrupt) -> Result<f64> {
+    let Case { way, len, .. } = case;
     let folder = Workplace::new()?;
     let socket = folder.directory().join("vm.sock");
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -241,7 +259,7 @@ fn by_us(end: BackEnd, way: Way, len: usize, cpus: Cpus, interrupt: &Interrupt) 
             }
         });
         let rates = (|| {
-            let mut front = front(&socket, cpus.client, way, len, end == BackEnd::Bridge)?;
+            let mut front = front(&socket, cpus.client, case, end == BackEnd::Bridge)?;
             if way == Way::HostToGuest {
                 return front.received(SECONDS + 2, interrupt);
             }
@@ -288,19 +306,30 @@ fn move_indices(listener: &OwnedFd, way: Way, len: usize, (count, is_over): (&At
             }
             continue;
         };
-        if queue.look()? < MOVED {
-            continue;
+        let moved = match queue {
+            Queue::Split(ring) => move_chains(ring, memory, &mut chain, written)?,
+            Queue::Packed(ring) => move_chains(ring, memory, &mut chain, written)?,
+        };
+        if moved {
+            queue.show();
+            count.fetch_add(MOVED.into(), Ordering::Relaxed);
         }
-        for _ in 0..MOVED {
-            ensure!(queue.take(memory, &mut chain)?, "the front end takes chains back");
-            // The descriptor comes from the other CPU meanwhile, as for the bridge.
-            std::hint::black_box(queue.address_ahead(8));
-            queue.complete(chain.head, written);
-        }
-        queue.show();
-        count.fetch_add(MOVED.into(), Ordering::Relaxed);
     }
     Ok(())
+}
+
+/// Takes and completes chains, if there are enough. Returns whether there were.
+fn move_chains(ring: &mut impl Ring, memory: &DriverMemory, chain: &mut Chain, written: u32) -> Result<bool> {
+    if !ring.look()? || ring.address_ahead(MOVED - 1).is_none() {
+        return Ok(false);
+    }
+    for _ in 0..MOVED {
+        ensure!(ring.take(memory, chain)?, "the front end takes chains back");
+        // The descriptor comes from the other CPU meanwhile, as for the bridge.
+        std::hint::black_box(ring.address_ahead(8));
+        ring.complete(chain.head, written);
+    }
+    Ok(true)
 }
 
 /// Plays the back end and the other node, until it is over.

@@ -62,7 +62,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         let ledger = vni.ledger.take();
         assert_eq!(ledger.is_some(), recovery == Recovery::Exact, "the end was made for another kind of endpoint");
         match &ledger {
-            Some(ledger) => end.resume(ledger.marks()),
+            Some(ledger) => end.resume(ledger.marks(), vni.journal()),
             None => end.begin(page),
         }
         let mut bridge = Bridge {
@@ -216,6 +216,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             end.commit();
             return 0;
         }
+        end.note();
         ledger.commit(&handled, vni.staged(), sent, &marks);
         *last_marks = Some(marks);
         vni.flush_with(|| {

@@ -135,7 +135,8 @@ pub enum Given {
 ///
 /// A turn of its [`Bridge`] calls, in this order: [`attend`](Self::attend); for each frame from the VNI
 /// [`give`](Self::give), then [`show`](Self::show) and [`ring`](Self::ring); [`take`](Self::take); and, once the frames
-/// taken are published, [`commit`](Self::commit).
+/// taken are published, [`commit`](Self::commit). A turn that is committed as a whole calls [`note`](Self::note) before, and
+/// neither `show` nor `ring`.
 pub trait Endpoint: fmt::Debug {
     /// Returns what a successor goes by.
     fn recovery(&self) -> Recovery;
@@ -164,8 +165,11 @@ pub trait Endpoint: fmt::Debug {
     fn begin(&mut self, _: Span<Line>) {}
 
     /// Begins to serve, where [recovery](Self::recovery) is exact. `marks` are those of the last turn that was committed,
-    /// and behind them words of earlier turns.
-    fn resume(&mut self, _marks: Option<Marks>) {}
+    /// and behind them words of earlier turns. Only the node's worker writes the journal; its successor reads it.
+    fn resume(&mut self, _marks: Option<Marks>, _journal: Span<Line>) {}
+
+    /// Notes in the journal what a successor needs to carry the present turn out again. It is committed next.
+    fn note(&mut self) {}
 
     /// Returns how far the endpoint is, once the present turn is committed.
     fn marks(&self) -> Marks {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Release;
 use arrayvec::ArrayVec;
 use tasuki_shm::region::{CommonRegion, RegionError, Span};
 
-use super::{Broken, PIECES_MAX, Place, available_len, table_len, used_len};
+use super::{Broken, Layout, PIECES_MAX, Place};
 
 /// Maximum number of stretches of a driver's memory.
 pub const STRETCHES_MAX: usize = 8;
@@ -90,23 +90,28 @@ impl DriverMemory {
     }
 
     /// Has the pages of a queue mapped before they are needed.
-    pub fn populate(&self, place: Place) {
-        let Place { size, descriptors, available, used } = place;
-        let size = usize::from(size);
-        for (address, len) in [(descriptors, table_len(size)), (available, available_len(size)), (used, used_len(size))]
-        {
-            if let Some((stretch, offset)) = self.place(len, |stretch| address.checked_sub(stretch.user)) {
-                self.stretches[usize::from(stretch)].region.populate(offset, len);
+    pub fn populate(&self, place: Place, layout: Layout) {
+        for part in place.parts(layout) {
+            if let Ok((region, offset)) = self.lend(part) {
+                region.populate(offset, part.1);
             }
         }
     }
 
-    pub(super) fn place(&self, len: usize, offset_of: impl Fn(&Stretch) -> Option<u64>) -> Option<(u8, usize)> {
-        (0_u8..).zip(&self.stretches).find_map(|(at, stretch)| {
-            let offset = offset_of(stretch)?;
+    /// Returns where a part of a queue lies, with its front end's address and its length in bytes.
+    pub(super) fn lend(&self, (address, len): (u64, usize)) -> Result<(&CommonRegion, usize), Broken> {
+        let lies = self.stretches.iter().find_map(|stretch| {
+            let offset = address.checked_sub(stretch.user)?;
             let fits = offset.checked_add(len as u64)? <= stretch.len;
-            fits.then_some((at, usize::try_from(stretch.offset + offset).ok()?))
-        })
+            fits.then_some((&stretch.region, usize::try_from(stretch.offset + offset).ok()?))
+        });
+        lies.ok_or(Broken::Ring)
+    }
+
+    /// Returns the driver's address of what has this address of the front end.
+    pub(super) fn guest_address(&self, user: u64) -> Option<u64> {
+        let offset_in = |stretch: &Stretch| user.checked_sub(stretch.user).filter(|offset| *offset < stretch.len);
+        self.stretches.iter().find_map(|stretch| stretch.guest.checked_add(offset_in(stretch)?))
     }
 
     /// Returns as much of `len` bytes at the driver's address `address` as lies in one stretch.

@@ -189,6 +189,12 @@ impl Vni {
         self.node_memory.ledger()
     }
 
+    /// Returns the pages of the node memory for an endpoint's completions. Only the node's worker writes them; its successor
+    /// reads them.
+    pub(crate) fn journal(&self) -> Span<Line> {
+        self.node_memory.journal()
+    }
+
     /// The captures, if any, that see each frame that this end receives or sends.
     pub fn captures(&mut self) -> &mut Option<Box<Captures>> {
         &mut self.captures

@@ -6,8 +6,10 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use proptest::prelude::*;
 use rustix::fs::MemfdFlags;
-use tasuki_net::virtq::{Chain, DriverMemory, PIECES_MAX, Place, Queue, Stretch, len_of};
+use tasuki_net::virtq::{Chain, DriverMemory, Head, PIECES_MAX, Place, Ring, Split, Stretch, len_of};
 use tasuki_shm::region::CommonRegion;
+
+mod packed;
 
 /// Addresses of the two stretches, of the guest and of the front end. The guest's follow each other, so a buffer may lie
 /// in both.
@@ -77,6 +79,11 @@ impl Memory {
 
     /// Returns all bytes, and zeroes in place of the used ring and what the device may write there.
     fn but_the_used_ring(&self, size: u16) -> Vec<Vec<u8>> {
+        self.but(USED, 4 + 8 * usize::from(size) + 2)
+    }
+
+    /// Returns all bytes, and zeroes in place of some of the first stretch.
+    fn but(&self, at: u64, len: usize) -> Vec<Vec<u8>> {
         let mut all: Vec<Vec<u8>> = self
             .files
             .iter()
@@ -86,8 +93,8 @@ impl Memory {
                 bytes
             })
             .collect();
-        let from = usize::try_from(OFFSET + USED).unwrap();
-        all[0][from..from + 4 + 8 * usize::from(size) + 2].fill(0);
+        let from = usize::try_from(OFFSET + at).unwrap();
+        all[0][from..from + len].fill(0);
         all
     }
 }
@@ -235,7 +242,7 @@ proptest! {
         let out = (0..size).map(|_| Vec::new()).collect();
         let mut driver =
             Driver { memory, size, has_event_index, free: (0..size).collect(), out, available: first, used: first };
-        let mut queue = Queue::new(&ours, place(size), first, None, has_event_index).unwrap();
+        let mut queue = Split::new(&ours, place(size), first, None, has_event_index).unwrap();
         let (mut offered, mut taken, mut completed) =
             (VecDeque::<Offered>::new(), VecDeque::<Offered>::new(), VecDeque::<(u16, u32)>::new());
         let (mut shown, mut hidden, mut event) = (VecDeque::<(u16, u32)>::new(), first, 0_u16);
@@ -254,7 +261,7 @@ proptest! {
                     prop_assert_eq!(came, !offered.is_empty());
                     if !came { continue }
                     let it = &offered[0];
-                    prop_assert_eq!(chain.head, it.0);
+                    prop_assert_eq!(chain.head.id, it.0);
                     let len = |written| it.1.iter().filter(|piece| piece.1 == written).map(|piece| usize::from(piece.0)).sum::<usize>();
                     prop_assert_eq!((len_of(&chain.readable), len_of(&chain.writable)), (len(false), len(true)));
                     let mut bytes = vec![0; len(false)];
@@ -269,15 +276,16 @@ proptest! {
                     ours.fill(&chain.writable, 0, fill.len(), |at, len, region, offset| region.copy_from(offset, &fill[at..at + len]));
                     prop_assert_eq!(&bytes_of(&driver.memory, it, true), &fill);
                     match is_put_back {
-                        true => queue.put_back(1),
+                        true => queue.put_back(chain.head),
                         false => taken.push_back(offered.pop_front().unwrap()),
                     }
                 }
                 Step::Complete(len, is_undone) => {
                     let Some((head, ..)) = taken.front() else { continue };
-                    queue.complete(*head, len);
+                    let before = queue.state();
+                    queue.complete(Head { id: *head, slots: 1 }, len);
                     match is_undone {
-                        true => queue.undo(1),
+                        true => queue.rewind(before),
                         false => completed.push_back((taken.pop_front().unwrap().0, len)),
                     }
                 }
@@ -297,9 +305,9 @@ proptest! {
                     driver.want_interrupt(event);
                 }
                 Step::Reopen if taken.is_empty() && completed.is_empty() => {
-                    let (next, done) = queue.indices();
+                    let (next, done) = queue.positions();
                     prop_assert_eq!(next, done);
-                    queue = Queue::new(&ours, place(size), next, Some(done), has_event_index).unwrap();
+                    queue = Split::new(&ours, place(size), next, Some(done), has_event_index).unwrap();
                     // A predecessor that was killed had not stored it yet.
                     driver.memory.write(USED + 2, &done.wrapping_sub(1).to_le_bytes());
                     queue.show_again();
@@ -323,21 +331,21 @@ proptest! {
         if let Some([descriptors, available, used]) = elsewhere {
             place = Place { size, descriptors: USER + descriptors, available: USER + available, used: USER + used };
         }
-        let Ok(mut queue) = Queue::new(&ours, place, next, None, true) else { return Ok(()) };
+        let Ok(mut queue) = Split::new(&ours, place, next, None, true) else { return Ok(()) };
         let (is_known, size_here) = (elsewhere.is_none() && size <= SIZE_MAX, size.min(SIZE_MAX));
         let mut chain = Chain::default();
         for (changes, what, number) in steps {
             for change in changes {
-                change.make(&memory, size_here, queue.indices().0);
+                change.make(&memory, size_here, queue.positions().0);
             }
             let before = memory.but_the_used_ring(size_here);
             match what {
-                0 => queue.complete(number, number.into()),
+                0 => queue.complete(Head { id: number, slots: 1 }, number.into()),
                 1 => _ = queue.show(),
-                2 => queue.put_back(number % 3),
+                2 => (0..number % 3).for_each(|_| queue.put_back(Head::default())),
                 3 => queue.want_kicks(number & 1 == 1),
                 _ => {
-                    let expected = is_known.then(|| expected(&memory, size, queue.indices().0));
+                    let expected = is_known.then(|| expected(&memory, size, queue.positions().0));
                     let came = queue.look().and_then(|_| queue.take(&ours, &mut chain));
                     if let Some(expected) = &expected {
                         prop_assert_eq!(came.ok(), expected.as_ref().ok().map(Option::is_some));
@@ -348,7 +356,7 @@ proptest! {
                         prop_assert!(ours.copy_to(&chain.writable, 0, &mut vec![0; len_of(&chain.writable)]));
                         prop_assert!(chain.readable.len() <= PIECES_MAX && chain.writable.len() <= PIECES_MAX);
                         if let Some(Ok(Some((head, readable, writable)))) = &expected {
-                            prop_assert_eq!((chain.head, len_of(&chain.writable)), (*head, *writable));
+                            prop_assert_eq!((chain.head.id, len_of(&chain.writable)), (*head, *writable));
                             prop_assert!(&bytes == readable);
                         }
                     }

@@ -1,6 +1,9 @@
 //! A virtual machine: the front end and its guest's driver, written from the specifications of vhost-user and VIRTIO and
 //! sharing nothing with the back end. It reads and writes its memory as a file, so it needs no mapping.
 
+#[path = "vm/packed.rs"]
+pub mod packed;
+
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::io::{IoSlice, IoSliceMut};
@@ -26,6 +29,8 @@ pub const INDIRECT: u64 = 1 << 28;
 pub const EVENT_IDX: u64 = 1 << 29;
 pub const PROTOCOL: u64 = 1 << 30;
 pub const VERSION_1: u64 = 1 << 32;
+pub const PACKED: u64 = 1 << 34;
+pub const IN_ORDER: u64 = 1 << 35;
 
 /// Addresses of the machine's memory: of the guest, and of the front end.
 pub const GUEST: u64 = 0x4000_0000;
@@ -57,6 +62,27 @@ fn buffers(queue: usize) -> u64 {
 fn pair_at(queue: usize) -> u64 {
     (queue as u64 / 2).checked_sub(1).map_or(0, |pair| PAIR_AT + PAIR_LEN * pair)
 }
+
+/// Returns where the indirect table of a buffer of the sending queue is.
+fn table_of(buffer: u16) -> u64 {
+    TABLES + 1024 * u64::from(buffer)
+}
+
+/// Returns an entry of a packed ring's indirect table: the id in it counts for nothing (2.8.7).
+fn packed_entry((address, len, flags): &packed::Descriptor) -> Vec<u8> {
+    [&address.to_le_bytes()[..], &len.to_le_bytes(), &0xbad_u16.to_le_bytes(), &flags.to_le_bytes()].concat()
+}
+
+impl packed::Memory for Machine {
+    fn put(&self, at: u64, bytes: &[u8]) {
+        self.write(at, bytes);
+    }
+
+    fn get(&self, at: u64) -> u16 {
+        self.half(at)
+    }
+}
+
 /// Longer than any answer takes, even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -77,6 +103,9 @@ pub struct Machine {
     /// Indices of the available rings, and how far the used rings are read.
     available: Vec<u16>,
     used: Vec<u16>,
+    /// In place of those, if the rings are packed, and the buffers that the sending ones have free.
+    packed: Vec<packed::Driver>,
+    free: Vec<Vec<u16>>,
     /// Whether the driver sends with indirect tables, in pieces of this many bytes.
     pub pieces: Option<usize>,
     /// Pages that guest and front end have written, counted from the first.
@@ -148,7 +177,8 @@ impl Machine {
         (machine.kicks, machine.calls) =
             ((0..queues).map(|_| eventfd()).collect(), (0..queues).map(|_| eventfd()).collect());
         (machine.available, machine.used) = (vec![0; queues], vec![0; queues]);
-        machine.begin(vec![0; queues], &mut turn);
+        machine.start_packed(queues);
+        machine.begin(vec![machine.start_of_ring(); queues], &mut turn);
         for queue in (0..queues).step_by(2) {
             (0..size).for_each(|at| machine.post(queue, at));
         }
@@ -188,8 +218,33 @@ impl Machine {
             size,
             available: vec![0; 2],
             used: vec![0; 2],
+            packed: Vec::new(),
+            free: Vec::new(),
             pieces: None,
             written: RefCell::default(),
+        }
+    }
+
+    /// Returns whether its rings are packed.
+    pub fn is_packed(&self) -> bool {
+        self.features & PACKED != 0
+    }
+
+    /// Returns the position at which a ring begins.
+    pub fn start_of_ring(&self) -> u16 {
+        if self.is_packed() { 0x8000 } else { 0 }
+    }
+
+    fn start_packed(&mut self, queues: usize) {
+        if !self.is_packed() {
+            return;
+        }
+        for queue in 0..queues {
+            let mut driver = packed::Driver::new(ring(queue), self.size, self.start_of_ring());
+            driver.has_event_index = self.features & EVENT_IDX != 0;
+            driver.is_in_order = self.features & IN_ORDER != 0;
+            self.packed.push(driver);
+            self.free.push((0..self.size).collect());
         }
     }
 
@@ -215,7 +270,7 @@ impl Machine {
             let offered = self.ask(15, &[], turn);
             self.say(16, &offered.to_ne_bytes(), &[]);
         }
-        self.begin([RECEIVE, SEND].map(|queue| self.completed(queue)), turn);
+        self.begin([RECEIVE, SEND].map(|queue| self.position(queue)), turn);
     }
 
     /// Starts its device, whose rings begin with these indices.
@@ -225,7 +280,8 @@ impl Machine {
         for (index, base) in (0_u32..).zip(bases.as_ref().iter().copied()) {
             let at = index as usize;
             self.say(8, &state(index, self.size.into()), &[]);
-            self.say(10, &state(index, base.into()), &[]);
+            let used = if self.is_packed() { u32::from(base) << 16 } else { 0 };
+            self.say(10, &state(index, used | u32::from(base)), &[]);
             self.place(index, false);
             self.say(13, &u64::from(index).to_ne_bytes(), &[self.calls[at].as_fd()]);
             self.say(12, &u64::from(index).to_ne_bytes(), &[self.kicks[at].as_fd()]);
@@ -269,15 +325,17 @@ impl Machine {
         noted.map(|page| page - GUEST / 4096).chain(self.written.borrow().iter().copied()).collect()
     }
 
-    /// Stops both rings. Returns the index of the next chain of each.
+    /// Stops both rings. Returns the position of the next chain of each.
     pub fn stop(&self, turn: &mut impl FnMut()) -> [u16; 2] {
         if self.features & PROTOCOL != 0 {
             // As QEMU 7.2 does, and later ones do not.
             self.say(39, &0_u64.to_ne_bytes(), &[]);
         }
         [0_u32, 1].map(|index| {
-            let answer = self.ask(11, &state(index, 0), turn);
-            u16::try_from(answer >> 32).unwrap()
+            let answer = self.ask(11, &state(index, 0), turn) >> 32;
+            let base = u16::try_from(answer & 0xffff).unwrap();
+            assert_eq!(answer >> 16, if self.is_packed() { base.into() } else { 0 }, "all that was taken is completed");
+            base
         })
     }
 
@@ -285,6 +343,7 @@ impl Machine {
     pub fn copy(&mut self, from: &Machine, pages: impl IntoIterator<Item = u64>) {
         pages.into_iter().for_each(|page| self.write(4096 * page, &from.read(4096 * page, 4096)));
         (self.available, self.used, self.pieces) = (from.available.clone(), from.used.clone(), from.pieces);
+        (self.packed, self.free) = (from.packed.clone(), from.free.clone());
     }
 
     pub fn write(&self, at: u64, bytes: &[u8]) {
@@ -326,14 +385,46 @@ impl Machine {
         } else {
             self.half(used) & 1 == 0
         };
+        self.kick(queue, wants);
+    }
+
+    fn kick(&self, queue: usize, wants: bool) {
         if wants {
             rustix::io::write(&self.kicks[queue], &1_u64.to_ne_bytes()).unwrap();
+        }
+    }
+
+    /// Makes a chain available in a packed ring.
+    pub fn offer_packed(&mut self, queue: usize, id: u16, chain: &[packed::Descriptor]) {
+        let mut driver = self.packed[queue].clone();
+        let wants = driver.offer(self, id, chain);
+        self.packed[queue] = driver;
+        self.kick(queue, wants);
+    }
+
+    /// Returns the next used descriptor of a packed ring.
+    fn reclaim(&mut self, queue: usize) -> Option<(Vec<u16>, u32)> {
+        let mut driver = self.packed[queue].clone();
+        let came = driver.reclaim(self);
+        self.packed[queue] = driver;
+        came
+    }
+
+    /// Asks for interrupts, or for none.
+    pub fn want_interrupts(&self, queue: usize, yes: bool) {
+        if self.is_packed() {
+            self.packed[queue].want_interrupt(self, None, yes);
+        } else {
+            self.write(ring(queue)[1], &u16::from(!yes).to_le_bytes());
         }
     }
 
     /// Posts a buffer for a received frame.
     fn post(&mut self, queue: usize, buffer: u16) {
         let address = GUEST + buffers(queue) + RECEIVE_LEN * u64::from(buffer);
+        if self.is_packed() {
+            return self.offer_packed(queue, buffer, &[(address, RECEIVE_LEN.try_into().unwrap(), 2)]);
+        }
         self.describe(ring(queue)[0], buffer, address, RECEIVE_LEN.try_into().unwrap(), 2, 0);
         self.offer(queue, buffer);
     }
@@ -358,6 +449,9 @@ impl Machine {
     }
 
     fn send_by(&mut self, queue: usize, header: &[u8], frame: &[u8]) -> bool {
+        if self.is_packed() {
+            return self.send_packed(queue, &[header, frame].concat());
+        }
         let used = self.half(ring(queue)[2] + 2);
         if self.available[queue].wrapping_sub(used) >= self.size {
             return false;
@@ -369,7 +463,7 @@ impl Machine {
         match self.pieces {
             None => self.describe(ring(queue)[0], at, GUEST + place, bytes.len(), 0, 0),
             Some(len) => {
-                let table = TABLES + 1024 * u64::from(at);
+                let table = table_of(at);
                 let count = bytes.len().div_ceil(len);
                 for (i, piece) in (0_u16..).zip(bytes.chunks(len)) {
                     let next = usize::from(i) + 1 < count;
@@ -383,9 +477,69 @@ impl Machine {
         true
     }
 
-    /// Returns the number of chains that the back end has completed.
+    /// Sends by a packed ring: in one descriptor or in pieces, with a table for them or each in the ring.
+    fn send_packed(&mut self, queue: usize, bytes: &[u8]) -> bool {
+        while let Some((ids, _)) = self.reclaim(queue) {
+            self.free[queue].extend(ids);
+        }
+        let pieces = self.pieces.unwrap_or(bytes.len());
+        let is_table = self.pieces.is_some() && self.features & INDIRECT != 0;
+        let need = if is_table { 1 } else { bytes.len().div_ceil(pieces) };
+        let Some(&id) = self.free[queue].first().filter(|_| usize::from(self.packed[queue].free) >= need) else {
+            return false;
+        };
+        // Those that have lain longest come first, so that ids and places in the ring drift apart.
+        self.free[queue].remove(0);
+        let place = buffers(queue) + SEND_LEN * u64::from(id);
+        self.write(place, bytes);
+        let mut chain = Vec::new();
+        let mut address = GUEST + place;
+        for piece in bytes.chunks(pieces) {
+            chain.push((address, u32::try_from(piece.len()).unwrap(), 0));
+            address += piece.len() as u64;
+        }
+        if is_table {
+            let entries: Vec<u8> = chain.iter().flat_map(packed_entry).collect();
+            self.write(table_of(id), &entries);
+            chain = vec![(GUEST + table_of(id), u32::try_from(entries.len()).unwrap(), 4)];
+        }
+        self.offer_packed(queue, id, &chain);
+        true
+    }
+
+    /// Returns the number of chains that the back end has completed, of a packed ring those that the driver has not seen.
     pub fn completed(&self, queue: usize) -> u16 {
+        if self.is_packed() {
+            let mut driver = self.packed[queue].clone();
+            let seen = std::iter::from_fn(|| driver.reclaim(self));
+            return seen.map(|(ids, _)| u16::try_from(ids.len()).unwrap()).sum();
+        }
         self.half(ring(queue)[2] + 2)
+    }
+
+    /// Returns the position of the next completion.
+    pub fn position(&self, queue: usize) -> u16 {
+        if self.is_packed() {
+            let mut driver = self.packed[queue].clone();
+            while driver.reclaim(self).is_some() {}
+            return driver.used.word();
+        }
+        self.completed(queue)
+    }
+
+    /// Returns the next buffer that holds a received frame or a part of it, and the number of its bytes.
+    fn next_received(&mut self, queue: usize) -> Option<(u16, usize)> {
+        if self.is_packed() {
+            let (ids, len) = self.reclaim(queue)?;
+            assert_eq!(ids.len(), 1, "each buffer has its length");
+            return Some((ids[0], len as usize));
+        }
+        if self.used[queue] == self.completed(queue) {
+            return None;
+        }
+        let at = ring(queue)[2] + 4 + 8 * u64::from(self.used[queue] % self.size);
+        self.used[queue] = self.used[queue].wrapping_add(1);
+        Some((u16::try_from(self.word(at)).unwrap(), self.word(at + 4) as usize))
     }
 
     /// Reads all received frames, each with its header.
@@ -401,21 +555,19 @@ impl Machine {
     fn receive_by(&mut self, queue: usize) -> Vec<(Vec<u8>, Vec<u8>)> {
         let header = self.header_len();
         let mut frames = Vec::new();
-        let shown = self.completed(queue);
-        while self.used[queue] != shown {
-            let (mut bytes, mut left) = (Vec::new(), 1);
-            while left > 0 {
-                assert_ne!(self.used[queue], shown, "all buffers of a frame come at once");
-                let at = ring(queue)[2] + 4 + 8 * u64::from(self.used[queue] % self.size);
-                let (head, len) = (self.word(at), self.word(at + 4) as usize);
-                let buffer = u16::try_from(head).unwrap();
+        while let Some(mut part) = self.next_received(queue) {
+            let (mut bytes, mut left) = (Vec::new(), None);
+            loop {
+                let (buffer, len) = part;
                 bytes.extend(self.read(buffers(queue) + RECEIVE_LEN * u64::from(buffer), len));
-                if bytes.len() == len {
-                    left = if header == 12 { u16::from_le_bytes([bytes[10], bytes[11]]) } else { 1 };
-                }
-                self.used[queue] = self.used[queue].wrapping_add(1);
+                let more =
+                    left.unwrap_or(if header == 12 { u16::from_le_bytes([bytes[10], bytes[11]]) } else { 1 }) - 1;
                 self.post(queue, buffer);
-                left -= 1;
+                if more == 0 {
+                    break;
+                }
+                left = Some(more);
+                part = self.next_received(queue).expect("all buffers of a frame come at once");
             }
             let frame = bytes.split_off(header);
             frames.push((bytes, frame));

@@ -24,7 +24,8 @@
 //! | 2048 on                  | the generations of the pool's pages, 4 bytes each                                      |
 //! | next page, 64 for a node | the line of each node: how far its ring to us was read, and the counters between us    |
 //! | next page, a page a node | the ring to each node: [`RING_PLACES`] messages of 16 bytes                              |
-//! | last page                | the ledger, for a successor: the progress of a native node's program, of a memif node in its client's rings, or of a namespace in reading its TAP |
+//! | next page                | the ledger, for a successor: the progress of a native node's program, of a memif node in its client's rings, or of a namespace in reading its TAP |
+//! | last [`JOURNAL_PAGES`]   | the journal, for a successor: completions in the packed rings of a node that is a virtual machine, a page a ring |
 
 #![allow(unsafe_code, reason = "answers for the keeper of a node's memory towards the pool (K1)")]
 
@@ -45,6 +46,9 @@ const RING_LINES: usize = PAGE_LEN / LINE_LEN;
 
 /// Number of lines in the ledger: one page.
 pub const LEDGER_LINES: usize = PAGE_LEN / LINE_LEN;
+
+/// Number of pages in the journal.
+pub const JOURNAL_PAGES: usize = 16;
 
 const BELL_AT: usize = 0;
 const TALKS_AT: usize = 128;
@@ -93,6 +97,7 @@ struct Layout {
     lines_at: usize,
     rings_at: usize,
     ledger_at: usize,
+    journal_at: usize,
     len: usize,
 }
 
@@ -102,7 +107,8 @@ impl Layout {
         let lines_at = (GENERATIONS_AT + generations).next_multiple_of(PAGE_LEN);
         let rings_at = (lines_at + usize::from(NODES_MAX) * LINE_LEN).next_multiple_of(PAGE_LEN);
         let ledger_at = rings_at + usize::from(NODES_MAX) * PAGE_LEN;
-        Layout { lines_at, rings_at, ledger_at, len: ledger_at + PAGE_LEN }
+        let journal_at = ledger_at + PAGE_LEN;
+        Layout { lines_at, rings_at, ledger_at, journal_at, len: journal_at + JOURNAL_PAGES * PAGE_LEN }
     }
 
     fn line_of(self, node: u16) -> usize {
@@ -212,6 +218,11 @@ impl NodeMemory {
     /// Returns the ledger. A read of it makes the kernel allocate it.
     pub fn ledger(&self) -> Span<Line> {
         self.lines(self.layout.ledger_at, LEDGER_LINES)
+    }
+
+    /// Returns the journal. A read of one of its pages makes the kernel allocate that.
+    pub fn journal(&self) -> Span<Line> {
+        self.lines(self.layout.journal_at, JOURNAL_PAGES * LEDGER_LINES)
     }
 
     /// Gives the memory of our ring to `node` back to the kernel. It then reads as zeroes.

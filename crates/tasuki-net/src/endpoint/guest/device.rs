@@ -11,9 +11,10 @@ use tasuki_shm::region::CommonRegion;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::interrupt::Interrupt;
+use super::journal::Journal;
 use super::wire::{FDS_MAX, LOG_USED, LogBase, NO_FD, Region, RingAddress, RingState, feature, protocol, request};
 use crate::endpoint::{MARKS_MAX, Marks};
-use crate::virtq::{Broken, DriverMemory, Log, Place, Queue, STRETCHES_MAX, Stretch, used_len};
+use crate::virtq::{Broken, DriverMemory, Layout, Log, Packed, Place, Queue, STRETCHES_MAX, Split, Stretch};
 use crate::vni::ledger::point;
 
 /// Index, in a pair, of the ring by which the guest receives.
@@ -43,6 +44,7 @@ const FEATURES: u64 = feature::CSUM
     | feature::EVENT_IDX
     | feature::PROTOCOL_FEATURES
     | feature::VERSION_1
+    | feature::RING_PACKED
     | feature::IN_ORDER
     | feature::GUEST_USO4
     | feature::GUEST_USO6
@@ -111,9 +113,9 @@ pub enum Refusal {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct RingText {
     place: Place,
-    /// Index of the first chain to take, from the front end.
+    /// Position of the first chain to take, from the front end.
     base: u16,
-    /// Where the used ring stood when the ring started.
+    /// Position of the first completion when the ring started.
     done: u16,
     /// The guest's address of the used ring, if writes to it are noted.
     log: Option<u64>,
@@ -235,7 +237,11 @@ impl Device {
                 if features & !FEATURES != 0 {
                     return Err(Refusal::Features(features & !FEATURES));
                 }
+                let layout = self.layout();
                 self.text.features = features;
+                if self.layout() != layout {
+                    self.keep_places();
+                }
                 if !self.has(feature::LOG_ALL) {
                     (self.text.log, self.log, self.memory.log) = (None, None, None);
                 }
@@ -301,12 +307,13 @@ impl Device {
                 ring.place = Place { descriptors, used, available, ..ring.place };
                 ring.log = (flags & LOG_USED != 0).then_some(log);
                 let log = ring.log;
-                self.queues[index as usize].iter_mut().for_each(|queue| queue.used_log = log);
+                self.queues[index as usize].iter_mut().for_each(|queue| queue.set_log(log));
                 self.open_queues()?;
             }
             request::SET_VRING_BASE => {
                 let RingState { index, number } = body(request, bytes)?;
-                // The upper half is of packed rings, which are not offered.
+                // The upper half is of packed rings: where the next used descriptor goes. That is the same place, since a
+                // ring that stops has completed what was taken; DPDK's front end says 0.
                 self.ring(index.into())?.base = u16::try_from(number & 0xffff).expect("two bytes");
             }
             request::GET_VRING_BASE => {
@@ -316,7 +323,11 @@ impl Device {
                 self.close(at);
                 let base = self.text.rings[at].base;
                 self.kicks[at] = None;
-                let answer = RingState { index, number: base.into() };
+                let number = match self.layout() {
+                    Layout::Split => base.into(),
+                    Layout::Packed => u32::from(base) << 16 | u32::from(base),
+                };
+                let answer = RingState { index, number };
                 return Ok(Some(answer.as_bytes().to_vec()));
             }
             request::SET_VRING_KICK | request::SET_VRING_CALL => self.set_eventfd(request, bytes, fds)?,
@@ -426,7 +437,8 @@ impl Device {
     /// Returns whether all that we may write can be noted, if it must be. A front end may start a ring a few messages
     /// before it gives the log: the ring waits for that.
     fn can_note(&self) -> bool {
-        let end_of = |ring: &RingText| ring.log?.checked_add(used_len(ring.place.size.into()) as u64);
+        let layout = self.layout();
+        let end_of = |ring: &RingText| ring.log?.checked_add(ring.place.logged_len(layout) as u64);
         let ends = self.text.stretches.iter().map(|(guest, _, len, _)| guest + len);
         let mut ends = ends.chain(self.text.rings.iter().filter_map(end_of));
         let Some(log) = &self.memory.log else { return !self.has(feature::LOG_ALL) };
@@ -454,7 +466,7 @@ impl Device {
             queue.note_used(&self.memory);
             // Another back end goes on, which does not know of it.
             self.interrupts[at].flush();
-            (self.text.rings[at].base, self.text.rings[at].done) = queue.indices();
+            (self.text.rings[at].base, self.text.rings[at].done) = queue.positions();
             self.count_pairs();
         }
     }
@@ -473,18 +485,36 @@ impl Device {
             if self.queues[at].is_some() || !is_described {
                 continue;
             }
-            let has_event_index = self.text.features & feature::EVENT_IDX != 0;
-            let mut queue = Queue::new(&self.memory, ring.place, ring.base, None, has_event_index)?;
-            queue.used_log = ring.log;
+            let mut queue = self.queue(at, ring.base, None)?;
             if at % 2 == TO_GUEST {
                 // Until a frame waits for a buffer.
                 queue.want_kicks(false);
             }
-            self.text.rings[at].done = queue.indices().1;
+            self.text.rings[at].done = queue.positions().1;
             self.queues[at] = Some(queue);
         }
         self.count_pairs();
         Ok(())
+    }
+
+    /// Opens a ring at the position of its next chain, and that of its next completion: that in the driver's memory, if
+    /// none is given.
+    fn queue(&self, at: usize, next: u16, done: Option<u16>) -> Result<Queue, Broken> {
+        let RingText { place, log, .. } = self.text.rings[at];
+        let has_event_index = self.has(feature::EVENT_IDX);
+        let mut queue = match self.layout() {
+            Layout::Split => Queue::Split(Split::new(&self.memory, place, next, done, has_event_index)?),
+            Layout::Packed => {
+                let is_in_order = self.has(feature::IN_ORDER);
+                Queue::Packed(Packed::new(&self.memory, place, next, has_event_index, is_in_order)?)
+            }
+        };
+        queue.set_log(log);
+        Ok(queue)
+    }
+
+    fn layout(&self) -> Layout {
+        if self.has(feature::RING_PACKED) { Layout::Packed } else { Layout::Split }
     }
 
     /// Returns whether the front end negotiated this feature.
@@ -519,7 +549,7 @@ impl Device {
             let wants = queue.show();
             point("guest.shown");
             queue.note_used(&self.memory);
-            count += u64::from(interrupt.offer(wants, (queue.indices().1, queue.size()), every[at % 2], Instant::now));
+            count += u64::from(interrupt.offer(wants, (queue.progress(), queue.size()), every[at % 2], Instant::now));
         }
         count
     }
@@ -541,10 +571,22 @@ impl Device {
         self.queues[..2 * self.pairs].iter().zip(&self.kicks).any(|(queue, kick)| queue.is_some() && kick.is_none())
     }
 
+    /// Notes what is completed in packed rings and not shown yet.
+    #[inline]
+    pub fn note(&self, journal: &Journal) {
+        for (at, queue) in self.queues[..self.text.rings.len()].iter().enumerate() {
+            let Some(Queue::Packed(ring)) = queue else { continue };
+            let (first, completions) = ring.completions();
+            if !completions.is_empty() {
+                journal.note(at, self.text.session, first, completions);
+            }
+        }
+    }
+
     /// Returns how far the rings of each pair are, with the session to which that belongs.
     #[inline]
     pub fn marks(&self) -> Marks {
-        let done = |at: usize| self.queues[at].as_ref().map_or(self.text.rings[at].done, |queue| queue.indices().1);
+        let done = |at: usize| self.queues[at].as_ref().map_or(self.text.rings[at].done, |queue| queue.positions().1);
         let session = u64::from(self.text.session) << 32;
         let pairs = (0..self.text.rings.len()).step_by(2);
         let marks = pairs.map(|at| session | u64::from(done(at + TO_GUEST)) << 16 | u64::from(done(at + FROM_GUEST)));
@@ -600,15 +642,15 @@ impl Device {
         for (interrupt, ring) in device.interrupts.iter_mut().zip(&device.text.rings) {
             interrupt.eventfd = ring.has_call.then(|| fds.next().expect("they were counted"));
         }
-        device.text.rings.iter().for_each(|ring| device.memory.populate(ring.place));
+        device.text.rings.iter().for_each(|ring| device.memory.populate(ring.place, device.layout()));
         Ok(device)
     }
 
-    /// Goes on where a predecessor stopped, whose last mark this is.
+    /// Goes on where a predecessor stopped, whose last mark and journal these are.
     ///
     /// # Errors
     /// The mark is of a later state than the description, or a ring is broken.
-    pub fn go_on(&mut self, marks: Option<&Marks>) -> Result<(), Refusal> {
+    pub fn go_on(&mut self, marks: Option<&Marks>, journal: &Journal) -> Result<(), Refusal> {
         let session = marks.map(session_of);
         let is_later = |session: u32| (1..1 << 31).contains(&session.wrapping_sub(self.text.session));
         if session.is_some_and(is_later) {
@@ -616,7 +658,6 @@ impl Device {
         }
         let marks = marks.filter(|_| session == Some(self.text.session));
         let has_protocol = self.has(feature::PROTOCOL_FEATURES);
-        let has_event_index = self.has(feature::EVENT_IDX);
         let can_note = self.can_note();
         for (at, ring) in self.text.rings.iter().enumerate() {
             if !ring.may_run(has_protocol) || !ring.is_described() || !can_note {
@@ -626,10 +667,18 @@ impl Device {
             let done =
                 marks.map_or(ring.done, |marks| u16::try_from(marks[at / 2] >> shift & 0xffff).expect("two bytes"));
             // Chains complete in order: as many were taken as were completed.
-            let next = ring.base.wrapping_add(done.wrapping_sub(ring.done));
-            let mut queue = Queue::new(&self.memory, ring.place, next, Some(done), has_event_index)?;
-            queue.used_log = ring.log;
-            queue.show_again();
+            let next = match self.layout() {
+                Layout::Split => ring.base.wrapping_add(done.wrapping_sub(ring.done)),
+                Layout::Packed => done,
+            };
+            let mut queue = self.queue(at, next, Some(done))?;
+            match &mut queue {
+                Queue::Split(ring) => ring.show_again(),
+                Queue::Packed(ring) => {
+                    let noted = journal.noted(at, self.text.session).unwrap_or_default();
+                    ring.show_again(noted.first, &noted.completions);
+                }
+            }
             queue.note_used(&self.memory);
             self.queues[at] = Some(queue);
         }

@@ -209,7 +209,8 @@ impl Guest {
         }
         // The daemon hears from us when this machine leaves only if it has heard of it from us before.
         self.has_news = true;
-        let went = machine.device.go_on(self.marks.as_ref());
+        let journal = self.journal.as_ref().expect("it serves");
+        let went = machine.device.go_on(self.marks.as_ref(), journal);
         if went == Err(Refusal::Stale) {
             self.stale = Some((machine, Instant::now()));
             return;

@@ -13,19 +13,21 @@
 //! | [`channel`]   | the socket: a message at a time, without waiting  |
 //! | `flow`        | which of several rings a frame goes by            |
 //! | `interrupt`   | when an interrupt goes, and when it waits         |
+//! | [`journal`]   | completions in packed rings, for a successor      |
 //! | `machines`    | connections, and a guest that migrates            |
 //! | `to_guest`    | the way of a frame into the guest's buffers       |
 //!
 //! # Exactly once
 //!
 //! Each turn of the [bridge](super::bridge) is one commit in the node memory: the frames that were handled, the frames
-//! to send, and how far all rings are ([`Device::marks`]). The used indices are stored after it. A successor stores them
-//! again; what it stores, the guest sees once.
+//! to send, and how far all rings are ([`Device::marks`]). The used indices are stored after it, and the used descriptors of
+//! packed rings. A successor stores them again; what it stores, the guest sees once.
 
 pub mod channel;
 pub mod device;
 mod flow;
 mod interrupt;
+pub mod journal;
 mod machines;
 mod to_guest;
 pub mod wire;
@@ -38,7 +40,8 @@ use arrayvec::ArrayVec;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{RecvFlags, Shutdown, SocketType};
 use serde::Deserialize;
-use tasuki_shm::region::{CommonRegion, RegionError};
+use tasuki_shm::line::Line;
+use tasuki_shm::region::{CommonRegion, RegionError, Span};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::egress::{ROOM_AGAIN, WAIT};
@@ -46,7 +49,7 @@ use super::listener::Listener;
 use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Marks, Parts, Recovery};
 use crate::port::Armed;
 use crate::switch::{Addresses, Front};
-use crate::virtq::{Broken, Chain, DriverMemory, PIECES_MAX, Piece, Queue, len_of};
+use crate::virtq::{Broken, Chain, DriverMemory, Head, PIECES_MAX, Piece, Queue, Ring, len_of};
 use crate::vni::finish::{GSO_NONE, finish};
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use crate::vni::{Incoming, PIECE_MAX};
@@ -54,6 +57,7 @@ use channel::Channel;
 use device::{Device, FROM_GUEST, PAIRS_MAX, Refusal, TO_GUEST, session_of};
 use flow::flow_of;
 use interrupt::SENT_EVERY;
+use journal::Journal;
 use machines::Machine;
 use to_guest::{Room, away, header_len};
 use wire::feature;
@@ -131,6 +135,8 @@ pub struct Guest {
     stale: Option<(Box<Machine>, Instant)>,
     /// How far the rings were when a predecessor committed last.
     marks: Option<Marks>,
+    /// The node's journal, once the endpoint serves.
+    journal: Option<Journal>,
     /// The last state of a device of this node.
     session: u32,
     has_news: bool,
@@ -179,6 +185,7 @@ impl Guest {
             serves: false,
             stale: None,
             marks: None,
+            journal: None,
             session: 0,
             has_news: false,
             trouble: None,
@@ -243,8 +250,8 @@ impl Guest {
             None => return (0, true),
         };
         match has_some {
-            Ok(0) => return (0, true),
-            Ok(_) => {}
+            Ok(false) => return (0, true),
+            Ok(true) => {}
             Err(rule) => {
                 *broken = Some(rule.into());
                 return (0, false);
@@ -253,38 +260,55 @@ impl Guest {
         if is_quiesced.replace(true) != Some(true) {
             senders(queues).for_each(|queue| queue.want_kicks(false));
         }
-        let Some(queue) = &mut queues[2 * pair + FROM_GUEST] else { return (0, true) };
-        let fetch = |queue: &Queue, ahead| {
-            queue.address_ahead(ahead).into_iter().for_each(|address| memory.prefetch_to_read(address, FETCHED));
+        let (count, goes_on) = match &mut queues[2 * pair + FROM_GUEST] {
+            Some(Queue::Split(ring)) => take_frames(ring, memory, chain, header, most, egress),
+            Some(Queue::Packed(ring)) => take_frames(ring, memory, chain, header, most, egress),
+            None => return (0, true),
         };
-        (0..AHEAD).for_each(|ahead| fetch(queue, ahead));
-        for count in 0..most {
-            fetch(queue, AHEAD);
-            match queue.take(memory, chain) {
-                Ok(true) => {}
-                Ok(false) => return (count, true),
-                Err(rule) => {
-                    *broken = Some(rule.into());
-                    return (count, false);
-                }
-            }
-            let pieces = &chain.readable;
-            let len = len_of(pieces).saturating_sub(header);
-            // The header and the addresses, in one read.
-            let mut front = [0; LONG_HEADER + 14];
-            memory.copy_to(pieces, 0, &mut front[..header + 14]);
-            let offload = Offload::read_from_bytes(&front[..HEADER_LEN]).expect("it has this length");
-            let addresses = front[header..header + 14].first_chunk().expect("they are 14 bytes");
-            let goes_on =
-                egress.send_unfinished(len, &offload, addresses, |room| _ = memory.copy_to(pieces, header, room));
-            if !goes_on {
-                queue.put_back(1);
-                return (count, false);
-            }
-            queue.complete(chain.head, 0);
-        }
-        (most, true)
+        let goes_on = goes_on.unwrap_or_else(|rule| {
+            *broken = Some(rule.into());
+            false
+        });
+        (count, goes_on)
     }
+}
+
+/// Takes up to `most` frames that the guest sends by a ring. Returns their number, and whether more can be sent.
+#[inline]
+fn take_frames<R: Ring>(
+    ring: &mut R,
+    memory: &DriverMemory,
+    chain: &mut Chain,
+    header: usize,
+    most: usize,
+    egress: &mut Egress<'_>,
+) -> (usize, Result<bool, Broken>) {
+    let fetch = |ring: &mut R, ahead| {
+        ring.address_ahead(ahead).into_iter().for_each(|address| memory.prefetch_to_read(address, FETCHED));
+    };
+    (0..AHEAD).for_each(|ahead| fetch(ring, ahead));
+    for count in 0..most {
+        fetch(ring, AHEAD);
+        match ring.take(memory, chain) {
+            Ok(true) => {}
+            Ok(false) => return (count, Ok(true)),
+            Err(rule) => return (count, Err(rule)),
+        }
+        let pieces = &chain.readable;
+        let len = len_of(pieces).saturating_sub(header);
+        // The header and the addresses, in one read.
+        let mut front = [0; LONG_HEADER + 14];
+        memory.copy_to(pieces, 0, &mut front[..header + 14]);
+        let offload = Offload::read_from_bytes(&front[..HEADER_LEN]).expect("it has this length");
+        let addresses = front[header..header + 14].first_chunk().expect("they are 14 bytes");
+        let goes_on = egress.send_unfinished(len, &offload, addresses, |room| _ = memory.copy_to(pieces, header, room));
+        if !goes_on {
+            ring.put_back(chain.head);
+            return (count, Ok(false));
+        }
+        ring.complete(chain.head, 0);
+    }
+    (most, Ok(true))
 }
 
 /// Returns the rings by which the guest sends.
@@ -313,15 +337,21 @@ impl Endpoint for Guest {
         Recovery::Exact
     }
 
-    fn resume(&mut self, marks: Option<Marks>) {
+    fn resume(&mut self, marks: Option<Marks>, journal: Span<Line>) {
         self.session = marks.as_ref().map_or(0, session_of);
-        (self.marks, self.serves) = (marks, true);
+        (self.marks, self.journal, self.serves) = (marks, Some(Journal::over(journal)), true);
         self.inherited.take().into_iter().for_each(|machine| self.go_on_now(machine));
     }
 
     fn marks(&self) -> Marks {
         let none = || Marks::from_iter([u64::from(self.session) << 32]);
         self.machine.as_ref().map_or_else(none, |machine| machine.device.marks())
+    }
+
+    fn note(&mut self) {
+        if let (Some(machine), Some(journal)) = (&self.machine, &self.journal) {
+            machine.device.note(journal);
+        }
     }
 
     fn attend(&mut self) {
@@ -399,7 +429,7 @@ impl Endpoint for Guest {
         if self.is_quiesced.replace(false) != Some(false) {
             senders(queues).for_each(|queue| queue.want_kicks(true));
         }
-        let is_busy = senders(queues).any(|queue| queue.look() != Ok(0));
+        let is_busy = senders(queues).any(|queue| queue.look() != Ok(false));
         if is_busy { Armed::Busy } else { Armed::Idle }
     }
 
@@ -410,7 +440,7 @@ impl Endpoint for Guest {
         // A driver kicks for the next buffer only. If there are some, and too few for a frame, it kicks no more.
         receivers(&mut machine.device.queues, starved).fold(starved != 0, |will, queue| {
             queue.want_kicks(true);
-            will & (queue.look() == Ok(0))
+            will & (queue.look() == Ok(false))
         })
     }
 

@@ -12,7 +12,7 @@ const MERGED_MAX: usize = 64;
 #[derive(Debug, Default)]
 pub(super) struct Room {
     /// Chains: the head of each, and its number of bytes.
-    heads: ArrayVec<(u16, usize), MERGED_MAX>,
+    heads: ArrayVec<(Head, usize), MERGED_MAX>,
     pieces: ArrayVec<Piece, PIECES_MAX>,
 }
 
@@ -68,70 +68,17 @@ impl Guest {
         let merges = machine.device.has(feature::MRG_RXBUF);
         let Device { memory, queues, .. } = &mut machine.device;
         let Some(queue) = &mut queues[2 * pair + TO_GUEST] else { return Ok(away(dropped)) };
-        let mut to = Buffers { memory, queue, chain, room, header, merges };
-        if is_fit {
-            if let Some(address) = to.queue.address_ahead(AHEAD) {
-                to.memory.prefetch_to_write(address, FETCHED);
-            }
-            if let Some(given) = to.give_plain(incoming, front, &offload)? {
-                return Ok(given.unwrap_or_else(|| too_late(dropped)));
-            }
-            let found = to.find(header + incoming.len())?;
-            if found != Found::Room {
-                *starved |= u8::from(found == Found::None) << pair;
-                return Ok(found.given(dropped));
-            }
-            to.write_header(&offload);
-            to.write(header, incoming.len(), |at, len, region, offset| {
-                incoming.copy_to_common(at, len, region, offset)
-            });
-            // The bytes that were checked; the sender may have changed its copy since.
-            to.write(header, front.len(), |at, len, region, offset| region.copy_from(offset, &front[at..at + len]));
-            if !incoming.is_whole() {
-                to.forget();
-                return Ok(too_late(dropped));
-            }
-            to.complete(header + incoming.len());
-            return Ok(Given::Taken(1));
+        let frame = Frame { incoming, front, offload: &offload };
+        let given = match queue {
+            Queue::Split(ring) if is_fit => Buffers { memory, ring, chain, room, header, merges }.give(frame, dropped),
+            Queue::Packed(ring) if is_fit => Buffers { memory, ring, chain, room, header, merges }.give(frame, dropped),
+            Queue::Split(ring) => Buffers { memory, ring, chain, room, header, merges }.cut(frame, copy, dropped),
+            Queue::Packed(ring) => Buffers { memory, ring, chain, room, header, merges }.cut(frame, copy, dropped),
+        }?;
+        if given == Given::NoRoom {
+            *starved |= 1 << pair;
         }
-        let Ok(len) = incoming.copy_to(copy) else { return Ok(too_late(dropped)) };
-        copy[..front.len()].copy_from_slice(front);
-        let before = to.queue.indices();
-        let (mut count, mut failed) = (0, None);
-        let made = finish(&offload, &mut copy[..len], |front, back| {
-            if failed.is_some() {
-                return;
-            }
-            let all = front.len() + back.len();
-            match to.find(header + all) {
-                Ok(Found::Room) => {}
-                Ok(found) => return failed = Some(Ok(found)),
-                Err(broken) => return failed = Some(Err(broken)),
-            }
-            to.write_header(&Offload::default());
-            to.write(header, front.len(), |at, len, region, offset| region.copy_from(offset, &front[at..at + len]));
-            to.write(header + front.len(), back.len(), |at, len, region, offset| {
-                region.copy_from(offset, &back[at..at + len])
-            });
-            to.complete(header + all);
-            count += 1;
-        });
-        match (made, failed) {
-            (Ok(_), None) => Ok(Given::Taken(count)),
-            (_, Some(Err(broken))) => Err(broken),
-            (Err(_), _) => {
-                dropped.malformed += 1;
-                Ok(Given::Taken(0))
-            }
-            (Ok(_), Some(Ok(found))) => {
-                // All parts go, or none: those that went are not shown yet.
-                let (next, done) = to.queue.indices();
-                to.queue.put_back(next.wrapping_sub(before.0));
-                to.queue.undo(done.wrapping_sub(before.1));
-                *starved |= u8::from(found == Found::None) << pair;
-                Ok(found.given(dropped))
-            }
-        }
+        Ok(given)
     }
 }
 
@@ -231,38 +178,108 @@ impl Found {
     }
 }
 
+/// A frame for the guest.
+#[derive(Clone, Copy)]
+struct Frame<'a> {
+    incoming: &'a Incoming<'a>,
+    /// The bytes at its beginning that were checked; the sender may have changed its copy since.
+    front: &'a Front,
+    offload: &'a Offload,
+}
+
 /// The ring by which the guest receives, and the buffers of it that one frame takes.
-struct Buffers<'a> {
+struct Buffers<'a, R> {
     memory: &'a DriverMemory,
-    queue: &'a mut Queue,
+    ring: &'a mut R,
     chain: &'a mut Chain,
     room: &'a mut Room,
     header: usize,
     merges: bool,
 }
 
-impl Buffers<'_> {
+impl<R: Ring> Buffers<'_, R> {
+    /// Gives a frame as it is.
+    #[inline]
+    fn give(&mut self, frame: Frame<'_>, dropped: &mut Dropped) -> Result<Given, Broken> {
+        if let Some(address) = self.ring.address_ahead(AHEAD) {
+            self.memory.prefetch_to_write(address, FETCHED);
+        }
+        if let Some(given) = self.give_plain(frame)? {
+            return Ok(given.unwrap_or_else(|| too_late(dropped)));
+        }
+        let Frame { incoming, front, offload } = frame;
+        let (header, len) = (self.header, incoming.len());
+        let found = self.find(header + len)?;
+        if found != Found::Room {
+            return Ok(found.given(dropped));
+        }
+        self.write_header(offload);
+        self.write(header, len, |at, len, region, offset| incoming.copy_to_common(at, len, region, offset));
+        self.write(header, front.len(), |at, len, region, offset| region.copy_from(offset, &front[at..at + len]));
+        if !incoming.is_whole() {
+            self.put_back();
+            return Ok(too_late(dropped));
+        }
+        self.complete(header + len);
+        Ok(Given::Taken(1))
+    }
+
+    /// Gives a frame that the guest's driver does not take as it is: finished, or cut into several.
+    fn cut(&mut self, frame: Frame<'_>, copy: &mut [u8], dropped: &mut Dropped) -> Result<Given, Broken> {
+        let Frame { incoming, front, offload } = frame;
+        let Ok(len) = incoming.copy_to(copy) else { return Ok(too_late(dropped)) };
+        copy[..front.len()].copy_from_slice(front);
+        let (before, header) = (self.ring.state(), self.header);
+        let (mut count, mut failed) = (0, None);
+        let made = finish(offload, &mut copy[..len], |front, back| {
+            if failed.is_some() {
+                return;
+            }
+            let all = front.len() + back.len();
+            match self.find(header + all) {
+                Ok(Found::Room) => {}
+                Ok(found) => return failed = Some(Ok(found)),
+                Err(broken) => return failed = Some(Err(broken)),
+            }
+            self.write_header(&Offload::default());
+            self.write(header, front.len(), |at, len, region, offset| region.copy_from(offset, &front[at..at + len]));
+            self.write(header + front.len(), back.len(), |at, len, region, offset| {
+                region.copy_from(offset, &back[at..at + len])
+            });
+            self.complete(header + all);
+            count += 1;
+        });
+        match (made, failed) {
+            (Ok(_), None) => Ok(Given::Taken(count)),
+            (_, Some(Err(broken))) => Err(broken),
+            (Err(_), _) => {
+                dropped.malformed += 1;
+                Ok(Given::Taken(0))
+            }
+            (Ok(_), Some(Ok(found))) => {
+                // All parts go, or none: those that went are not shown yet.
+                self.ring.rewind(before);
+                Ok(found.given(dropped))
+            }
+        }
+    }
+
     /// Gives a frame that the next buffer holds alone, as nearly all do. Returns nothing if it does not, and within it
     /// nothing if the sender took the frame back.
     #[inline]
-    fn give_plain(
-        &mut self,
-        incoming: &Incoming<'_>,
-        front: &Front,
-        offload: &Offload,
-    ) -> Result<Option<Option<Given>>, Broken> {
+    fn give_plain(&mut self, frame: Frame<'_>) -> Result<Option<Option<Given>>, Broken> {
+        let Frame { incoming, front, offload } = frame;
         let len = LONG_HEADER + incoming.len();
         let Some(addresses) = Addresses::of(front).filter(|_| self.header == LONG_HEADER) else { return Ok(None) };
-        let Some((head, piece)) = self.queue.next_plain(self.memory, len)? else { return Ok(None) };
+        let Some((head, piece)) = self.ring.next_plain(self.memory, len)? else { return Ok(None) };
         let (region, at) = self.memory.place_of(piece);
         let put = incoming.copy_to_common(0, incoming.len(), region, at + LONG_HEADER);
-        // The addresses that were checked; the sender may have changed its copy since.
         put.and_then(|()| region.put_words(at, words_of(offload, addresses))).expect("the piece was checked");
         if !incoming.is_whole() {
             return Ok(Some(None));
         }
         self.memory.note(piece, len);
-        self.queue.complete_next(head, u32::try_from(len).expect("no longer than a frame"));
+        self.ring.complete_next(head, u32::try_from(len).expect("no longer than a frame"));
         Ok(Some(Some(Given::Taken(1))))
     }
 
@@ -271,32 +288,33 @@ impl Buffers<'_> {
     fn find(&mut self, len: usize) -> Result<Found, Broken> {
         self.room.heads.clear();
         self.room.pieces.clear();
-        let (mut have, mut taken) = (0, 0);
+        let mut have = 0;
         let found = loop {
             if have >= len {
                 return Ok(Found::Room);
             }
-            if !self.queue.take(self.memory, self.chain)? {
-                break if taken == self.queue.size() { Found::TooLong } else { Found::None };
+            if !self.ring.take(self.memory, self.chain)? {
+                let all = self.room.heads.len() == usize::from(self.ring.size());
+                break if all { Found::TooLong } else { Found::None };
             }
-            taken += 1;
-            let room = len_of(&self.chain.writable);
+            let (head, room) = (self.chain.head, len_of(&self.chain.writable));
+            if self.room.heads.try_push((head, room)).is_err() {
+                self.ring.put_back(head);
+                break Found::TooLong;
+            }
             have += room;
-            let fits = self.room.pieces.try_extend_from_slice(&self.chain.writable).is_ok()
-                && self.room.heads.try_push((self.chain.head, room)).is_ok();
+            let fits = self.room.pieces.try_extend_from_slice(&self.chain.writable).is_ok();
             if !fits || (!self.merges && have < len) {
                 break Found::TooLong;
             }
         };
-        self.queue.put_back(taken);
-        self.room.heads.clear();
+        self.put_back();
         Ok(found)
     }
 
     /// Puts the buffers back.
-    fn forget(&mut self) {
-        self.queue.put_back(u16::try_from(self.room.heads.len()).expect("a few"));
-        self.room.heads.clear();
+    fn put_back(&mut self) {
+        self.room.heads.drain(..).rev().for_each(|(head, _)| self.ring.put_back(head));
     }
 
     #[inline]
@@ -325,7 +343,7 @@ impl Buffers<'_> {
         for (head, room) in self.room.heads.drain(..) {
             let part = room.min(left);
             left -= part;
-            self.queue.complete(head, u32::try_from(part).expect("no longer than a frame"));
+            self.ring.complete(head, u32::try_from(part).expect("no longer than a frame"));
         }
     }
 }

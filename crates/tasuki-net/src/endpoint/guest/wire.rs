@@ -98,6 +98,7 @@ pub mod feature {
     /// The front end knows the protocol's features.
     pub const PROTOCOL_FEATURES: u64 = 1 << 30;
     pub const VERSION_1: u64 = 1 << 32;
+    pub const RING_PACKED: u64 = 1 << 34;
     pub const IN_ORDER: u64 = 1 << 35;
     pub const GUEST_USO4: u64 = 1 << 54;
     pub const GUEST_USO6: u64 = 1 << 55;
@@ -112,7 +113,8 @@ pub struct RingState {
     pub number: u32,
 }
 
-/// Body of [`request::SET_VRING_ADDR`]. Addresses are the front end's.
+/// Body of [`request::SET_VRING_ADDR`]. Addresses are the front end's. Of a packed ring, `used` is the device area's and
+/// `available` the driver area's.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct RingAddress {
@@ -124,7 +126,8 @@ pub struct RingAddress {
     pub log: u64,
 }
 
-/// Flag of [`RingAddress`]: writes to the used ring are noted in the log, at the guest's address `log`.
+/// Flag of [`RingAddress`]: writes to the used ring are noted in the log, at the guest's address `log`. Of a packed ring
+/// that is the device area's.
 pub const LOG_USED: u32 = 1;
 
 /// Body of [`request::SET_LOG_BASE`]: where the log lies in the file beside it.

@@ -352,6 +352,25 @@ impl Dice {
     }
 }
 
+/// Writes anything into a packed ring: often what a driver makes available in this lap or in the other.
+#[allow(clippy::cast_possible_truncation, reason = "dice")]
+fn scribble(machine: &Machine, dice: &mut Dice, [descriptors, driver, device]: [u64; 3], size: u16) {
+    let lap = dice.pick(&[0x80, 0x8000]);
+    let count = dice.pick(&[1, 4, size]);
+    let first = dice.below(size.into()) as u16;
+    for at in first..first + count {
+        let address =
+            if dice.below(30) == 0 { dice.number() } else { theirs::GUEST + dice.below(theirs::LEN - 80_000) };
+        let len: u32 = dice.pick(&[64, 1500, 4096, 16, 0, 12, 70_000]);
+        let flags: u16 = if dice.below(10) == 0 { dice.roll() as u16 } else { dice.pick(&[0, 0, 1, 2, 2, 2, 4]) | lap };
+        let id = dice.roll() as u16;
+        let bytes = [&address.to_le_bytes()[..], &len.to_le_bytes(), &id.to_le_bytes(), &flags.to_le_bytes()];
+        machine.write(descriptors + 16 * u64::from(at % size), &bytes.concat());
+    }
+    let event = [dice.roll() as u16, dice.below(4) as u16].map(u16::to_le_bytes).concat();
+    machine.write(dice.pick(&[driver, driver, device]), &event);
+}
+
 /// Takes turns until all front ends have been found to have left, also those that wait for a stale one.
 fn await_nobody(net: &mut Net) {
     let mut turns = 0;
@@ -387,8 +406,13 @@ fn fuzz_messages_and_rings() {
             PROTOCOL,
             MRG_RXBUF,
             EVENT_IDX | PROTOCOL | VERSION_1,
+            ALL | PACKED,
+            ALL | PACKED | IN_ORDER | GUEST_CSUM | CSUM | GUEST_TSO4,
+            PLAIN | PACKED,
         ]);
-        let size = 1 << dice.below(8);
+        let is_packed = features & PACKED != 0;
+        let size = if is_packed { 1 + dice.below(128) as u16 } else { 1 << dice.below(8) };
+        let sizes = [size.into(), size.into(), 256, 7];
         let pairs = if size <= 64 { 1 + dice.below(3) } else { 1 };
         let start = |net: &mut Net| {
             let path = net.folder.path().join("vm.sock");
@@ -475,6 +499,10 @@ fn fuzz_messages_and_rings() {
                                 &[1, 1, 1, 0]
                             } else if rounds % 20 == 0 {
                                 &[0, 1, 65535, 7]
+                            } else if is_packed && request == 10 {
+                                &[0x8000_8000, 0, 0x8001, 7]
+                            } else if is_packed {
+                                &sizes
                             } else {
                                 &[64, 256, 32, 8]
                             }),
@@ -498,6 +526,7 @@ fn fuzz_messages_and_rings() {
                             .pick(&[
                                 ALL,
                                 ALL | theirs::LOG_ALL,
+                                features,
                                 features | theirs::LOG_ALL,
                                 VERSION_1,
                                 0,
@@ -557,6 +586,10 @@ fn fuzz_messages_and_rings() {
                 }
                 2 => while dice.below(2) == 0 && theirs::answer(&machine.socket).is_some() {},
                 // The guest's memory.
+                3..=6 if is_packed => {
+                    let ring = dice.pick(&[RECEIVE_RINGS, SEND_RINGS]);
+                    scribble(&machine, &mut dice, ring, size);
+                }
                 3 | 4 => {
                     for _ in 0..dice.below(12) {
                         let ring = dice.pick(&[RECEIVE_RINGS, SEND_RINGS]);
@@ -739,13 +772,18 @@ fn fuzz_exactly_once() {
         let mut net = Net::new(NODES);
         let features = dice.pick(&[
             ALL,
-            VERSION_1 | MRG_RXBUF | PROTOCOL,
+            PLAIN,
             VERSION_1,
             EVENT_IDX | PROTOCOL | VERSION_1 | MRG_RXBUF,
+            ALL | PACKED,
+            ALL | PACKED | IN_ORDER,
+            PLAIN | PACKED,
+            PLAIN | PACKED | IN_ORDER,
         ]);
-        let size = dice.pick(&[64, 128]);
+        let is_packed = features & PACKED != 0;
+        let size = dice.pick(if is_packed { &[64, 77, 128] } else { &[64, 128] });
         let mut machine = net.machine(features, size);
-        if features & INDIRECT != 0 && dice.below(2) == 0 {
+        if (is_packed || features & INDIRECT != 0) && dice.below(2) == 0 {
             machine.pieces = Some(dice.pick(&[100, 500, 2000]));
         }
         let path = net.folder.path().join("vm.sock");

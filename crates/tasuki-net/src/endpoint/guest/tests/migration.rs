@@ -41,10 +41,10 @@ fn wherever_a_worker_is_killed_a_migration_copies_all_and_each_frame_crosses_onc
     const BEFORE: usize = 3;
     const DURING: usize = 9;
     const COUNT: usize = 12;
-    for (features, pieces) in [(ALL, Some(100)), (VERSION_1 | MRG_RXBUF | PROTOCOL, None)] {
+    for (features, size, pieces) in RINGS {
         for places in 0.. {
             let mut net = Net::new(2);
-            let mut source = net.machine(features, 64);
+            let mut source = net.machine(features, size);
             source.pieces = pieces;
             exchange(&mut net, &mut source, 0..BEFORE);
             net.settle();
@@ -58,7 +58,7 @@ fn wherever_a_worker_is_killed_a_migration_copies_all_and_each_frame_crosses_onc
             net.replace(parts);
             net.settle();
             // The source stops, and the rest of its memory is copied.
-            let mut other = destination(&mut net, features, 64);
+            let mut other = destination(&mut net, features, size);
             let bases = source.stop(&mut || net.turn());
             other.copy(&source, all_pages());
             for page in source.pages(&log) {
@@ -103,57 +103,61 @@ fn a_second_machine_that_starts_while_the_first_runs_is_sent_away_and_a_third_at
 
 #[test]
 fn a_migration_that_fails_goes_on_where_it_began() {
-    let mut net = Net::new(2);
-    let mut source = net.machine(ALL, 64);
-    exchange(&mut net, &mut source, 0..5);
-    net.settle();
-    let (mut there, mut back) = (received(&mut net.others[0]), source.receive());
-    let other = destination(&mut net, ALL, 64);
-    let bases = source.stop(&mut || net.turn());
-    // The other machine never runs: it ends, before or after the first one goes on.
-    drop(other);
-    source.begin(bases, &mut || net.turn());
-    exchange(&mut net, &mut source, 5..9);
-    net.settle();
-    there.extend(received(&mut net.others[0]));
-    back.extend(source.receive());
-    assert_eq!((there, back), (right(OTHER, US, 9), right(US, OTHER, 9)));
+    for features in [ALL, ALL | PACKED] {
+        let mut net = Net::new(2);
+        let mut source = net.machine(features, 64);
+        exchange(&mut net, &mut source, 0..5);
+        net.settle();
+        let (mut there, mut back) = (received(&mut net.others[0]), source.receive());
+        let other = destination(&mut net, features, 64);
+        let bases = source.stop(&mut || net.turn());
+        // The other machine never runs: it ends, before or after the first one goes on.
+        drop(other);
+        source.begin(bases, &mut || net.turn());
+        exchange(&mut net, &mut source, 5..9);
+        net.settle();
+        there.extend(received(&mut net.others[0]));
+        back.extend(source.receive());
+        assert_eq!((there, back), (right(OTHER, US, 9), right(US, OTHER, 9)));
+    }
 }
 
 /// The way back, by the same two machines. Frames that come while neither runs wait.
 #[test]
 fn a_guest_goes_there_and_back_and_its_worker_is_replaced_meanwhile() {
-    let mut net = Net::new(2);
-    let mut here = net.machine(ALL, 64);
-    let mut there = destination(&mut net, ALL, 64);
-    let (mut arrived, mut came) = (Vec::new(), Vec::new());
-    for round in 0..4 {
-        exchange(&mut net, &mut here, 6 * round..6 * round + 5);
+    for features in [ALL, ALL | PACKED] {
+        let mut net = Net::new(2);
+        let mut here = net.machine(features, 64);
+        let mut there = destination(&mut net, features, 64);
+        let (mut arrived, mut came) = (Vec::new(), Vec::new());
+        for round in 0..4 {
+            exchange(&mut net, &mut here, 6 * round..6 * round + 5);
+            net.settle();
+            arrived.extend(received(&mut net.others[0]));
+            came.extend(here.receive());
+            let bases = here.stop(&mut || net.turn());
+            there.copy(&here, all_pages());
+            exchange(&mut net, &mut there, 6 * round + 5..6 * round + 6);
+            net.settle();
+            assert!(received(&mut net.others[0]).is_empty());
+            there.begin(bases, &mut || net.turn());
+            net.settle();
+            assert!(!here.is_hung_up() && !there.is_hung_up());
+            if round == 2 {
+                let parts = net.parts();
+                net.replace(parts);
+                net.settle();
+                drop(here);
+                here = destination(&mut net, features, 64);
+            }
+            std::mem::swap(&mut here, &mut there);
+        }
         net.settle();
         arrived.extend(received(&mut net.others[0]));
         came.extend(here.receive());
-        let bases = here.stop(&mut || net.turn());
-        there.copy(&here, all_pages());
-        exchange(&mut net, &mut there, 6 * round + 5..6 * round + 6);
-        net.settle();
-        assert!(received(&mut net.others[0]).is_empty());
-        there.begin(bases, &mut || net.turn());
-        net.settle();
-        assert!(!here.is_hung_up() && !there.is_hung_up());
-        if round == 2 {
-            let parts = net.parts();
-            net.replace(parts);
-            net.settle();
-            drop(here);
-            here = destination(&mut net, ALL, 64);
-        }
-        std::mem::swap(&mut here, &mut there);
+        assert_eq!((arrived, came), (right(OTHER, US, 24), right(US, OTHER, 24)));
+        assert_eq!(net.node.as_ref().unwrap().dropped, Dropped::default());
     }
-    net.settle();
-    arrived.extend(received(&mut net.others[0]));
-    came.extend(here.receive());
-    assert_eq!((arrived, came), (right(OTHER, US, 24), right(US, OTHER, 24)));
-    assert_eq!(net.node.as_ref().unwrap().dropped, Dropped::default());
 }
 
 #[test]

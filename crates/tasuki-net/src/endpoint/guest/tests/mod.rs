@@ -1,7 +1,8 @@
 //! Kills a node's worker at every place in its code while frames cross both ways: each arrives exactly once, and the
 //! guest notices nothing. And what a hostile guest or front end is told.
 
-use theirs::{CSUM, EVENT_IDX, GUEST_CSUM, GUEST_TSO4, INDIRECT, MRG_RXBUF, Machine, PROTOCOL, VERSION_1};
+use theirs::{CSUM, EVENT_IDX, GUEST_CSUM, GUEST_TSO4, IN_ORDER, INDIRECT, MRG_RXBUF, Machine};
+use theirs::{PACKED, PROTOCOL, VERSION_1};
 
 use super::machines::LATE_NEWS;
 use super::*;
@@ -18,12 +19,25 @@ mod theirs;
 
 mod attack;
 mod migration;
+mod packed;
 mod pairs;
 mod second;
 
 const US: u16 = 0;
 const OTHER: u16 = 1;
 const ALL: u64 = VERSION_1 | MRG_RXBUF | INDIRECT | EVENT_IDX | PROTOCOL;
+const PLAIN: u64 = VERSION_1 | MRG_RXBUF | PROTOCOL;
+
+/// Rings of either layout: features, number of descriptors, and the bytes of a piece of what the guest sends. A packed
+/// ring of 49 wraps within a chain.
+const RINGS: [(u64, u16, Option<usize>); 6] = [
+    (ALL, 64, Some(100)),
+    (PLAIN, 64, None),
+    (ALL | PACKED, 64, Some(100)),
+    (ALL | PACKED | IN_ORDER, 49, None),
+    (PLAIN | PACKED, 49, Some(400)),
+    (PLAIN | PACKED | IN_ORDER, 49, Some(400)),
+];
 
 struct Net {
     nodes: Nodes,
@@ -117,10 +131,10 @@ impl Net {
 fn wherever_a_worker_is_killed_each_frame_crosses_exactly_once() {
     const BEFORE: usize = 3;
     const COUNT: usize = 9;
-    for (features, pieces) in [(ALL, Some(100)), (VERSION_1 | MRG_RXBUF | PROTOCOL, None)] {
+    for (features, size, pieces) in RINGS {
         for places in 0.. {
             let mut net = Net::new(2);
-            let mut machine = net.machine(features, 64);
+            let mut machine = net.machine(features, size);
             machine.pieces = pieces;
             let exchange = |net: &mut Net, machine: &mut Machine, numbers: std::ops::Range<usize>| {
                 for number in numbers {
@@ -221,25 +235,27 @@ fn a_worker_that_gave_the_lease_away_sends_no_machine_away() {
 
 #[test]
 fn a_guest_without_buffers_loses_frames_of_its_own_alone_and_after_a_while() {
-    let mut net = Net::new(2);
-    let mut machine = net.machine(ALL, 8);
-    for number in 0..12 {
-        net.others[0].send(US, &frame(US, OTHER, 5 * number)).unwrap();
+    for features in [ALL, ALL | PACKED] {
+        let mut net = Net::new(2);
+        let mut machine = net.machine(features, 8);
+        for number in 0..12 {
+            net.others[0].send(US, &frame(US, OTHER, 5 * number)).unwrap();
+        }
+        net.others[0].flush();
+        net.turn();
+        assert_eq!(net.node.as_ref().unwrap().dropped.no_buffer, 0, "they wait");
+        assert!(machine.send(&frame(OTHER, US, 0)));
+        net.turn();
+        assert_eq!(received(&mut net.others[0]).len(), 1, "its own frames go on");
+        std::thread::sleep(Duration::from_millis(5));
+        net.settle();
+        assert_eq!(net.node.as_ref().unwrap().dropped.no_buffer, 4);
+        assert_eq!(machine.receive().len(), 8);
+        net.others[0].send(US, &frame(US, OTHER, 1)).unwrap();
+        net.others[0].flush();
+        net.settle();
+        assert_eq!(machine.receive(), [frame(US, OTHER, 1)]);
     }
-    net.others[0].flush();
-    net.turn();
-    assert_eq!(net.node.as_ref().unwrap().dropped.no_buffer, 0, "they wait");
-    assert!(machine.send(&frame(OTHER, US, 0)));
-    net.turn();
-    assert_eq!(received(&mut net.others[0]).len(), 1, "its own frames go on");
-    std::thread::sleep(Duration::from_millis(5));
-    net.settle();
-    assert_eq!(net.node.as_ref().unwrap().dropped.no_buffer, 4);
-    assert_eq!(machine.receive().len(), 8);
-    net.others[0].send(US, &frame(US, OTHER, 1)).unwrap();
-    net.others[0].flush();
-    net.settle();
-    assert_eq!(machine.receive(), [frame(US, OTHER, 1)]);
 }
 
 /// Returns whether the guest kicked for the queue, and forgets it.
@@ -249,7 +265,7 @@ fn has_kicked(machine: &Machine, queue: usize) -> bool {
 
 #[test]
 fn a_node_whose_guest_has_no_buffers_sleeps_until_the_guest_posts_some() {
-    for features in [ALL, ALL & !EVENT_IDX] {
+    for features in [ALL, ALL & !EVENT_IDX, ALL | PACKED, ALL & !EVENT_IDX | PACKED] {
         let mut net = Net::new(2);
         let mut machine = net.machine(features, 8);
         for number in 0..12 {
@@ -421,47 +437,51 @@ fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
 
 #[test]
 fn a_guest_is_interrupted_once_a_turn_and_only_if_it_wants_that() {
-    let mut net = Net::new(2);
-    let mut machine = net.machine(VERSION_1 | MRG_RXBUF | PROTOCOL, 64);
-    for number in 0..20 {
-        net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
+    for features in [PLAIN, PLAIN | PACKED, ALL | PACKED] {
+        let mut net = Net::new(2);
+        let mut machine = net.machine(features, 64);
+        for number in 0..20 {
+            net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
+        }
+        net.others[0].flush();
+        net.turn();
+        assert!(machine.was_rung(theirs::RECEIVE));
+        assert_eq!((machine.receive().len(), net.guest().clients.interrupts), (20, 1));
+        machine.want_interrupts(theirs::RECEIVE, false);
+        net.others[0].send(US, &frame(US, OTHER, 0)).unwrap();
+        net.others[0].flush();
+        net.settle();
+        assert!(!machine.was_rung(theirs::RECEIVE));
+        assert_eq!(machine.receive().len(), 1);
     }
-    net.others[0].flush();
-    net.turn();
-    assert!(machine.was_rung(theirs::RECEIVE));
-    assert_eq!((machine.receive().len(), net.guest().clients.interrupts), (20, 1));
-    machine.write(0x2000, &1_u16.to_le_bytes());
-    net.others[0].send(US, &frame(US, OTHER, 0)).unwrap();
-    net.others[0].flush();
-    net.settle();
-    assert!(!machine.was_rung(theirs::RECEIVE));
-    assert_eq!(machine.receive().len(), 1);
 }
 
 #[test]
 fn a_machine_after_another_begins_at_its_own_rings_whoever_serves_it() {
-    let mut net = Net::new(2);
-    let mut first = net.machine(ALL, 64);
-    for number in 0..20 {
-        assert!(first.send(&frame(OTHER, US, number)));
-        net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
+    for (features, after) in [(ALL, ALL), (ALL, ALL | PACKED), (ALL | PACKED, ALL | PACKED), (ALL | PACKED, ALL)] {
+        let mut net = Net::new(2);
+        let mut first = net.machine(features, 64);
+        for number in 0..20 {
+            assert!(first.send(&frame(OTHER, US, number)));
+            net.others[0].send(US, &frame(US, OTHER, number)).unwrap();
+        }
+        net.others[0].flush();
+        net.settle();
+        assert_eq!((received(&mut net.others[0]).len(), first.receive().len()), (20, 20));
+        drop(first);
+        net.settle();
+        let mut second = net.machine(after, 64);
+        let parts = net.parts();
+        net.replace(parts);
+        net.settle();
+        assert_eq!((second.completed(theirs::SEND), second.completed(theirs::RECEIVE)), (0, 0));
+        assert!(second.send(&frame(OTHER, US, 1)));
+        net.others[0].send(US, &frame(US, OTHER, 1)).unwrap();
+        net.others[0].flush();
+        net.settle();
+        assert_eq!(received(&mut net.others[0]), [frame(OTHER, US, 1)]);
+        assert_eq!(second.receive(), [frame(US, OTHER, 1)]);
     }
-    net.others[0].flush();
-    net.settle();
-    assert_eq!((received(&mut net.others[0]).len(), first.receive().len()), (20, 20));
-    drop(first);
-    net.settle();
-    let mut second = net.machine(ALL, 64);
-    let parts = net.parts();
-    net.replace(parts);
-    net.settle();
-    assert_eq!((second.completed(theirs::SEND), second.completed(theirs::RECEIVE)), (0, 0));
-    assert!(second.send(&frame(OTHER, US, 1)));
-    net.others[0].send(US, &frame(US, OTHER, 1)).unwrap();
-    net.others[0].flush();
-    net.settle();
-    assert_eq!(received(&mut net.others[0]), [frame(OTHER, US, 1)]);
-    assert_eq!(second.receive(), [frame(US, OTHER, 1)]);
 }
 
 #[test]

@@ -9,8 +9,12 @@ use tasuki_testing::PATIENCE;
 const PAIRS: usize = 4;
 
 fn machine(net: &mut Net) -> Machine {
+    machine_with(net, ALL)
+}
+
+fn machine_with(net: &mut Net, features: u64) -> Machine {
     let path = net.folder.path().join("vm.sock");
-    Machine::start_with(&path, ALL, 64, PAIRS, || net.turn())
+    Machine::start_with(&path, features, 64, PAIRS, || net.turn())
 }
 
 /// A frame of UDP over IPv4 to the guest, or from it, of a flow with this source port.
@@ -35,92 +39,99 @@ fn given_by_pair(machine: &mut Machine) -> Vec<Vec<Vec<u8>>> {
 #[test]
 fn wherever_a_worker_is_killed_each_frame_of_each_pair_crosses_exactly_once() {
     const FRAMES: u16 = 3;
-    for places in 0.. {
-        let mut net = Net::new(2);
-        let mut machine = machine(&mut net);
-        let exchange = |net: &mut Net, machine: &mut Machine, numbers: std::ops::Range<u16>| {
-            for number in numbers {
-                for pair in 0..PAIRS {
-                    let port = u16::try_from(pair).unwrap();
-                    assert!(machine.send_by_pair(pair, &udp(OTHER, US, port, number)));
-                    net.others[0].send(US, &udp(US, OTHER, port, number)).unwrap();
+    for features in [ALL, ALL | PACKED, ALL | PACKED | IN_ORDER] {
+        for places in 0.. {
+            let mut net = Net::new(2);
+            let mut machine = machine_with(&mut net, features);
+            let exchange = |net: &mut Net, machine: &mut Machine, numbers: std::ops::Range<u16>| {
+                for number in numbers {
+                    for pair in 0..PAIRS {
+                        let port = u16::try_from(pair).unwrap();
+                        assert!(machine.send_by_pair(pair, &udp(OTHER, US, port, number)));
+                        net.others[0].send(US, &udp(US, OTHER, port, number)).unwrap();
+                    }
                 }
+                net.others[0].flush();
+            };
+            exchange(&mut net, &mut machine, 0..FRAMES);
+            net.settle();
+            let (mut there, mut back) = (received(&mut net.others[0]), given_by_pair(&mut machine).concat());
+            exchange(&mut net, &mut machine, FRAMES..2 * FRAMES);
+            let parts = net.parts();
+            let was_killed = net.kill(places, 4);
+            if places % 2 == 0 {
+                there.extend(received(&mut net.others[0]));
+                back.extend(given_by_pair(&mut machine).concat());
             }
-            net.others[0].flush();
-        };
-        exchange(&mut net, &mut machine, 0..FRAMES);
-        net.settle();
-        let (mut there, mut back) = (received(&mut net.others[0]), given_by_pair(&mut machine).concat());
-        exchange(&mut net, &mut machine, FRAMES..2 * FRAMES);
-        let parts = net.parts();
-        let was_killed = net.kill(places, 4);
-        if places % 2 == 0 {
+            net.replace(parts);
+            net.settle();
             there.extend(received(&mut net.others[0]));
             back.extend(given_by_pair(&mut machine).concat());
-        }
-        net.replace(parts);
-        net.settle();
-        there.extend(received(&mut net.others[0]));
-        back.extend(given_by_pair(&mut machine).concat());
-        for (came, to, from) in [(there, OTHER, US), (back, US, OTHER)] {
-            let flow = |port: u16| came.iter().filter(move |it| it[34..36] == port.to_be_bytes()).cloned();
-            for port in 0..u16::try_from(PAIRS).unwrap() {
-                let sent: Vec<_> = (0..2 * FRAMES).map(|number| udp(to, from, port, number)).collect();
-                assert_eq!(flow(port).collect::<Vec<_>>(), sent, "killed at place {places}, flow {port}");
+            for (came, to, from) in [(there, OTHER, US), (back, US, OTHER)] {
+                let flow = |port: u16| came.iter().filter(move |it| it[34..36] == port.to_be_bytes()).cloned();
+                for port in 0..u16::try_from(PAIRS).unwrap() {
+                    let sent: Vec<_> = (0..2 * FRAMES).map(|number| udp(to, from, port, number)).collect();
+                    assert_eq!(flow(port).collect::<Vec<_>>(), sent, "killed at place {places}, flow {port}");
+                }
+                assert_eq!(came.len(), PAIRS * usize::from(2 * FRAMES), "killed at place {places}");
             }
-            assert_eq!(came.len(), PAIRS * usize::from(2 * FRAMES), "killed at place {places}");
-        }
-        if !was_killed {
-            assert!(places > 20, "there are more places: {places}");
-            break;
+            if !was_killed {
+                assert!(places > 20, "there are more places: {places}");
+                break;
+            }
         }
     }
 }
 
 #[test]
 fn flows_stay_on_a_pair_in_order_and_go_by_those_that_are_enabled() {
-    let mut net = Net::new(2);
-    let mut machine = machine(&mut net);
-    let give = |net: &mut Net, machine: &mut Machine| {
-        for number in 0..4 {
-            for port in 0..10 {
-                net.others[0].send(US, &udp(US, OTHER, port, number)).unwrap();
+    for features in [ALL, ALL | PACKED] {
+        let mut net = Net::new(2);
+        let mut machine = machine_with(&mut net, features);
+        let give = |net: &mut Net, machine: &mut Machine| {
+            for number in 0..4 {
+                for port in 0..10 {
+                    net.others[0].send(US, &udp(US, OTHER, port, number)).unwrap();
+                }
             }
+            net.others[0].flush();
+            net.settle();
+            let by_pair = given_by_pair(machine);
+            assert_eq!(by_pair.concat().len(), 40, "{:?}", net.node.as_ref().unwrap().dropped);
+            for came in &by_pair {
+                let mut last = [None; 10];
+                for frame in came {
+                    let number = u16::from_be_bytes([frame[18], frame[19]]);
+                    let last = &mut last[usize::from(frame[35])];
+                    assert!(
+                        last.is_none_or(|last| last + 1 == number) && (last.is_some() || number == 0),
+                        "in order, all"
+                    );
+                    *last = Some(number);
+                }
+            }
+            by_pair.iter().map(|came| came.iter().map(|frame| frame[35]).collect::<BTreeSet<_>>()).collect::<Vec<_>>()
+        };
+        let all = give(&mut net, &mut machine);
+        assert!(all.iter().all(|flows| !flows.is_empty()), "{all:?}");
+        assert_eq!(give(&mut net, &mut machine), all, "flows stay where they are");
+        // The guest uses two pairs from now on, as by `ethtool -L eth0 combined 2`.
+        for ring in 4..8 {
+            assert!(send(&machine.socket, &message(18, 0, &state(ring, 0)), &[]));
         }
-        net.others[0].flush();
         net.settle();
-        let by_pair = given_by_pair(machine);
-        assert_eq!(by_pair.concat().len(), 40, "{:?}", net.node.as_ref().unwrap().dropped);
-        for came in &by_pair {
-            let mut last = [None; 10];
-            for frame in came {
-                let number = u16::from_be_bytes([frame[18], frame[19]]);
-                let last = &mut last[usize::from(frame[35])];
-                assert!(last.is_none_or(|last| last + 1 == number) && (last.is_some() || number == 0), "in order, all");
-                *last = Some(number);
-            }
+        let two = give(&mut net, &mut machine);
+        assert!(two[..2].iter().all(|flows| !flows.is_empty()) && two[2..].iter().all(BTreeSet::is_empty), "{two:?}");
+        assert!(machine.send_by_pair(3, &udp(OTHER, US, 9, 1)));
+        net.settle();
+        assert!(received(&mut net.others[0]).is_empty(), "a ring that is not enabled is left alone");
+        for ring in 4..8 {
+            assert!(send(&machine.socket, &message(18, 0, &state(ring, 1)), &[]));
         }
-        by_pair.iter().map(|came| came.iter().map(|frame| frame[35]).collect::<BTreeSet<_>>()).collect::<Vec<_>>()
-    };
-    let all = give(&mut net, &mut machine);
-    assert!(all.iter().all(|flows| !flows.is_empty()), "{all:?}");
-    assert_eq!(give(&mut net, &mut machine), all, "flows stay where they are");
-    // The guest uses two pairs from now on, as by `ethtool -L eth0 combined 2`.
-    for ring in 4..8 {
-        assert!(send(&machine.socket, &message(18, 0, &state(ring, 0)), &[]));
+        net.settle();
+        assert_eq!(received(&mut net.others[0]), [udp(OTHER, US, 9, 1)]);
+        assert_eq!(give(&mut net, &mut machine), all);
     }
-    net.settle();
-    let two = give(&mut net, &mut machine);
-    assert!(two[..2].iter().all(|flows| !flows.is_empty()) && two[2..].iter().all(BTreeSet::is_empty), "{two:?}");
-    assert!(machine.send_by_pair(3, &udp(OTHER, US, 9, 1)));
-    net.settle();
-    assert!(received(&mut net.others[0]).is_empty(), "a ring that is not enabled is left alone");
-    for ring in 4..8 {
-        assert!(send(&machine.socket, &message(18, 0, &state(ring, 1)), &[]));
-    }
-    net.settle();
-    assert_eq!(received(&mut net.others[0]), [udp(OTHER, US, 9, 1)]);
-    assert_eq!(give(&mut net, &mut machine), all);
 }
 
 #[test]
@@ -231,54 +242,60 @@ fn a_ring_whose_pair_does_not_run_is_left_alone_and_wakes_nobody() {
 
 #[test]
 fn after_a_change_of_one_ring_the_driver_of_another_kicks() {
-    let mut net = Net::new(2);
-    let mut machine = machine(&mut net);
-    assert!(machine.send_by_pair(0, &udp(OTHER, US, 1, 1)));
-    // The worker takes the frame, and tells the driver that it need not kick.
-    net.node.as_mut().unwrap().turn();
-    assert_eq!(received(&mut net.others[0]).len(), 1);
-    assert!(send(&machine.socket, &message(18, 0, &state(6, 0)), &[]));
-    let node = net.node.as_mut().unwrap();
-    node.wake();
-    while node.turn() > 0 || node.arm() == Armed::Busy {}
-    while rustix::io::read(&machine.kicks[1], &mut [0; 8]).is_ok() {}
-    assert!(machine.send_by_pair(0, &udp(OTHER, US, 1, 2)));
-    assert!(rustix::io::read(&machine.kicks[1], &mut [0; 8]).is_ok(), "nobody would be woken");
+    for features in [ALL, ALL | PACKED] {
+        let mut net = Net::new(2);
+        let mut machine = machine_with(&mut net, features);
+        assert!(machine.send_by_pair(0, &udp(OTHER, US, 1, 1)));
+        // The worker takes the frame, and tells the driver that it need not kick.
+        net.node.as_mut().unwrap().turn();
+        assert_eq!(received(&mut net.others[0]).len(), 1);
+        assert!(send(&machine.socket, &message(18, 0, &state(6, 0)), &[]));
+        let node = net.node.as_mut().unwrap();
+        node.wake();
+        while node.turn() > 0 || node.arm() == Armed::Busy {}
+        while rustix::io::read(&machine.kicks[1], &mut [0; 8]).is_ok() {}
+        assert!(machine.send_by_pair(0, &udp(OTHER, US, 1, 2)));
+        assert!(rustix::io::read(&machine.kicks[1], &mut [0; 8]).is_ok(), "nobody would be woken");
+    }
 }
 
 #[test]
 fn a_pair_without_buffers_holds_up_no_other_and_no_sender_for_long() {
-    let mut net = Net::new(2);
-    let mut machine = machine(&mut net);
-    let flow_of_pair = |pair: usize| {
-        (0..).find(|port| flow_of(&udp(US, OTHER, *port, 0)) as usize % PAIRS == pair).expect("some flow goes there")
-    };
-    let [short, other] = [0, 1].map(flow_of_pair);
-    let give = |net: &mut Net, ports: &[u16]| {
-        ports.iter().for_each(|port| net.others[0].send(US, &udp(US, OTHER, *port, 0)).unwrap());
-        net.others[0].flush();
-        net.node.as_mut().unwrap().wake();
-    };
-    let dropped = |net: &Net| net.node.as_ref().unwrap().dropped.no_buffer;
-    let began = Instant::now();
-    give(&mut net, &[short; 65]);
-    while dropped(&net) == 0 {
-        net.turn();
-        assert!(began.elapsed() < PATIENCE, "a ring is never full");
+    for features in [ALL, ALL | PACKED] {
+        let mut net = Net::new(2);
+        let mut machine = machine_with(&mut net, features);
+        let flow_of_pair = |pair: usize| {
+            (0..)
+                .find(|port| flow_of(&udp(US, OTHER, *port, 0)) as usize % PAIRS == pair)
+                .expect("some flow goes there")
+        };
+        let [short, other] = [0, 1].map(flow_of_pair);
+        let give = |net: &mut Net, ports: &[u16]| {
+            ports.iter().for_each(|port| net.others[0].send(US, &udp(US, OTHER, *port, 0)).unwrap());
+            net.others[0].flush();
+            net.node.as_mut().unwrap().wake();
+        };
+        let dropped = |net: &Net| net.node.as_ref().unwrap().dropped.no_buffer;
+        let began = Instant::now();
+        give(&mut net, &[short; 65]);
+        while dropped(&net) == 0 {
+            net.turn();
+            assert!(began.elapsed() < PATIENCE, "a ring is never full");
+        }
+        net.settle();
+        // From now on the other pair's frames wait for nothing: all come in one turn.
+        for _ in 0..3 {
+            let before = dropped(&net);
+            give(&mut net, &[short, other].repeat(20));
+            net.node.as_mut().unwrap().turn();
+            assert_eq!((machine.receive_by_pair(1).len(), dropped(&net) - before), (20, 20));
+        }
+        // With buffers again, it gets frames again.
+        assert_eq!(machine.receive_by_pair(0).len(), 64);
+        give(&mut net, &[short; 20]);
+        net.settle();
+        assert_eq!(machine.receive_by_pair(0).len(), 20);
     }
-    net.settle();
-    // From now on the other pair's frames wait for nothing: all come in one turn.
-    for _ in 0..3 {
-        let before = dropped(&net);
-        give(&mut net, &[short, other].repeat(20));
-        net.node.as_mut().unwrap().turn();
-        assert_eq!((machine.receive_by_pair(1).len(), dropped(&net) - before), (20, 20));
-    }
-    // With buffers again, it gets frames again.
-    assert_eq!(machine.receive_by_pair(0).len(), 64);
-    give(&mut net, &[short; 20]);
-    net.settle();
-    assert_eq!(machine.receive_by_pair(0).len(), 20);
 }
 
 #[test]

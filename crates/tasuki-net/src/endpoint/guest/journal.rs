@@ -1,0 +1,78 @@
+//! What a turn completes in packed rings, for a successor: a page of the node memory for each ring.
+//!
+//! A used descriptor overwrites an available one, so a turn that is not committed may write none. Between the commit and
+//! the last used descriptor, the descriptors are here alone. The next turn begins when all are written. So a page counts
+//! only if its completions lead to the position that the last committed turn has for the ring ([`Packed::show_again`]).
+//!
+//! # Layout, in words of 8 bytes
+//!
+//! | words | contents                                                                                             |
+//! |-------|------------------------------------------------------------------------------------------------------|
+//! | 0     | session (32 bits), position of the first completion, number of completions (0 while they are written) |
+//! | 1..   | completions, as the ring has them                                                                     |
+//!
+//! Stores become visible in program order, even those of a worker that dies (V5 of `vni/ledger.rs`).
+//!
+//! [`Packed::show_again`]: crate::virtq::Packed::show_again
+
+use arrayvec::ArrayVec;
+use tasuki_shm::line::{LINE_WORDS, Line};
+use tasuki_shm::region::Span;
+use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
+use tasuki_shm::vni::node_memory::{JOURNAL_PAGES, LEDGER_LINES};
+
+use super::device::RINGS_MAX;
+use crate::virtq::COMPLETIONS_MAX;
+use crate::vni::ledger::point;
+
+/// Words of a page.
+const WORDS: usize = LEDGER_LINES * LINE_WORDS;
+const _: () = assert!(COMPLETIONS_MAX < WORDS && RINGS_MAX <= JOURNAL_PAGES);
+
+/// The completions in a ring.
+#[derive(Debug, Default)]
+pub struct Noted {
+    /// Position of the first.
+    pub first: u16,
+    /// As the ring has them.
+    pub completions: ArrayVec<u64, COMPLETIONS_MAX>,
+}
+
+/// A node's journal.
+#[derive(Debug)]
+pub struct Journal(Span<Line>);
+
+impl Journal {
+    /// Opens the journal of a node memory.
+    pub fn over(lines: Span<Line>) -> Self {
+        Journal(lines)
+    }
+
+    #[inline]
+    fn word(&self, ring: usize, at: usize) -> &AtomicU64 {
+        let at = WORDS * ring + at;
+        self.0[at / LINE_WORDS].word(at % LINE_WORDS)
+    }
+
+    /// Notes the completions of a turn in a ring, of which `first` is the position of the first.
+    #[inline]
+    pub fn note(&self, ring: usize, session: u32, first: u16, completions: &[u64]) {
+        self.word(ring, 0).store(0, Relaxed);
+        fence(Release);
+        for (completion, at) in completions.iter().zip(1..) {
+            self.word(ring, at).store(*completion, Relaxed);
+        }
+        point("guest.noting");
+        let count = u64::try_from(completions.len()).expect("a page has few words");
+        self.word(ring, 0).store(u64::from(session) << 32 | u64::from(first) << 16 | count, Release);
+    }
+
+    /// Returns what a predecessor noted last for a ring, if that was in this session.
+    pub fn noted(&self, ring: usize, session: u32) -> Option<Noted> {
+        let head = self.word(ring, 0).load(Acquire);
+        let [count, first] = [0, 16].map(|shift| u16::try_from(head >> shift & 0xffff).expect("two bytes"));
+        let is_known = head >> 32 == u64::from(session) && usize::from(count) <= COMPLETIONS_MAX;
+        let words = (1..=usize::from(count)).map(|at| self.word(ring, at).load(Relaxed));
+        is_known.then(|| Noted { first, completions: words.collect() })
+    }
+}
