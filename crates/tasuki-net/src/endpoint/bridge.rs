@@ -261,6 +261,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
                         stalls.retain(|(from, _)| *from != incoming.from);
                     }
                 }
+                Given::Later => return false,
                 Given::NoRoom if may_wait(stalls, incoming.from) => return false,
                 Given::NoRoom => dropped.no_buffer += 1,
             }
@@ -406,7 +407,8 @@ impl<E: Endpoint + ?Sized> Reader for Giver<'_, E> {
                     charge(self.rate, incoming.len());
                     self.given += count;
                 }
-                Given::NoRoom => self.dropped.no_buffer += 1,
+                // Only a turn that is committed as a whole is followed by another with the same frame.
+                Given::NoRoom | Given::Later => self.dropped.no_buffer += 1,
             },
             None => incoming.refuse(&mut self.dropped.forged, &mut self.dropped.too_late),
         }

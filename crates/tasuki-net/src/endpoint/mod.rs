@@ -129,6 +129,8 @@ pub enum Given {
     Taken(usize),
     /// There is no room for it at present.
     NoRoom,
+    /// This turn has no room for it, and the next one has.
+    Later,
 }
 
 /// Where a node's programs receive and send frames. One thread uses it.

@@ -179,6 +179,9 @@ pub trait Ring {
     /// Completes the oldest chain taken (Q5), into which we wrote `len` bytes. The driver sees it when it is shown.
     fn complete(&mut self, head: Head, len: u32);
 
+    /// Returns how many chains can be taken before completions must be shown.
+    fn left(&self) -> usize;
+
     /// Puts back the last chain that was taken, which has this head.
     fn put_back(&mut self, head: Head);
 

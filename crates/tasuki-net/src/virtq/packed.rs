@@ -215,7 +215,7 @@ impl Packed {
     /// Returns that word of the next descriptor, if the driver has made it available (Q2).
     #[inline]
     fn available(&self) -> Option<u64> {
-        if self.taken == self.size || self.open + self.completions.len() == COMPLETIONS_MAX {
+        if self.taken == self.size || self.left() == 0 {
             return None;
         }
         let rest = self.rest(self.next).load(Acquire);
@@ -440,6 +440,11 @@ impl Ring for Packed {
         }
         self.open -= 1;
         self.done = self.done.plus(head.slots, self.size);
+    }
+
+    #[inline]
+    fn left(&self) -> usize {
+        COMPLETIONS_MAX - self.open - self.completions.len()
     }
 
     #[inline]

@@ -331,6 +331,10 @@ impl Ring for Split {
         self.done = self.done.plus(1);
     }
 
+    fn left(&self) -> usize {
+        usize::MAX
+    }
+
     #[inline]
     fn put_back(&mut self, _: Head) {
         self.next = self.next.minus(1);

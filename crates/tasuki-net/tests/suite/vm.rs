@@ -108,7 +108,7 @@ pub struct Machine {
     free: Vec<Vec<u16>>,
     /// Whether the driver sends with indirect tables, in pieces of this many bytes.
     pub pieces: Option<usize>,
-    /// Pages that guest and front end have written, counted from the first.
+    /// Pages that guest and front end have written since the log began, counted from the first.
     written: RefCell<BTreeSet<u64>>,
 }
 
@@ -313,10 +313,12 @@ impl Machine {
         self.say(2, &(self.features | LOG_ALL).to_ne_bytes(), &[]);
         [0, 1].into_iter().for_each(|index| self.place(index, true));
         (0..5).for_each(|_| turn());
+        // All is copied once from here on.
+        self.written.borrow_mut().clear();
         log
     }
 
-    /// Returns the pages that guest and front end have written so far, and those in the log of the back end.
+    /// Returns the pages that guest and front end have written since the log began, and those in the log of the back end.
     pub fn pages(&self, log: &OwnedFd) -> BTreeSet<u64> {
         let bytes = rustix::fs::fstat(log).unwrap().st_size.unsigned_abs();
         let mut bits = vec![0; usize::try_from(bytes).unwrap()];

@@ -49,7 +49,7 @@ use super::listener::Listener;
 use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Marks, Parts, Recovery};
 use crate::port::Armed;
 use crate::switch::{Addresses, Front};
-use crate::virtq::{Broken, Chain, DriverMemory, Head, PIECES_MAX, Piece, Queue, Ring, len_of};
+use crate::virtq::{Broken, COMPLETIONS_MAX, Chain, DriverMemory, Head, PIECES_MAX, Piece, Queue, Ring, len_of};
 use crate::vni::finish::{GSO_NONE, finish};
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use crate::vni::{Incoming, PIECE_MAX};

@@ -37,7 +37,7 @@ impl Guest {
                 dropped.no_buffer += 1;
                 return Ok(Given::Taken(0));
             }
-            (Given::NoRoom, Some(_)) | (Given::Taken(0), _) => {}
+            (Given::NoRoom, Some(_)) | (Given::Taken(0) | Given::Later, _) => {}
             (Given::Taken(_), _) => *shortage = None,
         }
         Ok(given)
@@ -162,6 +162,8 @@ enum Found {
     Room,
     /// It has none at present.
     None,
+    /// So many were filled in this turn that the frame has to wait for the next.
+    Later,
     /// No buffer, or no number of merged ones, holds the frame.
     TooLong,
 }
@@ -170,6 +172,7 @@ impl Found {
     fn given(self, dropped: &mut Dropped) -> Given {
         match self {
             Found::None => Given::NoRoom,
+            Found::Later => Given::Later,
             Found::Room | Found::TooLong => {
                 dropped.too_long += 1;
                 Given::Taken(0)
@@ -259,7 +262,8 @@ impl<R: Ring> Buffers<'_, R> {
             (Ok(_), Some(Ok(found))) => {
                 // All parts go, or none: those that went are not shown yet.
                 self.ring.rewind(before);
-                Ok(found.given(dropped))
+                let has_whole_turn = self.ring.left() >= COMPLETIONS_MAX;
+                Ok(if found == Found::Later && has_whole_turn { Found::TooLong } else { found }.given(dropped))
             }
         }
     }
@@ -295,7 +299,11 @@ impl<R: Ring> Buffers<'_, R> {
             }
             if !self.ring.take(self.memory, self.chain)? {
                 let all = self.room.heads.len() == usize::from(self.ring.size());
-                break if all { Found::TooLong } else { Found::None };
+                break match self.ring.left() {
+                    0 => Found::Later,
+                    _ if all => Found::TooLong,
+                    _ => Found::None,
+                };
             }
             let (head, room) = (self.chain.head, len_of(&self.chain.writable));
             if self.room.heads.try_push((head, room)).is_err() {

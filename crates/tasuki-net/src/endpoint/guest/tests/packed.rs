@@ -34,10 +34,17 @@ fn a_successor_writes_over_nothing_that_the_guest_has_made_available_anew() {
             exchange(&mut net, &mut machine, frames + 3..frames + 6);
             net.replace(parts);
             net.settle();
+            // Until those descriptors are next.
+            for number in frames + 6..frames + 20 {
+                there.extend(received(&mut net.others[0]));
+                back.extend(machine.receive());
+                exchange(&mut net, &mut machine, number..number + 1);
+                (0..3).for_each(|_| net.turn());
+            }
             there.extend(received(&mut net.others[0]));
             back.extend(machine.receive());
-            assert!(there == right(OTHER, US, frames + 6), "{frames} before, killed at place {places}");
-            assert!(back == right(US, OTHER, frames + 6)[frames..], "{frames} before, killed at place {places}");
+            assert!(there == right(OTHER, US, frames + 20), "{frames} before, killed at place {places}");
+            assert!(back == right(US, OTHER, frames + 20)[frames..], "{frames} before, killed at place {places}");
             if !was_killed {
                 assert!(places > 10, "it passes more places than that");
                 break;
@@ -46,10 +53,9 @@ fn a_successor_writes_over_nothing_that_the_guest_has_made_available_anew() {
     }
 }
 
-#[test]
-fn a_turn_completes_no_more_than_the_journal_holds() {
-    // Frames that fill many small buffers are not what this machine has; segments that are cut into small parts are.
-    let payload = vec![7; 25_600];
+/// Gives a TCP segment that is cut into so many parts of 154 bytes.
+fn give_segment(net: &mut Net, parts: usize) {
+    let payload = vec![7; 100 * parts];
     let tcp = [&[0x30, 0x39, 0, 80][..], &1_u32.to_be_bytes(), &[0; 4], &[0x50, 0x10, 1, 0, 0, 0, 0, 0]].concat();
     let total = u16::try_from(20 + tcp.len() + payload.len()).unwrap();
     let ip = [&[0x45, 0][..], &total.to_be_bytes(), &[0, 1, 0x40, 0, 64, 6, 0, 0, 192, 0, 2, 1, 192, 0, 2, 2]].concat();
@@ -62,23 +68,42 @@ fn a_turn_completes_no_more_than_the_journal_holds() {
         csum_start: 34.into(),
         csum_offset: 16.into(),
     };
+    net.give(offload.as_bytes(), &segment);
+}
+
+#[test]
+fn a_turn_completes_no_more_than_the_journal_holds() {
     for places in 0.. {
         let mut net = Net::new(2);
-        let mut machine = net.machine(PLAIN | PACKED, 1000);
-        // 768 parts: the third segment goes in the next turn.
-        (0..3).for_each(|_| net.give(offload.as_bytes(), &segment));
+        let mut machine = net.machine(PLAIN | PACKED, 512);
+        // One completion too many for a turn.
+        (0..2).for_each(|_| give_segment(&mut net, 256));
         let parts = net.parts();
         let was_killed = net.kill(places, 1);
         net.replace(parts);
         net.settle();
         let came = machine.receive();
-        assert_eq!(came.len(), 768, "killed at place {places}");
+        assert_eq!(came.len(), 512, "killed at place {places}");
         assert!(came.iter().all(|part| part.len() == 154));
         assert_eq!(net.node.as_ref().unwrap().dropped, Dropped::default());
         if !was_killed {
             break;
         }
     }
+}
+
+#[test]
+fn a_segment_of_more_parts_than_a_turn_completes_is_dropped_and_the_next_frame_goes() {
+    let mut net = Net::new(2);
+    let mut machine = net.machine(PLAIN | PACKED, 512);
+    // A part and its header fill four such buffers.
+    (0..512).for_each(|at| machine.write(16 * at + 8, &42_u32.to_le_bytes()));
+    give_segment(&mut net, 128);
+    net.others[0].send(US, &frame(US, OTHER, 0)).unwrap();
+    net.others[0].flush();
+    net.settle();
+    assert_eq!(net.node.as_ref().unwrap().dropped, Dropped { too_long: 1, ..Dropped::default() });
+    assert_eq!(machine.receive(), [frame(US, OTHER, 0)]);
 }
 
 #[test]
