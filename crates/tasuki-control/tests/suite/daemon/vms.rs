@@ -70,9 +70,9 @@ const BYTES: usize = 32 << 20;
 
 const GUEST: &str = "192.0.2.9";
 
-/// Starts the machine of node `vm`, with Debian's kernel.
-fn machine(world: &World) -> Option<Program> {
-    let machine = qemu(world, "console.log", &["--cores", &two_cpus()], &[])?;
+/// Starts the machine of node `vm`, with Debian's kernel and these options of `tasuki vm run`.
+fn machine(world: &World, words: &[&str]) -> Option<Program> {
+    let machine = qemu(world, "console.log", words, &[])?;
     until(&world.rig, "the guest is up", || {
         std::fs::read_to_string(world.rig.path("console.log")).is_ok_and(|said| said.contains("guest: ready"))
     });
@@ -164,7 +164,7 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
         assert!(said.contains("the machine has nothing to boot; name a kernel (--kernel FILE)"), "{said}");
     }
     world.rig.await_pair("vm");
-    let Some(_machine) = machine(&world) else {
+    let Some(_machine) = machine(&world, &["--cores", &two_cpus()]) else {
         println!("skipped: needs QEMU and a kernel: cargo xtask test");
         return world.end();
     };
@@ -215,6 +215,54 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
     }
     world.rig.await_pair("vm");
     echoed(&world, 8, || {});
+    assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
+    world.end();
+}
+
+/// Returns what a command says in the guest.
+fn said_in_guest(world: &World, command: &str) -> String {
+    let mut shell = world.shop.within(|| TcpStream::connect((GUEST, 10)).expect("the guest serves a shell"));
+    shell.write_all(format!("{command}\nexit\n").as_bytes()).expect("it takes commands");
+    let mut said = String::new();
+    shell.read_to_string(&mut said).expect("it says something");
+    said
+}
+
+/// Place of RING_PACKED among the features that a driver took, as Linux shows them.
+const PACKED: usize = 34;
+
+#[test]
+fn a_stock_guest_with_packed_rings_does_not_notice_that_its_back_end_is_replaced_and_killed() {
+    let Some(world) = World::new() else { return };
+    world.add("shop", &world.shop, SHOP, &[]);
+    let socket = world.rig.path("vm.sock");
+    world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
+    world.rig.await_pair("vm");
+    let Some(_machine) = machine(&world, &["--cores", &two_cpus(), "--packed"]) else {
+        println!("skipped: needs QEMU and a kernel: cargo xtask test");
+        return world.end();
+    };
+    let ping = |count: &str| world.pinged(&["-c", count, "-i", "0.002", "-W", "5", GUEST]);
+    until(&world.rig, "it answers", || ping("1").contains(" 1 received"));
+    let features = said_in_guest(&world, "cat /sys/bus/virtio/drivers/virtio_net/virtio*/features");
+    assert_eq!(features.trim().as_bytes().get(PACKED), Some(&b'1'), "its driver took packed rings: {features}");
+    std::thread::scope(|scope| {
+        let pinging = scope.spawn(|| ping("2000"));
+        for _ in 0..5 {
+            world.rig.await_pair("vm");
+            world.kill_driver("vm");
+        }
+        let said = pinging.join().expect("it does not panic");
+        assert!(said.contains(" 2000 received") && !said.contains("duplicates"), "{said}\n{}", world.rig.log());
+    });
+    for seed in 20..22 {
+        echoed(&world, seed, || {
+            world.rig.await_pair("vm");
+            world.kill_driver("vm");
+            world.rig.await_pair("vm");
+            world.rig.ask(&["worker", "upgrade", "vm"]);
+        });
+    }
     assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
     world.end();
 }
