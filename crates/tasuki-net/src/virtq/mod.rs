@@ -36,7 +36,7 @@ pub const SIZE_MAX: u16 = 32768;
 
 /// Length of a descriptor in bytes.
 const DESCRIPTOR_LEN: usize = 16;
-/// Flags of a descriptor (2.7.5, 2.8.2).
+/// Flags of a descriptor (2.7.5, 2.8.3, 2.8.6, 2.8.7).
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;

@@ -109,7 +109,7 @@ fn slots_of(completion: u64) -> u16 {
     (completion >> 48) as u16
 }
 
-/// Returns the second word of a used descriptor at a position (2.8.4): the first one counts for nothing there.
+/// Returns the second word of a used descriptor at a position (2.8.3): the first one counts for nothing there.
 fn used_word(completion: u64, at: Position) -> u64 {
     let is_written = completion & u64::from(u32::MAX) != 0;
     let flags = at.used_mark() | if is_written { WRITE } else { 0 };
@@ -125,7 +125,7 @@ pub struct Packed {
     driver: Span<AtomicU32>,
     device: Span<AtomicU32>,
     has_event_index: bool,
-    /// Whether one used descriptor stands for all chains in a row into which we wrote nothing (2.8.9).
+    /// Whether one used descriptor stands for all chains in a row into which we wrote nothing (2.8.8).
     is_in_order: bool,
     /// The driver's addresses of the descriptors and of the device area.
     addresses: [u64; 2],
@@ -228,16 +228,14 @@ impl Packed {
         descriptor([self.descriptors[2 * at.index() as usize].load(Relaxed), rest])
     }
 
-    /// Walks a table of descriptors, which lie in their order (2.8.7).
+    /// Walks a table of descriptors, which lie in their order and have no flag but [`WRITE`]: others count for nothing
+    /// (2.8.7).
     fn walk_table(memory: &DriverMemory, named: Descriptor, chain: &mut Chain) -> Result<(), Broken> {
         let table = Table::of(memory, named)?;
         if table.count > PIECES_MAX {
             return Err(Broken::Chain);
         }
-        (0..table.count).try_for_each(|at| {
-            let descriptor = descriptor(table.words(memory, at));
-            if descriptor.flags & INDIRECT != 0 { Err(Broken::Indirect) } else { add(memory, descriptor, chain) }
-        })
+        (0..table.count).try_for_each(|at| add(memory, descriptor(table.words(memory, at)), chain))
     }
 
     /// Returns the position of the next chain, and that of the next used descriptor.
@@ -390,7 +388,7 @@ impl Ring for Packed {
             if usize::from(slots) == left {
                 return Err(Broken::Chain);
             }
-            // The driver made the chain's first descriptor available last (2.8.21).
+            // The driver made the chain's first descriptor available last (2.8.6).
             rest = self.rest(at).load(Relaxed);
         }
         self.next = at;

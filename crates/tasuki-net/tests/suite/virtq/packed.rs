@@ -386,9 +386,6 @@ fn expected(memory: &Memory, size: u16, next: Position, left: usize) -> Result<O
                 }
                 for i in 0..u64::from(len / 16) {
                     let (address, len, _, flags) = entry(address - GUEST + 16 * i);
-                    if flags & 4 != 0 {
-                        return Err(());
-                    }
                     read(address, len, flags)?;
                 }
             }

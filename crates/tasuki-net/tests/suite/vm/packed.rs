@@ -82,7 +82,7 @@ impl Driver {
         let count = u16::try_from(chain.len()).unwrap();
         assert!(count > 0 && count <= self.free, "the driver keeps to its ring");
         let begin = self.next;
-        // The first descriptor's flags come last (2.8.21).
+        // The first descriptor's flags come last (2.8.6).
         for (i, (address, len, flags)) in (0..count).zip(chain).rev() {
             let at = begin.plus(i, self.size);
             let place = self.places[0] + 16 * u64::from(at.at);
