@@ -13,9 +13,10 @@ use tasuki_testing::Program;
 use super::rig::{lives, pid, signal, until};
 use super::vnis::{self, SHOP, World};
 
-/// Starts a program on stock DPDK that answers `ping`, behind DPDK's front end of vhost-user.
-fn echoing(socket: &Path) -> Program {
-    let vdev = format!("net_virtio_user0,path={},queues=1,queue_size=256,mac=02:00:00:00:00:77", socket.display());
+/// Starts a program on stock DPDK that answers `ping`, behind DPDK's front end of vhost-user with rings of this kind.
+fn echoing(socket: &Path, rings: &str) -> Program {
+    let path = socket.display();
+    let vdev = format!("net_virtio_user0,path={path},queues=1,queue_size=256,mac=02:00:00:00:00:77,{rings}");
     vnis::echoing(&vdev, std::fs::File::create(socket.with_extension("log")).expect("a file").into())
 }
 
@@ -33,18 +34,21 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     let pinged =
         |world: &World, count: &str, pause: &str| world.pinged(&["-c", count, "-i", pause, "-W", "5", "192.0.2.77"]);
     let answers = |world: &World| pinged(world, "1", "1").contains(" 1 received");
-    let program = echoing(&socket);
-    until(&world.rig, "it answers", || answers(&world));
-    std::thread::scope(|scope| {
-        let pinging = scope.spawn(|| pinged(&world, "2000", "0.005"));
-        for _ in 0..3 {
-            world.rig.ask(&["worker", "upgrade", "vm"]);
-            world.rig.await_pair("vm");
-            world.kill_driver("vm");
-        }
-        let said = pinging.join().expect("looked for before");
-        assert!(said.contains(" 2000 received") && !said.contains("duplicates"), "{said}\n{}", world.rig.log());
-    });
+    let endures = |world: &World| {
+        until(&world.rig, "it answers", || answers(world));
+        std::thread::scope(|scope| {
+            let pinging = scope.spawn(|| pinged(world, "2000", "0.005"));
+            for _ in 0..3 {
+                world.rig.ask(&["worker", "upgrade", "vm"]);
+                world.rig.await_pair("vm");
+                world.kill_driver("vm");
+            }
+            let said = pinging.join().expect("looked for before");
+            assert!(said.contains(" 2000 received") && !said.contains("duplicates"), "{said}\n{}", world.rig.log());
+        });
+    };
+    let program = echoing(&socket, "packed_vq=0");
+    endures(&world);
     // Without a daemon, and with both workers dead: the next ones get what the daemon kept.
     world.rig.kill_daemon();
     assert!(answers(&world), "no daemon is needed");
@@ -56,10 +60,10 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     }
     world.rig.await_pair("vm");
     until(&world.rig, "it answers", || answers(&world));
-    // The next machine is served as well.
+    // The next machine is served as well, with packed rings.
     drop(program);
-    let _program = echoing(&socket);
-    until(&world.rig, "it answers", || answers(&world));
+    let _program = echoing(&socket, "packed_vq=1,in_order=1");
+    endures(&world);
     world.rig.ask(&["node", "remove", "vm"]);
     assert!(!socket.exists(), "nobody serves there any more");
     world.end();
