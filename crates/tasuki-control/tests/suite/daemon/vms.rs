@@ -225,7 +225,13 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
 
 /// Returns what a command says in the guest.
 fn said_in_guest(world: &World, command: &str) -> String {
-    let mut shell = world.shop.within(|| TcpStream::connect((GUEST, 10)).expect("the guest serves a shell"));
+    // It answers pings before it serves a shell.
+    let begun = std::cell::RefCell::new(None);
+    until(&world.rig, "the guest serves a shell", || {
+        *begun.borrow_mut() = world.shop.within(|| TcpStream::connect((GUEST, 10)).ok());
+        begun.borrow().is_some()
+    });
+    let mut shell = begun.into_inner().expect("it was just seen");
     shell.write_all(format!("{command}\nexit\n").as_bytes()).expect("it takes commands");
     let mut said = String::new();
     shell.read_to_string(&mut said).expect("it says something");
