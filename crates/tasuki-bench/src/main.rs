@@ -85,6 +85,14 @@ enum Bench {
         /// CPU to stay on.
         cpu: usize,
     },
+    /// Plays such a node with as little as it takes. The bench starts itself with this subcommand.
+    #[command(hide = true)]
+    FloorNode {
+        /// Number of the node, 0 or 1.
+        number: u16,
+        /// CPU to stay on.
+        cpu: usize,
+    },
     /// Plays a node of the bench `vni` that does nothing. The bench starts itself with this subcommand.
     #[command(hide = true)]
     IdleNode {
@@ -239,6 +247,7 @@ fn run() -> Result<()> {
         }
         Bench::Relay { how, guest } => relay(&how, guest.as_deref()),
         Bench::TapNode { number, cpu } => vni::tap_node(number, cpu),
+        Bench::FloorNode { number, cpu } => vni::floor_node(number, cpu),
         Bench::IdleNode { number } => vni::idle_node(number),
         Bench::TakeTurns => relay::take_turns(),
         Bench::Sends { folder, trials } => relay::sends::play(&folder, trials),

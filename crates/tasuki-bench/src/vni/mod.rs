@@ -1,5 +1,6 @@
 //! Ethernet between nodes through shared memory.
 
+mod floor;
 mod huge;
 mod idle;
 mod memcpy;
@@ -24,6 +25,7 @@ use crate::program;
 use crate::rounds::{Effort, Manner};
 use crate::sample::Sample;
 
+pub use floor::node as floor_node;
 pub use huge::HugePages;
 pub use idle::node as idle_node;
 pub use netns::tap_node;

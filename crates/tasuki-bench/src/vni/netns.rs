@@ -17,6 +17,7 @@ use tasuki_tap::device::Before;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::shortcut::Shortcut;
 
+use super::floor;
 use super::nodes::{Kept, join};
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
@@ -25,7 +26,7 @@ use crate::orders::Fds;
 use crate::program;
 
 /// Number of fruitless looks before a node sleeps.
-const IDLE_LOOKS: u32 = 8;
+pub const IDLE_LOOKS: u32 = 8;
 
 /// Interval between two ticks of a node, for its periodic work.
 pub const TICK: Duration = Duration::from_millis(250);
@@ -46,12 +47,22 @@ pub struct Rates {
     pub vni: Vec<f64>,
     /// Over a VNI, by the nodes' workers, through pools and TAPs.
     pub by_workers: Vec<f64>,
+    /// By two processes that do what workers must, and nothing else.
+    pub floor: Vec<f64>,
     /// Over veth.
     pub veth: Vec<f64>,
 }
 
-/// Runs `iperf3` for `seconds`, over a VNI and over veth in turn. Where that is impossible, prints the reason and
-/// returns `None`.
+/// How two namespaces are connected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Shortcut,
+    Workers,
+    Floor,
+}
+
+/// Runs `iperf3` for `seconds`, over a VNI, over the floor of its workers and over veth in turn. Where that is
+/// impossible, prints the reason and returns `None`.
 pub fn compare(traffic: Traffic, seconds: u32, rounds: u32, interrupt: &Interrupt) -> Result<Option<Rates>> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("{} was left out: it makes network namespaces, which only root may (sudo)", traffic.case());
@@ -65,15 +76,21 @@ pub fn compare(traffic: Traffic, seconds: u32, rounds: u32, interrupt: &Interrup
     let cpus = [cpus.client, cpus.server];
     let mut rates = Rates::default();
     for round in 1..=rounds {
-        rates.vni.push(Namespaces::over_vni(cpus, true)?.measure(traffic, seconds, cpus, interrupt)?);
-        rates.by_workers.push(Namespaces::over_vni(cpus, false)?.measure(traffic, seconds, cpus, interrupt)?);
+        // Ours and its floor are neighbours, in an order that changes: the machine's speed changes, too.
+        let by_processes = [(Way::Floor, &mut rates.floor), (Way::Workers, &mut rates.by_workers)];
+        let (first, second) = by_processes.into();
+        for (way, rates) in if round % 2 == 0 { [second, first] } else { [first, second] } {
+            rates.push(Namespaces::over_vni(cpus, way)?.measure(traffic, seconds, cpus, interrupt)?);
+        }
+        rates.vni.push(Namespaces::over_vni(cpus, Way::Shortcut)?.measure(traffic, seconds, cpus, interrupt)?);
         rates.veth.push(Namespaces::over_veth(1500)?.measure(traffic, seconds, cpus, interrupt)?);
         let giga = |rates: &[f64]| rates.last().map_or(0.0, |rate| rate / 1e9);
         eprintln!(
-            "round {round}/{rounds} · {} · {:.1} Gb/s, by workers {:.1}, veth {:.1}",
+            "round {round}/{rounds} · {} · {:.1} Gb/s, by workers {:.2}, their floor {:.2}, veth {:.1}",
             traffic.case(),
             giga(&rates.vni),
             giga(&rates.by_workers),
+            giga(&rates.floor),
             giga(&rates.veth)
         );
     }
@@ -145,9 +162,9 @@ impl Namespaces {
         Ok(this)
     }
 
-    fn over_vni(cpus: [usize; 2], has_shortcut: bool) -> Result<Self> {
+    fn over_vni(cpus: [usize; 2], way: Way) -> Result<Self> {
         let mut this = Self::new()?;
-        this.shortcut = has_shortcut.then(Shortcut::new).transpose()?;
+        this.shortcut = (way == Way::Shortcut).then(Shortcut::new).transpose()?;
         let lines = directory_lines(8);
         let memory = Region::create("bench-directory", lines * LINE_LEN, Pages::Small)?;
         let mut directory = Directory::new(memory.span::<Line>(0, lines)?);
@@ -170,11 +187,22 @@ impl Namespaces {
             kept.push((Kept::new(number)?, device));
         }
         directory.set_nodes(&nodes);
+        let shared = floor::Shared::new()?;
         for (number, cpu) in (0..).zip(cpus) {
             let ((us, tap), (other, _)) = (&kept[usize::from(number)], &kept[usize::from(1 - number)]);
             let mut fds = us.fds([other])?;
-            fds.extend([tasuki_shm::region::read_only(memory.fd())?, tap.try_clone()?]);
-            this.nodes.push(start_node(number, cpu, &fds)?);
+            let role = match way {
+                Way::Floor => {
+                    fds.extend(shared.fds()?);
+                    "floor-node"
+                }
+                Way::Shortcut | Way::Workers => {
+                    fds.push(tasuki_shm::region::read_only(memory.fd())?);
+                    "tap-node"
+                }
+            };
+            fds.push(tap.try_clone()?);
+            this.nodes.push(start_node(role, number, cpu, &fds)?);
         }
         Ok(this)
     }
@@ -202,21 +230,29 @@ impl Namespaces {
     }
 }
 
-fn start_node(number: u16, cpu: usize, fds: &[OwnedFd]) -> Result<Child> {
+fn start_node(role: &str, number: u16, cpu: usize, fds: &[OwnedFd]) -> Result<Child> {
     let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     let mut command = Command::new(std::env::current_exe()?);
-    let child = command.args(["tap-node", &number.to_string(), &cpu.to_string()]).stdin(theirs).spawn()?;
+    let child = command.args([role, &number.to_string(), &cpu.to_string()]).stdin(theirs).spawn()?;
     Fds::send(ours.as_fd(), b"node", fds)?;
     Ok(child)
 }
 
-/// Plays the node of a namespace, with descriptors from standard input. Ends with the bench.
-pub fn tap_node(number: u16, cpu: usize) -> Result<()> {
+/// Begins a process that stands for a worker on `cpu` and ends with the bench. Returns its descriptors, from standard
+/// input.
+pub fn begin(cpu: usize) -> Result<Fds> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
-    let (_, mut fds) = Fds::receive(std::io::stdin().as_fd())?;
+    let (_, fds) = Fds::receive(std::io::stdin().as_fd())?;
     cpus::pin(cpu)?;
     // As workers do.
     rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1))?;
+    tasuki_shm::slice::brief();
+    Ok(fds)
+}
+
+/// Plays the node of a namespace, with descriptors from standard input. Ends with the bench.
+pub fn tap_node(number: u16, cpu: usize) -> Result<()> {
+    let mut fds = begin(cpu)?;
     let vni = join(&mut fds, number, [1 - number])?;
     let directory = PeerRegion::map_kept_whole(fds.next()?.as_fd())?;
     let lines = directory.len() / LINE_LEN;

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 
-use super::netns::{self, Traffic};
+use super::netns::{self, Rates, Traffic};
 use super::{idle, memory};
 use crate::distance::{self, Pairs, Round};
 use crate::floors::PING_PONG;
@@ -21,6 +21,9 @@ const MINT_MEMORY: f64 = 1.8 * 1024.0;
 
 /// Floor of sleeping round trips: each of the two processes is woken once.
 pub const EVENTFD: &str = "eventfd-other-core";
+
+/// Floor of frames between namespaces by workers.
+const NETNS_FLOOR: &str = "read-write";
 
 const MIB: f64 = (1 << 20) as f64;
 
@@ -172,15 +175,50 @@ fn between_namespaces(
     interrupt: &Interrupt,
 ) -> Result<Vec<Row>> {
     let Some(rates) = netns::compare(traffic, seconds, rounds, interrupt)? else { return Ok(Vec::new()) };
+    rates_as_rows(traffic, &rates, paper, bar)
+}
+
+fn rates_as_rows(traffic: Traffic, rates: &Rates, paper: f64, bar: f64) -> Result<Vec<Row>> {
     let of = |rates: &[f64]| median(rates).map(|rate| rate / 1e9).context("there was no round");
-    let (ours, by_workers, veth) = (of(&rates.vni)?, of(&rates.by_workers)?, of(&rates.veth)?);
+    let (ours, by_workers, floor, veth) =
+        (of(&rates.vni)?, of(&rates.by_workers)?, of(&rates.floor)?, of(&rates.veth)?);
     let row = |case: &str, rate| {
         let row = Row::higher(case, "gbps", "Gb/s", rate);
         row.against("veth", Kind::Peer, veth).against("mint", Kind::Paper, paper / 1e9)
     };
     let mut through_pools = row(&format!("{}-by-workers", traffic.case()), by_workers);
     through_pools.note = Some("as when one of the two is not a namespace, or takes no shortcut".to_owned());
+    // The two ran one after the other in each round.
+    let ratios: Vec<_> = rates.by_workers.iter().zip(&rates.floor).map(|(ours, floor)| ours / floor).collect();
+    let told = format!("{} rounds, each by itself", ratios.len());
+    through_pools = through_pools.against_in_pairs(NETNS_FLOOR, Kind::Floor, floor, median(&ratios), told);
+    through_pools = through_pools.bar(0.9, NETNS_FLOOR)?;
     let row = row(traffic.case(), ours).bar(bar, "veth")?;
     let row = if traffic == Traffic::Tcp { row.bar_at(paper / 1e9) } else { row };
     Ok(vec![row, through_pools])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_are_held_against_their_floor_round_by_round() {
+        // The machine's speed changes between rounds: the median of the ratios is 0.91, and the medians' ratio 0.48.
+        let rates = Rates {
+            vni: vec![20e9; 3],
+            by_workers: vec![9.1e9, 9.5e9, 18.5e9],
+            floor: vec![10e9, 20e9, 20e9],
+            veth: vec![20e9; 3],
+        };
+        let judged = |rates: &Rates| {
+            let rows = rates_as_rows(Traffic::Udp, rates, MINT_UDP, 1.0).unwrap();
+            let row = rows.iter().find(|row| row.case == "udp-netns-by-workers").unwrap();
+            let floor = row.against.iter().find(|against| against.kind == Kind::Floor).unwrap();
+            (floor.ratio.unwrap(), row.bars[0].holds)
+        };
+        assert_eq!(judged(&rates), (0.91, true));
+        let slower = Rates { by_workers: vec![8.9e9, 9.5e9, 18.5e9], ..rates };
+        assert_eq!(judged(&slower), (0.89, false));
+    }
 }
