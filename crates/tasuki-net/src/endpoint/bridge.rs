@@ -7,6 +7,7 @@ use arrayvec::ArrayVec;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::egress::{Egress, ROOM_AGAIN, WAIT, Waits};
+use super::gather::Gather;
 use super::notes::{FRONT_LEN, Notes, len_of};
 use super::rate::{Rate, Rates};
 use super::{Dropped, Endpoint, Given, Recovery};
@@ -37,6 +38,9 @@ pub struct Bridge<E: ?Sized = dyn Endpoint> {
     rates: Rates,
     /// How soon to look again if the endpoint had no room, or was not ready, when the bridge was armed.
     naps: Option<Duration>,
+    gather: Gather,
+    /// For how long the armed bridge lets the programs' frames gather.
+    gathers: Option<Duration>,
     /// Nodes whose next frame found no room at the endpoint, and since when.
     stalls: ArrayVec<(u16, Instant), STALLS_MAX>,
     /// Number of frames that the programs received.
@@ -74,6 +78,8 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             waits: Waits::default(),
             rates: Rates::default(),
             naps: None,
+            gather: Gather::new(Instant::now()),
+            gathers: None,
             stalls: ArrayVec::new(),
             given: 0,
             taken: 0,
@@ -305,7 +311,14 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             Some(_) => Some(ROOM_AGAIN),
             None => (!self.end.is_ready()).then_some(ROOM_AGAIN),
         };
-        if self.naps.is_some() { Armed::Idle } else { self.vni.arm() }
+        if self.naps.is_some() {
+            return Armed::Idle;
+        }
+        let armed = self.vni.arm();
+        if armed == Armed::Idle && self.end.gathers() {
+            self.gathers = self.gather.nap(self.taken, self.given, Instant::now);
+        }
+        armed
     }
 
     /// Returns the descriptor that becomes readable when a peer rings for an [armed](Self::arm) node.
@@ -313,21 +326,22 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         self.naps.is_none().then(|| self.vni.fd())
     }
 
-    /// Returns the descriptor that becomes readable when the programs send, unless a frame of theirs waits for room.
+    /// Returns the descriptor that becomes readable when the programs send, unless a frame of theirs waits for room or
+    /// their frames gather.
     pub fn source(&self) -> Option<BorrowedFd<'_>> {
         let is_heard =
             self.waits.again_in().is_none() || self.waits.rate.is_some() && self.end.is_heard_while_limited();
-        self.end.fd().filter(|_| is_heard)
+        self.end.fd().filter(|_| is_heard && self.gathers.is_none())
     }
 
     /// Returns how soon an [armed](Self::arm) node must look again without a bell, or `None`.
     pub fn waits(&self) -> Option<Duration> {
-        [self.waits.again_in(), self.naps, self.end.again_in()].into_iter().flatten().min()
+        [self.waits.again_in(), self.naps, self.gathers, self.end.again_in()].into_iter().flatten().min()
     }
 
     /// Marks an armed node as awake again.
     pub fn wake(&mut self) {
-        self.naps = None;
+        (self.naps, self.gathers) = (None, None);
         self.end.wake();
         self.vni.wake();
     }

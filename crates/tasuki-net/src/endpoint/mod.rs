@@ -8,6 +8,7 @@
 //! | [`packet`] | a Linux interface, by a packet socket                                      |
 //! | [`bridge`] | moves frames between an endpoint and a VNI                                 |
 //! | [`egress`] | sends frames to their nodes: the one policy for room, waiting and drops    |
+//! | `gather`   | lets frames gather where many come                                         |
 //! | `notes`    | frames that were read from an endpoint that forgets them, for a successor  |
 //! | `slow`     | nodes that have no room, and for how long a frame waits for one            |
 //!
@@ -17,6 +18,7 @@
 
 pub mod bridge;
 pub mod egress;
+mod gather;
 pub mod guest;
 mod listener;
 pub mod memif;
@@ -184,6 +186,12 @@ pub trait Endpoint: fmt::Debug {
     /// Returns whether to give it frames now. Those that it is not given stay with their senders.
     fn is_ready(&mut self) -> bool {
         true
+    }
+
+    /// Returns whether its programs' frames may gather while many come, for up to 60 µs: then a sleeping worker is not
+    /// woken by the first.
+    fn gathers(&self) -> bool {
+        false
     }
 
     /// Shows its programs the frames that it was given. Their senders get the memory back next.

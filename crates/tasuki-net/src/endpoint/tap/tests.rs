@@ -128,6 +128,32 @@ fn what_a_liar_leaves_on_the_page_harms_nobody() {
     }
 }
 
+#[test]
+fn a_flood_wakes_no_worker_and_the_first_frame_after_it_does() {
+    let mut net = Net::new();
+    let mut worker = net.worker();
+    let mut sent = 0;
+    let began = Instant::now();
+    loop {
+        net.send(sent..sent + 8);
+        sent += 8;
+        while worker.turn() > 0 {}
+        assert_eq!(net.came().len(), 8);
+        assert_eq!(worker.arm(), Armed::Idle);
+        if worker.source().is_none() {
+            break;
+        }
+        worker.wake();
+        assert!(began.elapsed() < PATIENCE, "frames gather once they come fast enough");
+    }
+    assert!(worker.waits().is_some(), "and not for ever");
+    assert!(worker.bell().is_some(), "frames for the namespace do not wait");
+    // A nap that brings nothing is the last one.
+    worker.rest(Duration::from_secs(60));
+    assert_eq!((worker.turn(), worker.arm()), (0, Armed::Idle));
+    assert!(worker.source().is_some() && worker.waits().is_none());
+}
+
 fn a_hundred_a_second() -> Option<Rate> {
     Rate::of(Limit { bits: 0, frames: 100, burst: Duration::from_millis(10) })
 }
