@@ -5,7 +5,8 @@
 //! receiver's TAP. Each is a system call of its own. No other copy is made, except of the offload header and the
 //! addresses (22 bytes). Here, too, each frame takes a `read` and a `write` between the same TAPs, with segments of up to
 //! 64 KiB and check sums left undone, and lies in shared memory between. There is no address, no check, no note for a
-//! successor, and neither side survives the other.
+//! successor, and neither side survives the other. A sleeper is woken by the first frame: our workers let the frames of a
+//! flood gather, and may so be faster than this.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};

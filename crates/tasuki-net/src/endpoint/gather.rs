@@ -90,7 +90,7 @@ mod tests {
     #[test]
     fn frames_that_are_answered_do_not_gather() {
         assert_eq!(naps(&vec![(8, 2, 10 * MICRO); 200]), vec![false; 200]);
-        let flood = vec![(8, 1, 10 * MICRO); 4];
+        let flood = [(8, 1, 10 * MICRO); 4];
         let then = [(12, 2, 65 * MICRO)];
         assert_eq!(naps(&[&flood[..], &then].concat()), [false, false, false, true, false]);
     }
