@@ -190,8 +190,8 @@ fn rates_as_rows(traffic: Traffic, rates: &Rates, paper: f64, bar: f64) -> Resul
     through_pools.note = Some("as when one of the two is not a namespace, or takes no shortcut".to_owned());
     // The two ran one after the other in each round.
     let ratios: Vec<_> = rates.by_workers.iter().zip(&rates.floor).map(|(ours, floor)| ours / floor).collect();
-    let told = format!("{} rounds, each by itself", ratios.len());
-    through_pools = through_pools.against_in_pairs(NETNS_FLOOR, Kind::Floor, floor, median(&ratios), told);
+    through_pools =
+        through_pools.against_in_pairs(NETNS_FLOOR, Kind::Floor, floor, median(&ratios), "round by round".to_owned());
     through_pools = through_pools.bar(0.9, NETNS_FLOOR)?;
     let row = row(traffic.case(), ours).bar(bar, "veth")?;
     let row = if traffic == Traffic::Tcp { row.bar_at(paper / 1e9) } else { row };
