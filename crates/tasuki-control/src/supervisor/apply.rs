@@ -404,7 +404,8 @@ impl Supervisor {
     }
 
     /// Closes a NIC. First a fresh worker takes over its node's other NICs; then the workers that have it end, and with
-    /// its last driver the card rests.
+    /// its last driver the card rests. So do those of other nodes that once had it: they may hold on to the card, and
+    /// another NIC gets its number.
     fn begin_closing(&mut self, nic: u32) -> Result<(), No> {
         let card = self.cards.get(&nic).ok_or(No::Ending)?;
         let (node, name) = (card.node.clone(), card.name().to_owned());
@@ -417,12 +418,16 @@ impl Supervisor {
         }
         self.config.nic.retain(|it| it.name != name);
         self.note(About { node: Some(&node), nic: Some(&name), worker: None }, format!("{name} is being closed"));
-        let has_more =
-            self.cards.values().any(|card| card.node == node && card.closing.is_none() && card.kept.is_some());
-        let is_uplink = self.config.node(&node).is_some_and(|node| node.work == Work::Uplink);
-        if has_more && !is_uplink && self.nodes.contains_key(&node) {
-            let (answer, _) = oneshot::channel();
-            self.upgrade(&node, Upgrade::default(), answer);
+        let had = self.workers.values().filter(|worker| worker.given.contains(&nic));
+        let nodes: BTreeSet<String> = had.map(|worker| worker.record.node.clone()).chain([node]).collect();
+        for node in nodes {
+            let is_its = |card: &Card| card.node == node && card.closing.is_none() && card.kept.is_some();
+            let has_more = self.cards.values().any(is_its);
+            let is_uplink = self.config.node(&node).is_some_and(|node| node.work == Work::Uplink);
+            if has_more && !is_uplink && self.nodes.contains_key(&node) {
+                let (answer, _) = oneshot::channel();
+                self.upgrade(&node, Upgrade::default(), answer);
+            }
         }
         Ok(())
     }
@@ -436,13 +441,16 @@ impl Supervisor {
             self.cards.values().filter(|card| card.closing.is_some()).map(|card| card.number).collect();
         for nic in closing {
             let Some(card) = self.cards.get(&nic) else { continue };
-            if self.jobs.iter().any(|job| job.node() == card.node) {
+            let had = |node: &str| {
+                self.workers.values().any(|worker| worker.record.node == node && worker.given.contains(&nic))
+            };
+            if self.jobs.iter().any(|job| job.node() == card.node || had(job.node())) {
                 continue;
             }
             let (name, node) = (card.name().to_owned(), card.node.clone());
             let is_late = card.closing.is_some_and(|since| now().saturating_sub(since) >= PATIENCE / 2);
             let mut has_workers = false;
-            for worker in self.workers.values_mut().filter(|worker| worker.nics.contains_key(&nic)) {
+            for worker in self.workers.values_mut().filter(|worker| worker.given.contains(&nic)) {
                 has_workers = true;
                 if worker.serves() {
                     worker.stage = Stage::Leaving(now());

@@ -167,6 +167,26 @@ fn a_node_that_is_not_trusted_any_more_loses_the_workers_that_had_the_nic() {
 }
 
 #[test]
+fn of_a_nic_that_is_closed_no_worker_is_left_that_ever_had_it() {
+    let nic = |name: &str, node: &str| {
+        format!("\n[[nic]]\nname = \"{name}\"\ndevice = \"vfio-user:/nowhere/{name}.sock\"\nnode = \"{node}\"\n")
+    };
+    let rig = Rig::with(&(NODES.to_owned() + &nic("eth1", "red") + &nic("eth2", "blue")), "");
+    rig.await_pair("red");
+    rig.await_pair("blue");
+    rig.ask(&["nic", "give", "eth1", "--to", "blue"]);
+    let had = drivers(&rig)["blue"];
+    rig.ask(&["nic", "give", "eth1", "--to", "red"]);
+    assert_eq!(drivers(&rig)["blue"], had, "it has eth2");
+    rig.configure(|text| text.replace(&nic("eth1", "red"), ""));
+    rig.ask(&["apply"]);
+    assert!(!lives(had), "it would hold on to a card that may be another node's next");
+    rig.await_pair("red");
+    rig.await_pair("blue");
+    assert!(!rig.ask(&["events"]).contains("nobody drives eth2"), "another took over");
+}
+
+#[test]
 fn a_hangup_applies_the_daemons_own_file() {
     let rig = Rig::new();
     rig.await_pair("red");
