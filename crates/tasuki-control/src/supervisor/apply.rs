@@ -320,6 +320,10 @@ impl Supervisor {
                 let node = desired.node(name).ok_or(No::Ending)?;
                 if self.nodes.contains_key(name) {
                     return Err(No::now(format!("there is a node {name} by now")));
+                // Those that trusted it before it was made anew do so again: it may get a NIC from them in a moment.
+                for its in &mut self.config.node {
+                    desired.node(&its.name).into_iter().for_each(|new| its.trusts.clone_from(&new.trusts));
+                }
                 }
                 self.make_whole_node(node)?;
             }

@@ -187,6 +187,19 @@ fn of_a_nic_that_is_closed_no_worker_is_left_that_ever_had_it() {
 }
 
 #[test]
+fn a_node_that_is_made_anew_gets_a_nic_as_one_that_is_trusted() {
+    let rig = Rig::with(&NODES.replace("trusts = [\"red\"]", "trusts = [\"red\"]\nvni = \"lan\""), "");
+    rig.await_pair("red");
+    rig.await_pair("blue");
+    rig.configure(|text| text.replace("vni = \"lan\"\n", "").replace("node = \"red\"", "node = \"blue\""));
+    let said = rig.ask(&["apply"]);
+    assert!(said.contains("NIC eth0 goes from node red to node blue while packets flow"), "{said}");
+    let said = rig.ask(&["events"]);
+    assert!(said.contains(" of node blue in ") && said.contains(", by keep: "), "not as to a stranger: {said}");
+    assert!(is_as_configured(&rig));
+}
+
+#[test]
 fn a_hangup_applies_the_daemons_own_file() {
     let rig = Rig::new();
     rig.await_pair("red");
