@@ -495,7 +495,8 @@ impl Supervisor {
 
     /// Takes NICs' lease pages from nodes that are not trusted any more: their workers that had the NIC end first.
     pub(super) fn fit_trust(&mut self) {
-        let is_free = |card: &&Card| card.is_settled() && !self.jobs.iter().any(|job| job.is_about(card.number));
+        let is_still = |card: &Card| card.is_settled() || card.arbiter.is_none();
+        let is_free = |card: &&Card| is_still(card) && !self.jobs.iter().any(|job| job.is_about(card.number));
         let shared = self.cards.values().filter(|card| self.has_strangers(card)).filter(is_free);
         let strangers: Vec<(u32, String, (String, String))> =
             shared.filter_map(|card| Some((card.number, card.name().to_owned(), self.strangers_of(card)?))).collect();

@@ -200,6 +200,26 @@ fn a_node_that_is_made_anew_gets_a_nic_as_one_that_is_trusted() {
 }
 
 #[test]
+fn a_card_that_no_worker_has_keeps_no_nic_from_going_where_it_should() {
+    let mut rig = Rig::new();
+    rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    rig.ask(&["nic", "give", "eth0", "--to", "blue"]);
+    rig.ask(&["nic", "give", "eth0", "--to", "red"]);
+    let keeper = rig.keeper().expect("a keeper");
+    rig.kill_daemon();
+    signal(keeper, rustix::process::Signal::KILL);
+    until(&rig, "it is dead", || !lives(keeper));
+    // Without a program nothing opens the card, and no worker gets it.
+    fs::rename(rig.path("worker"), rig.path("worker.away")).expect("a name");
+    rig.start();
+    rig.configure(|text| text.replace("trusts = [\"blue\"]\n", "").replace("trusts = [\"red\"]\n", ""));
+    rig.configure(|text| text.replace("node = \"red\"", "node = \"green\""));
+    rig.ask(&["apply"]);
+    assert_eq!(rig.nic()["node"], "green");
+}
+
+#[test]
 fn a_hangup_applies_the_daemons_own_file() {
     let rig = Rig::new();
     rig.await_pair("red");
