@@ -71,15 +71,8 @@ fn program(name: &str) -> Result<PathBuf> {
     Ok(on_path.unwrap_or(beside))
 }
 
-fn programs(config: &Config, file: &Path) -> Result<Programs> {
-    let worker = match &config.daemon.worker {
-        Some(named) if named.is_absolute() => named.clone(),
-        Some(named) => {
-            bail!("{}: [daemon], worker: {} must be named by its path from /", file.display(), named.display())
-        }
-        None => program("tasuki-worker")?,
-    };
-    Ok(Programs { worker, model: program("tasuki-sim")? })
+fn programs() -> Result<Programs> {
+    Ok(Programs { worker: program("tasuki-worker")?, model: program("tasuki-sim")? })
 }
 
 /// Raises the limit of descriptors to the maximum, for this process and those that it starts: a node on a VNI has
@@ -132,7 +125,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
         "{}: only root can confine workers as they are to be; start tasukid as root, or write confine = \"best-effort\" under [daemon]: tasuki status then lists the missing restrictions",
         file.display()
     );
-    let programs = programs(&config, file)?;
+    let programs = programs()?;
     open_many();
     let place = Place::take(folder)?;
     let open = config.daemon.metrics.map(metrics::listen).transpose()?;

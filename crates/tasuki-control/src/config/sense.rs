@@ -51,11 +51,15 @@ impl Config {
         };
         let limits = [self.daemon.hang_after_ms, self.daemon.deadline_ms, self.daemon.prepare_ms];
         let limit = limits.contains(&0).then(|| "[daemon]: a limit of 0 ms cannot be kept; name more".to_owned());
+        let worker = self.daemon.worker.as_ref().filter(|worker| !worker.is_absolute());
+        let worker =
+            worker.map(|worker| format!("[daemon], worker: {} must be named by its path from /", worker.display()));
         names("node", nodes.clone())
             .or_else(|| names("nic", self.nic.iter().map(|nic| &nic.name).collect()))
             .or_else(of_nodes)
             .or_else(of_nics)
             .or(limit)
+            .or(worker)
     }
 
     /// Returns the fault of a node's end of a VNI, if there is one.

@@ -290,9 +290,6 @@ impl Supervisor {
         let failed = |error: anyhow::Error| No::now(format!("{error:#}"));
         match step {
             Step::Settings => {
-                if let Some(worker) = &desired.daemon.worker {
-                    self.programs.worker.clone_from(worker);
-                }
                 self.config.daemon = desired.daemon.clone();
             }
             Step::Adjust(name, _) => {

@@ -186,7 +186,7 @@ impl Node {
 /// Programs that the daemon starts.
 #[derive(Debug, Clone)]
 pub struct Programs {
-    /// The default worker; it also opens devices.
+    /// The worker, unless the configuration names another.
     pub worker: PathBuf,
     /// The model of a card.
     pub model: PathBuf,
@@ -296,8 +296,6 @@ impl Supervisor {
         let Parts { config, file: (file, text), programs, place, groups, door, requests, signals, hangups } = parts;
         let (registry, mut known) = Registry::open(place.folder())?;
         let (current, config) = apply::Current::begin(file, text, config, known.applied.take());
-        let worker = config.daemon.worker.clone().unwrap_or(programs.worker);
-        let programs = Programs { worker, ..programs };
         let (may_use, aside) = (crate::aside::cpus(&Config::default()), crate::aside::cpus(&config));
         crate::aside::stay(&aside);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).context("the kernel has no epoll for us")?;

@@ -209,7 +209,7 @@ impl Supervisor {
             args.push("--scrub".to_owned());
         }
         let devices: &[&str] = if matches!(device, Device::Vfio(_)) { &["/dev/vfio"] } else { &[] };
-        let program = self.programs.worker.clone();
+        let program = self.worker_program();
         let (mut command, terms) = self.start_apart(nic, &program, args, devices)?;
         let opener = speaking(&mut command, theirs, terms);
         let (process, speech) = opener.with_context(|| format!("{} does not start", program.display()))?;

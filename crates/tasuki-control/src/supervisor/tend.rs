@@ -227,7 +227,12 @@ impl Supervisor {
     pub(super) fn program_of(&self, name: &str, named: Option<PathBuf>) -> PathBuf {
         let upgraded = || self.nodes.get(name)?.record.binary.clone();
         let own = || Some(self.config.node(name)?.program()?.path.clone());
-        named.or_else(upgraded).or_else(own).unwrap_or_else(|| self.programs.worker.clone())
+        named.or_else(upgraded).or_else(own).unwrap_or_else(|| self.worker_program())
+    }
+
+    /// Returns the default worker, which also opens devices.
+    pub(super) fn worker_program(&self) -> PathBuf {
+        self.config.daemon.worker.clone().unwrap_or_else(|| self.programs.worker.clone())
     }
 
     /// Starts a worker for a node, and sends its first message once the process is confined.

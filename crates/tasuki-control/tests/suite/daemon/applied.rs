@@ -220,6 +220,27 @@ fn a_card_that_no_worker_has_keeps_no_nic_from_going_where_it_should() {
 }
 
 #[test]
+fn a_worker_that_is_named_no_more_gives_way_to_the_usual_one() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    let named = format!("worker = {:?}\n", rig.path("worker"));
+    rig.configure(|text| text.replace(&named, "worker = \"worker\"\n"));
+    let refused = rig.refused(&["apply"]);
+    assert!(refused.contains("[daemon], worker: worker must be named by its path from /"), "{refused}");
+    rig.configure(|text| text.replace("worker = \"worker\"\n", "") + "[[node]]\nname = \"grey\"\nwork = \"sink\"\n");
+    rig.ask(&["apply"]);
+    // That may not be built: then the node's trouble names it.
+    until(&rig, "grey has the usual worker, or would", || {
+        let (nodes, workers) = (rig.json(&["node", "list"]), rig.workers());
+        let grey = nodes.as_array().unwrap().iter().find(|it| it["name"] == "grey").cloned().expect("a node");
+        let mut its = workers.iter().filter(|worker| worker["node"] == "grey");
+        assert!(its.all(|it| it["binary"].as_str().unwrap().ends_with("/tasuki-worker")), "{workers:?}");
+        grey["trouble"].as_str().is_some_and(|it| it.contains("/tasuki-worker"))
+            || workers.iter().any(|worker| worker["node"] == "grey")
+    });
+}
+
+#[test]
 fn a_hangup_applies_the_daemons_own_file() {
     let rig = Rig::new();
     rig.await_pair("red");
