@@ -152,6 +152,13 @@ impl Present<'_> {
         }
         let owner = |nic: &str| self.owners.get(nic).map_or("", String::as_str);
         let is_uplink = |node: Option<&Node>| node.is_some_and(|node| node.work == Work::Uplink);
+        // Another node gets a TAP of the same name that is not the same: it cannot be made before this one is gone.
+        let has_its_tap = |from: &str| {
+            let tap = |node: &Node| Some((node.tap()?.clone(), node.vni.is_some()));
+            let its = old_node(from).and_then(tap).filter(|_| gone.iter().any(|(name, _)| name == from));
+            let others = desired.node.iter().filter(|node| node.name != from).filter_map(tap);
+            its.is_some_and(|its| { others }.any(|other| other != its && other.0.label() == its.0.label()))
+        };
         // The NIC of an uplink is opened in another way than the others.
         let is_reopened = |old: &Nic, new: &Nic| {
             let (from, to) = (owner(&old.name), &new.node[..]);
@@ -159,7 +166,12 @@ impl Present<'_> {
             let stays = from == to && !remade.contains(to);
             let leaves = gone.iter().any(|(name, _)| name == from) && remade.contains(to);
             !is_same_card
-                || !stays && (from == to || leaves || is_uplink(old_node(from)) || is_uplink(desired.node(to)))
+                || !stays
+                    && (from == to
+                        || leaves
+                        || has_its_tap(from)
+                        || is_uplink(old_node(from))
+                        || is_uplink(desired.node(to)))
         };
         let (mut closes, mut closed, mut gives) = (Vec::new(), BTreeSet::new(), Vec::new());
         for old in &self.config.nic {
@@ -379,6 +391,34 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_tap_that_changes_with_its_node_is_made_when_the_old_one_is_gone() {
+        let parse = |node: &str, address: &str| -> Config {
+            let tap = format!("work = {{ tap = {{ name = \"t0\", address = \"{address}\" }} }}");
+            let nic = format!("[[nic]]\nname = \"eth0\"\ndevice = \"sim\"\nnode = \"{node}\"\n");
+            toml::from_str(&format!("[[node]]\nname = \"{node}\"\n{tap}\n{nic}")).expect("a configuration")
+        };
+        let one = parse("red", "192.0.2.1/24");
+        let owners = BTreeMap::from([("eth0".to_owned(), "red".to_owned())]);
+        let none = BTreeSet::new();
+        let present = Present { config: &one, by_hand: &none, owners: &owners, stale: &none };
+        let steps = |other: &Config| present.steps_to(other).iter().map(ToString::to_string).collect::<Vec<_>>();
+        let (red, blue) = ("red", "blue");
+        let gives = [
+            format!("node {blue} is added"),
+            format!("NIC eth0 goes from node {red} to node {blue} while packets flow"),
+            format!("node {red} is removed"),
+        ];
+        assert_eq!(steps(&parse(blue, "192.0.2.1/24")), gives, "they share it for a moment");
+        let closes = [
+            "NIC eth0 is closed: its link goes down".to_owned(),
+            format!("node {red} is removed"),
+            format!("node {blue} is added"),
+            format!("NIC eth0 is opened, for node {blue}"),
+        ];
+        assert_eq!(steps(&parse(blue, "192.0.2.2/24")), closes);
     }
 
     #[test]
