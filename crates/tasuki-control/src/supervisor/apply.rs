@@ -187,8 +187,9 @@ impl Supervisor {
         };
         let todo: VecDeque<Step> = self.steps_to(&desired).into();
         let record = &mut self.current.record;
-        // The file counts for the next daemon as it is now.
-        let base = std::fs::read(&self.current.file).map_or(record.base, |bytes| crc32c::crc32c(&bytes));
+        // The file counts for the next daemon as it is now, or as it was read.
+        let read = |file: &PathBuf| std::fs::read(file).map_or(record.base, |bytes| crc32c::crc32c(&bytes));
+        let base = if file == self.current.file { crc32c::crc32c(text.as_bytes()) } else { read(&self.current.file) };
         let generation = generation + u64::from(record.text != text);
         *record = AppliedRecord { generation, path: file.display().to_string(), text, base, is_done: todo.is_empty() };
         let said = match todo.len() {
@@ -317,12 +318,12 @@ impl Supervisor {
                 let node = desired.node(name).ok_or(No::Ending)?;
                 if self.nodes.contains_key(name) {
                     return Err(No::now(format!("there is a node {name} by now")));
+                }
+                self.make_whole_node(node)?;
                 // Those that trusted it before it was made anew do so again: it may get a NIC from them in a moment.
                 for its in &mut self.config.node {
                     desired.node(&its.name).into_iter().for_each(|new| its.trusts.clone_from(&new.trusts));
                 }
-                }
-                self.make_whole_node(node)?;
             }
             Step::Open(name, _) => {
                 let nic = desired.nic.iter().find(|nic| nic.name == *name).ok_or(No::Ending)?;
