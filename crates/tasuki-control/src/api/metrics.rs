@@ -3,7 +3,7 @@
 use std::fmt::{Display, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use axum::Router;
@@ -13,7 +13,7 @@ use axum::routing::get;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{Mutex, Semaphore, oneshot};
 
 use super::types::{NicView, NodeView, Status, TalkView, WorkerView};
 use crate::supervisor::door::{Door, Request};
@@ -22,6 +22,9 @@ use crate::supervisor::door::{Door, Request};
 const CONNECTIONS_MAX: usize = 16;
 /// Time for a request, and between two of a connection.
 const WITHIN: Duration = Duration::from_secs(5);
+
+/// For how long counts are passed on to anybody: the loop that answers for them also replaces dead drivers.
+const COUNT_FOR: Duration = Duration::from_secs(1);
 
 /// All that the text is made of, at one moment.
 #[derive(Debug)]
@@ -172,13 +175,37 @@ fn seconds(count: u64, digits: u32) -> String {
     format!("{}.{:0width$}", count / whole, count % whole, width = digits as usize)
 }
 
-/// Answers with the present counts.
-pub async fn answer(door: &Door) -> Response {
+/// Returns the present counts as text.
+async fn present(door: &Door) -> Option<String> {
     let (answer, answered) = oneshot::channel();
     door.put(Request::Metrics(answer));
-    match answered.await {
-        Ok(Ok(metrics)) => ([("content-type", "text/plain; version=0.0.4")], metrics.text()).into_response(),
-        _ => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+    Some(answered.await.ok()?.ok()?.text())
+}
+
+fn response(text: Option<String>) -> Response {
+    match text {
+        Some(text) => ([("content-type", "text/plain; version=0.0.4")], text).into_response(),
+        None => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+    }
+}
+
+/// Answers with the present counts.
+pub async fn answer(door: &Door) -> Response {
+    response(present(door).await)
+}
+
+/// The counts that were asked for last, and when.
+#[derive(Debug, Default)]
+struct Last(Mutex<Option<(Instant, String)>>);
+
+impl Last {
+    /// Returns counts that are no older than `most`. Who asks meanwhile waits for the same ones.
+    async fn counts(&self, door: &Door, most: Duration) -> Option<String> {
+        let mut last = self.0.lock().await;
+        if last.as_ref().is_none_or(|(at, _)| at.elapsed() >= most) {
+            *last = Some((Instant::now(), present(door).await?));
+        }
+        last.as_ref().map(|(_, text)| text.clone())
     }
 }
 
@@ -200,7 +227,9 @@ pub fn listen(address: SocketAddr) -> Result<TcpListener> {
 pub async fn serve(listener: TcpListener, door: Door) {
     let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
     let seats = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    let router = Router::new().route("/metrics", get(async move || answer(&door).await));
+    let last = Arc::new(Last::default());
+    let counts = async move || response(last.counts(&door, COUNT_FOR).await);
+    let router = Router::new().route("/metrics", get(counts));
     while let Ok(seat) = seats.clone().acquire_owned().await {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
@@ -265,5 +294,39 @@ mod tests {
             assert!(text.lines().any(|its| its == line), "{line}\n{text}");
         }
         assert_eq!(seconds(1_500_000_000, 9), "1.500000000");
+    }
+
+    #[test]
+    fn any_number_of_callers_ask_the_loop_once() {
+        let status = || Status {
+            version: String::new(),
+            pid: 1,
+            up_ms: 0,
+            adopted: 0,
+            trouble: None,
+            configuration: ConfigurationView::default(),
+            nodes: Vec::new(),
+            nics: Vec::new(),
+        };
+        let (sender, requests) = std::sync::mpsc::channel();
+        let door = Door::new(sender).unwrap();
+        let asked = std::thread::spawn(move || {
+            let answers = requests.iter().filter_map(|request| match request {
+                Request::Metrics(answer) => Some(answer),
+                _ => None,
+            });
+            let metrics = || Metrics { status: status(), workers: Vec::new(), vnis: Vec::new(), last_event: 0 };
+            answers.map(|answer| answer.send(Ok(metrics())).is_ok()).count()
+        });
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let last = Last::default();
+            for _ in 0..9 {
+                assert!(last.counts(&door, Duration::MAX).await.is_some());
+            }
+            assert!(last.counts(&door, Duration::ZERO).await.is_some());
+        });
+        drop(door);
+        assert_eq!(asked.join().unwrap(), 2, "they are asked for when they are too old");
     }
 }
