@@ -253,6 +253,16 @@ impl Supervisor {
         }
     }
 
+    pub(super) fn is_applying(&self) -> bool {
+        self.applying.is_some()
+    }
+
+    /// Leaves the remaining steps to the next daemon.
+    pub(super) fn end_applying(&mut self) {
+        let answer = self.applying.take().and_then(|applying| applying.answer);
+        answer.into_iter().for_each(|answer| drop(answer.send(Err(No::Ending))));
+    }
+
     fn is_applied(&mut self, Applying { desired, steps, answer, .. }: Applying) {
         // A node that was made anew was trusted before.
         for node in &desired.node {

@@ -145,6 +145,11 @@ fn finding(why: Reason) -> String {
     sentence.split(';').next().unwrap_or_default().to_owned()
 }
 
+/// Returns that a node added or removed now could contradict the steps to come.
+fn applying() -> No {
+    No::now("a configuration is being applied; ask again when that is done")
+}
+
 /// The result of one step of a job.
 enum Step {
     Wait,
@@ -187,7 +192,9 @@ impl Supervisor {
             Request::Metrics(answer) => drop(answer.send(Ok(self.metrics()))),
             Request::Plan { apply, answer } => drop(answer.send(self.plan(&apply))),
             Request::Apply { apply, answer } => self.begin_applying(&apply, Some(answer)),
+            Request::AddNode { answer, .. } if self.is_applying() => drop(answer.send(Err(applying()))),
             Request::AddNode { node, answer } => drop(answer.send(self.add_node(*node))),
+            Request::RemoveNode { answer, .. } if self.is_applying() => drop(answer.send(Err(applying()))),
             Request::RemoveNode { node, answer } => self.begin_removing(&node, answer),
             Request::Vnis(answer) => drop(answer.send(Ok(self.vni_views()))),
             Request::VniTable { vni, answer } => drop(answer.send(self.vni_table(&vni))),
@@ -792,6 +799,7 @@ impl Supervisor {
         for job in std::mem::take(&mut self.jobs) {
             job.answer.into_iter().for_each(|answer| drop(answer.send(Err(No::Ending))));
         }
+        self.end_applying();
         let workers: Vec<u32> = self.workers.keys().copied().collect();
         let count = u32::try_from(workers.len()).unwrap_or(u32::MAX);
         self.stopping = Some((now(), count, Some(answer)));

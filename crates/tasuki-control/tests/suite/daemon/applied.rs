@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::process::Stdio;
 
 use serde_json::Value;
 
@@ -237,6 +238,31 @@ fn a_worker_that_is_named_no_more_gives_way_to_the_usual_one() {
         assert!(its.all(|it| it["binary"].as_str().unwrap().ends_with("/tasuki-worker")), "{workers:?}");
         grey["trouble"].as_str().is_some_and(|it| it.contains("/tasuki-worker"))
             || workers.iter().any(|worker| worker["node"] == "grey")
+    });
+}
+
+#[test]
+fn while_a_configuration_is_applied_no_node_comes_by_hand_and_its_caller_hears_of_a_stop() {
+    let mut rig = Rig::new();
+    rig.await_pair("red");
+    let green = pid(&rig.await_worker("green", "idle"));
+    signal(green, rustix::process::Signal::STOP);
+    rig.configure(|text| text.replace(GREEN, "[[node]]\nname = \"grey\"\nwork = \"echo\"\nvni = \"lan\"\n"));
+    let mut command = rig.command(&["apply"]);
+    let caller = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("a program");
+    rig.await_event("is applied: 2 steps");
+    let refused = rig.refused(&["node", "add", "grey", "--native", "--work", "sink", "--vni", "lan"]);
+    assert!(refused.contains("a configuration is being applied; ask again"), "{refused}");
+    let refused = rig.refused(&["node", "remove", "blue"]);
+    assert!(refused.contains("a configuration is being applied; ask again"), "{refused}");
+    rig.ask(&["stop"]);
+    rig.daemon_ends();
+    let said = caller.wait_with_output().expect("it has ended").stderr;
+    let said = String::from_utf8_lossy(&said);
+    assert!(!said.contains("hung up"), "{said}");
+    rig.start();
+    until(&rig, "the next one has taken the remaining steps", || {
+        names(&rig, "node") == ["blue", "grey", "red"] && is_as_configured(&rig)
     });
 }
 
