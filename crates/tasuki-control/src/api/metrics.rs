@@ -316,7 +316,7 @@ mod tests {
                 _ => None,
             });
             let metrics = || Metrics { status: status(), workers: Vec::new(), vnis: Vec::new(), last_event: 0 };
-            answers.map(|answer| answer.send(Ok(metrics())).is_ok()).count()
+            answers.filter_map(|answer| answer.send(Ok(metrics())).ok()).count()
         });
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
