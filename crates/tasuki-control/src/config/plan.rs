@@ -91,22 +91,39 @@ struct Difference {
 
 impl Difference {
     fn between(old: &Node, new: &Node) -> Self {
+        // A new key has to be put into one of the three.
+        let Node {
+            name: _,
+            work,
+            vni,
+            mac,
+            spoof,
+            addresses,
+            pool_kib,
+            limits,
+            cpu,
+            poll,
+            nice,
+            standby,
+            bounds,
+            trusts,
+        } = old;
         let mut it = Difference::default();
         let named = |keys: &mut Keys, key, differs: bool| keys.extend(differs.then_some(key));
-        named(&mut it.adjusted, "trusts", old.trusts != new.trusts);
-        named(&mut it.adjusted, "standby", old.standby != new.standby);
-        named(&mut it.adjusted, "bounds", old.bounds != new.bounds);
-        named(&mut it.renewed, "limits", old.limits != new.limits);
-        named(&mut it.renewed, "cpu", old.cpu != new.cpu);
-        named(&mut it.renewed, "poll", old.poll != new.poll);
-        named(&mut it.renewed, "nice", old.nice != new.nice);
-        named(&mut it.remade, "vni", old.vni != new.vni);
-        named(&mut it.remade, "mac", old.mac != new.mac);
-        named(&mut it.remade, "spoof", old.spoof != new.spoof);
-        named(&mut it.remade, "addresses", old.addresses != new.addresses);
-        named(&mut it.remade, "pool_kib", old.pool_kib != new.pool_kib);
-        let keys = if old.work.is_like(&new.work) { &mut it.renewed } else { &mut it.remade };
-        named(keys, "work", old.work != new.work);
+        named(&mut it.adjusted, "trusts", *trusts != new.trusts);
+        named(&mut it.adjusted, "standby", *standby != new.standby);
+        named(&mut it.adjusted, "bounds", *bounds != new.bounds);
+        named(&mut it.renewed, "limits", *limits != new.limits);
+        named(&mut it.renewed, "cpu", *cpu != new.cpu);
+        named(&mut it.renewed, "poll", *poll != new.poll);
+        named(&mut it.renewed, "nice", *nice != new.nice);
+        named(&mut it.remade, "vni", *vni != new.vni);
+        named(&mut it.remade, "mac", *mac != new.mac);
+        named(&mut it.remade, "spoof", *spoof != new.spoof);
+        named(&mut it.remade, "addresses", *addresses != new.addresses);
+        named(&mut it.remade, "pool_kib", *pool_kib != new.pool_kib);
+        let keys = if work.is_like(&new.work) { &mut it.renewed } else { &mut it.remade };
+        named(keys, "work", *work != new.work);
         it
     }
 }

@@ -98,8 +98,15 @@ impl Supervisor {
 
     /// Adopts a NIC that the configuration does not have any more, to close it.
     fn adopt_to_close(&mut self, record: &crate::registry::NicRecord, found: &mut Found, is_used: bool) -> Result<()> {
-        // A node's end of a VNI is none.
-        let Ok(device) = Device::try_from(record.device.clone()) else { return Ok(()) };
+        let Ok(device) = Device::try_from(record.device.clone()) else {
+            // A node's end of a VNI: nothing of one that is gone is left but its record.
+            let is_there = |node: &config::Node| {
+                node.vni.as_ref().is_some_and(|vni| super::vnis::end_name(&node.name, vni) == record.name)
+            };
+            let is_gone = !self.config.node.iter().any(is_there);
+            self.changes.extend(is_gone.then_some(Change::NoNic(record.number)));
+            return Ok(());
+        };
         let (name, node) = (record.name.clone(), record.node.clone());
         let config = config::Nic { name, device, node, ring: None, wire: Vec::new() };
         let mut card = Card::new(record.number, config).context("no memory for a NIC's lease page")?;

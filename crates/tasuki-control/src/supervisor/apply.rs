@@ -91,6 +91,10 @@ impl Supervisor {
     /// Returns the configuration that `apply` names, checked, with its text and its file.
     fn desired(&self, apply: &Apply) -> Result<(Config, String, PathBuf), No> {
         let file = apply.path.clone().map_or_else(|| self.current.file.clone(), PathBuf::from);
+        // Anything else might keep the loop waiting.
+        if apply.text.is_none() && file.metadata().is_ok_and(|file| !file.is_file()) {
+            return Err(No::Wrong(format!("the configuration {} is not a file; name one", file.display())));
+        }
         let text = apply.text.clone().map_or_else(|| std::fs::read_to_string(&file), Ok);
         let text =
             text.map_err(|why| No::Wrong(config::ConfigError::Unreadable { path: file.clone(), why }.to_string()))?;
@@ -233,13 +237,10 @@ impl Supervisor {
         while let Some(mut applying) = self.applying.take() {
             match applying.waits.as_mut().map_or(Ok(true), |waits| waits.look(&self.cards)) {
                 Ok(false) => return self.applying = Some(applying),
-                Ok(true) => {}
+                Ok(true) => applying.waits = None,
                 Err(no) => return self.not_applied(applying, no),
             }
-            if matches!(applying.todo.front(), Some(Step::Give(..)))
-                && self.cards.values().any(|card| self.has_strangers(card))
-            {
-                // Their workers are ending.
+            if applying.todo.front().is_some_and(|step| self.must_wait(step)) {
                 return self.applying = Some(applying);
             }
             tasuki_shm::crash::point("daemon.applied-step");
@@ -250,6 +251,23 @@ impl Supervisor {
                 Err(no) => return self.not_applied(applying, no),
             }
             self.applying = Some(applying);
+        }
+    }
+
+    /// Returns whether a step has to wait: for an upgrade or a handover of one of its nodes, which has a limit of its own;
+    /// or for the end of workers whose node is not trusted any more.
+    fn must_wait(&self, step: &Step) -> bool {
+        let is_busy = |node: &str| self.jobs.iter().any(|job| job.node() == node || job.fences(node));
+        match step {
+            Step::Close(nic) => {
+                let card = self.cards.values().find(|card| card.name() == nic);
+                card.is_some_and(|card| is_busy(&card.node) || self.jobs.iter().any(|job| job.is_about(card.number)))
+            }
+            Step::Remove(node, _) | Step::Renew(node, _) => is_busy(node),
+            Step::Give(_, from, to) => {
+                is_busy(from) || is_busy(to) || self.cards.values().any(|card| self.has_strangers(card))
+            }
+            Step::Settings | Step::Adjust(..) | Step::Add(_) | Step::Open(..) => false,
         }
     }
 

@@ -220,6 +220,9 @@ impl Supervisor {
                 let node = self.config.node.remove(at);
                 self.forget_endpoint(&node);
                 self.by_hand.remove(&name);
+                if node.cpu.is_some() {
+                    self.set_apart();
+                }
                 self.changes.push(Change::Removed(name.clone()));
             }
             let sentence = format!("node {name} is gone");

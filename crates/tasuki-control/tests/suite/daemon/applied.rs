@@ -361,3 +361,35 @@ fn nothing_is_lost_while_configurations_are_applied() {
     assert_exact(rig);
     world.end();
 }
+
+#[test]
+fn steps_wait_for_an_upgrade_that_a_user_has_begun() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    for poll in ["true", "false"].iter().cycle().take(10) {
+        rig.configure(|text| {
+            let text = text.replace("poll = true\n", "").replace("poll = false\n", "");
+            text.replace("name = \"red\"\n", &format!("name = \"red\"\npoll = {poll}\n"))
+        });
+        let mut upgrade = rig
+            .command(&["worker", "upgrade", "red"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("a program");
+        rig.ask(&["apply"]);
+        // It may have come second, and was refused then.
+        upgrade.wait().expect("it ends");
+        assert!(is_as_configured(&rig), "{}", rig.log());
+    }
+}
+
+#[test]
+fn a_path_that_is_no_file_is_refused_at_once() {
+    let rig = Rig::new();
+    // As a pipe would, which keeps its reader waiting.
+    fs::remove_file(rig.path("tasuki.toml")).expect("a file");
+    fs::create_dir(rig.path("tasuki.toml")).expect("a folder");
+    let refused = rig.refused(&["apply"]);
+    assert!(refused.contains("tasuki.toml is not a file; name one"), "{refused}");
+}
