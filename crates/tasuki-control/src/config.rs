@@ -7,7 +7,7 @@ pub mod plan;
 mod sense;
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -92,9 +92,19 @@ pub struct Daemon {
     /// Range of users, of which each node gets one.
     pub uids: Uids,
     /// The address at which anybody may read the counts for Prometheus (`/metrics`); none by default.
-    pub metrics: Option<std::net::SocketAddr>,
+    #[serde(deserialize_with = "listened_at")]
+    pub metrics: Option<SocketAddr>,
     /// The default worker program; if `None`, `tasuki-worker` beside the daemon, or on the PATH.
     pub worker: Option<PathBuf>,
+}
+
+fn listened_at<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<SocketAddr>, D::Error> {
+    let text = String::deserialize(from)?;
+    text.parse().map(Some).map_err(|_| {
+        serde::de::Error::custom(format!(
+            "{text:?} is no address to listen at; write it with a port, as 127.0.0.1:9469"
+        ))
+    })
 }
 
 /// When a dead worker is replaced.
@@ -810,6 +820,7 @@ ring = 512
                 &["a frame has 60 to 1514 bytes"],
             ),
             ("[daemon]\ndeadline_ms = 0\n".to_owned(), &["a limit of 0 ms"]),
+            ("[daemon]\nmetrics = \"9469\"\n".to_owned(), &["\"9469\" is no address to listen at", "127.0.0.1:9469"]),
             (
                 "[[node]]\nname = \"red\"\nwork = { program = { path = \"mine\" } }\n".to_owned(),
                 &["node \"red\": its program is named by a path from /, not mine"],
