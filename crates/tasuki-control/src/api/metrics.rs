@@ -199,7 +199,7 @@ pub async fn answer(door: &Door) -> Response {
 struct Last(Mutex<Option<(Instant, String)>>);
 
 impl Last {
-    /// Returns counts that are no older than `most`. Who asks meanwhile waits for the same ones.
+    /// Returns counts that are no older than `most`. Callers that ask meanwhile wait for the same ones.
     async fn counts(&self, door: &Door, most: Duration) -> Option<String> {
         let mut last = self.0.lock().await;
         if last.as_ref().is_none_or(|(at, _)| at.elapsed() >= most) {
@@ -233,7 +233,7 @@ pub async fn serve(listener: TcpListener, door: Door) {
     while let Ok(seat) = seats.clone().acquire_owned().await {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
-            // No descriptor is left: there may be one soon.
+            // No descriptor is left, and no event says when there is one.
             Err(_) => {
                 tokio::time::sleep(WITHIN).await;
                 continue;

@@ -306,7 +306,7 @@ pub enum Asked {
     Stop,
 }
 
-/// Interval at which a follower asks for events.
+/// Interval at which a follower asks for events: the API has no answer that waits for the next one.
 const FOLLOW_EVERY: Duration = Duration::from_millis(200);
 
 fn word(value: Option<impl ValueEnum>) -> Value {

@@ -8,17 +8,16 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use tasuki_relay::message::ToWorker;
 use tokio::sync::oneshot::{self, Receiver, error::TryRecvError};
 
-use super::card::{Card, Opening};
+use super::card::Card;
 use super::door::{Answer, No};
 use super::keeping::Key;
-use super::worker::Stage;
-use super::{About, PATIENCE, Supervisor, Words, now};
+use super::worker::Words;
+use super::{About, Supervisor};
 use crate::api::types::{Applied, Apply, ConfigurationView, Give, Plan, Refused, Relayed, Removed, Upgrade};
 use crate::config::plan::{Present, Step};
-use crate::config::{self, Config, Work};
+use crate::config::{self, Config};
 use crate::registry::{AppliedRecord, Change};
 
 /// The configuration that the daemon goes by.
@@ -305,7 +304,11 @@ impl Supervisor {
         let why = Refused::from(no).error;
         let failed = steps.pop().unwrap_or_default();
         let rest = todo.len();
-        let rest = if rest == 0 { String::new() } else { format!("; {rest} steps after it were not begun") };
+        let rest = match rest {
+            0 => String::new(),
+            1 => "; the step after it was not begun".to_owned(),
+            rest => format!("; {rest} steps after it were not begun"),
+        };
         let sentence = format!(
             "configuration {} is applied in part. This step failed: {failed} ({why}){rest}; mend that, and apply it again",
             self.current.record.generation
@@ -431,127 +434,6 @@ impl Supervisor {
         self.config.nic.push(nic);
         self.record_nic(number);
         Ok(())
-    }
-
-    /// Closes a NIC. First a fresh worker takes over its node's other NICs; then the workers that have it end, and with
-    /// its last driver the card rests. So do those of other nodes that once had it: they may hold on to the card, and
-    /// another NIC gets its number.
-    fn begin_closing(&mut self, nic: u32) -> Result<(), No> {
-        let card = self.cards.get(&nic).ok_or(No::Ending)?;
-        let (node, name) = (card.node.clone(), card.name().to_owned());
-        self.is_free(&node, &[nic])?;
-        if let Some(card) = self.cards.get_mut(&nic) {
-            card.closing = Some(now());
-            if let Opening::Opener(opener) = &card.opening {
-                opener.process.kill();
-            }
-        }
-        self.config.nic.retain(|it| it.name != name);
-        self.note(About { node: Some(&node), nic: Some(&name), worker: None }, format!("{name} is being closed"));
-        let had = self.workers.values().filter(|worker| worker.given.contains(&nic));
-        let nodes: BTreeSet<String> = had.map(|worker| worker.record.node.clone()).chain([node]).collect();
-        for node in nodes {
-            let is_its = |card: &Card| card.node == node && card.closing.is_none() && card.kept.is_some();
-            let has_more = self.cards.values().any(is_its);
-            let is_uplink = self.config.node(&node).is_some_and(|node| node.work == Work::Uplink);
-            if has_more && !is_uplink && self.nodes.contains_key(&node) {
-                let (answer, _) = oneshot::channel();
-                self.upgrade(&node, Upgrade::default(), answer);
-            }
-        }
-        Ok(())
-    }
-
-    /// Goes on with closing NICs.
-    pub(super) fn go_on_closing(&mut self) {
-        if self.adopting {
-            return;
-        }
-        let closing: Vec<u32> =
-            self.cards.values().filter(|card| card.closing.is_some()).map(|card| card.number).collect();
-        for nic in closing {
-            let Some(card) = self.cards.get(&nic) else { continue };
-            let had = |node: &str| {
-                self.workers.values().any(|worker| worker.record.node == node && worker.given.contains(&nic))
-            };
-            if self.jobs.iter().any(|job| job.node() == card.node || had(job.node())) {
-                continue;
-            }
-            let (name, node) = (card.name().to_owned(), card.node.clone());
-            let is_late = card.closing.is_some_and(|since| now().saturating_sub(since) >= PATIENCE / 2);
-            let mut has_workers = false;
-            for worker in self.workers.values_mut().filter(|worker| worker.given.contains(&nic)) {
-                has_workers = true;
-                if worker.serves() {
-                    worker.stage = Stage::Leaving(now());
-                    let _ = worker.write(&ToWorker::End, &[]);
-                }
-            }
-            let Some(card) = self.cards.get_mut(&nic).filter(|_| !has_workers) else { continue };
-            // No process holds a connection to it any more.
-            card.kept = None;
-            match &card.model {
-                Some(model) if is_late => model.kill(),
-                Some(model) => model.ask_to_end(),
-                None => {}
-            }
-            if card.model.is_some() || matches!(card.opening, Opening::Opener(_)) {
-                continue;
-            }
-            self.cards.remove(&nic);
-            self.changes.push(Change::NoNic(nic));
-            [Key::Card(nic), Key::Page(nic), Key::Coming(nic)].into_iter().for_each(|key| self.keep(key));
-            self.note(About { node: Some(&node), nic: Some(&name), worker: None }, format!("{name} is closed"));
-        }
-    }
-
-    /// Returns the first two nodes that have the NIC's lease page and do not trust each other; the second one is to lose it.
-    fn strangers_of(&self, card: &Card) -> Option<(String, String)> {
-        let others = |one: &String| {
-            let is_stranger = |other: &&String| **other != card.node && !self.config.trust(one, other);
-            card.page_of.iter().find(is_stranger).cloned()
-        };
-        card.page_of.iter().find_map(|one| Some((one.clone(), others(one)?)))
-    }
-
-    /// Returns whether the lease page is shared by nodes that do not trust each other any more.
-    pub(super) fn has_strangers(&self, card: &Card) -> bool {
-        card.page_of.len() > 1 && card.page_of.contains(&card.node) && self.strangers_of(card).is_some()
-    }
-
-    /// Takes NICs' lease pages from nodes that are not trusted any more: their workers that had the NIC end first.
-    pub(super) fn fit_trust(&mut self) {
-        let is_still = |card: &Card| card.is_settled() || card.arbiter.is_none();
-        let is_free = |card: &&Card| is_still(card) && !self.jobs.iter().any(|job| job.is_about(card.number));
-        let shared = self.cards.values().filter(|card| self.has_strangers(card)).filter(is_free);
-        let strangers: Vec<(u32, String, (String, String))> =
-            shared.filter_map(|card| Some((card.number, card.name().to_owned(), self.strangers_of(card)?))).collect();
-        for (nic, name, (one, other)) in strangers {
-            let had = self.workers.values().filter(|worker| worker.record.node == other && worker.given.contains(&nic));
-            let had: Vec<u32> = had.map(super::worker::Worker::party).collect();
-            for number in &had {
-                self.condemn(*number, format!("has had {name}, and node {one} does not trust it any more"));
-            }
-            let (ours, theirs) = (self.node_number(&one), self.node_number(&other));
-            if let Some(card) = self.cards.get_mut(&nic).filter(|_| had.is_empty()) {
-                card.page_of.remove(&other);
-                card.arbiter.iter_mut().for_each(|arbiter| arbiter.estrange(ours, theirs));
-                self.record_nic(nic);
-            }
-        }
-    }
-
-    /// Tells the arbiters which nodes do not trust each other any more, but where both have the page: see `fit_trust`.
-    fn estrange_those_apart(&mut self) {
-        let names: Vec<String> = self.nodes.keys().cloned().collect();
-        let pairs =
-            names.iter().flat_map(|one| names.iter().filter(move |other| one < *other).map(move |other| (one, other)));
-        let apart: Vec<_> = pairs.filter(|(one, other)| !self.config.trust(one, other)).collect();
-        for (one, other) in apart {
-            let (one, other) = (self.node_number(one), self.node_number(other));
-            let arbiters = self.cards.values_mut().filter_map(|card| card.arbiter.as_mut());
-            arbiters.filter(|arbiter| !arbiter.share_page(one, other)).for_each(|arbiter| arbiter.estrange(one, other));
-        }
     }
 
     pub(super) fn configuration_view(&self) -> ConfigurationView {

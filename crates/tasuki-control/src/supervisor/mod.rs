@@ -16,6 +16,8 @@
 //! - [`vnis`]: Ethernet between nodes: the members, and the memory that outlives their workers
 //! - [`endpoints`]: other endpoints of nodes on a VNI, and their clients
 //! - [`apply`]: applies a configuration while the daemon runs
+//! - [`closing`]: closes NICs while their nodes go on
+//! - [`trust`]: takes lease pages from nodes that are not trusted any more
 //! - [`nodes`]: adds and removes nodes while the daemon runs
 //! - [`taps`]: the interfaces that network namespaces have instead of NICs
 //! - [`shortcuts`]: how namespaces reach each other past their workers
@@ -31,6 +33,7 @@ pub mod apply;
 pub mod bundles;
 pub mod captures;
 pub mod card;
+pub mod closing;
 pub mod deeds;
 pub mod door;
 pub mod endpoints;
@@ -48,6 +51,7 @@ pub mod split;
 pub mod staging;
 pub mod taps;
 pub mod tend;
+pub mod trust;
 pub mod view;
 pub mod vnis;
 pub mod worker;

@@ -3,7 +3,7 @@
 //! Source: Virtual I/O Device (VIRTIO) 1.2, 2.8.
 //!
 //! A used descriptor overwrites an available one, so nothing is written here before [`Packed::show`]. Until then the
-//! completions are words in private memory. Whoever has copied them can [show them again](Packed::show_again).
+//! completions are words in private memory. A successor that has a copy of them [shows them again](Packed::show_again).
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64, fence};

@@ -68,7 +68,7 @@ fn a_server_of_prometheus_reads_the_counts_and_nothing_else() {
         scraped(&address, "/v1/status").expect("an answer").starts_with("HTTP/1.1 404"),
         "it is for the socket alone"
     );
-    // Callers that say nothing keep out others for a few seconds, and nobody who uses the socket.
+    // Silent callers keep other callers of this address out for seconds. The socket answers meanwhile.
     let silent: Vec<TcpStream> = (0..40).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
     assert_eq!(rig.json(&["nic", "list"])[0]["is"], "driven");
     until(&rig, "the silent ones are gone", || {
@@ -82,7 +82,7 @@ fn a_server_of_prometheus_reads_the_counts_and_nothing_else() {
 }
 
 #[test]
-fn whoever_follows_events_hears_of_those_of_the_next_daemon() {
+fn a_follower_of_events_hears_of_those_of_the_next_daemon() {
     let mut rig = Rig::new();
     rig.await_pair("red");
     let mut command = rig.command(&["events", "--follow"]);

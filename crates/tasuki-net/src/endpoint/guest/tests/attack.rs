@@ -831,29 +831,7 @@ fn fuzz_exactly_once() {
                         if dice.below(4) == 0 {
                             let count = 1 + dice.below(12) as usize;
                             let payload: Vec<u8> = (0..count * 100).map(|i| (i + number) as u8).collect();
-                            let tcp = [
-                                &[0x30, 0x39, 0, 80][..],
-                                &1_u32.to_be_bytes(),
-                                &[0; 4],
-                                &[0x50, 0x10, 1, 0, 0, 0, 0, 0],
-                            ]
-                            .concat();
-                            let total = u16::try_from(20 + tcp.len() + payload.len()).unwrap();
-                            let ip = [
-                                &[0x45, 0][..],
-                                &total.to_be_bytes(),
-                                &[0, 1, 0x40, 0, 64, 6, 0, 0, 192, 0, 2, 1, 192, 0, 2, 2],
-                            ]
-                            .concat();
-                            let segment = [&mac(US)[..], &mac(from), &[8, 0], &ip, &tcp, &payload].concat();
-                            let offload = Offload {
-                                flags: NEEDS_CSUM,
-                                gso_type: 1,
-                                hdr_len: 54.into(),
-                                gso_size: 100.into(),
-                                csum_start: 34.into(),
-                                csum_offset: 16.into(),
-                            };
+                            let (offload, segment) = segment(US, from, 100, &payload);
                             let len = HEADER_LEN + segment.len();
                             let Ok(room) = other.draft(US, len) else { break };
                             room.copy_from_slice(&[offload.as_bytes(), &segment].concat());

@@ -175,22 +175,26 @@ fn wherever_a_worker_is_killed_each_frame_crosses_exactly_once() {
     }
 }
 
-#[test]
-fn a_segment_goes_whole_to_a_guest_that_takes_it_and_cut_to_another() {
-    // TCP over IPv4: 3,000 bytes of payload in segments of 1,000.
-    let payload: Vec<u8> = (0..3000_u16).map(|i| i.to_le_bytes()[0]).collect();
+/// Returns a segment of TCP over IPv4, and its offload header: it is to be cut into parts with `part` bytes of payload.
+fn segment(to: u16, from: u16, part: u16, payload: &[u8]) -> (Offload, Vec<u8>) {
     let tcp = [&[0x30, 0x39, 0, 80][..], &1_u32.to_be_bytes(), &[0; 4], &[0x50, 0x10, 1, 0, 0, 0, 0, 0]].concat();
     let total = u16::try_from(20 + tcp.len() + payload.len()).unwrap();
     let ip = [&[0x45, 0][..], &total.to_be_bytes(), &[0, 1, 0x40, 0, 64, 6, 0, 0, 192, 0, 2, 1, 192, 0, 2, 2]].concat();
-    let segment = [&mac(US)[..], &mac(OTHER), &[8, 0], &ip, &tcp, &payload].concat();
     let offload = Offload {
         flags: NEEDS_CSUM,
         gso_type: 1,
         hdr_len: 54.into(),
-        gso_size: 1000.into(),
+        gso_size: part.into(),
         csum_start: 34.into(),
         csum_offset: 16.into(),
     };
+    (offload, [&mac(to)[..], &mac(from), &[8, 0], &ip, &tcp, payload].concat())
+}
+
+#[test]
+fn a_segment_goes_whole_to_a_guest_that_takes_it_and_cut_to_another() {
+    let payload: Vec<u8> = (0..3000_u16).map(|i| i.to_le_bytes()[0]).collect();
+    let (offload, segment) = segment(US, OTHER, 1000, &payload);
     let mut net = Net::new(2);
     let mut takes = net.machine(ALL | CSUM | GUEST_CSUM | GUEST_TSO4, 64);
     net.give(offload.as_bytes(), &segment);

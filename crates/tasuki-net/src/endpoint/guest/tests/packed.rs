@@ -55,19 +55,7 @@ fn a_successor_writes_over_nothing_that_the_guest_has_made_available_anew() {
 
 /// Gives a TCP segment that is cut into so many parts of 154 bytes.
 fn give_segment(net: &mut Net, parts: usize) {
-    let payload = vec![7; 100 * parts];
-    let tcp = [&[0x30, 0x39, 0, 80][..], &1_u32.to_be_bytes(), &[0; 4], &[0x50, 0x10, 1, 0, 0, 0, 0, 0]].concat();
-    let total = u16::try_from(20 + tcp.len() + payload.len()).unwrap();
-    let ip = [&[0x45, 0][..], &total.to_be_bytes(), &[0, 1, 0x40, 0, 64, 6, 0, 0, 192, 0, 2, 1, 192, 0, 2, 2]].concat();
-    let segment = [&mac(US)[..], &mac(OTHER), &[8, 0], &ip, &tcp, &payload].concat();
-    let offload = Offload {
-        flags: NEEDS_CSUM,
-        gso_type: 1,
-        hdr_len: 54.into(),
-        gso_size: 100.into(),
-        csum_start: 34.into(),
-        csum_offset: 16.into(),
-    };
+    let (offload, segment) = segment(US, OTHER, 100, &vec![7; 100 * parts]);
     net.give(offload.as_bytes(), &segment);
 }
 

@@ -1,0 +1,89 @@
+//! Closes NICs while their nodes go on.
+
+use std::collections::BTreeSet;
+
+use tasuki_relay::message::ToWorker;
+use tokio::sync::oneshot;
+
+use super::card::{Card, Opening};
+use super::door::No;
+use super::keeping::Key;
+use super::worker::Stage;
+use super::{About, PATIENCE, Supervisor, now};
+use crate::api::types::Upgrade;
+use crate::config::Work;
+use crate::registry::Change;
+
+impl Supervisor {
+    /// Closes a NIC. First a fresh worker takes over its node's other NICs; then the workers that have it end, and with
+    /// its last driver the card rests. So do those of other nodes that once had it: they may hold on to the card, and
+    /// another NIC gets its number.
+    pub(super) fn begin_closing(&mut self, nic: u32) -> Result<(), No> {
+        let card = self.cards.get(&nic).ok_or(No::Ending)?;
+        let (node, name) = (card.node.clone(), card.name().to_owned());
+        self.is_free(&node, &[nic])?;
+        if let Some(card) = self.cards.get_mut(&nic) {
+            card.closing = Some(now());
+            if let Opening::Opener(opener) = &card.opening {
+                opener.process.kill();
+            }
+        }
+        self.config.nic.retain(|it| it.name != name);
+        self.note(About { node: Some(&node), nic: Some(&name), worker: None }, format!("{name} is being closed"));
+        let had = self.workers.values().filter(|worker| worker.given.contains(&nic));
+        let nodes: BTreeSet<String> = had.map(|worker| worker.record.node.clone()).chain([node]).collect();
+        for node in nodes {
+            let is_its = |card: &Card| card.node == node && card.closing.is_none() && card.kept.is_some();
+            let has_more = self.cards.values().any(is_its);
+            let is_uplink = self.config.node(&node).is_some_and(|node| node.work == Work::Uplink);
+            if has_more && !is_uplink && self.nodes.contains_key(&node) {
+                let (answer, _) = oneshot::channel();
+                self.upgrade(&node, Upgrade::default(), answer);
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on with closing NICs.
+    pub(super) fn go_on_closing(&mut self) {
+        if self.adopting {
+            return;
+        }
+        let closing: Vec<u32> =
+            self.cards.values().filter(|card| card.closing.is_some()).map(|card| card.number).collect();
+        for nic in closing {
+            let Some(card) = self.cards.get(&nic) else { continue };
+            let had = |node: &str| {
+                self.workers.values().any(|worker| worker.record.node == node && worker.given.contains(&nic))
+            };
+            if self.jobs.iter().any(|job| job.node() == card.node || had(job.node())) {
+                continue;
+            }
+            let (name, node) = (card.name().to_owned(), card.node.clone());
+            let is_late = card.closing.is_some_and(|since| now().saturating_sub(since) >= PATIENCE / 2);
+            let mut has_workers = false;
+            for worker in self.workers.values_mut().filter(|worker| worker.given.contains(&nic)) {
+                has_workers = true;
+                if worker.serves() {
+                    worker.stage = Stage::Leaving(now());
+                    let _ = worker.write(&ToWorker::End, &[]);
+                }
+            }
+            let Some(card) = self.cards.get_mut(&nic).filter(|_| !has_workers) else { continue };
+            // No process holds a connection to it any more.
+            card.kept = None;
+            match &card.model {
+                Some(model) if is_late => model.kill(),
+                Some(model) => model.ask_to_end(),
+                None => {}
+            }
+            if card.model.is_some() || matches!(card.opening, Opening::Opener(_)) {
+                continue;
+            }
+            self.cards.remove(&nic);
+            self.changes.push(Change::NoNic(nic));
+            [Key::Card(nic), Key::Page(nic), Key::Coming(nic)].into_iter().for_each(|key| self.keep(key));
+            self.note(About { node: Some(&node), nic: Some(&name), worker: None }, format!("{name} is closed"));
+        }
+    }
+}
