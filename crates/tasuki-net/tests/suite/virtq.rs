@@ -390,11 +390,18 @@ enum Change {
     Used(u16, u16),
 }
 
-fn change() -> impl Strategy<Value = Change> {
+/// Returns addresses, lengths and flags of descriptors: mostly sound ones. Of `tables + 9` addresses, `tables` are those of
+/// the tables.
+fn parts(tables: u32) -> (impl Strategy<Value = u64>, impl Strategy<Value = u32>, impl Strategy<Value = u16>) {
     let end = GUEST + STRETCHES * LEN;
-    let address = prop_oneof![6 => GUEST..end, 3 => Just(GUEST + TABLES), 1 => end - 64..end + 64, 1 => GUEST - 64..GUEST + 64, 1 => any::<u64>()];
+    let address = prop_oneof![6 => GUEST..end, tables => Just(GUEST + TABLES), 1 => end - 64..end + 64, 1 => GUEST - 64..GUEST + 64, 1 => any::<u64>()];
     let len = prop_oneof![4 => 0_u32..300, 4 => (0_u32..40).prop_map(|count| 16 * count), 1 => 0_u32..0x2_0000, 1 => any::<u32>()];
     let flags = prop_oneof![12 => Just(0_u16), 6 => Just(1_u16), 4 => Just(2_u16), 3 => Just(3_u16), 6 => Just(4_u16), 1 => 0_u16..8];
+    (address, len, flags)
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    let (address, len, flags) = parts(3);
     let descriptor = (any::<bool>(), 0_u16..33, address, len, flags, 0_u16..33).prop_map(
         |(in_table, at, address, len, flags, next)| Change::Descriptor { in_table, at, address, len, flags, next },
     );

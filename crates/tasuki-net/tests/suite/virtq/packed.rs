@@ -308,10 +308,7 @@ enum Change {
 }
 
 fn change() -> impl Strategy<Value = Change> {
-    let end = GUEST + STRETCHES * LEN;
-    let address = prop_oneof![6 => GUEST..end, 6 => Just(GUEST + TABLES), 1 => end - 64..end + 64, 1 => GUEST - 64..GUEST + 64, 1 => any::<u64>()];
-    let len = prop_oneof![4 => 0_u32..300, 4 => (0_u32..40).prop_map(|count| 16 * count), 1 => 0_u32..0x2_0000, 1 => any::<u32>()];
-    let flags = prop_oneof![12 => Just(0_u16), 6 => Just(1_u16), 4 => Just(2_u16), 3 => Just(3_u16), 6 => Just(4_u16), 1 => 0_u16..8];
+    let (address, len, flags) = parts(6);
     let marks = proptest::option::weighted(0.2, any::<u16>());
     let descriptor = (any::<bool>(), 0_u16..33, address, len, any::<u16>(), flags, marks).prop_map(
         |(in_table, at, address, len, id, flags, marks)| Change::Descriptor {
