@@ -23,5 +23,6 @@ pub mod place;
 pub mod process;
 pub mod registry;
 pub mod spawn;
+pub mod successor;
 pub mod supervisor;
 pub mod watchdog;

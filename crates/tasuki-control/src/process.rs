@@ -27,8 +27,6 @@ pub struct Name {
 pub struct Process {
     name: Name,
     pidfd: OwnedFd,
-    /// Whether this daemon reaps it; init reaps those of an earlier daemon.
-    is_ours: bool,
 }
 
 impl Process {
@@ -63,19 +61,19 @@ impl Process {
     /// Opens a child. It may be dead by now, and this daemon reaps it all the same.
     fn of_child(pid: u32) -> io::Result<Self> {
         let (name, pidfd) = Self::open(pid, true)?;
-        Ok(Process { name, pidfd, is_ours: true })
+        Ok(Process { name, pidfd })
     }
 
     /// Finds a process that another process started; `None` if it is gone.
     pub fn find(name: Name) -> Option<Self> {
         let (found, pidfd) = Self::open(name.pid, false).ok()?;
-        (found == name).then_some(Process { name, pidfd, is_ours: false })
+        (found == name).then_some(Process { name, pidfd })
     }
 
     /// Opens the process that the kernel names as the other end of a socket.
     pub fn by_pid(pid: Pid) -> Option<Self> {
         let (name, pidfd) = Self::open(pid.as_raw_nonzero().get().unsigned_abs(), false).ok()?;
-        Some(Process { name, pidfd, is_ours: false })
+        Some(Process { name, pidfd })
     }
 
     fn open(pid: u32, or_dead: bool) -> io::Result<(Name, OwnedFd)> {
@@ -125,11 +123,11 @@ impl Process {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::TERM);
     }
 
-    /// Waits for its end, if this daemon reaps it, and returns how it ended, as the end of the sentence "it …". To
-    /// be called once.
+    /// Waits for its end, if it is a child of this process, and returns how it ended, as the end of the sentence "it …".
+    /// Init reaps the children of an earlier daemon, but not those of one that went on as this one.
     pub fn ended(&mut self) -> String {
         let wait = || rustix::process::waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED);
-        let status = self.is_ours.then(|| rustix::io::retry_on_intr(wait).ok().flatten()).flatten();
+        let status = rustix::io::retry_on_intr(wait).ok().flatten();
         match status.map(|status| (status.exit_status(), status.terminating_signal())) {
             Some((Some(code), _)) if code != 0 => format!("ended with code {code}"),
             Some((_, Some(signal))) => format!("was killed by signal {signal}"),

@@ -22,8 +22,8 @@ use crate::supervisor::staging::FileName;
 use crate::{config, place, process};
 use mirror::Mirror;
 
-/// Version of the file's format.
-const FORMAT: u64 = 1;
+/// Version of the registry's format: a daemon of another format does not take over.
+pub const FORMAT: u64 = 1;
 /// Number of events kept.
 const EVENTS_MAX: u64 = 1000;
 /// Pause before the next attempt to write a registry that could not be written.

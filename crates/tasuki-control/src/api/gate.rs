@@ -197,7 +197,7 @@ pub async fn guard(
         Err(_) => return refusal(StatusCode::REQUEST_TIMEOUT, too_slow("body", BODY_WITHIN)),
     };
     parts.extensions.insert(role);
-    let is_last = route == "/v1/stop" && parts.method == Method::POST;
+    let is_last = ["/v1/stop", "/v1/upgrade"].contains(&route.as_str()) && parts.method == Method::POST;
     let answer = next.run(Request::from_parts(parts, Body::from(bytes))).await;
     if changes {
         let outcome = if answer.status().is_success() { "done" } else { "refused" };

@@ -21,10 +21,11 @@ use super::metrics;
 use super::peer::Peer;
 use super::roles::{Role, Roles};
 use super::types::{
-    Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Staging, Status,
-    Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
+    Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Replace, Replaced,
+    Staging, Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
 };
 use crate::config;
+use crate::successor;
 use crate::supervisor::captures::Of;
 use crate::supervisor::door::{Door, No, Request};
 
@@ -57,6 +58,7 @@ use crate::supervisor::door::{Door, No, Request};
         metrics,
         plan,
         apply,
+        replace,
         stop
     )
 )]
@@ -335,6 +337,25 @@ async fn apply(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection
     }
 }
 
+#[utoipa::path(post, path = "/v1/upgrade", request_body = Replace,
+    responses((status = 200, body = Replaced), (status = 409, body = Refused), (status = 422, body = Refused)))]
+async fn replace(
+    State(door): State<Door>,
+    Extension(Cpus(cpus)): Extension<Cpus>,
+    body: Result<Json<Replace>, JsonRejection>,
+) -> Answered<Replaced> {
+    let checked = match words(body) {
+        // It starts the program, and waits for it.
+        Ok(Replace { with }) => tokio::task::spawn_blocking(move || successor::check(with, &cpus)).await,
+        Err(no) => return Answered(Err(no)),
+    };
+    match checked {
+        Ok(Ok((with, version))) => ask(&door, |answer| Request::Replace { with, version, answer }).await,
+        Ok(Err(sentence)) => Answered(Err(No::Wrong(sentence))),
+        Err(_) => Answered(Err(No::now("tasukid has no thread left to look at the program; ask again"))),
+    }
+}
+
 #[utoipa::path(post, path = "/v1/stop", responses((status = 200, body = Stopped)))]
 async fn stop(State(door): State<Door>) -> Answered<Stopped> {
     ask(&door, Request::Stop).await
@@ -349,7 +370,11 @@ async fn not_so() -> Response {
     (StatusCode::METHOD_NOT_ALLOWED, Json(Refused { error, relays: Vec::new() })).into_response()
 }
 
-fn router(door: Door, gate: Gate) -> Router {
+/// CPUs that the daemon, and the program that it goes on as, may give to nodes.
+#[derive(Debug, Clone)]
+struct Cpus(Arc<[u32]>);
+
+fn router(door: Door, gate: Gate, cpus: Cpus) -> Router {
     Router::new()
         .route("/v1/status", get(status))
         .route("/v1/nodes", get(nodes).post(add_node))
@@ -370,20 +395,23 @@ fn router(door: Door, gate: Gate) -> Router {
         .route("/v1/metrics", get(metrics))
         .route("/v1/plan", post(plan))
         .route("/v1/apply", post(apply))
+        .route("/v1/upgrade", post(replace))
         .route("/v1/stop", post(stop))
         .route("/openapi.json", get(async || ([("content-type", "application/json")], description())))
+        .layer(Extension(cpus))
         .fallback(nothing_there)
         .method_not_allowed_fallback(not_so)
         .layer(axum::middleware::from_fn_with_state(gate, gate::guard))
         .with_state(door)
 }
 
-/// Serves callers with these roles, until `over`, and the counts at `open`, if given.
+/// Serves callers with these roles, until `over`, and the counts at `open`, if given. Nodes may run on `cpus`.
 pub fn serve(
     listener: UnixListener,
     open: Option<std::net::TcpListener>,
     roles: Roles,
     door: Door,
+    cpus: Vec<u32>,
     over: impl Future<Output = ()>,
 ) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
@@ -392,7 +420,7 @@ pub fn serve(
         let listener = tokio::net::UnixListener::from_std(listener)?;
         let gate = Gate::new(roles, door.clone());
         open.into_iter().for_each(|open| drop(tokio::spawn(metrics::serve(open, door.clone()))));
-        gate::serve(listener, router(door, gate.clone()), gate, over).await;
+        gate::serve(listener, router(door, gate.clone(), Cpus(cpus.into())), gate, over).await;
         Ok(())
     })
 }
@@ -429,6 +457,7 @@ mod tests {
             "/v1/plan",
             "/v1/status",
             "/v1/stop",
+            "/v1/upgrade",
             "/v1/vnis",
             "/v1/vnis/{name}/stats",
             "/v1/vnis/{name}/table",

@@ -275,6 +275,24 @@ pub struct Upgrade {
     pub state: Option<DriverStateBy>,
 }
 
+/// A program for the daemon to go on as.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Replace {
+    /// Its path from /; by default that of the daemon's own program, whose file may be another by now.
+    #[schema(value_type = Option<String>)]
+    pub with: Option<std::path::PathBuf>,
+}
+
+/// The result of replacing the daemon.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct Replaced {
+    /// Version of the program.
+    pub version: String,
+    /// The result in a sentence.
+    pub sentence: String,
+}
+
 /// A program to start ahead of an upgrade.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

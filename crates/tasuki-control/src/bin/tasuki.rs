@@ -8,6 +8,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result, ensure};
 use clap::{CommandFactory, Parser, Subcommand};
 use tasuki_control::cli::capture::Capture;
+use tasuki_control::cli::upgrade::Everything;
 use tasuki_control::cli::vm::Run;
 use tasuki_control::cli::{self, Asked, Configuration, Give, Nodes, Reach, Vnis, Workers};
 use tasuki_control::log;
@@ -57,6 +58,8 @@ enum What {
     /// Make nodes and NICs those of a configuration, step by step, while the others go on. Nodes that were added by hand
     /// stay, and NICs that were given away by hand go back.
     Apply(Configuration),
+    /// Replace tasukid and the workers of all nodes, one after the other, while packets flow. Stops at the first trouble.
+    Upgrade(Everything),
     /// Look at this machine: what Tasuki can do here, and what to do about the rest. Exits with 1 if tasukid cannot work.
     Doctor,
     /// Print a script that completes this command's words in a shell.
@@ -143,6 +146,7 @@ fn main() -> ExitCode {
         What::Events { since, follow } => ask(Asked::Events { since, follow }),
         What::Plan(configuration) => ask(Asked::Plan(configuration)),
         What::Apply(configuration) => ask(Asked::Apply(configuration)),
+        What::Upgrade(everything) => cli::upgrade::run(&reach, &everything),
         What::Completions { shell } => {
             clap_complete::generate(shell, &mut Arguments::command(), "tasuki", &mut std::io::stdout());
             Ok(())

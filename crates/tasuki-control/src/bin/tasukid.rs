@@ -13,10 +13,12 @@ use clap::Parser;
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
 use tasuki_control::api::{metrics, server};
+use tasuki_control::aside;
 use tasuki_control::config::{self, Config, Confine};
 use tasuki_control::jail;
 use tasuki_control::log;
 use tasuki_control::place::{self, Place};
+use tasuki_control::successor;
 use tasuki_control::supervisor::door::Door;
 use tasuki_control::supervisor::{Ended, Parts, Programs, Supervisor};
 
@@ -41,6 +43,9 @@ struct Arguments {
     /// itself, or where that has other processes, the root of all groups].
     #[arg(long, value_name = "DIR")]
     groups: Option<PathBuf>,
+    /// Only say whether this tasukid takes the configuration. Exits with 1 if it does not.
+    #[arg(long)]
+    check: bool,
     /// Stay in the terminal, and log to it. Without, the log is tasukid.log in DIR.
     #[arg(long)]
     foreground: bool,
@@ -108,12 +113,11 @@ fn told_by(signals: &[i32]) -> Result<UnixStream> {
     Ok(end)
 }
 
-fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
-    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
+/// Reads the configuration, and checks that it can hold on this machine. Returns it with its text.
+fn read(file: &Path) -> Result<(Config, String)> {
     let text =
         std::fs::read_to_string(file).map_err(|why| config::ConfigError::Unreadable { path: file.to_owned(), why })?;
     let config = Config::parse(file, &text)?;
-    let file = &std::path::absolute(file)?;
     let allowed = rustix::thread::sched_getaffinity(None).context("the kernel does not say where we may run")?;
     let may_use = |cpu: u32| usize::try_from(cpu).is_ok_and(|cpu| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu));
     if let Some(stray) = config::stray_cpu(&config, may_use) {
@@ -125,6 +129,15 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
         "{}: only root can confine workers as they are to be; start tasukid as root, or write confine = \"best-effort\" under [daemon]: tasuki status then lists the missing restrictions",
         file.display()
     );
+    Ok((config, text))
+}
+
+/// Serves until the loop ends. Returns the program that is to go on, if any.
+fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<Option<PathBuf>> {
+    successor::reap();
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
+    let (config, text) = read(file)?;
+    let file = &std::path::absolute(file)?;
     let programs = programs()?;
     open_many();
     let place = Place::take(folder)?;
@@ -134,7 +147,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     let (signals, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);
     let (sender, requests) = std::sync::mpsc::channel();
     let door = Door::new(sender).context("the kernel has no eventfd left")?;
-    let roles = config.api.clone();
+    let (roles, cpus) = (config.api.clone(), aside::cpus(&Config::default()));
     let mut supervisor = Supervisor::begin(Parts {
         config,
         file: (file.clone(), text),
@@ -149,7 +162,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     let listener = listen(&folder, roles.are_given())?;
     let (over, is_over) = tokio::sync::oneshot::channel::<()>();
     let http = std::thread::Builder::new().name("http".to_owned()).spawn(move || {
-        server::serve(listener, open, roles, door, async {
+        server::serve(listener, open, roles, door, cpus, async {
             let _ = is_over.await;
         })
     });
@@ -157,7 +170,9 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Ready]);
     tracing::info!("tasukid serves at {}", place::api_socket(&folder).display());
     let ended = supervisor.run();
-    let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Stopping]);
+    if !matches!(ended, Ok(Ended::Replaced(_))) {
+        let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Stopping]);
+    }
     let _ = over.send(());
     // Callers that wait for an answer see that none will come.
     drop(supervisor);
@@ -168,12 +183,13 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
             "tasukid goes, and its workers go on; the next tasukid in {} takes them over",
             folder.display()
         ),
+        Ended::Replaced(with) => return Ok(Some(with)),
         Ended::Everything => {
             let _ = std::fs::remove_file(folder.join("registry.redb"));
             tracing::info!("all has ended");
         }
     }
-    Ok(())
+    Ok(None)
 }
 
 /// Starts this program anew in the background, and waits until that serves.
@@ -244,12 +260,23 @@ fn main() -> ExitCode {
     let file = arguments.config.clone().unwrap_or_default();
     let stays = arguments.foreground || std::env::var_os("NOTIFY_SOCKET").is_some();
     let folder = arguments.dir.clone().unwrap_or_else(place::usual);
+    if arguments.check {
+        let took = read(&file).map(|_| {
+            let _ = writeln!(std::io::stdout(), "{}", successor::line(&file));
+        });
+        return exit_code(took);
+    }
     log::begin();
-    let done = if stays {
-        serve(&file, &folder, arguments.groups)
+    exit_code(if stays {
+        serve(&file, &folder, arguments.groups).and_then(|next| {
+            next.map_or(Ok(()), |with| Err(successor::become_it(&with)).context("tasukid does not go on"))
+        })
     } else {
-        Config::read(&file).map_err(Into::into).and_then(|_| go_into_background(&folder))
-    };
+        read(&file).and_then(|_| go_into_background(&folder))
+    })
+}
+
+fn exit_code(done: Result<()>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -3,6 +3,7 @@
 pub mod capture;
 pub mod doctor;
 mod show;
+pub mod upgrade;
 pub mod vm;
 
 use std::io::Write;

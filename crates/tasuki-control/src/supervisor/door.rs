@@ -1,5 +1,6 @@
 //! Brings requests of other threads into the daemon's loop.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
@@ -10,8 +11,8 @@ use super::captures::Of;
 use crate::api::capture::Begun;
 use crate::api::metrics::Metrics;
 use crate::api::types::{
-    Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Settled, Staging,
-    Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
+    Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Replaced, Settled,
+    Staging, Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
 };
 use crate::config;
 
@@ -132,6 +133,12 @@ pub enum Request {
         number: u32,
         frames: u64,
         missed: u64,
+    },
+    /// The program is fit to go on as: the caller has checked it.
+    Replace {
+        with: PathBuf,
+        version: String,
+        answer: Answer<Replaced>,
     },
     Stop(Answer<Stopped>),
     /// A sentence to put among the events.

@@ -18,7 +18,7 @@ use super::deeds::{party, time};
 use super::door::{Answer, No, Request};
 use super::worker::Fit;
 use super::{About, Supervisor, now};
-use crate::api::types::{DriverStateBy, Give, Inflight, Relayed, Settled, Stopped, Upgrade};
+use crate::api::types::{DriverStateBy, Give, Inflight, Relayed, Replaced, Settled, Stopped, Upgrade};
 use crate::config::not_startable;
 use crate::registry::Change;
 
@@ -202,9 +202,26 @@ impl Supervisor {
             Request::Capture { of, snap, answer } => drop(answer.send(self.begin_capture(of, snap))),
             Request::EndCapture { number, answer } => drop(answer.send(self.end_capture(number))),
             Request::CaptureOver { number, frames, missed } => self.capture_over(number, frames, missed),
+            Request::Replace { with, version, answer } => drop(answer.send(self.replace(with, version))),
             Request::Stop(answer) => self.begin_stopping(answer),
             Request::Note(sentence) => self.note(About::default(), sentence),
         }
+    }
+
+    /// Ends the loop, for another program to go on.
+    fn replace(&mut self, with: PathBuf, version: String) -> Result<Replaced, No> {
+        if self.stopping.is_some() || self.ended.is_some() {
+            return Err(No::Ending);
+        }
+        if self.is_applying() || self.jobs.iter().any(|job| job.answer.is_some()) {
+            return Err(No::now(
+                "an upgrade, a handover or a configuration is under way; ask again when that has settled",
+            ));
+        }
+        let sentence = format!("tasukid goes on as {}, version {version}", with.display());
+        self.note(About::default(), sentence.clone());
+        self.ended = Some(super::Ended::Replaced(with));
+        Ok(Replaced { version, sentence })
     }
 
     pub(super) fn no_node(&self, name: &str) -> No {

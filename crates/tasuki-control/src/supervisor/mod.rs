@@ -197,10 +197,12 @@ pub struct Programs {
 }
 
 /// How the loop ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ended {
     /// The daemon was told to exit; its workers keep running.
     Alone,
+    /// The daemon was told to go on as this program; its workers keep running.
+    Replaced(PathBuf),
     /// Everything was stopped.
     Everything,
 }
@@ -372,7 +374,7 @@ impl Supervisor {
         let mut watchdog = Watchdog::begin(now());
         loop {
             self.keep_house();
-            if let Some(ended) = self.ended {
+            if let Some(ended) = self.ended.clone() {
                 if ended == Ended::Everything {
                     self.close_endpoints();
                     self.close_taps();
@@ -381,6 +383,10 @@ impl Supervisor {
                     self.groups.iter().for_each(Groups::sweep);
                 }
                 self.flush();
+                if let Ended::Replaced(_) = ended {
+                    // It learns from this where nodes may run.
+                    crate::aside::stay(&self.may_use);
+                }
                 return Ok(ended);
             }
             let told = watchdog.tell(now()).unwrap_or(Duration::MAX);

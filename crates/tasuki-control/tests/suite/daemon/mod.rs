@@ -34,6 +34,7 @@ mod storm;
 mod taps;
 mod times;
 mod unplugged;
+mod upgraded;
 mod uplinks;
 mod veth_ends;
 mod vms;

@@ -1,0 +1,144 @@
+//! `tasuki upgrade`: replaces everything that runs, the daemon first and then the workers node by node, and stops at the
+//! first trouble.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use hyper::Method as Verb;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::{Reach, absolute, part, show, write};
+use crate::api::client;
+use crate::api::types::{NodeView, Relayed, Replaced, Status, WorkerView};
+use crate::place;
+
+/// Time within which the daemon's next version must answer: it takes all workers over before.
+const DAEMON_WITHIN: Duration = Duration::from_secs(60);
+/// Pause between two questions whether it does.
+const ASK_EVERY: Duration = Duration::from_millis(20);
+
+/// A replacement of all that runs.
+#[derive(Debug, Args)]
+pub struct Everything {
+    /// The folder with the programs of the other version. By default each program is replaced by its own file, as that
+    /// is now.
+    #[arg(long, value_name = "DIR")]
+    pub with: Option<PathBuf>,
+    /// Leave the daemon as it is, and upgrade the workers alone.
+    #[arg(long)]
+    pub workers_only: bool,
+}
+
+/// What was done, for scripts.
+#[derive(Debug, Default, Serialize)]
+struct Done {
+    daemon: Option<Replaced>,
+    nodes: Vec<Node>,
+}
+
+#[derive(Debug, Serialize)]
+struct Node {
+    node: String,
+    /// Whether its workers were replaced.
+    done: bool,
+    sentence: String,
+}
+
+/// Replaces everything. What was done is printed in any case.
+pub fn run(reach: &Reach, everything: &Everything) -> Result<()> {
+    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let with = absolute(everything.with.as_ref())?;
+    let mut done = Done::default();
+    let told = |sentence: &str| if reach.json { Ok(()) } else { write(&format!("{sentence}\n")).map(drop) };
+    let outcome = (|| {
+        if !everything.workers_only {
+            replace_daemon(&folder, with.as_deref(), &mut done, &told)?;
+        }
+        upgrade_nodes(&folder, with.as_deref(), &mut done, &told)
+    })();
+    if reach.json {
+        write(&(serde_json::to_string_pretty(&done)? + "\n"))?;
+    }
+    outcome
+}
+
+/// Returns the program of this name in the folder: `None` in it if the program's own file will do, `None` if the
+/// folder has none.
+fn program(with: Option<&Path>, name: &str) -> Option<Option<PathBuf>> {
+    with.map_or(Some(None), |folder| Some(folder.join(name)).filter(|path| path.is_file()).map(Some))
+}
+
+fn get<T: serde::de::DeserializeOwned>(folder: &Path, address: &str) -> Result<T> {
+    show::read(client::ask(folder, Verb::GET, address, None)?)
+}
+
+fn post(folder: &Path, address: &str, body: &Value) -> Result<Value> {
+    client::ask(folder, Verb::POST, address, Some(body))
+}
+
+fn replace_daemon(
+    folder: &Path,
+    with: Option<&Path>,
+    done: &mut Done,
+    told: &dyn Fn(&str) -> Result<()>,
+) -> Result<()> {
+    let Some(program) = program(with, "tasukid") else {
+        return told("tasukid stays what it is: that folder has no tasukid");
+    };
+    let asked = Instant::now();
+    let replaced: Replaced = show::read(post(folder, "/v1/upgrade", &json!({ "with": program }))?)?;
+    // The former one may still answer for a moment.
+    let is_next = |status: &Status| u128::from(status.up_ms) <= asked.elapsed().as_millis();
+    while !get::<Status>(folder, "/v1/status").is_ok_and(|status| is_next(&status)) {
+        if asked.elapsed() > DAEMON_WITHIN {
+            bail!(
+                "{}, but it has not answered for {} s; the workers go on meanwhile, and its log says why",
+                replaced.sentence,
+                DAEMON_WITHIN.as_secs()
+            );
+        }
+        std::thread::sleep(ASK_EVERY);
+    }
+    told(&replaced.sentence)?;
+    done.daemon = Some(replaced);
+    Ok(())
+}
+
+fn upgrade_nodes(folder: &Path, with: Option<&Path>, done: &mut Done, told: &dyn Fn(&str) -> Result<()>) -> Result<()> {
+    let nodes: Vec<NodeView> = get(folder, "/v1/nodes")?;
+    let workers: Vec<WorkerView> = get(folder, "/v1/workers")?;
+    for node in &nodes {
+        let its: BTreeSet<&str> = workers
+            .iter()
+            .filter(|it| it.node == node.name && it.is != "leaves")
+            .map(|it| it.binary.as_str())
+            .collect();
+        let name = its.first().and_then(|binary| Path::new(binary).file_name()).and_then(|name| name.to_str());
+        let program = name.map(|name| (name, program(with, name)));
+        let (is_done, sentence) = match program {
+            None => (false, format!("node {} has no worker to replace; tasuki status says why", node.name)),
+            Some((name, None)) => (false, format!("node {} keeps its program: that folder has no {name}", node.name)),
+            Some((_, Some(program))) => {
+                let body = json!({ "with": program, "state": null });
+                let relayed = post(folder, &format!("/v1/nodes/{}/upgrade", part(&node.name)), &body)
+                    .and_then(show::read::<Relayed>)
+                    .with_context(|| stopped(&nodes, done, &node.name))?;
+                (true, relayed.sentence)
+            }
+        };
+        told(&sentence)?;
+        done.nodes.push(Node { node: node.name.clone(), done: is_done, sentence });
+    }
+    Ok(())
+}
+
+/// Returns what is done and what is not, at the first trouble.
+fn stopped(nodes: &[NodeView], done: &Done, at: &str) -> String {
+    let upgraded = done.nodes.iter().filter(|node| node.done).count();
+    let rest: Vec<&str> = nodes.iter().map(|node| node.name.as_str()).skip_while(|name| *name != at).collect();
+    format!("{upgraded} of {} nodes are upgraded, and not {}", nodes.len(), rest.join(", "))
+}

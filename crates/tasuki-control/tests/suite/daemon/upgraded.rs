@@ -1,0 +1,154 @@
+//! `tasuki upgrade`: the daemon goes on as another program, and then all workers are replaced.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use super::real::{moves, stop, until_quiet, with_card};
+use super::rig::{NODES, Rig, lives, pid, signal, until};
+use super::storm::beside;
+
+/// Makes a folder with tasukid in it, for `--with`.
+fn version(rig: &Rig, name: &str) -> PathBuf {
+    let folder = rig.path(name);
+    fs::create_dir(&folder).expect("a folder");
+    fs::copy(env!("CARGO_BIN_EXE_tasukid"), folder.join("tasukid")).expect("a program");
+    folder
+}
+
+fn script(path: &Path, text: &str) {
+    fs::write(path, format!("#!/bin/sh\n{text}\n")).expect("a file");
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("a mode");
+}
+
+/// Lists the dead children of a process that nobody has reaped.
+fn unreaped(parent: u32) -> Vec<String> {
+    let processes = fs::read_dir("/proc").expect("a folder").flatten();
+    let lines = processes.filter_map(|it| fs::read_to_string(it.path().join("stat")).ok());
+    let fields = |line: &str| line.rsplit_once(')').map(|(_, rest)| rest.trim().to_owned()).unwrap_or_default();
+    lines.filter(|line| fields(line).starts_with(&format!("Z {parent} "))).collect()
+}
+
+fn descriptors(pid: u32) -> usize {
+    fs::read_dir(format!("/proc/{pid}/fd")).expect("a process").count()
+}
+
+#[test]
+fn the_daemon_and_all_workers_are_replaced_one_after_the_other() {
+    let mut rig = Rig::new();
+    let (driver, standby) = rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    rig.await_worker("green", "idle");
+    let (daemon, old) = (rig.daemon_pid(), rig.workers());
+    let folder = version(&rig, "next");
+    fs::copy(rig.path("worker"), folder.join("worker")).expect("a program");
+    let said = rig.ask(&["upgrade", "--with", folder.to_str().unwrap()]);
+    println!("{said}");
+    let lines: Vec<&str> = said.lines().collect();
+    let as_what = format!("tasukid goes on as {}, version ", folder.join("tasukid").display());
+    assert!(lines.len() == 4 && lines[0].starts_with(&as_what), "the daemon and three nodes: {said}");
+    assert_eq!(fs::read_link(format!("/proc/{daemon}/exe")).unwrap(), folder.join("tasukid"), "in the same process");
+    assert_eq!(rig.json(&["status"])["pid"], daemon);
+    until(&rig, "the old workers end", || old.iter().all(|it| !lives(pid(it))));
+    assert!(![pid(&driver), pid(&standby)].contains(&pid(&rig.await_pair("red").0)));
+    assert!(rig.workers().iter().all(|it| it["binary"] == folder.join("worker").to_str().unwrap()));
+    assert_eq!(unreaped(daemon), [""; 0], "children of the former program are its own now");
+    // By default each program is replaced by its own file, and nothing adds up.
+    let before = descriptors(daemon);
+    for _ in 0..3 {
+        let said = rig.json(&["upgrade"]);
+        assert!(said["daemon"].is_object() && said["nodes"].as_array().unwrap().iter().all(|it| it["done"] == true));
+        rig.await_pair("red");
+    }
+    until(&rig, "descriptors do not add up", || descriptors(daemon) <= before);
+    let (driver, _) = rig.await_pair("red");
+    signal(pid(&driver), Signal::KILL);
+    until(&rig, "the dead driver is reaped", || !lives(pid(&driver)) && unreaped(daemon).is_empty());
+    let said = rig.json(&["upgrade", "--workers-only"]);
+    assert_eq!((&said["daemon"], rig.daemon_pid()), (&Value::Null, daemon));
+    rig.ask(&["stop"]);
+    rig.daemon_ends();
+}
+
+#[test]
+fn an_upgrade_of_all_stops_at_the_first_trouble_and_says_how_far_it_came() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    let (daemon, folder) = (rig.daemon_pid(), version(&rig, "next"));
+    let unfit = rig.program("unfit", "dies-at-start");
+    fs::copy(unfit, folder.join("worker")).expect("a program");
+    let said = rig.refused(&["upgrade", "--with", folder.to_str().unwrap()]);
+    assert!(said.contains("0 of 3 nodes are upgraded, and not blue, green, red: "), "{said}");
+    rig.await_pair("red");
+    fs::remove_file(folder.join("worker")).expect("a file");
+    let said = rig.ask(&["upgrade", "--with", folder.to_str().unwrap()]);
+    assert!(said.contains("node red keeps its program: that folder has no worker"), "{said}");
+    fs::remove_file(folder.join("tasukid")).expect("a file");
+    let said = rig.ask(&["upgrade", "--with", folder.to_str().unwrap()]);
+    assert!(said.contains("tasukid stays what it is: that folder has no tasukid"), "{said}");
+    assert_eq!(rig.json(&["status"])["pid"], daemon);
+}
+
+#[test]
+fn the_daemon_goes_on_as_no_program_that_would_not_begin() {
+    let rig = Rig::new();
+    let (driver, standby) = rig.await_pair("red");
+    let folder = rig.path("next");
+    fs::create_dir(&folder).expect("a folder");
+    let since = rig.json(&["status"])["up_ms"].as_u64().expect("a time");
+    for (text, why) in [
+        ("exit 0", "is no tasukid; name one"),
+        ("echo tasukid: it is too new >&2; exit 3", "so tasukid stays what it is: it is too new"),
+        (
+            "echo 'tasukid 9.0 takes the configuration x and has registry 1 and messages 99'",
+            "cannot take over, since it takes the configuration x and has registry 1 and messages 99, and this tasukid has ",
+        ),
+        ("exec sleep 1000", "has not said within 10 s whether it takes the configuration"),
+    ] {
+        script(&folder.join("tasukid"), text);
+        let said = rig.refused(&["upgrade", "--with", folder.to_str().unwrap()]);
+        assert!(said.contains(why), "{said}");
+    }
+    let good = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+    rig.configure(|text| text + "\n[[node]]\nname = \"red\"\nwork = \"sink\"\n");
+    let said = rig.refused(&["upgrade"]);
+    assert!(said.contains("so tasukid stays what it is: ") && said.contains("red"), "{said}");
+    fs::write(rig.path("tasuki.toml"), good).expect("a file");
+    let status = rig.json(&["status"]);
+    assert!(status["up_ms"].as_u64().expect("a time") > since && status["pid"] == rig.daemon_pid());
+    let pids = |(driver, standby): (Value, Value)| (pid(&driver), pid(&standby));
+    assert_eq!(pids(rig.await_pair("red")), pids((driver, standby)));
+}
+
+#[test]
+fn a_daemon_whose_nodes_have_cpus_finds_them_again() {
+    let Ok(ours) = rustix::thread::sched_getaffinity(None) else { panic!("this test runs somewhere") };
+    let first = (0..rustix::thread::CpuSet::MAX_CPU).find(|cpu| ours.is_set(*cpu)).expect("a CPU");
+    let nodes = NODES.replacen("work = \"echo\"", &format!("work = \"echo\"\ncpu = {first}"), 1);
+    let rig = Rig::with(&nodes, "");
+    for _ in 0..2 {
+        rig.await_pair("red");
+        rig.ask(&["upgrade"]);
+    }
+}
+
+#[test]
+fn no_frame_is_lost_while_all_is_replaced() {
+    let Some((mut rig, model)) = with_card("82574l", NODES, "20000", "4000") else { return };
+    rig.start();
+    rig.await_pair("red");
+    until(&rig, "frames flow", || moves(&rig) > 0);
+    let folder = version(&rig, "next");
+    fs::copy(beside("tasuki-worker").expect("looked for before"), folder.join("tasuki-worker")).expect("a program");
+    for words in [&["upgrade", "--with", folder.to_str().unwrap()][..], &["upgrade"]] {
+        println!("{}", rig.ask(words));
+        rig.await_pair("red");
+    }
+    until_quiet(&rig);
+    let said = stop(&mut rig, model);
+    assert!(said.contains("sent 20000, came back 20000, lost 0"), "{said}\n{}", rig.log());
+}
