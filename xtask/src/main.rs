@@ -8,6 +8,7 @@ mod fuzz;
 mod guest;
 mod loom;
 mod needs;
+mod package;
 mod stream;
 mod tally;
 mod test;
@@ -59,6 +60,12 @@ enum Verb {
     Campaign(campaign::Campaign),
     /// Run all checks that a change must pass: fmt, clippy, tidy, doc, test
     Ci,
+    /// Make the Debian package, in target/package
+    Package {
+        /// Its version; by default the workspace's
+        #[arg(long = "deb-version", value_name = "VERSION")]
+        version: Option<String>,
+    },
     /// Check the project's rules that the compiler does not know
     Tidy,
     /// Explore the loom models; a name selects the tests that contain it
@@ -113,6 +120,10 @@ fn run(verb: Verb) -> anyhow::Result<bool> {
         Verb::Test { quick: true, .. } => test::quick(&checkout).map(|report| report.close()),
         Verb::Test { only, fuzz_seconds, .. } => test::run(&checkout, only, fuzz_seconds).map(|report| report.close()),
         Verb::Ci => ci::run(&checkout),
+        Verb::Package { version } => {
+            println!("{}", package::make(&checkout, version.as_deref())?.display());
+            Ok(true)
+        }
         Verb::Tidy => tidy::run(&checkout),
         Verb::Loom { filter } => loom::run(&checkout, &filter),
         Verb::Guest { only } => {

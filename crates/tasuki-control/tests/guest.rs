@@ -8,6 +8,8 @@
 
 #[path = "guest/hostile.rs"]
 mod hostile;
+#[path = "guest/package.rs"]
+mod package;
 #[path = "../../tasuki-net/tests/guest/behind_vfio/serial.rs"]
 #[allow(dead_code, reason = "the drivers' tests use the rest")]
 mod serial;

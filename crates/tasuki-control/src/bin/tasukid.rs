@@ -9,7 +9,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
 use tasuki_control::api::{metrics, server};
@@ -57,6 +57,12 @@ enum Verb {
     #[command(hide = true)]
     Keep {
         /// The runtime directory.
+        folder: PathBuf,
+    },
+    /// Write the manual page of tasukid into a folder, for packages.
+    #[command(hide = true)]
+    Man {
+        /// The folder, which must be there.
         folder: PathBuf,
     },
 }
@@ -251,11 +257,18 @@ fn main() -> ExitCode {
         return jail::run(terms);
     }
     let arguments = Arguments::parse();
-    if let Some(Verb::Keep { folder }) = &arguments.verb {
-        return match tasuki_control::keeper::run(folder) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(_) => ExitCode::FAILURE,
-        };
+    match &arguments.verb {
+        None => {}
+        Some(Verb::Keep { folder }) => {
+            return match tasuki_control::keeper::run(folder) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(_) => ExitCode::FAILURE,
+            };
+        }
+        Some(Verb::Man { folder }) => {
+            let written = clap_mangen::generate_to(Arguments::command(), folder);
+            return exit_code(written.with_context(|| format!("the page cannot be written to {}", folder.display())));
+        }
     }
     let file = arguments.config.clone().unwrap_or_default();
     let stays = arguments.foreground || std::env::var_os("NOTIFY_SOCKET").is_some();

@@ -157,7 +157,7 @@ pub fn kill(pids: &[u32]) {
 }
 
 /// Lists all processes that run a program, with their command lines.
-fn processes() -> impl Iterator<Item = (u32, String)> {
+pub fn processes() -> impl Iterator<Item = (u32, String)> {
     let all = fs::read_dir("/proc").expect("processes").flatten();
     all.filter_map(|process| {
         let pid = process.file_name().to_str()?.parse().ok()?;

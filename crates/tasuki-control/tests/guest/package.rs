@@ -1,0 +1,54 @@
+//! Tasuki's package for Debian, which dpkg has installed before these tests began.
+
+use std::path::Path;
+
+use crate::unit::{self, Unit, processes, property, run};
+use crate::{NODES, assert_none_lost, finish, traffic};
+
+/// The next version.
+const NEXT: &str = "/packages/next.deb";
+
+#[test]
+fn an_upgrade_of_the_package_and_then_of_all_that_runs_loses_no_frame() {
+    let unit = Unit::begin(NODES);
+    unit.is_at_work();
+    let (workers, keeper, before) = (unit.workers("red"), unit.keeper(), unit.pid());
+    let traffic = traffic();
+    let said = run("dpkg", &["--install", NEXT]);
+    println!("{said}");
+    assert!(said.contains("workers stay what they are until: tasuki upgrade --workers-only"), "{said}");
+    let daemon = unit.pid();
+    assert_ne!(daemon, before, "it is another tasukid");
+    assert_eq!((unit.workers("red"), unit.keeper()), (workers.clone(), keeper), "workers and keeper live on");
+    traffic[0].for_a_while();
+    println!("{}", run("tasuki", &["upgrade"]));
+    unit.is_at_work();
+    assert_eq!((unit.pid(), property("ActiveState").as_str()), (daemon, "active"), "systemd sees no end");
+    assert!(workers.iter().all(|worker| !unit.workers("red").contains(worker)), "all workers are fresh ones");
+    traffic[0].for_a_while();
+    assert_none_lost("an upgrade of the package", &finish(traffic), 0);
+    assert_eq!(property("NRestarts"), "0");
+}
+
+#[test]
+fn a_package_that_is_removed_leaves_nothing_behind() {
+    let unit = Unit::begin(NODES);
+    unit.is_at_work();
+    println!("{}", run("dpkg", &["--purge", "tasuki"]));
+    let left: Vec<_> = processes().filter(|(_, line)| line.contains("tasuki")).collect();
+    assert!(left.is_empty(), "it leaves {left:?}");
+    for path in [
+        "/usr/bin/tasukid",
+        "/usr/share/doc/tasuki",
+        "/etc/tasuki.toml",
+        "/run/tasuki",
+        "/sys/fs/cgroup/system.slice/tasuki-nodes.service",
+    ] {
+        assert!(!Path::new(path).exists(), "{path} is still there");
+    }
+    assert_eq!(property("LoadState"), "not-found");
+    // On a machine that never had it, it begins by itself, without nodes.
+    println!("{}", run("dpkg", &["--install", NEXT]));
+    assert_eq!((property("ActiveState").as_str(), property("UnitFileState").as_str()), ("active", "enabled"));
+    assert!(unit::ask(&["status"])["nodes"].as_array().expect("a list").is_empty());
+}

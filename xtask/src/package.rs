@@ -1,0 +1,68 @@
+//! `package`: makes the Debian package of what ships, in `target/package`.
+//!
+//! cargo-deb does the work (`package.metadata.deb` in crates/tasuki-control/Cargo.toml). What it cannot make is made here: the
+//! manual pages and completions, by the programs themselves.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+
+use crate::checkout::{Checkout, output};
+use crate::stream;
+
+/// The packages whose programs ship.
+const SHIPPED: [&str; 3] = ["tasuki-control", "tasuki-worker", "tasuki-sim"];
+
+/// Version of cargo-deb that this was tried with.
+const CARGO_DEB: &str = "3.8.0";
+
+/// Makes the package, with the workspace's version or another one. Returns its path.
+pub fn make(checkout: &Checkout, version: Option<&str>) -> anyhow::Result<PathBuf> {
+    let mut build = checkout.cargo("build");
+    build.args(["--release", "--bins"]);
+    SHIPPED.iter().for_each(|package| _ = build.args(["--package", package]));
+    ensure!(stream::succeeds(&mut build)?, "the programs that ship do not build");
+    let place = checkout.target.join("package");
+    let release = checkout.target.join("release");
+    // Whatever a former version had, this one may not have.
+    let _ = fs::remove_dir_all(&place);
+    let (man, completions) = (place.join("man"), place.join("completions"));
+    for folder in [&man, &completions] {
+        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    }
+    for program in ["tasuki", "tasukid"] {
+        output(Command::new(release.join(program)).arg("man").arg(&man))?;
+    }
+    for (shell, file) in [("bash", "tasuki"), ("zsh", "_tasuki"), ("fish", "tasuki.fish")] {
+        let script = output(Command::new(release.join("tasuki")).args(["completions", shell]))?;
+        fs::write(completions.join(file), script)?;
+    }
+    let mut deb = Command::new(cargo_deb(checkout)?);
+    deb.args(["--package", "tasuki-control", "--no-build", "--strip", "--quiet", "--output"])
+        .arg(&place)
+        .current_dir(&checkout.root);
+    deb.env("CARGO_TARGET_DIR", &checkout.target);
+    version.iter().for_each(|version| _ = deb.args(["--deb-version", version]));
+    ensure!(stream::succeeds(&mut deb)?, "cargo-deb does not make the package");
+    package_in(&place)?.with_context(|| format!("cargo-deb left no package in {}", place.display()))
+}
+
+fn package_in(place: &Path) -> anyhow::Result<Option<PathBuf>> {
+    let files = fs::read_dir(place)?.map(|entry| Ok(entry?.path())).collect::<anyhow::Result<Vec<_>>>()?;
+    Ok(files.into_iter().find(|file| file.extension() == Some(OsStr::new("deb"))))
+}
+
+/// Returns the path of cargo-deb, which is installed below `target` first if it is not there.
+fn cargo_deb(checkout: &Checkout) -> anyhow::Result<PathBuf> {
+    let tools = checkout.target.join("tools");
+    let program = tools.join("bin/cargo-deb");
+    if !program.exists() {
+        let mut install = checkout.cargo("install");
+        install.args(["cargo-deb", "--locked", "--version", CARGO_DEB, "--root"]).arg(&tools);
+        ensure!(stream::succeeds(&mut install)?, "cargo does not install cargo-deb {CARGO_DEB}");
+    }
+    Ok(program)
+}
