@@ -13,7 +13,9 @@ use axum::routing::get;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use serde::{Deserialize, Serialize};
 use tokio::sync::{Mutex, Semaphore, oneshot};
+use utoipa::ToSchema;
 
 use super::types::{NicView, NodeView, Status, TalkView, WorkerView};
 use crate::supervisor::door::{Door, Request};
@@ -26,11 +28,12 @@ const WITHIN: Duration = Duration::from_secs(5);
 /// For how long counts are passed on to anybody: the loop that answers for them also replaces dead drivers.
 const COUNT_FOR: Duration = Duration::from_secs(1);
 
-/// All that the text is made of, at one moment.
-#[derive(Debug)]
+/// All that is counted, at one moment: the text is made of it.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Metrics {
     /// The daemon, its nodes and NICs.
     pub status: Status,
+    /// Views of all workers.
     pub workers: Vec<WorkerView>,
     /// The counts of each VNI, by its name.
     pub vnis: Vec<(String, Vec<TalkView>)>,
@@ -294,6 +297,26 @@ mod tests {
             assert!(text.lines().any(|its| its == line), "{line}\n{text}");
         }
         assert_eq!(seconds(1_500_000_000, 9), "1.500000000");
+    }
+
+    #[test]
+    fn alarms_and_the_dashboard_ask_for_what_there_is() {
+        let status: Status = serde_json::from_value(serde_json::json!({
+            "version": "", "pid": 1, "up_ms": 0, "adopted": 0, "nodes": [], "nics": [],
+        }))
+        .unwrap();
+        let text = Metrics { status, workers: Vec::new(), vnis: Vec::new(), last_event: 0 }.text();
+        let contrib = [
+            include_str!("../../../../contrib/prometheus/tasuki.rules.yml"),
+            include_str!("../../../../contrib/grafana/tasuki.json"),
+        ];
+        let is_part = |c: char| c == '_' || c.is_ascii_lowercase();
+        let names = contrib.iter().flat_map(|it| it.split(|c| !is_part(c))).filter(|name| name.starts_with("tasuki_"));
+        let names: std::collections::BTreeSet<&str> = names.collect();
+        assert!(names.len() > 8, "{names:?}");
+        for name in names {
+            assert!(text.contains(&format!("# TYPE {name} ")), "there is no {name}");
+        }
     }
 
     #[test]

@@ -17,7 +17,7 @@ use utoipa::OpenApi;
 use super::capture::Capture;
 use super::client::CAPTURE;
 use super::gate::{self, Gate};
-use super::metrics;
+use super::metrics::{self, Metrics};
 use super::peer::Peer;
 use super::roles::{Role, Roles};
 use super::types::{
@@ -56,6 +56,7 @@ use crate::supervisor::door::{Door, No, Request};
         capture_nic,
         end_capture,
         metrics,
+        snapshot,
         plan,
         apply,
         replace,
@@ -319,6 +320,11 @@ async fn metrics(State(door): State<Door>) -> Response {
     metrics::answer(&door).await
 }
 
+#[utoipa::path(get, path = "/v1/snapshot", responses((status = 200, body = Metrics)))]
+async fn snapshot(State(door): State<Door>) -> Answered<Metrics> {
+    ask(&door, Request::Metrics).await
+}
+
 #[utoipa::path(post, path = "/v1/plan", request_body = Apply,
     responses((status = 200, body = Plan), (status = 422, body = Refused)))]
 async fn plan(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection>) -> Answered<Plan> {
@@ -393,6 +399,7 @@ fn router(door: Door, gate: Gate, cpus: Cpus) -> Router {
         .route("/v1/nics/{name}/capture", get(capture_nic))
         .route("/v1/captures/{number}", delete(end_capture))
         .route("/v1/metrics", get(metrics))
+        .route("/v1/snapshot", get(snapshot))
         .route("/v1/plan", post(plan))
         .route("/v1/apply", post(apply))
         .route("/v1/upgrade", post(replace))
@@ -455,6 +462,7 @@ mod tests {
             "/v1/nodes/{name}/stage",
             "/v1/nodes/{name}/upgrade",
             "/v1/plan",
+            "/v1/snapshot",
             "/v1/status",
             "/v1/stop",
             "/v1/upgrade",

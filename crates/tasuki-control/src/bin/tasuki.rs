@@ -8,6 +8,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result, ensure};
 use clap::{CommandFactory, Parser, Subcommand};
 use tasuki_control::cli::capture::Capture;
+use tasuki_control::cli::top::Top;
 use tasuki_control::cli::upgrade::Everything;
 use tasuki_control::cli::vm::Run;
 use tasuki_control::cli::{self, Asked, Configuration, Give, Nodes, Reach, Vnis, Workers};
@@ -44,6 +45,8 @@ enum What {
     Vm(VmCommand),
     /// Capture the frames of a node or a NIC, as pcapng: for Wireshark, tcpdump, or a file.
     Capture(Capture),
+    /// Watch nodes, NICs, rates, drops and events as they come. With --json, write each look as a line: a recording.
+    Top(Top),
     /// Show the events, oldest first.
     Events {
         /// Only events after this number.
@@ -144,6 +147,7 @@ fn main() -> ExitCode {
         What::Vm(VmCommand::Run(run)) => cli::vm::run(&reach, &run),
         What::Capture(capture) => cli::capture::run(&reach, &capture),
         What::Events { since, follow } => ask(Asked::Events { since, follow }),
+        What::Top(top) => cli::top::run(&reach, &top),
         What::Plan(configuration) => ask(Asked::Plan(configuration)),
         What::Apply(configuration) => ask(Asked::Apply(configuration)),
         What::Upgrade(everything) => cli::upgrade::run(&reach, &everything),

@@ -3,6 +3,7 @@
 pub mod capture;
 pub mod doctor;
 mod show;
+pub mod top;
 pub mod upgrade;
 pub mod vm;
 

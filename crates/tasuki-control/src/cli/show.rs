@@ -168,7 +168,7 @@ fn vni_stats(talks: &[TalkView]) -> String {
     text(rows, &[2, 3, 4, 5, 6, 7, 8])
 }
 
-fn humans(ms: u64) -> String {
+pub(super) fn humans(ms: u64) -> String {
     match ms / 1000 {
         seconds @ 0..120 => format!("{seconds} s"),
         seconds @ 120..7200 => format!("{} min", seconds / 60),

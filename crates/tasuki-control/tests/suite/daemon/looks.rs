@@ -42,6 +42,57 @@ fn shells_and_manuals_know_all_commands() {
     assert!(page.contains("Give a NIC to another node"), "{page}");
 }
 
+/// Types keys into `tasuki top` on a terminal of its own, one after 300 ms each; returns what it drew, and whether it
+/// ended well.
+fn on_a_terminal(rig: &Rig, words: &str, keys: &[&str]) -> (String, bool) {
+    let top = format!("stty cols 100 rows 20; exec {} --dir {} top {words}", super::rig::TASUKI, rig.dir().display());
+    let mut command = std::process::Command::new("script");
+    command.args(["--quiet", "--return", "--command", &top, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut script = Program::start(&mut command);
+    let mut typed = script.0.stdin.take().expect("a pipe");
+    for key in keys {
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        typed.write_all(key.as_bytes()).expect("it reads");
+    }
+    let mut drawn = String::new();
+    script.0.stdout.take().expect("a pipe").read_to_string(&mut drawn).expect("text");
+    (drawn, script.0.wait().expect("a child").success())
+}
+
+#[test]
+fn top_shows_what_happens_on_a_terminal_and_from_a_recording() {
+    let rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    let (drawn, ended) = on_a_terminal(&rig, "--every-ms 100", &[" ", " ", "q"]);
+    let last = drawn.rsplit("\x1b[H").next().expect("a picture");
+    println!("{last}");
+    assert!(
+        ended && drawn.starts_with("\x1b[?1049h") && drawn.contains("\x1b[?1049l"),
+        "the screen is as before: {drawn:?}"
+    );
+    for part in [format!("red    echo  {} drives", driver["worker"]), "eth0 is driven by worker".to_owned()] {
+        assert!(last.contains(&part), "{part}: {last}");
+    }
+    assert!(drawn.contains("stands still; space goes on, q ends"), "{drawn:?}");
+    // Not on a terminal, and a recording of it.
+    assert!(rig.refused(&["top"]).contains("with --json it writes a line for each look"));
+    let mut recorder = rig.command(&["top", "--json", "--every-ms", "100"]);
+    let mut recorder = Program::start(recorder.stdout(Stdio::piped()));
+    let lines = BufReader::new(recorder.0.stdout.take().expect("a pipe")).lines().map_while(Result::ok);
+    let looks: Vec<String> = lines.take(3).collect();
+    recorder.kill();
+    std::fs::write(rig.path("looks"), looks.join("\n")).expect("a file");
+    let play = format!("--play {}", rig.path("looks").display());
+    let (drawn, ended) = on_a_terminal(&rig, &play, &[" ", "\x1b[C", "\x1b[D", "q"]);
+    assert!(
+        ended && drawn.contains("look 1 of 3, goes on") && drawn.contains("stands still; space, left"),
+        "{drawn:?}"
+    );
+    std::fs::write(rig.path("looks"), "{}").expect("a file");
+    let said = rig.refused(&["top", "--play", &rig.path("looks").display().to_string()]);
+    assert!(said.contains("looks:1 is no look of this version's"), "{said}");
+}
+
 /// Asks as a server of Prometheus does.
 fn scraped(address: &str, path: &str) -> Option<String> {
     let mut stream = TcpStream::connect(address).ok()?;

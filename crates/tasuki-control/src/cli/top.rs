@@ -1,0 +1,161 @@
+//! `tasuki top`: nodes, NICs, rates, drops and events as they come, on a terminal; or from a recording.
+
+mod picture;
+mod terminal;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use hyper::Method as Verb;
+use serde::{Deserialize, Serialize};
+
+use super::{Reach, show, write};
+use crate::api::client;
+use crate::api::metrics::Metrics;
+use crate::api::types::Event;
+use crate::place;
+use picture::Picture;
+use terminal::{Key, Terminal};
+
+/// How to look.
+#[derive(Debug, Args)]
+pub struct Top {
+    /// Milliseconds between two looks, at least 100.
+    #[arg(long, value_name = "MS", default_value_t = 1000, value_parser = clap::value_parser!(u64).range(100..))]
+    pub every_ms: u64,
+    /// Show what `tasuki top --json` wrote to this file, instead of the daemon.
+    #[arg(long, value_name = "FILE")]
+    pub play: Option<PathBuf>,
+}
+
+/// All that is seen in one look.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Moment {
+    /// Milliseconds since 1970.
+    at_ms: u64,
+    metrics: Metrics,
+    /// Milliseconds of CPU time that the daemon and the workers have used, by their process IDs.
+    cpu_ms: BTreeMap<u32, u64>,
+    /// Events since the look before.
+    events: Vec<Event>,
+}
+
+impl Moment {
+    /// Looks. `since` is the number of the last event seen.
+    fn look(folder: &Path, since: u64) -> Result<Self> {
+        let get = |address: &str| client::ask(folder, Verb::GET, address, None);
+        let metrics: Metrics = show::read(get("/v1/snapshot")?)?;
+        let events = show::read(get(&format!("/v1/events?since={since}"))?)?;
+        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let processes = metrics.workers.iter().map(|worker| worker.pid).chain([metrics.status.pid]);
+        let cpu_ms = processes.filter_map(|pid| Some((pid, cpu_ms(pid)?))).collect();
+        Ok(Moment { at_ms: u64::try_from(at.as_millis()).unwrap_or(u64::MAX), metrics, cpu_ms, events })
+    }
+}
+
+/// Returns the CPU time that a process has used (proc(5), utime and stime).
+fn cpu_ms(pid: u32) -> Option<u64> {
+    let line = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let mut fields = line.rsplit_once(')')?.1.split_whitespace().skip(11);
+    let ticks: u64 = fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?;
+    Some(ticks * 1000 / rustix::param::clock_ticks_per_second())
+}
+
+/// Shows the daemon until a key ends it; with `--json` writes each look as a line, for a recording.
+pub fn run(reach: &Reach, top: &Top) -> Result<()> {
+    match (&top.play, reach.json) {
+        (Some(file), _) => play(file),
+        (None, true) => record(&reach.dir.clone().unwrap_or_else(place::usual), top.every_ms),
+        (None, false) => watch(&reach.dir.clone().unwrap_or_else(place::usual), top.every_ms),
+    }
+}
+
+/// Writes a line a look, until it has no reader.
+fn record(folder: &Path, every_ms: u64) -> Result<()> {
+    let mut since = 0;
+    loop {
+        let moment = Moment::look(folder, since)?;
+        since = moment.metrics.last_event;
+        if !write(&(serde_json::to_string(&moment)? + "\n"))? {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(every_ms));
+    }
+}
+
+fn watch(folder: &Path, every_ms: u64) -> Result<()> {
+    let (mut picture, mut since) = (Picture::default(), 0);
+    let mut look = |picture: &mut Picture| {
+        let moment = Moment::look(folder, since)?;
+        since = moment.metrics.last_event;
+        picture.take(moment);
+        anyhow::Ok(())
+    };
+    // While errors still reach the terminal as it was.
+    look(&mut picture)?;
+    let mut terminal = Terminal::take()?;
+    let every = Duration::from_millis(every_ms);
+    let (mut next, mut stands) = (Instant::now() + every, false);
+    let mut trouble = None;
+    loop {
+        if !stands && Instant::now() >= next {
+            next = Instant::now() + every;
+            trouble = look(&mut picture).err().map(|error| format!("{error:#}"));
+        }
+        let foot = match (&trouble, stands) {
+            (Some(trouble), _) => trouble.as_str(),
+            (None, true) => "stands still; space goes on, q ends",
+            (None, false) => "space stops, q ends",
+        };
+        terminal.draw(|size| picture.lines(size, foot))?;
+        let pause = if stands { Duration::from_secs(3600) } else { next.saturating_duration_since(Instant::now()) };
+        match terminal.key(pause)? {
+            Some(Key::End) => return Ok(()),
+            Some(Key::Stop) => stands = !stands,
+            Some(Key::Back | Key::On) | None => {}
+        }
+    }
+}
+
+/// Longest time for which a picture of a recording is shown by itself.
+const STEP_MAX: Duration = Duration::from_secs(2);
+
+fn play(file: &Path) -> Result<()> {
+    let named = file.display();
+    let lines = BufReader::new(File::open(file).with_context(|| format!("{named} cannot be read"))?).lines();
+    let moments = lines.enumerate().map(|(number, line)| {
+        let line = line.with_context(|| format!("{named} cannot be read"))?;
+        serde_json::from_str(&line).with_context(|| {
+            format!("{named}:{} is no look of this version's `tasuki top --json`; record it anew", number + 1)
+        })
+    });
+    let moments = moments.collect::<Result<Vec<Moment>>>()?;
+    ensure!(!moments.is_empty(), "{named} has no looks; record some with tasuki top --json");
+    let mut terminal = Terminal::take()?;
+    let (mut at, mut stands) = (0, false);
+    loop {
+        let mut picture = Picture::default();
+        moments[..=at].iter().cloned().for_each(|moment| picture.take(moment));
+        let is_last = at + 1 == moments.len();
+        let how = if stands || is_last { "stands still" } else { "goes on" };
+        let foot = format!("look {} of {}, {how}; space, left and right, q ends", at + 1, moments.len());
+        terminal.draw(|size| picture.lines(size, &foot))?;
+        let pause = match moments.get(at + 1) {
+            Some(next) if !stands => Duration::from_millis(next.at_ms.saturating_sub(moments[at].at_ms)).min(STEP_MAX),
+            _ => Duration::from_secs(3600),
+        };
+        match terminal.key(pause)? {
+            Some(Key::End) => return Ok(()),
+            Some(Key::Stop) => stands = !stands,
+            Some(Key::Back) => (at, stands) = (at.saturating_sub(1), true),
+            Some(Key::On) => (at, stands) = ((at + 1).min(moments.len() - 1), true),
+            None if stands || is_last => {}
+            None => at += 1,
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! The terminal while `tasuki top` has it. It is as before when the value is dropped.
+
+use std::io::{IsTerminal, Read, Stdin, Write};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::termios::{OptionalActions, Termios};
+
+/// To another screen without a cursor, and back (xterm's control sequences, ctlseqs).
+const BEGIN: &str = "\x1b[?1049h\x1b[?25l";
+const END: &str = "\x1b[?25h\x1b[?1049l";
+/// To the first column of the first line; the rest of a line; and of the screen.
+const HOME: &str = "\x1b[H";
+const CLEAR_LINE: &str = "\x1b[K";
+const CLEAR_BELOW: &str = "\x1b[J";
+
+/// What a key means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Key {
+    End,
+    Stop,
+    Back,
+    On,
+}
+
+/// A terminal that shows pictures and passes keys on at once.
+#[derive(Debug)]
+pub struct Terminal {
+    input: Stdin,
+    was: Termios,
+    ended: Arc<AtomicBool>,
+}
+
+impl Terminal {
+    /// Takes the terminal.
+    ///
+    /// # Errors
+    /// Standard input or output is none.
+    pub fn take() -> Result<Self> {
+        let input = std::io::stdin();
+        ensure!(
+            input.is_terminal() && std::io::stdout().is_terminal(),
+            "tasuki top draws on a terminal, and there is none here; with --json it writes a line for each look"
+        );
+        let was = rustix::termios::tcgetattr(&input).context("the terminal does not say how it is set")?;
+        let ended = Arc::new(AtomicBool::new(false));
+        for signal in [signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+            signal_hook::flag::register(signal, ended.clone()).context("the kernel took no signal handler")?;
+        }
+        let mut raw = was.clone();
+        raw.make_raw();
+        rustix::termios::tcsetattr(&input, OptionalActions::Now, &raw).context("the terminal cannot be set")?;
+        let terminal = Terminal { input, was, ended };
+        say(BEGIN)?;
+        Ok(terminal)
+    }
+
+    /// Draws the lines that `picture` makes for these columns and lines.
+    pub fn draw(&mut self, picture: impl FnOnce((usize, usize)) -> Vec<String>) -> Result<()> {
+        let size = rustix::termios::tcgetwinsize(std::io::stdout()).context("the terminal does not say its size")?;
+        let (columns, rows) = (usize::from(size.ws_col.max(1)), usize::from(size.ws_row.max(1)));
+        let lines = picture((columns, rows));
+        let lines = lines.iter().take(rows).map(|line| line.chars().take(columns).collect::<String>() + CLEAR_LINE);
+        say(&format!("{HOME}{}{CLEAR_BELOW}", lines.collect::<Vec<_>>().join("\r\n")))
+    }
+
+    /// Returns the next key that means something, if it comes within `pause`. Returns early when the window changes.
+    pub fn key(&mut self, pause: Duration) -> Result<Option<Key>> {
+        let limit = Timespec::try_from(pause).context("that pause is too long")?;
+        let mut polled = [PollFd::new(&self.input, PollFlags::IN)];
+        let came = match rustix::event::poll(&mut polled, Some(&limit)) {
+            Ok(came) => came > 0,
+            Err(rustix::io::Errno::INTR) => false,
+            Err(errno) => return Err(errno).context("the terminal cannot be waited for"),
+        };
+        if self.ended.load(Relaxed) {
+            return Ok(Some(Key::End));
+        }
+        let mut bytes = [0; 16];
+        let len = if came { self.input.read(&mut bytes).context("the terminal cannot be read")? } else { 0 };
+        if came && len == 0 {
+            // It is gone.
+            return Ok(Some(Key::End));
+        }
+        Ok(key(&bytes[..len]))
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        let _ = say(END);
+        let _ = rustix::termios::tcsetattr(&self.input, OptionalActions::Now, &self.was);
+    }
+}
+
+fn say(text: &str) -> Result<()> {
+    let mut out = std::io::stdout();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("the terminal cannot be written to")
+}
+
+/// Returns the meaning of what a terminal sends for a key. Ctrl-C is a key, too.
+fn key(bytes: &[u8]) -> Option<Key> {
+    match bytes {
+        b"q" | b"Q" | b"\x1b" | b"\x03" | b"\x04" => Some(Key::End),
+        b" " => Some(Key::Stop),
+        b"\x1b[D" | b"\x1bOD" | b"h" => Some(Key::Back),
+        b"\x1b[C" | b"\x1bOC" | b"l" => Some(Key::On),
+        _ => None,
+    }
+}
