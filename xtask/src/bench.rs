@@ -63,15 +63,13 @@ fn with_guest(
 }
 
 /// Returns whether a bench of relays runs the cases that need a guest. They take minutes, so only a full run or a
-/// user's
-/// request includes them.
+/// user's request includes them.
 fn wants_guest(args: &[OsString]) -> bool {
     let has = |part: &str| args.iter().any(|word| word.to_string_lossy().contains(part));
     has("guest") || !(has("--quick") || has("--only"))
 }
 
-/// tasuki-bench and the programs that it starts. One build makes them all: two builds would compile most crates
-/// twice,
+/// tasuki-bench and the programs that it starts. One build makes them all: two builds would compile most crates twice,
 /// with different features.
 const PROGRAMS: [&str; 4] = ["tasuki-control", "tasuki-worker", "tasuki-sim", "tasuki-bench"];
 

@@ -3,8 +3,7 @@
 //! cargo-fuzz needs a nightly toolchain only for AddressSanitizer. Coverage feedback is a pass of LLVM's own, which
 //! stable rustc runs if flags tell it to. So the usual run has libFuzzer's feedback, debug assertions and overflow
 //! checks, but no AddressSanitizer: it finds a wild access that faults, and misses one that hits mapped memory.
-//! `--asan`
-//! adds AddressSanitizer if a nightly toolchain is present.
+//! `--asan` adds AddressSanitizer if a nightly toolchain is present.
 //!
 //! - `fuzz/regressions/TARGET/` holds inputs that once broke a target, and a few inputs that reach far at once. It
 //!   is in
@@ -34,8 +33,7 @@ pub const LONG_RUN_SECONDS: u32 = 300;
 const HANG_SECONDS: u32 = 60;
 
 /// Flags by which LLVM lets libFuzzer see coverage and comparisons. `-Ccodegen-units=1` because the pass loses
-/// functions
-/// that are split among units. Source: cargo-fuzz 0.13, `src/project.rs`.
+/// functions that are split among units. Source: cargo-fuzz 0.13, `src/project.rs`.
 const COVERAGE: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks";
@@ -98,8 +96,7 @@ pub fn fuzz_all(checkout: &Checkout, plan: &Plan) -> anyhow::Result<Tally> {
     Ok(tally)
 }
 
-/// Returns the names of the `[[bin]]`s in `fuzz/Cargo.toml`. A file in `fuzz_targets/` without a `[[bin]]` would
-/// never
+/// Returns the names of the `[[bin]]`s in `fuzz/Cargo.toml`. A file in `fuzz_targets/` without a `[[bin]]` would never
 /// run and go unnoticed, so it is an error.
 fn targets(checkout: &Checkout) -> anyhow::Result<Vec<String>> {
     let metadata = metadata(&checkout.root.join("fuzz/Cargo.toml"))?;

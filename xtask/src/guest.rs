@@ -1,14 +1,11 @@
 //! `guest`: tests that need VFIO and an IOMMU, in a machine that has both: QEMU with Debian's stock kernel.
 //!
-//! The kernel comes from Debian's archive and is unpacked, never installed. The guest has no disk: an archive in
-//! memory
-//! holds a shell, the kernel's modules and the test program, which is linked statically. The output of the program
-//! on
+//! The kernel comes from Debian's archive and is unpacked, never installed. The guest has no disk: an archive in memory
+//! holds a shell, the kernel's modules and the test program, which is linked statically. The output of the program on
 //! the serial line is counted like any other test's. The other ends of the cards' wires are ports of the guest (see
 //! `wire`), and so is QEMU's monitor.
 //!
-//! The daemon's tests have a guest with Debian's systemd (see `systemd`). The bench of relays has a guest of the
-//! same
+//! The daemon's tests have a guest with Debian's systemd (see `systemd`). The bench of relays has a guest of the same
 //! kind (see `relay`). `target/guest/` holds everything fetched and built.
 
 mod archive;
@@ -34,8 +31,7 @@ pub use vm::{prepare as prepare_vm, prepare_bench};
 use wire::Wire;
 
 /// Time limit of a guest, in seconds; a guest that takes longer hangs. A guest boots in seconds. The drivers' tests
-/// take
-/// one or two minutes, the daemon's tests somewhat more.
+/// take one or two minutes, the daemon's tests somewhat more.
 const LIMIT_SECONDS: &str = "480";
 
 /// The tested cards: each with its name and its arguments for QEMU's `-device`. Each is connected to a wire of that
@@ -122,8 +118,7 @@ fn in_guest(
     Ok(reader.finish(status.as_deref() == Some("0")))
 }
 
-/// Returns the kernel's command line. The shell and the tests find the settings that the kernel does not know in
-/// their
+/// Returns the kernel's command line. The shell and the tests find the settings that the kernel does not know in their
 /// environment.
 fn kernel_line() -> String {
     match std::env::var("TASUKI_FREEZES") {
@@ -133,8 +128,7 @@ fn kernel_line() -> String {
 }
 
 /// Returns the command of the machine with the cards, each connected to its wire. The machine's monitor is a port of
-/// the
-/// guest, too.
+/// the guest, too.
 fn machine(kernel: &Path, archive: &Path, folder: &Path, wires: &[Wire]) -> Command {
     let mut command = Command::new("timeout");
     command.args(["--kill-after=5", LIMIT_SECONDS, QEMU.program]);

@@ -13,8 +13,7 @@ use crate::checkout::command_line;
 /// Interval at which we check whether a silent command still runs.
 const POLL: Duration = Duration::from_millis(100);
 
-/// Number of silent polls after the command's end until we stop waiting for output: 3 s. Only a process that
-/// outlived
+/// Number of silent polls after the command's end until we stop waiting for output: 3 s. Only a process that outlived
 /// the command can hold the pipe open for so long.
 const SILENT_POLLS: u32 = 30;
 

@@ -11,9 +11,8 @@ pub struct Tally {
     pub skipped: u32,
     /// One entry per skipped test: the text that it printed after `skipped: `.
     pub reasons: Vec<String>,
-    /// Lines that failing tests printed, each test's after its name. The closing report repeats them, because the
-    /// end of a
-    /// long log is the part that is kept and read.
+    /// Lines that failing tests printed, each test's after its name. The closing report repeats them, because the end
+    /// of a long log is the part that is kept and read.
     pub failures: Vec<String>,
 }
 
@@ -54,11 +53,9 @@ impl fmt::Display for Tally {
 pub struct Reader {
     tally: Tally,
     /// Number of tests of the current program that printed a reason for skipping themselves. The harness will count
-    /// them as
-    /// passed.
+    /// them as passed.
     skip_themselves: u32,
-    /// Number of test programs whose result line said FAILED, and number of programs that cargo reports as failed.
-    /// The
+    /// Number of test programs whose result line said FAILED, and number of programs that cargo reports as failed. The
     /// second number is higher if a program died before it could print its result.
     results_failed: u32,
     programs_failed: u32,
@@ -132,8 +129,7 @@ impl Reader {
     }
 
     /// Returns the sum. `succeeded` is cargo's exit status. A stage that failed without a failed test (it did not
-    /// compile,
-    /// or a test program died) counts as at least one failure.
+    /// compile, or a test program died) counts as at least one failure.
     pub fn finish(mut self, succeeded: bool) -> Tally {
         self.tally.failed += self.programs_failed.saturating_sub(self.results_failed);
         if !succeeded && self.tally.failed == 0 {

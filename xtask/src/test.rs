@@ -51,9 +51,8 @@ pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyho
 }
 
 impl Report {
-    /// Prints the output of failing tests and the sums: one per stage, then the reasons of skipped tests, then one
-    /// line for
-    /// the whole suite. Returns whether no test failed.
+    /// Prints the output of failing tests and the sums: one per stage, then the reasons of skipped tests, then one line
+    /// for the whole suite. Returns whether no test failed.
     pub fn close(self) -> bool {
         let mut sum = Tally::default();
         for (stage, tally) in self.0.iter().filter(|(_, tally)| !tally.failures.is_empty()) {

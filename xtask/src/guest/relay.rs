@@ -1,8 +1,7 @@
 //! The guest of `bench relay`: the kernel and machine of the tests, and a program in which the guest's card changes
 //! hands.
 //!
-//! This module makes everything that can be made ahead. The bench adds the card, its wire and a console, and sets
-//! the
+//! This module makes everything that can be made ahead. The bench adds the card, its wire and a console, and sets the
 //! number of relays.
 
 use std::fs;
@@ -15,8 +14,7 @@ use super::system::{self, KERNEL_LINE};
 use crate::checkout::Checkout;
 use crate::needs::QEMU;
 
-/// Commands that the guest runs. The bench passes the numbers on the kernel's command line, and the shell finds them
-/// in
+/// Commands that the guest runs. The bench passes the numbers on the kernel's command line, and the shell finds them in
 /// its environment.
 const RELAYS: &str = "/program lkm $LKM && /program handover $HANDOVERS && /program repoint $REPOINTS";
 

@@ -37,8 +37,7 @@ const MODULES: [&str; 15] = [
 pub const ENDED: &str = "guest: ended with ";
 
 /// The kernel's command line. On a busy host, timers come too late for the kernel's check of them, which ends the
-/// guest;
-/// `no_timer_check` turns that check off.
+/// guest; `no_timer_check` turns that check off.
 pub const KERNEL_LINE: &str = "console=ttyS0 quiet intel_iommu=on iommu=pt no_timer_check panic=-1";
 
 /// Returns the folder in which guests are made, and creates it.
@@ -48,8 +47,7 @@ pub fn place(checkout: &Checkout) -> anyhow::Result<PathBuf> {
     Ok(place)
 }
 
-/// Returns QEMU's arguments for a machine with an IOMMU that remaps interrupts. The machine has no card, no console
-/// and
+/// Returns QEMU's arguments for a machine with an IOMMU that remaps interrupts. The machine has no card, no console and
 /// no kernel command line yet.
 pub fn machine(kernel: &Path, archive: &Path) -> Vec<String> {
     let words = [

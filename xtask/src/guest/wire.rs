@@ -1,16 +1,13 @@
-//! The wires of the guest's cards. The card's end is a datagram socket, as in QEMU's `-netdev dgram`. The test's end
-//! is
+//! The wires of the guest's cards. The card's end is a datagram socket, as in QEMU's `-netdev dgram`. The test's end is
 //! a serial port of the guest, which is a stream here.
 //!
 //! ```text
 //!   test ── /dev/vportNpM ── virtserialport ── stream ── a thread of ours ── datagrams ── netdev ── card ── driver
 //! ```
 //!
-//! In the stream, each frame follows its length: 4 bytes, big-endian. For each frame that the card's end has taken,
-//! the
+//! In the stream, each frame follows its length: 4 bytes, big-endian. For each frame that the card's end has taken, the
 //! wire answers with a length of zero, so the test knows how many frames are under way. (QEMU's own `-netdev stream`
-//! would make this module unnecessary. But it reads many frames at once, and frames that the card does not take at
-//! once
+//! would make this module unnecessary. But it reads many frames at once, and frames that the card does not take at once
 //! can be overtaken.)
 
 use std::io::{self, Read, Write};

@@ -16,9 +16,8 @@ pub struct Source<'f> {
 pub struct Line {
     /// Code, without the content of strings and characters: `say("")`.
     pub code: String,
-    /// Text of the comments. A line comment keeps its slashes after the first; a block comment keeps neither slash
-    /// nor star
-    /// at its ends.
+    /// Text of the comments. A line comment keeps its slashes after the first; a block comment keeps neither slash nor
+    /// star at its ends.
     pub comment: String,
 }
 

@@ -288,9 +288,14 @@ mod tests {
         }
         let lines = picture.lines((80, 24), "foot").join("\n");
         println!("{lines}");
-        for part in
-            ["red   echo  3 drives", "7,000,000", "blue drops, a second: 1,000 ring full", "4000 ns  ▃▅█", "▄▆█", "it is so"]
-        {
+        for part in [
+            "red   echo  3 drives",
+            "7,000,000",
+            "blue drops, a second: 1,000 ring full",
+            "4000 ns  ▃▅█",
+            "▄▆█",
+            "it is so",
+        ] {
             assert!(lines.contains(part), "{part}\n{lines}");
         }
         for rows in 1..30 {
