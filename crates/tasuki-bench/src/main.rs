@@ -5,6 +5,7 @@
 mod call;
 mod case;
 mod cpus;
+mod daemon;
 mod demo;
 mod distance;
 mod floors;
@@ -69,6 +70,8 @@ enum Bench {
         #[arg(long, value_name = "FILE", hide = true)]
         guest: Option<PathBuf>,
     },
+    /// Measures tasukid: many nodes started, ended and taken over, its memory, and its API beside workers.
+    Daemon(How),
     /// Measures a NIC that changes hands while packets flow.
     Relay {
         #[command(flatten)]
@@ -221,8 +224,12 @@ fn main() -> ExitCode {
 
 fn run() -> Result<()> {
     let asked = Arguments::parse().bench;
-    if let Bench::Call(how) | Bench::Nic(how) | Bench::Vni(how) | Bench::Guest { how, .. } | Bench::Relay { how, .. } =
-        &asked
+    if let Bench::Call(how)
+    | Bench::Nic(how)
+    | Bench::Vni(how)
+    | Bench::Daemon(how)
+    | Bench::Guest { how, .. }
+    | Bench::Relay { how, .. } = &asked
         && how.markdown
     {
         table::write_markdown();
@@ -244,6 +251,13 @@ fn run() -> Result<()> {
             workplace::sweep();
             let rows = guest::rows(how.quick, &how.only, guest.as_deref(), &interrupt)?;
             publish(&Report { bench: "guest", host: Host::look(Cpus::choose()?), rows }, None, json)
+        }
+        Bench::Daemon(how) => {
+            let interrupt = Interrupt::catch()?;
+            let json = how.json_file()?;
+            workplace::sweep();
+            let rows = daemon::rows(how.quick, &how.only, &interrupt)?;
+            publish(&Report { bench: "daemon", host: Host::look(Cpus::choose()?), rows }, None, json)
         }
         Bench::Relay { how, guest } => relay(&how, guest.as_deref()),
         Bench::TapNode { number, cpu } => vni::tap_node(number, cpu),

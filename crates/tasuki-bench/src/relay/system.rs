@@ -90,7 +90,7 @@ impl Open {
 }
 
 /// Returns the body of an answer, if all of it has arrived.
-fn whole(answer: &[u8]) -> Result<Option<&[u8]>> {
+pub fn whole(answer: &[u8]) -> Result<Option<&[u8]>> {
     let Some(end) = answer.windows(4).position(|four| four == b"\r\n\r\n") else { return Ok(None) };
     let (head, body) = (std::str::from_utf8(&answer[..end])?.to_ascii_lowercase(), &answer[end + 4..]);
     let len = head.lines().find_map(|line| line.strip_prefix("content-length:"));
@@ -132,7 +132,7 @@ fn kill(pid: u32) {
 }
 
 /// Returns the path of a program that was built with this one.
-fn beside(name: &str) -> Result<PathBuf> {
+pub fn beside(name: &str) -> Result<PathBuf> {
     let this = std::env::current_exe().context("the bench could not find its own executable")?;
     Ok(this.with_file_name(name))
 }

@@ -1,0 +1,347 @@
+//! tasukid itself: how fast it starts and takes over many workers, how much memory it takes, and whether workers notice
+//! that it is asked many questions.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use hyper::Method as Verb;
+use serde::de::DeserializeOwned;
+use serde_json::json;
+use tasuki_control::api::client;
+use tasuki_control::api::types::{Status, TalkView, WorkerView};
+use tasuki_control::place;
+
+use crate::cpus::{self, Cpus};
+use crate::interrupt::Interrupt;
+use crate::relay::system::{beside, whole};
+use crate::report::{Kind, Row};
+use crate::sample::{Sample, median};
+use crate::workplace::Workplace;
+
+/// Upper bound of every wait.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Interval between two looks.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// Nodes of `up`, each of which has a worker and its stand-by.
+const UP: usize = 32;
+/// Nodes of `memory` and `takeover`.
+const MANY: usize = 100;
+
+/// Clients of `api`, and the requests a second that all of them send together.
+const CLIENTS: u32 = 50;
+const REQUESTS: u32 = 1000;
+
+/// Names of the cases.
+const NAMES: [&str; 5] = ["up", "down", "memory", "takeover", "api"];
+
+/// How often to measure.
+struct Effort {
+    rounds: usize,
+    /// Pairs of times with and without requests, and the length of each time.
+    pairs: usize,
+    time: Duration,
+}
+
+/// A daemon of this bench. Dropping it ends everything.
+struct Daemon {
+    process: Child,
+    place: Workplace,
+    config: String,
+}
+
+impl Daemon {
+    /// Starts a daemon with these nodes. It does not wait.
+    fn begin(nodes: &str) -> Result<Self> {
+        let place = Workplace::new()?;
+        let confine = if rustix::process::geteuid().is_root() { "" } else { "confine = \"best-effort\"\n" };
+        // The bench measures no hang.
+        let config = format!("[daemon]\nhang_after_ms = 5000\n{confine}\n{nodes}");
+        let process = start(place.directory(), &config)?;
+        Ok(Daemon { process, place, config })
+    }
+
+    fn folder(&self) -> &Path {
+        self.place.directory()
+    }
+
+    fn get<T: DeserializeOwned>(&self, address: &str) -> Result<T> {
+        let answer = client::ask(self.folder(), Verb::GET, address, None)?;
+        serde_json::from_value(answer).with_context(|| format!("tasukid answers {address} with something else"))
+    }
+
+    /// Waits until `is_so` holds for the workers.
+    fn await_workers(&self, is_so: impl Fn(&[WorkerView]) -> bool) -> Result<Vec<WorkerView>> {
+        let began = Instant::now();
+        loop {
+            let workers = self.get::<Vec<WorkerView>>("/v1/workers");
+            match workers {
+                Ok(workers) if is_so(&workers) => return Ok(workers),
+                _ if began.elapsed() < PATIENCE => std::thread::sleep(LOOK),
+                seen => bail!("not within {PATIENCE:?}: the workers; seen: {seen:?}"),
+            }
+        }
+    }
+
+    /// Waits until each of so many nodes has a worker that drives and one that stands by.
+    fn await_pairs(&self, nodes: usize) -> Result<Vec<WorkerView>> {
+        let count = |workers: &[WorkerView], is: &str| workers.iter().filter(|it| it.is == is).count();
+        self.await_workers(|workers| count(workers, "drives") == nodes && count(workers, "stands by") == nodes)
+    }
+
+    /// Ends everything; returns how long that took.
+    fn end(&mut self) -> Result<Duration> {
+        let began = Instant::now();
+        client::ask(self.folder(), Verb::POST, "/v1/stop", None)?;
+        self.process.wait()?;
+        Ok(began.elapsed())
+    }
+
+    /// Kills the daemon and starts another; returns how long it took until that answered with all workers.
+    fn take_over(&mut self, workers: usize) -> Result<Duration> {
+        self.process.kill()?;
+        self.process.wait()?;
+        let began = Instant::now();
+        self.process = start(self.folder(), &self.config)?;
+        loop {
+            match self.get::<Status>("/v1/status") {
+                Ok(status) if status.adopted as usize == workers => return Ok(began.elapsed()),
+                Ok(status) => bail!("the next tasukid took over {} of {workers} workers", status.adopted),
+                Err(_) if began.elapsed() < PATIENCE => std::thread::sleep(Duration::from_micros(500)),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = client::ask(self.folder(), Verb::POST, "/v1/stop", None);
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn start(folder: &Path, config: &str) -> Result<Child> {
+    let (file, program) = (folder.join("tasuki.toml"), beside("tasukid")?);
+    std::fs::write(&file, config)?;
+    let mut command = Command::new(&program);
+    command.arg("--foreground").arg("--config").arg(&file).arg("--dir").arg(folder);
+    let log = std::fs::OpenOptions::new().create(true).append(true).open(folder.join("tasukid.log"))?;
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+    // A signal from the bench's terminal would end the daemon alone, and its workers would go on.
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))
+}
+
+/// Returns the configuration of so many native nodes on one VNI.
+fn nodes(count: usize) -> String {
+    (0..count).map(|number| format!("[[node]]\nname = \"n{number}\"\nwork = \"echo\"\nvni = \"lan\"\n\n")).collect()
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+fn middle(values: &[f64]) -> Result<f64> {
+    median(values).context("nothing was measured")
+}
+
+/// Measures the cases whose names begin with one of `only`, or all.
+pub fn rows(is_quick: bool, only: &[String], interrupt: &Interrupt) -> Result<Vec<Row>> {
+    let is_wanted = |name: &str| only.is_empty() || only.iter().any(|prefix| name.starts_with(prefix.as_str()));
+    ensure!(NAMES.into_iter().any(is_wanted), "nothing was measured; the cases are {}", NAMES.join(", "));
+    let effort = match is_quick {
+        true => Effort { rounds: 1, pairs: 3, time: Duration::from_secs(1) },
+        false => Effort { rounds: 10, pairs: 10, time: Duration::from_secs(3) },
+    };
+    cpus::unpin()?;
+    let mut rows = Vec::new();
+    if is_wanted("up") || is_wanted("down") {
+        rows.extend(up(&effort, interrupt)?);
+    }
+    if is_wanted("memory") || is_wanted("takeover") {
+        rows.extend(many(&effort, interrupt)?);
+    }
+    if is_wanted("api") {
+        rows.extend(api(&effort, interrupt)?);
+    }
+    Ok(rows)
+}
+
+/// Starts and ends a daemon with many nodes, and beside it single workers.
+fn up(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
+    let (mut ups, mut downs, mut starts, mut left) = (Vec::new(), Vec::new(), Vec::new(), 0);
+    for round in 1..=effort.rounds {
+        interrupt.check()?;
+        let began = Instant::now();
+        let mut daemon = Daemon::begin(&nodes(UP))?;
+        let workers = daemon.await_pairs(UP)?;
+        ups.push(ms(began.elapsed()));
+        for _ in 0..4 {
+            // The answer comes when the worker is there, confined, and has begun.
+            let began = Instant::now();
+            client::ask(daemon.folder(), Verb::POST, "/v1/nodes/n0/stage", Some(&json!({ "with": null })))?;
+            starts.push(ms(began.elapsed()));
+            client::ask(daemon.folder(), Verb::DELETE, "/v1/nodes/n0/stage", None)?;
+        }
+        downs.push(ms(daemon.end()?));
+        left += workers.iter().filter(|it| Path::new(&format!("/proc/{}", it.pid)).exists()).count();
+        let sockets = std::fs::read_dir(daemon.folder())?.flatten().filter(|it| {
+            let name = it.file_name();
+            !name.to_string_lossy().ends_with(".log") && !name.to_string_lossy().ends_with(".toml")
+        });
+        for entry in sockets.filter(|it| it.file_name() != "lock") {
+            eprintln!("left: {}", entry.path().display());
+            left += 1;
+        }
+        eprintln!("round {round}/{} · up {:.0} ms, down {:.0} ms", effort.rounds, ups[round - 1], downs[round - 1]);
+    }
+    let one = middle(&starts)?;
+    let row = Row::lower("up", "time", "ms", middle(&ups)?);
+    let row = row.against("64-worker-starts", Kind::Floor, 2.0 * UP as f64 * one).bar(1.5, "64-worker-starts")?;
+    let note = "32 nodes, each with a worker that drives and one that stands by, from the start of tasukid";
+    Ok(vec![
+        Row { note: Some(note.to_owned()), ..row },
+        Row::lower("up", "worker-start", "ms", one),
+        Row::lower("down", "time", "ms", middle(&downs)?),
+        Row { note: Some("processes and files".to_owned()), ..Row::lower("down", "left", "", left as f64).bar_at(0.0) },
+    ])
+}
+
+/// Returns the private memory of a process, in MiB (proc(5), smaps_rollup).
+fn private_mib(pid: u32) -> Result<f64> {
+    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
+    let private =
+        rollup.lines().filter(|line| line.starts_with("Private_Clean:") || line.starts_with("Private_Dirty:"));
+    let kib = private.filter_map(|line| line.split_whitespace().nth(1)?.parse::<u32>().ok());
+    Ok(f64::from(kib.sum::<u32>()) / 1024.0)
+}
+
+/// Looks at a daemon with many nodes, and at those that take it over.
+fn many(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
+    let mut daemon = Daemon::begin(&nodes(MANY))?;
+    let before = daemon.await_pairs(MANY)?;
+    // While it starts workers, it has their messages in memory as well.
+    std::thread::sleep(Duration::from_secs(2));
+    let memory = private_mib(daemon.process.id())?;
+    let (mut times, mut later) = (Vec::new(), Vec::new());
+    for round in 1..=effort.rounds {
+        interrupt.check()?;
+        times.push(ms(daemon.take_over(2 * MANY)?));
+        daemon.await_pairs(MANY)?;
+        std::thread::sleep(Duration::from_millis(500));
+        later.push(private_mib(daemon.process.id())?);
+        eprintln!("round {round}/{} · {} workers taken over in {:.0} ms", effort.rounds, 2 * MANY, times[round - 1]);
+    }
+    let pids = |workers: &[WorkerView]| workers.iter().map(|it| it.pid).collect::<std::collections::BTreeSet<_>>();
+    let after = daemon.get::<Vec<WorkerView>>("/v1/workers")?;
+    ensure!(pids(&before) == pids(&after), "workers did not live on");
+    let note = Some(format!("{MANY} nodes on one VNI, {} workers", 2 * MANY));
+    Ok(vec![
+        Row { note: note.clone(), ..Row::lower("memory", "private", "MiB", memory).bar_at(30.0) },
+        Row { note: note.clone(), ..Row::lower("memory", "private-later", "MiB", middle(&later)?).bar_at(30.0) },
+        Row { note, ..Row::lower("takeover", "time", "ms", middle(&times)?).bar_at(300.0) },
+    ])
+}
+
+/// Asks tasukid many questions beside workers on a CPU of their own.
+fn api(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
+    let cpu = Cpus::choose()?.client;
+    let node = |name: &str, work: &str| {
+        format!("[[node]]\nname = \"{name}\"\nwork = {work}\nvni = \"lan\"\ncpu = {cpu}\nstandby = false\n\n")
+    };
+    let source = "{ source = { rate = 0, size = 60 } }";
+    let daemon = Daemon::begin(&[node("sink", "\"sink\""), node("source", source)].concat())?;
+    daemon.await_workers(|workers| workers.iter().filter(|it| it.is == "drives").count() == 2)?;
+    cpus::keep_off(&[cpu])?;
+    let received = || -> Result<u64> {
+        let talks: Vec<TalkView> = daemon.get("/v1/vnis/lan/stats")?;
+        Ok(talks.iter().filter(|it| it.node == "sink").map(|it| it.received).sum())
+    };
+    let rate = || -> Result<f64> {
+        let (began, before) = (Instant::now(), received()?);
+        std::thread::sleep(effort.time);
+        Ok((received()? - before) as f64 / began.elapsed().as_secs_f64())
+    };
+    std::thread::sleep(Duration::from_secs(1));
+    let (mut ratios, mut asked, mut answers) = (Vec::new(), Vec::new(), Sample::new());
+    for pair in 1..=effort.pairs {
+        interrupt.check()?;
+        let quiet = rate()?;
+        let (busy, took) = beside_clients(daemon.folder(), rate)?;
+        asked.push(took.len() as f64 / effort.time.as_secs_f64());
+        took.into_iter().for_each(|time| answers.record(time));
+        ratios.push(busy / quiet);
+        eprintln!(
+            "pair {pair}/{} · {:.2} Mframe/s quiet, {:.2} beside {:.0} requests/s",
+            effort.pairs,
+            quiet / 1e6,
+            busy / 1e6,
+            asked[pair - 1]
+        );
+    }
+    let answers = answers.summary();
+    let note = "frames between two workers on one CPU, beside clients and tasukid on others; the middle of pairs";
+    Ok(vec![
+        Row {
+            note: Some(note.to_owned()),
+            ..Row::higher("api", "rate-kept", "× quiet", middle(&ratios)?).bar_at(0.95)
+        },
+        Row::higher("api", "requests", "/s", middle(&asked)?).bar_at(0.95 * f64::from(REQUESTS)),
+        Row::lower("api", "answer-p50", "ns", answers.p50 as f64),
+        Row::lower("api", "answer-p99", "ns", answers.p99 as f64),
+    ])
+}
+
+/// Measures while clients ask. Returns the figure, and how long each answer took.
+fn beside_clients<T>(folder: &Path, measure: impl Fn() -> Result<T>) -> Result<(T, Vec<Duration>)> {
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|number| {
+                scope.spawn({
+                    let over = &over;
+                    move || ask(folder, number, over)
+                })
+            })
+            .collect();
+        let measured = measure();
+        over.store(true, Relaxed);
+        let mut all = Vec::new();
+        for client in clients {
+            all.append(&mut client.join().map_err(|_| anyhow::anyhow!("a client panicked"))??);
+        }
+        Ok((measured?, all))
+    })
+}
+
+/// Asks for the status at this client's share of the rate, until it is over; returns how long each answer took.
+fn ask(folder: &Path, number: u32, over: &AtomicBool) -> Result<Vec<Duration>> {
+    let every = Duration::from_secs(1) * CLIENTS / REQUESTS;
+    let mut connection = UnixStream::connect(place::api_socket(folder))?;
+    let mut next = Instant::now() + every * number / CLIENTS;
+    let mut took = Vec::new();
+    while !over.load(Relaxed) {
+        std::thread::sleep(next.saturating_duration_since(Instant::now()));
+        let asked = Instant::now();
+        connection.write_all(b"GET /v1/status HTTP/1.1\r\nhost: tasukid\r\n\r\n")?;
+        let (mut answer, mut room) = (Vec::new(), [0; 8192]);
+        while whole(&answer)?.is_none() {
+            let len = connection.read(&mut room)?;
+            ensure!(len > 0, "tasukid hung up");
+            answer.extend_from_slice(&room[..len]);
+        }
+        ensure!(answer.starts_with(b"HTTP/1.1 200"), "tasukid refuses: {}", String::from_utf8_lossy(&answer));
+        took.push(asked.elapsed());
+        // Missed requests are made up for.
+        next += every;
+    }
+    Ok(took)
+}
