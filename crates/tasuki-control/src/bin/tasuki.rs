@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use clap::{CommandFactory, Parser, Subcommand};
 use tasuki_control::cli::capture::Capture;
 use tasuki_control::cli::top::Top;
+use tasuki_control::cli::up::Up;
 use tasuki_control::cli::upgrade::Everything;
 use tasuki_control::cli::vm::Run;
 use tasuki_control::cli::{self, Asked, Configuration, Give, Nodes, Reach, Vnis, Workers};
@@ -26,6 +27,8 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum What {
+    /// Bring up the nodes and NICs of a configuration, with a tasukid if none runs, and wait until they are at work.
+    Up(Up),
     /// Show the daemon, nodes and NICs at once.
     Status,
     /// Nodes: systems that own NICs, or are on a VNI.
@@ -77,6 +80,7 @@ enum What {
         folder: std::path::PathBuf,
     },
     /// End all workers, park their NICs, and end the daemon.
+    #[command(visible_alias = "down")]
     Stop,
     /// Run a model of a network card, as a vfio-user device.
     #[command(disable_help_flag = true)]
@@ -135,6 +139,7 @@ fn main() -> ExitCode {
     let Arguments { reach, what } = Arguments::parse();
     let ask = |asked| cli::run(&reach, &asked);
     let done = match what {
+        What::Up(up) => cli::up::up(&reach, &up),
         What::Status => ask(Asked::Status),
         What::Node(nodes) => ask(Asked::Nodes(nodes)),
         What::Vni(vnis) => ask(Asked::Vnis(vnis)),

@@ -4,6 +4,7 @@ pub mod capture;
 pub mod doctor;
 mod show;
 pub mod top;
+pub mod up;
 pub mod upgrade;
 pub mod vm;
 
@@ -425,22 +426,25 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
         Asked::Events { since, follow: true } => return follow(&folder, *since, reach.json),
         Asked::Events { since, .. } => get(&format!("/v1/events?since={since}"))?,
         Asked::Plan(configuration) => post("/v1/plan", configuration.to_json()?)?,
-        Asked::Apply(configuration) => {
-            let mut body = configuration.to_json()?;
-            if configuration.generation.is_none() {
-                // Of two that are applied at once, the second is refused.
-                let plan: Plan = show::read(post("/v1/plan", body.clone())?)?;
-                body["generation"] = json!(plan.generation);
-            }
-            post("/v1/apply", body)?
-        }
-        Asked::Stop => post("/v1/stop", json!({}))?,
+        Asked::Apply(configuration) => apply(&folder, configuration)?,
+        Asked::Stop => up::stop(&folder)?,
     };
     let text = match reach.json {
         true => serde_json::to_string_pretty(&value)? + "\n",
         false => show::show(asked, value)?,
     };
     write(&text).map(|_| ())
+}
+
+/// Applies a configuration. Returns the answer.
+fn apply(folder: &Path, configuration: &Configuration) -> Result<Value> {
+    let mut body = configuration.to_json()?;
+    if configuration.generation.is_none() {
+        // Of two that are applied at once, the second is refused.
+        let plan: Plan = show::read(client::ask(folder, Verb::POST, "/v1/plan", Some(&body))?)?;
+        body["generation"] = json!(plan.generation);
+    }
+    client::ask(folder, Verb::POST, "/v1/apply", Some(&body))
 }
 
 /// Writes to standard output. Returns whether it has a reader.

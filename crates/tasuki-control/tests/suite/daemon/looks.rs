@@ -154,3 +154,48 @@ fn a_follower_of_events_hears_of_those_of_the_next_daemon() {
     follower.kill();
     reader.join().expect("it ends with the pipe");
 }
+
+#[test]
+fn up_returns_when_all_is_at_work_and_down_when_nothing_is() {
+    let rig = Rig::without_daemon(super::rig::NODES, "");
+    let file = rig.path("tasuki.toml").display().to_string();
+    let up = |rig: &Rig| {
+        let mut command = rig.command(&["up", &file]);
+        // Marks all its descendants as processes of this rig.
+        let output = command.env("TASUKI_ALIVE", rig.path("alive")).output().expect("a program");
+        let (said, why) = (output.stdout, String::from_utf8_lossy(&output.stderr).into_owned());
+        (output.status.success(), String::from_utf8_lossy(&said).into_owned() + &why)
+    };
+    let (done, said) = up(&rig);
+    assert!(done && said.contains("is at work in") && said.contains("3 nodes and 1 NICs are at work after "), "{said}");
+    let workers = rig.workers();
+    assert!(workers.iter().any(|it| it["node"] == "red" && it["is"] == "drives"), "{workers:?}");
+    // The same again changes nothing, and another file is applied.
+    let (done, said) = up(&rig);
+    assert!(done && said.contains("3 nodes and 1 NICs"), "{said}");
+    rig.configure(|text| text + "\n[[node]]\nname = \"pink\"\nwork = \"echo\"\n");
+    let (done, said) = up(&rig);
+    assert!(done && said.contains("4 nodes and 1 NICs"), "{said}");
+    let pid = rig.json(&["status"])["pid"].as_u64().expect("a number");
+    assert!(rig.ask(&["down"]).contains("workers have ended, and so does tasukid"));
+    assert!(!tasuki_testing::process::lives(u32::try_from(pid).expect("a pid")), "it is gone when down returns");
+    let left: Vec<_> = std::fs::read_dir(rig.dir()).expect("a folder").flatten().map(|it| it.file_name()).collect();
+    assert!(left.iter().all(|name| ["tasukid.lock", "tasukid.log"].contains(&name.to_str().unwrap())), "{left:?}");
+    // A mistake, and a node that never begins.
+    rig.configure(|text| text.replace("\"pink\"\nwork", "\"pink\"\nwrok"));
+    let (done, said) = up(&rig);
+    assert!(!done && said.lines().count() == 1 && said.contains("wrok"), "{said}");
+    rig.configure(|text| text.replace("wrok", "work"));
+    rig.program("worker", "dies-at-start");
+    let said = rig
+        .command(&["up", &file, "--within", "1"])
+        .env("TASUKI_ALIVE", rig.path("alive"))
+        .output()
+        .expect("a program");
+    let why = String::from_utf8_lossy(&said.stderr);
+    assert!(
+        why.contains("not all is at work within 1 s, but tasukid goes on trying: ") && why.contains("pink"),
+        "{why}"
+    );
+    rig.ask(&["stop"]);
+}

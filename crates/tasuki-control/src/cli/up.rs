@@ -1,0 +1,110 @@
+//! `tasuki up`: from a configuration to nodes and NICs at work, whether a tasukid runs already or not; and `tasuki stop`,
+//! which returns when nothing of it is left.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use hyper::Method as Verb;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags};
+use serde_json::json;
+
+use super::{Configuration, Reach, show, write};
+use crate::api::client;
+use crate::api::metrics::Metrics;
+use crate::api::types::{Applied, Stopped};
+use crate::place;
+
+/// Pause between two questions whether all is at work.
+const ASK_EVERY: Duration = Duration::from_millis(10);
+
+/// Time for tasukid to end once it has answered that it does.
+const ENDS_WITHIN: Duration = Duration::from_secs(10);
+
+/// What is to be up.
+#[derive(Debug, Args)]
+pub struct Up {
+    /// The configuration. If a tasukid is at work, it applies this; otherwise one begins with it.
+    pub file: PathBuf,
+    /// Seconds until all nodes and NICs must be at work. A card may take some for its link.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    pub within: u64,
+}
+
+/// Brings nodes and NICs up, and waits until they are at work.
+pub fn up(reach: &Reach, up: &Up) -> Result<()> {
+    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let began = Instant::now();
+    let told = |sentence: &str| if reach.json { Ok(()) } else { write(&format!("{sentence}\n")).map(drop) };
+    if client::ask(&folder, Verb::GET, "/v1/status", None).is_ok() {
+        let configuration = Configuration { file: Some(up.file.clone()), generation: None };
+        let applied: Applied = show::read(super::apply(&folder, &configuration)?)?;
+        applied.steps.iter().chain([&applied.sentence]).try_for_each(|step| told(step))?;
+    } else {
+        told(&begin(&folder, &up.file)?)?;
+    }
+    let limit = Duration::from_secs(up.within);
+    loop {
+        let seen: Metrics = show::read(client::ask(&folder, Verb::GET, "/v1/snapshot", None)?)?;
+        let lacks = lacks(&seen);
+        if lacks.is_empty() {
+            let (nodes, nics, ms) = (seen.status.nodes.len(), seen.status.nics.len(), began.elapsed().as_millis());
+            let sentence = format!("{nodes} nodes and {nics} NICs are at work after {ms} ms");
+            return match reach.json {
+                true => write(&format!("{}\n", json!({ "nodes": nodes, "nics": nics, "ms": ms }))).map(drop),
+                false => told(&sentence),
+            };
+        }
+        if began.elapsed() > limit {
+            bail!("not all is at work within {} s, but tasukid goes on trying: {}", up.within, lacks.join("; "));
+        }
+        std::thread::sleep(ASK_EVERY);
+    }
+}
+
+/// Starts a tasukid in the background. Returns what it says.
+fn begin(folder: &Path, file: &Path) -> Result<String> {
+    let beside = std::env::current_exe().context("the kernel does not say where this program is")?;
+    let beside = beside.with_file_name("tasukid");
+    let program = if beside.is_file() { beside } else { PathBuf::from("tasukid") };
+    let mut command = Command::new(&program);
+    command.arg("--config").arg(file).arg("--dir").arg(folder).env_remove("NOTIFY_SOCKET");
+    let output = command.output().with_context(|| format!("{} does not start", program.display()))?;
+    let (said, why) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let why = why.trim();
+    ensure!(output.status.success(), "{}", why.strip_prefix("tasukid: ").unwrap_or(why));
+    Ok(said.trim().to_owned())
+}
+
+/// Returns what is not at work yet, as sentences without a full stop.
+fn lacks(seen: &Metrics) -> Vec<String> {
+    let nodes = seen.status.nodes.iter().filter_map(|node| {
+        let mut its = seen.workers.iter().filter(|worker| worker.node == node.name);
+        let is_at_work = its.any(|worker| worker.is == "idle" || worker.is == "drives");
+        let usual = || format!("node {} has no worker yet", node.name);
+        (!is_at_work || node.trouble.is_some()).then(|| node.trouble.clone().unwrap_or_else(usual))
+    });
+    let nics = seen.status.nics.iter().filter(|nic| nic.is != "driven").map(|nic| {
+        let usual = || format!("{} is {}", nic.name, nic.is);
+        nic.trouble.clone().unwrap_or_else(usual)
+    });
+    nodes.chain(nics).collect()
+}
+
+/// Ends everything, and waits until tasukid is gone.
+pub(super) fn stop(folder: &Path) -> Result<serde_json::Value> {
+    let daemon = place::holder(folder).and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?));
+    let daemon = daemon.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
+    let value = client::ask(folder, Verb::POST, "/v1/stop", Some(&json!({})))?;
+    let Stopped { sentence, .. } = show::read(value.clone())?;
+    if let Some(daemon) = daemon {
+        let mut ends = [PollFd::new(&daemon, PollFlags::IN)];
+        let limit = Timespec::try_from(ENDS_WITHIN).context("that is no time")?;
+        let ended = rustix::event::poll(&mut ends, Some(&limit)).unwrap_or(0);
+        ensure!(ended > 0, "{sentence}, but it is still there after {} s; its log says why", ENDS_WITHIN.as_secs());
+    }
+    Ok(value)
+}
