@@ -123,6 +123,11 @@ pub enum NotPossible {
         "repoint needs a card whose ring bases can be written while its link stays up, and this one's cannot; take keep or cold"
     )]
     FixedBases,
+    /// No worker drives the card.
+    #[error(
+        "mbb, and repoint between nodes that trust each other, need a worker that lets the card go, and none drives it; take keep or cold"
+    )]
+    NoGiver,
 }
 
 /// Returns the reason why `card` can go by `method` from one node to another.
@@ -159,6 +164,19 @@ pub fn choose(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice
     match asked {
         Some(method) => possible(card, trust, method).map(|because| Choice { method, because }),
         None => Ok(first_of(Method::ALL, card, trust)),
+    }
+}
+
+/// Returns the same for a card that no worker drives, since its last driver died: nobody has steered its traffic, or left
+/// it as an owner expects that has memory of its own and trusts the last one. An owner that does not stops it itself.
+pub fn choose_without_giver(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice, NotPossible> {
+    let can = |method| match (method, trust) {
+        (Method::Mbb, _) | (Method::Repoint, Trust::Full) => Err(NotPossible::NoGiver),
+        _ => possible(card, trust, method).map(|because| Choice { method, because }),
+    };
+    match asked {
+        Some(method) => can(method),
+        None => Method::ALL.iter().find_map(|&method| can(method).ok()).ok_or(NotPossible::NoGiver),
     }
 }
 
@@ -270,6 +288,23 @@ mod tests {
                 assert_eq!(may, expected, "{method} of {card:?}");
             }
         }
+    }
+
+    #[test]
+    fn without_a_giver_nothing_is_done_that_a_giver_has_a_part_in() {
+        for card in cards() {
+            for trust in [Trust::Full, Trust::None] {
+                let method = choose_without_giver(&card, trust, None).expect("any card goes somehow").method;
+                let expected = match trust {
+                    Trust::Full if card.own_memory => Method::Keep,
+                    Trust::None if card.fenced && card.repointing != Repointing::Never => Method::Repoint,
+                    _ => Method::Cold,
+                };
+                assert_eq!(method, expected, "{card:?} {trust:?}");
+                assert_eq!(choose_without_giver(&card, trust, Some(Method::Mbb)), Err(NotPossible::NoGiver));
+            }
+        }
+        assert!(NotPossible::NoGiver.to_string().contains("; take "));
     }
 
     #[test]
