@@ -85,6 +85,9 @@ pub struct Daemon {
     pub deadline_ms: u64,
     /// Milliseconds a worker may take to map a NIC and to check that it understands it.
     pub prepare_ms: u64,
+    /// Milliseconds for which no worker of its node has driven a NIC, its last one being dead, after which the NIC goes to
+    /// its stand-by node.
+    pub failover_after_ms: u64,
     /// Whether a node whose workers keep dying waits before the next worker starts.
     pub restart: Restart,
     /// The treatment of a worker whose process cannot be confined as intended.
@@ -124,6 +127,8 @@ impl Default for Daemon {
             hang_after_ms: 1000,
             deadline_ms: 1000,
             prepare_ms: 10_000,
+            // As long as the longest pause before a fresh worker: five have been tried by then.
+            failover_after_ms: 1000,
             restart: Restart::Careful,
             confine: Confine::Strict,
             uids: Uids::default(),
@@ -194,6 +199,10 @@ impl Daemon {
 
     pub fn prepare(&self) -> Duration {
         Duration::from_millis(self.prepare_ms)
+    }
+
+    pub fn failover_after(&self) -> Duration {
+        Duration::from_millis(self.failover_after_ms)
     }
 }
 
@@ -581,6 +590,8 @@ pub struct Nic {
     pub device: Device,
     /// The node that has it at first.
     pub node: String,
+    /// The node that gets it if the node that has it is lost.
+    pub standby: Option<String>,
     /// Descriptors in each of its rings; by default 256, or as many as the card can have.
     pub ring: Option<u16>,
     /// For the model: its wire, as `tasuki sim nic` takes it.
@@ -648,6 +659,9 @@ impl Config {
                 what: mistake::sentence(text, error.span(), error.message()),
             }
         })?;
+        if let (None, Some((nic, what))) = (config.senseless_but_standbys(), config.odd_standby()) {
+            return Err(ConfigError::Wrong { path: path.to_owned(), line: mistake::line_of_standby(text, nic), what });
+        }
         match config.senseless() {
             Some(what) => Err(ConfigError::Senseless { path: path.to_owned(), what }),
             None => Ok(config),
@@ -814,6 +828,27 @@ ring = 512
                 format!("{node}[[nic]]\nname = \"e\"\ndevice = \"sim\"\nnode = \"pink\"\n"),
                 &["nic \"e\": there is no node \"pink\""],
             ),
+            (
+                node.to_owned() + &nic("e", "red") + "standby = \"pink\"\n",
+                &["t.toml:8: nic \"e\", standby: there is no node \"pink\", but red; name another, or leave it out"],
+            ),
+            (
+                node.to_owned() + &nic("d", "red") + &nic("e", "red") + "standby = \"red\"\n",
+                &["t.toml:12: nic \"e\", standby: node \"red\" has it already; name another node, or leave it out"],
+            ),
+            (
+                format!("{node}[[node]]\nname = \"blue\"\nvni = \"lan\"\nwork = \"sink\"\n")
+                    + &nic("e", "red")
+                    + "standby = \"blue\"\n",
+                &["t.toml:12: nic \"e\", standby: node \"blue\" is on VNI lan, and has no NIC beside that"],
+            ),
+            (
+                format!("{node}[[node]]\nname = \"up\"\nvni = \"lan\"\nwork = \"uplink\"\n")
+                    + &nic("e", "up")
+                    + "standby = \"red\"\n",
+                &["t.toml:12: nic \"e\", standby: node \"up\" is an uplink, whose NIC goes to no other node"],
+            ),
+            ("[daemon]\nfailover_after_ms = 0\n".to_owned(), &["a limit of 0 ms"]),
             (format!("{node}[[nic]]\nname = \"a/b\"\ndevice = \"sim\"\nnode = \"red\"\n"), &["nic \"a/b\": a name is"]),
             (
                 "[[node]]\nname = \"red\"\nwork = { source = { size = 9000 } }\n".to_owned(),

@@ -18,6 +18,8 @@ use redb::{Database, ReadableDatabase, ReadableTable, StorageBackend, TableDefin
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::api::types::Standby;
+use crate::supervisor::failover::FailOver;
 use crate::supervisor::staging::FileName;
 use crate::{config, place, process};
 use mirror::Mirror;
@@ -106,6 +108,12 @@ pub struct NicRecord {
     pub epoch: u32,
     /// The worker that held the lease then.
     pub holder: Option<u32>,
+    /// How it came to its stand-by node by itself, or is about to.
+    #[serde(default)]
+    pub fail_over: Option<FailOver>,
+    /// Its stand-by node, if that was named by hand.
+    #[serde(default)]
+    pub by_hand: Option<Standby>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -128,6 +128,10 @@ impl Metrics {
         for nic in nics {
             text.sample("nic_driven", &[("nic", &nic.name), ("node", &nic.node)], u8::from(nic.is == "driven"));
         }
+        text.family("nic_failed_over", "gauge", "1 while the NIC is at its stand-by node, to which it failed over.");
+        for nic in nics {
+            text.sample("nic_failed_over", &[("nic", &nic.name)], u8::from(nic.failed_over.is_some()));
+        }
         text.family("nic_relays_total", "counter", "How often the NIC was taken and driven.");
         nics.iter().for_each(|nic| text.sample("nic_relays_total", &[("nic", &nic.name)], nic.relays));
         text.family(

@@ -102,7 +102,9 @@ pub fn needed(method: &Method, route: &str) -> Role {
     match (method, route) {
         (_, "/v1/nodes/{name}/capture" | "/v1/nics/{name}/capture") => Role::Administer,
         (&Method::GET | &Method::HEAD, _) => Role::Read,
-        (&Method::POST, "/v1/nodes/{name}/upgrade" | "/v1/nics/{name}/give") => Role::Operate,
+        (&Method::POST, "/v1/nodes/{name}/upgrade" | "/v1/nics/{name}/give" | "/v1/nics/{name}/standby") => {
+            Role::Operate
+        }
         (_, "/v1/nodes/{name}/stage") => Role::Operate,
         _ => Role::Administer,
     }

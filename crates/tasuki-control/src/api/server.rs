@@ -22,7 +22,7 @@ use super::peer::Peer;
 use super::roles::{Role, Roles};
 use super::types::{
     Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Replace, Replaced,
-    Staging, Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
+    Staging, Standby, Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
 };
 use crate::config;
 use crate::successor;
@@ -48,6 +48,7 @@ use crate::supervisor::door::{Door, No, Request};
         stage,
         unstage,
         give,
+        standby,
         counts,
         vnis,
         vni_table,
@@ -196,6 +197,19 @@ async fn give(
 ) -> Answered<Relayed> {
     match words(body) {
         Ok(give) => ask(&door, |answer| Request::Give { nic, give, answer }).await,
+        Err(no) => Answered(Err(no)),
+    }
+}
+
+#[utoipa::path(post, path = "/v1/nics/{name}/standby", params(("name" = String, Path, description = "a NIC")), request_body = Standby,
+    responses((status = 200, body = NicView), (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused)))]
+async fn standby(
+    State(door): State<Door>,
+    Path(nic): Path<String>,
+    body: Result<Json<Standby>, JsonRejection>,
+) -> Answered<NicView> {
+    match words(body) {
+        Ok(standby) => ask(&door, |answer| Request::Standby { nic, standby, answer }).await,
         Err(no) => Answered(Err(no)),
     }
 }
@@ -394,6 +408,7 @@ fn router(door: Door, gate: Gate, cpus: Cpus) -> Router {
         .route("/v1/nodes/{name}/upgrade", post(upgrade))
         .route("/v1/nodes/{name}/stage", post(stage).delete(unstage))
         .route("/v1/nics/{name}/give", post(give))
+        .route("/v1/nics/{name}/standby", post(standby))
         .route("/v1/nics/{name}/counts", get(counts))
         .route("/v1/nodes/{name}/capture", get(capture_node))
         .route("/v1/nics/{name}/capture", get(capture_nic))
@@ -456,6 +471,7 @@ mod tests {
             "/v1/nics/{name}/capture",
             "/v1/nics/{name}/counts",
             "/v1/nics/{name}/give",
+            "/v1/nics/{name}/standby",
             "/v1/nodes",
             "/v1/nodes/{name}",
             "/v1/nodes/{name}/capture",

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 pub use crate::registry::Event;
+pub use crate::supervisor::failover::FailOver;
 
 /// The daemon, with its nodes and NICs.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -37,6 +38,9 @@ pub struct ConfigurationView {
     pub path: String,
     /// The steps to what it describes, of what is otherwise now: a NIC that was given away by hand, for one.
     pub drift: Vec<String>,
+    /// NICs that are otherwise, and stay so when it is applied: they failed over, and this is why.
+    #[serde(default)]
+    pub stays: Vec<String>,
     /// Nodes that it does not describe: they were added by hand.
     pub by_hand: Vec<String>,
 }
@@ -63,6 +67,9 @@ pub struct Plan {
     pub generation: u64,
     /// The steps in words, in their order.
     pub steps: Vec<String>,
+    /// NICs that stay where they are: they failed over, and this is why.
+    #[serde(default)]
+    pub stays: Vec<String>,
 }
 
 /// The result of applying a configuration.
@@ -241,6 +248,20 @@ pub struct NicView {
     pub driving_at_ns: Option<u64>,
     /// Why no worker drives it, or why the last relay did not end as intended.
     pub trouble: Option<String>,
+    /// The node that gets it if the node that has it is lost.
+    #[serde(default)]
+    pub standby: Option<String>,
+    /// How it came to the node that has it, if it came there by itself.
+    #[serde(default)]
+    pub failed_over: Option<FailOver>,
+}
+
+/// The stand-by node of a NIC.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Standby {
+    /// Its name; none for no stand-by node.
+    pub node: Option<String>,
 }
 
 /// The counters of a NIC's driver.

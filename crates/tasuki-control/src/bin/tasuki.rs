@@ -12,7 +12,7 @@ use tasuki_control::cli::top::Top;
 use tasuki_control::cli::up::Up;
 use tasuki_control::cli::upgrade::Everything;
 use tasuki_control::cli::vm::Run;
-use tasuki_control::cli::{self, Asked, Configuration, Give, Nodes, Reach, Vnis, Workers};
+use tasuki_control::cli::{self, Asked, Configuration, Give, Nodes, Reach, Standby, Vnis, Workers};
 use tasuki_control::log;
 
 /// Network cards that change hands while packets flow.
@@ -102,6 +102,8 @@ enum NicCommand {
     List,
     /// Give a NIC to another node while packets flow.
     Give(Give),
+    /// Name the node that gets a NIC if the node that has it is lost.
+    Standby(Standby),
     /// Show the counters of a NIC's driver.
     Counts {
         /// Name of the NIC.
@@ -146,6 +148,7 @@ fn main() -> ExitCode {
         What::Worker(workers) => ask(Asked::Workers(workers)),
         What::Nic(NicCommand::List) => ask(Asked::NicList),
         What::Nic(NicCommand::Give(give)) => ask(Asked::Give(give)),
+        What::Nic(NicCommand::Standby(standby)) => ask(Asked::Standby(standby)),
         What::Nic(NicCommand::Counts { nic }) => ask(Asked::Counts(nic)),
         What::Nic(NicCommand::Probe { words }) => nic("probe", words),
         What::Nic(NicCommand::Run { words }) => nic("run", words),

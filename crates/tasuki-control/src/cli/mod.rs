@@ -261,6 +261,20 @@ pub struct Give {
     pub state: Option<State>,
 }
 
+/// The stand-by node of a NIC.
+#[derive(Debug, Args)]
+#[command(group(ArgGroup::new("standby").required(true).args(["node", "none"])))]
+pub struct Standby {
+    /// Name of the NIC.
+    pub nic: String,
+    /// The node that is to get it if the node that has it is lost, or removed.
+    #[arg(long)]
+    pub node: Option<String>,
+    /// Name none: the NIC stays with its node.
+    #[arg(long)]
+    pub none: bool,
+}
+
 /// A configuration.
 #[derive(Debug, Args)]
 pub struct Configuration {
@@ -292,6 +306,8 @@ pub enum Asked {
     NicList,
     /// A handover.
     Give(Give),
+    /// Which node stands by for a NIC.
+    Standby(Standby),
     /// The counters of this NIC's driver.
     Counts(String),
     /// The events after event `since`.
@@ -421,6 +437,9 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
         Asked::Give(Give { nic, to, method, inflight, state }) => {
             let body = json!({ "to": to, "method": word(*method), "inflight": word(*inflight), "state": word(*state) });
             post(&format!("/v1/nics/{}/give", part(nic)), body)?
+        }
+        Asked::Standby(Standby { nic, node, .. }) => {
+            post(&format!("/v1/nics/{}/standby", part(nic)), json!({ "node": node }))?
         }
         Asked::Counts(nic) => get(&format!("/v1/nics/{}/counts", part(nic)))?,
         Asked::Events { since, follow: true } => return follow(&folder, *since, reach.json),

@@ -12,7 +12,7 @@ use crate::api::types::{
     Applied, ConfigurationView, Counts, CrossedView, Event, NicView, NodeView, Plan, Relayed, Removed, Status, Stopped,
     TalkView, VniNodeView, VniView, WorkerView,
 };
-use crate::supervisor::deeds::time;
+use crate::supervisor::deeds::{clock, time};
 
 /// Reads an answer of the daemon.
 pub(super) fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
@@ -36,6 +36,13 @@ pub fn show(asked: &Asked, value: Value) -> Result<String> {
         Asked::Workers(Workers::List) => workers(&read::<Vec<WorkerView>>(value)?),
         Asked::NicList => nics(&read::<Vec<NicView>>(value)?),
         Asked::Workers(_) | Asked::Give(_) => format!("{}\n", read::<Relayed>(value)?.sentence),
+        Asked::Standby(_) => {
+            let NicView { name, node, standby, .. } = read(value)?;
+            match standby {
+                Some(standby) => format!("{name} goes to node {standby} if node {node} is lost\n"),
+                None => format!("{name} has no stand-by node: it stays with node {node}\n"),
+            }
+        }
         Asked::Counts(_) => counts(&read(value)?),
         Asked::Events { .. } => read::<Vec<Event>>(value)?.iter().map(event).collect(),
         Asked::Plan(_) => plan(&read(value)?),
@@ -47,9 +54,10 @@ pub fn show(asked: &Asked, value: Value) -> Result<String> {
     })
 }
 
-fn plan(Plan { generation, steps }: &Plan) -> String {
+fn plan(Plan { generation, steps, stays }: &Plan) -> String {
     let said: String = steps.iter().map(|step| format!("{step}\n")).collect();
     let said = if said.is_empty() { "nothing changes\n".to_owned() } else { said };
+    let said: String = [said].into_iter().chain(stays.iter().map(|why| format!("{why}\n"))).collect();
     format!("{said}\nthe present configuration is generation {generation}; nothing was changed\n")
 }
 
@@ -75,7 +83,7 @@ fn status(status: &Status) -> String {
     if status.adopted > 0 {
         let _ = write!(said, ", took over {} workers", status.adopted);
     }
-    let ConfigurationView { generation, path, drift, by_hand } = &status.configuration;
+    let ConfigurationView { generation, path, drift, stays, by_hand } = &status.configuration;
     let _ = writeln!(said, "\nconfiguration {generation}, {path}\n");
     said.push_str(&table_of_nodes(&status.nodes));
     said.push('\n');
@@ -85,6 +93,7 @@ fn status(status: &Status) -> String {
         let _ = writeln!(said, "\nnot as configured; tasuki apply {path} would take these steps:");
         said.extend(drift.iter().map(|step| format!("  {step}\n")));
     }
+    said.extend(stays.iter().map(|why| format!("\n{why}\n")));
     if !by_hand.is_empty() {
         let _ = writeln!(said, "\nadded by hand: {}", by_hand.join(", "));
     }
@@ -194,11 +203,12 @@ fn workers(workers: &[WorkerView]) -> String {
 }
 
 fn nics(nics: &[NicView]) -> String {
-    let mut rows = table(&["nic", "device", "node", "is", "worker", "relays", "last pause"]);
+    let mut rows = table(&["nic", "device", "node", "is", "worker", "relays", "last pause", "stand-by"]);
     for nic in nics {
         let worker = nic.worker.map(|worker| worker.to_string()).unwrap_or_default();
         let pause = nic.pause_ns.map(time).unwrap_or_default();
-        rows.add_row([&nic.name, &nic.device, &nic.node, &nic.is, &worker, &nic.relays.to_string(), &pause]);
+        let (relays, standby) = (nic.relays.to_string(), nic.standby.as_deref().unwrap_or_default());
+        rows.add_row([&nic.name, &nic.device, &nic.node, &nic.is, &worker, &relays, &pause, standby]);
     }
     let mut said = text(rows, &[4, 5, 6]);
     for (name, trouble) in nics.iter().filter_map(|nic| Some((&nic.name, nic.trouble.as_ref()?))) {
@@ -217,7 +227,5 @@ fn counts(counts: &Counts) -> String {
 }
 
 pub(super) fn event(event: &Event) -> String {
-    let seconds = event.at_ms / 1000;
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    format!("{:>5}  {hour:02}:{minute:02}:{second:02}.{:03}Z  {}\n", event.number, event.at_ms % 1000, event.sentence)
+    format!("{:>5}  {}  {}\n", event.number, clock(event.at_ms), event.sentence)
 }

@@ -68,6 +68,23 @@ pub fn sentence(text: &str, span: Option<Range<usize>>, message: &str) -> String
     }
 }
 
+/// Returns the line, from 1, in which a NIC's stand-by node is named.
+pub fn line_of_standby(text: &str, nic: &str) -> usize {
+    #[derive(serde::Deserialize)]
+    struct Nics {
+        nic: Vec<Named>,
+    }
+    #[derive(serde::Deserialize)]
+    struct Named {
+        name: String,
+        standby: Option<toml::Spanned<String>>,
+    }
+    let nics = toml::from_str(text).map_or(Vec::new(), |Nics { nic }| nic);
+    let named = nics.into_iter().find(|it| it.name == nic).and_then(|it| it.standby);
+    let before = named.and_then(|it| text.get(..it.span().start)).unwrap_or_default();
+    before.matches('\n').count() + 1
+}
+
 /// Returns the sentence for a text that is not valid TOML.
 fn of_toml(place: &Place<'_>, message: &str) -> String {
     let Place { found, line, .. } = place;

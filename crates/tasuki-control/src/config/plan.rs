@@ -14,6 +14,8 @@ pub struct Present<'a> {
     pub by_hand: &'a BTreeSet<String>,
     /// The node that has each NIC.
     pub owners: &'a BTreeMap<String, String>,
+    /// NICs that went to their stand-by node by themselves and are there, each with the node that lost it.
+    pub failed_over: &'a BTreeMap<String, String>,
     /// Nodes with workers that began with other settings than the node has now.
     pub stale: &'a BTreeSet<String>,
 }
@@ -38,6 +40,8 @@ pub enum Step {
     Open(String, String),
     /// A NIC goes from a node to another.
     Give(String, String, String),
+    /// The stand-by node of a NIC changes.
+    AdjustNic(String),
     /// These keys of a node change: fresh workers take over.
     Renew(String, Keys),
 }
@@ -59,6 +63,7 @@ impl fmt::Display for Step {
             Step::Add(node) => write!(f, "node {node} is added"),
             Step::Open(nic, node) => write!(f, "NIC {nic} is opened, for node {node}"),
             Step::Give(nic, from, to) => write!(f, "NIC {nic} goes from node {from} to node {to} while packets flow"),
+            Step::AdjustNic(nic) => write!(f, "NIC {nic}: standby changes, and its driver goes on"),
             Step::Renew(node, keys) if keys.is_empty() => {
                 write!(
                     f,
@@ -167,7 +172,7 @@ impl Present<'_> {
                 renews.push(Step::Renew(name, renewed));
             }
         }
-        let owner = |nic: &str| self.owners.get(nic).map_or("", String::as_str);
+        let owner = |nic: &str| self.owner(nic);
         let is_uplink = |node: Option<&Node>| node.is_some_and(|node| node.work == Work::Uplink);
         // Another node gets a TAP of the same name that is not the same: it cannot be made before this one is gone.
         let has_its_tap = |from: &str| {
@@ -178,7 +183,7 @@ impl Present<'_> {
         };
         // The NIC of an uplink is opened in another way than the others.
         let is_reopened = |old: &Nic, new: &Nic| {
-            let (from, to) = (owner(&old.name), &new.node[..]);
+            let (from, to) = (owner(&old.name), self.goal(new));
             let is_same_card = (&old.device, old.ring, &old.wire) == (&new.device, new.ring, &new.wire);
             let stays = from == to && !remade.contains(to);
             let leaves = gone.iter().any(|(name, _)| name == from) && remade.contains(to);
@@ -191,13 +196,16 @@ impl Present<'_> {
                         || is_uplink(desired.node(to)))
         };
         let (mut closes, mut closed, mut gives) = (Vec::new(), BTreeSet::new(), Vec::new());
+        let mut standbys = Vec::new();
         for old in &self.config.nic {
             let (name, from) = (&old.name, owner(&old.name));
             match desired.nic.iter().find(|nic| nic.name == *name) {
                 Some(new) if !is_reopened(old, new) => {
-                    if new.node != from {
-                        gives.push((name.clone(), from.to_owned(), new.node.clone()));
+                    let to = self.goal(new);
+                    if to != from {
+                        gives.push((name.clone(), from.to_owned(), to.to_owned()));
                     }
+                    standbys.extend((old.standby != new.standby).then(|| Step::AdjustNic(name.clone())));
                 }
                 _ => {
                     closed.insert(name.clone());
@@ -224,7 +232,32 @@ impl Present<'_> {
         };
         let settings = (self.config.daemon != desired.daemon).then_some(Step::Settings);
         let (early, late) = (of_late(false), of_late(true));
-        settings.into_iter().chain(adjusts).chain(closes).chain(early).chain(late).chain(renews).collect()
+        settings
+            .into_iter()
+            .chain(adjusts)
+            .chain(closes)
+            .chain(early)
+            .chain(late)
+            .chain(standbys)
+            .chain(renews)
+            .collect()
+    }
+
+    fn owner(&self, nic: &str) -> &str {
+        self.owners.get(nic).map_or("", String::as_str)
+    }
+
+    /// Returns the node that is to have a NIC which stays open. One that failed over stays where it is while the
+    /// configuration has it as it was then: only a command, or another entry, brings it to a node that was lost.
+    fn goal<'n>(&'n self, new: &'n Nic) -> &'n str {
+        let owner = self.owner(&new.name);
+        let is_as_then = self.failed_over.get(&new.name) == Some(&new.node) && new.standby.as_deref() == Some(owner);
+        if is_as_then { owner } else { &new.node }
+    }
+
+    /// Returns whether the NIC, which failed over, stays where it is when `desired` is applied.
+    pub fn stays(&self, nic: &str, desired: &Config) -> bool {
+        desired.nic.iter().any(|new| new.name == nic && self.goal(new) != new.node)
     }
 }
 
@@ -240,13 +273,38 @@ mod tests {
         config: Config,
         by_hand: BTreeSet<String>,
         owners: BTreeMap<String, String>,
+        failed_over: BTreeMap<String, String>,
         stale: BTreeSet<String>,
     }
 
     impl Paper {
+        fn present(&self) -> Present<'_> {
+            let Paper { config, by_hand, owners, failed_over, stale } = self;
+            Present { config, by_hand, owners, failed_over, stale }
+        }
+
         fn steps_to(&self, desired: &Config) -> Vec<Step> {
-            let Paper { config, by_hand, owners, stale } = self;
-            Present { config, by_hand, owners, stale }.steps_to(desired)
+            self.present().steps_to(desired)
+        }
+
+        /// The node that has a NIC is lost.
+        fn fail_over(&mut self, nic: &Nic) {
+            let standby = nic.standby.clone().filter(|standby| *standby != self.owners[&nic.name]);
+            if let Some(standby) = standby {
+                assert!(self.config.node(&standby).is_some_and(|node| node.vni.is_none()), "{standby} can have it");
+                let from = self.owners.insert(nic.name.clone(), standby).expect("it is open");
+                self.failed_over.insert(nic.name.clone(), from);
+            }
+        }
+
+        /// All steps are taken.
+        fn is_applied(&mut self, desired: &Config) {
+            let is_home = |nic: &String| desired.nic.iter().any(|it| it.name == *nic && it.node == self.owners[nic]);
+            self.failed_over.retain(|nic, _| !is_home(nic));
+            for nic in &mut self.config.nic {
+                let wanted = desired.nic.iter().find(|it| it.name == nic.name).expect("it is wanted");
+                nic.node.clone_from(&wanted.node);
+            }
         }
 
         fn settled(&self) -> (BTreeMap<String, Node>, BTreeMap<String, (Nic, String)>) {
@@ -275,9 +333,12 @@ mod tests {
                 Step::Close(nic) => {
                     self.config.nic.retain(|it| it.name != *nic);
                     assert!(self.owners.remove(nic).is_some(), "{nic} is open");
+                    self.failed_over.remove(nic);
                 }
-                Step::Remove(name, _) => {
+                Step::Remove(name, keys) => {
                     assert!(self.config.node(name).is_some() && !self.has_nic(name), "{name} can go");
+                    let is_standby = |nic: &&mut Nic| keys.is_empty() && nic.standby.as_ref() == Some(name);
+                    self.config.nic.iter_mut().filter(is_standby).for_each(|nic| nic.standby = None);
                     self.config.node.retain(|node| node.name != *name);
                     self.by_hand.remove(name);
                     self.stale.remove(name);
@@ -296,8 +357,14 @@ mod tests {
                     let is_uplink = |name: &str| self.config.node(name).expect("it is there").work == Work::Uplink;
                     assert!(!is_uplink(from) && !is_uplink(to), "an uplink's NIC is opened in another way");
                     assert_eq!(self.owners.insert(nic.clone(), to.clone()).as_ref(), Some(from));
+                    self.failed_over.remove(nic);
                     let nic = self.config.nic.iter_mut().find(|it| it.name == *nic).expect("it is open");
                     nic.node.clone_from(to);
+                }
+                Step::AdjustNic(nic) => {
+                    let wanted = desired.nic.iter().find(|it| it.name == *nic).expect("it is wanted");
+                    let nic = self.config.nic.iter_mut().find(|it| it.name == *nic).expect("it is open");
+                    nic.standby.clone_from(&wanted.standby);
                 }
                 Step::Renew(name, _) => {
                     let new = wanted(name);
@@ -332,17 +399,20 @@ mod tests {
         proptest::option::weighted(0.8, made)
     }
 
-    fn nic(name: &'static str) -> impl Strategy<Value = Option<(Nic, prop::sample::Index)>> {
-        let made = (prop_oneof![4 => Just(None), 1 => Just(Some(64))], any::<prop::sample::Index>());
-        let made = made.prop_map(move |(ring, at)| {
+    /// A NIC, which of the nodes has it, and which stands by.
+    fn nic(name: &'static str) -> impl Strategy<Value = Option<(Nic, [prop::sample::Index; 2])>> {
+        let at = || any::<prop::sample::Index>();
+        let made = (prop_oneof![4 => Just(None), 1 => Just(Some(64))], at(), at());
+        let made = made.prop_map(move |(ring, at, standby)| {
             let nic = Nic {
                 name: name.to_owned(),
                 device: super::super::Device::Sim,
                 node: String::new(),
+                standby: None,
                 ring,
                 wire: Vec::new(),
             };
-            (nic, at)
+            (nic, [at, standby])
         });
         proptest::option::weighted(0.8, made)
     }
@@ -353,11 +423,15 @@ mod tests {
         (nodes, nic("eth0"), nic("eth1"), 1..3_u64).prop_map(|((red, blue, green), one, two, hang)| {
             let mut config = Config { node: [red, blue, green].into_iter().flatten().collect(), ..Config::default() };
             config.daemon.hang_after_ms = hang;
-            for (mut nic, at) in [one, two].into_iter().flatten() {
+            for (mut nic, [at, standby]) in [one, two].into_iter().flatten() {
                 if !config.node.is_empty() {
                     nic.node.clone_from(&at.get(&config.node).name);
+                    nic.standby = Some(standby.get(&config.node).name.clone());
                     config.nic.push(nic);
                 }
+            }
+            while let Some(odd) = config.odd_standby().map(|(odd, _)| odd.to_owned()) {
+                config.nic.iter_mut().filter(|nic| nic.name == odd).for_each(|nic| nic.standby = None);
             }
             config
         })
@@ -366,34 +440,51 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-        /// NICs were given by hand, workers are old, a daemon dies after any step: in the end all is as described, and
-        /// a node that did not change has no part in it.
+        /// NICs failed over, workers are old, a daemon dies after any step: in the end all is as described, but for a NIC
+        /// that failed over and that the configuration has as it was then; and a node that did not change has no part in
+        /// it.
         #[test]
         fn any_edits_deaths_and_plans_end_in_what_is_described(
             first in config(),
-            edits in prop::collection::vec((config(), 0..12_usize, any::<bool>(), any::<prop::sample::Index>()), 1..4),
+            edits in prop::collection::vec((config(), 0..12_usize, any::<[bool; 3]>(), any::<prop::sample::Index>()), 1..4),
         ) {
             let owners = first.nic.iter().map(|nic| (nic.name.clone(), nic.node.clone())).collect();
-            let mut paper = Paper { config: first, by_hand: BTreeSet::new(), owners, stale: BTreeSet::new() };
+            let (by_hand, failed_over, stale) = (BTreeSet::new(), BTreeMap::new(), BTreeSet::new());
+            let mut paper = Paper { config: first, by_hand, owners, failed_over, stale };
             let by_hand: Node = toml::from_str("name = \"mine\"\nwork = \"sink\"").expect("a node");
             paper.config.node.push(by_hand.clone());
             paper.by_hand.insert("mine".to_owned());
-            for (desired, dies_after, has_old, at) in edits {
+            for (desired, dies_after, [has_old, is_lost, is_same], at) in edits {
+                if is_lost && !paper.config.nic.is_empty() {
+                    let nic = at.get(&paper.config.nic).clone();
+                    paper.fail_over(&nic);
+                }
+                // As the file was when it failed over: it is applied again.
+                let mine = |node: &Node| node.name != "mine";
+                let again = Config { node: paper.config.node.iter().filter(|node| mine(node)).cloned().collect(), ..paper.config.clone() };
+                let desired = if is_same { again } else { desired };
                 let name = at.get(&paper.config.node).name.clone();
                 if has_old && name != "mine" {
                     paper.stale.insert(name);
                 }
                 let before = paper.clone();
                 let steps = paper.steps_to(&desired);
+                let stays: Vec<String> = { paper.config.nic.iter() }
+                    .map(|nic| nic.name.clone())
+                    .filter(|nic| paper.present().stays(nic, &desired) && !steps.contains(&Step::Close(nic.clone())))
+                    .collect();
+                prop_assert!(!is_same || stays.len() == paper.failed_over.len(), "nothing brings it back but a change");
                 steps.iter().take(dies_after).for_each(|step| paper.take(step, &desired));
                 let rest = paper.steps_to(&desired);
                 rest.iter().for_each(|step| paper.take(step, &desired));
+                paper.is_applied(&desired);
                 let (mut nodes, nics) = paper.settled();
                 prop_assert_eq!(nodes.remove("mine"), Some(by_hand.clone()), "it is nobody's but the operator's");
                 let wanted: BTreeMap<_, _> = desired.node.iter().map(|node| (node.name.clone(), node.clone())).collect();
                 prop_assert_eq!(&nodes, &wanted);
+                let owner = |nic: &Nic| if stays.contains(&nic.name) { nic.standby.clone().unwrap() } else { nic.node.clone() };
                 let owned: BTreeMap<_, _> =
-                    desired.nic.iter().map(|nic| (nic.name.clone(), (nic.clone(), nic.node.clone()))).collect();
+                    desired.nic.iter().map(|nic| (nic.name.clone(), (nic.clone(), owner(nic)))).collect();
                 prop_assert_eq!(&nics, &owned);
                 prop_assert_eq!(&paper.config.daemon, &desired.daemon);
                 prop_assert!(paper.stale.is_empty());
@@ -402,7 +493,7 @@ mod tests {
                     let is_same = wanted.get(&node.name) == Some(node) && !before.stale.contains(&node.name);
                     let has_part = |step: &Step| match step {
                         Step::Adjust(it, _) | Step::Remove(it, _) | Step::Add(it) | Step::Renew(it, _) => *it == node.name,
-                        Step::Settings | Step::Close(_) | Step::Open(..) | Step::Give(..) => false,
+                        Step::Settings | Step::Close(_) | Step::Open(..) | Step::Give(..) | Step::AdjustNic(_) => false,
                     };
                     prop_assert!(!is_same || !steps.iter().any(has_part), "{}: {:?}", node.name, steps);
                 }
@@ -419,8 +510,9 @@ mod tests {
         };
         let one = parse("red", "192.0.2.1/24");
         let owners = BTreeMap::from([("eth0".to_owned(), "red".to_owned())]);
-        let none = BTreeSet::new();
-        let present = Present { config: &one, by_hand: &none, owners: &owners, stale: &none };
+        let (none, failed_over) = (BTreeSet::new(), BTreeMap::new());
+        let present =
+            Present { config: &one, by_hand: &none, owners: &owners, failed_over: &failed_over, stale: &none };
         let steps = |other: &Config| present.steps_to(other).iter().map(ToString::to_string).collect::<Vec<_>>();
         let (red, blue) = ("red", "blue");
         let gives = [
@@ -452,8 +544,9 @@ mod tests {
              [[nic]]\nname = \"eth0\"\ndevice = \"sim\"\nnode = \"blue\"\n[[nic]]\nname = \"eth2\"\ndevice = \"sim\"\nnode = \"new\"\n",
         );
         let owners = [("eth0", "red"), ("eth1", "old")].map(|(nic, node)| (nic.to_owned(), node.to_owned()));
-        let none = BTreeSet::new();
-        let present = Present { config: &one, by_hand: &none, owners: &BTreeMap::from(owners), stale: &none };
+        let (none, owners, failed_over) = (BTreeSet::new(), BTreeMap::from(owners), BTreeMap::new());
+        let present =
+            Present { config: &one, by_hand: &none, owners: &owners, failed_over: &failed_over, stale: &none };
         let said: Vec<_> = present.steps_to(&other).iter().map(ToString::to_string).collect();
         assert_eq!(
             said,

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use tasuki_relay::message;
 use tasuki_shm::vni::node_memory::{POOL_PAGES_MAX, POOL_PAGES_MIN};
 
-use super::{Config, Device, NICE_MIN, Node, PAGE_KIB, Program, SIZES, Source, StationAddress, Work};
+use super::{Config, Daemon, Device, NICE_MIN, Node, PAGE_KIB, Program, SIZES, Source, StationAddress, Work};
 
 /// Longest name of a node, a NIC or a VNI.
 const NAME_MAX: usize = 24;
@@ -15,6 +15,11 @@ const ADDRESSES_MAX: usize = 8;
 impl Config {
     /// Returns the first contradiction.
     pub fn senseless(&self) -> Option<String> {
+        self.senseless_but_standbys().or_else(|| self.odd_standby().map(|(_, what)| what))
+    }
+
+    /// Returns the first contradiction in the rest of it.
+    pub(super) fn senseless_but_standbys(&self) -> Option<String> {
         let names = |kind: &'static str, all: Vec<&String>| {
             let mut seen = BTreeSet::new();
             all.into_iter().find_map(|name| match () {
@@ -49,7 +54,8 @@ impl Config {
                 stranger(&nic.node).map(named).or(wire)
             })
         };
-        let limits = [self.daemon.hang_after_ms, self.daemon.deadline_ms, self.daemon.prepare_ms];
+        let Daemon { hang_after_ms, deadline_ms, prepare_ms, failover_after_ms, .. } = self.daemon;
+        let limits = [hang_after_ms, deadline_ms, prepare_ms, failover_after_ms];
         let limit = limits.contains(&0).then(|| "[daemon]: a limit of 0 ms cannot be kept; name more".to_owned());
         let worker = self.daemon.worker.as_ref().filter(|worker| !worker.is_absolute());
         let worker =
@@ -60,6 +66,34 @@ impl Config {
             .or_else(of_nics)
             .or(limit)
             .or(worker)
+    }
+
+    /// Returns the first NIC whose stand-by node cannot have it, and why.
+    pub(super) fn odd_standby(&self) -> Option<(&str, String)> {
+        self.nic.iter().find_map(|nic| {
+            let standby = nic.standby.as_ref()?;
+            let what = match self.node(&nic.node) {
+                _ if nic.node == *standby => {
+                    Some(format!("node {standby:?} has it already; name another node, or leave it out"))
+                }
+                Some(node) if node.work == Work::Uplink => Some(format!(
+                    "node {:?} is an uplink, whose NIC goes to no other node while it is open; leave it out",
+                    nic.node
+                )),
+                _ => self.no_standby(standby),
+            };
+            what.map(|what| (&nic.name[..], format!("nic {:?}, standby: {what}", nic.name)))
+        })
+    }
+
+    /// Returns why no NIC can go to this node, if that is so.
+    pub fn no_standby(&self, name: &str) -> Option<String> {
+        let Some(node) = self.node(name) else {
+            let known: Vec<_> = self.node.iter().map(|node| &node.name[..]).collect();
+            return Some(format!("there is no node {name:?}, but {}; name another, or leave it out", known.join(", ")));
+        };
+        let vni = node.vni.as_ref()?;
+        Some(format!("node {name:?} is on VNI {vni}, and has no NIC beside that; name another, or leave it out"))
     }
 
     /// Returns the fault of a node's end of a VNI, if there is one.

@@ -62,6 +62,9 @@ impl Supervisor {
                 self.remember(&mut card, record, is_driven)?;
             }
             self.cards.insert(number, card);
+            if let Some(record) = record.filter(|_| goes_on) {
+                self.restore_standby(number, record.by_hand.clone(), record.fail_over.clone());
+            }
         }
         let wanted: BTreeSet<String> = self.config.nic.iter().map(|nic| nic.name.clone()).collect();
         for record in nics.iter().filter(|record| !wanted.contains(&record.name)) {
@@ -108,7 +111,7 @@ impl Supervisor {
             return Ok(());
         };
         let (name, node) = (record.name.clone(), record.node.clone());
-        let config = config::Nic { name, device, node, ring: None, wire: Vec::new() };
+        let config = config::Nic { name, device, node, standby: None, ring: None, wire: Vec::new() };
         let mut card = Card::new(record.number, config).context("no memory for a NIC's lease page")?;
         card.restore(found, is_used);
         let is_there = is_used || card.kept.is_some();

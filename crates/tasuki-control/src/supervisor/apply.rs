@@ -11,6 +11,7 @@ use anyhow::{Context, Result};
 use tokio::sync::oneshot::{self, Receiver, error::TryRecvError};
 
 use super::card::Card;
+use super::deeds::clock;
 use super::door::{Answer, No};
 use super::keeping::Key;
 use super::worker::Words;
@@ -124,11 +125,19 @@ impl Supervisor {
 
     /// Returns the steps from what there is to `desired`.
     fn steps_to(&self, desired: &Config) -> Vec<Step> {
+        self.plan_to(desired).0
+    }
+
+    /// Returns the steps from what there is to `desired`, and the NICs that failed over and stay where they are.
+    fn plan_to(&self, desired: &Config) -> (Vec<Step>, Vec<String>) {
         let is_nic = |card: &&Card| card.vni().is_none() && card.closing.is_none();
         let owners =
             self.cards.values().filter(is_nic).map(|card| (card.name().to_owned(), card.node.clone())).collect();
-        let stale = self.stale_nodes();
-        Present { config: &self.config, by_hand: &self.by_hand, owners: &owners, stale: &stale }.steps_to(desired)
+        let (stale, failed_over) = (self.stale_nodes(), self.all_failed_over());
+        let (config, by_hand) = (&self.config, &self.by_hand);
+        let present = Present { config, by_hand, owners: &owners, failed_over: &failed_over, stale: &stale };
+        let stays = failed_over.keys().filter(|nic| present.stays(nic, desired)).cloned().collect();
+        (present.steps_to(desired), stays)
     }
 
     /// Returns the nodes that have workers which began with other settings.
@@ -145,8 +154,9 @@ impl Supervisor {
 
     pub(super) fn plan(&self, apply: &Apply) -> Result<Plan, No> {
         let (desired, ..) = self.desired(apply)?;
-        let steps = self.steps_to(&desired).iter().map(ToString::to_string).collect();
-        Ok(Plan { generation: self.current.record.generation, steps })
+        let (steps, stays) = self.plan_to(&desired);
+        let steps = steps.iter().map(ToString::to_string).collect();
+        Ok(Plan { generation: self.current.record.generation, steps, stays: self.why_they_stay(&stays) })
     }
 
     pub(super) fn begin_applying(&mut self, apply: &Apply, answer: Option<Answer<Applied>>) {
@@ -257,14 +267,18 @@ impl Supervisor {
     /// or for the end of workers whose node is not trusted any more.
     fn must_wait(&self, step: &Step) -> bool {
         let is_busy = |node: &str| self.jobs.iter().any(|job| job.node() == node || job.fences(node));
+        let card_of = |nic: &str| self.cards.values().find(|card| card.name() == nic);
+        let is_going =
+            |nic: &str| card_of(nic).is_some_and(|card| self.jobs.iter().any(|job| job.is_about(card.number)));
         match step {
-            Step::Close(nic) => {
-                let card = self.cards.values().find(|card| card.name() == nic);
-                card.is_some_and(|card| is_busy(&card.node) || self.jobs.iter().any(|job| job.is_about(card.number)))
-            }
+            Step::Close(nic) => is_going(nic) || card_of(nic).is_some_and(|card| is_busy(&card.node)),
             Step::Remove(node, _) | Step::Renew(node, _) => is_busy(node),
-            Step::Give(_, from, to) => {
-                is_busy(from) || is_busy(to) || self.cards.values().any(|card| self.has_strangers(card))
+            Step::AdjustNic(nic) => is_going(nic),
+            Step::Give(nic, from, to) => {
+                is_going(nic)
+                    || is_busy(from)
+                    || is_busy(to)
+                    || self.cards.values().any(|card| self.has_strangers(card))
             }
             Step::Settings | Step::Adjust(..) | Step::Add(_) | Step::Open(..) => false,
         }
@@ -285,6 +299,7 @@ impl Supervisor {
         for node in &desired.node {
             self.node_mut(&node.name).into_iter().for_each(|its| its.clone_from(node));
         }
+        self.settle_nics(&desired);
         self.current.record.is_done = true;
         self.changes.push(Change::Applied(self.current.record.clone()));
         let generation = self.current.record.generation;
@@ -339,7 +354,10 @@ impl Supervisor {
                 let number = self.nic_by_name(nic)?;
                 return self.begin_closing(number).map(|()| Some(Waits::Closed(number)));
             }
-            Step::Remove(name, _) => {
+            Step::Remove(name, keys) => {
+                let gone = |nic: &&config::Nic| keys.is_empty() && nic.standby.as_ref() == Some(name);
+                let left: Vec<String> = self.config.nic.iter().filter(gone).map(|nic| nic.name.clone()).collect();
+                left.iter().for_each(|nic| self.set_standby(nic, None));
                 self.config.node.iter_mut().for_each(|node| node.trusts.retain(|trusted| trusted != name));
                 let (answer, answered) = oneshot::channel();
                 self.begin_removing(name, answer);
@@ -361,6 +379,10 @@ impl Supervisor {
                 self.open_nic(nic.clone()).map_err(failed)?;
             }
             Step::Give(nic, _, to) => return self.give_for(nic, to),
+            Step::AdjustNic(name) => {
+                let nic = desired.nic.iter().find(|nic| nic.name == *name).ok_or(No::Ending)?;
+                self.set_standby(name, nic.standby.clone());
+            }
             Step::Renew(name, keys) => {
                 let new = desired.node(name).ok_or(No::Ending)?;
                 self.set_up_anew(new, keys.contains(&"work")).map_err(failed)?;
@@ -418,6 +440,7 @@ impl Supervisor {
         if card.kept.is_none() && card.arbiter.is_none() {
             to.clone_into(&mut card.node);
             card.page_of = BTreeSet::from([to.to_owned()]);
+            card.fail_over = None;
             self.record_nic(number);
             return Ok(None);
         }
@@ -438,9 +461,25 @@ impl Supervisor {
 
     pub(super) fn configuration_view(&self) -> ConfigurationView {
         let AppliedRecord { generation, path, .. } = &self.current.record;
-        let drift = self.steps_to(&self.current.desired).iter().map(ToString::to_string).collect();
+        let (steps, stays) = self.plan_to(&self.current.desired);
+        let drift = steps.iter().map(ToString::to_string).collect();
         let by_hand = self.by_hand.iter().cloned().collect();
-        ConfigurationView { generation: *generation, path: path.clone(), drift, by_hand }
+        let stays = self.why_they_stay(&stays);
+        ConfigurationView { generation: *generation, path: path.clone(), drift, stays, by_hand }
+    }
+
+    /// Returns why these NICs are not where the configuration has them, and stay where they are.
+    fn why_they_stay(&self, nics: &[String]) -> Vec<String> {
+        let said = |card: &Card| {
+            let (name, it) = (card.name(), card.failed_over()?);
+            let at = clock(it.at_ms);
+            Some(format!(
+                "NIC {name} failed over from node {} to node {} at {at}, since {}; it stays there until you give it back: tasuki nic give {name} --to {}",
+                it.from, it.to, it.why, it.from
+            ))
+        };
+        let cards = self.cards.values().filter(|card| nics.iter().any(|nic| nic == card.name()));
+        cards.filter_map(said).collect()
     }
 }
 

@@ -14,7 +14,9 @@ use tasuki_shm::lease::{Lease, Lost};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{RegionError, Span};
 
+use super::failover::{self, FailOver};
 use super::worker::Words;
+use crate::api::types::Standby;
 use crate::config;
 use crate::jail::{self, Says, Terms};
 use crate::process::Process;
@@ -266,6 +268,14 @@ pub struct Card {
     pub plan: Option<tasuki_relay::wire::Plan>,
     /// Why no worker drives it, or why the last relay failed.
     pub trouble: Option<String>,
+    /// Whether its node is lost.
+    pub lost: failover::Watch,
+    /// How it came to its stand-by node by itself, or is about to.
+    pub fail_over: Option<FailOver>,
+    /// Its stand-by node, if that was named by hand.
+    pub by_hand: Option<Standby>,
+    /// That its stand-by node is lost as well.
+    pub waits: Option<String>,
 }
 
 impl Card {
@@ -297,6 +307,10 @@ impl Card {
             plan: None,
             past: None,
             trouble: None,
+            lost: failover::Watch::default(),
+            fail_over: None,
+            by_hand: None,
+            waits: None,
         })
     }
 

@@ -385,6 +385,8 @@ impl Supervisor {
             page_of: card.page_of.iter().cloned().collect(),
             epoch: tenure.epoch,
             holder: tenure.holder.map(|party| party.0.get()),
+            fail_over: card.fail_over.clone(),
+            by_hand: card.by_hand.clone(),
         });
         self.changes.push(record);
         self.keep(Key::Card(nic));
@@ -411,6 +413,12 @@ pub fn time(ns: u64) -> String {
     format!("{}.{} {unit}", whole / 10, whole % 10)
 }
 
+/// Formats a time, in ms since 1970, for people.
+pub fn clock(ms: u64) -> String {
+    let seconds = ms / 1000;
+    format!("{:02}:{:02}:{:02}.{:03}Z", seconds / 3600 % 24, seconds / 60 % 60, seconds % 60, ms % 1000)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -418,5 +426,6 @@ mod tests {
     #[test]
     fn times_are_read_by_people() {
         assert_eq!([time(12), time(12_345), time(12_345_678)], ["12 ns", "12.3 µs", "12.3 ms"]);
+        assert_eq!(clock(86_400_000 + 3_723_004), "01:02:03.004Z");
     }
 }

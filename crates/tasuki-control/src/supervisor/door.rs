@@ -12,7 +12,7 @@ use crate::api::capture::Begun;
 use crate::api::metrics::Metrics;
 use crate::api::types::{
     Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Replaced, Settled,
-    Staging, Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
+    Staging, Standby, Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
 };
 use crate::config;
 
@@ -88,6 +88,11 @@ pub enum Request {
         nic: String,
         give: Give,
         answer: Answer<Relayed>,
+    },
+    Standby {
+        nic: String,
+        standby: Standby,
+        answer: Answer<NicView>,
     },
     Counts {
         nic: String,

@@ -57,6 +57,10 @@ pub struct Job {
     inflight: message::Inflight,
     store: bool,
     done: Vec<Settled>,
+    /// Whether no worker drove the NIC when the job began: nobody lets go.
+    parked: bool,
+    /// Whether the NIC goes to its stand-by node by itself.
+    fails_over: bool,
     /// How often the taker came too late, so that frames had reached the old owner meanwhile.
     late: u32,
     /// The method by which the taker refused the card, and why.
@@ -86,6 +90,8 @@ impl Job {
             inflight: message::Inflight::Deliver,
             store: false,
             done: Vec::new(),
+            parked: false,
+            fails_over: false,
             late: 0,
             refused: None,
             gave: None,
@@ -117,9 +123,19 @@ impl Job {
     }
 
     /// Returns whether workers of `node` must get nothing of a NIC, because the job fences those of its workers that
-    /// have it.
+    /// have it. A node that is lost may come back until then: the other one may take its time.
     pub fn keeps_away(&self, nic: u32, node: &str) -> bool {
-        self.is_about(nic) && self.fences(node)
+        self.is_about(nic) && self.fences(node) && !(self.parked && self.asked.is_none())
+    }
+
+    /// Returns whether the NIC goes to its stand-by node by itself.
+    pub fn fails_over(&self) -> bool {
+        self.fails_over
+    }
+
+    /// Returns whether the NIC goes to its stand-by node by itself, and the job began less than `lately` ago.
+    pub fn has_just_begun(&self, nic: u32, lately: Duration) -> bool {
+        self.fails_over && self.is_about(nic) && now().saturating_sub(self.since) < lately
     }
 
     /// Returns the NIC whose relay is under way.
@@ -145,7 +161,7 @@ fn finding(why: Reason) -> String {
     sentence.split(';').next().unwrap_or_default().to_owned()
 }
 
-/// Returns that a node added or removed now could contradict the steps to come.
+/// Returns that what is changed by hand now could contradict the steps to come.
 fn applying() -> No {
     No::now("a configuration is being applied; ask again when that is done")
 }
@@ -189,13 +205,15 @@ impl Supervisor {
             },
             Request::Unstage { node, answer } => drop(answer.send(self.unstage(&node))),
             Request::Give { nic, give, answer } => self.give(&nic, &give, answer),
+            Request::Standby { answer, .. } if self.is_applying() => drop(answer.send(Err(applying()))),
+            Request::Standby { nic, standby, answer } => drop(answer.send(self.set_standby_by_hand(&nic, standby))),
             Request::Metrics(answer) => drop(answer.send(Ok(self.metrics()))),
             Request::Plan { apply, answer } => drop(answer.send(self.plan(&apply))),
             Request::Apply { apply, answer } => self.begin_applying(&apply, Some(answer)),
             Request::AddNode { answer, .. } if self.is_applying() => drop(answer.send(Err(applying()))),
             Request::AddNode { node, answer } => drop(answer.send(self.add_node(*node))),
             Request::RemoveNode { answer, .. } if self.is_applying() => drop(answer.send(Err(applying()))),
-            Request::RemoveNode { node, answer } => self.begin_removing(&node, answer),
+            Request::RemoveNode { node, answer } => self.begin_emptying(&node, answer),
             Request::Vnis(answer) => drop(answer.send(Ok(self.vni_views()))),
             Request::VniTable { vni, answer } => drop(answer.send(self.vni_table(&vni))),
             Request::VniStats { vni, answer } => drop(answer.send(self.vni_stats(&vni))),
@@ -363,8 +381,11 @@ impl Supervisor {
         let is_trusted = self.config.trust(&from, &give.to);
         let trust = if is_trusted { Trust::Full } else { Trust::None };
         let asked_for = give.method.map(Method::from);
-        let choice = method::choose(&can, trust, asked_for)
-            .map_err(|not| No::now(format!("{nic} cannot go that way: {not}")))?;
+        // A driver that is about to be replaced is none that lets go.
+        let parked = !self.is_held(number) && (card.arbiter.is_none() || card.is_parked());
+        let choose = if parked { method::choose_without_giver } else { method::choose };
+        let choice =
+            choose(&can, trust, asked_for).map_err(|not| No::now(format!("{nic} cannot go that way: {not}")))?;
         if choice.method.is_apart(trust) && give.state == Some(DriverStateBy::Store) {
             return Err(No::now(format!(
                 "{nic} goes by {}, which has no driver state to store; leave --state out, or ask for --method keep",
@@ -377,6 +398,7 @@ impl Supervisor {
             fenced_node: (!is_trusted).then_some(from),
             asked_for,
             fence_first: !is_trusted,
+            parked,
             inflight: match give.inflight {
                 Some(Inflight::Drop) => message::Inflight::Drop,
                 _ => message::Inflight::Deliver,
@@ -386,8 +408,16 @@ impl Supervisor {
         })
     }
 
+    /// Begins the handover of a NIC that goes by itself.
+    pub(super) fn begin_giving(&mut self, nic: &str, to: &str) -> Result<(), No> {
+        let give = Give { to: to.to_owned(), method: None, inflight: None, state: None };
+        let job = self.begin_give(nic, &give)?;
+        self.jobs.push(Job { fails_over: true, ..job });
+        Ok(())
+    }
+
     /// Returns the worker of a node that can be given a NIC now, if there is one.
-    fn taker_of(&self, node: &str) -> Result<Option<u32>, String> {
+    pub(super) fn taker_of(&self, node: &str) -> Result<Option<u32>, String> {
         let serves = |number: &&u32| self.workers[number].serves();
         let staff = self.staff_of(node);
         let target = staff.iter().filter(serves).max_by_key(|number| self.is_needed(**number)).copied();
@@ -454,6 +484,9 @@ impl Supervisor {
             self.try_again(at);
             return Step::Again;
         }
+        if let Some(node) = self.is_back(at) {
+            return Step::Fail(format!("a worker of node {node} drives it again"));
+        }
         let job = &self.jobs[at];
         let limits = &self.config.daemon;
         let worker = self.workers.get(&target);
@@ -486,6 +519,10 @@ impl Supervisor {
             Ok(choice) => choice,
             Err(not) => return Step::Fail(format!("{} cannot go that way: {not}", card.name())),
         };
+        if job.parked && card.arbiter.is_none() {
+            self.begin_arbiter(nic);
+            return Step::Again;
+        }
         match worker.nics.get(&nic) {
             None => match self.attach(nic, target, purpose, choice.method) {
                 true => Step::Again,
@@ -512,8 +549,8 @@ impl Supervisor {
                     Step::Again
                 }
                 // All workers of the old node that had the NIC are fenced, and its other workers do not get it
-                // meanwhile.
-                Some(State::Parked) if job.refused.is_some() => {
+                // meanwhile. Or it had no worker left before.
+                Some(State::Parked) if job.refused.is_some() || job.parked => {
                     self.ask_arbiter(at, nic, choice.method);
                     Step::Again
                 }
@@ -529,14 +566,26 @@ impl Supervisor {
         let trust = if job.fence_first { Trust::None } else { Trust::Full };
         let next = |can: &method::Card| job.refused.and_then(|(refused, _)| method::after(can, trust, refused));
         match self.cards.get(&nic).and_then(|card| card.can()) {
-            Some(can) => next(&can).map_or_else(|| method::choose(&can, trust, job.asked_for), Ok),
+            Some(can) => {
+                let choose = if job.parked { method::choose_without_giver } else { method::choose };
+                next(&can).map_or_else(|| choose(&can, trust, job.asked_for), Ok)
+            }
             None => Ok(method::Choice { method: Method::Cold, because: "nothing is known of the card" }),
         }
     }
 
-    /// Returns whether a job tries the next method for a NIC that its taker has refused.
+    /// Returns whether a job goes on with a NIC that no worker drives: it tries the next method after its taker has
+    /// refused, or no worker drove it before.
     pub(super) fn goes_on(&self, nic: u32) -> bool {
-        self.jobs.iter().any(|job| job.is_about(nic) && job.refused.is_some())
+        self.jobs.iter().any(|job| job.is_about(nic) && (job.refused.is_some() || job.parked))
+    }
+
+    /// Returns the node that a NIC was about to leave because it was lost, if a worker of it drives again.
+    fn is_back(&self, at: usize) -> Option<&str> {
+        let job = self.jobs.get(at).filter(|job| job.fails_over && job.parked && job.asked.is_none())?;
+        let card = job.todo.front().and_then(|nic| self.cards.get(nic))?;
+        let holder = self.workers.get(&card.holder().filter(|_| card.is_settled())?)?;
+        Some(&holder.record.node[..]).filter(|node| *node != job.node)
     }
 
     fn ask_arbiter(&mut self, at: usize, nic: u32, method: Method) {
@@ -716,7 +765,7 @@ impl Supervisor {
     }
 
     fn finish(&mut self, job: Job) {
-        let Job { purpose, mends, stages, node: name, target, with, done, answer, .. } = job;
+        let Job { purpose, mends, stages, fails_over, node: name, target, with, done, answer, .. } = job;
         if stages {
             return self.has_staged(&name, target, answer);
         }
@@ -752,6 +801,12 @@ impl Supervisor {
             (true, false) => format!("node {name} is now worker {target}; {}", said.join("; ")),
             _ => said.join("; "),
         };
+        if purpose == Use::Handover && !fails_over {
+            let went = |card: &&mut super::card::Card| done.iter().any(|settled| settled.nic == card.config.name);
+            let gone =
+                self.cards.values_mut().filter(went).filter_map(|card| card.fail_over.take().map(|_| card.number));
+            gone.collect::<Vec<_>>().into_iter().for_each(|nic| self.record_nic(nic));
+        }
         if let Some(answer) = answer {
             let _ = answer.send(Ok(Relayed { relays: done, sentence: sentence.clone() }));
         }
@@ -761,6 +816,7 @@ impl Supervisor {
     fn fail(&mut self, mut job: Job, why: &str) {
         let (nic, answer, name, target) = (job.todo.front().copied(), job.answer.take(), job.node.clone(), job.target);
         let (purpose, mends, stages, from) = (job.purpose, job.mends, job.stages, job.asked.flatten());
+        let fails_over = job.fails_over;
         // `outcome` reads the job from the list: put it back for a moment.
         self.jobs.push(job);
         let at = self.jobs.len() - 1;
@@ -776,7 +832,10 @@ impl Supervisor {
         };
         relays.extend(failed);
         let sentence = format!("{what}: {}", said.unwrap_or_else(|| why.to_owned()));
-        self.note(About::node(&name), sentence.clone());
+        match nic.filter(|_| fails_over) {
+            Some(nic) => self.did_not_fail_over(nic, why),
+            None => self.note(About::node(&name), sentence.clone()),
+        }
         self.is_staged(target, None);
         self.end_strangers(nic);
         if purpose == Use::Upgrade && !mends && !self.is_needed(target) {

@@ -11,6 +11,7 @@
 //! - [`lines`]: workers' output on standard error
 //! - [`jobs`]: upgrades and handovers on request
 //! - [`staging`]: programs started ahead of an upgrade
+//! - [`failover`]: NICs that go to their stand-by nodes by themselves
 //! - [`split`]: uplinks whose two sides have come to two workers
 //! - [`open`]: opens cards, and runs models of cards
 //! - [`vnis`]: Ethernet between nodes: the members, and the memory that outlives their workers
@@ -38,6 +39,7 @@ pub mod deeds;
 pub mod door;
 pub mod endpoints;
 mod exit_watch;
+pub mod failover;
 pub mod hear;
 pub mod jails;
 pub mod jobs;
@@ -95,6 +97,11 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub fn now() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+fn ms_since_1970() -> u64 {
+    let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(at.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// The source of an epoll event.
@@ -243,6 +250,7 @@ pub struct Supervisor {
     vnis: BTreeMap<String, vnis::Net>,
     endpoints: BTreeMap<String, endpoints::Endpoint>,
     leaving: Vec<nodes::Leaving>,
+    emptying: Vec<failover::Emptying>,
     keeping: keeping::Keeping,
     captures: BTreeMap<u32, captures::Capture>,
     last_capture: u32,
@@ -334,6 +342,7 @@ impl Supervisor {
             vnis: BTreeMap::new(),
             endpoints: BTreeMap::new(),
             leaving: Vec::new(),
+            emptying: Vec::new(),
             keeping: keeping::Keeping::default(),
             captures: BTreeMap::new(),
             last_capture: 0,
@@ -446,6 +455,7 @@ impl Supervisor {
             self.fit_vnis();
             // The keeper must have the new ends before any worker does.
             self.deposit();
+            self.fail_over();
             self.go_on_with_jobs();
             self.say_goodbye();
             self.tend();
@@ -497,10 +507,9 @@ impl Supervisor {
     fn note(&mut self, about: About<'_>, sentence: impl Into<String>) {
         let sentence = sentence.into();
         self.last_event += 1;
-        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let event = Event {
             number: self.last_event,
-            at_ms: u64::try_from(at.as_millis()).unwrap_or(u64::MAX),
+            at_ms: ms_since_1970(),
             node: about.node.map(str::to_owned),
             nic: about.nic.map(str::to_owned),
             worker: about.worker,

@@ -52,7 +52,14 @@ impl Supervisor {
         }
         let mut config = self.config.clone();
         config.node.push(node);
-        config.senseless().map_or(Ok(config), Err)
+        let mut now = config.clone();
+        for nic in &mut now.nic {
+            // Where it is counts, and not where the configuration has it. Its stand-by was checked when it was named.
+            let card = self.cards.values().find(|card| card.name() == nic.name);
+            card.into_iter().for_each(|card| nic.node.clone_from(&card.node));
+            nic.standby = None;
+        }
+        now.senseless().map_or(Ok(config), Err)
     }
 
     pub(super) fn add_node(&mut self, node: config::Node) -> Result<NodeView, No> {
@@ -171,7 +178,7 @@ impl Supervisor {
         self.leaving.push(Leaving { node: name.to_owned(), answer: Some(answer) });
     }
 
-    fn may_be_removed(&self, name: &str) -> Result<(), No> {
+    pub(super) fn may_be_removed(&self, name: &str) -> Result<(), No> {
         if !self.nodes.contains_key(name) {
             return Err(self.no_node(name));
         }
@@ -179,9 +186,7 @@ impl Supervisor {
             return Err(No::now(format!("node {name} is being removed already")));
         }
         self.is_free(name, &[])?;
-        let is_its = |card: &&super::card::Card| card.node == name && card.closing.is_none();
-        let nic = self.cards.values().filter(is_its).find(|card| card.vni().is_none());
-        if let Some(card) = nic {
+        if let Some(card) = self.nic_of(name).filter(|card| !self.has_standby(card)) {
             return Err(No::now(format!(
                 "node {name} has NIC {}; give that to another node first (tasuki nic give)",
                 card.name()

@@ -115,7 +115,7 @@ impl Supervisor {
     }
 
     /// Returns why no worker of its node can take a NIC that no worker drives, if the card is the reason.
-    fn is_lost(&self, nic: u32) -> Option<Reason> {
+    pub(super) fn is_lost(&self, nic: u32) -> Option<Reason> {
         let card =
             self.cards.get(&nic).filter(|card| card.is_parked() && card.vni().is_none() && card.closing.is_none())?;
         let is_open = matches!(card.opening, Opening::Open) && card.kept.is_some() && !card.has_lost_its_model();

@@ -175,7 +175,7 @@ impl Supervisor {
     /// Starts the missing workers.
     fn staff(&mut self, name: &str) {
         let missing = self.should_have(name).saturating_sub(self.staff_of(name).len());
-        if self.nodes.get(name).is_none_or(|node| node.not_before > now()) {
+        if self.nodes.get(name).is_none_or(|node| node.not_before > now()) || self.gives_way(name) {
             return;
         }
         for _ in 0..missing {
@@ -186,6 +186,14 @@ impl Supervisor {
                 return self.did_not_start(name, &error);
             }
         }
+    }
+
+    /// Returns whether a NIC of this node has just begun to go to its stand-by node: starting a process would delay it.
+    fn gives_way(&self, name: &str) -> bool {
+        let is_its = |card: &super::card::Card| {
+            card.node == name && self.jobs.iter().any(|job| job.has_just_begun(card.number, SOON))
+        };
+        self.cards.values().any(is_its)
     }
 
     /// Handles the death of a worker that was not meant to die: sets when another may start, and notes trouble with
@@ -379,7 +387,7 @@ impl Supervisor {
     }
 
     /// Returns whether a living worker drives the NIC.
-    fn is_held(&self, nic: u32) -> bool {
+    pub(super) fn is_held(&self, nic: u32) -> bool {
         let holder = self.cards.get(&nic).and_then(|card| card.holder());
         holder.is_some_and(|holder| self.workers.contains_key(&holder))
     }
@@ -523,6 +531,8 @@ impl Supervisor {
             Opening::NotBefore(at) if at > now() => Some(at),
             _ => None,
         });
+        let lost = self.cards.values().filter_map(|card| card.lost.due(self.config.daemon.failover_after()));
+        let lost = lost.filter(|at| *at > now());
         let changes = self.applying.is_some() || self.cards.values().any(|card| card.closing.is_some());
         let busy = changes
             || self.workers.values().any(|worker| !worker.serves())
@@ -534,6 +544,7 @@ impl Supervisor {
         let all = watches
             .chain(frozen)
             .chain(waits)
+            .chain(lost)
             .chain(openings)
             .chain(self.registry.not_before())
             .chain(hearts)

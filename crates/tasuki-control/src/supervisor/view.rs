@@ -98,6 +98,10 @@ impl Supervisor {
         self.cards.values().map(|card| self.nic_view(card)).collect()
     }
 
+    pub(super) fn nic_view_of(&self, nic: u32) -> Option<NicView> {
+        self.cards.get(&nic).map(|card| self.nic_view(card))
+    }
+
     fn nic_view(&self, card: &Card) -> NicView {
         let holder = card.holder().filter(|holder| self.workers.contains_key(holder));
         let state = card.arbiter.as_ref().map(|arbiter| arbiter.state());
@@ -120,7 +124,9 @@ impl Supervisor {
             relays,
             driving_at_ns: holder.map(|_| card.lease_page.words.load(lease_page::DRIVING_AT)),
             pause_ns: card.lease_page.pause_ns().filter(|_| relays > 1),
-            trouble: card.trouble.clone(),
+            trouble: card.waits.clone().or_else(|| card.trouble.clone()),
+            standby: card.config.standby.clone(),
+            failed_over: card.failed_over().cloned(),
         }
     }
 }

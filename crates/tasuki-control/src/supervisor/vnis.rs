@@ -114,6 +114,7 @@ impl Supervisor {
             name: end_name(&node.name, vni),
             device,
             node: node.name.clone(),
+            standby: None,
             ring: None,
             wire: Vec::new(),
         };

@@ -17,6 +17,11 @@ const QUIET: Duration = Duration::from_secs(5);
 pub struct Model(storm::Model, #[expect(dead_code, reason = "held until the end")] MutexGuard<'static, ()>);
 
 impl Model {
+    /// Kills it, and with it the card.
+    pub fn kill(&self) {
+        self.0.signal(Signal::KILL);
+    }
+
     /// Stops its source.
     pub fn finish(&self) {
         self.0.signal(Signal::USR1);

@@ -413,6 +413,9 @@ impl Standin {
         let nic = self.nics.get_mut(&number)?;
         match what {
             Do::Map if self.fault == "unfit" => return Some(Input::Unfit(Reason::MemLock { may: 1, needs: 2 })),
+            Do::Map if self.fault == "hangs-at-prepare" => loop {
+                std::thread::park();
+            },
             Do::Map => {
                 dies("dies-at-prepare");
                 if nic.bundle.partial {
