@@ -290,7 +290,7 @@ fn move_indices(listener: &OwnedFd, way: Way, len: usize, (count, is_over): (&At
     let came = rustix::event::poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&patience))?;
     ensure!(came > 0, "DPDK's front end does not connect");
     let socket = rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?;
-    let (mut channel, mut device, mut chain) = (Channel::new(socket), Device::new(0), Chain::default());
+    let (mut channel, mut device, mut chain) = (Channel::new(socket), Device::new(0, None), Chain::default());
     let (at, written) = match way {
         Way::GuestToHost => (FROM_GUEST, 0),
         Way::HostToGuest => (TO_GUEST, u32::try_from(12 + len)?),

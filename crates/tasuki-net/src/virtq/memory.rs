@@ -108,10 +108,16 @@ impl DriverMemory {
         lies.ok_or(Broken::Ring)
     }
 
+    /// Returns the number of the stretch that has this address of the front end, and the driver's address of it.
+    pub fn lies(&self, user: u64) -> Option<(usize, u64)> {
+        let offset_in = |stretch: &Stretch| user.checked_sub(stretch.user).filter(|offset| *offset < stretch.len);
+        let mut stretches = self.stretches.iter().enumerate();
+        stretches.find_map(|(number, stretch)| Some((number, stretch.guest.checked_add(offset_in(stretch)?)?)))
+    }
+
     /// Returns the driver's address of what has this address of the front end.
     pub(super) fn guest_address(&self, user: u64) -> Option<u64> {
-        let offset_in = |stretch: &Stretch| user.checked_sub(stretch.user).filter(|offset| *offset < stretch.len);
-        self.stretches.iter().find_map(|stretch| stretch.guest.checked_add(offset_in(stretch)?))
+        self.lies(user).map(|(_, address)| address)
     }
 
     /// Returns as much of `len` bytes at the driver's address `address` as lies in one stretch.

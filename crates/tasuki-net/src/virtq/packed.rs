@@ -18,7 +18,7 @@ use super::{
 use crate::vni::ledger::point;
 
 /// Maximum number of chains that are completed and not shown.
-pub const COMPLETIONS_MAX: usize = 511;
+pub const COMPLETIONS_MAX: usize = 508;
 
 /// Length in bytes of the structure in the driver area and in the device area (2.8.14).
 pub(super) const EVENT_LEN: usize = 4;
@@ -31,6 +31,10 @@ const USED: u16 = 1 << 15;
 const ENABLE: u16 = 0;
 const DISABLE: u16 = 1;
 const DESCRIPTOR: u16 = 2;
+
+/// What the place in the device area has while all kicks are wanted, where it counts for nothing: with that, the area is
+/// never 0 in a ring that was served, as it is in a new one.
+const SERVED: u32 = 1;
 
 /// Bits in which the marks of two laps differ, in the upper half of a [`Position`].
 const OTHER_LAP: u32 = 0x8080 << 16;
@@ -160,6 +164,9 @@ pub struct State {
 }
 
 impl Packed {
+    /// Position at which a driver begins (2.8.1).
+    pub const BEGINNING: u16 = 0x8000;
+
     /// Opens a ring at a position: a ring in which each chain that was taken was also completed has only one.
     pub fn new(
         memory: &DriverMemory,
@@ -304,6 +311,25 @@ impl Packed {
         }
     }
 
+    /// Returns whether a device has served this ring since its driver made it.
+    pub fn was_served(&self) -> bool {
+        self.device[0].load(Relaxed) != 0
+    }
+
+    /// Returns where the ring stands by its descriptors, if all its chains have one: then the used flag of those that the
+    /// device has passed in this lap is that of the lap, and that of the others is the other. A driver that makes
+    /// descriptors available leaves this flag as it is. In a ring of longer chains the device passes over descriptors, and
+    /// the flags seldom fit together.
+    pub fn standing(&self) -> Option<u16> {
+        let rests = self.descriptors.iter().skip(1).step_by(2);
+        let mut laps = rests.map(|rest| u64::from_le(rest.load(Relaxed)) >> 48 & u64::from(USED) != 0);
+        let first = laps.next()?;
+        let passed = 1 + laps.by_ref().take_while(|lap| *lap == first).count();
+        let is_whole = passed == self.size as usize;
+        let (at, lap) = if is_whole { (0, !first) } else { (u16::try_from(passed).ok()?, first) };
+        laps.all(|lap| lap != first).then_some(at | u16::from(lap) << 15)
+    }
+
     pub(super) fn set_log(&mut self, log: Option<u64>) {
         self.is_logged = log.is_some();
     }
@@ -325,7 +351,7 @@ impl Packed {
         self.is_noted = false;
         let event = match (yes, self.has_event_index) {
             (false, _) => u32::from(DISABLE) << 16,
-            (true, false) => u32::from(ENABLE) << 16,
+            (true, false) => u32::from(ENABLE) << 16 | SERVED,
             // The driver kicks when it makes this descriptor available.
             (true, true) => u32::from(DESCRIPTOR) << 16 | u32::from(self.next.get()),
         };

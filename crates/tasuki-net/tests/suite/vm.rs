@@ -188,6 +188,22 @@ impl Machine {
         machine
     }
 
+    /// Starts its driver anew, with new rings in the same places, of which no back end is told.
+    pub fn start_anew(&mut self) {
+        let queues = self.kicks.len();
+        (self.available, self.used) = (vec![0; queues], vec![0; queues]);
+        (self.packed, self.free) = (Vec::new(), Vec::new());
+        for queue in 0..queues {
+            let [descriptors, _, used] = ring(queue);
+            let end = used + 8 * u64::from(self.size) + 6;
+            self.write(descriptors, &vec![0; usize::try_from(end - descriptors).unwrap()]);
+        }
+        self.start_packed(queues);
+        for queue in (0..queues).step_by(2) {
+            (0..self.size).for_each(|at| self.post(queue, at));
+        }
+    }
+
     /// Asks, and returns the number that is the answer.
     pub fn ask(&self, request: u32, body: &[u8], turn: &mut impl FnMut()) -> u64 {
         assert!(send(&self.socket, &message(request, 0, body), &[]));
@@ -261,8 +277,18 @@ impl Machine {
         machine
     }
 
-    /// Connects anew, as a front end whose back end has left, and starts its device where the used rings stand.
+    /// Connects anew, as QEMU does whose back end has left. A split ring begins where the used ring stands; of a packed one
+    /// QEMU knows where it stood when the last connection began, or when the ring was stopped.
     pub fn connect_again(&mut self, path: &Path, turn: &mut impl FnMut()) {
+        let bases = [RECEIVE, SEND].map(|queue| match self.is_packed() {
+            true => self.start_of_ring(),
+            false => self.completed(queue),
+        });
+        self.connect_again_at(path, bases, turn);
+    }
+
+    /// Connects anew, and starts its device with these indices.
+    pub fn connect_again_at(&mut self, path: &Path, bases: [u16; 2], turn: &mut impl FnMut()) {
         self.socket = connect(path);
         self.say(3, &[], &[]);
         self.ask(1, &[], turn);
@@ -270,7 +296,7 @@ impl Machine {
             let offered = self.ask(15, &[], turn);
             self.say(16, &offered.to_ne_bytes(), &[]);
         }
-        self.begin([RECEIVE, SEND].map(|queue| self.position(queue)), turn);
+        self.begin(bases, turn);
     }
 
     /// Starts its device, whose rings begin with these indices.

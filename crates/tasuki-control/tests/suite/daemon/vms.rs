@@ -3,11 +3,14 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use rustix::process::Signal;
+use rustix::net::{Shutdown, SocketAddrUnix};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal};
 use tasuki_testing::Program;
 
 use super::rig::{lives, pid, signal, until};
@@ -275,6 +278,74 @@ fn a_stock_guest_with_packed_rings_does_not_notice_that_its_back_end_is_replaced
     }
     assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
     world.end();
+}
+
+/// Cuts the connection of the machine's front end, as its back end does that sends it away.
+fn cut(world: &World, socket: &Path) {
+    let (driver, _) = world.rig.await_pair("vm");
+    let process = Pid::from_raw(i32::try_from(pid(&driver)).expect("a process")).expect("a process");
+    let process = rustix::process::pidfd_open(process, PidfdFlags::empty()).expect("it runs");
+    let fds = std::fs::read_dir(format!("/proc/{}/fd", pid(&driver))).expect("it runs");
+    let numbers = fds.filter_map(|fd| fd.ok()?.file_name().to_str()?.parse().ok());
+    let copies = numbers.filter_map(|fd| rustix::process::pidfd_getfd(&process, fd, PidfdGetfdFlags::empty()).ok());
+    let is_it = |fd: &OwnedFd| {
+        let name = rustix::net::getsockname(fd).and_then(SocketAddrUnix::try_from);
+        name.is_ok_and(|name| name.path_bytes() == Some(socket.as_os_str().as_bytes()))
+            && rustix::net::getpeername(fd).is_ok()
+    };
+    let connections: Vec<_> = copies.filter(is_it).collect();
+    assert_eq!(connections.len(), 1, "one machine is connected");
+    rustix::net::shutdown(&connections[0], Shutdown::Both).expect("it is connected");
+}
+
+/// QEMU does not know where a packed ring stands when its connection is cut, and nobody in the guest binds the driver anew.
+#[test]
+fn a_stock_guest_whose_front_end_is_cut_off_goes_on_when_it_has_connected_again() {
+    for rings in [&["--packed"][..], &[]] {
+        let Some(world) = World::new() else { return };
+        world.add("shop", &world.shop, SHOP, &[]);
+        let socket = world.rig.path("vm.sock");
+        let add = || world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
+        add();
+        world.rig.await_pair("vm");
+        let cpus = two_cpus();
+        let words = [&["--cores", cpus.as_str()], rings].concat();
+        let Some(_machine) = machine(&world, &words) else {
+            println!("skipped: needs QEMU and a kernel: cargo xtask test");
+            return world.end();
+        };
+        let ping = |count: &str| world.pinged(&["-c", count, "-i", "0.002", "-W", "5", GUEST]);
+        until(&world.rig, "it answers", || ping("1").contains(" 1 received"));
+        let goes_on = |what: &str| {
+            until(&world.rig, what, || ping("1").contains(" 1 received"));
+            let said = ping("300");
+            assert!(
+                said.contains(" 300 received") && !said.contains("duplicates"),
+                "{what}: {said}\n{}",
+                world.rig.log()
+            );
+        };
+        // The rings have been round, and stand at different places.
+        goes_on("it runs");
+        echoed(&world, 30, || {});
+        for seed in 31..34 {
+            std::thread::scope(|scope| {
+                let pinging = scope.spawn(|| ping("1000"));
+                cut(&world, &socket);
+                let said = pinging.join().expect("it does not panic");
+                assert!(!said.contains("duplicates"), "{said}\n{}", world.rig.log());
+            });
+            goes_on("it answers after a cut");
+            echoed(&world, seed, || {});
+        }
+        // A new node remembers nothing of it.
+        world.rig.ask(&["node", "remove", "vm"]);
+        add();
+        world.rig.await_pair("vm");
+        goes_on("it answers a new node");
+        echoed(&world, 35, || {});
+        world.end();
+    }
 }
 
 /// The guest goes from one QEMU to another while its node's worker is killed and replaced. All that the worker writes

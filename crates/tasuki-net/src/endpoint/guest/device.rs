@@ -11,7 +11,7 @@ use tasuki_shm::region::CommonRegion;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::interrupt::Interrupt;
-use super::journal::Journal;
+use super::journal::{Identity, Journal, Left};
 use super::wire::{FDS_MAX, LOG_USED, LogBase, NO_FD, Region, RingAddress, RingState, feature, protocol, request};
 use crate::endpoint::{MARKS_MAX, Marks};
 use crate::virtq::{Broken, DriverMemory, Layout, Log, Packed, Place, Queue, STRETCHES_MAX, Split, Stretch};
@@ -117,6 +117,12 @@ pub struct RingText {
     base: u16,
     /// Position of the first completion when the ring started.
     done: u16,
+    /// Position that the front end knows: the one that it gave, or was told, last.
+    #[serde(default)]
+    stated: u16,
+    /// Whether it has run since the front end connected, which then knows its position.
+    #[serde(default)]
+    has_run: bool,
     /// The guest's address of the used ring, if writes to it are noted.
     log: Option<u64>,
     is_enabled: bool,
@@ -161,6 +167,8 @@ pub struct Device {
     files: ArrayVec<OwnedFd, STRETCHES_MAX>,
     kicks: [Option<OwnedFd>; RINGS_MAX],
     interrupts: [Interrupt; RINGS_MAX],
+    /// The node's journal, once the device is served.
+    pub journal: Option<Journal>,
     /// The log of written pages. It is written while the front end has [`feature::LOG_ALL`].
     log: Option<OwnedFd>,
     /// Station address of a guest that came from another place and cannot announce itself, until we have.
@@ -180,8 +188,8 @@ fn body<T: FromBytes>(request: u32, bytes: &[u8]) -> Result<T, Refusal> {
 
 impl Device {
     /// Makes the device of a new front end. `session` is the last one of the front end before.
-    pub fn new(session: u32) -> Self {
-        Device { text: Text { session: session.wrapping_add(1), ..Text::default() }, ..Device::default() }
+    pub fn new(session: u32, journal: Option<Journal>) -> Self {
+        Device { text: Text { session: session.wrapping_add(1), ..Text::default() }, journal, ..Device::default() }
     }
 
     /// Returns the number of its state.
@@ -314,7 +322,9 @@ impl Device {
                 let RingState { index, number } = body(request, bytes)?;
                 // The upper half is of packed rings: where the next used descriptor goes. That is the same place, since a
                 // ring that stops has completed what was taken; DPDK's front end says 0.
-                self.ring(index.into())?.base = u16::try_from(number & 0xffff).expect("two bytes");
+                let ring = self.ring(index.into())?;
+                ring.base = u16::try_from(number & 0xffff).expect("two bytes");
+                ring.stated = ring.base;
             }
             request::GET_VRING_BASE => {
                 let RingState { index, .. } = body(request, bytes)?;
@@ -322,6 +332,7 @@ impl Device {
                 self.ring(index.into())?.is_started = false;
                 self.close(at);
                 let base = self.text.rings[at].base;
+                self.text.rings[at].stated = base;
                 self.kicks[at] = None;
                 let number = match self.layout() {
                     Layout::Split => base.into(),
@@ -353,8 +364,8 @@ impl Device {
     fn stop(&mut self) {
         for at in 0..self.text.rings.len() {
             self.close(at);
-            let RingText { base, done, .. } = self.text.rings[at];
-            self.text.rings[at] = RingText { base, done, ..RingText::default() };
+            let RingText { base, done, stated, has_run, .. } = self.text.rings[at];
+            self.text.rings[at] = RingText { base, done, stated, has_run, ..RingText::default() };
             (self.kicks[at], self.interrupts[at]) = (None, Interrupt::default());
         }
     }
@@ -485,16 +496,67 @@ impl Device {
             if self.queues[at].is_some() || !is_described {
                 continue;
             }
-            let mut queue = self.queue(at, ring.base, None)?;
+            let mut queue = match self.layout() {
+                Layout::Packed if !ring.has_run => Queue::Packed(self.packed_again(at)?),
+                _ => self.queue(at, ring.base, None)?,
+            };
+            queue.set_log(ring.log);
             if at % 2 == TO_GUEST {
                 // Until a frame waits for a buffer.
                 queue.want_kicks(false);
             }
-            self.text.rings[at].done = queue.positions().1;
+            let ring = &mut self.text.rings[at];
+            (ring.done, ring.has_run) = (queue.positions().1, true);
             self.queues[at] = Some(queue);
+            self.journal.iter().for_each(|journal| journal.forget(at));
         }
         self.count_pairs();
         Ok(())
+    }
+
+    /// Opens a packed ring that has not run since its front end connected. An earlier connection may have been cut: then
+    /// the front end knows where the ring stood when that began, and no more. So the journal says where the ring stands. If
+    /// it does not know this ring, the descriptors do, but only a front end that names the ring's beginning is doubted: after
+    /// a migration it knows better. A ring that no device has served begins where the front end says.
+    fn packed_again(&self, at: usize) -> Result<Packed, Broken> {
+        let RingText { stated, base, .. } = self.text.rings[at];
+        let ring = self.packed(at, base)?;
+        if !ring.was_served() {
+            return Ok(ring);
+        }
+        let is_it = |left: &Left| left.stated == stated && Some(left.ring) == self.identity(at);
+        let left = self.journal.as_ref().and_then(|journal| Some((journal, journal.left(at).filter(is_it)?)));
+        let Some((journal, left)) = left else {
+            let is_doubted = stated == Packed::BEGINNING && !self.has(feature::IN_ORDER);
+            let standing = ring.standing().filter(|_| is_doubted);
+            return standing.map_or(Ok(ring), |position| self.packed(at, position));
+        };
+        let mut ring = self.packed(at, left.position)?;
+        // The last turn was shown if the connection was ended by a worker that lived.
+        let noted = journal.noted(at, left.session).unwrap_or_default();
+        ring.show_again(noted.first, &noted.completions);
+        Ok(ring)
+    }
+
+    /// Returns which ring it is, for the next connection.
+    fn identity(&self, at: usize) -> Option<Identity> {
+        let (stretch, address) = self.memory.lies(self.text.rings[at].place.descriptors)?;
+        let file = rustix::fs::fstat(self.files.get(stretch)?).ok()?.st_ino;
+        Some(Identity { file, address })
+    }
+
+    /// Notes where the packed rings stand that run, for the next connection of the same machine. `marks` are those of the
+    /// last turn, if this device has not gone on after it.
+    pub fn leave(&self, marks: Option<&Marks>) {
+        let Some(journal) = self.journal.as_ref().filter(|_| self.layout() == Layout::Packed) else { return };
+        let has_protocol = self.has(feature::PROTOCOL_FEATURES);
+        for (at, ring) in self.text.rings.iter().enumerate() {
+            let stale = || marks.filter(|_| ring.may_run(has_protocol)).and_then(|marks| done_of(marks, at));
+            let position = self.queues[at].as_ref().map(|queue| queue.positions().1).or_else(stale);
+            let Some((position, ring)) = position.zip(self.identity(at)) else { continue };
+            let session = marks.map_or(self.text.session, session_of);
+            journal.leave(at, Left { session, stated: self.text.rings[at].stated, position, ring });
+        }
     }
 
     /// Opens a ring at the position of its next chain, and that of its next completion: that in the driver's memory, if
@@ -504,13 +566,16 @@ impl Device {
         let has_event_index = self.has(feature::EVENT_IDX);
         let mut queue = match self.layout() {
             Layout::Split => Queue::Split(Split::new(&self.memory, place, next, done, has_event_index)?),
-            Layout::Packed => {
-                let is_in_order = self.has(feature::IN_ORDER);
-                Queue::Packed(Packed::new(&self.memory, place, next, has_event_index, is_in_order)?)
-            }
+            Layout::Packed => Queue::Packed(self.packed(at, next)?),
         };
         queue.set_log(log);
         Ok(queue)
+    }
+
+    fn packed(&self, at: usize, position: u16) -> Result<Packed, Broken> {
+        let place = self.text.rings[at].place;
+        let [has_event_index, is_in_order] = [feature::EVENT_IDX, feature::IN_ORDER].map(|feature| self.has(feature));
+        Packed::new(&self.memory, place, position, has_event_index, is_in_order)
     }
 
     fn layout(&self) -> Layout {
@@ -573,7 +638,8 @@ impl Device {
 
     /// Notes what is completed in packed rings and not shown yet.
     #[inline]
-    pub fn note(&self, journal: &Journal) {
+    pub fn note(&self) {
+        let Some(journal) = &self.journal else { return };
         for (at, queue) in self.queues[..self.text.rings.len()].iter().enumerate() {
             let Some(Queue::Packed(ring)) = queue else { continue };
             let (first, completions) = ring.completions();
@@ -646,11 +712,11 @@ impl Device {
         Ok(device)
     }
 
-    /// Goes on where a predecessor stopped, whose last mark and journal these are.
+    /// Goes on where a predecessor stopped, whose last mark this is, and whose journal it has.
     ///
     /// # Errors
     /// The mark is of a later state than the description, or a ring is broken.
-    pub fn go_on(&mut self, marks: Option<&Marks>, journal: &Journal) -> Result<(), Refusal> {
+    pub fn go_on(&mut self, marks: Option<&Marks>) -> Result<(), Refusal> {
         let session = marks.map(session_of);
         let is_later = |session: u32| (1..1 << 31).contains(&session.wrapping_sub(self.text.session));
         if session.is_some_and(is_later) {
@@ -663,9 +729,7 @@ impl Device {
             if !ring.may_run(has_protocol) || !ring.is_described() || !can_note {
                 continue;
             }
-            let shift = if at % 2 == TO_GUEST { 16 } else { 0 };
-            let done =
-                marks.map_or(ring.done, |marks| u16::try_from(marks[at / 2] >> shift & 0xffff).expect("two bytes"));
+            let done = marks.and_then(|marks| done_of(marks, at)).unwrap_or(ring.done);
             // Chains complete in order: as many were taken as were completed.
             let next = match self.layout() {
                 Layout::Split => ring.base.wrapping_add(done.wrapping_sub(ring.done)),
@@ -675,7 +739,8 @@ impl Device {
             match &mut queue {
                 Queue::Split(ring) => ring.show_again(),
                 Queue::Packed(ring) => {
-                    let noted = journal.noted(at, self.text.session).unwrap_or_default();
+                    let noted = self.journal.as_ref().and_then(|journal| journal.noted(at, self.text.session));
+                    let noted = noted.unwrap_or_default();
                     ring.show_again(noted.first, &noted.completions);
                 }
             }
@@ -685,6 +750,12 @@ impl Device {
         self.count_pairs();
         Ok(())
     }
+}
+
+/// Returns the position of a ring's next completion, by the mark of its pair.
+fn done_of(marks: &Marks, at: usize) -> Option<u16> {
+    let shift = if at % 2 == TO_GUEST { 16 } else { 0 };
+    Some(u16::try_from(marks.get(at / 2)? >> shift & 0xffff).expect("two bytes"))
 }
 
 /// Returns the session to which marks belong.

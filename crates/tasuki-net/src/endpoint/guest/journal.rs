@@ -10,6 +10,7 @@
 //! |-------|------------------------------------------------------------------------------------------------------|
 //! | 0     | session (32 bits), position of the first completion, number of completions (0 while they are written) |
 //! | 1..   | completions, as the ring has them                                                                     |
+//! | 509.. | where the ring stood when its front end's connection ended ([`Left`]): session (32 bits; 0 if none is known), position that the front end knows, position; file of the memory; address |
 //!
 //! Stores become visible in program order, even those of a worker that dies (V5 of `vni/ledger.rs`).
 //!
@@ -27,7 +28,9 @@ use crate::vni::ledger::point;
 
 /// Words of a page.
 const WORDS: usize = LEDGER_LINES * LINE_WORDS;
-const _: () = assert!(COMPLETIONS_MAX < WORDS && RINGS_MAX <= JOURNAL_PAGES);
+/// The first word behind the completions.
+const LEFT: usize = WORDS - 3;
+const _: () = assert!(COMPLETIONS_MAX < LEFT && RINGS_MAX <= JOURNAL_PAGES);
 
 /// The completions in a ring.
 #[derive(Debug, Default)]
@@ -38,8 +41,31 @@ pub struct Noted {
     pub completions: ArrayVec<u64, COMPLETIONS_MAX>,
 }
 
+/// Where a ring stood when the connection of its front end ended, for the next connection of the same machine: a packed
+/// ring has no index in memory, so its front end knows the position of the last start or stop alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Left {
+    /// Session of the ring's last completions.
+    pub session: u32,
+    /// The position that the front end knows.
+    pub stated: u16,
+    /// Position of the next chain, and of the next used descriptor.
+    pub position: u16,
+    /// Which ring it is.
+    pub ring: Identity,
+}
+
+/// Which ring it is: the number of the file of its memory, and the guest's address of its descriptors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identity {
+    /// Number of the file.
+    pub file: u64,
+    /// Address of the descriptors.
+    pub address: u64,
+}
+
 /// A node's journal.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Journal(Span<Line>);
 
 impl Journal {
@@ -74,5 +100,29 @@ impl Journal {
         let is_known = head >> 32 == u64::from(session) && usize::from(count) <= COMPLETIONS_MAX;
         let words = (1..=usize::from(count)).map(|at| self.word(ring, at).load(Relaxed));
         is_known.then(|| Noted { first, completions: words.collect() })
+    }
+    /// Notes where a ring stands whose front end's connection ends.
+    pub fn leave(&self, ring: usize, left: Left) {
+        self.forget(ring);
+        fence(Release);
+        let Left { session, stated, position, ring: Identity { file, address } } = left;
+        self.word(ring, LEFT + 1).store(file, Relaxed);
+        self.word(ring, LEFT + 2).store(address, Relaxed);
+        let word = u64::from(session) << 32 | u64::from(stated) << 16 | u64::from(position);
+        self.word(ring, LEFT).store(word, Release);
+    }
+
+    /// Returns where a ring stood when the last connection that it ran in ended.
+    pub fn left(&self, ring: usize) -> Option<Left> {
+        let word = self.word(ring, LEFT).load(Acquire);
+        let [position, stated] = [0, 16].map(|shift| u16::try_from(word >> shift & 0xffff).expect("two bytes"));
+        let session = u32::try_from(word >> 32).expect("four bytes");
+        let [file, address] = [1, 2].map(|at| self.word(ring, LEFT + at).load(Relaxed));
+        (session != 0).then_some(Left { session, stated, position, ring: Identity { file, address } })
+    }
+
+    /// Forgets that: the ring runs, or its front end knows where it stands.
+    pub fn forget(&self, ring: usize) {
+        self.word(ring, LEFT).store(0, Relaxed);
     }
 }

@@ -77,7 +77,7 @@ impl Guest {
                 continue;
             }
             if self.listener.watch(socket.as_fd()).is_ok() {
-                let (channel, device) = (Channel::new(socket), Device::new(self.session));
+                let (channel, device) = (Channel::new(socket), Device::new(self.session, self.journal.clone()));
                 let machine = Some(Box::new(Machine { channel, device, silent: Some(Instant::now()) }));
                 *(if self.machine.is_none() { &mut self.machine } else { &mut self.other }) = machine;
             }
@@ -149,6 +149,7 @@ impl Guest {
         let Some(mut machine) = self.machine.take() else { return };
         // The guest may wait for what the next back end takes for given.
         machine.device.flush();
+        machine.device.leave(self.marks.as_ref().filter(|_| *refusal == Refusal::Stale));
         self.has_news = true;
         // A description of this machine does not count any more.
         self.session = machine.device.session().wrapping_add(1);
@@ -209,8 +210,8 @@ impl Guest {
         }
         // The daemon hears from us when this machine leaves only if it has heard of it from us before.
         self.has_news = true;
-        let journal = self.journal.as_ref().expect("it serves");
-        let went = machine.device.go_on(self.marks.as_ref(), journal);
+        machine.device.journal = self.journal.clone();
+        let went = machine.device.go_on(self.marks.as_ref());
         if went == Err(Refusal::Stale) {
             self.stale = Some((machine, Instant::now()));
             return;

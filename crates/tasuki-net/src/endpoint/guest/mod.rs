@@ -349,8 +349,8 @@ impl Endpoint for Guest {
     }
 
     fn note(&mut self) {
-        if let (Some(machine), Some(journal)) = (&self.machine, &self.journal) {
-            machine.device.note(journal);
+        if let Some(machine) = &self.machine {
+            machine.device.note();
         }
     }
 

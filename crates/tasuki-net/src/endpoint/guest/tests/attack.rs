@@ -766,6 +766,7 @@ fn fuzz_exactly_once() {
     let mut migrations = 0;
     let (mut rounds, mut deaths, mut handovers, mut frames, mut skipped, mut cuts, mut restarts) =
         (0, 0, 0, 0, 0, 0, 0);
+    let mut reconnects = 0;
     while Instant::now() < until {
         rounds += 1;
         let begun = Instant::now();
@@ -790,6 +791,8 @@ fn fuzz_exactly_once() {
         // The log of a migration that has begun, and a first copy of the memory; the machine before.
         let mut log: Option<(OwnedFd, Vec<u8>)> = None;
         let mut source: Option<Machine> = None;
+        // Where the rings stand, as far as QEMU knows.
+        let mut stated = [machine.start_of_ring(); 2];
         let mut number = 0_usize;
         // What happened to the worker and the machine, and behind which frame.
         let mut events: Vec<(usize, String)> = Vec::new();
@@ -911,6 +914,7 @@ fn fuzz_exactly_once() {
                 assert_eq!(rustix::io::pwrite(&other.memory, &copy, 0), Ok(copy.len()));
                 other.copy(&machine, []);
                 other.begin(bases, &mut || net.turn());
+                stated = bases;
                 net.turn();
                 net.turn();
                 assert!(net.guest().is_running(), "round {rounds}, seed {seed}: {:?}", trouble(&mut net));
@@ -923,8 +927,22 @@ fn fuzz_exactly_once() {
                 let base = machine.ask(11, &state(1, 0), &mut || net.turn()) >> 32;
                 assert!(send(&machine.socket, &message(10, 0, &state(1, base as u32)), &[]));
                 assert!(send(&machine.socket, &message(12, 0, &1_u64.to_ne_bytes()), &[machine.kicks[1].as_fd()]));
+                stated[1] = base as u16;
                 net.turn();
                 net.turn();
+            }
+            // The connection is cut, and the front end connects again.
+            if log.is_none() && source.is_none() && dice.below(30) == 0 {
+                reconnects += 1;
+                events.push((number, "is cut".to_owned()));
+                assert!(send(&machine.socket, &message(99, 0, &[]), &[]));
+                await_nobody(&mut net);
+                if !is_packed {
+                    stated = [theirs::RECEIVE, theirs::SEND].map(|queue| machine.completed(queue));
+                }
+                machine.connect_again_at(&path, stated, &mut || net.turn());
+                net.settle();
+                assert!(net.guest().is_running(), "round {rounds}, seed {seed}: {:?}", trouble(&mut net));
             }
         }
         let steps = begun.elapsed();
@@ -986,7 +1004,7 @@ fn fuzz_exactly_once() {
         );
     }
     println!(
-        "{rounds} rounds ({skipped} with drops), {frames} frames, {cuts} segments, {deaths} deaths, {handovers} handovers, {restarts} restarts, {migrations} migrations"
+        "{rounds} rounds ({skipped} with drops), {frames} frames, {cuts} segments, {deaths} deaths, {handovers} handovers, {restarts} restarts, {migrations} migrations, {reconnects} cut connections"
     );
 }
 

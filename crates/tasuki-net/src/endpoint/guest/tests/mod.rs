@@ -18,6 +18,7 @@ use crate::vni::mortal::lives_for;
 mod theirs;
 
 mod attack;
+mod cut;
 mod migration;
 mod packed;
 mod pairs;

@@ -259,7 +259,8 @@ fn wherever_a_worker_is_killed_as_two_machines_change_places_each_frame_crosses_
                 there.extend(received(&mut net.others[0]));
                 back.extend(other.receive());
                 drop(source);
-                other.connect_again(&net.folder.path().join("vm.sock"), &mut || net.turn());
+                let bases = [theirs::RECEIVE, theirs::SEND].map(|queue| other.position(queue));
+                other.connect_again_at(&net.folder.path().join("vm.sock"), bases, &mut || net.turn());
                 net.settle();
             }
             net.settle();
