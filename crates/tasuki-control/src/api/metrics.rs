@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{Mutex, Semaphore, oneshot};
 use utoipa::ToSchema;
 
-use super::types::{NicView, NodeView, Status, TalkView, WorkerView};
+use super::types::{NicView, NodeView, QueueView, Status, TalkView, WorkerView};
 use crate::supervisor::door::{Door, Request};
 
 /// Connections at once: a server of Prometheus has one or two.
@@ -89,6 +89,7 @@ impl Metrics {
         text.family("configuration_drift_steps", "gauge", "Steps to what the configuration describes.");
         text.sample("configuration_drift_steps", &[], configuration.drift.len());
         self.nodes(&mut text, nodes);
+        Self::queues(&mut text, nodes);
         self.workers(&mut text);
         Self::nics(&mut text, nics);
         self.vnis(&mut text);
@@ -103,6 +104,34 @@ impl Metrics {
         text.family("node_trouble", "gauge", "1 while the node lacks workers that it should have.");
         for node in nodes {
             text.sample("node_trouble", &[("node", &node.name)], u8::from(node.trouble.is_some()));
+        }
+    }
+
+    fn queues(text: &mut Text, nodes: &[NodeView]) {
+        let queues = || {
+            let machines = nodes.iter().filter_map(|node| Some((&node.name, node.vm.as_ref()?)));
+            machines.flat_map(|(name, vm)| vm.queues.iter().map(move |queue| (name, queue)))
+        };
+        let families: [Family<QueueView>; 5] = [
+            ("vm_queue_packets_total", "Frames by a queue of the node's virtual machine.", |it| it.packets),
+            ("vm_queue_bytes_total", "Bytes of these frames.", |it| it.bytes),
+            ("vm_queue_kicks_total", "How often the guest woke the node's worker.", |it| it.kicks),
+            ("vm_queue_interrupts_total", "Interrupts of the guest.", |it| it.interrupts),
+            ("vm_queue_suppressed_total", "How often the guest was shown frames without one.", |it| it.suppressed),
+        ];
+        for (name, help, count) in families {
+            text.family(name, "counter", help);
+            for (node, queue) in queues() {
+                text.sample(name, &[("node", node), ("queue", &queue.queue)], count(queue));
+            }
+        }
+        let name = "vm_queue_drops_total";
+        text.family(name, "counter", "Frames by the queue that were dropped.");
+        for (node, queue) in queues() {
+            let QueueView { drops_no_room, drops_length, drops_other, .. } = queue;
+            for (reason, count) in [("no_room", drops_no_room), ("length", drops_length), ("other", drops_other)] {
+                text.sample(name, &[("node", node), ("queue", &queue.queue), ("reason", &reason)], count);
+            }
         }
     }
 
@@ -259,7 +288,7 @@ pub async fn serve(listener: TcpListener, door: Door) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::types::ConfigurationView;
+    use crate::api::types::{ConfigurationView, VmView};
 
     #[test]
     fn samples_are_as_prometheus_reads_them() {
@@ -274,6 +303,19 @@ mod tests {
             taken_back: 0,
             forged: 2,
         };
+        let queue = QueueView { queue: "rx0".to_owned(), packets: 7, drops_length: 3, ..QueueView::default() };
+        let vm = VmView { socket: "/vm.sock".into(), mac: String::new(), mtu: None, queues: vec![queue] };
+        let machine = NodeView {
+            name: "vm".to_owned(),
+            work: String::new(),
+            workers: Vec::new(),
+            nics: Vec::new(),
+            generation: 1,
+            trouble: None,
+            captured: false,
+            unconfined: std::collections::BTreeSet::new(),
+            vm: Some(vm),
+        };
         let status = Status {
             version: "a \"b\\c\"\n".to_owned(),
             pid: 1,
@@ -285,7 +327,7 @@ mod tests {
                 drift: vec!["a step".to_owned()],
                 ..ConfigurationView::default()
             },
-            nodes: Vec::new(),
+            nodes: vec![machine],
             nics: Vec::new(),
         };
         let text =
@@ -294,6 +336,8 @@ mod tests {
             "tasuki_info{version=\"a \\\"b\\\\c\\\"\\n\"} 1",
             "tasuki_up_seconds 61.005",
             "tasuki_configuration_drift_steps 1",
+            "tasuki_vm_queue_packets_total{node=\"vm\",queue=\"rx0\"} 7",
+            "tasuki_vm_queue_drops_total{node=\"vm\",queue=\"rx0\",reason=\"length\"} 3",
             "# TYPE tasuki_vni_sent_frames_total counter",
             "tasuki_vni_sent_frames_total{vni=\"lan\",node=\"red\",peer=\"blue\"} 5",
             "tasuki_vni_dropped_frames_total{vni=\"lan\",node=\"red\",peer=\"blue\",reason=\"forged\"} 2",

@@ -117,6 +117,35 @@ pub struct VmView {
     pub socket: std::path::PathBuf,
     /// The station address for the machine's card: the node's.
     pub mac: String,
+    /// The MTU for the machine's card, in bytes, if the node has one.
+    #[serde(default)]
+    pub mtu: Option<u16>,
+    /// What each queue of the card has carried since the node began, over all its workers.
+    #[serde(default)]
+    pub queues: Vec<QueueView>,
+}
+
+/// What a queue of a virtual machine's card has carried.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct QueueView {
+    /// The queue, as ethtool in the guest calls it: `rx0` is the first that it receives by, `tx0` the first that it sends by.
+    pub queue: String,
+    /// Frames.
+    pub packets: u64,
+    /// Bytes of them.
+    pub bytes: u64,
+    /// How often the guest woke the node's worker.
+    pub kicks: u64,
+    /// Interrupts of the guest.
+    pub interrupts: u64,
+    /// How often the guest was shown frames without an interrupt: it wanted none, or one for several.
+    pub suppressed: u64,
+    /// Frames dropped because the guest had no buffer for them, or their destination no room.
+    pub drops_no_room: u64,
+    /// Frames dropped because of their length.
+    pub drops_length: u64,
+    /// Frames dropped for other reasons; `tasuki nic counts` names those of the node.
+    pub drops_other: u64,
 }
 
 /// A VNI.

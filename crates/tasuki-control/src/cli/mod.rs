@@ -84,6 +84,9 @@ pub struct Add {
     /// Microseconds that a frame to the virtual machine may wait for its interrupt: frames that come meanwhile share it.
     #[arg(long, value_name = "US", default_value_t = 0, conflicts_with_all = ["netns", "memif", "link", "native"])]
     pub latency_us: u32,
+    /// MTU of the virtual machine's card, in bytes: `tasuki vm run` has its guest take it.
+    #[arg(long, value_name = "BYTES", conflicts_with_all = ["netns", "memif", "link", "native"])]
+    pub mtu: Option<u16>,
     /// The Linux interface that is to be on the VNI, with the network behind it: NAME, or NETNS:NAME.
     #[arg(long, value_name = "[NETNS:]NAME")]
     pub link: Option<String>,
@@ -355,7 +358,7 @@ impl Add {
             return json!({ "memif": { "socket": absolute(socket), "id": self.id, "secret": secret } });
         }
         if let Some(socket) = &self.vm {
-            return json!({ "vm": { "socket": absolute(socket), "latency_us": self.latency_us } });
+            return json!({ "vm": { "socket": absolute(socket), "latency_us": self.latency_us, "mtu": self.mtu } });
         }
         if let Some(link) = &self.link {
             let (netns, name) =

@@ -161,12 +161,13 @@ fn options(run: &Run, vm: &VmView, host: Host) -> Vec<OsString> {
         if kvm { "-accel kvm -cpu host" } else { "-accel tcg -cpu max" }.to_owned(),
         // Without KVM, QEMU 7.2 crashes when a vhost-user card has MSI-X: it looks for an interrupt of KVM's.
         format!(
-            "-netdev vhost-user,id=net,chardev=node,queues={queues} -device virtio-net-pci,netdev=net,mac={},mq={},vectors={}{}",
+            "-netdev vhost-user,id=net,chardev=node,queues={queues} -device virtio-net-pci,netdev=net,mac={},mq={},vectors={}{}{}",
             vm.mac,
             if queues > 1 { "on" } else { "off" },
             // One for each ring, one for the card's settings, and one for commands.
             if kvm { 2 * queues + 2 } else { 0 },
             if run.packed { ",packed=on" } else { "" },
+            vm.mtu.map(|mtu| format!(",host_mtu={mtu}")).unwrap_or_default(),
         ),
     ];
     let mut words: Vec<OsString> = machine.iter().flat_map(|line| line.split(' ')).map(OsString::from).collect();
@@ -265,7 +266,12 @@ mod tests {
 
     fn words(line: &str, host: Host) -> String {
         let Line { run } = Line::parse_from(["run"].into_iter().chain(line.split_whitespace()));
-        let vm = VmView { socket: "/run/a,b/vm.sock".into(), mac: "02:54:00:00:00:01".to_owned() };
+        let vm = VmView {
+            socket: "/run/a,b/vm.sock".into(),
+            mac: "02:54:00:00:00:01".to_owned(),
+            mtu: None,
+            queues: Vec::new(),
+        };
         options(&run, &vm, host).iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ")
     }
 
@@ -289,6 +295,19 @@ mod tests {
         assert!(!said.contains("packed"), "as QEMU has it: {said}");
         let said = words("vm --packed", DEBIAN_12);
         assert!(said.contains("vectors=0,packed=on "), "{said}");
+    }
+
+    #[test]
+    fn the_guest_gets_the_mtu_of_the_node() {
+        let Line { run } = Line::parse_from(["run", "vm"]);
+        let vm = VmView {
+            socket: "/vm.sock".into(),
+            mac: "02:54:00:00:00:01".to_owned(),
+            mtu: Some(1400),
+            queues: Vec::new(),
+        };
+        assert!(options(&run, &vm, DEBIAN_12).iter().any(|word| word.to_string_lossy().ends_with(",host_mtu=1400")));
+        assert!(!words("vm", DEBIAN_12).contains("mtu"), "as QEMU has it");
     }
 
     #[test]

@@ -25,7 +25,15 @@ pub struct Vm {
     #[serde(default)]
     #[schema(maximum = 10_000)]
     pub latency_us: u32,
+    /// The longest packet that the machine's card takes, in bytes without the Ethernet header: its guest's driver gets that as
+    /// its MTU. 68 to 65,535; without it, the guest takes what it wants, 1,500 by default.
+    #[serde(default)]
+    #[schema(minimum = 68)]
+    pub mtu: Option<u16>,
 }
+
+/// The least MTU of a virtio network device (VIRTIO 1.2, 5.1.4.1).
+const MTU_MIN: u16 = 68;
 
 /// Longer than that, programs in the guest would notice.
 const LATENCY_US_MAX: u32 = 10_000;
@@ -49,13 +57,17 @@ impl Kind for Vm {
     }
 
     fn odd(&self) -> Option<String> {
-        let is_long = self.latency_us > LATENCY_US_MAX;
-        odd("vm", &self.socket).or_else(|| {
-            is_long.then(|| {
-                let Vm { latency_us, .. } = self;
+        let Vm { latency_us, mtu, .. } = self;
+        let is_long = || {
+            (*latency_us > LATENCY_US_MAX).then(|| {
                 format!("vm: latency_us is {latency_us}, and a frame may wait {LATENCY_US_MAX} µs at most; lower it")
             })
-        })
+        };
+        let is_short = || {
+            let mtu = mtu.filter(|mtu| *mtu < MTU_MIN)?;
+            Some(format!("vm: mtu is {mtu}, and a network card has {MTU_MIN} bytes at least; raise it"))
+        };
+        odd("vm", &self.socket).or_else(is_long).or_else(is_short)
     }
 
     /// A guest chooses its address itself.

@@ -54,7 +54,7 @@ impl Supervisor {
             unconfined: { self.workers.values().filter(|worker| worker.record.node == name) }
                 .flat_map(|worker| worker.record.unconfined.iter().cloned())
                 .collect(),
-            vm: config.and_then(vm_of),
+            vm: config.and_then(vm_of).map(|vm| VmView { queues: self.queues_of(name), ..vm }),
         })
     }
 
@@ -133,7 +133,12 @@ impl Supervisor {
 
 fn vm_of(node: &config::Node) -> Option<VmView> {
     let Work::Vm(vm) = &node.work else { return None };
-    Some(VmView { socket: vm.socket.clone(), mac: StationAddress(node.mac()).to_string() })
+    Some(VmView {
+        socket: vm.socket.clone(),
+        mac: StationAddress(node.mac()).to_string(),
+        mtu: vm.mtu,
+        queues: Vec::new(),
+    })
 }
 
 /// Returns a node's work in words.

@@ -18,7 +18,7 @@ use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::{Directory, NodeSet, directory_lines};
-use tasuki_shm::vni::node_memory::{NodeMemoryFds, PeerNodeMemory, readable_len};
+use tasuki_shm::vni::node_memory::{JOURNAL_PAGES, NodeMemoryFds, PeerNodeMemory, QUEUE_COUNTS, readable_len};
 
 use super::card::{Card, Kept, Opening};
 use super::door::No;
@@ -26,7 +26,7 @@ use super::jobs::there_are;
 use super::keeping::Key;
 use super::worker::Worker;
 use super::{About, Supervisor};
-use crate::api::types::{CrossedView, TalkView, VniNodeView, VniView};
+use crate::api::types::{CrossedView, QueueView, TalkView, VniNodeView, VniView};
 use crate::config::{self, Device, StationAddress};
 
 /// Addresses that a directory has room for.
@@ -413,6 +413,34 @@ impl Supervisor {
             }
         }
         Ok(talks)
+    }
+
+    /// Returns what each queue of a node's virtual machine has carried, from its node memory.
+    pub(super) fn queues_of(&self, node: &str) -> Vec<QueueView> {
+        let member = self.vnis.values().flat_map(|net| net.members.values()).find(|member| member.node == node);
+        let node_memory = member.and_then(|member| PeerNodeMemory::map(&member.node_memory).ok());
+        let Some((node_memory, _)) = node_memory else { return Vec::new() };
+        // The pairs have their queues side by side, and those behind the last are not there.
+        let pairs = (0..JOURNAL_PAGES).step_by(2);
+        let pairs = pairs.map(|first| [first, first + 1].map(|queue| (queue, node_memory.queue_counts(queue))));
+        let known = pairs.take_while(|pair| pair.iter().any(|(_, counts)| counts.iter().any(|count| *count > 0)));
+        known.flatten().map(|(queue, counts)| queue_view(queue, counts)).collect()
+    }
+}
+
+/// Returns the counts of a queue by their names.
+fn queue_view(queue: usize, counts: [u64; QUEUE_COUNTS.len()]) -> QueueView {
+    let [packets, bytes, kicks, interrupts, suppressed, drops_no_room, drops_length, drops_other] = counts;
+    QueueView {
+        queue: format!("{}{}", if queue.is_multiple_of(2) { "rx" } else { "tx" }, queue / 2),
+        packets,
+        bytes,
+        kicks,
+        interrupts,
+        suppressed,
+        drops_no_room,
+        drops_length,
+        drops_other,
     }
 }
 

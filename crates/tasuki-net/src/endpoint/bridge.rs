@@ -269,7 +269,10 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
                 }
                 Given::Later => return false,
                 Given::NoRoom if may_wait(stalls, incoming.from) => return false,
-                Given::NoRoom => dropped.no_buffer += 1,
+                Given::NoRoom => {
+                    dropped.no_buffer += 1;
+                    end.gave_up();
+                }
             }
             if let Some(captures) = &mut captures {
                 captures.came(&incoming);

@@ -11,7 +11,7 @@ use rustix::net::SocketFlags;
 /// Maximum number of events that are taken at once: more than a machine has descriptors to watch.
 const EVENTS: usize = 24;
 
-/// Mark of a bell's event.
+/// Mark of the event of bell 0; those of the others follow.
 const BELL: u64 = 1;
 
 /// A listening socket in a set of watched descriptors.
@@ -67,7 +67,7 @@ impl Listener {
         let _ = epoll::delete(&self.epoll, descriptor);
     }
 
-    /// Watches the socket, `others` and `bells`, and nothing else: not even a file whose descriptor was closed here while
+    /// Watches the socket, `others` and `bells`, each with its number, and nothing else: not even a file whose descriptor was closed here while
     /// another process has it open.
     ///
     /// # Errors
@@ -75,25 +75,34 @@ impl Listener {
     pub fn watch_only<'a>(
         &mut self,
         others: impl Iterator<Item = BorrowedFd<'a>>,
-        bells: impl Iterator<Item = BorrowedFd<'a>>,
+        bells: impl Iterator<Item = (u32, BorrowedFd<'a>)>,
     ) -> io::Result<()> {
         self.epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         self.is_deaf = self.watch(self.socket.as_fd()).is_err();
         others.for_each(|descriptor| _ = self.watch(descriptor));
         // Edge-triggered: nobody has to read a bell.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        bells.for_each(|bell| _ = epoll::add(&self.epoll, bell, epoll::EventData::new_u64(BELL), flags));
+        bells.for_each(|(number, bell)| {
+            _ = epoll::add(&self.epoll, bell, epoll::EventData::new_u64(BELL + u64::from(number)), flags);
+        });
         Ok(())
     }
 
-    /// Takes note of the bells that have rung. Returns whether the socket or one of the others may be ready: always, if
+    /// Takes note of the bells that have rung, and tells their numbers. Returns whether the socket or one of the others may be ready: always, if
     /// that is not known.
-    pub fn hear(&self) -> bool {
+    pub fn hear(&self, mut rung: impl FnMut(usize)) -> bool {
         let nothing = epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
         let mut events = [nothing; EVENTS];
         let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
         let heard = epoll::wait(&self.epoll, &mut events, Some(&at_once));
-        heard.is_ok_and(|count| events[..count].iter().any(|event| { event.data }.u64() != BELL)) || heard.is_err()
+        let Ok(count) = heard else { return true };
+        events[..count].iter().fold(false, |others, event| match { event.data }.u64().checked_sub(BELL) {
+            Some(number) => {
+                rung(usize::try_from(number).expect("it was given"));
+                others
+            }
+            None => true,
+        })
     }
 
     /// Returns the descriptor that is readable while a watched one is.

@@ -148,6 +148,9 @@ pub trait Endpoint: fmt::Debug {
     /// Copies a frame in, with the bytes `front` at its beginning, which were checked. Counts a frame that it drops.
     fn give(&mut self, frame: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given;
 
+    /// Hears that the frame for which it had no room last has waited long enough, and is dropped.
+    fn gave_up(&mut self) {}
+
     /// Sends the frames that the programs have for others, up to a burst, until one must wait. Returns their number.
     fn take(&mut self, egress: &mut Egress<'_>) -> usize;
 

@@ -18,7 +18,7 @@ use super::{
 use crate::vni::ledger::point;
 
 /// Maximum number of chains that are completed and not shown.
-pub const COMPLETIONS_MAX: usize = 508;
+pub const COMPLETIONS_MAX: usize = 495;
 
 /// Length in bytes of the structure in the driver area and in the device area (2.8.14).
 pub(super) const EVENT_LEN: usize = 4;

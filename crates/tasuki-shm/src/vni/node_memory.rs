@@ -25,7 +25,7 @@
 //! | next page, 64 for a node | the line of each node: how far its ring to us was read, and the counters between us    |
 //! | next page, a page a node | the ring to each node: [`RING_PLACES`] messages of 16 bytes                              |
 //! | next page                | the ledger, for a successor: the progress of a native node's program, of a memif node in its client's rings, or of a namespace in reading its TAP |
-//! | last [`JOURNAL_PAGES`]   | the journal, for a successor: completions in the packed rings of a node that is a virtual machine, a page a ring |
+//! | last [`JOURNAL_PAGES`]   | the journal, for a successor: completions in the packed rings of a node that is a virtual machine, a page a ring; and the counts of each queue |
 
 #![allow(unsafe_code, reason = "answers for the keeper of a node's memory towards the pool (K1)")]
 
@@ -49,6 +49,13 @@ pub const LEDGER_LINES: usize = PAGE_LEN / LINE_LEN;
 
 /// Number of pages in the journal.
 pub const JOURNAL_PAGES: usize = 16;
+
+/// Line of a journal's page that has the counts of the queue.
+pub const QUEUE_COUNTS_LINE: usize = LEDGER_LINES - 2;
+
+/// Name of each of these counts, in the order of its words.
+pub const QUEUE_COUNTS: [&str; LINE_WORDS] =
+    ["packets", "bytes", "kicks", "interrupts", "suppressed", "drops_no_room", "drops_length", "drops_other"];
 
 const BELL_AT: usize = 0;
 const TALKS_AT: usize = 128;
@@ -277,6 +284,14 @@ impl PeerNodeMemory {
     /// Returns the node's ring to `node`.
     pub fn ring_to(&self, node: u16) -> Claims<Span<Line>> {
         self.lines(self.layout.ring_to(node), RING_LINES)
+    }
+
+    /// Returns the counts of a queue of the node's virtual machine, one of [`JOURNAL_PAGES`], in the order of
+    /// [`QUEUE_COUNTS`]. A read of them makes the kernel allocate a page.
+    pub fn queue_counts(&self, queue: usize) -> [u64; LINE_WORDS] {
+        assert!(queue < JOURNAL_PAGES, "a virtual machine has no queue {queue}");
+        let line = self.lines(self.layout.journal_at + queue * PAGE_LEN + QUEUE_COUNTS_LINE * LINE_LEN, 1);
+        std::array::from_fn(|word| line.load(0, word))
     }
 }
 

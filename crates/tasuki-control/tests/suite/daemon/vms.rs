@@ -249,7 +249,9 @@ fn a_stock_guest_with_packed_rings_does_not_notice_that_its_back_end_is_replaced
     let Some(world) = World::new() else { return };
     world.add("shop", &world.shop, SHOP, &[]);
     let socket = world.rig.path("vm.sock");
-    world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
+    let said = world.rig.refused(&["node", "add", "vm", "--mtu", "60", "--vm", socket.to_str().expect("text")]);
+    assert!(said.contains("vm: mtu is 60, and a network card has 68 bytes at least"), "{said}");
+    world.rig.ask(&["node", "add", "vm", "--mtu", "1400", "--vm", socket.to_str().expect("text")]);
     world.rig.await_pair("vm");
     let Some(_machine) = machine(&world, &["--cores", &two_cpus(), "--packed"]) else {
         println!("skipped: needs QEMU and a kernel: cargo xtask test");
@@ -259,6 +261,7 @@ fn a_stock_guest_with_packed_rings_does_not_notice_that_its_back_end_is_replaced
     until(&world.rig, "it answers", || ping("1").contains(" 1 received"));
     let features = said_in_guest(&world, "cat /sys/bus/virtio/drivers/virtio_net/virtio*/features");
     assert_eq!(features.trim().as_bytes().get(PACKED), Some(&b'1'), "its driver took packed rings: {features}");
+    assert_eq!(said_in_guest(&world, "cat /sys/class/net/eth0/mtu").trim(), "1400", "and the node's MTU");
     std::thread::scope(|scope| {
         let pinging = scope.spawn(|| ping("2000"));
         for _ in 0..5 {
@@ -275,6 +278,20 @@ fn a_stock_guest_with_packed_rings_does_not_notice_that_its_back_end_is_replaced
             world.rig.await_pair("vm");
             world.rig.ask(&["worker", "upgrade", "vm"]);
         });
+    }
+    // The queues have counted it all, over all these workers.
+    let status = world.rig.json(&["status"]);
+    let node = status["nodes"].as_array().and_then(|nodes| nodes.iter().find(|node| node["name"] == "vm"));
+    let queues = node.and_then(|node| node["vm"]["queues"].as_array()).expect("it has queues");
+    let sum = |side: &str, what: &str| {
+        let its = queues.iter().filter(|queue| queue["queue"].as_str().is_some_and(|name| name.starts_with(side)));
+        its.filter_map(|queue| queue[what].as_u64()).sum::<u64>()
+    };
+    assert_eq!(queues.len(), 2 * two_cpus().split(',').count(), "{status}");
+    for side in ["rx", "tx"] {
+        let [packets, bytes, kicks, interrupts] = ["packets", "bytes", "kicks", "interrupts"].map(|it| sum(side, it));
+        assert!(packets > 2000 && bytes > 2 * BYTES as u64 && interrupts > 0, "{side}: {queues:?}");
+        assert!(side == "rx" || kicks > 0, "{queues:?}");
     }
     assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
     world.end();

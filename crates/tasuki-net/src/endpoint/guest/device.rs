@@ -1,7 +1,7 @@
 //! The device that a front end sees: its features, its memory and its rings, two for each pair of queues. The front end's
 //! messages change it.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use tasuki_shm::region::CommonRegion;
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::counts::{Count, Counts};
 use super::interrupt::Interrupt;
 use super::journal::{Identity, Journal, Left};
 use super::wire::{FDS_MAX, LOG_USED, LogBase, NO_FD, Region, RingAddress, RingState, feature, protocol, request};
@@ -30,6 +31,7 @@ pub const RINGS_MAX: usize = 2 * PAIRS_MAX;
 /// Features that we offer.
 const FEATURES: u64 = feature::CSUM
     | feature::GUEST_CSUM
+    | feature::MTU
     | feature::GUEST_TSO4
     | feature::GUEST_TSO6
     | feature::GUEST_ECN
@@ -50,10 +52,17 @@ const FEATURES: u64 = feature::CSUM
     | feature::GUEST_USO6
     | feature::HOST_USO;
 
+/// The least MTU that a card may have (5.1.4.1).
+const MTU_MIN: u16 = 68;
+
+/// Length in bytes of an Ethernet header, with a tag.
+const ETHERNET_LEN: u16 = 18;
+
 const PROTOCOL_FEATURES: u64 = protocol::MQ
     | protocol::LOG_SHMFD
     | protocol::RARP
     | protocol::REPLY_ACK
+    | protocol::NET_MTU
     | protocol::CONFIGURE_MEM_SLOTS
     | protocol::STATUS;
 
@@ -98,6 +107,9 @@ pub enum Refusal {
     /// A predecessor had heard more than it could tell.
     #[error("its worker ended while the device changed: it has to connect again")]
     Stale,
+    /// An MTU that no network has.
+    #[error("it says that its card has an MTU of {0} bytes, and that is from {MTU_MIN} to 65535: change its host_mtu=")]
+    Mtu(u64),
     /// It connected and says nothing.
     #[error("it connected and said nothing for 5 seconds")]
     Silent,
@@ -150,6 +162,10 @@ pub struct Text {
     features: u64,
     protocol_features: u64,
     status: u64,
+    /// The longest packet that the guest's driver was told of, in bytes without the Ethernet header (5.1.4): 0 if it was told of
+    /// none.
+    #[serde(default)]
+    mtu: u16,
     /// Number of the device's state, which grows with each change: marks of another state do not count.
     session: u32,
     /// As many as the front end has spoken of, in pairs.
@@ -267,6 +283,10 @@ impl Device {
             request::SEND_RARP if has_protocol(protocol::RARP) => {
                 let address: u64 = body(request, bytes)?;
                 self.announced = address.to_ne_bytes().first_chunk().copied();
+            }
+            request::NET_SET_MTU if has_protocol(protocol::NET_MTU) => {
+                let mtu: u64 = body(request, bytes)?;
+                self.text.mtu = u16::try_from(mtu).ok().filter(|mtu| *mtu >= MTU_MIN).ok_or(Refusal::Mtu(mtu))?;
             }
             request::RESET_OWNER => self.stop(),
             request::GET_PROTOCOL_FEATURES => return number(PROTOCOL_FEATURES),
@@ -588,9 +608,23 @@ impl Device {
         self.text.features & feature != 0
     }
 
+    /// Returns the length in bytes of the longest frame that the guest's driver takes: one that is no segment (5.1.4.1).
+    #[inline]
+    pub fn longest(&self) -> usize {
+        match self.text.mtu {
+            mtu if mtu > 0 && self.has(feature::MTU) => usize::from(mtu) + usize::from(ETHERNET_LEN),
+            _ => usize::MAX,
+        }
+    }
+
     /// Returns whether the front end negotiated this feature of the protocol.
     pub fn has_protocol(&self, feature: u64) -> bool {
         self.text.protocol_features & feature != 0
+    }
+
+    /// Returns the eventfds by which the front end kicks, each with the number of its ring.
+    pub fn numbered_kicks(&self) -> impl Iterator<Item = (u32, BorrowedFd<'_>)> {
+        (0..).zip(&self.kicks).filter_map(|(ring, kick)| Some((ring, kick.as_ref()?.as_fd())))
     }
 
     /// Returns the eventfds by which the front end kicks.
@@ -606,17 +640,23 @@ impl Device {
     /// Shows the guest what is completed, and interrupts it if it wants that and it is due: `every` is the least time
     /// between two interrupts of each ring. Returns the number of interrupts.
     #[inline]
-    pub fn show(&mut self, every: [Duration; 2]) -> u64 {
-        let mut count = 0;
+    pub fn show(&mut self, every: [Duration; 2], counts: &mut Counts) -> u64 {
+        let mut all = 0;
         let rings = &mut self.queues[..self.text.rings.len()];
         for (at, (queue, interrupt)) in rings.iter_mut().zip(&mut self.interrupts).enumerate() {
             let Some(queue) = queue else { continue };
+            let before = queue.progress();
             let wants = queue.show();
             point("guest.shown");
             queue.note_used(&self.memory);
-            count += u64::from(interrupt.offer(wants, (queue.progress(), queue.size()), every[at % 2], Instant::now));
+            let done = queue.progress();
+            let rang = interrupt.offer(wants, (done, queue.size()), every[at % 2], Instant::now);
+            if rang || done != before {
+                counts.add(at, if rang { Count::Interrupts } else { Count::Suppressed }, 1);
+                all += u64::from(rang);
+            }
         }
-        count
+        all
     }
 
     /// Gives the interrupts that are held.

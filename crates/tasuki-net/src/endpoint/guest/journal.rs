@@ -10,6 +10,7 @@
 //! |-------|------------------------------------------------------------------------------------------------------|
 //! | 0     | session (32 bits), position of the first completion, number of completions (0 while they are written) |
 //! | 1..   | completions, as the ring has them                                                                     |
+//! | 496.. | [counts](super::counts) of the queue, of either layout                                              |
 //! | 509.. | where the ring stood when its front end's connection ended ([`Left`]): session (32 bits; 0 if none is known), position that the front end knows, position; file of the memory; address |
 //!
 //! Stores become visible in program order, even those of a worker that dies (V5 of `vni/ledger.rs`).
@@ -20,7 +21,7 @@ use arrayvec::ArrayVec;
 use tasuki_shm::line::{LINE_WORDS, Line};
 use tasuki_shm::region::Span;
 use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
-use tasuki_shm::vni::node_memory::{JOURNAL_PAGES, LEDGER_LINES};
+use tasuki_shm::vni::node_memory::{JOURNAL_PAGES, LEDGER_LINES, QUEUE_COUNTS_LINE};
 
 use super::device::RINGS_MAX;
 use crate::virtq::COMPLETIONS_MAX;
@@ -28,9 +29,10 @@ use crate::vni::ledger::point;
 
 /// Words of a page.
 const WORDS: usize = LEDGER_LINES * LINE_WORDS;
-/// The first word behind the completions.
+/// The first word of the queue's counts, and the first of its last place.
+const COUNTS: usize = QUEUE_COUNTS_LINE * LINE_WORDS;
 const LEFT: usize = WORDS - 3;
-const _: () = assert!(COMPLETIONS_MAX < LEFT && RINGS_MAX <= JOURNAL_PAGES);
+const _: () = assert!(COMPLETIONS_MAX < COUNTS && COUNTS + LINE_WORDS <= LEFT && RINGS_MAX <= JOURNAL_PAGES);
 
 /// The completions in a ring.
 #[derive(Debug, Default)]
@@ -101,6 +103,21 @@ impl Journal {
         let words = (1..=usize::from(count)).map(|at| self.word(ring, at).load(Relaxed));
         is_known.then(|| Noted { first, completions: words.collect() })
     }
+    /// Adds to the counts of a queue.
+    #[inline]
+    pub fn count(&self, ring: usize, counts: &[u64; LINE_WORDS]) {
+        let line = &self.0[WORDS / LINE_WORDS * ring + QUEUE_COUNTS_LINE];
+        for (at, count) in counts.iter().enumerate() {
+            // Nobody else writes it.
+            line.word(at).store(line.word(at).load(Relaxed).wrapping_add(*count), Relaxed);
+        }
+    }
+
+    /// Returns the counts of a queue.
+    pub fn counts(&self, ring: usize) -> [u64; LINE_WORDS] {
+        std::array::from_fn(|at| self.word(ring, COUNTS + at).load(Relaxed))
+    }
+
     /// Notes where a ring stands whose front end's connection ends.
     pub fn leave(&self, ring: usize, left: Left) {
         self.forget(ring);

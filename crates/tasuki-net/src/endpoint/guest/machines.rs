@@ -190,11 +190,11 @@ impl Guest {
     /// open, too. Nobody reads those of the second machine.
     pub(super) fn watch_all(&mut self) {
         let sockets = self.machine.iter().chain(&self.other).map(|machine| machine.channel.socket());
-        let kicks = || self.machine.iter().flat_map(|machine| machine.device.kicks());
+        let kicks = || self.machine.iter().flat_map(|machine| machine.device.numbered_kicks());
         // A kick of before wakes nobody: the rings are looked at next.
-        kicks().for_each(|kick| tasuki_shm::wake::drain(kick.as_fd()));
+        kicks().for_each(|(_, kick)| tasuki_shm::wake::drain(kick));
         // Without a descriptor for that, the next sleep tries again: a tick ends the present one.
-        self.must_watch = self.listener.watch_only(sockets.map(AsFd::as_fd), kicks().map(AsFd::as_fd)).is_err();
+        self.must_watch = self.listener.watch_only(sockets.map(AsFd::as_fd), kicks()).is_err();
     }
 
     /// Goes on with the machine of a predecessor.

@@ -10,6 +10,7 @@
 //! |---------------|---------------------------------------------------|
 //! | [`wire`]      | messages                                          |
 //! | [`device`]    | features, memory and rings, as messages set them  |
+//! | `counts`      | what each queue has carried                       |
 //! | [`channel`]   | the socket: a message at a time, without waiting  |
 //! | `flow`        | which of several rings a frame goes by            |
 //! | `interrupt`   | when an interrupt goes, and when it waits         |
@@ -24,6 +25,7 @@
 //! packed rings. A successor stores them again; what it stores, the guest sees once.
 
 pub mod channel;
+pub mod counts;
 pub mod device;
 mod flow;
 mod interrupt;
@@ -54,6 +56,7 @@ use crate::vni::finish::{GSO_NONE, finish};
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use crate::vni::{Incoming, PIECE_MAX};
 use channel::Channel;
+use counts::{Count, Counts};
 use device::{Device, FROM_GUEST, PAIRS_MAX, Refusal, TO_GUEST, session_of};
 use flow::flow_of;
 use interrupt::SENT_EVERY;
@@ -144,6 +147,9 @@ pub struct Guest {
     trouble: Option<String>,
     /// Counts of the front ends so far.
     pub clients: Clients,
+    /// What each queue has carried in this turn, and the pair whose guest had no buffer for a frame last.
+    counts: Counts,
+    short: usize,
     copy: Box<[u8]>,
     chain: Box<Chain>,
     room: Box<Room>,
@@ -190,6 +196,8 @@ impl Guest {
             has_news: false,
             trouble: None,
             clients: Clients::default(),
+            counts: Counts::default(),
+            short: 0,
             copy: vec![0; PIECE_MAX - HEADER_LEN].into(),
             chain: Box::default(),
             room: Box::default(),
@@ -241,7 +249,7 @@ impl Guest {
 
     /// Takes up to `most` frames that the guest sends by a pair. Returns their number, and whether more can be sent.
     fn take_from_pair(&mut self, pair: usize, most: usize, egress: &mut Egress<'_>) -> (usize, bool) {
-        let Self { machine, chain, is_quiesced, broken, .. } = self;
+        let Self { machine, chain, is_quiesced, broken, counts, .. } = self;
         let Some(machine) = machine else { return (0, false) };
         let header = header_len(&machine.device);
         let Device { memory, queues, .. } = &mut machine.device;
@@ -260,11 +268,13 @@ impl Guest {
         if is_quiesced.replace(true) != Some(true) {
             senders(queues).for_each(|queue| queue.want_kicks(false));
         }
-        let (count, goes_on) = match &mut queues[2 * pair + FROM_GUEST] {
+        let before = counts::lost(egress.dropped);
+        let (count, bytes, goes_on) = match &mut queues[2 * pair + FROM_GUEST] {
             Some(Queue::Split(ring)) => take_frames(ring, memory, chain, header, most, egress),
             Some(Queue::Packed(ring)) => take_frames(ring, memory, chain, header, most, egress),
             None => return (0, true),
         };
+        counts.sent(pair, (count, bytes), before, egress.dropped);
         let goes_on = goes_on.unwrap_or_else(|rule| {
             *broken = Some(rule.into());
             false
@@ -273,7 +283,8 @@ impl Guest {
     }
 }
 
-/// Takes up to `most` frames that the guest sends by a ring. Returns their number, and whether more can be sent.
+/// Takes up to `most` frames that the guest sends by a ring. Returns their number and that of their bytes, and whether more
+/// can be sent.
 #[inline]
 fn take_frames<R: Ring>(
     ring: &mut R,
@@ -282,7 +293,8 @@ fn take_frames<R: Ring>(
     header: usize,
     most: usize,
     egress: &mut Egress<'_>,
-) -> (usize, Result<bool, Broken>) {
+) -> (usize, usize, Result<bool, Broken>) {
+    let mut bytes = 0;
     let fetch = |ring: &mut R, ahead| {
         ring.address_ahead(ahead).into_iter().for_each(|address| memory.prefetch_to_read(address, FETCHED));
     };
@@ -291,8 +303,8 @@ fn take_frames<R: Ring>(
         fetch(ring, AHEAD);
         match ring.take(memory, chain) {
             Ok(true) => {}
-            Ok(false) => return (count, Ok(true)),
-            Err(rule) => return (count, Err(rule)),
+            Ok(false) => return (count, bytes, Ok(true)),
+            Err(rule) => return (count, bytes, Err(rule)),
         }
         let pieces = &chain.readable;
         let len = len_of(pieces).saturating_sub(header);
@@ -304,11 +316,12 @@ fn take_frames<R: Ring>(
         let goes_on = egress.send_unfinished(len, &offload, addresses, |room| _ = memory.copy_to(pieces, header, room));
         if !goes_on {
             ring.put_back(chain.head);
-            return (count, Ok(false));
+            return (count, bytes, Ok(false));
         }
+        bytes += len;
         ring.complete(chain.head, 0);
     }
-    (most, Ok(true))
+    (most, bytes, Ok(true))
 }
 
 /// Returns the rings by which the guest sends.
@@ -387,6 +400,10 @@ impl Endpoint for Guest {
         })
     }
 
+    fn gave_up(&mut self) {
+        self.counts.add(2 * self.short + TO_GUEST, Count::NoRoom, 1);
+    }
+
     fn take(&mut self, egress: &mut Egress<'_>) -> usize {
         if self.broken.is_some() || self.heard {
             return 0;
@@ -406,8 +423,9 @@ impl Endpoint for Guest {
             if let Err(refusal) = machine.channel.answer() {
                 self.broken.get_or_insert(refusal);
             }
-            self.clients.interrupts += machine.device.show(self.interrupt_every);
+            self.clients.interrupts += machine.device.show(self.interrupt_every, &mut self.counts);
         }
+        self.journal.iter().for_each(|journal| self.counts.flush(journal));
         if let Some(refusal) = self.broken.take() {
             self.end(&refusal);
         }
@@ -445,7 +463,8 @@ impl Endpoint for Guest {
     }
 
     fn wake(&mut self) {
-        self.must_hear |= self.listener.hear();
+        let Self { listener, counts, .. } = self;
+        self.must_hear |= listener.hear(|ring| counts.add(ring, Count::Kicks, 1));
         let awaited = std::mem::take(&mut self.awaited);
         if let Some(machine) = self.machine.as_mut().filter(|_| awaited != 0) {
             receivers(&mut machine.device.queues, awaited).for_each(|queue| queue.want_kicks(false));
@@ -503,13 +522,15 @@ impl Endpoint for Guest {
 
     fn counts(&self) -> Vec<(&'static str, u64)> {
         let Clients { attached, refused, interrupts } = self.clients;
-        let pairs = self.machine.as_ref().map_or(0, |machine| machine.device.pairs as u64);
-        vec![
+        let pairs = self.machine.as_ref().map_or(0, |machine| machine.device.pairs);
+        let mut counts = vec![
             ("clients_attached", attached),
             ("clients_refused", refused),
             ("interrupts", interrupts),
-            ("queue_pairs", pairs),
-        ]
+            ("queue_pairs", pairs as u64),
+        ];
+        counts.extend(self.journal.iter().flat_map(|journal| counts::named(journal, pairs)));
+        counts
     }
 
     fn trouble(&mut self) -> Option<String> {

@@ -24,17 +24,30 @@ impl Guest {
         dropped: &mut Dropped,
     ) -> Result<Given, Broken> {
         let pairs = self.machine.as_ref().map_or(0, |machine| machine.device.pairs);
-        if pairs < 2 {
-            return self.give_to_pair(0, incoming, front, dropped);
-        }
-        let pair = pair_of(incoming, pairs);
+        let pair = if pairs < 2 { 0 } else { pair_of(incoming, pairs) };
+        let too_long = dropped.too_long;
         let given = self.give_to_pair(pair, incoming, front, dropped)?;
+        let (ring, counts) = (2 * pair + TO_GUEST, &mut self.counts);
+        match given {
+            Given::Taken(0) if pairs > 0 => {
+                counts.add(ring, if dropped.too_long > too_long { Count::Length } else { Count::Other }, 1);
+            }
+            Given::Taken(count) => {
+                counts.add(ring, Count::Packets, count as u64);
+                counts.add(ring, Count::Bytes, if count > 0 { incoming.len() as u64 } else { 0 });
+            }
+            Given::NoRoom | Given::Later => self.short = pair,
+        }
+        if pairs < 2 {
+            return Ok(given);
+        }
         let shortage = &mut self.shortages[pair];
         match (given, *shortage) {
             (Given::NoRoom, None) => *shortage = Some(Instant::now()),
             // The bridge bounds how long a node's frames wait; here it is the ring that keeps those for others waiting.
             (Given::NoRoom, Some(since)) if since.elapsed() >= WAIT => {
                 dropped.no_buffer += 1;
+                self.counts.add(ring, Count::NoRoom, 1);
                 return Ok(Given::Taken(0));
             }
             (Given::NoRoom, Some(_)) | (Given::Taken(0) | Given::Later, _) => {}
@@ -63,6 +76,10 @@ impl Guest {
             };
             offload
         };
+        if incoming.len() > machine.device.longest() && offload.gso_type == GSO_NONE {
+            dropped.too_long += 1;
+            return Ok(Given::Taken(0));
+        }
         let is_fit = takes(&machine.device, &offload);
         let header = header_len(&machine.device);
         let merges = machine.device.has(feature::MRG_RXBUF);

@@ -60,6 +60,7 @@ pub mod request {
     pub const GET_QUEUE_NUM: u32 = 17;
     pub const SET_VRING_ENABLE: u32 = 18;
     pub const SEND_RARP: u32 = 19;
+    pub const NET_SET_MTU: u32 = 20;
     pub const GET_MAX_MEM_SLOTS: u32 = 36;
     pub const ADD_MEM_REG: u32 = 37;
     pub const REM_MEM_REG: u32 = 38;
@@ -73,6 +74,7 @@ pub mod protocol {
     pub const LOG_SHMFD: u64 = 1 << 1;
     pub const RARP: u64 = 1 << 2;
     pub const REPLY_ACK: u64 = 1 << 3;
+    pub const NET_MTU: u64 = 1 << 4;
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
 }
@@ -81,6 +83,7 @@ pub mod protocol {
 pub mod feature {
     pub const CSUM: u64 = 1 << 0;
     pub const GUEST_CSUM: u64 = 1 << 1;
+    pub const MTU: u64 = 1 << 3;
     pub const GUEST_TSO4: u64 = 1 << 7;
     pub const GUEST_TSO6: u64 = 1 << 8;
     pub const GUEST_ECN: u64 = 1 << 9;

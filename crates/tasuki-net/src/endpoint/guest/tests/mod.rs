@@ -18,6 +18,7 @@ use crate::vni::mortal::lives_for;
 mod theirs;
 
 mod attack;
+mod counts;
 mod cut;
 mod migration;
 mod packed;
@@ -255,6 +256,7 @@ fn a_guest_without_buffers_loses_frames_of_its_own_alone_and_after_a_while() {
         std::thread::sleep(Duration::from_millis(5));
         net.settle();
         assert_eq!(net.node.as_ref().unwrap().dropped.no_buffer, 4);
+        assert_eq!(counts::of(&mut net, "rx0_drops_no_room"), 4);
         assert_eq!(machine.receive().len(), 8);
         net.others[0].send(US, &frame(US, OTHER, 1)).unwrap();
         net.others[0].flush();
@@ -406,7 +408,7 @@ fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
     let path = |net: &Net| net.folder.path().join("vm.sock");
     let odd: [(Vec<u8>, usize, &str); 13] = [
         (message(2, 0, &(1_u64 << 27).to_ne_bytes()), 0, "features that it was not offered (0x8000000)"),
-        (message(16, 0, &16_u64.to_ne_bytes()), 0, "features that it was not offered (0x10)"),
+        (message(16, 0, &0x1000_u64.to_ne_bytes()), 0, "features that it was not offered (0x1000)"),
         (message(6, 0, &[0; 16]), 1, "it sent request 6, which it was not offered"),
         (message(37, 0, &[0; 40]), 1, "it sent request 37, which it was not offered"),
         (b"GET / HTTP/1.1\r\n\r\n".to_vec(), 0, "what it sends is not vhost-user"),
