@@ -15,8 +15,9 @@ enum End {
     Node,
 }
 
-/// Ends the connection of a machine.
+/// Ends the connection of a machine, whose worker sleeps.
 fn cut(net: &mut Net, machine: &mut Machine, end: End) {
+    assert_eq!(net.node.as_mut().unwrap().arm(), Armed::Idle);
     match end {
         End::Breach => {
             // A request that does not exist, before the next frame is taken.
@@ -125,6 +126,27 @@ fn a_packed_ring_of_single_descriptors_shows_a_new_node_where_it_stands() {
             crossed.check(before + 15, &format!("{features:#x} after {before}"));
         }
     }
+}
+
+#[test]
+fn a_machine_is_not_taken_for_another_whose_connection_was_cut() {
+    let features = ALL | PACKED;
+    let (mut net, mut elsewhere) = (Net::new(2), Net::new(2));
+    let mut machines = [net.machine(features, 64), elsewhere.machine(features, 64)];
+    exchange(&mut net, &mut machines[0], 0..5);
+    net.settle();
+    cut(&mut net, &mut machines[0], End::Close);
+    let (mut crossed, [_, machine]) = (Crossed::default(), &mut machines);
+    exchange(&mut elsewhere, machine, 0..9);
+    elsewhere.settle();
+    crossed.add(&mut elsewhere, machine);
+    cut(&mut elsewhere, machine, End::Close);
+    received(&mut net.others[0]);
+    connect_again(&mut net, machine);
+    exchange(&mut net, machine, 9..12);
+    net.settle();
+    crossed.add(&mut net, machine);
+    crossed.check(12, "elsewhere first");
 }
 
 /// A guest that starts its driver anew while its front end is not connected has new rings in the same place.
