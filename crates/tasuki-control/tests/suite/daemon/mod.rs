@@ -9,6 +9,7 @@ mod clients;
 mod confined;
 mod deaths;
 mod endures;
+mod examples;
 mod failover;
 mod faults;
 mod forged;
