@@ -68,9 +68,16 @@ fn a_nic_fails_over() {
     let rig = Rig::without_daemon("", "");
     let said = up(&rig, "fail-over.toml", |text| text);
     assert!(said.contains("2 nodes and 1 NICs are at work"), "{said}");
-    // Red is lost: it is removed.
-    rig.ask(&["node", "remove", "red"]);
-    until(&rig, "blue drives", || rig.nic()["node"] == "blue" && rig.nic()["is"] == "driven");
+    // Red is lost: no worker of it lives for long.
+    until(&rig, "blue drives", || {
+        let red = rig.workers().into_iter().filter(|it| it["node"] == "red" && it["is"] != "leaves");
+        for it in red {
+            // It may be gone by now.
+            let its = i32::try_from(pid(&it)).ok().and_then(rustix::process::Pid::from_raw).expect("a process");
+            let _ = rustix::process::kill_process(its, Signal::KILL);
+        }
+        rig.nic()["node"] == "blue" && rig.nic()["is"] == "driven"
+    });
     rig.await_event("eth0 failed over from node red to node blue");
     rig.ask(&["down"]);
 }
@@ -89,7 +96,7 @@ fn machines_and_a_dpdk_program_find_their_sockets() {
         let said = up(&rig, name, |text| text);
         assert!(said.contains("are at work after"), "{said}");
         for socket in sockets {
-            assert!(std::os::unix::net::UnixStream::connect(rig.path(socket)).is_ok(), "{name}: {socket}");
+            assert!(rig.path(socket).exists(), "{name}: {socket}");
         }
         let driver = rig.workers().into_iter().find(|it| it["is"] == "drives").expect("a worker");
         signal(pid(&driver), Signal::KILL);
