@@ -517,8 +517,9 @@ impl Device {
                 continue;
             }
             let mut queue = match self.layout() {
-                Layout::Packed if !ring.has_run => Queue::Packed(self.packed_again(at)?),
-                _ => self.queue(at, ring.base, None)?,
+                _ if ring.has_run => self.queue(at, ring.base, None)?,
+                Layout::Packed => Queue::Packed(self.packed_again(at)?),
+                Layout::Split => Queue::Split(self.split_again(at)?),
             };
             queue.set_log(ring.log);
             if at % 2 == TO_GUEST {
@@ -544,9 +545,7 @@ impl Device {
         if !ring.was_served() {
             return Ok(ring);
         }
-        let is_it = |left: &Left| left.stated == stated && Some(left.ring) == self.identity(at);
-        let left = self.journal.as_ref().and_then(|journal| Some((journal, journal.left(at).filter(is_it)?)));
-        let Some((journal, left)) = left else {
+        let Some((journal, left)) = self.left(at, stated) else {
             let is_doubted = stated == Packed::BEGINNING && !self.has(feature::IN_ORDER);
             let standing = ring.standing().filter(|_| is_doubted);
             return standing.map_or(Ok(ring), |position| self.packed(at, position));
@@ -558,6 +557,27 @@ impl Device {
         Ok(ring)
     }
 
+    /// Opens a split ring that has not run since its front end connected. It goes on where the front end says, at its used
+    /// index. If a worker was killed before it had stored that of a committed turn, it is stored now.
+    fn split_again(&self, at: usize) -> Result<Split, Broken> {
+        let RingText { base, place, .. } = self.text.rings[at];
+        let ring = self.split(at, base, None)?;
+        let used = ring.positions().1;
+        let left = self.left(at, used).map(|(_, left)| left.position);
+        let left = left.filter(|position| base == used && (1..=place.size).contains(&position.wrapping_sub(used)));
+        let Some(position) = left else { return Ok(ring) };
+        let mut ring = self.split(at, position, Some(position))?;
+        ring.show_again();
+        Ok(ring)
+    }
+
+    /// Returns where the journal has this ring, if its front end knows this place of it.
+    fn left(&self, at: usize, stated: u16) -> Option<(&Journal, Left)> {
+        let journal = self.journal.as_ref()?;
+        let is_it = |left: &Left| left.stated == stated && Some(left.ring) == self.identity(at);
+        Some((journal, journal.left(at).filter(is_it)?))
+    }
+
     /// Returns which ring it is, for the next connection.
     fn identity(&self, at: usize) -> Option<Identity> {
         let (stretch, address) = self.memory.lies(self.text.rings[at].place.descriptors)?;
@@ -565,31 +585,45 @@ impl Device {
         Some(Identity { file, address })
     }
 
-    /// Notes where the packed rings stand that run, for the next connection of the same machine. `marks` are those of the
-    /// last turn, if this device has not gone on after it.
+    /// Notes where the rings stand that run, for the next connection of the same machine. `marks` are those of the last
+    /// turn, if this device has not gone on after it.
     pub fn leave(&self, marks: Option<&Marks>) {
-        let Some(journal) = self.journal.as_ref().filter(|_| self.layout() == Layout::Packed) else { return };
-        let has_protocol = self.has(feature::PROTOCOL_FEATURES);
-        for (at, ring) in self.text.rings.iter().enumerate() {
-            let stale = || marks.filter(|_| ring.may_run(has_protocol)).and_then(|marks| done_of(marks, at));
-            let position = self.queues[at].as_ref().map(|queue| queue.positions().1).or_else(stale);
-            let Some((position, ring)) = position.zip(self.identity(at)) else { continue };
-            let session = marks.map_or(self.text.session, session_of);
-            journal.leave(at, Left { session, stated: self.text.rings[at].stated, position, ring });
+        for at in 0..self.text.rings.len() {
+            if let Some((journal, left)) = self.journal.as_ref().zip(self.leaving(at, marks)) {
+                journal.leave(at, left);
+            }
         }
+    }
+
+    /// Returns what to note of a ring.
+    fn leaving(&self, at: usize, marks: Option<&Marks>) -> Option<Left> {
+        let ring = &self.text.rings[at];
+        let may_run = ring.may_run(self.has(feature::PROTOCOL_FEATURES));
+        let of_marks = || marks.filter(|_| may_run).and_then(|marks| done_of(marks, at));
+        let position = self.queues[at].as_ref().map(|queue| queue.positions().1).or_else(of_marks)?;
+        let stated = match self.layout() {
+            Layout::Packed => ring.stated,
+            // The used index, which the driver's memory has.
+            Layout::Split => self.split(at, ring.base, None).ok()?.positions().1,
+        };
+        let session = marks.map_or(self.text.session, session_of);
+        Some(Left { session, stated, position, ring: self.identity(at)? })
     }
 
     /// Opens a ring at the position of its next chain, and that of its next completion: that in the driver's memory, if
     /// none is given.
     fn queue(&self, at: usize, next: u16, done: Option<u16>) -> Result<Queue, Broken> {
-        let RingText { place, log, .. } = self.text.rings[at];
-        let has_event_index = self.has(feature::EVENT_IDX);
+        let log = self.text.rings[at].log;
         let mut queue = match self.layout() {
-            Layout::Split => Queue::Split(Split::new(&self.memory, place, next, done, has_event_index)?),
+            Layout::Split => Queue::Split(self.split(at, next, done)?),
             Layout::Packed => Queue::Packed(self.packed(at, next)?),
         };
         queue.set_log(log);
         Ok(queue)
+    }
+
+    fn split(&self, at: usize, next: u16, done: Option<u16>) -> Result<Split, Broken> {
+        Split::new(&self.memory, self.text.rings[at].place, next, done, self.has(feature::EVENT_IDX))
     }
 
     fn packed(&self, at: usize, position: u16) -> Result<Packed, Broken> {
