@@ -358,7 +358,11 @@ impl Add {
             return json!({ "memif": { "socket": absolute(socket), "id": self.id, "secret": secret } });
         }
         if let Some(socket) = &self.vm {
-            return json!({ "vm": { "socket": absolute(socket), "latency_us": self.latency_us, "mtu": self.mtu } });
+            let mut work = json!({ "vm": { "socket": absolute(socket), "latency_us": self.latency_us } });
+            if let Some(mtu) = self.mtu {
+                work["vm"]["mtu"] = json!(mtu);
+            }
+            return work;
         }
         if let Some(link) = &self.link {
             let (netns, name) =
