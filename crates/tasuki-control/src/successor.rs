@@ -2,12 +2,16 @@
 //! a terminal) sees no end, and the workers see what they see of any other daemon that takes over.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::fs::MemfdFlags;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 use tasuki_relay::message::PROTOCOL_VERSION;
 
 use crate::config::not_startable;
@@ -20,6 +24,8 @@ pub const CHECK: &str = "--check";
 const WITHIN: Duration = Duration::from_secs(10);
 /// Pause between two looks whether it has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// Pause between two looks for children that have ended.
+const REAP_EVERY: Duration = Duration::from_secs(1);
 
 /// Returns the path of this program. Another file may lie there by now.
 fn own() -> io::Result<PathBuf> {
@@ -40,9 +46,14 @@ pub fn check(with: Option<PathBuf>, cpus: &[u32]) -> Result<(PathBuf, String), S
     crate::aside::stay(cpus);
     let mut command = Command::new(&with);
     command.args(words()).arg(CHECK).env_remove("NOTIFY_SOCKET");
-    let output = within(&mut command).map_err(|why| format!("{} {why}", with.display()))?;
-    let (said, why) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    if !output.status.success() {
+    let (succeeded, said, why) = within(&mut command).map_err(|why| format!("{} {why}", with.display()))?;
+    if !succeeded {
+        if why.contains(CHECK) {
+            return Err(format!(
+                "{} is from before tasuki upgrade, and cannot take over by it; stop tasukid (SIGTERM), and start that one",
+                with.display()
+            ));
+        }
         let last = why.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("it does not say why");
         let last = crate::log::plain(last.strip_prefix("tasukid: ").unwrap_or(last), 1000);
         return Err(format!("{} does not begin here, so tasukid stays what it is: {last}", with.display()));
@@ -72,21 +83,40 @@ pub fn line(file: &Path) -> String {
     format!("tasukid {} takes the configuration {} and has {}", env!("CARGO_PKG_VERSION"), file.display(), shared())
 }
 
-/// Runs a command to its end. An error is the end of a sentence that begins with the program.
-fn within(command: &mut Command) -> Result<Output, String> {
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+/// Bytes of what it says that are read.
+const SAID_MAX: usize = 64 << 10;
+
+/// Runs a command to its end. Returns whether it succeeded, and what it said to either output. An error is the end of a
+/// sentence that begins with the program.
+fn within(command: &mut Command) -> Result<(bool, String, String), String> {
+    // Memory, and no pipes: a process that it leaves behind could keep those open.
+    let memory = || rustix::fs::memfd_create("tasuki-check", MemfdFlags::CLOEXEC).map(File::from);
+    let (said, why) =
+        memory().and_then(|said| Ok((said, memory()?))).map_err(|errno| format!("cannot be heard: {errno}"))?;
+    let end = |file: &File| file.try_clone().map(Stdio::from).map_err(|error| format!("cannot be heard: {error}"));
+    command.stdin(Stdio::null()).stdout(end(&said)?).stderr(end(&why)?).process_group(0);
     let mut child = command.spawn().map_err(|error| format!("does not start: {error}"))?;
     let until = Instant::now() + WITHIN;
-    while child.try_wait().map_err(|error| format!("cannot be waited for: {error}"))?.is_none() {
-        if Instant::now() > until {
-            let _ = child.kill();
-            let _ = child.wait();
-            return Err(format!("has not said within {} s whether it takes the configuration", WITHIN.as_secs()));
+    let status = loop {
+        match child.try_wait().map_err(|error| format!("cannot be waited for: {error}"))? {
+            Some(status) => break Some(status),
+            None if Instant::now() > until => break None,
+            None => std::thread::sleep(LOOK_EVERY),
         }
-        std::thread::sleep(LOOK_EVERY);
+    };
+    if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+        let _ = rustix::process::kill_process_group(group, Signal::KILL);
     }
-    // What it says fits into a pipe, or it never ends.
-    child.wait_with_output().map_err(|error| format!("cannot be read: {error}"))
+    let Some(status) = status else {
+        let _ = child.wait();
+        return Err(format!("has not said within {} s whether it takes the configuration", WITHIN.as_secs()));
+    };
+    let text = |file: &File| {
+        let mut bytes = vec![0; SAID_MAX];
+        let len = file.read_at(&mut bytes, 0).unwrap_or(0);
+        String::from_utf8_lossy(&bytes[..len]).into_owned()
+    };
+    Ok((status.success(), text(&said), text(&why)))
 }
 
 /// Returns this process's arguments without the program's name.
@@ -101,7 +131,40 @@ pub fn become_it(with: &Path) -> io::Error {
     Command::new("/proc/self/exe").args(words()).exec()
 }
 
-/// Reaps the children that the program before this one in the same process left dead.
+/// Reaps the children that the program before this one in the same process had, when they have ended. To be called before
+/// this one has any. Those that the daemon takes over it reaps itself, at once.
 pub fn reap() {
-    while let Ok(Some(_)) = rustix::process::waitpid(None, rustix::process::WaitOptions::NOHANG) {}
+    let parent = std::process::id().to_string();
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let is_ours = |pid: &i32| {
+        let line = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        line.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(1)) == Some(parent.as_str())
+    };
+    let mut children: Vec<(Pid, bool)> =
+        numbers.filter(is_ours).filter_map(|pid| Some((Pid::from_raw(pid)?, false))).collect();
+    if children.is_empty() {
+        return;
+    }
+    // Without a thread they stay, and take no more than a number each.
+    let _ = std::thread::Builder::new().name("reaper".to_owned()).spawn(move || {
+        while !children.is_empty() {
+            children.retain_mut(|(pid, was_dead)| {
+                let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+                match rustix::process::waitid(WaitId::Pid(*pid), look) {
+                    Ok(Some(_)) if *was_dead => {
+                        let _ = rustix::process::waitpid(Some(*pid), rustix::process::WaitOptions::NOHANG);
+                        false
+                    }
+                    Ok(Some(_)) => {
+                        *was_dead = true;
+                        true
+                    }
+                    Ok(None) => true,
+                    Err(_) => false,
+                }
+            });
+            std::thread::sleep(REAP_EVERY);
+        }
+    });
 }

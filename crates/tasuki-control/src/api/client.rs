@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use http_body_util::{BodyExt, Full};
@@ -13,14 +14,26 @@ use serde_json::Value;
 use super::types::Refused;
 use crate::place;
 
+/// Time within which the daemon shows something, and within which it does something, whatever its limits are.
+const LOOKS_WITHIN: Duration = Duration::from_secs(20);
+const DOES_WITHIN: Duration = Duration::from_secs(600);
+
 /// Sends a request to the daemon of this runtime directory, and returns its answer.
 pub fn ask(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Value> {
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_io().build().context("the kernel has no room")?;
-    let bytes = runtime.block_on(async {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
+    let runtime = runtime.context("the kernel has no room")?;
+    let limit = if method == Method::GET { LOOKS_WITHIN } else { DOES_WITHIN };
+    let answered = async {
         let answer = open(folder, method, address, body).await?;
         whole(folder, answer).await
-    })?;
+    };
+    let silent = || {
+        let (named, seconds) = (folder.display(), limit.as_secs());
+        format!(
+            "the tasukid in {named} has not answered for {seconds} s; end it (kill -9), and start another: workers go on meanwhile"
+        )
+    };
+    let bytes = runtime.block_on(async { tokio::time::timeout(limit, answered).await.with_context(silent) })??;
     serde_json::from_slice(&bytes).context("tasukid's answer is not JSON; rebuild the older of the two")
 }
 

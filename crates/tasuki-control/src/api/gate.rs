@@ -201,7 +201,12 @@ pub async fn guard(
     let answer = next.run(Request::from_parts(parts, Body::from(bytes))).await;
     if changes {
         let outcome = if answer.status().is_success() { "done" } else { "refused" };
-        gate.write_down(&peer, &asked, &format!("{outcome} ({})", answer.status().as_u16()), is_last);
+        gate.write_down(
+            &peer,
+            &asked,
+            &format!("{outcome} ({})", answer.status().as_u16()),
+            is_last && answer.status().is_success(),
+        );
     }
     answer
 }

@@ -438,13 +438,16 @@ pub fn serve(
 ) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
-    runtime.block_on(async {
+    let served = runtime.block_on(async {
         let listener = tokio::net::UnixListener::from_std(listener)?;
         let gate = Gate::new(roles, door.clone());
         open.into_iter().for_each(|open| drop(tokio::spawn(metrics::serve(open, door.clone()))));
         gate::serve(listener, router(door, gate.clone(), Cpus(cpus.into())), gate, over).await;
         Ok(())
-    })
+    });
+    // A program that is being looked at holds up nobody.
+    runtime.shutdown_background();
+    served
 }
 
 #[cfg(test)]

@@ -207,7 +207,8 @@ fn go_into_background(folder: &Path) -> Result<()> {
     let log = OpenOptions::new().append(true).create(true).mode(0o600).open(&log_path);
     let log = log.with_context(|| format!("{} cannot be written to", log_path.display()))?;
     let begins_at = log.metadata().map_or(0, |meta| meta.len());
-    let notices = folder.join("begun.sock");
+    // One for each caller: several may start at once, and one of them gets the directory.
+    let notices = folder.join(format!("begun-{}.sock", std::process::id()));
     let _ = std::fs::remove_file(&notices);
     let begun = UnixDatagram::bind(&notices).with_context(|| format!("{} cannot be listened at", notices.display()))?;
     begun.set_read_timeout(Some(Duration::from_millis(50)))?;
@@ -233,7 +234,9 @@ fn go_into_background(folder: &Path) -> Result<()> {
             break Err(anyhow::anyhow!("{}", last.strip_prefix("tasukid: ").unwrap_or(last)));
         }
         if std::time::Instant::now() > until {
-            let _ = child.kill();
+            if place::holder(folder) != Some(child.id()) {
+                let _ = child.kill();
+            }
             break Err(anyhow::anyhow!(
                 "tasukid did not begin to serve within {} s; {} says why",
                 BEGINS_WITHIN.as_secs(),
@@ -274,8 +277,17 @@ fn main() -> ExitCode {
     let stays = arguments.foreground || std::env::var_os("NOTIFY_SOCKET").is_some();
     let folder = arguments.dir.clone().unwrap_or_else(place::usual);
     if arguments.check {
-        let took = read(&file).map(|_| {
+        let took = read(&file).and_then(|(config, _)| {
+            let Programs { worker, model } = programs()?;
+            let worker = config.daemon.worker.clone().unwrap_or(worker);
+            let needs_model = config.nic.iter().any(|nic| nic.device == config::Device::Sim);
+            for program in [Some(&worker), Some(&model).filter(|_| needs_model)].into_iter().flatten() {
+                if let Some(why) = config::not_startable(program) {
+                    bail!("{} {why}", program.display());
+                }
+            }
             let _ = writeln!(std::io::stdout(), "{}", successor::line(&file));
+            Ok(())
         });
         return exit_code(took);
     }

@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 use crate::api::client;
 use crate::api::types::{Event, Plan};
 use crate::config::Spoof;
+use crate::log::plain;
 use crate::place;
 
 /// How to reach the daemon, and how to show its answers.
@@ -457,7 +458,7 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
     };
     let text = match reach.json {
         true => serde_json::to_string_pretty(&value)? + "\n",
-        false => show::show(asked, value)?,
+        false => show::show(asked, value)?.lines().map(|line| plain(line, usize::MAX) + "\n").collect(),
     };
     write(&text).map(|_| ())
 }
@@ -492,7 +493,8 @@ fn follow(folder: &Path, mut since: u64, as_json: bool) -> Result<()> {
                 goes_on = true;
                 for event in show::read::<Vec<Event>>(value)? {
                     since = event.number;
-                    let line = if as_json { serde_json::to_string(&event)? + "\n" } else { show::event(&event) };
+                    let text = || plain(show::event(&event).trim_end(), usize::MAX);
+                    let line = if as_json { serde_json::to_string(&event)? } else { text() } + "\n";
                     if !write(&line)? {
                         return Ok(());
                     }

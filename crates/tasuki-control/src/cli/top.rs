@@ -117,7 +117,7 @@ fn watch(folder: &Path, every_ms: u64) -> Result<()> {
         match terminal.key(pause)? {
             Some(Key::End) => return Ok(()),
             Some(Key::Stop) => stands = !stands,
-            Some(Key::Back | Key::On) | None => {}
+            Some(Key::Back | Key::On | Key::Other) | None => {}
         }
     }
 }
@@ -154,6 +154,7 @@ fn play(file: &Path) -> Result<()> {
             Some(Key::Stop) => stands = !stands,
             Some(Key::Back) => (at, stands) = (at.saturating_sub(1), true),
             Some(Key::On) => (at, stands) = ((at + 1).min(moments.len() - 1), true),
+            Some(Key::Other) => {}
             None if stands || is_last => {}
             None => at += 1,
         }

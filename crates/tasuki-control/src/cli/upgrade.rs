@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hyper::Method as Verb;
 use serde::Serialize;
@@ -58,7 +58,16 @@ pub fn run(reach: &Reach, everything: &Everything) -> Result<()> {
         if !everything.workers_only {
             replace_daemon(&folder, with.as_deref(), &mut done, &told)?;
         }
-        upgrade_nodes(&folder, with.as_deref(), &mut done, &told)
+        upgrade_nodes(&folder, with.as_deref(), &mut done, &told)?;
+        if let Some(with) = &with {
+            let is_something = done.daemon.is_some() || done.nodes.iter().any(|node| node.done);
+            ensure!(
+                is_something,
+                "nothing was upgraded: {} has none of the programs that run; name their folder",
+                with.display()
+            );
+        }
+        Ok(())
     })();
     if reach.json {
         write(&(serde_json::to_string_pretty(&done)? + "\n"))?;
@@ -103,6 +112,11 @@ fn replace_daemon(
         }
         std::thread::sleep(ASK_EVERY);
     }
+    let version = get::<Status>(folder, "/v1/status")?.version;
+    ensure!(
+        version == replaced.version,
+        "tasukid goes on as version {version}: that program did not start, and its log says why"
+    );
     told(&replaced.sentence)?;
     done.daemon = Some(replaced);
     Ok(())

@@ -34,6 +34,20 @@ pub struct Current {
 }
 
 impl Current {
+    /// Returns a sentence if the next daemon would find another configuration in the file than this one did.
+    pub fn has_changed(&self) -> Option<String> {
+        let named = self.file.display();
+        if !self.file.metadata().is_ok_and(|file| file.is_file()) {
+            return Some(format!(
+                "the configuration {named} is no file that another tasukid could read; put it there, and apply it"
+            ));
+        }
+        let is_same = std::fs::read(&self.file).is_ok_and(|text| crc32c::crc32c(&text) == self.record.base);
+        (!is_same).then(|| {
+            format!("{named} has changed since tasukid read it; apply the change first (tasuki plan, tasuki apply), or undo it")
+        })
+    }
+
     /// Returns the configuration to begin with: that of the daemon's file; or the one that was applied last, if the file
     /// has not changed since.
     pub fn begin(file: PathBuf, text: String, config: Config, known: Option<AppliedRecord>) -> (Self, Config) {

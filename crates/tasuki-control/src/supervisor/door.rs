@@ -51,9 +51,11 @@ impl From<No> for Refused {
         match no {
             No::Unknown(error) | No::Wrong(error) | No::Forbidden(error) => Refused { error, relays: Vec::new() },
             No::Failed { sentence, relays } => Refused { error: sentence, relays },
-            No::Ending => {
-                Refused { error: "tasukid is ending; start it again and ask then".to_owned(), relays: Vec::new() }
-            }
+            No::Ending => Refused {
+                error: "tasukid is ending, or goes on as another version; ask again in a moment, or start it"
+                    .to_owned(),
+                relays: Vec::new(),
+            },
         }
     }
 }

@@ -7,6 +7,7 @@
 //! | is driven, or is not open, or the card is why it is not   | nothing          | the node is not lost                              |
 //! | has no driver, and a worker of its node was never there   | nothing          | the first worker is still starting                |
 //! | has had no driver for less than `failover_after_ms`       | wait             | a worker and its stand-by are replaced in a moment |
+//! | has, but the daemon itself did not run for a part of it   | wait anew, once  | it has heard no worker meanwhile                  |
 //! | has had none for so long                                  | the node is lost | five fresh workers have been tried by then        |
 //! | the same, and the stand-by node has no worker either      | wait, and say so | the first of the two that is back has it          |
 //! | the same, and something else is under way with it         | wait             | that has a limit of its own                       |
@@ -30,6 +31,9 @@ use super::door::{Answer, No};
 use super::{About, Supervisor, now, policy};
 use crate::api::types::{NicView, Removed, Standby};
 use crate::config;
+
+/// How late the daemon may come to a NIC whose node is to be lost.
+const STALL: Duration = Duration::from_millis(100);
 
 /// How a NIC came to its stand-by node, or is about to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -85,6 +89,8 @@ pub struct Watch {
     since: Option<Duration>,
     /// When its node was lost.
     pub met: Option<Duration>,
+    /// Whether the daemon has come late once, and waits anew: on a machine that is always late, it waits once.
+    has_stalled: bool,
     /// Number of times that it could not go, and when to try again.
     tries: usize,
     not_before: Duration,
@@ -101,6 +107,11 @@ impl Watch {
         let due = *self.since.get_or_insert(now) + limit;
         if self.met.is_none() && now < due {
             return Then::Wait(due);
+        }
+        if self.met.is_none() && now > due + STALL && !self.has_stalled {
+            // The daemon itself did not run, so that it has neither replaced nor heard a worker meanwhile.
+            (self.since, self.has_stalled) = (Some(now), true);
+            return Then::Wait(now + limit);
         }
         self.met.get_or_insert(due);
         match () {
@@ -489,6 +500,9 @@ mod tests {
         let driven = Sight { is_undriven: false, ..LOST };
         assert_eq!(looks(&[(5, LOST), (1004, LOST), (1005, LOST)]), [Wait(ms(1005)), Wait(ms(1005)), Go]);
         assert_eq!(looks(&[(5, LOST), (900, driven), (1005, LOST)]), [Wait(ms(1005)), Rest, Wait(ms(2005))]);
+        let late = [(5, LOST), (1300, LOST), (2299, LOST), (2300, LOST)];
+        assert_eq!(looks(&late), [Wait(ms(1005)), Wait(ms(2300)), Wait(ms(2300)), Go], "the daemon stood still");
+        assert_eq!(looks(&[(5, LOST), (1300, LOST), (9999, LOST)])[2], Go, "it is always late");
         let begins = Sight { has_lost: false, ..LOST };
         assert_eq!(looks(&[(0, begins), (5000, begins)]), [Rest; 2], "its first worker is starting");
         let home = Sight { is_armed: false, ..LOST };
@@ -557,7 +571,7 @@ mod tests {
         fn whatever_dies_it_goes_once_and_is_driven_where_somebody_is(deeds in prop::collection::vec(deed(), 1..40)) {
             let (mut now, mut at, mut alive, mut dead_since) = (ms(0), 0, [true, true], Some(ms(0)).filter(|_| false));
             let mut watch = Watch::default();
-            for deed in deeds.into_iter().chain([Deed::Passes(1000), Deed::Passes(1)]) {
+            for deed in deeds.into_iter().chain([Deed::Passes(1000), Deed::Passes(1000), Deed::Passes(1)]) {
                 match deed {
                     Deed::Dies(node) => alive[node] = false,
                     Deed::ComesBack(node) => alive[node] = true,

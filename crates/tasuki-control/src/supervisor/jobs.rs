@@ -231,10 +231,13 @@ impl Supervisor {
         if self.stopping.is_some() || self.ended.is_some() {
             return Err(No::Ending);
         }
-        if self.is_applying() || self.jobs.iter().any(|job| job.answer.is_some()) {
+        if self.is_applying() || !self.jobs.is_empty() || !self.leaving.is_empty() || !self.emptying.is_empty() {
             return Err(No::now(
-                "an upgrade, a handover or a configuration is under way; ask again when that has settled",
+                "an upgrade, a handover, a node's removal or a configuration is under way; ask again when that has settled",
             ));
+        }
+        if let Some(why) = self.current.has_changed() {
+            return Err(No::now(why));
         }
         let sentence = format!("tasukid goes on as {}, version {version}", with.display());
         self.note(About::default(), sentence.clone());

@@ -161,7 +161,7 @@ impl Picture {
             let worker = metrics.workers.iter().find(|it| it.node == node.name && it.is == "drives");
             let worker = worker.or_else(|| metrics.workers.iter().find(|it| it.node == node.name));
             let worker = worker.map_or("none".to_owned(), |it| format!("{} {}", it.worker, it.is));
-            let dropped: f64 = did.dropped.values().sum();
+            let dropped = did.dropped.values().fold(0.0, |sum, rate| sum + rate);
             let curve = self.frames.get(&node.name).map(curve).unwrap_or_default();
             [
                 node.name.clone(),

@@ -10,6 +10,8 @@ use anyhow::{Context, Result, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::termios::{OptionalActions, Termios};
 
+use crate::log::plain;
+
 /// To another screen without a cursor, and back (xterm's control sequences, ctlseqs).
 const BEGIN: &str = "\x1b[?1049h\x1b[?25l";
 const END: &str = "\x1b[?25h\x1b[?1049l";
@@ -25,6 +27,8 @@ pub enum Key {
     Stop,
     Back,
     On,
+    /// None, or the window has another size.
+    Other,
 }
 
 /// A terminal that shows pictures and passes keys on at once.
@@ -48,8 +52,11 @@ impl Terminal {
         );
         let was = rustix::termios::tcgetattr(&input).context("the terminal does not say how it is set")?;
         let ended = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
-            signal_hook::flag::register(signal, ended.clone()).context("the kernel took no signal handler")?;
+        use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGWINCH};
+        let changed = Arc::new(AtomicBool::new(false));
+        let handled = [(SIGTERM, &ended), (SIGHUP, &ended), (SIGINT, &ended), (SIGWINCH, &changed)];
+        for (signal, flag) in handled {
+            signal_hook::flag::register(signal, flag.clone()).context("the kernel took no signal handler")?;
         }
         let mut raw = was.clone();
         raw.make_raw();
@@ -64,17 +71,19 @@ impl Terminal {
         let size = rustix::termios::tcgetwinsize(std::io::stdout()).context("the terminal does not say its size")?;
         let (columns, rows) = (usize::from(size.ws_col.max(1)), usize::from(size.ws_row.max(1)));
         let lines = picture((columns, rows));
-        let lines = lines.iter().take(rows).map(|line| line.chars().take(columns).collect::<String>() + CLEAR_LINE);
+        let lines = lines.iter().take(rows).map(|line| plain(line, columns) + CLEAR_LINE);
         say(&format!("{HOME}{}{CLEAR_BELOW}", lines.collect::<Vec<_>>().join("\r\n")))
     }
 
-    /// Returns the next key that means something, if it comes within `pause`. Returns early when the window changes.
+    /// Returns the next key, if one comes within `pause`.
     pub fn key(&mut self, pause: Duration) -> Result<Option<Key>> {
         let limit = Timespec::try_from(pause).context("that pause is too long")?;
         let mut polled = [PollFd::new(&self.input, PollFlags::IN)];
         let came = match rustix::event::poll(&mut polled, Some(&limit)) {
             Ok(came) => came > 0,
-            Err(rustix::io::Errno::INTR) => false,
+            // The window has another size, or a signal ends us.
+            Err(rustix::io::Errno::INTR) if self.ended.load(Relaxed) => false,
+            Err(rustix::io::Errno::INTR) => return Ok(Some(Key::Other)),
             Err(errno) => return Err(errno).context("the terminal cannot be waited for"),
         };
         if self.ended.load(Relaxed) {
@@ -86,7 +95,7 @@ impl Terminal {
             // It is gone.
             return Ok(Some(Key::End));
         }
-        Ok(key(&bytes[..len]))
+        Ok(came.then(|| (0..len).find_map(|at| key(&bytes[at..len])).unwrap_or(Key::Other)))
     }
 }
 
@@ -102,13 +111,13 @@ fn say(text: &str) -> Result<()> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("the terminal cannot be written to")
 }
 
-/// Returns the meaning of what a terminal sends for a key. Ctrl-C is a key, too.
+/// Returns the meaning of what a terminal sends for the first of some keys. Ctrl-C is a key, too.
 fn key(bytes: &[u8]) -> Option<Key> {
     match bytes {
-        b"q" | b"Q" | b"\x1b" | b"\x03" | b"\x04" => Some(Key::End),
-        b" " => Some(Key::Stop),
-        b"\x1b[D" | b"\x1bOD" | b"h" => Some(Key::Back),
-        b"\x1b[C" | b"\x1bOC" | b"l" => Some(Key::On),
+        b"\x1b" | [b'q' | b'Q' | 0x03 | 0x04, ..] => Some(Key::End),
+        [b' ', ..] => Some(Key::Stop),
+        [0x1b, b'[' | b'O', b'D', ..] | [b'h', ..] => Some(Key::Back),
+        [0x1b, b'[' | b'O', b'C', ..] | [b'l', ..] => Some(Key::On),
         _ => None,
     }
 }

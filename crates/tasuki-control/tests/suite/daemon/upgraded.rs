@@ -88,8 +88,13 @@ fn an_upgrade_of_all_stops_at_the_first_trouble_and_says_how_far_it_came() {
     let said = rig.ask(&["upgrade", "--with", folder.to_str().unwrap()]);
     assert!(said.contains("node red keeps its program: that folder has no worker"), "{said}");
     fs::remove_file(folder.join("tasukid")).expect("a file");
-    let said = rig.ask(&["upgrade", "--with", folder.to_str().unwrap()]);
-    assert!(said.contains("tasukid stays what it is: that folder has no tasukid"), "{said}");
+    for folder in [folder, rig.path("nowhere")] {
+        let said = rig.refused(&["upgrade", "--with", folder.to_str().unwrap()]);
+        assert!(
+            said.contains("nothing was upgraded: ") && said.contains("has none of the programs that run"),
+            "{said}"
+        );
+    }
     assert_eq!(rig.json(&["status"])["pid"], daemon);
 }
 
@@ -107,7 +112,7 @@ fn the_daemon_goes_on_as_no_program_that_would_not_begin() {
             "echo 'tasukid 9.0 takes the configuration x and has registry 1 and messages 99'",
             "cannot take over, since it takes the configuration x and has registry 1 and messages 99, and this tasukid has ",
         ),
-        ("exec sleep 1000", "has not said within 10 s whether it takes the configuration"),
+        ("sleep 1000 & exec sleep 1000", "has not said within 10 s whether it takes the configuration"),
     ] {
         script(&folder.join("tasukid"), text);
         let said = rig.refused(&["upgrade", "--with", folder.to_str().unwrap()]);
@@ -117,6 +122,17 @@ fn the_daemon_goes_on_as_no_program_that_would_not_begin() {
     rig.configure(|text| text + "\n[[node]]\nname = \"red\"\nwork = \"sink\"\n");
     let said = rig.refused(&["upgrade"]);
     assert!(said.contains("so tasukid stays what it is: ") && said.contains("red"), "{said}");
+    // What the next tasukid would do with a changed file is for tasuki plan to say.
+    fs::write(rig.path("tasuki.toml"), "").expect("a file");
+    let said = rig.refused(&["upgrade"]);
+    assert!(said.contains("tasuki.toml has changed since tasukid read it; apply the change first"), "{said}");
+    fs::remove_file(rig.path("tasuki.toml")).expect("a file");
+    assert!(rig.refused(&["upgrade"]).contains("so tasukid stays what it is: the configuration"));
+    let unbuilt = version(&rig, "unbuilt");
+    fs::write(rig.path("tasuki.toml"), good.replace(&rig.path("worker").display().to_string(), "/nowhere/worker"))
+        .expect("a file");
+    let said = rig.refused(&["upgrade", "--with", unbuilt.to_str().unwrap()]);
+    assert!(said.contains("so tasukid stays what it is: /nowhere/worker is not there"), "{said}");
     fs::write(rig.path("tasuki.toml"), good).expect("a file");
     let status = rig.json(&["status"]);
     assert!(status["up_ms"].as_u64().expect("a time") > since && status["pid"] == rig.daemon_pid());
