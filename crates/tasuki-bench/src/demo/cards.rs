@@ -116,7 +116,7 @@ fn play(mut orders: Orders) -> Result<Sample> {
         ensure!(began.elapsed() < PATIENCE, "the card is not served");
         std::thread::sleep(Duration::from_millis(2));
     }
-    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), [orders.cpu; 2], true)?;
+    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), [orders.cpu; 2], Relay::Takeover)?;
     let mut sample = Sample::new();
     for act in &ACTS {
         let trial = Trial { count: u64::MAX, size, rate: Some(driver::line_rate(size)), pauses: true };

@@ -56,6 +56,13 @@ macro_rules! system {
     };
 }
 
+/// A case of nodes that are lost: each of them has to be back before the next turn.
+macro_rules! fail_over {
+    ($name:literal, $trust:literal) => {
+        Case { full: 26, ..system!($name, PAPER, Traffic::Paper, Relay::FailOver { trust: $trust }) }
+    };
+}
+
 macro_rules! apart {
     ($name:literal, $size:expr) => {
         system!($name, $size, Traffic::Line, MBB, serve_virtio)
@@ -95,6 +102,8 @@ pub const CASES: &[Case] = &[
     system!("virtio-takeover-line64", 64, Traffic::Line, Relay::Takeover, serve_virtio),
     system!("virtio-keep-line64", 64, Traffic::Line, Relay::Give(Method::Keep), serve_virtio),
     system!("virtio-repoint-line64", 64, Traffic::Line, Relay::Give(Method::Repoint), serve_virtio),
+    fail_over!("failover-keep-paper", true),
+    fail_over!("failover-fenced-paper", false),
     system!("handover-cold-line64", 64, Traffic::Line, Relay::Give(Method::Cold)),
     system!("handover-cold-line1518", 1518, Traffic::Line, Relay::Give(Method::Cold)),
     system!("handover-cold-paper", PAPER, Traffic::Paper, Relay::Give(Method::Cold)),

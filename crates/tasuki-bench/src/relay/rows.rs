@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 use comfy_table::Table;
 
+use super::system::LOST_AFTER;
 use crate::nic::driver::line_rate;
 use crate::report::{Kind, Row};
 use crate::rounds::Samples;
@@ -17,6 +18,9 @@ const MINT: f64 = 1000.0;
 
 /// Bar of a staged upgrade, from asking to the answer, as a multiple of a wake-up across CPUs.
 const STAGED_BAR: f64 = 6.0;
+
+/// Bar of a fail-over, from when its rule is met to the first frame there (issue 21), in µs.
+const FAIL_OVER_BAR: f64 = 10_000.0;
 
 /// Returns the bars of a pause, in µs: of its median and of its 99th percentile.
 fn bars(case: &str) -> (Option<f64>, Option<f64>) {
@@ -46,8 +50,11 @@ pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for case in super::CASES.iter().chain(super::APART) {
         // Otherwise the case was not asked for, or the machine has no CPU for it.
-        if samples.find(case.name).is_some() {
-            rows.extend(relay(samples, case.name)?);
+        if let Some(sample) = samples.find(case.name) {
+            rows.extend(match case.name.starts_with("failover") {
+                true => fail_over(sample, case.name)?,
+                false => relay(samples, case.name)?,
+            });
         }
     }
     Ok(rows)
@@ -64,6 +71,32 @@ fn quantile(numbers: &[f64], thousandths: usize) -> f64 {
     sorted.sort_unstable_by(f64::total_cmp);
     let last = sorted.len().saturating_sub(1);
     sorted.get((last * thousandths).div_ceil(1000)).copied().unwrap_or(0.0)
+}
+
+/// Returns the rows of a fail-over. The gap on the wire is that from the last frame of the lost node to the first one of the
+/// other, without the time for which the daemon waits. It has the time until the death is noticed, and a frame's time.
+fn fail_over(sample: &Sample, case: &'static str) -> Result<Vec<Row>> {
+    let sum = |name: &str| Ok::<f64, anyhow::Error>(noted(sample, case, name)?.iter().sum());
+    let due: Vec<f64> = noted(sample, case, "due")?.to_vec();
+    let waits = LOST_AFTER.as_nanos() as f64;
+    let gaps: Vec<f64> = noted(sample, case, "gap")?.iter().map(|gap| gap - waits).collect();
+    let lost = Row::lower(case, "lost", "frames", sum("lost")?);
+    // What a stranger's ring held is nobody else's.
+    let mut lost = if case.starts_with("failover-keep") { lost.bar_at(0.0) } else { lost };
+    lost.note = Some(format!("{} fail-overs, {} ms each without a driver", due.len(), LOST_AFTER.as_millis()));
+    let micros = |metric, of: &[f64], thousandths| {
+        Row::lower(case, metric, "µs", quantile(of, thousandths) / 1e3).bar_at(FAIL_OVER_BAR)
+    };
+    Ok(vec![
+        lost,
+        Row::lower(case, "duplicated_or_reordered", "frames", sum("wrong")?).bar_at(0.0),
+        micros("until_driven_p50", &due, 500),
+        micros("until_driven_p99", &due, 990),
+        micros("until_driven_max", &due, 1000),
+        micros("until_first_frame_p50", &gaps, 500),
+        micros("until_first_frame_p99", &gaps, 990),
+        micros("until_first_frame_max", &gaps, 1000),
+    ])
 }
 
 fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {

@@ -39,6 +39,9 @@ const LOOK: Duration = Duration::from_millis(2);
 /// happens in it.
 const QUIET: Duration = Duration::from_millis(5);
 
+/// The copy of the worker that nodes run which can be lost.
+const PROGRAM: &str = "worker";
+
 /// A way for the NIC to change hands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Relay {
@@ -56,7 +59,22 @@ pub enum Relay {
     /// The NIC goes to the other node, and neither node trusts the other: the daemon fences all workers that had the
     /// NIC on the way.
     Fence(Method),
+    /// The node that has the NIC is lost: its workers are killed, and its program is gone. The NIC goes to the other node
+    /// by itself.
+    FailOver {
+        /// Whether the two nodes trust each other.
+        trust: bool,
+    },
 }
+
+impl Relay {
+    fn is_trusted(self) -> bool {
+        !matches!(self, Relay::Fence(_) | Relay::FailOver { trust: false })
+    }
+}
+
+/// Time without a driver after which a node is lost. A ring of 256 has room for a frame a ms.
+pub const LOST_AFTER: Duration = Duration::from_millis(50);
 
 /// An open connection to the daemon. A request takes one write and, as a rule, one read.
 #[derive(Debug)]
@@ -146,14 +164,25 @@ pub fn now_ns() -> u64 {
 impl System {
     /// Starts two nodes that send back all frames, each on its CPU; both may share one. The first node gets the
     /// card.
-    pub fn start(folder: &Path, card: &Path, cpus: [usize; 2], they_trust: bool) -> Result<Self> {
+    pub fn start(folder: &Path, card: &Path, cpus: [usize; 2], relay: Relay) -> Result<Self> {
+        let they_trust = relay.is_trusted();
         let node = |name: &str, other: &str, cpu: usize| {
             let trusts = if they_trust { format!("\"{other}\"") } else { String::new() };
             format!("[[node]]\nname = \"{name}\"\nwork = \"echo\"\ncpu = {cpu}\npoll = true\ntrusts = [{trusts}]\n\n")
         };
         let nic = format!("[[nic]]\nname = \"nic0\"\ndevice = \"vfio-user:{}\"\nnode = \"red\"\n", card.display());
-        let system =
-            Self::configured(folder, &[node("red", "blue", cpus[0]), node("blue", "red", cpus[1]), nic].concat())?;
+        let nodes = [node("red", "blue", cpus[0]), node("blue", "red", cpus[1])].concat();
+        let configuration = match relay {
+            Relay::FailOver { .. } => {
+                // It goes away, and comes back.
+                let program = folder.join(PROGRAM);
+                std::fs::copy(beside("tasuki-worker")?, &program)?;
+                let daemon = format!("failover_after_ms = {}\nworker = {program:?}\n", LOST_AFTER.as_millis());
+                format!("{daemon}{nodes}{nic}standby = \"blue\"\n")
+            }
+            _ => nodes + &nic,
+        };
+        let system = Self::configured(folder, &configuration)?;
         // A node's CPU is for its driver, as on a user's machine.
         cpus::keep_off(&cpus)?;
         Ok(system)
@@ -182,7 +211,7 @@ impl System {
         let daemon = "[daemon]\nhang_after_ms = 5000\nrestart = \"always\"\n";
         // Confine as usual, where root allows it.
         let confine = if rustix::process::geteuid().is_root() { "" } else { "confine = \"best-effort\"\n" };
-        std::fs::write(&config, format!("{daemon}{confine}\n{configuration}"))?;
+        std::fs::write(&config, format!("{daemon}{confine}{configuration}"))?;
         let program = beside("tasukid")?;
         let mut command = Command::new(&program);
         command.arg("--foreground").arg("--config").arg(&config).arg("--dir").arg(folder);
@@ -365,6 +394,14 @@ impl System {
                 let _: Relayed = self.ask(Verb::POST, &address, Some(&json!({})))?;
             }
             Relay::Give(_) | Relay::Fence(_) => self.await_worker(other(&node))?,
+            Relay::FailOver { .. } => {
+                self.await_worker("red")?;
+                if node == "blue" {
+                    let _: Relayed = self.ask(Verb::POST, "/v1/nics/nic0/give", Some(&json!({ "to": "red" })))?;
+                }
+                self.await_pair("red")?;
+                self.await_worker("blue")?;
+            }
             Relay::Upgrade { .. } | Relay::Takeover => {}
         }
         Ok(())
@@ -375,6 +412,7 @@ impl System {
         let before = self.nic()?;
         let (address, body) = match relay {
             Relay::Takeover => return self.takeover(&before),
+            Relay::FailOver { .. } => return self.fail_over(&before),
             Relay::Staged | Relay::Upgrade { store: false } => {
                 (format!("/v1/nodes/{}/upgrade", before.node), json!({}))
             }
@@ -390,6 +428,28 @@ impl System {
         let pause = settled.relays.first().and_then(|relay| relay.pause_ns);
         self.await_steady(before.worker)?;
         Ok(Turn { pause: pause.context("the relay has no pause")?, until_known: 0, asked: Some(asked) })
+    }
+
+    /// Loses the node that has the NIC. The pause of the turn is the time from when the daemon's rule is met until the other
+    /// node drives.
+    fn fail_over(&self, before: &NicView) -> Result<Turn> {
+        let (program, aside) = (self.folder.join(PROGRAM), self.folder.join("away"));
+        std::fs::rename(&program, &aside)?;
+        let its = self.workers()?.into_iter().filter(|worker| worker.node == before.node);
+        let (drivers, others): (Vec<_>, Vec<_>) = its.partition(|worker| Some(worker.worker) == before.worker);
+        others.iter().chain(&drivers).for_each(|worker| kill(worker.pid));
+        let began = Instant::now();
+        // No request disturbs the daemon meanwhile.
+        std::thread::sleep(LOST_AFTER * 2);
+        let took = loop {
+            if let Some(took) = self.nic()?.failed_over.and_then(|it| it.took_ns) {
+                break took;
+            }
+            ensure!(began.elapsed() < PATIENCE, "the NIC does not fail over: {}", self.describe());
+            std::thread::sleep(LOOK);
+        };
+        std::fs::rename(&aside, &program)?;
+        Ok(Turn { pause: took, until_known: 0, asked: None })
     }
 
     fn takeover(&self, before: &NicView) -> Result<Turn> {
@@ -441,8 +501,7 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
         ensure!(began.elapsed() < PATIENCE, "the card is not served");
         std::thread::sleep(LOOK);
     }
-    let they_trust = !matches!(relay, Relay::Fence(_));
-    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), cpus, they_trust)?;
+    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), cpus, relay)?;
     // This process keeps off the card's CPU: it sleeps while a relay is measured.
     let rate = match traffic {
         Traffic::Line => driver::line_rate(size),
@@ -472,6 +531,7 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
         // A takeover has no request: it is over when a worker stands by again.
         sample.note("replaced", turn.asked.unwrap_or(asked.elapsed()).as_nanos() as f64);
         sample.record(Duration::from_nanos(turn.pause));
+        sample.note("due", turn.pause as f64);
         sample.note("until_known", turn.until_known as f64);
         let (gap, trip) = window()?;
         sample.note("gap", gap);
