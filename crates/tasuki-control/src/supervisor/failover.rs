@@ -7,6 +7,7 @@
 //! | is driven, or is not open, or the card is why it is not   | nothing          | the node is not lost                              |
 //! | has no driver, and a worker of its node was never there   | nothing          | the first worker is still starting                |
 //! | has had no driver for less than `failover_after_ms`       | wait             | a worker and its stand-by are replaced in a moment |
+//! | the same, and not much of that is left                    | the other one gets ready | making memory for a card takes some ms     |
 //! | has, but the daemon itself did not run for a part of it   | wait anew, once  | it has heard no worker meanwhile                  |
 //! | has had none for so long                                  | the node is lost | five fresh workers have been tried by then        |
 //! | the same, and the stand-by node has no worker either      | wait, and say so | the first of the two that is back has it          |
@@ -28,12 +29,17 @@ use utoipa::ToSchema;
 use super::card::Card;
 use super::deeds::time;
 use super::door::{Answer, No};
+use super::jobs::Job;
 use super::{About, Supervisor, now, policy};
 use crate::api::types::{NicView, Removed, Standby};
 use crate::config;
 
 /// How late the daemon may come to a NIC whose node is to be lost.
 const STALL: Duration = Duration::from_millis(100);
+
+/// How long before its node counts as lost the stand-by node's worker gets ready for a NIC: a worker needs some ms for that,
+/// and some tens of ms on a busy machine.
+const LEAD: Duration = Duration::from_millis(100);
 
 /// How a NIC came to its stand-by node, or is about to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -74,6 +80,8 @@ pub enum Then {
     Rest,
     /// Look again at this time.
     Wait(Duration),
+    /// A worker of the stand-by node is to get ready.
+    GetReady,
     /// The node is lost, and so is its stand-by node.
     NoTaker,
     /// The node is lost, and something else has to end first.
@@ -106,7 +114,12 @@ impl Watch {
         }
         let due = *self.since.get_or_insert(now) + limit;
         if self.met.is_none() && now < due {
-            return Then::Wait(due);
+            let ready_by = due - LEAD.min(limit / 2);
+            return match () {
+                () if now < ready_by => Then::Wait(ready_by),
+                () if has_taker && !is_busy => Then::GetReady,
+                () => Then::Wait(due),
+            };
         }
         if self.met.is_none() && now > due + STALL && !self.has_stalled {
             // The daemon itself did not run, so that it has neither replaced nor heard a worker meanwhile.
@@ -129,8 +142,9 @@ impl Watch {
     }
 
     /// Returns when to look again if nothing happens.
-    pub fn due(&self, limit: Duration) -> Option<Duration> {
-        self.met.map_or_else(|| self.since.map(|since| since + limit), |_| Some(self.not_before))
+    pub fn due(&self, limit: Duration, now: Duration) -> Option<Duration> {
+        let of = |since: Duration| [since + limit - LEAD.min(limit / 2), since + limit, self.not_before];
+        self.since.into_iter().flat_map(of).filter(|at| *at > now).min()
     }
 }
 
@@ -176,25 +190,32 @@ impl Supervisor {
         }
         self.go_on_emptying();
         for nic in self.cards.keys().copied().collect::<Vec<_>>() {
-            if self.jobs.iter().any(|job| job.fails_over() && job.is_about(nic)) {
-                continue;
+            let goes = self.jobs.iter().any(|job| job.fails_over() && job.is_about(nic));
+            if !goes {
+                self.note_where(nic);
             }
-            self.note_where(nic);
-            let (Some(sight), limit) = (self.sight_of(nic), self.config.daemon.failover_after()) else { continue };
+            let (Some(sight), limit) = (self.sight_of(nic, goes), self.config.daemon.failover_after()) else {
+                continue;
+            };
             let Some(card) = self.cards.get_mut(&nic) else { continue };
             let then = card.lost.look(sight, limit, now());
             if let (Some(met), Some(to)) = (card.lost.met, card.standby().map(str::to_owned)) {
                 self.is_lost_with_its_node(nic, &to, met);
             }
             self.show_what_it_waits_for(nic, then);
-            if then == Then::Go {
-                self.go_to_standby(nic);
+            match then {
+                Then::Go if goes => self.jobs.iter_mut().filter(|job| job.is_about(nic)).for_each(Job::may_go),
+                Then::Go => self.go_to_standby(nic),
+                // If it cannot get ready now, that is tried again, and told, when its node is lost.
+                Then::GetReady if !goes => _ = self.begin_fail_over(nic, false),
+                _ => {}
             }
         }
     }
 
-    /// Returns what there is to see of a NIC; nothing while its lease is on its way.
-    fn sight_of(&self, nic: u32) -> Option<Sight> {
+    /// Returns what there is to see of a NIC, with a job that is to bring it to its stand-by node or without; nothing while
+    /// its lease is on its way.
+    fn sight_of(&self, nic: u32, goes: bool) -> Option<Sight> {
         let card = self.cards.get(&nic)?;
         let standby = card.standby().filter(|name| self.nodes.contains_key(*name) && !self.leaves(name));
         let is_held = self.is_held(nic);
@@ -212,8 +233,8 @@ impl Supervisor {
             is_armed: standby.is_some(),
             is_undriven: is_there && !is_held,
             has_lost: has_died || card.lease_page.words.load(lease_page::RELAYS) > 0,
-            has_taker: standby.is_some_and(takes),
-            is_busy: standby.is_some_and(is_busy) || self.has_strangers(card),
+            has_taker: goes || standby.is_some_and(takes),
+            is_busy: !goes && (standby.is_some_and(is_busy) || self.has_strangers(card)),
         })
     }
 
@@ -239,7 +260,7 @@ impl Supervisor {
             Then::Rest => return card.waits = None,
             Then::NoTaker => card.waits.take(),
             // It could not go when that was tried last.
-            Then::Wait(_) | Then::Busy | Then::Go => return,
+            Then::Wait(_) | Then::GetReady | Then::Busy | Then::Go => return,
         };
         let Some(to) = card.standby() else { return };
         let (name, from) = (card.name().to_owned(), card.node.clone());
@@ -253,7 +274,7 @@ impl Supervisor {
     }
 
     fn go_to_standby(&mut self, nic: u32) {
-        if let Err(no) = self.begin_fail_over(nic) {
+        if let Err(no) = self.begin_fail_over(nic, true) {
             self.did_not_fail_over(nic, &crate::api::types::Refused::from(no).error);
         }
     }
@@ -262,6 +283,10 @@ impl Supervisor {
     pub(super) fn did_not_fail_over(&mut self, nic: u32, why: &str) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
         card.lost.failed(now());
+        if card.fail_over.is_none() {
+            // Its node is not lost.
+            return;
+        }
         let name = card.name().to_owned();
         let sentence = format!("{name} has not come to its stand-by node, and is tried again: {why}");
         let was = card.waits.replace(sentence.clone());
@@ -370,17 +395,18 @@ impl Supervisor {
         card.is_recorded(&from, to, &format!("node {from} was removed"), now());
         self.record_nic(nic);
         self.flush();
-        self.begin_fail_over(nic)
+        self.begin_fail_over(nic, true)
     }
 
-    fn begin_fail_over(&mut self, nic: u32) -> Result<(), No> {
+    /// Has a worker of the stand-by node get ready for the NIC, and take it if it `may_go` by now.
+    fn begin_fail_over(&mut self, nic: u32, may_go: bool) -> Result<(), No> {
         let card = self.cards.get_mut(&nic).ok_or(No::Ending)?;
         let (name, to) = (card.name().to_owned(), card.standby().map(str::to_owned).ok_or(No::Ending)?);
         if card.is_parked() || card.arbiter.is_none() {
             // Its last driver left the card in no state.
             card.lease_page.words.store(lease_page::LEFT, 0);
         }
-        self.begin_giving(&name, &to)
+        self.begin_giving(&name, &to, may_go)
     }
 
     /// Begins an arbiter for a NIC that no living worker has.
@@ -498,10 +524,10 @@ mod tests {
     fn a_node_is_lost_when_nobody_has_driven_for_so_long() {
         use Then::*;
         let driven = Sight { is_undriven: false, ..LOST };
-        assert_eq!(looks(&[(5, LOST), (1004, LOST), (1005, LOST)]), [Wait(ms(1005)), Wait(ms(1005)), Go]);
-        assert_eq!(looks(&[(5, LOST), (900, driven), (1005, LOST)]), [Wait(ms(1005)), Rest, Wait(ms(2005))]);
+        assert_eq!(looks(&[(5, LOST), (1004, LOST), (1005, LOST)]), [Wait(ms(905)), GetReady, Go]);
+        assert_eq!(looks(&[(5, LOST), (900, driven), (1005, LOST)]), [Wait(ms(905)), Rest, Wait(ms(1905))]);
         let late = [(5, LOST), (1300, LOST), (2299, LOST), (2300, LOST)];
-        assert_eq!(looks(&late), [Wait(ms(1005)), Wait(ms(2300)), Wait(ms(2300)), Go], "the daemon stood still");
+        assert_eq!(looks(&late), [Wait(ms(905)), Wait(ms(2300)), GetReady, Go], "the daemon stood still");
         assert_eq!(looks(&[(5, LOST), (1300, LOST), (9999, LOST)])[2], Go, "it is always late");
         let begins = Sight { has_lost: false, ..LOST };
         assert_eq!(looks(&[(0, begins), (5000, begins)]), [Rest; 2], "its first worker is starting");
@@ -513,10 +539,13 @@ mod tests {
     fn it_waits_for_the_first_node_that_is_back_and_for_what_is_under_way() {
         use Then::*;
         let (alone, busy) = (Sight { has_taker: false, ..LOST }, Sight { is_busy: true, ..LOST });
-        assert_eq!(looks(&[(0, alone), (1000, alone), (9000, LOST)]), [Wait(LIMIT), NoTaker, Go]);
+        assert_eq!(
+            looks(&[(0, alone), (950, alone), (1000, alone), (9000, LOST)]),
+            [Wait(ms(900)), Wait(LIMIT), NoTaker, Go]
+        );
         let back = Sight { is_undriven: false, ..alone };
-        assert_eq!(looks(&[(0, alone), (1000, alone), (9000, back)]), [Wait(LIMIT), NoTaker, Rest]);
-        assert_eq!(looks(&[(0, LOST), (1000, busy), (1500, LOST)]), [Wait(LIMIT), Busy, Go]);
+        assert_eq!(looks(&[(0, alone), (1000, alone), (9000, back)])[1..], [NoTaker, Rest]);
+        assert_eq!(looks(&[(0, LOST), (950, busy), (1000, busy), (1500, LOST)])[1..], [Wait(LIMIT), Busy, Go]);
         let forgot = Sight { has_lost: false, ..alone };
         assert_eq!(looks(&[(0, LOST), (1000, alone), (1500, forgot)])[2], NoTaker, "lost is lost");
     }
@@ -531,7 +560,7 @@ mod tests {
         for _ in 0..10 {
             watch.failed(now);
             let Then::Wait(at) = watch.look(LOST, LIMIT, now) else { panic!("{watch:?}") };
-            assert_eq!(watch.due(LIMIT), Some(at));
+            assert_eq!(watch.due(LIMIT, now), Some(at));
             pauses.push((at - now).as_millis());
             now = at;
             assert_eq!(watch.look(LOST, LIMIT, now), Then::Go);
@@ -591,7 +620,7 @@ mod tests {
                     }
                     Then::NoTaker => prop_assert_eq!((at, alive), (0, [false, false])),
                     Then::Busy => prop_assert!(false, "nothing else is under way"),
-                    Then::Rest | Then::Wait(_) => {}
+                    Then::Rest | Then::Wait(_) | Then::GetReady => {}
                 }
             }
             prop_assert!(at == 1 || alive[0] || !alive[1], "nobody drives, and one node could");

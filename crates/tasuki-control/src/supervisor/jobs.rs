@@ -61,6 +61,8 @@ pub struct Job {
     parked: bool,
     /// Whether the NIC goes to its stand-by node by itself.
     fails_over: bool,
+    /// Whether the taker only gets ready: the NIC's node is not lost yet.
+    waits: bool,
     /// How often the taker came too late, so that frames had reached the old owner meanwhile.
     late: u32,
     /// The method by which the taker refused the card, and why.
@@ -92,6 +94,7 @@ impl Job {
             done: Vec::new(),
             parked: false,
             fails_over: false,
+            waits: false,
             late: 0,
             refused: None,
             gave: None,
@@ -133,9 +136,14 @@ impl Job {
         self.fails_over
     }
 
+    /// Lets the taker have the NIC.
+    pub fn may_go(&mut self) {
+        self.waits = false;
+    }
+
     /// Returns whether the NIC goes to its stand-by node by itself, and the job began less than `lately` ago.
     pub fn has_just_begun(&self, nic: u32, lately: Duration) -> bool {
-        self.fails_over && self.is_about(nic) && now().saturating_sub(self.since) < lately
+        self.fails_over && !self.waits && self.is_about(nic) && now().saturating_sub(self.since) < lately
     }
 
     /// Returns the NIC whose relay is under way.
@@ -412,10 +420,10 @@ impl Supervisor {
     }
 
     /// Begins the handover of a NIC that goes by itself.
-    pub(super) fn begin_giving(&mut self, nic: &str, to: &str) -> Result<(), No> {
+    pub(super) fn begin_giving(&mut self, nic: &str, to: &str, may_go: bool) -> Result<(), No> {
         let give = Give { to: to.to_owned(), method: None, inflight: None, state: None };
         let job = self.begin_give(nic, &give)?;
-        self.jobs.push(Job { fails_over: true, ..job });
+        self.jobs.push(Job { fails_over: true, waits: !may_go, ..job });
         Ok(())
     }
 
@@ -553,7 +561,7 @@ impl Supervisor {
                 }
                 // All workers of the old node that had the NIC are fenced, and its other workers do not get it
                 // meanwhile. Or it had no worker left before.
-                Some(State::Parked) if job.refused.is_some() || job.parked => {
+                Some(State::Parked) if !job.waits && (job.refused.is_some() || job.parked) => {
                     self.ask_arbiter(at, nic, choice.method);
                     Step::Again
                 }

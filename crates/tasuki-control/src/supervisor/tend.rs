@@ -531,8 +531,7 @@ impl Supervisor {
             Opening::NotBefore(at) if at > now() => Some(at),
             _ => None,
         });
-        let lost = self.cards.values().filter_map(|card| card.lost.due(self.config.daemon.failover_after()));
-        let lost = lost.filter(|at| *at > now());
+        let lost = self.cards.values().filter_map(|card| card.lost.due(self.config.daemon.failover_after(), now()));
         let changes = self.applying.is_some() || self.cards.values().any(|card| card.closing.is_some());
         let busy = changes
             || self.workers.values().any(|worker| !worker.serves())

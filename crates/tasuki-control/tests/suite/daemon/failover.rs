@@ -222,6 +222,7 @@ fn a_standby_that_hangs_keeps_no_node_from_coming_back() {
         rig.await_pair("red");
         rig.await_worker(standby, "idle");
         lose(&rig, "red", "red-worker");
+        rig.await_event("node red is lost");
         until(&rig, "it is about to go", || rig.worker(standby, "prepares").is_some());
         bring_back(&rig, "red-worker");
         let (driver, _) = rig.await_pair("red");
