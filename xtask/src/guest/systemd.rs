@@ -54,13 +54,14 @@ const FILES: [(&str, &str); 6] = [
 ];
 
 /// Symbolic links. No login prompt runs on the serial line, which the tests use.
-const LINKS: [(&str, &str); 10] = [
+const LINKS: [(&str, &str); 11] = [
     ("bin/sh", "busybox"),
     ("bin/sleep", "busybox"),
     ("bin/mkdir", "busybox"),
     ("bin/rm", "busybox"),
     ("bin/cut", "busybox"),
     ("bin/diff", "busybox"),
+    ("bin/timeout", "busybox"),
     ("etc/systemd/system/proc-sys-fs-binfmt_misc.automount", "/dev/null"),
     ("etc/systemd/system/default.target", "/lib/systemd/system/multi-user.target"),
     ("etc/systemd/system/serial-getty@.service", "/dev/null"),
