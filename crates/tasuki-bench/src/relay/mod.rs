@@ -59,7 +59,7 @@ macro_rules! system {
 /// A case of nodes that are lost: each of them has to be back before the next turn.
 macro_rules! fail_over {
     ($name:literal, $trust:literal) => {
-        Case { full: 26, ..system!($name, PAPER, Traffic::Paper, Relay::FailOver { trust: $trust }) }
+        Case { full: 3, ..system!($name, PAPER, Traffic::Paper, Relay::FailOver { trust: $trust }) }
     };
 }
 
