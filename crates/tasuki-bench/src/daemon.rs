@@ -197,7 +197,7 @@ fn up(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
             let name = it.file_name();
             !name.to_string_lossy().ends_with(".log") && !name.to_string_lossy().ends_with(".toml")
         });
-        for entry in sockets.filter(|it| it.file_name() != "lock") {
+        for entry in sockets.filter(|it| it.file_name() != "tasukid.lock") {
             eprintln!("left: {}", entry.path().display());
             left += 1;
         }
