@@ -27,7 +27,7 @@ pub fn make(checkout: &Checkout, version: Option<&str>) -> anyhow::Result<PathBu
     ensure!(stream::succeeds(&mut build)?, "the programs that ship do not build");
     let place = checkout.target.join("package");
     let release = checkout.target.join("release");
-    // Whatever a former version had, this one may not have.
+    // A former version may have had files that this one has not.
     let _ = fs::remove_dir_all(&place);
     let (man, completions) = (place.join("man"), place.join("completions"));
     for folder in [&man, &completions] {

@@ -4,7 +4,7 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use tasuki_control::place;
 
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
-use crate::relay::system::{beside, whole};
+use crate::relay::system::{spawn, whole};
 use crate::report::{Kind, Row};
 use crate::sample::{Sample, median};
 use crate::workplace::Workplace;
@@ -28,6 +28,8 @@ use crate::workplace::Workplace;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Interval between two looks.
 const LOOK: Duration = Duration::from_millis(2);
+/// Time for a daemon or workers that have begun to come to rest: no event says when they have.
+const SETTLES: Duration = Duration::from_secs(2);
 
 /// Nodes of `up`, each of which has a worker and its stand-by.
 const UP: usize = 32;
@@ -53,18 +55,15 @@ struct Effort {
 struct Daemon {
     process: Child,
     place: Workplace,
-    config: String,
+    nodes: String,
 }
 
 impl Daemon {
     /// Starts a daemon with these nodes. It does not wait.
     fn begin(nodes: &str) -> Result<Self> {
         let place = Workplace::new()?;
-        let confine = if rustix::process::geteuid().is_root() { "" } else { "confine = \"best-effort\"\n" };
-        // The bench measures no hang.
-        let config = format!("[daemon]\nhang_after_ms = 5000\n{confine}\n{nodes}");
-        let process = start(place.directory(), &config)?;
-        Ok(Daemon { process, place, config })
+        let process = spawn(place.directory(), nodes)?;
+        Ok(Daemon { process, place, nodes: nodes.to_owned() })
     }
 
     fn folder(&self) -> &Path {
@@ -108,7 +107,7 @@ impl Daemon {
         self.process.kill()?;
         self.process.wait()?;
         let began = Instant::now();
-        self.process = start(self.folder(), &self.config)?;
+        self.process = spawn(self.folder(), &self.nodes)?;
         loop {
             match self.get::<Status>("/v1/status") {
                 Ok(status) if status.adopted as usize == workers => return Ok(began.elapsed()),
@@ -126,18 +125,6 @@ impl Drop for Daemon {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
-}
-
-fn start(folder: &Path, config: &str) -> Result<Child> {
-    let (file, program) = (folder.join("tasuki.toml"), beside("tasukid")?);
-    std::fs::write(&file, config)?;
-    let mut command = Command::new(&program);
-    command.arg("--foreground").arg("--config").arg(&file).arg("--dir").arg(folder);
-    let log = std::fs::OpenOptions::new().create(true).append(true).open(folder.join("tasukid.log"))?;
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-    // A signal from the bench's terminal would end the daemon alone, and its workers would go on.
-    std::os::unix::process::CommandExt::process_group(&mut command, 0);
-    command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))
 }
 
 /// Returns the configuration of so many native nodes on one VNI.
@@ -229,14 +216,14 @@ fn many(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let mut daemon = Daemon::begin(&nodes(MANY))?;
     let before = daemon.await_pairs(MANY)?;
     // While it starts workers, it has their messages in memory as well.
-    std::thread::sleep(Duration::from_secs(2));
+    std::thread::sleep(SETTLES);
     let memory = private_mib(daemon.process.id())?;
     let (mut times, mut later) = (Vec::new(), Vec::new());
     for round in 1..=effort.rounds {
         interrupt.check()?;
         times.push(ms(daemon.take_over(2 * MANY)?));
         daemon.await_pairs(MANY)?;
-        std::thread::sleep(Duration::from_millis(500));
+        std::thread::sleep(SETTLES);
         later.push(private_mib(daemon.process.id())?);
         eprintln!("round {round}/{} · {} workers taken over in {:.0} ms", effort.rounds, 2 * MANY, times[round - 1]);
     }
@@ -270,7 +257,7 @@ fn api(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
         std::thread::sleep(effort.time);
         Ok((received()? - before) as f64 / began.elapsed().as_secs_f64())
     };
-    std::thread::sleep(Duration::from_secs(1));
+    std::thread::sleep(SETTLES);
     let (mut ratios, mut asked, mut answers) = (Vec::new(), Vec::new(), Sample::new());
     for pair in 1..=effort.pairs {
         interrupt.check()?;

@@ -1,5 +1,5 @@
-//! The program that the daemon goes on as: the next version, in the same process. Whoever watches the process (systemd,
-//! a terminal) sees no end, and the workers see what they see of any other daemon that takes over.
+//! The program that the daemon goes on as: the next version, in the same process. systemd, or a terminal, sees no end of
+//! the process, and the workers see what they see of any other daemon that takes over.
 
 use std::ffi::OsString;
 use std::fs::File;

@@ -149,8 +149,24 @@ fn kill(pid: u32) {
     let _ = pid.map(|pid| rustix::process::kill_process(pid, Signal::KILL));
 }
 
+/// Starts a tasukid with these settings, nodes and NICs. It does not wait.
+pub fn spawn(folder: &Path, configuration: &str) -> Result<Child> {
+    let (config, program) = (folder.join("tasuki.toml"), beside("tasukid")?);
+    // The bench measures no hang, and on a busy machine a worker may not run every 200 ms.
+    let daemon = "[daemon]\nhang_after_ms = 5000\n";
+    // Confine as usual, where root allows it.
+    let confine = if rustix::process::geteuid().is_root() { "" } else { "confine = \"best-effort\"\n" };
+    std::fs::write(&config, format!("{daemon}{confine}{configuration}"))?;
+    let mut command = Command::new(&program);
+    command.arg("--foreground").arg("--config").arg(&config).arg("--dir").arg(folder);
+    let log = std::fs::OpenOptions::new().create(true).append(true).open(folder.join("tasukid.log"))?;
+    // A signal from the bench's terminal would end the daemon alone, and its workers would go on.
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
+    command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))
+}
+
 /// Returns the path of a program that was built with this one.
-pub fn beside(name: &str) -> Result<PathBuf> {
+fn beside(name: &str) -> Result<PathBuf> {
     let this = std::env::current_exe().context("the bench could not find its own executable")?;
     Ok(this.with_file_name(name))
 }
@@ -206,21 +222,9 @@ impl System {
 
     /// Starts the daemon with another configuration, whose nodes and card have the same names.
     pub fn configured(folder: &Path, configuration: &str) -> Result<Self> {
-        let config = folder.join("tasuki.toml");
-        // The bench measures no hang, and on a busy machine a worker may not run every 200 ms.
-        let daemon = "[daemon]\nhang_after_ms = 5000\nrestart = \"always\"\n";
-        // Confine as usual, where root allows it.
-        let confine = if rustix::process::geteuid().is_root() { "" } else { "confine = \"best-effort\"\n" };
-        std::fs::write(&config, format!("{daemon}{confine}{configuration}"))?;
-        let program = beside("tasukid")?;
-        let mut command = Command::new(&program);
-        command.arg("--foreground").arg("--config").arg(&config).arg("--dir").arg(folder);
-        let log = std::fs::File::create(folder.join("tasukid.log"))?;
-        // A signal from the bench's terminal would end the daemon alone, and its workers would go on.
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
         // Each started process chooses its CPU by itself.
         cpus::unpin()?;
-        let daemon = command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))?;
+        let daemon = spawn(folder, &format!("restart = \"always\"\n{configuration}"))?;
         let system = System { daemon, folder: folder.to_owned(), model: None };
         system.await_steady(None)?;
         Ok(system)

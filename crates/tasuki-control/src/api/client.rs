@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::types::Refused;
 use crate::place;
 
-/// Time within which the daemon shows something, and within which it does something, whatever its limits are.
+/// Times within which the daemon shows something, and does something. The second is longer than any limit of a relay.
 const LOOKS_WITHIN: Duration = Duration::from_secs(20);
 const DOES_WITHIN: Duration = Duration::from_secs(600);
 

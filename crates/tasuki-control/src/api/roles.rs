@@ -153,6 +153,7 @@ mod tests {
         assert_eq!(needed(&Method::POST, "/v1/nics/{name}/give"), Role::Operate);
         assert_eq!(needed(&Method::DELETE, "/v1/nodes/{name}"), Role::Administer);
         assert_eq!(needed(&Method::DELETE, "/v1/nodes/{name}/stage"), Role::Operate);
+        assert_eq!(needed(&Method::POST, "/v1/upgrade"), Role::Administer);
         assert_eq!(needed(&Method::POST, "/v1/anything"), Role::Administer);
     }
 }

@@ -37,6 +37,8 @@ pub struct Up {
 /// Brings nodes and NICs up, and waits until they are at work.
 pub fn up(reach: &Reach, up: &Up) -> Result<()> {
     let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    std::fs::metadata(&up.file)
+        .with_context(|| format!("the configuration {} cannot be read; name another file", up.file.display()))?;
     let began = Instant::now();
     let told = |sentence: &str| if reach.json { Ok(()) } else { write(&format!("{sentence}\n")).map(drop) };
     if client::ask(&folder, Verb::GET, "/v1/status", None).is_ok() {

@@ -52,6 +52,9 @@ struct Node {
 pub fn run(reach: &Reach, everything: &Everything) -> Result<()> {
     let folder = reach.dir.clone().unwrap_or_else(place::usual);
     let with = absolute(everything.with.as_ref())?;
+    if let Some(with) = with.as_ref().filter(|with| !with.is_dir()) {
+        bail!("nothing was upgraded: {} is no folder; name the one that has the programs", with.display());
+    }
     let mut done = Done::default();
     let told = |sentence: &str| if reach.json { Ok(()) } else { write(&format!("{sentence}\n")).map(drop) };
     let outcome = (|| {

@@ -71,7 +71,7 @@ impl Terminal {
         let size = rustix::termios::tcgetwinsize(std::io::stdout()).context("the terminal does not say its size")?;
         let (columns, rows) = (usize::from(size.ws_col.max(1)), usize::from(size.ws_row.max(1)));
         let lines = picture((columns, rows));
-        let lines = lines.iter().take(rows).map(|line| plain(line, columns) + CLEAR_LINE);
+        let lines = lines.iter().take(rows).map(|line| shown(line, columns));
         say(&format!("{HOME}{}{CLEAR_BELOW}", lines.collect::<Vec<_>>().join("\r\n")))
     }
 
@@ -111,6 +111,11 @@ fn say(text: &str) -> Result<()> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("the terminal cannot be written to")
 }
 
+/// Returns a line as it is drawn: names and sentences in it may be a worker's, or a recording's.
+fn shown(line: &str, columns: usize) -> String {
+    plain(line, columns) + CLEAR_LINE
+}
+
 /// Returns the meaning of what a terminal sends for the first of some keys. Ctrl-C is a key, too.
 fn key(bytes: &[u8]) -> Option<Key> {
     match bytes {
@@ -119,5 +124,23 @@ fn key(bytes: &[u8]) -> Option<Key> {
         [0x1b, b'[' | b'O', b'D', ..] | [b'h', ..] => Some(Key::Back),
         [0x1b, b'[' | b'O', b'C', ..] | [b'l', ..] => Some(Key::On),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_name_steers_the_terminal() {
+        assert_eq!(shown("red\x1b]0;x\x07\n\u{202e}echo", 80), "red ]0;x   echo\x1b[K");
+        assert_eq!(shown("a long line", 6), "a long\x1b[K");
+    }
+
+    #[test]
+    fn a_key_means_what_it_says() {
+        let keys = [&b"q"[..], b"\x03", b"\x1b", b" ", b"\x1b[D", b"\x1bOC\x1b[C", b"z", b"\x1b[A"];
+        let (end, stop, back, on) = (Some(Key::End), Some(Key::Stop), Some(Key::Back), Some(Key::On));
+        assert_eq!(keys.map(key), [end, end, end, stop, back, on, None, None]);
     }
 }

@@ -88,12 +88,9 @@ fn an_upgrade_of_all_stops_at_the_first_trouble_and_says_how_far_it_came() {
     let said = rig.ask(&["upgrade", "--with", folder.to_str().unwrap()]);
     assert!(said.contains("node red keeps its program: that folder has no worker"), "{said}");
     fs::remove_file(folder.join("tasukid")).expect("a file");
-    for folder in [folder, rig.path("nowhere")] {
+    for (folder, why) in [(folder, "has none of the programs that run"), (rig.path("nowhere"), "is no folder")] {
         let said = rig.refused(&["upgrade", "--with", folder.to_str().unwrap()]);
-        assert!(
-            said.contains("nothing was upgraded: ") && said.contains("has none of the programs that run"),
-            "{said}"
-        );
+        assert!(said.contains("nothing was upgraded: ") && said.contains(why), "{said}");
     }
     assert_eq!(rig.json(&["status"])["pid"], daemon);
 }
