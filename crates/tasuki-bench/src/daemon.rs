@@ -121,8 +121,10 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        let _ = client::ask(self.folder(), Verb::POST, "/v1/stop", None);
-        let _ = self.process.kill();
+        // Killed before it has ended its keeper, it would leave that behind.
+        if self.end().is_err() {
+            let _ = self.process.kill();
+        }
         let _ = self.process.wait();
     }
 }
