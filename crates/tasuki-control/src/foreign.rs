@@ -3,16 +3,19 @@
 
 use std::ops::Deref;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::LazyLock;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
+use std::time::Duration;
 
 use rustix::fs::SealFlags;
 
 /// Batches that may wait for the thread that closes.
 const BATCHES_MAX: usize = 256;
-/// Threads that may wait for a close. Beyond that a descriptor stays open: better so than a daemon that waits.
+/// Threads that may wait for a close.
 const WAITING_MAX: usize = 64;
+/// How long the thread that closes waits if all of those wait. Then descriptors stay open until one of the threads has
+/// ended: better so than a daemon that waits.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Foreign descriptors; another thread closes them.
 #[derive(Debug, Default)]
@@ -55,7 +58,8 @@ fn close(fds: Vec<OwnedFd>) {
     static QUEUE: LazyLock<Option<SyncSender<Vec<OwnedFd>>>> = LazyLock::new(|| {
         let (queue, due) = sync_channel::<Vec<OwnedFd>>(BATCHES_MAX);
         let thread = std::thread::Builder::new().name("closes".to_owned());
-        thread.spawn(move || due.into_iter().flatten().for_each(close_one)).ok()?;
+        let mut closer = Closer::default();
+        thread.spawn(move || due.into_iter().flatten().for_each(|fd| closer.close(fd))).ok()?;
         Some(queue)
     });
     let left = match &*QUEUE {
@@ -67,25 +71,48 @@ fn close(fds: Vec<OwnedFd>) {
     left.into_iter().flatten().for_each(leave_open);
 }
 
-/// Closes one descriptor in a thread of its own. While one close waits, the other descriptors must not remain in
-/// this process: a child that is just being started would close them, too, and wait as long.
-fn close_one(fd: OwnedFd) {
-    static WAITING: AtomicUsize = AtomicUsize::new(0);
-    if seals(&fd).is_some() {
-        return drop(fd);
+/// The thread that closes.
+#[derive(Default)]
+struct Closer {
+    /// Threads that wait for a close, and the news that one has ended.
+    waiting: Arc<(Mutex<usize>, Condvar)>,
+    /// The threads were waited for in vain, and none has ended since.
+    is_stuck: bool,
+}
+
+impl Closer {
+    /// Closes one descriptor, in a thread of its own if that may take long. While one close waits, the other descriptors
+    /// must not remain in this process: a child that is just being started would close them, too, and wait as long.
+    fn close(&mut self, fd: OwnedFd) {
+        if seals(&fd).is_some() || is_eventfd(&fd) {
+            return drop(fd);
+        }
+        let (count, ended) = &*self.waiting;
+        let patience = if self.is_stuck { Duration::ZERO } else { PATIENCE };
+        let all_wait = |waiting: &mut usize| *waiting >= WAITING_MAX;
+        let waiting = count.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut waiting, waited) =
+            ended.wait_timeout_while(waiting, patience, all_wait).unwrap_or_else(PoisonError::into_inner);
+        self.is_stuck = waited.timed_out();
+        if self.is_stuck {
+            return leave_open(fd);
+        }
+        let shared = self.waiting.clone();
+        let closing = std::thread::Builder::new().name(format!("closes {}", fd.as_raw_fd())).spawn(move || {
+            drop(fd);
+            let (count, ended) = &*shared;
+            *count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+            ended.notify_one();
+        });
+        // Without a thread, the descriptor has been closed with what it was to run.
+        *waiting += usize::from(closing.is_ok());
     }
-    if WAITING.load(Relaxed) >= WAITING_MAX {
-        return leave_open(fd);
-    }
-    WAITING.fetch_add(1, Relaxed);
-    let number = fd.as_raw_fd();
-    let closing = std::thread::Builder::new().name(format!("closes {number}")).spawn(move || {
-        drop(fd);
-        WAITING.fetch_sub(1, Relaxed);
-    });
-    if closing.is_err() {
-        WAITING.fetch_sub(1, Relaxed);
-    }
+}
+
+/// A virtual machine has many. They are closed at once, and a thread for each would be more work than that.
+fn is_eventfd(fd: &OwnedFd) -> bool {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    rustix::fs::readlink(path, Vec::new()).is_ok_and(|name| name.as_bytes() == b"anon_inode:[eventfd]")
 }
 
 fn leave_open(fd: OwnedFd) {
@@ -94,4 +121,50 @@ fn leave_open(fd: OwnedFd) {
         fd.as_raw_fd()
     );
     std::mem::forget(fd);
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{PollFd, PollFlags, Timespec};
+
+    use super::*;
+
+    /// Returns whether nobody has the other end of a pipe open.
+    fn is_closed(pipe: &OwnedFd) -> bool {
+        let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
+        rustix::event::poll(&mut [PollFd::new(pipe, PollFlags::empty())], Some(&limit)) == Ok(1)
+    }
+
+    #[test]
+    fn of_many_descriptors_at_once_none_stays_open() {
+        let (ours, theirs): (Vec<_>, Vec<_>) = (0..400).map(|_| rustix::pipe::pipe().expect("a pipe")).unzip();
+        drop(Foreign::new(theirs));
+        assert!(ours.iter().all(is_closed));
+    }
+
+    #[test]
+    fn if_all_threads_wait_a_descriptor_is_closed_once_one_has_ended() {
+        let mut closer = Closer::default();
+        let shared = closer.waiting.clone();
+        *shared.0.lock().expect("it is there") = WAITING_MAX;
+        let (ours, theirs) = rustix::pipe::pipe().expect("a pipe");
+        std::thread::scope(|scope| {
+            let closing = scope.spawn(|| closer.close(theirs));
+            // The closer waits, or finds that one has ended.
+            *shared.0.lock().expect("it is there") -= 1;
+            shared.1.notify_one();
+            closing.join().expect("it does not panic");
+        });
+        assert!(is_closed(&ours));
+        let all_wait = |waiting: &mut usize| *waiting == WAITING_MAX;
+        drop(shared.1.wait_while(shared.0.lock().expect("it is there"), all_wait).expect("it is there"));
+        // Nothing ends: what stays open is the descriptor, and nobody waits for the next one.
+        *shared.0.lock().expect("it is there") = WAITING_MAX;
+        closer.close(rustix::pipe::pipe().expect("a pipe").0);
+        assert!(closer.is_stuck);
+        let (ours, theirs) = rustix::pipe::pipe().expect("a pipe");
+        *shared.0.lock().expect("it is there") = 0;
+        closer.close(theirs);
+        assert!(is_closed(&ours) && !closer.is_stuck);
+    }
 }
