@@ -1,30 +1,33 @@
 //! `ci`: all checks that a change must pass. `.ci/run` calls this and nothing else.
 
 use std::process::Command;
+use std::time::Instant;
 
 use crate::checkout::Checkout;
 use crate::fuzz::{self, Sanitizer};
 use crate::{needs, stream, test, tidy};
 
+/// Returns whether the check has passed.
+type Check = fn(&Checkout) -> anyhow::Result<bool>;
+
 /// Runs every step, whether or not an earlier one failed. The suite comes last, so that its closing line is the last
 /// line of the output.
 pub fn run(checkout: &Checkout) -> anyhow::Result<bool> {
     needs::provide(&[needs::STRACE, needs::CXX]);
-    let components = components()?;
-    let steps = [
-        ("rustfmt and clippy", components),
-        ("fmt", fmt(checkout)?),
-        ("clippy", clippy(checkout)?),
-        ("tidy", tidy::run(checkout)?),
-        ("doc", doc(checkout)?),
-    ];
+    let mut steps = Vec::new();
+    let checks: [(&str, Check); 5] =
+        [("rustfmt and clippy", |_| components()), ("fmt", fmt), ("clippy", clippy), ("tidy", tidy::run), ("doc", doc)];
+    for (step, check) in checks {
+        let begun = Instant::now();
+        steps.push((step, check(checkout)?, begun.elapsed()));
+    }
     let report = test::run(checkout, None, fuzz::SHORT_RUN_SECONDS)?;
     println!("\nsteps");
-    for (step, passed) in steps {
-        println!("  {step:<20} {}", if passed { "passed" } else { "FAILED" });
+    for (step, passed, took) in &steps {
+        println!("  {step:<20} {}, in {} s", if *passed { "passed" } else { "FAILED" }, took.as_secs());
     }
     let tests_passed = report.close();
-    Ok(tests_passed && steps.iter().all(|(_, passed)| *passed))
+    Ok(tests_passed && steps.iter().all(|(_, passed, _)| *passed))
 }
 
 /// Checks that rustfmt and clippy are present. A toolchain may come without them; then rustup adds them.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 
@@ -24,9 +25,9 @@ pub enum Stage {
 
 const STAGES: [Stage; 4] = [Stage::Unit, Stage::Loom, Stage::Guest, Stage::Fuzz];
 
-/// The tallies of the stages.
+/// The tallies of the stages, and how long each took.
 #[must_use = "a report that is not closed has no closing line"]
-pub struct Report(Vec<(Stage, Tally)>);
+pub struct Report(Vec<(Stage, Tally, Duration)>);
 
 /// Runs the stage `only`, or all stages, whether or not an earlier one failed.
 pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyhow::Result<Report> {
@@ -35,6 +36,7 @@ pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyho
     needs::provide(&programs);
     let mut report = Report(Vec::new());
     for stage in STAGES.into_iter().filter(|stage| only.is_none_or(|only| only == *stage)) {
+        let begun = Instant::now();
         let tally = match stage {
             Stage::Unit => unit(checkout),
             Stage::Loom => loom::explore(checkout, &[]),
@@ -45,7 +47,7 @@ pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyho
             println!("xtask: the {} stage could not run: {error:#}", name(stage));
             Tally::one(false, &format!("{error:#}"))
         });
-        report.0.push((stage, tally));
+        report.0.push((stage, tally, begun.elapsed()));
     }
     Ok(report)
 }
@@ -55,13 +57,13 @@ impl Report {
     /// for the whole suite. Returns whether no test failed.
     pub fn close(self) -> bool {
         let mut sum = Tally::default();
-        for (stage, tally) in self.0.iter().filter(|(_, tally)| !tally.failures.is_empty()) {
+        for (stage, tally, _) in self.0.iter().filter(|(_, tally, _)| !tally.failures.is_empty()) {
             println!("\nfailed ({})", name(*stage));
             tally.failures.iter().for_each(|line| println!("  {line}"));
         }
         println!("\nsummary");
-        for (stage, tally) in &self.0 {
-            println!("  {:<5} {tally}", name(*stage));
+        for (stage, tally, took) in &self.0 {
+            println!("  {:<5} {tally}, in {} s", name(*stage), took.as_secs());
             sum += tally;
         }
         for line in told(&sum.reasons) {
@@ -140,9 +142,9 @@ pub fn quick(checkout: &Checkout) -> anyhow::Result<Report> {
     }
     let mut report = Report(Vec::new());
     for mut command in [units, most, some] {
-        let mut reader = Reader::default();
+        let (mut reader, begun) = (Reader::default(), Instant::now());
         let status = stream::run_showing(&mut command, |line| reader.line(line))?;
-        report.0.push((Stage::Unit, reader.finish(status.success())));
+        report.0.push((Stage::Unit, reader.finish(status.success()), begun.elapsed()));
     }
     Ok(report)
 }

@@ -85,10 +85,10 @@ impl World {
         self.rig.ask(&[&["node", "add", name, "--netns", &path, "--address", &address], more].concat());
     }
 
-    /// Runs `ping` in the shop; returns its output.
+    /// Runs `ping` in the shop; returns its output, with the numbers of requests without an answer for the answers.
     pub fn pinged(&self, words: &[&str]) -> String {
         let output = self.shop.within(|| Command::new("ping").args(words).output().expect("ping"));
-        String::from_utf8_lossy(&output.stdout).into_owned()
+        condensed(&String::from_utf8_lossy(&output.stdout))
     }
 
     /// Writes `text` to a file; returns its path.
@@ -122,6 +122,18 @@ impl World {
 }
 
 /// A new worker keeps the limits, too, and no frame takes the shortcut.
+/// Returns the output of `ping` with the numbers of the requests that were not answered in place of the answers, but
+/// with each answer that came twice.
+fn condensed(said: &str) -> String {
+    let number = |line: &str| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse::<usize>().ok();
+    let (answers, rest): (Vec<_>, Vec<_>) =
+        said.lines().partition(|line| number(line).is_some() && !line.contains("DUP"));
+    let answered: std::collections::BTreeSet<_> = answers.into_iter().filter_map(number).collect();
+    let asked = rest.iter().find_map(|line| line.split_once(" packets transmitted")?.0.parse().ok()).unwrap_or(0);
+    let missing: Vec<_> = (1..=asked).filter(|number| !answered.contains(number)).collect();
+    format!("{}\nnot answered: {missing:?}", rest.join("\n"))
+}
+
 #[test]
 fn a_node_with_a_limit_receives_no_more_and_what_it_sends_waits() {
     let Some(world) = World::new() else { return };
