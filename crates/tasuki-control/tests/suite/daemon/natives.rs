@@ -4,10 +4,9 @@
 use std::cell::Cell;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use rustix::process::Signal;
-use tasuki_testing::Program;
 
 use super::rig::{Rig, pid, signal, until};
 use super::rooms::deaths;
@@ -128,18 +127,16 @@ fn a_namespace_gets_one_answer_to_each_question_from_a_native_node_that_is_repla
     world.rig.ask(&["node", "add", "desk", "--native", "--work", "answer", "--address", "192.0.2.77"]);
     world.rig.await_pair("shop");
     world.rig.await_pair("desk");
-    let words = ["-i", "0.01", "-W", "20", "-c", "600", "192.0.2.77"];
-    let mut ping = world.shop.within(|| Program::start(Command::new("ping").args(words).stdout(Stdio::piped())));
-    world.rig.ask(&["worker", "upgrade", "desk"]);
-    world.rig.await_pair("desk");
-    world.kill_driver("desk");
-    world.rig.await_pair("desk");
-    world.rig.ask(&["worker", "upgrade", "desk"]);
-    world.kill_driver("desk");
-    let said = std::io::read_to_string(ping.0.stdout.take().expect("it was piped")).expect("what it says");
-    let last = said.lines().rev().take(3).collect::<Vec<_>>().join("; ");
-    println!("{last}");
-    assert!(last.contains("600 packets transmitted, 600 received, 0% packet loss"), "{last}\n{}", world.rig.log());
+    std::thread::scope(|scope| {
+        let pinging = scope.spawn(|| world.ping(600, "0.01", "192.0.2.77"));
+        world.rig.ask(&["worker", "upgrade", "desk"]);
+        world.rig.await_pair("desk");
+        world.kill_driver("desk");
+        world.rig.await_pair("desk");
+        world.rig.ask(&["worker", "upgrade", "desk"]);
+        world.kill_driver("desk");
+        pinging.join().expect("all are answered");
+    });
     world.end();
 }
 

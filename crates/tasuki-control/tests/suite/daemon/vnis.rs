@@ -85,10 +85,35 @@ impl World {
         self.rig.ask(&[&["node", "add", name, "--netns", &path, "--address", &address], more].concat());
     }
 
-    /// Runs `ping` in the shop; returns its output, with the numbers of requests without an answer for the answers.
+    /// Runs `ping` in the shop; returns its output.
     pub fn pinged(&self, words: &[&str]) -> String {
         let output = self.shop.within(|| Command::new("ping").args(words).output().expect("ping"));
-        condensed(&String::from_utf8_lossy(&output.stdout))
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// Returns whether one request from the shop is answered.
+    pub fn is_answered(&self, address: &str) -> bool {
+        self.pinged(&["-c", "1", "-W", "5", address]).contains(" 1 received")
+    }
+
+    /// Sends requests from the shop, `pause` seconds apart, until `count` are answered. Each is answered, and once.
+    pub fn ping(&self, count: usize, pause: &str, address: &str) {
+        // Without a deadline, ping waits for the last answers for two round trips, whatever `-W` says: less than a
+        // machine stands still for that has no CPU.
+        let said = self.pinged(&["-c", &count.to_string(), "-i", pause, "-w", "120", address]);
+        let number = |line: &str| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse::<usize>().ok();
+        let (answers, rest): (Vec<_>, Vec<_>) = said.lines().partition(|line| number(line).is_some());
+        let numbers: Vec<_> = answers.into_iter().filter_map(number).collect();
+        let last = numbers.iter().max().copied().unwrap_or_default();
+        let times = |it: &usize| numbers.iter().filter(|number| *number == it).count();
+        let none: Vec<_> = (1..=last).filter(|it| times(it) == 0).collect();
+        let twice: Vec<_> = (1..=last).filter(|it| times(it) > 1).collect();
+        assert!(
+            numbers.len() >= count && none.is_empty() && twice.is_empty(),
+            "not answered: {none:?}, answered twice: {twice:?}\n{}\n{}",
+            rest.join("\n"),
+            self.rig.log()
+        );
     }
 
     /// Writes `text` to a file; returns its path.
@@ -122,18 +147,6 @@ impl World {
 }
 
 /// A new worker keeps the limits, too, and no frame takes the shortcut.
-/// Returns the output of `ping` with the numbers of the requests that were not answered in place of the answers, but
-/// with each answer that came twice.
-fn condensed(said: &str) -> String {
-    let number = |line: &str| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse::<usize>().ok();
-    let (answers, rest): (Vec<_>, Vec<_>) =
-        said.lines().partition(|line| number(line).is_some() && !line.contains("DUP"));
-    let answered: std::collections::BTreeSet<_> = answers.into_iter().filter_map(number).collect();
-    let asked = rest.iter().find_map(|line| line.split_once(" packets transmitted")?.0.parse().ok()).unwrap_or(0);
-    let missing: Vec<_> = (1..=asked).filter(|number| !answered.contains(number)).collect();
-    format!("{}\nnot answered: {missing:?}", rest.join("\n"))
-}
-
 #[test]
 fn a_node_with_a_limit_receives_no_more_and_what_it_sends_waits() {
     let Some(world) = World::new() else { return };
@@ -453,8 +466,7 @@ fn a_namespace_talks_to_a_program_on_stock_dpdk() {
     world.rig.await_pair("dpdk");
     let said = world.rig.refused(&["node", "add", "other", "--memif", shown]);
     assert!(said.contains("is node \"dpdk\"'s as well"), "{said}");
-    let pinged = |count: &str, pause: &str| world.pinged(&["-c", count, "-i", pause, "-W", "5", "192.0.2.77"]);
-    let answers = || pinged("1", "1").contains(" 1 received");
+    let answers = || world.is_answered("192.0.2.77");
     let vdev = format!(
         "net_memif0,role=client,socket={},socket-abstract=no,zero-copy=no,id=7,secret=quiesce",
         socket.display()
@@ -463,14 +475,13 @@ fn a_namespace_talks_to_a_program_on_stock_dpdk() {
     until(&world.rig, "it answers", answers);
     // The program connects once, and one worker after the other serves it.
     std::thread::scope(|scope| {
-        let pinging = scope.spawn(|| pinged("1000", "0.005"));
+        let pinging = scope.spawn(|| world.ping(1000, "0.005", "192.0.2.77"));
         for _ in 0..2 {
             world.rig.ask(&["worker", "upgrade", "dpdk"]);
             world.rig.await_pair("dpdk");
             world.kill_driver("dpdk");
         }
-        let said = pinging.join().expect("looked for before");
-        assert!(said.contains(" 1000 received"), "{said}\n{}", world.rig.log());
+        pinging.join().expect("all are answered");
     });
     until(&world.rig, "it answers", answers);
     // The next client is served as well.
