@@ -1,5 +1,6 @@
 //! Runs a command, shows its output line by line, and passes each line to a reader.
 
+use std::cell::Cell;
 use std::io::{self, BufRead, BufReader, IsTerminal, PipeReader};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -17,6 +18,15 @@ const POLL: Duration = Duration::from_millis(100);
 /// the command can hold the pipe open for so long.
 const SILENT_POLLS: u32 = 30;
 
+thread_local! {
+    static PREFIX: Cell<&'static str> = const { Cell::new("") };
+}
+
+/// Puts these words before each line that a command of this thread prints from now on, beside those of another.
+pub fn prefix_lines(prefix: &'static str) {
+    PREFIX.set(prefix);
+}
+
 /// Runs `command` without input, repeats its output line by line, and passes each line to `read`, without colours.
 /// Standard output and standard error come through one pipe, in order.
 pub fn run(command: &mut Command, mut read: impl FnMut(&str)) -> anyhow::Result<ExitStatus> {
@@ -33,7 +43,8 @@ pub fn succeeds(command: &mut Command) -> anyhow::Result<bool> {
 
 /// As [`run`], but repeats only the lines for which `wanted` returns true.
 pub fn run_showing(command: &mut Command, mut wanted: impl FnMut(&str) -> bool) -> anyhow::Result<ExitStatus> {
-    println!("$ {}", command_line(command));
+    let prefix = PREFIX.get();
+    println!("{prefix}$ {}", command_line(command));
     let (reader, writer) = io::pipe().context("cannot make a pipe")?;
     if io::stdout().is_terminal() {
         command.env("CARGO_TERM_COLOR", "always");
@@ -50,7 +61,7 @@ pub fn run_showing(command: &mut Command, mut wanted: impl FnMut(&str) -> bool) 
             Ok(line) => {
                 silent = 0;
                 if wanted(&without_colours(&line)) {
-                    println!("{line}");
+                    println!("{prefix}{line}");
                 }
             }
             Err(RecvTimeoutError::Disconnected) => break,

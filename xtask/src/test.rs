@@ -23,8 +23,6 @@ pub enum Stage {
     Fuzz,
 }
 
-const STAGES: [Stage; 4] = [Stage::Unit, Stage::Loom, Stage::Guest, Stage::Fuzz];
-
 /// The tallies of the stages, and how long each took.
 #[must_use = "a report that is not closed has no closing line"]
 pub struct Report(Vec<(Stage, Tally, Duration)>);
@@ -34,22 +32,37 @@ pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyho
     let programs =
         [needs::STRACE, needs::CXX, needs::QEMU, needs::DPDK, needs::TSHARK, needs::PING, needs::ETHTOOL, needs::CURL];
     needs::provide(&programs);
-    let mut report = Report(Vec::new());
-    for stage in STAGES.into_iter().filter(|stage| only.is_none_or(|only| only == *stage)) {
-        let begun = Instant::now();
-        let tally = match stage {
-            Stage::Unit => unit(checkout),
-            Stage::Loom => loom::explore(checkout, &[]),
-            Stage::Guest => guest::drivers(checkout),
-            Stage::Fuzz => fuzz::fuzz_all(checkout, &Plan::short(fuzz_seconds)),
-        };
-        let tally = tally.unwrap_or_else(|error| {
-            println!("xtask: the {} stage could not run: {error:#}", name(stage));
-            Tally::one(false, &format!("{error:#}"))
+    let run_each = |stages: &[Stage]| -> Vec<_> {
+        let asked = stages.iter().filter(|stage| only.is_none_or(|only| only == **stage));
+        asked.map(|stage| run_one(checkout, *stage, fuzz_seconds)).collect()
+    };
+    let mut results = run_each(&[Stage::Unit]);
+    // The guest waits most of the time, and nothing that these stages do is measured by a clock.
+    results.extend(std::thread::scope(|scope| {
+        let guest = scope.spawn(|| {
+            stream::prefix_lines("guest │ ");
+            run_each(&[Stage::Guest])
         });
-        report.0.push((stage, tally, begun.elapsed()));
-    }
-    Ok(report)
+        let mut others = run_each(&[Stage::Loom, Stage::Fuzz]);
+        others.extend(guest.join().expect("a stage's error is one of its tally"));
+        others
+    }));
+    Ok(Report(results))
+}
+
+fn run_one(checkout: &Checkout, stage: Stage, fuzz_seconds: u32) -> (Stage, Tally, Duration) {
+    let begun = Instant::now();
+    let tally = match stage {
+        Stage::Unit => unit(checkout),
+        Stage::Loom => loom::explore(checkout, &[]),
+        Stage::Guest => guest::drivers(checkout),
+        Stage::Fuzz => fuzz::fuzz_all(checkout, &Plan::short(fuzz_seconds)),
+    };
+    let tally = tally.unwrap_or_else(|error| {
+        println!("xtask: the {} stage could not run: {error:#}", name(stage));
+        Tally::one(false, &format!("{error:#}"))
+    });
+    (stage, tally, begun.elapsed())
 }
 
 impl Report {
