@@ -66,6 +66,9 @@ pub struct WorkerRecord {
     /// The [settings](config::Node::settings) that it began with, if that is known.
     #[serde(default)]
     pub settings: Option<u32>,
+    /// Driver states that it reads and writes: kind, first version and last version.
+    #[serde(default)]
+    pub reads: Vec<(u32, u32, u32)>,
 }
 
 /// The configuration that the daemon goes by.
@@ -493,6 +496,7 @@ mod tests {
             unconfined: Vec::new(),
             staged: None,
             settings: None,
+            reads: vec![(1, 2, 3)],
         };
         let event = |number| Event { number, at_ms: 0, node: None, nic: None, worker: None, sentence: "so".to_owned() };
         {

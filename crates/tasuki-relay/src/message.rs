@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::wire;
 
 /// Version of the messages. It grows when one of them changes its meaning.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 
 /// Maximum length of a message, in bytes.
 pub const MESSAGE_MAX: usize = 64 * 1024;
@@ -332,7 +332,7 @@ pub enum ToDaemon {
     Begun {
         /// [`PROTOCOL_VERSION`] of the worker.
         protocol_version: u32,
-        /// Driver states that the worker reads: kind, first version and last version.
+        /// Driver states that the worker reads, and writes: kind, first version and last version.
         reads: Vec<(u32, u32, u32)>,
         /// Failed parts of the worker's confinement, as sentences.
         unconfined: Vec<String>,

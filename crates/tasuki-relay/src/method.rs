@@ -8,6 +8,8 @@
 //! | repoint | the eight values of S0                               | a card whose ring bases can be written without a reset of its link     |
 //! | cold    | everything: reset, initialise, wait for the link     | nothing                                                                |
 
+use std::ops::RangeInclusive;
+
 use crate::table::All;
 
 /// A way for a NIC to change hands.
@@ -198,31 +200,39 @@ fn first_of(methods: &[Method], card: &Card, trust: Trust) -> Choice {
 pub enum State {
     /// It reads the driver state in place.
     InPlace,
-    /// The giver writes it to the daemon's store, in the form of another version.
-    Store,
+    /// The giver writes it to the daemon's store, in the layout of this version.
+    Store {
+        /// Version of the layout, which the successor reads as well.
+        version: u32,
+    },
 }
 
-/// The driver state's layout is one that no worker here can convert to one that the successor reads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+/// No version of the driver state's layout is known to both sides.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the giver writes driver states of version {writes}, and the successor reads {reads_from} to {reads_to}; go by a version between them, or hand the NIC over cold"
+    "its driver knows driver states of version {} to {}, and the successor {} to {}; go by a version between them, or hand the NIC over cold",
+    .giver.start(), .giver.end(), .taker.start(), .taker.end()
 )]
 pub struct Apart {
-    /// Version that the giver writes.
-    pub writes: u32,
-    /// First version that the successor reads.
-    pub reads_from: u32,
-    /// Last version that the successor reads.
-    pub reads_to: u32,
+    /// Versions that the giver reads and writes.
+    pub giver: RangeInclusive<u32>,
+    /// Versions that the successor reads and writes.
+    pub taker: RangeInclusive<u32>,
 }
 
-/// Chooses the way of the state. It stays in place only if both sides have the same layout; another layout is read
-/// at leisure, from the store.
-pub fn state(writes: u32, reads_from: u32, reads_to: u32, asked_for_store: bool) -> Result<State, Apart> {
-    match (reads_from..=reads_to).contains(&writes) {
-        false => Err(Apart { writes, reads_from, reads_to }),
-        true if asked_for_store || writes != reads_to => Ok(State::Store),
-        true => Ok(State::InPlace),
+/// Chooses the way of the state between programs that read and write these versions of its layout. It stays in place only
+/// if the last version of both is the same. Otherwise the giver writes the last one that both know, to the store.
+///
+/// # Errors
+/// No version is known to both.
+pub fn state(giver: RangeInclusive<u32>, taker: RangeInclusive<u32>, asked_for_store: bool) -> Result<State, Apart> {
+    let version = *giver.end().min(taker.end());
+    if !giver.contains(&version) || !taker.contains(&version) {
+        return Err(Apart { giver, taker });
+    }
+    match asked_for_store || giver.end() != taker.end() {
+        true => Ok(State::Store { version }),
+        false => Ok(State::InPlace),
     }
 }
 
@@ -327,10 +337,13 @@ mod tests {
 
     #[test]
     fn another_layout_goes_by_the_store_and_an_unknown_one_nowhere() {
-        assert_eq!(state(3, 3, 3, false), Ok(State::InPlace));
-        assert_eq!(state(3, 3, 3, true), Ok(State::Store));
-        assert_eq!(state(2, 2, 3, false), Ok(State::Store), "an upgrade");
-        let error = state(3, 1, 2, false).unwrap_err();
-        assert!(error.to_string().contains("version 3") && error.to_string().contains("1 to 2"), "{error}");
+        assert_eq!(state(2..=3, 3..=3, false), Ok(State::InPlace));
+        assert_eq!(state(3..=3, 3..=3, true), Ok(State::Store { version: 3 }));
+        assert_eq!(state(2..=2, 2..=3, false), Ok(State::Store { version: 2 }), "an upgrade");
+        assert_eq!(state(2..=3, 1..=2, false), Ok(State::Store { version: 2 }), "the way back");
+        for (giver, taker) in [(3..=4, 1..=2), (1..=2, 3..=4)] {
+            let error = state(giver, taker, false).unwrap_err().to_string();
+            assert!(error.contains("3 to 4") && error.contains("1 to 2"), "{error}");
+        }
     }
 }

@@ -489,9 +489,9 @@ pub struct Plan {
     pub handover: bool,
     /// Fate of frames in flight.
     pub inflight: Inflight,
-    /// Whether the driver state goes through the store. The giver then writes it as bytes, to
+    /// Version of the driver state that goes through the store, if it goes that way. The giver then writes it as bytes, to
     /// [`ToDaemon::DriverState`](crate::message::ToDaemon::DriverState), before it passes the lease.
-    pub store: bool,
+    pub store: Option<u32>,
     /// Whether the taker does not trust the giver, which is fenced once it has passed the lease.
     pub fenced: bool,
 }
@@ -506,9 +506,10 @@ impl Plan {
     pub fn to_bytes(self) -> [u8; LEN] {
         let Plan { method, handover, inflight, store, fenced } = self;
         let drops = inflight == Inflight::Drop;
-        let bits = [(handover, Self::HANDOVER), (drops, Self::DROP), (store, Self::STORE), (fenced, Self::FENCED)];
+        let bits =
+            [(handover, Self::HANDOVER), (drops, Self::DROP), (store.is_some(), Self::STORE), (fenced, Self::FENCED)];
         let bits = bits.into_iter().filter(|(is, _)| *is).map(|(_, bit)| bit).sum();
-        Packet::bytes(9, 0, method as u16, 0, bits, 0)
+        Packet::bytes(9, 0, method as u16, 0, bits, store.unwrap_or_default().into())
     }
 
     /// Parses a plan.
@@ -522,7 +523,7 @@ impl Plan {
             method: packet.one_of("method", packet.code.get())?,
             handover: has(Self::HANDOVER),
             inflight: if has(Self::DROP) { Inflight::Drop } else { Inflight::Deliver },
-            store: has(Self::STORE),
+            store: has(Self::STORE).then(|| low(packet.b.get())),
             fenced: has(Self::FENCED),
         };
         exactly(plan, &packet, plan.to_bytes())
@@ -621,7 +622,8 @@ mod tests {
     }
 
     fn plan() -> impl Strategy<Value = Plan> {
-        (0..4_usize, any::<[bool; 4]>()).prop_map(|(method, [handover, drops, store, fenced])| Plan {
+        let bits = any::<([bool; 3], Option<u32>)>();
+        (0..4_usize, bits).prop_map(|(method, ([handover, drops, fenced], store))| Plan {
             method: Method::ALL[method],
             handover,
             inflight: if drops { Inflight::Drop } else { Inflight::Deliver },

@@ -347,7 +347,7 @@ where
         if let Some(plan) = &self.plan {
             match apart::planned(plan) {
                 Some(how) => return self.halt(common, how),
-                None if plan.handover && !plan.store => return self.stop_clean(common),
+                None if plan.handover && plan.store.is_none() => return self.stop_clean(common),
                 None => {}
             }
         }
@@ -359,7 +359,7 @@ where
         if self.gone {
             return Input::Stuck(Reason::CardGone);
         }
-        let stores = self.plan.as_ref().is_some_and(|plan| plan.store);
+        let stores = self.plan.as_ref().is_some_and(|plan| plan.store.is_some());
         let is_own = self.handler.holds_its_own();
         let patience = if stores || is_own { EMPTY_HANDS } else { LAST_BURST };
         let end = Instant::now() + patience;
@@ -387,7 +387,7 @@ where
     /// writes the driver state for the store.
     fn write_driver_state(&mut self, common: &mut Common, epoch: u32) {
         let plan = self.plan.take();
-        let stores = plan.as_ref().is_some_and(|plan| plan.store);
+        let stores = plan.as_ref().and_then(|plan| plan.store);
         let leaves = plan.is_some_and(|plan| plan.handover);
         self.is_last = plan.is_some_and(|plan| plan.fenced);
         if self.halted {
@@ -400,14 +400,14 @@ where
         let Card::Driven(nic) = &mut self.card else { return };
         match stores {
             // A stored driver state speaks of no pending frames.
-            true => nic.driver_state(&mut self.driver_state),
-            false => self.handler.conclude(nic, &self.burst),
+            Some(_) => nic.driver_state(&mut self.driver_state),
+            None => self.handler.conclude(nic, &self.burst),
         }
         if leaves {
             self.close_program_state(&common.program_state);
         }
-        if stores {
-            match store::write(&*self.driver_state, epoch) {
+        if let Some(version) = stores {
+            match store::write(&*self.driver_state, version, epoch) {
                 Ok(memory) => common.channel.write(&ToDaemon::DriverState { nic: self.given.number }, vec![memory]),
                 Err(error) => common.channel.tell(Some(self.given.number), error.to_string()),
             }

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use rustix::fs::{MemfdFlags, SealFlags};
 use tasuki_net::nic::{DriverState, NicError};
 use tasuki_relay::driver_state::{DriverState as Envelope, HEAD, LEN_MAX, NotADriverState};
@@ -11,8 +11,8 @@ use tasuki_relay::wire::Reason;
 use crate::bundle::Refused;
 use crate::lease_page::now_ns;
 
-/// Number of layouts after the driver's own that this worker reads; it writes the last of them. A later layout has
-/// one more field at its end.
+/// Number of layouts after the driver's own that this worker reads and writes. A later layout has one more field at its
+/// end.
 const LATER: u32 = cfg!(feature = "next-driver-state") as u32;
 
 /// Length in bytes of the field that a later layout adds: the time at which the driver state was stored, on the
@@ -24,20 +24,19 @@ pub fn reads<S: DriverState>(kind: u32, version: u32) -> bool {
     kind == S::KIND && (S::VERSION..=S::VERSION + LATER).contains(&version)
 }
 
-/// Returns the kind of the driver states of `S`, and the first and last version that this worker reads.
+/// Returns the kind of the driver states of `S`, and the first and last version that this worker reads and writes.
 pub fn versions<S: DriverState>() -> (u32, u32, u32) {
     (S::KIND, S::VERSION, S::VERSION + LATER)
 }
 
-/// Converts the driver's bytes to the layout that is stored. Returns its version and bytes.
-fn to_stored<S: DriverState>(bytes: &[u8]) -> (u32, Vec<u8>) {
+/// Converts the driver's bytes to the layout of a version that this worker writes.
+fn to_stored<S: DriverState>(version: u32, bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
-    let version = S::VERSION + LATER;
-    if LATER > 0 {
+    if version > S::VERSION {
         bytes[4..8].copy_from_slice(&version.to_ne_bytes());
         bytes.extend(now_ns().to_ne_bytes());
     }
-    (version, bytes)
+    bytes
 }
 
 /// Converts stored bytes of a version that this worker reads to the driver's layout.
@@ -50,9 +49,13 @@ fn from_stored<S: DriverState>(version: u32, bytes: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Writes the driver state in an envelope to new memory, and seals it against any change.
-pub fn write<S: DriverState>(driver_state: &S, epoch: u32) -> Result<OwnedFd> {
-    let (version, driver) = to_stored::<S>(driver_state.bytes());
+/// Writes the driver state in the layout of this version, in an envelope, to new memory, and seals it against any change.
+pub fn write<S: DriverState>(driver_state: &S, version: u32, epoch: u32) -> Result<OwnedFd> {
+    ensure!(
+        reads::<S>(S::KIND, version),
+        "the driver state could not be stored: this worker does not write version {version}; its successor goes on in place"
+    );
+    let driver = to_stored::<S>(version, driver_state.bytes());
     let mut bytes = vec![0; HEAD + driver.len()];
     let envelope = Envelope { kind: S::KIND, version, epoch, bytes: &driver };
     let len = envelope.write(&mut bytes)?;

@@ -29,6 +29,8 @@ const AT_ONCE: usize = 64;
 const SENTENCE_MAX: usize = 1000;
 /// Sentences about confinement that a worker lacks.
 const UNCONFINED_MAX: usize = 16;
+/// Kinds of driver states that a worker reads.
+const READS_MAX: usize = 16;
 /// Characters of the name of a worker's counter.
 const COUNT_NAME_MAX: usize = 64;
 
@@ -118,8 +120,8 @@ impl Supervisor {
 
     fn wrote(&mut self, number: u32, message: ToDaemon, fds: Foreign) {
         match message {
-            ToDaemon::Begun { protocol_version, unconfined, .. } => {
-                self.has_begun(number, protocol_version, unconfined)
+            ToDaemon::Begun { protocol_version, reads, unconfined } => {
+                self.has_begun(number, protocol_version, reads, unconfined)
             }
             ToDaemon::Mine { party, node, nics } => self.says_who_it_is(number, party, &node, &nics),
             ToDaemon::Memory { nic, layout } => self.has_memory(number, nic, layout, fds),
@@ -160,7 +162,7 @@ impl Supervisor {
         self.note(about, format!("worker {number} says: {sentence}"));
     }
 
-    fn has_begun(&mut self, number: u32, protocol_version: u32, unconfined: Vec<String>) {
+    fn has_begun(&mut self, number: u32, protocol_version: u32, reads: Vec<(u32, u32, u32)>, unconfined: Vec<String>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         if protocol_version != PROTOCOL_VERSION {
             let sentence = format!(
@@ -175,6 +177,7 @@ impl Supervisor {
             return self.condemn(number, "began before it had its description".to_owned());
         }
         let says = unconfined.iter().take(UNCONFINED_MAX).map(|sentence| plain(sentence, SENTENCE_MAX));
+        worker.record.reads = reads.into_iter().take(READS_MAX).collect();
         worker.record.unconfined = worker.lacks.iter().cloned().chain(says).collect();
         let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
         self.hears_orders(number);

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tasuki_relay::arbiter::{Ask, Input, State};
 use tasuki_relay::message::{self, ToWorker};
-use tasuki_relay::method::{self, Method, Trust};
+use tasuki_relay::method::{self, Apart, Method, Trust};
 use tasuki_relay::wire::{Plan, Reason, Use};
 use tasuki_shm::crash;
 
@@ -555,15 +555,11 @@ impl Supervisor {
                 Step::Again
             }
             Some(Fit::Ready) => match card.arbiter.as_ref().map(|arbiter| arbiter.state()) {
-                Some(State::Steady) if self.others_are_cared_for(at, nic) => {
-                    self.ask_arbiter(at, nic, choice.method);
-                    Step::Again
-                }
+                Some(State::Steady) if self.others_are_cared_for(at, nic) => self.ask_arbiter(at, nic, choice.method),
                 // All workers of the old node that had the NIC are fenced, and its other workers do not get it
                 // meanwhile. Or it had no worker left before.
                 Some(State::Parked) if !job.waits && (job.refused.is_some() || job.parked) => {
-                    self.ask_arbiter(at, nic, choice.method);
-                    Step::Again
+                    self.ask_arbiter(at, nic, choice.method)
                 }
                 // Something else is under way. If no worker drives the NIC, the target gets the lease without a
                 // request.
@@ -599,15 +595,39 @@ impl Supervisor {
         Some(&holder.record.node[..]).filter(|node| *node != job.node)
     }
 
-    fn ask_arbiter(&mut self, at: usize, nic: u32, method: Method) {
-        let Some(card) = self.cards.get_mut(&nic) else { return };
-        let (job, bundle) =
-            (&mut self.jobs[at], card.kept.as_ref().map(|kept| (kept.bundle.kind, kept.bundle.version)));
-        let driver = card.holder().or(job.gave);
+    /// Returns the version of the driver state that goes through the store, if it goes that way.
+    fn stored_version(
+        &self,
+        at: usize,
+        driver: Option<u32>,
+        (kind, version): (u32, u32),
+    ) -> Result<Option<u32>, Apart> {
+        let (job, target) = (&self.jobs[at], self.jobs[at].target);
+        let Some(driver) = driver else { return Ok(None) };
+        let its = |number| self.workers.get(&number).and_then(|worker| worker.versions(kind));
+        let Some((giver, taker)) = its(driver).zip(its(target)) else { return Ok(job.store.then_some(version)) };
+        Ok(match method::state(giver, taker, job.store)? {
+            method::State::InPlace => None,
+            method::State::Store { version } => Some(version),
+        })
+    }
+
+    fn ask_arbiter(&mut self, at: usize, nic: u32, method: Method) -> Step {
+        let Some(card) = self.cards.get(&nic) else { return Step::Again };
+        let driver = card.holder().or(self.jobs[at].gave);
+        let bundle = card.kept.as_ref().map(|kept| (kept.bundle.kind, kept.bundle.version));
         let (kind, version) = bundle.unwrap_or_default();
-        let Some(to) = party(job.target) else { return };
+        let store = match method {
+            Method::Keep if card.vni().is_none() => match self.stored_version(at, driver, (kind, version)) {
+                Ok(store) => store,
+                Err(apart) => return Step::Fail(apart.to_string()),
+            },
+            _ => self.jobs[at].store.then_some(version),
+        };
+        let (Some(card), job) = (self.cards.get_mut(&nic), &mut self.jobs[at]) else { return Step::Again };
+        let Some(to) = party(job.target) else { return Step::Again };
         let (handover, fenced) = (job.purpose == Use::Handover, job.fence_first);
-        let plan = Plan { method, handover, inflight: job.inflight, store: job.store, fenced };
+        let plan = Plan { method, handover, inflight: job.inflight, store, fenced };
         let ask = Ask { purpose: job.purpose, to, method, kind, version };
         job.asked = Some(driver);
         (card.said, card.method, card.plan) = (None, method, plan.fenced.then_some(plan));
@@ -615,7 +635,7 @@ impl Supervisor {
         for side in [driver, Some(job.target)].into_iter().flatten() {
             if let Some(worker) = self.workers.get_mut(&side) {
                 let _ = worker.plan(nic, plan);
-                if plan.store && driver == Some(side) {
+                if plan.store.is_some() && driver == Some(side) {
                     worker.asked.driver_states.push(nic);
                 }
             }
@@ -623,6 +643,7 @@ impl Supervisor {
         crash::point("daemon.planned");
         self.tell_arbiter(nic, Input::Asked(ask));
         crash::point("daemon.asked");
+        Step::Again
     }
 
     fn wait_for_outcome(&mut self, at: usize, nic: u32, driver: Option<u32>) -> Step {
@@ -631,7 +652,9 @@ impl Supervisor {
             return Step::Wait;
         }
         let why = card.said.take().and_then(|told| told.why);
-        if let Some(driver) = driver.filter(|_| self.jobs[at].store) {
+        let stores =
+            |driver: &u32| self.workers.get(driver).is_some_and(|worker| worker.asked.driver_states.contains(&nic));
+        if let Some(driver) = driver.filter(stores) {
             // The giver sent the stored driver state before it let go, but the daemon may have heard the taker
             // first.
             self.worker_says(driver);

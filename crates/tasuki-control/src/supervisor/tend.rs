@@ -276,6 +276,7 @@ impl Supervisor {
             unconfined: Vec::new(),
             staged: None,
             settings: Some(config.settings()),
+            reads: Vec::new(),
         };
         // Record the worker before telling it anything: a later daemon must find every worker that can drive.
         self.changes.push(Change::Worker(record.clone()));

@@ -1,6 +1,7 @@
 //! A worker, as the daemon sees it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -174,6 +175,12 @@ impl Worker {
     pub fn has(&mut self, nic: u32, fit: Fit) {
         self.given.insert(nic);
         self.nics.insert(nic, fit);
+    }
+
+    /// Returns the versions of driver states of this kind that it reads and writes, if it has said so.
+    pub fn versions(&self, kind: u32) -> Option<RangeInclusive<u32>> {
+        let its = self.record.reads.iter().find(|(its, ..)| *its == kind);
+        its.map(|&(_, from, to)| from..=to)
     }
 
     /// Returns whether it accepts orders and is not ending.

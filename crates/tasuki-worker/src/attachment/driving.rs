@@ -110,7 +110,7 @@ where
             self.called = None;
             // The plan to store counts once. If the relay comes to nothing, the lease is granted anew and the ledger
             // says where to go on.
-            let stores = self.plan.as_mut().is_some_and(|plan| std::mem::take(&mut plan.store));
+            let stores = self.plan.as_mut().is_some_and(|plan| plan.store.take().is_some());
             self.awaits_driver_state = (stores && after == After::Passed).then_some(epoch);
         }
         if matches!(input, Input::Order(Order::StandDown)) {

@@ -356,7 +356,7 @@ impl Worker {
 
     /// Tells it how to release `nic` to another node.
     pub fn plan_handover(&self, nic: &Nic, method: Method, inflight: Inflight) {
-        self.tell_plan(nic, Plan { method, handover: true, inflight, store: false, fenced: false });
+        self.tell_plan(nic, Plan { method, handover: true, inflight, store: None, fenced: false });
     }
 
     pub fn prepare(&self, nic: &Nic, purpose: Use) {
@@ -420,7 +420,7 @@ impl Worker {
         (released, next.report(nic))
     }
 
-    pub fn plan(&self, nic: &Nic, store: bool) {
+    pub fn plan(&self, nic: &Nic, store: Option<u32>) {
         self.tell_plan(
             nic,
             Plan { method: Method::Keep, handover: false, inflight: Inflight::Deliver, store, fenced: false },

@@ -74,7 +74,7 @@ fn what_was_stored_for_a_relay_that_came_to_nothing_is_not_read_in_the_next() {
     let mut node = Node::new(folder.path(), Work::Echo);
     let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     let epoch = taken(red.grant(&nic));
-    blue.plan(&nic, true);
+    blue.plan(&nic, Some(nic.bundle.version));
     blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     blue.message(&ToWorker::DriverState { nic: 0 }, &[memfd(b"no driver state")]);
     blue.order(&nic, Order::StandDown);
@@ -93,7 +93,7 @@ fn stored_and_changed(change: impl Fn(&mut Vec<u8>), why: fn(Reason) -> bool) {
     let mut node = Node::new(folder.path(), Work::Echo);
     let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     taken(red.grant(&nic));
-    let (epoch, bytes) = store(&mut red, &nic);
+    let (epoch, bytes) = store(&mut red, &nic, u32::from(cfg!(feature = "next-driver-state")));
     let mut changed = bytes;
     change(&mut changed);
     blue.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&changed)]);
@@ -110,10 +110,11 @@ fn stored_and_changed(change: impl Fn(&mut Vec<u8>), why: fn(Reason) -> bool) {
     nothing_is_lost(&model.report(), 4000);
 }
 
-/// Has the giver release by the store. Returns the epoch, and the bytes of the driver state.
-fn store(giver: &mut Worker, nic: &Nic) -> (u32, Vec<u8>) {
+/// Has the giver release by the store, in a version so many after the bundle's. Returns the epoch, and the bytes of the
+/// driver state.
+fn store(giver: &mut Worker, nic: &Nic, later: u32) -> (u32, Vec<u8>) {
     let epoch = nic.tenure().epoch;
-    giver.plan(nic, true);
+    giver.plan(nic, Some(nic.bundle.version + later));
     giver.order(nic, Order::Release { epoch });
     let (message, fds) = giver.hear_message();
     assert!(matches!(message, ToDaemon::DriverState { nic: 0 }), "{message:?}");
@@ -162,9 +163,9 @@ fn an_upgrade_goes_by_the_store() {
     taken(red.grant(&nic));
     for _ in 0..10 {
         let epoch = nic.tenure().epoch;
-        blue.plan(&nic, true);
+        blue.plan(&nic, Some(nic.bundle.version));
         blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
-        let (_, bytes) = store(&mut red, &nic);
+        let (_, bytes) = store(&mut red, &nic, u32::from(cfg!(feature = "next-driver-state")));
         // The bell has rung and the taker has had turns since. It still waits for the driver state, although the
         // lease word is free.
         for _ in 0..3 {
@@ -215,7 +216,7 @@ fn a_card_that_is_gone_is_said_to_be_once_and_nobody_takes_it() {
 /// Two real workers, of this version and as the next may be. `TASUKI_OTHER_WORKER` names one that was built with the
 /// feature `next-driver-state` if ours was not, and without it if ours was.
 #[test]
-fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way_round() {
+fn a_worker_of_the_next_version_reads_what_this_one_stored_and_writes_what_it_reads() {
     need_model!();
     let Some(other) = std::env::var_os("TASUKI_OTHER_WORKER").map(std::path::PathBuf::from) else {
         return println!("skipped: needs TASUKI_OTHER_WORKER, as cargo xtask test builds it");
@@ -228,31 +229,36 @@ fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way
     let ours = node.program.clone();
     let (this, next) = if is_next { (other, ours) } else { (ours, other) };
     node.program = this;
-    let mut old = node.ready(&nic, &[]);
+    let (mut old, mut back) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     taken(old.grant(&nic));
     node.program = next;
     let (mut new, mut newer) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     // A driver state of this version, read by the next.
-    let (epoch, bytes) = store(&mut old, &nic);
+    let (epoch, bytes) = store(&mut old, &nic, 0);
     assert_eq!(DriverState::read(&bytes).map(|driver_state| driver_state.version), Ok(nic.bundle.version));
     new.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&bytes)]);
     new.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     taken(new.report(&nic));
     // A driver state of the next version, read by the next.
-    let (epoch, bytes) = store(&mut new, &nic);
+    let (epoch, bytes) = store(&mut new, &nic, 1);
     assert_eq!(DriverState::read(&bytes).map(|driver_state| driver_state.version), Ok(nic.bundle.version + 1));
     newer.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&bytes)]);
     newer.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     taken(newer.report(&nic));
     // A driver state of the next version, not read by this one: the giver goes on.
-    let (epoch, bytes) = store(&mut newer, &nic);
+    let (epoch, bytes) = store(&mut newer, &nic, 1);
     old.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&bytes)]);
     old.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     let failed = old.report(&nic);
     assert!(matches!(failed, Report::Failed { reason: Reason::OtherDriverState { .. }, .. }), "{failed:?}");
     taken(newer.grant(&nic));
-    newer.until_sent(8000);
-    drop((old, new, newer, nic));
+    // A driver state of this version, written by the next: the way back.
+    let (epoch, bytes) = store(&mut newer, &nic, 0);
+    back.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&bytes)]);
+    back.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+    taken(back.report(&nic));
+    back.until_sent(8000);
+    drop((old, new, newer, back, nic));
     nothing_is_lost(&model.report(), 8000);
 }
 

@@ -427,7 +427,7 @@ impl Standin {
                 std::thread::park();
             },
             Do::Stop => return Some(Input::Stopped),
-            Do::WriteDriverState { .. } if nic.plan.as_ref().is_some_and(|plan| plan.store) => {
+            Do::WriteDriverState { .. } if nic.plan.as_ref().is_some_and(|plan| plan.store.is_some()) => {
                 let memory = Words::create("a driver state", 4096).expect("memory");
                 write(&self.socket, &ToDaemon::DriverState { nic: number }, &[memory.region().fd()]);
                 if self.fault == "driver_state-twice" {
