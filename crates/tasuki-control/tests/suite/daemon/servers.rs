@@ -17,7 +17,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tasuki_testing::{Program, descriptors};
 
-use super::real::{moves, stop, until_still, with_model};
+use super::real::{moves, stop_whole, with_model};
 use super::rig::{Rig, pid, until};
 use super::storm;
 
@@ -306,12 +306,7 @@ fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() 
     until(&rig, "frames flow still", || moves(&rig) > before + 100);
     assert_eq!(pid(&rig.await_worker("red", "drives")), victim, "{}", rig.log());
     drop((between, waiting, upgrades));
-    // Frames under way come back before the final count.
-    model.finish();
-    until_still(|| moves(&rig));
-    let said = stop(&mut rig, model);
-    println!("{said}");
-    assert!(said.contains("lost 0"), "{said}\n{}", rig.log());
+    stop_whole(&mut rig, model);
     assert!(
         !fs::read_dir("/proc").expect("processes").flatten().any(|it| opens_for(&it.path(), &rig)),
         "an opener is left"
