@@ -1,6 +1,7 @@
 //! `test`: runs the whole suite, and prints the result in one line at the end.
 
 use std::collections::BTreeSet;
+use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -98,14 +99,17 @@ pub fn told(reasons: &[String]) -> Vec<String> {
 }
 
 /// Builds the worker without features, and returns the path of its program. With all features, the worker behaves as
-/// the next version may; tests of upgrades need the present version as well. It has the same name, so it is built in a
-/// separate folder.
+/// the next version may; tests of upgrades need the present version as well. Both have the same name, so this one is
+/// copied before the other is built.
 fn other_worker(checkout: &Checkout) -> anyhow::Result<PathBuf> {
-    let folder = checkout.target.join("other");
-    let mut command = checkout.cargo("build");
-    command.args(["--package", "tasuki-worker"]).env("CARGO_TARGET_DIR", &folder);
-    ensure!(stream::succeeds(&mut command)?, "the worker without features does not build");
-    Ok(folder.join("debug").join("tasuki-worker"))
+    let built = stream::succeeds(checkout.cargo("build").args(["--package", "tasuki-worker"]))?;
+    ensure!(built, "the worker without features does not build");
+    let copy = checkout.target.join("worker-of-this-version");
+    // A worker that a broken test left may still run it.
+    _ = fs::remove_file(&copy);
+    fs::copy(checkout.target.join("debug").join("tasuki-worker"), &copy)
+        .with_context(|| format!("cannot write {}", copy.display()))?;
+    Ok(copy)
 }
 
 fn unit(checkout: &Checkout) -> anyhow::Result<Tally> {
