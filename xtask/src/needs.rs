@@ -79,6 +79,13 @@ pub const ETHTOOL: Need = Need {
 pub const CURL: Need =
     Need { program: "curl", package: "curl", serves: "tests of check sums between namespaces will skip themselves" };
 
+/// Checks documents against a JSON Schema.
+pub const JSONSCHEMA: Need = Need {
+    program: "jsonschema",
+    package: "python3-jsonschema",
+    serves: "tests that check configurations against their JSON Schema will skip themselves",
+};
+
 /// Counts instructions.
 pub const VALGRIND: Need =
     Need { program: "valgrind", package: "valgrind", serves: "instructions per packet are not counted" };

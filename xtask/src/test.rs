@@ -30,8 +30,17 @@ pub struct Report(Vec<(Stage, Tally, Duration)>);
 
 /// Runs the stage `only`, or all stages, whether or not an earlier one failed.
 pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyhow::Result<Report> {
-    let programs =
-        [needs::STRACE, needs::CXX, needs::QEMU, needs::DPDK, needs::TSHARK, needs::PING, needs::ETHTOOL, needs::CURL];
+    let programs = [
+        needs::STRACE,
+        needs::CXX,
+        needs::QEMU,
+        needs::DPDK,
+        needs::TSHARK,
+        needs::PING,
+        needs::ETHTOOL,
+        needs::CURL,
+        needs::JSONSCHEMA,
+    ];
     needs::provide(&programs);
     let run_each = |stages: &[Stage]| -> Vec<_> {
         let asked = stages.iter().filter(|stage| only.is_none_or(|only| only == **stage));

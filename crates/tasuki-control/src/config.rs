@@ -4,6 +4,7 @@
 mod limits;
 mod mistake;
 pub mod plan;
+pub mod schema;
 mod sense;
 
 use std::fmt;
@@ -59,8 +60,8 @@ pub enum ConfigError {
     },
 }
 
-/// The whole file.
-#[derive(Debug, Clone, Default, Deserialize)]
+/// The nodes and NICs of one machine, for tasukid.
+#[derive(Debug, Clone, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
     /// Settings of the daemon, under `[daemon]`.
@@ -69,35 +70,44 @@ pub struct Config {
     /// The users and groups that may ask the daemon, under `[api]`.
     #[serde(default)]
     pub api: Roles,
+    /// The nodes, each under `[[node]]`.
     #[serde(default)]
     pub node: Vec<Node>,
+    /// The network cards, each under `[[nic]]`.
     #[serde(default)]
     pub nic: Vec<Nic>,
 }
 
 /// Settings of the daemon.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Daemon {
     /// Milliseconds after which a driver that has not looked for work counts as hung.
+    #[schema(minimum = 1)]
     pub hang_after_ms: u64,
     /// Milliseconds a giver or a taker may take for its part of a relay.
+    #[schema(minimum = 1)]
     pub deadline_ms: u64,
     /// Milliseconds a worker may take to map a NIC and to check that it understands it.
+    #[schema(minimum = 1)]
     pub prepare_ms: u64,
     /// Milliseconds for which no worker of its node has driven a NIC, its last one being dead, after which the NIC goes to
     /// its stand-by node.
+    #[schema(minimum = 1)]
     pub failover_after_ms: u64,
     /// Whether a node whose workers keep dying waits before the next worker starts.
     pub restart: Restart,
     /// The treatment of a worker whose process cannot be confined as intended.
     pub confine: Confine,
-    /// Range of users, of which each node gets one.
+    /// Range of users, of which each node gets one: the first and the last, by number, as 65536-99999.
+    #[schema(value_type = String, pattern = "^[0-9]+-[0-9]+$")]
     pub uids: Uids,
     /// The address at which anybody may read the counts for Prometheus (`/metrics`); none by default.
     #[serde(deserialize_with = "listened_at")]
+    #[schema(value_type = Option<String>)]
     pub metrics: Option<SocketAddr>,
-    /// The default worker program; if `None`, `tasuki-worker` beside the daemon, or on the PATH.
+    /// The default worker program, from `/`; by default `tasuki-worker` beside the daemon, or on the PATH.
+    #[schema(value_type = Option<String>, pattern = "^/")]
     pub worker: Option<PathBuf>,
 }
 
@@ -111,10 +121,10 @@ fn listened_at<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Socke
 }
 
 /// When a dead worker is replaced.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Restart {
-    /// After pauses that grow to a second: see `supervisor::policy`.
+    /// After pauses that grow to a second.
     #[default]
     Careful,
     /// At once, always, for operators who kill workers on purpose.
@@ -139,7 +149,7 @@ impl Default for Daemon {
 }
 
 /// The treatment of a worker that cannot be confined as docs/design/worker.md says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Confine {
     /// It is not started.
@@ -152,8 +162,8 @@ pub enum Confine {
 }
 
 /// Users by number, the first and the last.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "String")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct Uids(u32, u32);
 
 impl Default for Uids {
@@ -172,6 +182,12 @@ impl TryFrom<String> for Uids {
             Some((first, last)) if 0 < first && first <= last && last < u32::MAX - 1 => Ok(Uids(first, last)),
             _ => Err(format!("{text:?} names no users; write the first and the last, without root, as 65536-99999")),
         }
+    }
+}
+
+impl From<Uids> for String {
+    fn from(Uids(first, last): Uids) -> String {
+        format!("{first}-{last}")
     }
 }
 
@@ -211,11 +227,13 @@ impl Daemon {
 #[serde(deny_unknown_fields)]
 pub struct Node {
     /// 1 to 24 of the characters a-z, 0-9, - and _, beginning with a letter; unique among the nodes.
+    #[schema(pattern = "^[a-z][a-z0-9_-]{0,23}$")]
     pub name: String,
     /// The work of its workers.
     pub work: Work,
     /// The VNI that it has an end of: Ethernet between the nodes of this machine that name the same one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(pattern = "^[a-z][a-z0-9_-]{0,23}$")]
     pub vni: Option<String>,
     /// Its station address there; by default one derived from its name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -229,10 +247,11 @@ pub struct Node {
     /// source. List all that it has, except the link-local IPv6 address that follows from its station address. Its
     /// frames then go by its worker, and not by the shortcut.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schema(value_type = Vec<String>)]
+    #[schema(value_type = Vec<String>, max_items = 8)]
     pub addresses: Vec<IpAddr>,
     /// KiB of memory for frames that it has sent there and that are not read yet; by default 2048.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 256, maximum = 2_097_152)]
     pub pool_kib: Option<u32>,
     /// Limits on the frames that its programs send there and receive from there, if it has an endpoint. Its frames then
     /// go by its worker, and not by the shortcut.
@@ -248,6 +267,7 @@ pub struct Node {
     /// -20 to 0. By default -20, as the kernel's own drivers go before programs, but 0 for a program of the user's
     /// own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = -20, maximum = 0)]
     pub nice: Option<i32>,
     /// Whether a second worker stands by while it has a NIC.
     #[serde(default = "yes")]
@@ -364,7 +384,7 @@ impl Node {
 /// A station address, as 02:00:00:00:00:01.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(try_from = "String", into = "String")]
-#[schema(value_type = String)]
+#[schema(value_type = String, pattern = "^[0-9A-Fa-f][02468ACEace](:[0-9A-Fa-f]{2}){5}$")]
 pub struct StationAddress(pub [u8; 6]);
 
 impl TryFrom<String> for StationAddress {
@@ -415,7 +435,8 @@ fn yes() -> bool {
     true
 }
 
-/// A node's work: [`message::Work`], as a configuration has it.
+// As workers know it: `message::Work`.
+/// A node's work.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub enum Work {
@@ -447,10 +468,11 @@ pub enum Work {
 #[serde(deny_unknown_fields)]
 pub struct Program {
     /// Its path, from `/`.
-    #[schema(value_type = String)]
+    #[schema(value_type = String, pattern = "^/")]
     pub path: PathBuf,
     /// Text that only the program understands.
     #[serde(default)]
+    #[schema(max_length = 4096)]
     pub options: String,
     /// Files and folders that it may read, from `/`, as far as its user may.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -486,6 +508,7 @@ fn answered_for<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Ipv4Addr, D
 #[serde(deny_unknown_fields)]
 pub struct Tap {
     /// Name of the interface.
+    #[schema(min_length = 1, max_length = 15)]
     pub name: String,
     /// The namespace: as `ip netns` calls it, or a path from /; by default the daemon's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -529,6 +552,7 @@ pub struct Source {
     pub rate: u64,
     /// Bytes of each frame, without check sequence.
     #[serde(default = "shortest")]
+    #[schema(minimum = 60, maximum = 1514)]
     pub size: u16,
     /// Station address to send to; by default all stations.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -582,11 +606,15 @@ impl Node {
 }
 
 /// A network card.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Nic {
+    /// 1 to 24 of the characters a-z, 0-9, - and _, beginning with a letter; unique among the NICs.
+    #[schema(pattern = "^[a-z][a-z0-9_-]{0,23}$")]
     pub name: String,
-    /// Where the card is: see [`Device`].
+    /// Where the card is: `sim` for Tasuki's own model, `vfio-user:PATH` for the socket of a process that serves one, or
+    /// `vfio:0000:03:00.0` for a real one, by its PCI address.
+    #[schema(value_type = String, pattern = "^(sim|vfio-user:/.*|vfio:.+)$")]
     pub device: Device,
     /// The node that has it at first.
     pub node: String,

@@ -3,6 +3,8 @@
 
 use axum::http::Method;
 use serde::Deserialize;
+use utoipa::ToSchema;
+use utoipa::openapi::schema::{Array, ArrayBuilder, ObjectBuilder, Type};
 
 use super::peer::Peer;
 
@@ -28,16 +30,25 @@ impl Role {
     }
 }
 
-/// Users and groups with a role.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+/// Users and groups with a role, as user:NAME or group:NAME.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Roles {
     /// Users that may read.
+    #[schema(schema_with = texts)]
     pub read: Vec<Who>,
     /// Users that may operate.
+    #[schema(schema_with = texts)]
     pub operate: Vec<Who>,
     /// Users that may administer.
+    #[schema(schema_with = texts)]
     pub administer: Vec<Who>,
+}
+
+fn texts() -> Array {
+    ArrayBuilder::new()
+        .items(ObjectBuilder::new().schema_type(Type::String).pattern(Some("^(user|group):.+$")).build())
+        .build()
 }
 
 /// A user, or all of a group, by number.

@@ -8,6 +8,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result, ensure};
 use clap::{CommandFactory, Parser, Subcommand};
 use tasuki_control::cli::capture::Capture;
+use tasuki_control::cli::config::Configs;
 use tasuki_control::cli::top::Top;
 use tasuki_control::cli::up::Up;
 use tasuki_control::cli::upgrade::Everything;
@@ -59,6 +60,9 @@ enum What {
         #[arg(long, short)]
         follow: bool,
     },
+    /// The configuration: its JSON Schema.
+    #[command(subcommand)]
+    Config(Configs),
     /// Show the steps that `tasuki apply` would take, and take none.
     Plan(Configuration),
     /// Make nodes and NICs those of a configuration, step by step, while the others go on. Nodes that were added by hand
@@ -165,6 +169,7 @@ fn main() -> ExitCode {
         }
         What::Man { folder } => clap_mangen::generate_to(Arguments::command(), &folder)
             .with_context(|| format!("the pages cannot be written to {}", folder.display())),
+        What::Config(configs) => cli::config::run(&configs),
         What::Doctor => cli::doctor::run(&reach),
         What::Stop => ask(Asked::Stop),
         What::Sim { words } => become_program("tasuki-sim", [OsString::from("sim")].into_iter().chain(words).collect())

@@ -1,6 +1,7 @@
 //! The subcommands that talk to the daemon.
 
 pub mod capture;
+pub mod config;
 pub mod doctor;
 mod show;
 pub mod top;

@@ -15,6 +15,7 @@ use super::Kind;
 #[serde(deny_unknown_fields)]
 pub struct Interface {
     /// Name of the interface.
+    #[schema(min_length = 1, max_length = 15)]
     pub name: String,
     /// The namespace: as `ip netns` calls it, or a path from /; by default the daemon's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]

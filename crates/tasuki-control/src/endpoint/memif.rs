@@ -21,13 +21,14 @@ const SECRET_MAX: usize = 23;
 #[serde(deny_unknown_fields)]
 pub struct Memif {
     /// Path of the socket, from /.
-    #[schema(value_type = String)]
+    #[schema(value_type = String, pattern = "^/")]
     pub socket: PathBuf,
     /// The number by which the client asks for the port.
     #[serde(default)]
     pub id: u32,
     /// The secret that the client must know, at most 23 bytes; by default it needs none.
     #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schema(max_length = 23)]
     pub secret: String,
 }
 

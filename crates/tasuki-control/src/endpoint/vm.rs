@@ -18,7 +18,7 @@ use super::socket::{listen, mark, odd};
 #[serde(deny_unknown_fields)]
 pub struct Vm {
     /// Path of the socket, from /.
-    #[schema(value_type = String)]
+    #[schema(value_type = String, pattern = "^/")]
     pub socket: PathBuf,
     /// How long a frame to the machine may wait for its interrupt, in µs: frames that come meanwhile share it. 0 to
     /// 10,000.

@@ -3,3 +3,4 @@
 
 mod becomes;
 mod daemon;
+mod schema;

@@ -1,0 +1,69 @@
+//! The JSON Schema of the configuration, for editors and for whoever writes one by a program. It comes from the types
+//! that the daemon reads the file into, and says of it what a schema can say: contradictions between its parts are
+//! [`sense`](super::sense)'s.
+
+use serde_json::{Map, Value, json};
+use utoipa::{PartialSchema, ToSchema};
+
+use super::Config;
+
+/// Returns the schema as text. It is one of draft 7, which editors know.
+pub fn text() -> String {
+    let mut parts = Vec::new();
+    Config::schemas(&mut parts);
+    let value = |schema: &_| serde_json::to_value(schema).expect("a schema is plain data");
+    let definitions: Map<_, _> = parts.iter().map(|(name, schema)| (name.clone(), value(schema))).collect();
+    let mut whole = value(&Config::schema());
+    whole["$schema"] = json!("http://json-schema.org/draft-07/schema#");
+    whole["title"] = json!("Configuration of tasukid");
+    whole["definitions"] = Value::Object(definitions);
+    for_toml(&mut whole);
+    format!("{whole:#}\n")
+}
+
+/// Turns a schema of OpenAPI into one of JSON Schema for TOML, which has no null. No property of ours has the name of a
+/// keyword that is changed here.
+fn for_toml(schema: &mut Value) {
+    match schema {
+        Value::Array(all) => all.iter_mut().for_each(for_toml),
+        Value::Object(object) => {
+            without_null(object);
+            // Lengths of Rust's integers.
+            object.remove("format");
+            if object.contains_key("properties") {
+                // tasukid takes no other key anywhere; of a work, OpenAPI does not say so.
+                object.insert("additionalProperties".to_owned(), json!(false));
+            }
+            if let Some(Value::String(of)) = object.remove("$ref") {
+                let reference = json!({ "$ref": of.replace("#/components/schemas/", "#/definitions/") });
+                // Beside a reference, draft 7 knows no other key.
+                if object.is_empty() {
+                    *schema = reference;
+                    return;
+                }
+                object.insert("allOf".to_owned(), json!([reference]));
+                return;
+            }
+            object.values_mut().for_each(for_toml);
+        }
+        _ => {}
+    }
+}
+
+fn without_null(object: &mut Map<String, Value>) {
+    object.retain(|key, value| key != "default" || !value.is_null());
+    if let Some(Value::Array(types)) = object.get_mut("type") {
+        types.retain(|of| of != "null");
+        if let [one] = &mut types[..] {
+            object["type"] = one.take();
+        }
+    }
+    if let Some(Value::Array(either)) = object.get_mut("oneOf") {
+        either.retain(|of| of.get("type").is_none_or(|of| of != "null"));
+        if let [Value::Object(one)] = &mut either[..] {
+            let one = std::mem::take(one);
+            object.remove("oneOf");
+            object.extend(one);
+        }
+    }
+}
