@@ -6,6 +6,7 @@ mod mistake;
 pub mod plan;
 pub mod schema;
 mod sense;
+pub mod written;
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -606,7 +607,7 @@ impl Node {
 }
 
 /// A network card.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize, ToSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Nic {
     /// 1 to 24 of the characters a-z, 0-9, - and _, beginning with a letter; unique among the NICs.
@@ -619,17 +620,19 @@ pub struct Nic {
     /// The node that has it at first.
     pub node: String,
     /// The node that gets it if the node that has it is lost.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub standby: Option<String>,
     /// Descriptors in each of its rings; by default 256, or as many as the card can have.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub ring: Option<u16>,
     /// For the model: its wire, as `tasuki sim nic` takes it.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub wire: Vec<String>,
 }
 
 /// Where a card is.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "String")]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub enum Device {
     /// Tasuki's own model, which the daemon starts.
     Sim,
@@ -657,6 +660,12 @@ impl TryFrom<String> for Device {
     }
 }
 
+impl From<Device> for String {
+    fn from(device: Device) -> String {
+        device.to_string()
+    }
+}
+
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -678,6 +687,14 @@ impl Config {
 
     /// Checks the text of the file at `path`.
     pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        if written::is_cut_off(text) {
+            let what = "this file is cut off: the last line of what tasuki config show wrote is missing; copy it anew";
+            return Err(ConfigError::Wrong {
+                path: path.to_owned(),
+                line: text.lines().count(),
+                what: what.to_owned(),
+            });
+        }
         let config: Config = toml::from_str(text).map_err(|error| {
             let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
             let line = before.matches('\n').count() + 1;

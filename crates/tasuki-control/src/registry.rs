@@ -152,7 +152,7 @@ pub struct Event {
 pub enum RegistryError {
     /// Another version wrote it.
     #[error(
-        "{} was written by another version of tasukid (format {found}, this one has {FORMAT}); let that version stop its workers (tasuki stop), then remove the file", path.display()
+        "{} was written by another version of tasukid (format {found}, this one has {FORMAT}); let that version keep what is configured (tasuki config show --to FILE) and stop its workers (tasuki stop), then remove the file if it is still there", path.display()
     )]
     Format {
         path: PathBuf,

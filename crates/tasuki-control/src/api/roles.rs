@@ -15,7 +15,7 @@ pub enum Role {
     Read,
     /// Have workers replaced by the programs that the configuration names, and NICs change hands.
     Operate,
-    /// Name programs and paths, add and remove nodes, look at frames, and end everything.
+    /// Name programs and paths, add and remove nodes, look at frames and secrets, and end everything.
     Administer,
 }
 
@@ -112,6 +112,8 @@ impl Roles {
 pub fn needed(method: &Method, route: &str) -> Role {
     match (method, route) {
         (_, "/v1/nodes/{name}/capture" | "/v1/nics/{name}/capture") => Role::Administer,
+        // It has secrets, and what programs are started with.
+        (_, "/v1/configuration") => Role::Administer,
         (&Method::GET | &Method::HEAD, _) => Role::Read,
         (&Method::POST, "/v1/nodes/{name}/upgrade" | "/v1/nics/{name}/give" | "/v1/nics/{name}/standby") => {
             Role::Operate
@@ -161,6 +163,7 @@ mod tests {
         assert_eq!(needed(&Method::GET, "/v1/status"), Role::Read);
         assert_eq!(needed(&Method::GET, "/v1/nics/{name}/capture"), Role::Administer);
         assert_eq!(needed(&Method::HEAD, "/v1/nodes/{name}/capture"), Role::Administer);
+        assert_eq!(needed(&Method::GET, "/v1/configuration"), Role::Administer);
         assert_eq!(needed(&Method::POST, "/v1/nics/{name}/give"), Role::Operate);
         assert_eq!(needed(&Method::DELETE, "/v1/nodes/{name}"), Role::Administer);
         assert_eq!(needed(&Method::DELETE, "/v1/nodes/{name}/stage"), Role::Operate);

@@ -22,7 +22,7 @@ use super::peer::Peer;
 use super::roles::{Role, Roles};
 use super::types::{
     Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Replace, Replaced,
-    Staging, Standby, Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
+    Staging, Standby, Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView, Written,
 };
 use crate::config;
 use crate::successor;
@@ -58,6 +58,7 @@ use crate::supervisor::door::{Door, No, Request};
         end_capture,
         metrics,
         snapshot,
+        configuration,
         plan,
         apply,
         replace,
@@ -339,6 +340,11 @@ async fn snapshot(State(door): State<Door>) -> Answered<Metrics> {
     ask(&door, Request::Metrics).await
 }
 
+#[utoipa::path(get, path = "/v1/configuration", responses((status = 200, body = Written), (status = 409, body = Refused)))]
+async fn configuration(State(door): State<Door>) -> Answered<Written> {
+    ask(&door, Request::Configuration).await
+}
+
 #[utoipa::path(post, path = "/v1/plan", request_body = Apply,
     responses((status = 200, body = Plan), (status = 422, body = Refused)))]
 async fn plan(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection>) -> Answered<Plan> {
@@ -415,6 +421,7 @@ fn router(door: Door, gate: Gate, cpus: Cpus) -> Router {
         .route("/v1/captures/{number}", delete(end_capture))
         .route("/v1/metrics", get(metrics))
         .route("/v1/snapshot", get(snapshot))
+        .route("/v1/configuration", get(configuration))
         .route("/v1/plan", post(plan))
         .route("/v1/apply", post(apply))
         .route("/v1/upgrade", post(replace))
@@ -468,6 +475,7 @@ mod tests {
         let expected = [
             "/v1/apply",
             "/v1/captures/{number}",
+            "/v1/configuration",
             "/v1/events",
             "/v1/metrics",
             "/v1/nics",

@@ -45,6 +45,15 @@ pub struct ConfigurationView {
     pub by_hand: Vec<String>,
 }
 
+/// The nodes and NICs as they are now, as a configuration. It has the secrets of memif clients in it.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct Written {
+    /// The generation that they began with.
+    pub generation: u64,
+    /// The text of a file that a tasukid begins with.
+    pub text: String,
+}
+
 /// A configuration to look at or to apply.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

@@ -60,7 +60,7 @@ enum What {
         #[arg(long, short)]
         follow: bool,
     },
-    /// The configuration: its JSON Schema.
+    /// The configuration: as it is now, and its JSON Schema.
     #[command(subcommand)]
     Config(Configs),
     /// Show the steps that `tasuki apply` would take, and take none.
@@ -169,7 +169,7 @@ fn main() -> ExitCode {
         }
         What::Man { folder } => clap_mangen::generate_to(Arguments::command(), &folder)
             .with_context(|| format!("the pages cannot be written to {}", folder.display())),
-        What::Config(configs) => cli::config::run(&configs),
+        What::Config(configs) => cli::config::run(&reach, &configs),
         What::Doctor => cli::doctor::run(&reach),
         What::Stop => ask(Asked::Stop),
         What::Sim { words } => become_program("tasuki-sim", [OsString::from("sim")].into_iter().chain(words).collect())

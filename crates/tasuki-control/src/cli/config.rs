@@ -1,21 +1,75 @@
-//! `tasuki config`: the JSON Schema of the configuration.
+//! `tasuki config`: the configuration as it is now, and its JSON Schema.
 
-use anyhow::Result;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
 use clap::Subcommand;
+use hyper::Method as Verb;
 
-use super::write;
-use crate::config;
+use super::{Reach, show, write};
+use crate::api::client;
+use crate::api::types::Written;
+use crate::{config, place};
 
 /// Subcommands about the configuration.
 #[derive(Debug, Subcommand)]
 pub enum Configs {
+    /// Print nodes and NICs as they are now, with all that was changed by hand, as a configuration: to keep, and to begin
+    /// with again.
+    Show {
+        /// Write it to this file instead: the whole of it, or nothing.
+        #[arg(long, value_name = "FILE")]
+        to: Option<PathBuf>,
+    },
     /// Print the JSON Schema of configurations: editors complete and check a file by it.
     Schema,
 }
 
 /// Carries one of them out.
-pub fn run(configs: &Configs) -> Result<()> {
-    match configs {
-        Configs::Schema => write(&config::schema::text()).map(drop),
+pub fn run(reach: &Reach, configs: &Configs) -> Result<()> {
+    let Configs::Show { to } = configs else { return write(&config::schema::text()).map(drop) };
+    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let answer = client::ask(&folder, Verb::GET, "/v1/configuration", None)?;
+    let Written { generation, text } = show::read(answer.clone())?;
+    if let Some(file) = to {
+        let named = file.display();
+        let why = || format!("nothing was written to {named}, which is what it was; name another file");
+        replace(file, &text).with_context(why)?;
     }
+    match to {
+        _ if reach.json => write(&(serde_json::to_string_pretty(&answer)? + "\n")),
+        Some(file) => write(&format!(
+            "generation {generation} is in {}; tasuki up {} brings it back\n",
+            file.display(),
+            file.display()
+        )),
+        None => write(&text),
+    }
+    .map(drop)
+}
+
+/// Writes a file: the whole of it, or nothing. A file that was there keeps its mode; any other is for its owner alone.
+fn replace(file: &Path, text: &str) -> Result<()> {
+    // Through a link, to what it names.
+    let file = std::fs::canonicalize(file).unwrap_or(file.to_owned());
+    let before = std::fs::metadata(&file).ok();
+    ensure!(before.as_ref().is_none_or(std::fs::Metadata::is_file), "it is no file");
+    let mode = before.map_or(0o600, |before| before.permissions().mode() & 0o777);
+    let mut aside = file.clone().into_os_string();
+    aside.push(".new");
+    // One that was left by a tasuki that was killed. What anybody else has put there is not written to.
+    let _ = std::fs::remove_file(&aside);
+    let written = (|| {
+        let mut new = OpenOptions::new().write(true).create_new(true).mode(mode).open(&aside)?;
+        new.write_all(text.as_bytes())?;
+        new.sync_all()?;
+        std::fs::rename(&aside, &file)?;
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        File::open(folder)?.sync_all()
+    })();
+    written.inspect_err(|_: &io::Error| drop(std::fs::remove_file(&aside)))?;
+    Ok(())
 }

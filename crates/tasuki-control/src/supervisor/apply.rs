@@ -16,7 +16,7 @@ use super::door::{Answer, No};
 use super::keeping::Key;
 use super::worker::Words;
 use super::{About, Supervisor};
-use crate::api::types::{Applied, Apply, ConfigurationView, Give, Plan, Refused, Relayed, Removed, Upgrade};
+use crate::api::types::{Applied, Apply, ConfigurationView, Give, Plan, Refused, Relayed, Removed, Upgrade, Written};
 use crate::config::plan::{Present, Step};
 use crate::config::{self, Config};
 use crate::registry::{AppliedRecord, Change};
@@ -480,6 +480,37 @@ impl Supervisor {
         let by_hand = self.by_hand.iter().cloned().collect();
         let stays = self.why_they_stay(&stays);
         ConfigurationView { generation: *generation, path: path.clone(), drift, stays, by_hand }
+    }
+
+    /// Returns nodes and NICs as they are now, as a configuration.
+    pub(super) fn written(&self) -> Result<Written, No> {
+        if self.is_applying() {
+            return Err(No::now("a configuration is being applied; ask again when that is done"));
+        }
+        let nodes = self.config.node.iter().filter(|node| self.nodes.contains_key(&node.name));
+        let nodes: Vec<_> = nodes.cloned().collect();
+        let nics = self.cards.values().filter(|card| card.vni().is_none() && card.closing.is_none());
+        let nic = |card: &Card| {
+            // A node that a NIC was lost by may work by the time that this is read, and the NIC is meant for it.
+            let from = card.failed_over().map(|it| &it.from).filter(|from| nodes.iter().any(|it| it.name == **from));
+            let node = from.unwrap_or(&card.node).clone();
+            let standby = card.config.standby.clone().filter(|standby| *standby != node);
+            config::Nic { node, standby, ..card.config.clone() }
+        };
+        let nics: Vec<_> = nics.map(nic).collect();
+        let by_hand = |(name, node): (&String, &super::Node)| {
+            let program = node.record.binary.as_ref()?.display();
+            Some(format!(
+                "Not in this file: node {name} was upgraded to {program} by hand (tasuki worker upgrade --with)."
+            ))
+        };
+        let notes: Vec<_> = self.nodes.iter().filter_map(by_hand).collect();
+        let AppliedRecord { generation, path, text, .. } = &self.current.record;
+        let origin = format!("generation {generation}, from {path}");
+        let text = config::written::file(text, &nodes, &nics, &origin, &notes);
+        let text =
+            text.map_err(|why| No::now(format!("nodes and NICs cannot be written as a configuration: {why}")))?;
+        Ok(Written { generation: *generation, text })
     }
 
     /// Returns why these NICs are not where the configuration has them, and stay where they are.

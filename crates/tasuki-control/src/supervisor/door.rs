@@ -12,7 +12,7 @@ use crate::api::capture::Begun;
 use crate::api::metrics::Metrics;
 use crate::api::types::{
     Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Replaced, Settled,
-    Staging, Standby, Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView,
+    Staging, Standby, Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView, Written,
 };
 use crate::config;
 
@@ -101,6 +101,7 @@ pub enum Request {
         answer: Answer<Counts>,
     },
     Metrics(Answer<Metrics>),
+    Configuration(Answer<Written>),
     Plan {
         apply: Apply,
         answer: Answer<Plan>,

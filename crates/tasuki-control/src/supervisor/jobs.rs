@@ -216,6 +216,7 @@ impl Supervisor {
             Request::Standby { answer, .. } if self.is_applying() => drop(answer.send(Err(applying()))),
             Request::Standby { nic, standby, answer } => drop(answer.send(self.set_standby_by_hand(&nic, standby))),
             Request::Metrics(answer) => drop(answer.send(Ok(self.metrics()))),
+            Request::Configuration(answer) => drop(answer.send(self.written())),
             Request::Plan { apply, answer } => drop(answer.send(self.plan(&apply))),
             Request::Apply { apply, answer } => self.begin_applying(&apply, Some(answer)),
             Request::AddNode { answer, .. } if self.is_applying() => drop(answer.send(Err(applying()))),

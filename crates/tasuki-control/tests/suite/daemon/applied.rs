@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
 
 use serde_json::Value;
@@ -392,4 +393,45 @@ fn a_path_that_is_no_file_is_refused_at_once() {
     fs::create_dir(rig.path("tasuki.toml")).expect("a folder");
     let refused = rig.refused(&["apply"]);
     assert!(refused.contains("tasuki.toml is not a file; name one"), "{refused}");
+}
+
+#[test]
+fn what_was_changed_by_hand_can_be_kept_and_comes_back_where_nothing_is_left() {
+    let mut rig = Rig::new();
+    rig.configure(|text| format!("# a comment\n{text}"));
+    rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    rig.ask(&["apply"]);
+    let kept = rig.path("kept.toml");
+    let keep = || {
+        rig.ask(&["config", "show", "--to", kept.to_str().expect("a path")]);
+        fs::read_to_string(&kept).expect("a file")
+    };
+    assert!(keep().contains("# a comment\n"), "nothing was changed by hand");
+    rig.ask(&["node", "add", "mine", "--native", "--work", "sink", "--vni", "lan"]);
+    rig.ask(&["nic", "give", "eth0", "--to", "blue"]);
+    rig.ask(&["nic", "standby", "eth0", "--node", "red"]);
+    rig.ask(&["node", "remove", "green"]);
+    let text = keep();
+    let (mode, said) =
+        (fs::metadata(&kept).expect("a file").permissions().mode() & 0o777, rig.ask(&["config", "show"]));
+    assert_eq!((mode, &said), (0o600, &text), "it may have secrets in it");
+    let said = rig.ask(&["plan", kept.to_str().expect("a path")]);
+    assert!(said.starts_with("nothing changes\n"), "{said}");
+    // A copy that was cut off is no configuration of fewer nodes.
+    fs::write(rig.path("cut.toml"), &text[..text.rfind("[[nic]]").expect("a NIC")]).expect("a file");
+    let said = rig.refused(&["plan", rig.path("cut.toml").to_str().expect("a path")]);
+    assert!(said.contains("cut.toml:") && said.contains("this file is cut off: "), "{said}");
+    // A key of another version.
+    fs::write(rig.path("newer.toml"), text.replace("[[nic]]", "[[nic]]\ncolour = 4")).expect("a file");
+    let said = rig.refused(&["plan", rig.path("newer.toml").to_str().expect("a path")]);
+    assert!(said.contains("newer.toml:") && said.contains("the key `colour` means nothing here"), "{said}");
+    rig.ask(&["stop"]);
+    rig.daemon_ends();
+    fs::rename(&kept, rig.path("tasuki.toml")).expect("a file");
+    rig.start();
+    rig.await_pair("blue");
+    assert_eq!(names(&rig, "node"), ["blue", "mine", "red"]);
+    assert_eq!((&rig.nic()["node"], &rig.nic()["standby"]), (&Value::from("blue"), &Value::from("red")));
+    assert!(is_as_configured(&rig) && configuration(&rig)["by_hand"].as_array().is_some_and(Vec::is_empty));
 }

@@ -156,6 +156,26 @@ fn a_daemon_that_is_started_on_a_full_disk_says_so_and_what_to_do() {
 }
 
 #[test]
+fn a_configuration_that_finds_no_room_leaves_the_file_that_was_there() {
+    let Some(disk) = Disk::new() else { return };
+    let rig = Rig::new();
+    let file = disk.0.path().join("kept.toml");
+    fs::write(&file, "# former\n").expect("a file");
+    disk.fill();
+    let said = rig.refused(&["config", "show", "--to", file.to_str().expect("a path")]);
+    assert!(said.contains("kept.toml, which is what it was; name another file: No space left on device"), "{said}");
+    assert_eq!(fs::read_to_string(&file).expect("a file"), "# former\n");
+    fs::remove_file(disk.filler()).expect("room");
+    rig.ask(&["config", "show", "--to", file.to_str().expect("a path")]);
+    let left: Vec<_> = fs::read_dir(disk.0.path()).expect("a folder").flatten().map(|it| it.file_name()).collect();
+    assert_eq!(left, ["kept.toml"]);
+    for (words, why) in [("/dev/null", "it is no file"), ("/nowhere/kept.toml", "No such file")] {
+        let said = rig.refused(&["config", "show", "--to", words]);
+        assert!(said.contains(why), "{said}");
+    }
+}
+
+#[test]
 fn a_daemon_whose_directory_cannot_be_written_to_says_so() {
     let Some(disk) = Disk::new() else { return };
     let rig = disk.rig("");

@@ -1,0 +1,116 @@
+//! The configuration as a file that another tasukid begins with, or the same one on another day.
+
+use std::path::Path;
+
+use serde::Serialize;
+use toml::Table;
+
+use super::{Config, Nic, Node};
+use crate::log::plain;
+
+/// Begins each line that is not of the file that was applied.
+const OURS: &str = "#= ";
+/// Begins the first line.
+const HEAD: &str = "#= tasuki config show: ";
+/// The last line.
+const END: &str = "#= The end: a copy without this line was cut off.";
+
+/// Returns whether the end is missing of what [`file`] wrote. What is left would be a configuration of less.
+pub fn is_cut_off(text: &str) -> bool {
+    text.starts_with(HEAD) && !text.lines().any(|line| line == END)
+}
+
+/// Nodes and NICs, each under a header of its own.
+#[derive(Serialize)]
+struct Lists<'a> {
+    #[serde(skip_serializing_if = "is_empty")]
+    node: &'a [Node],
+    #[serde(skip_serializing_if = "is_empty")]
+    nic: &'a [Nic],
+}
+
+/// An empty list would be a key of the table before it.
+fn is_empty<T>(list: &&[T]) -> bool {
+    list.is_empty()
+}
+
+fn comment(line: &str) -> String {
+    format!("{OURS}{}\n", plain(line, usize::MAX))
+}
+
+/// Returns a file with the `[daemon]` and `[api]` of the configuration `applied`, and with these nodes and NICs. If
+/// these are the same as there, it is that text. `origin` and `notes` become comments. An error is a sentence.
+pub fn file(applied: &str, nodes: &[Node], nics: &[Nic], origin: &str, notes: &[String]) -> Result<String, String> {
+    let wrong = |error: toml::de::Error| error.to_string();
+    let before: Config = toml::from_str(applied).map_err(wrong)?;
+    let is_in = |nodes: &[Node], nics: &[Nic], other: &Config| {
+        nodes.len() == other.node.len()
+            && nics.len() == other.nic.len()
+            && nodes.iter().all(|node| other.node.contains(node))
+            && nics.iter().all(|nic| other.nic.contains(nic))
+    };
+    let is_same = is_in(nodes, nics, &before);
+    let mut text = format!("{HEAD}{}\n", plain(origin, usize::MAX));
+    if !is_same {
+        text += &comment(
+            "Nodes and NICs are as they are now, also what was changed by hand. That file's comments are left out.",
+        );
+    }
+    notes.iter().for_each(|note| text += &comment(note));
+    if is_same {
+        let its_own = applied.lines().filter(|line| !line.starts_with(OURS));
+        its_own.for_each(|line| text += &format!("{line}\n"));
+    } else {
+        let mut table: Table = applied.parse().map_err(wrong)?;
+        table.retain(|key, _| key != "node" && key != "nic");
+        for part in [toml::to_string(&table), toml::to_string(&Lists { node: nodes, nic: nics })] {
+            text += &format!("\n{}", part.map_err(|error| error.to_string())?);
+        }
+    }
+    text += &format!("{END}\n");
+    let again = Config::parse(Path::new("the configuration"), &text).map_err(|error| error.to_string())?;
+    match is_in(nodes, nics, &again) && (&again.daemon, &again.api) == (&before.daemon, &before.api) {
+        true => Ok(text),
+        false => Err("it would be read as another one".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EVERY_KEY: &str = include_str!("../../tests/every-key.toml");
+
+    fn parse(text: &str) -> Config {
+        Config::parse(Path::new("t.toml"), text).expect("a configuration")
+    }
+
+    #[test]
+    fn what_is_written_is_read_as_the_same() {
+        let all = parse(EVERY_KEY);
+        let same = file(EVERY_KEY, &all.node, &all.nic, "generation 1", &[]).expect("a file");
+        assert!(same.contains("# Every key that a configuration may have.\n"), "comments stay: {same}");
+        let again = file(&same, &all.node, &all.nic, "generation 1", &[]);
+        assert_eq!(again.as_deref(), Ok(&same[..]), "nothing adds up");
+        let fewer =
+            file(EVERY_KEY, &all.node, &all.nic[1..], "generation 1", &["so it is".to_owned()]).expect("a file");
+        let read = parse(&fewer);
+        assert_eq!((read.node, &read.nic[..], read.daemon, read.api), (all.node, &all.nic[1..], all.daemon, all.api));
+        assert!(fewer.contains("\n#= so it is\n"), "{fewer}");
+        let none = file(EVERY_KEY, &[], &[], "a\nb", &[]).expect("a file");
+        assert_eq!((parse(&none).node, parse(&none).api), (vec![], parse(EVERY_KEY).api), "{none}");
+    }
+
+    #[test]
+    fn a_copy_that_was_cut_off_is_refused_wherever_that_was() {
+        let all = parse(EVERY_KEY);
+        let whole = file(EVERY_KEY, &all.node, &all.nic[1..], "generation 1", &[]).expect("a file");
+        for len in HEAD.len()..whole.len() - 1 {
+            assert!(is_cut_off(&whole[..len]), "at {len}");
+        }
+        let said = Config::parse(Path::new("t.toml"), &whole[..whole.rfind("[[node]]").expect("nodes")]);
+        let said = said.expect_err("it is not whole").to_string();
+        assert!(said.contains("this file is cut off") && said.lines().count() == 1, "{said}");
+        parse(&format!("{whole}[[node]]\nname = \"more\"\nwork = \"sink\"\n"));
+    }
+}
