@@ -168,3 +168,13 @@ pub fn reap() {
         }
     });
 }
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_package_says_of_this_tasukid_what_it_has() {
+        let script = include_str!("../../../contrib/debian/preinst");
+        let line = format!("\nhas=\"{}\"\n", super::shared());
+        assert!(script.contains(&line), "contrib/debian/preinst needs the line{line}");
+    }
+}

@@ -1,6 +1,8 @@
 //! Tasuki's package for Debian, which dpkg has installed before these tests began.
 
+use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use crate::unit::{self, Unit, processes, property, run};
 use crate::{NODES, assert_none_lost, finish, traffic};
@@ -28,6 +30,35 @@ fn an_upgrade_of_the_package_and_then_of_all_that_runs_loses_no_frame() {
     traffic[0].for_a_while();
     assert_none_lost("an upgrade of the package", &finish(traffic), 0);
     assert_eq!(property("NRestarts"), "0");
+}
+
+#[test]
+fn a_package_that_could_not_take_over_the_workers_is_not_unpacked() {
+    let unit = Unit::begin(NODES);
+    unit.is_at_work();
+    let (workers, keeper) = (unit.workers("red"), unit.keeper());
+    // The next version, had it another registry.
+    let (folder, other) = ("/tmp/other", "/tmp/other.deb");
+    run("dpkg-deb", &["--raw-extract", NEXT, folder]);
+    let script = format!("{folder}/DEBIAN/preinst");
+    let text = fs::read_to_string(&script).expect("a script");
+    let changed = text.replace("has=\"registry ", "has=\"registry 9");
+    assert_ne!(text, changed, "{text}");
+    fs::write(&script, changed).expect("root may");
+    run("dpkg-deb", &["-Znone", "--build", folder, other]);
+    fs::remove_dir_all(folder).expect("root may");
+    let installed = || run("dpkg-query", &["--show", "--showformat=${Version} ${Status}", "tasuki"]);
+    let before = installed();
+    let output = Command::new("dpkg").args(["--install", other]).output().expect("it is installed");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    println!("{said}");
+    assert!(!output.status.success() && said.contains("nothing was unpacked: "), "{said}");
+    unit.is_at_work();
+    assert_eq!((installed(), unit.workers("red"), unit.keeper()), (before, workers, keeper), "all goes on as it was");
+    // What it says helps.
+    unit::stop_all();
+    println!("{}", run("dpkg", &["--install", other]));
+    unit.is_at_work();
 }
 
 #[test]
