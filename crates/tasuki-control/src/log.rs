@@ -1,7 +1,11 @@
 //! The daemon's log. A full disk ends no daemon: lines that cannot be written are counted, and their number is
 //! written when there is room.
 
-use std::io::{self, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -53,6 +57,40 @@ pub fn begin() {
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colour).with_target(false);
     // Its reports of lines that cannot be written go to the same place, by a macro that panics.
     log.log_internal_errors(false).with_writer(|| Log(io::stderr(), &LOST)).init();
+}
+
+/// Returns the file that standard error goes to, if it is a file.
+fn file() -> Option<PathBuf> {
+    let is_file = File::from(rustix::io::dup(rustix::stdio::stderr()).ok()?).metadata().ok()?.is_file();
+    let path = std::fs::read_link("/proc/self/fd/2").ok().filter(|_| is_file)?;
+    let gone = path.to_str().and_then(|path| path.strip_suffix(" (deleted)")).map(PathBuf::from);
+    Some(gone.unwrap_or(path))
+}
+
+fn open_anew(path: &Path) -> io::Result<()> {
+    let file = OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
+    Ok(rustix::stdio::dup2_stderr(&file)?)
+}
+
+/// Opens the file of the log anew, by its name at the time of this call, for each byte that comes: whoever rotates the log has given
+/// the former file another name.
+pub fn rotate_when(mut told: UnixStream) -> io::Result<()> {
+    let file = file();
+    let go_on = move || {
+        while told.read(&mut [0; 64]).is_ok_and(|len| len > 0) {
+            match &file {
+                None => tracing::info!("the log is no file, so there is none to open anew (SIGUSR1)"),
+                Some(path) => match open_anew(path) {
+                    Ok(()) => tracing::info!("{} is opened anew (SIGUSR1)", path.display()),
+                    Err(error) => tracing::error!(
+                        "{} cannot be opened anew ({error}), so the log goes on in the former file; mend that, and send SIGUSR1 again",
+                        path.display()
+                    ),
+                },
+            }
+        }
+    };
+    std::thread::Builder::new().name("log".to_owned()).spawn(go_on).map(drop)
 }
 
 /// Writes a sentence to standard error, and ignores a failure.

@@ -26,7 +26,7 @@ use tasuki_control::supervisor::{Ended, Parts, Programs, Supervisor};
 const BEGINS_WITHIN: Duration = Duration::from_secs(30);
 
 /// Starts and watches workers, and relays NICs between them. On SIGTERM or Ctrl-C it leaves its workers running;
-/// `tasuki stop` ends all.
+/// `tasuki stop` ends all. On SIGHUP it applies its configuration anew, and on SIGUSR1 it opens its log anew.
 #[derive(Debug, Parser)]
 #[command(name = "tasukid", version, subcommand_negates_reqs = true, args_conflicts_with_subcommands = true)]
 struct Arguments {
@@ -140,6 +140,9 @@ fn read(file: &Path) -> Result<(Config, String)> {
 
 /// Serves until the loop ends. Returns the program that is to go on, if any.
 fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<Option<PathBuf>> {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+    // First: by default that signal ends a process.
+    log::rotate_when(told_by(&[SIGUSR1])?).context("the kernel has no thread left")?;
     successor::reap();
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     let (config, text) = read(file)?;
@@ -149,7 +152,6 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<Option<P
     let place = Place::take(folder)?;
     let open = config.daemon.metrics.map(metrics::listen).transpose()?;
     let folder = place.folder().to_owned();
-    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     let (signals, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);
     let (sender, requests) = std::sync::mpsc::channel();
     let door = Door::new(sender).context("the kernel has no eventfd left")?;

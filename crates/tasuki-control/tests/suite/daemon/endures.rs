@@ -5,7 +5,7 @@ use std::fs;
 use std::io::Write;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixDatagram;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
@@ -125,6 +125,35 @@ fn a_daemon_in_the_background_outlives_the_disk_of_its_log() {
         fs::read_to_string(&log).is_ok_and(|log| log.contains("lines before this one could not be written here"))
     });
     assert_eq!(rig.json(&["status"])["pid"], process, "it was the same all the time");
+    rig.ask(&["stop"]);
+}
+
+/// As logrotate does it.
+#[test]
+fn a_log_that_has_another_name_is_followed_by_a_fresh_one_on_sigusr1() {
+    let rig = Rig::without_daemon(NODES, "");
+    let started = rig.tasukid_in(&rig.dir()).output().expect("a program");
+    assert!(started.status.success(), "{}", String::from_utf8_lossy(&started.stderr));
+    let daemon = pid(&rig.json(&["status"]));
+    let (log, former) = (rig.dir().join("tasukid.log"), rig.dir().join("tasukid.log.1"));
+    let has = |path: &Path, part: &str| fs::read_to_string(path).is_ok_and(|text| text.contains(part));
+    rig.await_pair("red");
+    fs::rename(&log, &former).expect("a name");
+    rig.ask(&["worker", "upgrade", "blue"]);
+    until(&rig, "the former file has it", || has(&former, "was upgraded") || has(&former, "upgrade"));
+    assert!(!log.exists());
+    signal(daemon, Signal::USR1);
+    until(&rig, "there is a fresh one", || has(&log, "tasukid.log is opened anew (SIGUSR1)"));
+    // The program that it goes on as begins with the fresh one, and its file may be gone by the next time.
+    rig.ask(&["upgrade"]);
+    fs::remove_file(&log).expect("a file");
+    signal(daemon, Signal::USR1);
+    until(&rig, "there is another", || has(&log, "tasukid.log is opened anew (SIGUSR1)"));
+    // Where none can be, the former file goes on, and the daemon as well.
+    fs::rename(&log, &former).expect("a name");
+    fs::create_dir(&log).expect("a folder");
+    signal(daemon, Signal::USR1);
+    until(&rig, "it says so", || has(&former, "cannot be opened anew (Is a directory"));
     rig.ask(&["stop"]);
 }
 
