@@ -124,11 +124,64 @@ fn words() -> impl Iterator<Item = OsString> {
     std::env::args_os().skip(1)
 }
 
+/// In the environment of a program that is to go on: the process, whose standard input is the file of the program before.
+const FORMER: &str = "TASUKI_FORMER";
+/// In the environment of a program that goes on again: why the other one did not.
+const WHY: &str = "TASUKI_NOT_REPLACED";
+
 /// Goes on as a checked program, with the same arguments. Returns only if neither it nor this very program starts.
 pub fn become_it(with: &Path) -> io::Error {
-    let error = Command::new(with).args(words()).exec();
-    tracing::error!("{} does not start ({error}); tasukid stays what it is", with.display());
-    Command::new("/proc/self/exe").args(words()).exec()
+    let mut command = Command::new(with);
+    command.args(words()).env_remove(WHY);
+    // Its file may be gone from its path, or be another one.
+    if let Ok(own) = File::open("/proc/self/exe") {
+        command.stdin(own).env(FORMER, std::process::id().to_string());
+    }
+    let error = command.exec();
+    again("/proc/self/exe", &format!("{} does not start ({error})", with.display()))
+}
+
+fn again(program: &str, why: &str) -> io::Error {
+    tracing::error!("{why}; tasukid goes on as it was");
+    let name = std::env::args_os().next().unwrap_or_default();
+    Command::new(program).arg0(name).args(words()).env_remove(FORMER).env(WHY, why).exec()
+}
+
+/// The program that this one goes on for, until this one serves.
+#[derive(Debug)]
+pub struct Former(());
+
+impl Former {
+    /// Returns the program before this one in this process, if it can go on.
+    pub fn find() -> Option<Self> {
+        let of = std::env::var(FORMER).ok()?.parse::<u32>();
+        (of == Ok(std::process::id())).then_some(Former(()))
+    }
+
+    /// Goes on as that program again. Returns only if it does not start.
+    pub fn again(self, why: &str) -> io::Error {
+        let version = env!("CARGO_PKG_VERSION");
+        again("/proc/self/fd/0", &format!("version {version} of tasukid has not begun ({why})"))
+    }
+
+    /// Lets go of it: this program serves.
+    pub fn forget(self) {
+        forget_input();
+    }
+}
+
+fn forget_input() {
+    // If that fails, a file stays open.
+    let _ = File::open("/dev/null").map(|null| rustix::stdio::dup2_stdin(&null));
+}
+
+/// Returns why this program goes on again, if it was to be replaced and the other did not begin.
+pub fn not_replaced() -> Option<String> {
+    let why = std::env::var(WHY).ok()?;
+    forget_input();
+    // It has the name of the file that it was started by.
+    let _ = rustix::thread::set_name(c"tasukid");
+    Some(why)
 }
 
 /// Reaps the children that the program before this one in the same process had, when they have ended. To be called before

@@ -322,6 +322,7 @@ mod tests {
             up_ms: 61_005,
             adopted: 2,
             trouble: None,
+            not_replaced: None,
             configuration: ConfigurationView {
                 generation: 3,
                 drift: vec!["a step".to_owned()],
@@ -375,6 +376,7 @@ mod tests {
             up_ms: 0,
             adopted: 0,
             trouble: None,
+            not_replaced: None,
             configuration: ConfigurationView::default(),
             nodes: Vec::new(),
             nics: Vec::new(),

@@ -20,6 +20,9 @@ pub struct Status {
     /// Troubles of the daemon itself.
     #[serde(default)]
     pub trouble: Option<String>,
+    /// Why it goes on as it was, if it was to be replaced last and the other program did not begin.
+    #[serde(default)]
+    pub not_replaced: Option<String>,
     /// The configuration that it goes by.
     #[serde(default)]
     pub configuration: ConfigurationView,

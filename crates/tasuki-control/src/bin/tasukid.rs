@@ -4,11 +4,12 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{CommandFactory, Parser};
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
@@ -18,7 +19,7 @@ use tasuki_control::config::{self, Config, Confine};
 use tasuki_control::jail;
 use tasuki_control::log;
 use tasuki_control::place::{self, Place};
-use tasuki_control::successor;
+use tasuki_control::successor::{self, Former};
 use tasuki_control::supervisor::door::Door;
 use tasuki_control::supervisor::{Ended, Parts, Programs, Supervisor};
 
@@ -138,8 +139,8 @@ fn read(file: &Path) -> Result<(Config, String)> {
     Ok((config, text))
 }
 
-/// Serves until the loop ends. Returns the program that is to go on, if any.
-fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<Option<PathBuf>> {
+/// Serves until the loop ends. Returns the program that is to go on, if any. If it fails to begin, `former` is left.
+fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Option<Former>) -> Result<Option<PathBuf>> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
     // First: by default that signal ends a process.
     log::rotate_when(told_by(&[SIGUSR1])?).context("the kernel has no thread left")?;
@@ -166,6 +167,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<Option<P
         requests,
         signals,
         hangups,
+        not_replaced: successor::not_replaced(),
     })?;
     let listener = listen(&folder, roles.are_given())?;
     let (over, is_over) = tokio::sync::oneshot::channel::<()>();
@@ -176,6 +178,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<Option<P
     });
     let http = http.context("the kernel has no thread left")?;
     let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Ready]);
+    former.take().into_iter().for_each(Former::forget);
     tracing::info!("tasukid serves at {}", place::api_socket(&folder).display());
     let ended = supervisor.run();
     if !matches!(ended, Ok(Ended::Replaced(_))) {
@@ -295,9 +298,19 @@ fn main() -> ExitCode {
     }
     log::begin();
     exit_code(if stays {
-        serve(&file, &folder, arguments.groups).and_then(|next| {
-            next.map_or(Ok(()), |with| Err(successor::become_it(&with)).context("tasukid does not go on"))
-        })
+        let mut former = Former::find();
+        // A panic, which has been reported by then, is one more way not to begin.
+        let served = catch_unwind(AssertUnwindSafe(|| serve(&file, &folder, arguments.groups, &mut former)));
+        let error = match served {
+            Ok(Ok(None)) => return ExitCode::SUCCESS,
+            Ok(Ok(Some(with))) => Err(successor::become_it(&with)).context("tasukid does not go on"),
+            Ok(Err(error)) => Err(error),
+            Err(_) => Err(anyhow!("it has panicked")),
+        };
+        match (error, former) {
+            (Err(error), Some(former)) => Err(former.again(&format!("{error:#}"))).context("tasukid does not go on"),
+            (error, _) => error,
+        }
     } else {
         read(&file).and_then(|_| go_into_background(&folder))
     })

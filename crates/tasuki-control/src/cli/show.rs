@@ -98,6 +98,7 @@ fn status(status: &Status) -> String {
         let _ = writeln!(said, "\nadded by hand: {}", by_hand.join(", "));
     }
     said.extend(status.trouble.iter().map(|trouble| format!("\n{trouble}\n")));
+    said.extend(status.not_replaced.iter().map(|why| format!("\ntasukid goes on as it was: {why}\n")));
     said
 }
 

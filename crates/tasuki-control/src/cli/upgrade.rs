@@ -115,7 +115,10 @@ fn replace_daemon(
         }
         std::thread::sleep(ASK_EVERY);
     }
-    let version = get::<Status>(folder, "/v1/status")?.version;
+    let Status { version, not_replaced, .. } = get(folder, "/v1/status")?;
+    if let Some(why) = not_replaced {
+        bail!("tasukid goes on as it was, and its workers as well: {why}");
+    }
     ensure!(
         version == replaced.version,
         "tasukid goes on as version {version}: that program did not start, and its log says why"

@@ -264,6 +264,7 @@ pub struct Supervisor {
     /// The numbers by which arbiters know nodes.
     node_numbers: BTreeMap<String, u32>,
     since: Duration,
+    not_replaced: Option<String>,
     adopted: u32,
     /// Whether workers of an earlier daemon have yet to answer.
     adopting: bool,
@@ -302,12 +303,25 @@ pub struct Parts {
     pub signals: UnixStream,
     /// Receives a byte when the daemon is told to apply its file anew.
     pub hangups: UnixStream,
+    /// Why this daemon goes on, if it was to be replaced and the other did not begin.
+    pub not_replaced: Option<String>,
 }
 
 impl Supervisor {
     /// Starts the daemon: it takes over all that an earlier daemon left running.
     pub fn begin(parts: Parts) -> Result<Self> {
-        let Parts { config, file: (file, text), programs, place, groups, door, requests, signals, hangups } = parts;
+        let Parts {
+            config,
+            file: (file, text),
+            programs,
+            place,
+            groups,
+            door,
+            requests,
+            signals,
+            hangups,
+            not_replaced,
+        } = parts;
         let (registry, mut known) = Registry::open(place.folder())?;
         let (current, config) = apply::Current::begin(file, text, config, known.applied.take());
         let (may_use, aside) = (crate::aside::cpus(&Config::default()), crate::aside::cpus(&config));
@@ -354,6 +368,7 @@ impl Supervisor {
             last_party: known.last_party,
             node_numbers: BTreeMap::new(),
             since: now(),
+            not_replaced,
             adopted: 0,
             adopting: false,
             room: Vec::new(),
@@ -372,6 +387,10 @@ impl Supervisor {
         supervisor.find_groups(groups);
         let found = supervisor.begin_keeping();
         supervisor.adopt(known, found)?;
+        if let Some(why) = &supervisor.not_replaced {
+            let sentence = format!("tasukid goes on as it was: {why}");
+            supervisor.note(About::default(), sentence);
+        }
         Ok(supervisor)
     }
 

@@ -18,6 +18,7 @@ impl Supervisor {
             up_ms: u64::try_from(now().saturating_sub(self.since).as_millis()).unwrap_or(u64::MAX),
             adopted: self.adopted,
             trouble: self.trouble(),
+            not_replaced: self.not_replaced.clone(),
             configuration: self.configuration_view(),
             nodes: self.node_views(),
             nics: self.nic_views(),

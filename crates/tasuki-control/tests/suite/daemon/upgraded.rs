@@ -137,6 +137,46 @@ fn the_daemon_goes_on_as_no_program_that_would_not_begin() {
     assert_eq!(pids(rig.await_pair("red")), pids((driver, standby)));
 }
 
+/// A program that passes its check, and finds the directory taken when it begins.
+#[test]
+fn the_daemon_goes_on_as_it_was_if_the_other_program_fails_after_its_check() {
+    let rig = Rig::new();
+    let (driver, standby) = rig.await_pair("red");
+    let (daemon, folder) = (rig.daemon_pid(), version(&rig, "next"));
+    let own = fs::read_link(format!("/proc/{daemon}/exe")).expect("a program");
+    fs::rename(folder.join("tasukid"), folder.join("real")).expect("a file");
+    let [real, own_name] = [folder.join("real"), own.clone()].map(|path| path.display().to_string());
+    let (lock, alive) = (rig.dir().join("tasukid.lock"), rig.path("alive"));
+    // Whoever has the lock lets go of it once the process is the former program again, or the test is over.
+    let text = format!(
+        "case \"$*\" in *--check*) exec {real} \"$@\";; esac\nexec 9>>{}; flock 9\n\
+        (while [ -e {} ] && [ \"$(readlink /proc/$$/exe)\" != {own_name} ]; do sleep 0.01; done) &\n\
+        exec 9>&-; exec {real} \"$@\"",
+        lock.display(),
+        alive.display()
+    );
+    script(&folder.join("tasukid"), &text);
+    let said = rig.refused(&["upgrade", "--with", folder.to_str().unwrap()]);
+    for part in
+        ["tasukid goes on as it was, and its workers as well: version ", "has not begun (a tasukid is at work in"]
+    {
+        assert!(said.contains(part), "{said}");
+    }
+    assert_eq!(fs::read_link(format!("/proc/{daemon}/exe")).expect("a program"), own, "in the same process");
+    assert_eq!(fs::read_to_string(format!("/proc/{daemon}/comm")).expect("a name"), "tasukid\n");
+    assert_eq!(fs::read_link(format!("/proc/{daemon}/fd/0")).expect("a file"), Path::new("/dev/null"));
+    let pids = |(driver, standby): (Value, Value)| (pid(&driver), pid(&standby));
+    assert_eq!(pids(rig.await_pair("red")), pids((driver, standby)), "its workers go on");
+    rig.await_event("tasukid goes on as it was: version ");
+    assert!(rig.ask(&["status"]).contains("\ntasukid goes on as it was: version "));
+    // The next one that begins has nothing to say.
+    fs::rename(folder.join("real"), folder.join("tasukid")).expect("a file");
+    rig.ask(&["upgrade", "--with", folder.to_str().unwrap()]);
+    let status = rig.json(&["status"]);
+    assert_eq!((&status["pid"], &status["not_replaced"]), (&Value::from(daemon), &Value::Null));
+    assert_eq!(fs::read_link(format!("/proc/{daemon}/fd/0")).expect("a file"), Path::new("/dev/null"));
+}
+
 #[test]
 fn a_daemon_whose_nodes_have_cpus_finds_them_again() {
     let Ok(ours) = rustix::thread::sched_getaffinity(None) else { panic!("this test runs somewhere") };
