@@ -276,6 +276,10 @@ pub struct Node {
     /// Bounds on its processes together; by default half of the machine's memory, and 512 processes and threads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bounds: Option<Bounds>,
+    /// The container whose interface it is, as the container's runtime has it: NETWORK/ID/INTERFACE. `tasuki-cni` finds
+    /// its nodes by that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub container: Option<String>,
     /// The nodes that it trusts: a NIC moves between nodes that trust each other without the end of any worker.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub trusts: Vec<String>,
@@ -514,15 +518,23 @@ pub struct Tap {
     /// The namespace: as `ip netns` calls it, or a path from /; by default the daemon's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
-    /// The address that the interface gets when it is made; by default the daemon sets none.
+    /// The address that the interface gets when it is made, or a list of them; by default the daemon sets none.
     #[serde(
         default,
-        deserialize_with = "address",
-        serialize_with = "address_text",
-        skip_serializing_if = "Option::is_none"
+        rename = "address",
+        deserialize_with = "addresses",
+        serialize_with = "texts_of_addresses",
+        skip_serializing_if = "Vec::is_empty"
     )]
-    #[schema(value_type = Option<String>)]
-    pub address: Option<Address>,
+    #[schema(value_type = Option<OneOrMore>)]
+    pub addresses: Vec<Address>,
+    /// The routes by the interface that it gets when it is made.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub routes: Vec<Route>,
+    /// MTU of the interface in bytes; by default 1500.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 68, maximum = 65521)]
+    pub mtu: Option<u16>,
     /// Whether the kernel may pass frames between this namespace and others of its VNI, past their workers.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub shortcut: bool,
@@ -533,15 +545,66 @@ impl Tap {
     pub fn label(&self) -> String {
         self.netns.iter().map(|netns| format!("{netns}:")).chain([self.name.clone()]).collect()
     }
+
+    /// Returns the settings that the interface gets when it is made, with this station address if it is known by then.
+    pub fn settings(&self, mac: Option<[u8; 6]>) -> tasuki_tap::Settings {
+        tasuki_tap::Settings {
+            mac,
+            addresses: self.addresses.clone(),
+            routes: self.routes.iter().map(|route| tasuki_tap::Route { to: route.to, via: route.via }).collect(),
+            mtu: self.mtu.map(u32::from),
+        }
+    }
 }
 
-fn address<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Address>, D::Error> {
-    String::deserialize(from)?.parse().map(Some).map_err(serde::de::Error::custom)
+/// A route by a node's interface.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Route {
+    /// The network that it leads to, as 0.0.0.0/0.
+    #[serde(deserialize_with = "address", serialize_with = "text_of_address")]
+    #[schema(value_type = String)]
+    pub to: Address,
+    /// The station that passes packets on; by default the network is on the VNI itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub via: Option<IpAddr>,
 }
 
-#[expect(clippy::ref_option, reason = "as serde calls it")]
-fn address_text<S: serde::Serializer>(address: &Option<Address>, to: S) -> Result<S::Ok, S::Error> {
-    to.collect_str(address.as_ref().expect("left out if there is none"))
+fn address<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Address, D::Error> {
+    String::deserialize(from)?.parse().map_err(serde::de::Error::custom)
+}
+
+fn text_of_address<S: serde::Serializer>(address: &Address, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(address)
+}
+
+/// A text, or a list of texts.
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
+#[serde(untagged)]
+enum OneOrMore {
+    One(String),
+    More(Vec<String>),
+}
+
+fn addresses<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<Address>, D::Error> {
+    let texts = match OneOrMore::deserialize(from) {
+        Ok(OneOrMore::One(text)) => vec![text],
+        Ok(OneOrMore::More(texts)) => texts,
+        Err(_) => {
+            let sentence =
+                "address is no text and no list of texts; write it as \"192.0.2.2/24\", or several in brackets";
+            return Err(serde::de::Error::custom(sentence));
+        }
+    };
+    texts.iter().map(|text| text.parse()).collect::<Result<_, _>>().map_err(serde::de::Error::custom)
+}
+
+fn texts_of_addresses<S: serde::Serializer>(addresses: &[Address], to: S) -> Result<S::Ok, S::Error> {
+    match addresses {
+        [one] => to.collect_str(one),
+        more => to.collect_seq(more.iter().map(ToString::to_string)),
+    }
 }
 
 /// Settings of a source.
@@ -828,7 +891,7 @@ ring = 512
             ["red", "blue", "pink", "shop"].iter().filter_map(|name| config.node(name)).map(Node::nice).collect();
         assert_eq!(nice, [-20, 0, 0, -20], "pollers and users' programs have no priority");
         let tap = config.tap("shop").expect("it has one");
-        assert_eq!((tap.label(), tap.address), ("shop:nic0".to_owned(), "192.0.2.3/24".parse().ok()));
+        assert_eq!((tap.label(), &tap.addresses[..]), ("shop:nic0".to_owned(), &["192.0.2.3/24".parse().unwrap()][..]));
         assert_eq!(config.tap("red"), None);
         assert_eq!(config.nic[0].device, Device::Vfio("0000:03:00.0".to_owned()));
         assert!(config.trust("red", "blue") && config.trust("green", "green"));

@@ -7,13 +7,17 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, netdevice};
 
-use crate::netlink::{Message, Netlink};
-use crate::{Address, TapError};
+use crate::netlink::{Message, Netlink, attributes};
+use crate::{Address, Route, Settings, TapError};
 
 /// Message types (`<linux/rtnetlink.h>`).
 const NEW_LINK: u16 = 16;
 const DELETE_LINK: u16 = 17;
+const GET_LINK: u16 = 18;
 const NEW_ADDRESS: u16 = 20;
+const GET_ADDRESS: u16 = 22;
+const NEW_ROUTE: u16 = 24;
+const GET_ROUTE: u16 = 26;
 const NEW_QUEUE: u16 = 36;
 const NEW_FILTER: u16 = 44;
 
@@ -40,6 +44,17 @@ const VETH_INFO_PEER: u16 = 1;
 /// Attributes of an address: the address, and the same for the local end.
 const IFA_ADDRESS: u16 = 1;
 const IFA_LOCAL: u16 = 2;
+
+/// Attributes of a route: the network, the interface's index, and the station that passes packets on.
+const RTA_DST: u16 = 1;
+const RTA_OIF: u16 = 4;
+const RTA_GATEWAY: u16 = 5;
+/// Fields of `struct rtmsg`: the main table, routes that an administrator set, the two scopes, and unicast.
+const RT_TABLE_MAIN: u8 = 254;
+const RTPROT_STATIC: u8 = 4;
+const RT_SCOPE_UNIVERSE: u8 = 0;
+const RT_SCOPE_LINK: u8 = 253;
+const RTN_UNICAST: u8 = 1;
 
 /// Attributes of queueing disciplines and filters: the kind, and its options.
 const TCA_KIND: u16 = 1;
@@ -84,6 +99,30 @@ fn link_of(index: u32, flags: u32) -> Vec<u8> {
 /// Returns a `struct tcmsg`.
 fn traffic_of(index: u32, handle: u32, parent: u32, info: u32) -> Vec<u8> {
     [0, index, handle, parent, info].iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+/// Returns an address as the kernel has it: its family, and its bytes.
+fn raw(ip: IpAddr) -> (u8, Vec<u8>) {
+    let (family, bytes) = match ip {
+        IpAddr::V4(ip) => (AddressFamily::INET, ip.octets().to_vec()),
+        IpAddr::V6(ip) => (AddressFamily::INET6, ip.octets().to_vec()),
+    };
+    (u8::try_from(family.as_raw()).expect("a small number"), bytes)
+}
+
+/// Returns the address that the kernel has as these bytes.
+fn ip(bytes: &[u8]) -> Option<IpAddr> {
+    let v4 = <[u8; 4]>::try_from(bytes).map(IpAddr::from);
+    v4.or_else(|_| <[u8; 16]>::try_from(bytes).map(IpAddr::from)).ok()
+}
+
+fn number(bytes: &[u8]) -> Option<u32> {
+    bytes.try_into().ok().map(u32::from_ne_bytes)
+}
+
+/// Returns the value of an attribute, if it is there.
+fn attribute(bytes: &[u8], kind: u16) -> Option<&[u8]> {
+    attributes(bytes).find(|(its, _)| *its == kind).map(|(_, value)| value)
 }
 
 /// Returns a name as the kernel expects it, with a zero behind.
@@ -185,16 +224,73 @@ impl Interface {
 
     /// Adds an IP address, if the interface does not have it yet.
     pub fn add_address(&self, address: Address) -> Result<(), TapError> {
-        let (family, bytes) = match address.ip {
-            IpAddr::V4(ip) => (AddressFamily::INET, ip.octets().to_vec()),
-            IpAddr::V6(ip) => (AddressFamily::INET6, ip.octets().to_vec()),
-        };
-        let family = u8::try_from(family.as_raw()).expect("a small number");
+        let (family, bytes) = raw(address.ip);
         // `struct ifaddrmsg`. No duplicate address detection: no NIC is behind the interface yet.
         let mut fixed = vec![family, address.prefix, NO_DAD, 0];
         fixed.extend_from_slice(&self.index.to_ne_bytes());
         let message = Message::new(NEW_ADDRESS, CREATE | REPLACE, &fixed);
-        self.ask(|| format!("the address {address}"), message.with(IFA_LOCAL, &bytes).with(IFA_ADDRESS, &bytes))
+        let set = self.netlink.ask(message.with(IFA_LOCAL, &bytes).with(IFA_ADDRESS, &bytes));
+        set.map_err(|errno| match errno {
+            Errno::PERM => TapError::NotAllowed,
+            Errno::ACCESS if address.ip.is_ipv6() => TapError::NoIpv6 { name: self.name.clone(), address },
+            errno => self.not_set(format!("the address {address}"), errno),
+        })
+    }
+
+    fn not_set(&self, what: String, errno: Errno) -> TapError {
+        TapError::SetUp { name: self.name.clone(), what, why: errno.into() }
+    }
+
+    /// Adds a route by the interface, if it does not have it yet.
+    pub fn add_route(&self, Route { to, via }: Route) -> Result<(), TapError> {
+        let (family, network) = raw(to.ip);
+        let scope = if via.is_some() { RT_SCOPE_UNIVERSE } else { RT_SCOPE_LINK };
+        let mut fixed = vec![family, to.prefix, 0, 0, RT_TABLE_MAIN, RTPROT_STATIC, scope, RTN_UNICAST];
+        fixed.extend_from_slice(&[0; 4]);
+        let message = Message::new(NEW_ROUTE, CREATE, &fixed).with(RTA_OIF, &self.index.to_ne_bytes());
+        let message = if to.prefix > 0 { message.with(RTA_DST, &network) } else { message };
+        let message = via.into_iter().fold(message, |message, via| message.with(RTA_GATEWAY, &raw(via).1));
+        match self.netlink.ask(message) {
+            Ok(()) | Err(Errno::EXIST) => Ok(()),
+            Err(Errno::PERM) => Err(TapError::NotAllowed),
+            Err(errno) => {
+                let by = via.map(|via| format!(" by way of {via}")).unwrap_or_default();
+                Err(self.not_set(format!("the route to {to}{by}"), errno))
+            }
+        }
+    }
+
+    /// Returns the settings of the interface: all addresses, and the routes of the main table.
+    pub fn read(&self) -> Result<Settings, TapError> {
+        let list = |kind, fixed: &[u8]| {
+            let listed = self.netlink.list(Message::new(kind, 0, fixed));
+            listed.map_err(|errno| self.not_set("its settings read".to_owned(), errno))
+        };
+        let index = |bytes: Option<&[u8]>| bytes.and_then(number) == Some(self.index);
+        let links = list(GET_LINK, &[0; 16])?;
+        let link = links.iter().find(|link| index(link.get(4..8))).and_then(|link| link.get(16..)).unwrap_or_default();
+        let addresses = list(GET_ADDRESS, &[0; 8])?;
+        let addresses = addresses.iter().filter(|it| index(it.get(4..8))).filter_map(|it| {
+            let its = it.get(8..)?;
+            // Of IPv4, the other of the two is the far end of a point-to-point link.
+            let address = attribute(its, IFA_LOCAL).or_else(|| attribute(its, IFA_ADDRESS))?;
+            Some(Address { ip: ip(address)?, prefix: *it.get(1)? })
+        });
+        let routes = list(GET_ROUTE, &[0; 12])?;
+        let routes = routes.iter().filter_map(|route| {
+            let its = route.get(12..).filter(|its| index(attribute(its, RTA_OIF)))?;
+            let none = if i32::from(*route.first()?) == i32::from(AddressFamily::INET.as_raw()) { 4 } else { 16 };
+            let network = attribute(its, RTA_DST).map_or(vec![0; none], <[u8]>::to_vec);
+            let to = Address { ip: ip(&network)?, prefix: *route.get(1)? };
+            let is_main = route.get(4) == Some(&RT_TABLE_MAIN);
+            is_main.then(|| Route { to, via: attribute(its, RTA_GATEWAY).and_then(ip) })
+        });
+        Ok(Settings {
+            mac: attribute(link, IFLA_ADDRESS).and_then(|mac| mac.try_into().ok()),
+            addresses: addresses.collect(),
+            routes: routes.collect(),
+            mtu: attribute(link, IFLA_MTU).and_then(number),
+        })
     }
 
     /// Passes every frame received on the interface to this BPF classifier, whose result is the action. It replaces

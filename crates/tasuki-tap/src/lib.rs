@@ -85,6 +85,15 @@ pub enum TapError {
     /// The TAP does not stand beside a veth end that one of our daemons made.
     #[error("the TAP {0} is not a veth end of a namespace on this VNI")]
     NoVethEnd(String),
+    /// The kernel has IPv6 switched off for the interface.
+    #[error(
+        "the interface {name} cannot have the address {address}, for IPv6 is switched off in its namespace; switch it on (sysctl net.ipv6.conf.default.disable_ipv6=0), or name addresses of IPv4 alone"
+    )]
+    NoIpv6 {
+        /// Name of the interface.
+        name: String,
+        address: Address,
+    },
     /// The interface exists, but a setting of it failed.
     #[error("the interface {name} cannot have {what}: {why}")]
     SetUp {
@@ -136,9 +145,57 @@ impl std::str::FromStr for Address {
     }
 }
 
+impl Address {
+    /// Returns whether no bit of it is set beyond the prefix: it names a network.
+    pub fn is_network(&self) -> bool {
+        let (bits, len) = match self.ip {
+            IpAddr::V4(ip) => (u128::from(ip.to_bits()), 32),
+            IpAddr::V6(ip) => (ip.to_bits(), 128),
+        };
+        bits.trailing_zeros() >= u32::from(len - self.prefix) || bits == 0
+    }
+}
+
 impl std::fmt::Display for Address {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}/{}", self.ip, self.prefix)
+    }
+}
+
+/// A route by an interface.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Route {
+    /// The network that it leads to: an address without bits beyond the prefix.
+    pub to: Address,
+    /// The station that passes packets on; none if the network is on the link itself.
+    pub via: Option<IpAddr>,
+}
+
+/// The settings of an interface, from when it is made.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// Station address; by default the kernel chooses one.
+    pub mac: Option<[u8; 6]>,
+    pub addresses: Vec<Address>,
+    pub routes: Vec<Route>,
+    /// MTU in bytes; by default 1,500.
+    pub mtu: Option<u32>,
+}
+
+impl Settings {
+    /// Returns the settings with no more than this address.
+    pub fn of(address: Option<Address>) -> Self {
+        Settings { addresses: address.into_iter().collect(), ..Settings::default() }
+    }
+
+    /// Sets up an interface, and brings it up.
+    pub fn apply(&self, interface: &Interface) -> Result<(), TapError> {
+        self.mac.map_or(Ok(()), |mac| interface.set_mac(mac))?;
+        self.mtu.map_or(Ok(()), |mtu| interface.set_mtu(mtu))?;
+        self.addresses.iter().try_for_each(|address| interface.add_address(*address))?;
+        interface.up()?;
+        // An interface that is down has no routes.
+        self.routes.iter().try_for_each(|route| interface.add_route(*route))
     }
 }
 
@@ -153,20 +210,17 @@ pub struct Tap {
 }
 
 impl Tap {
-    /// Creates the interface in `place`, sets its address and brings it up.
+    /// Creates the interface in `place`, sets it up and brings it up.
     pub fn create(
         place: &Namespace,
         name: &str,
-        address: Option<Address>,
+        settings: &Settings,
         before: device::Before,
     ) -> Result<Self, TapError> {
         place.within(|| {
             let device = device::open(name, before)?;
             let interface = Interface::find(name)?;
-            if let Some(address) = address {
-                interface.add_address(address)?;
-            }
-            interface.up()?;
+            settings.apply(&interface)?;
             Ok(Tap { device, interface })
         })
     }
@@ -187,6 +241,11 @@ mod tests {
         let address: Address = "192.0.2.2/24".parse().expect("an address");
         assert_eq!((address.prefix, address.to_string()), (24, "192.0.2.2/24".to_owned()));
         assert_eq!("2001:db8::2/64".parse::<Address>().expect("an address").prefix, 64);
+        let is_network = |text: &str| text.parse::<Address>().expect("an address").is_network();
+        assert!(
+            ["0.0.0.0/0", "::/0", "10.0.0.0/8", "10.2.0.0/15", "192.0.2.1/32", "fd00::/8"].into_iter().all(is_network)
+        );
+        assert!(!["0.0.0.1/0", "10.1.0.0/15", "fd00::1/64"].into_iter().any(is_network));
         for nonsense in ["192.0.2.2", "192.0.2/24", "192.0.2.2/33", "2001:db8::/129", "/24", "192.0.2.2/-1", ""] {
             let said = nonsense.parse::<Address>().expect_err(nonsense);
             assert!(said.contains("192.0.2.2/24"), "{said}");

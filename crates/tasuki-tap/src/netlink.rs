@@ -11,9 +11,17 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
 /// Message type of a reply (`<linux/netlink.h>`).
 const ERROR: u16 = 2;
+/// The last message of a list.
+const DONE: u16 = 3;
 
 /// Flags: the kernel acts on the request, and reports the result.
 const REQUEST_AND_ACK: u16 = 0x0001 | 0x0004;
+
+/// Flag of a request for a list.
+const DUMP: u16 = 0x0300;
+
+/// Bytes that the kernel puts into one packet of a list, at most.
+const PACKET: usize = 32 << 10;
 
 /// Bytes of `struct nlmsghdr`.
 const HEADER: usize = 16;
@@ -59,6 +67,36 @@ impl Message {
     }
 }
 
+/// Cuts off the first piece, whose length the bytes begin with, as `length` reads it. Pieces begin at multiples of four.
+fn piece<'b>(bytes: &mut &'b [u8], length: impl Fn(&[u8]) -> Option<usize>) -> Option<&'b [u8]> {
+    let piece = bytes.get(..length(bytes)?).filter(|piece| !piece.is_empty())?;
+    *bytes = bytes.get(piece.len().next_multiple_of(4)..).unwrap_or_default();
+    Some(piece)
+}
+
+/// Returns the attributes in these bytes, each with its type.
+pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    let word = |bytes: &[u8], at: usize| Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?));
+    std::iter::from_fn(move || {
+        let attribute = piece(&mut bytes, |bytes| word(bytes, 0).map(usize::from))?;
+        Some((word(attribute, 2)?, attribute.get(4..)?))
+    })
+}
+
+/// Parses a packet of a list: appends its entries, each the fixed part of its type and its attributes. Returns whether
+/// the list ends with it.
+fn entries(mut packet: &[u8], list: &mut Vec<Vec<u8>>) -> Result<bool, Errno> {
+    let length = |bytes: &[u8]| usize::try_from(u32::from_ne_bytes(bytes.get(..4)?.try_into().ok()?)).ok();
+    while let Some(message) = piece(&mut packet, length) {
+        match message.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]])) {
+            Some(DONE) => return Ok(true),
+            Some(ERROR) | None => return answer(message).and(Err(Errno::BADMSG)),
+            Some(_) => list.push(message.get(HEADER..).unwrap_or_default().to_vec()),
+        }
+    }
+    Ok(false)
+}
+
 /// Parses the kernel's reply; returns its error, or `BADMSG` if it is no reply.
 fn answer(bytes: &[u8]) -> Result<(), Errno> {
     let kind = bytes.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
@@ -90,6 +128,21 @@ impl Netlink {
         // The rest of a reply that does not fit is not needed: only the error code at its start is.
         answer(room.get(..len.min(room.len())).unwrap_or_default())
     }
+
+    /// Sends a request for a list, and returns its entries: the fixed part of their type, and attributes.
+    pub fn list(&self, mut message: Message) -> Result<Vec<Vec<u8>>, Errno> {
+        let flags = (REQUEST_AND_ACK | DUMP).to_ne_bytes();
+        message.0[6..8].copy_from_slice(&flags);
+        let kernel = SocketAddrNetlink::new(0, 0);
+        rustix::net::sendto(&self.0, &message.finish(), SendFlags::empty(), &kernel)?;
+        let (mut list, mut room) = (Vec::new(), vec![0; PACKET]);
+        loop {
+            let (_, len) = rustix::io::retry_on_intr(|| rustix::net::recv(&self.0, &mut room[..], RecvFlags::empty()))?;
+            if len == 0 || entries(room.get(..len).ok_or(Errno::MSGSIZE)?, &mut list)? {
+                return Ok(list);
+            }
+        }
+    }
 }
 
 impl AsFd for Netlink {
@@ -109,6 +162,22 @@ mod tests {
         assert_eq!(bytes[..4], 44_u32.to_ne_bytes());
         assert_eq!(bytes[32..34], 10_u16.to_ne_bytes(), "the length without padding");
         assert_eq!(bytes[36..], [1, 2, 3, 4, 5, 6, 0, 0]);
+    }
+
+    #[test]
+    fn a_list_is_read_as_far_as_it_is_whole() {
+        let entry = Message::new(20, 0, &[9; 8]).with(2, &[192, 0, 2, 1]).with(3, b"lan").finish();
+        let done = Message::new(DONE, 0, &[0; 4]).finish();
+        let mut list = Vec::new();
+        assert_eq!(entries(&[entry.clone(), done].concat(), &mut list), Ok(true));
+        assert_eq!(entries(&entry, &mut list), Ok(false), "more comes");
+        let its: Vec<_> = attributes(&list[1][8..]).collect();
+        assert_eq!(its, [(2, &[192, 0, 2, 1][..]), (3, &b"lan"[..])]);
+        for len in 0..entry.len() {
+            let _ = entries(&entry[..len], &mut list);
+            assert!(attributes(&entry[..len]).count() <= len);
+        }
+        assert_eq!(entries(&[0; 16], &mut list), Ok(false), "a length of nothing ends it");
     }
 
     #[test]

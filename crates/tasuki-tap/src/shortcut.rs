@@ -24,7 +24,7 @@ use crate::device;
 use crate::interface::Interface;
 use crate::namespace::{Namespace, Unnamed};
 use crate::program::{Program, Sender, Ways};
-use crate::{Address, TapError, is_name};
+use crate::{Settings, TapError, is_name};
 
 /// Most namespaces of a VNI, with some to spare for those being removed.
 const WAYS: u32 = 2048;
@@ -119,7 +119,7 @@ impl Shortcut {
         &mut self,
         place: &Namespace,
         name: &str,
-        address: Option<Address>,
+        settings: &Settings,
         mac: [u8; 6],
     ) -> Result<(VethEnd, OwnedFd), TapError> {
         if !is_name(name) {
@@ -134,10 +134,7 @@ impl Shortcut {
         let set_up = place.within(|| {
             let interface = Interface::find(name)?;
             interface.set_mac(mac)?;
-            if let Some(address) = address {
-                interface.add_address(address)?;
-            }
-            interface.up()
+            settings.apply(&interface)
         });
         match set_up {
             Ok(()) => Ok((veth_end, device)),

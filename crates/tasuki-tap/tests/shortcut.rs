@@ -9,10 +9,10 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use rustix::io::Errno;
-    use tasuki_tap::TapError;
     use tasuki_tap::interface::Interface;
     use tasuki_tap::namespace::Namespace;
     use tasuki_tap::shortcut::{Crossed, Shortcut, VethEnd, remove_beside};
+    use tasuki_tap::{Settings, TapError};
 
     /// Longer than any step takes on a busy machine.
     const PATIENCE: Duration = Duration::from_secs(20);
@@ -77,7 +77,7 @@ mod tests {
             let made = Shortcut::new().and_then(|mut shortcut| {
                 let mut connect = |end: usize| {
                     let address = format!("192.0.2.{}/24", end + 1).parse().expect("an address");
-                    shortcut.connect(&places[end].here(), "lan", Some(address), mac(end))
+                    shortcut.connect(&places[end].here(), "lan", &Settings::of(Some(address)), mac(end))
                 };
                 let made = [connect(0)?, connect(1)?];
                 Ok((shortcut, made))
@@ -245,7 +245,10 @@ mod tests {
         rig.pump();
         // A third can be added beside them, and each of them removed.
         let place = Place::new("adopted", 2);
-        let third = rig.shortcut.connect(&place.here(), "lan", None, mac(2)).expect("there is room for one more");
+        let third = rig
+            .shortcut
+            .connect(&place.here(), "lan", &Settings::default(), mac(2))
+            .expect("there is room for one more");
         let veth_end = rig.veth_ends[1].take().expect("it has one");
         veth_end.remove();
         let found = rig.places[1].here().within(|| Interface::find("lan"));
@@ -258,12 +261,16 @@ mod tests {
         let Some(rig) = Rig::new("swept") else { return };
         let Rig { places, sockets, mut shortcut, veth_ends, devices, .. } = rig;
         drop((veth_ends, sockets));
-        let again = shortcut.connect(&places[1].here(), "lan", None, mac(1)).map(drop).expect_err("it is driven");
+        let again = shortcut
+            .connect(&places[1].here(), "lan", &Settings::default(), mac(1))
+            .map(drop)
+            .expect_err("it is driven");
         assert!(matches!(&again, TapError::Taken(name) if name == "lan"), "{again}");
         let [kept, ended] = devices;
         drop(ended);
-        let (veth_end, _) =
-            shortcut.connect(&places[1].here(), "lan", None, mac(1)).expect("nobody drives it any more");
+        let (veth_end, _) = shortcut
+            .connect(&places[1].here(), "lan", &Settings::default(), mac(1))
+            .expect("nobody drives it any more");
         assert!(veth_end.is_there());
         drop(kept);
     }
@@ -278,7 +285,8 @@ mod tests {
         let first = shortcut.adopt(&devices[0], mac(0), true).expect("it is a veth end");
         // Its worker still has the TAP.
         let place = Place::new("went", 2);
-        let (third, _) = shortcut.connect(&place.here(), "lan", None, mac(2)).expect("there is room for one more");
+        let (third, _) =
+            shortcut.connect(&place.here(), "lan", &Settings::default(), mac(2)).expect("there is room for one more");
         assert!(first.is_there() && third.is_there());
         let gone = shortcut.adopt(&devices[1], mac(1), true).map(drop).expect_err("there is none");
         assert!(matches!(gone, TapError::NoVethEnd(_)), "{gone}");
@@ -324,7 +332,8 @@ mod tests {
     fn a_tap_that_a_namespace_calls_as_a_veth_end_is_called_is_none() {
         let Some(_rig) = Rig::new("called") else { return };
         let place = Place::new("called", 2);
-        let plain = tasuki_tap::Tap::create(&place.here(), "lan", None, tasuki_tap::device::Before::Offload);
+        let plain =
+            tasuki_tap::Tap::create(&place.here(), "lan", &Settings::default(), tasuki_tap::device::Before::Offload);
         let device = plain.expect("a TAP").device;
         // Root of that namespace can do this.
         let inside = |words: &[&str]| assert!(ip(&[&["-n", &place.0], words].concat()), "{words:?}");
@@ -353,11 +362,21 @@ mod tests {
     fn what_cannot_be_is_said() {
         let Some(mut rig) = Rig::new("wrong") else { return };
         let nowhere = Namespace::named("tasuki-no-such-namespace");
-        let said = rig.shortcut.connect(&nowhere, "lan", None, mac(3)).map(drop).expect_err("there is none");
+        let said =
+            rig.shortcut.connect(&nowhere, "lan", &Settings::default(), mac(3)).map(drop).expect_err("there is none");
         assert!(matches!(said, TapError::NoNamespace(_)), "{said}");
-        let said = rig.shortcut.connect(&rig.places[0].here(), "a b", None, mac(3)).map(drop).expect_err("no name");
+        let said = rig
+            .shortcut
+            .connect(&rig.places[0].here(), "a b", &Settings::default(), mac(3))
+            .map(drop)
+            .expect_err("no name");
         assert!(matches!(said, TapError::Name(_)), "{said}");
-        let plain = tasuki_tap::Tap::create(&rig.places[0].here(), "other", None, tasuki_tap::device::Before::Offload);
+        let plain = tasuki_tap::Tap::create(
+            &rig.places[0].here(),
+            "other",
+            &Settings::default(),
+            tasuki_tap::device::Before::Offload,
+        );
         let said = rig.shortcut.adopt(&plain.expect("a TAP").device, mac(3), true).map(drop).expect_err("no veth end");
         assert!(matches!(&said, TapError::NoVethEnd(name) if name == "other"), "{said}");
     }

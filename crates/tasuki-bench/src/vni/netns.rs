@@ -12,10 +12,10 @@ use tasuki_net::switch::Switch;
 use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{Pages, PeerRegion, Region};
 use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
-use tasuki_tap::Tap;
 use tasuki_tap::device::Before;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::shortcut::Shortcut;
+use tasuki_tap::{Settings, Tap};
 
 use super::floor;
 use super::nodes::{Kept, join};
@@ -175,9 +175,9 @@ impl Namespaces {
             let address = format!("192.0.2.{}/24", number + 1).parse().map_err(anyhow::Error::msg)?;
             let place = Namespace::named(name);
             let device = match &mut this.shortcut {
-                Some(shortcut) => shortcut.connect(&place, "bench0", Some(address), mac)?.1,
+                Some(shortcut) => shortcut.connect(&place, "bench0", &Settings::of(Some(address)), mac)?.1,
                 None => {
-                    let tap = Tap::create(&place, "bench0", Some(address), Before::Offload)?;
+                    let tap = Tap::create(&place, "bench0", &Settings::of(Some(address)), Before::Offload)?;
                     tap.interface.set_mac(mac)?;
                     tap.device
                 }

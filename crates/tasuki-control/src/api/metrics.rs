@@ -313,6 +313,7 @@ mod tests {
             generation: 1,
             trouble: None,
             captured: false,
+            container: None,
             unconfined: std::collections::BTreeSet::new(),
             vm: Some(vm),
         };

@@ -113,6 +113,9 @@ pub struct NodeView {
     /// Whether its frames are being captured.
     #[serde(default)]
     pub captured: bool,
+    /// The container whose interface it is, if a container's runtime added it.
+    #[serde(default)]
+    pub container: Option<String>,
     /// Confinement that its workers lack.
     #[serde(default)]
     pub unconfined: std::collections::BTreeSet<String>,

@@ -86,8 +86,8 @@ pub struct Add {
     /// Microseconds that a frame to the virtual machine may wait for its interrupt: frames that come meanwhile share it.
     #[arg(long, value_name = "US", default_value_t = 0, conflicts_with_all = ["netns", "memif", "link", "native"])]
     pub latency_us: u32,
-    /// MTU of the virtual machine's card, in bytes: `tasuki vm run` has its guest take it.
-    #[arg(long, value_name = "BYTES", conflicts_with_all = ["netns", "memif", "link", "native"])]
+    /// MTU of the interface, in bytes, or of the virtual machine's card: `tasuki vm run` has its guest take it.
+    #[arg(long, value_name = "BYTES", conflicts_with_all = ["memif", "link", "native"])]
     pub mtu: Option<u16>,
     /// The Linux interface that is to be on the VNI, with the network behind it: NAME, or NETNS:NAME.
     #[arg(long, value_name = "[NETNS:]NAME")]
@@ -126,10 +126,10 @@ pub struct Add {
     /// Name of the interface that the programs get; by default the name of the VNI.
     #[arg(long, value_name = "NAME", conflicts_with_all = ["memif", "vm", "link", "native"])]
     pub interface: Option<String>,
-    /// The interface's address, such as 192.0.2.1/24; by default it is yours to set. With --work answer: the address
-    /// that it answers for.
+    /// The interface's address, such as 192.0.2.1/24, once for each; by default it is yours to set. With --work answer:
+    /// the address that it answers for.
     #[arg(long, conflicts_with_all = ["memif", "vm", "link"])]
-    pub address: Option<String>,
+    pub address: Vec<String>,
     /// Its station address; by default one derived from the node's name.
     #[arg(long)]
     pub mac: Option<String>,
@@ -343,7 +343,7 @@ fn absolute(program: Option<&PathBuf>) -> Result<Option<PathBuf>> {
 }
 
 /// Encodes a name as a part of an address.
-fn part(name: &str) -> String {
+pub(crate) fn part(name: &str) -> String {
     name.bytes()
         .map(|byte| match byte {
             b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => char::from(byte).to_string(),
@@ -383,7 +383,7 @@ impl Add {
                 }
                 Some(NativeWork::Answer) => {
                     // One address: it has no programs that would look for other stations.
-                    let address = self.address.as_deref().unwrap_or_default();
+                    let address = self.address.join(", ");
                     json!({ "answer": { "address": address.split('/').next() } })
                 }
                 Some(NativeWork::Echo) | None => json!("echo"),
@@ -391,8 +391,11 @@ impl Add {
         }
         let name = self.interface.as_ref().unwrap_or(&self.vni);
         let mut work = json!({ "tap": { "netns": self.netns, "name": name, "shortcut": !self.no_shortcut } });
-        if let Some(address) = &self.address {
-            work["tap"]["address"] = json!(address);
+        if !self.address.is_empty() {
+            work["tap"]["address"] = json!(self.address);
+        }
+        if let Some(mtu) = self.mtu {
+            work["tap"]["mtu"] = json!(mtu);
         }
         work
     }

@@ -94,6 +94,9 @@ fn status(status: &Status) -> String {
         said.extend(drift.iter().map(|step| format!("  {step}\n")));
     }
     said.extend(stays.iter().map(|why| format!("\n{why}\n")));
+    // Their runtime knows the nodes of containers, and there may be hundreds.
+    let is_containers = |name: &String| status.nodes.iter().any(|node| node.name == *name && node.container.is_some());
+    let by_hand: Vec<&str> = by_hand.iter().filter(|name| !is_containers(name)).map(String::as_str).collect();
     if !by_hand.is_empty() {
         let _ = writeln!(said, "\nadded by hand: {}", by_hand.join(", "));
     }

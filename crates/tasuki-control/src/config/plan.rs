@@ -111,6 +111,7 @@ impl Difference {
             nice,
             standby,
             bounds,
+            container,
             trusts,
         } = old;
         let mut it = Difference::default();
@@ -126,6 +127,7 @@ impl Difference {
         named(&mut it.remade, "mac", *mac != new.mac);
         named(&mut it.remade, "spoof", *spoof != new.spoof);
         named(&mut it.remade, "addresses", *addresses != new.addresses);
+        named(&mut it.remade, "container", *container != new.container);
         named(&mut it.remade, "pool_kib", *pool_kib != new.pool_kib);
         let keys = if work.is_like(&new.work) { &mut it.renewed } else { &mut it.remade };
         named(keys, "work", *work != new.work);

@@ -5,12 +5,21 @@ use std::collections::BTreeSet;
 use tasuki_relay::message;
 use tasuki_shm::vni::node_memory::{POOL_PAGES_MAX, POOL_PAGES_MIN};
 
-use super::{Config, Daemon, Device, NICE_MIN, Node, PAGE_KIB, Program, SIZES, Source, StationAddress, Work};
+use super::{
+    Config, Daemon, Device, NICE_MIN, Node, PAGE_KIB, Program, Route, SIZES, Source, StationAddress, Tap, Work,
+};
 
 /// Longest name of a node, a NIC or a VNI.
 const NAME_MAX: usize = 24;
 /// IP addresses of a node, at most: a message about it stays short, as there may be a thousand of them unread.
 const ADDRESSES_MAX: usize = 8;
+
+/// Bytes of a packet on a TAP's interface: from the least that IP knows to the most that a TAP takes.
+const MTUS: std::ops::RangeInclusive<u16> = 68..=65_521;
+/// Addresses of a TAP's interface, at most, and routes: setting them holds up the daemon's loop.
+const SETTINGS_MAX: usize = 64;
+/// Bytes of the name of a node's container, at most.
+const CONTAINER_MAX: usize = 256;
 
 impl Config {
     /// Returns the first contradiction.
@@ -40,6 +49,7 @@ impl Config {
                     node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
                 trusted
                     .or_else(|| odd_nice(node))
+                    .or_else(|| odd_container(node))
                     .or_else(|| size_of_frames(node))
                     .or_else(|| program_of(node))
                     .or_else(|| self.odd_tap(node))
@@ -208,6 +218,9 @@ impl Config {
         if tap.netns.as_ref().is_some_and(|netns| netns.is_empty() || netns.contains('/') && !netns.starts_with('/')) {
             return named("netns is a name of `ip netns`, or a path from /".to_owned());
         }
+        if let Some(what) = odd_settings(tap) {
+            return named(what);
+        }
         // On a VNI no two nodes share one.
         let same = |other: &&Node| {
             node.vni.is_none() && other.vni.is_none() && other.tap().is_some_and(|other| other.label() == tap.label())
@@ -226,6 +239,25 @@ impl Config {
             _ => None,
         }
     }
+}
+
+/// Returns the fault of the settings that a TAP's interface is to get.
+fn odd_settings(tap: &Tap) -> Option<String> {
+    if let Some(mtu) = tap.mtu.filter(|mtu| !MTUS.contains(mtu)) {
+        return Some(format!("mtu = {mtu} is not in the range {} to {}", MTUS.start(), MTUS.end()));
+    }
+    if tap.addresses.len().max(tap.routes.len()) > SETTINGS_MAX {
+        return Some(format!("more than {SETTINGS_MAX} addresses or routes are too many; leave some out"));
+    }
+    tap.routes.iter().find_map(|Route { to, via }| match via {
+        _ if !to.is_network() => {
+            Some(format!("the route to {to} has bits beyond its length; write the network's own address"))
+        }
+        Some(via) if via.is_ipv4() != to.ip.is_ipv4() => {
+            Some(format!("the route to {to} leads by {via}, which is of the other version of IP; name one of the same"))
+        }
+        _ => None,
+    })
 }
 
 fn is_name(name: &str) -> bool {
@@ -248,6 +280,17 @@ fn odd_nice(node: &Node) -> Option<String> {
         () => return None,
     };
     Some(format!("node {:?}: {what}", node.name))
+}
+
+fn odd_container(node: &Node) -> Option<String> {
+    let container = node.container.as_ref()?;
+    let is_odd = container.len() > CONTAINER_MAX || !container.bytes().all(|byte| byte.is_ascii_graphic());
+    is_odd.then(|| {
+        format!(
+            "node {:?}: container has at most {CONTAINER_MAX} characters, without blanks, as NETWORK/ID/INTERFACE; leave it out, or shorten it",
+            node.name
+        )
+    })
 }
 
 fn size_of_frames(node: &Node) -> Option<String> {

@@ -112,7 +112,8 @@ impl Supervisor {
         if node.cpu.is_some() {
             self.set_apart();
         }
-        self.note(About::node(&name), format!("node {name} was added"));
+        let whose = node.container.iter().map(|container| format!(", for container {container}")).collect::<String>();
+        self.note(About::node(&name), format!("node {name} was added{whose}"));
         Ok(())
     }
 

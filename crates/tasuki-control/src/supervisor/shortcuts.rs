@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::shortcut::Shortcut;
 pub use tasuki_tap::shortcut::{Crossed, VethEnd};
-use tasuki_tap::{Address, TapError};
+use tasuki_tap::{Settings, TapError};
 
 use crate::config;
 
@@ -17,7 +17,8 @@ pub struct OnVni {
     pub vni: String,
     /// Whether it may take the shortcut.
     pub may: bool,
-    mac: [u8; 6],
+    /// Its station address.
+    pub mac: [u8; 6],
 }
 
 impl OnVni {
@@ -41,9 +42,9 @@ impl Shortcuts {
         on: &OnVni,
         place: &Namespace,
         name: &str,
-        address: Option<Address>,
+        settings: &Settings,
     ) -> Result<(VethEnd, OwnedFd), TapError> {
-        self.with(&on.vni, Shortcut::new, |shortcut| shortcut.connect(place, name, address, on.mac))
+        self.with(&on.vni, Shortcut::new, |shortcut| shortcut.connect(place, name, settings, on.mac))
     }
 
     /// Adopts the veth end beside a TAP, even if its namespace may no longer take the shortcut: then all its frames

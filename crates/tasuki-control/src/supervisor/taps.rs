@@ -13,7 +13,7 @@ use tasuki_tap::device::Before;
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::shortcut::remove_beside;
-use tasuki_tap::{Tap, TapError};
+use tasuki_tap::{Settings, Tap, TapError};
 
 use super::door::No;
 use super::keeping::{Found, Key};
@@ -54,6 +54,10 @@ impl TapEnd {
         self.config.netns.as_deref().map_or(Namespace::Own, Namespace::named)
     }
 
+    fn settings(&self) -> Settings {
+        self.config.settings(self.on.as_ref().map(|on| on.mac))
+    }
+
     /// Returns its descriptor, if it exists.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.device.as_ref().map(AsFd::as_fd)
@@ -70,7 +74,7 @@ impl TapEnd {
                     Some(Ok(device)) => device,
                     Some(Err(error @ (TapError::NoNamespace(_) | TapError::Namespace { .. }))) => return Err(error),
                     tried => {
-                        let made = Tap::create(&self.place(), &self.config.name, self.config.address, self.before)?;
+                        let made = Tap::create(&self.place(), &self.config.name, &self.settings(), self.before)?;
                         self.interface = Some(made.interface);
                         why = tried.and_then(Result::err).map(|error| self.long_way(&error));
                         made.device
@@ -85,7 +89,7 @@ impl TapEnd {
     fn connect(&mut self, shortcuts: &mut Shortcuts) -> Option<Result<OwnedFd, TapError>> {
         let on = self.on.as_ref().filter(|on| on.may)?;
         let place = self.place();
-        let made = shortcuts.connect(on, &place, &self.config.name, self.config.address);
+        let made = shortcuts.connect(on, &place, &self.config.name, &self.settings());
         Some(made.map(|(veth_end, device)| {
             self.veth_end = Some(veth_end);
             device

@@ -52,6 +52,7 @@ impl Supervisor {
             generation: node.record.generation,
             trouble: self.trouble_of(name),
             captured: self.is_captured(name),
+            container: config.and_then(|config| config.container.clone()),
             unconfined: { self.workers.values().filter(|worker| worker.record.node == name) }
                 .flat_map(|worker| worker.record.unconfined.iter().cloned())
                 .collect(),

@@ -8,7 +8,7 @@ use tasuki_control::supervisor::shortcuts::{OnVni, Shortcuts};
 use tasuki_tap::device::Before;
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::Namespace;
-use tasuki_tap::{Tap, TapError};
+use tasuki_tap::{Settings, Tap, TapError};
 
 use super::rig::until;
 use super::rooms::{Exchange, Room, is_impossible};
@@ -121,9 +121,9 @@ fn no_namespace_of_a_plain_tap_becomes_the_hub() {
     }
     let rooms = [Room::new(), Room::new(), Room::new()];
     let [a, b, c] = rooms.each_ref().map(|room| Namespace::named(&room.path()));
-    let plain: OwnedFd = Tap::create(&a, "lan", None, Before::Offload).expect("a TAP").device;
+    let plain: OwnedFd = Tap::create(&a, "lan", &Settings::default(), Before::Offload).expect("a TAP").device;
     let mut before = Shortcuts::default();
-    let device = match before.connect(&place(2), &b, "lan", None) {
+    let device = match before.connect(&place(2), &b, "lan", &Settings::default()) {
         Ok((_, device)) => device,
         Err(error @ (TapError::NoPair(_) | TapError::NoProgram(_) | TapError::NotAllowed)) => {
             return println!("skipped: {error}");
@@ -136,7 +136,7 @@ fn no_namespace_of_a_plain_tap_becomes_the_hub() {
     let said = next.adopt(&place(1), &plain).map(drop).expect_err("it has no veth end");
     assert!(matches!(&said, TapError::NoVethEnd(name) if name == "lan"), "{said}");
     let veth_end = next.adopt(&place(2), &device).expect("a veth end of the shortcut's");
-    let (other, _device) = next.connect(&place(3), &c, "lan", None).expect("there is room");
+    let (other, _device) = next.connect(&place(3), &c, "lan", &Settings::default()).expect("there is room");
     assert!(veth_end.is_there() && other.is_there());
     for name in ["veth_end0", "veth_end1", "tap0", "tap1"] {
         let found = a.within(|| Interface::find(name)).map(drop);

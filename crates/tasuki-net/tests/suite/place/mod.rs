@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use tasuki_tap::device::Before;
 use tasuki_tap::namespace::Namespace;
-use tasuki_tap::{Tap, TapError};
+use tasuki_tap::{Settings, Tap, TapError};
 
 /// A namespace; dropping this removes it.
 pub struct Place(pub String);
@@ -35,7 +35,7 @@ impl Place {
     /// Creates a TAP that is up.
     pub fn tap(&self, name: &str, address: Option<&str>, before: Before) -> Tap {
         let address = address.map(|address| address.parse().expect("an address"));
-        Tap::create(&Namespace::named(&self.0), name, address, before).expect("root makes a TAP")
+        Tap::create(&Namespace::named(&self.0), name, &Settings::of(address), before).expect("root makes a TAP")
     }
 
     /// Creates the TAP `nic0`, up, whose interface has this MAC address.
