@@ -13,6 +13,7 @@ pub mod bucket;
 pub mod cgroup;
 pub mod channel;
 pub mod cli;
+pub mod cni;
 pub mod config;
 pub mod endpoint;
 pub mod foreign;

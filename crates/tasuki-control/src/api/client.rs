@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Bytes, Incoming};
-use hyper::{Method, Request, Response};
+use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 
@@ -18,11 +18,36 @@ use crate::place;
 const LOOKS_WITHIN: Duration = Duration::from_secs(20);
 const DOES_WITHIN: Duration = Duration::from_secs(600);
 
-/// Sends a request to the daemon of this runtime directory, and returns its answer.
+/// tasukid refuses a request, with this status of HTTP.
+#[derive(Debug, thiserror::Error)]
+#[error("{sentence}")]
+pub struct Refusal {
+    pub status: StatusCode,
+    pub sentence: String,
+}
+
+/// No tasukid is at work in this runtime directory.
+#[derive(Debug, thiserror::Error)]
+#[error("no tasukid is at work in {0}; start one (tasukid --config FILE --dir {0}), or name its directory with --dir")]
+pub struct NotThere(String);
+
+/// Sends a request to the daemon of this runtime directory, and returns its answer. A refusal is a [`Refusal`], and a
+/// daemon that cannot be asked [`NotThere`].
 pub fn ask(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Value> {
+    let limit = if method == Method::GET { LOOKS_WITHIN } else { DOES_WITHIN };
+    ask_within(limit, folder, method, address, body)
+}
+
+/// Like [`ask`], with another limit on the time.
+pub fn ask_within(
+    limit: Duration,
+    folder: &Path,
+    method: Method,
+    address: &str,
+    body: Option<&Value>,
+) -> Result<Value> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.context("the kernel has no room")?;
-    let limit = if method == Method::GET { LOOKS_WITHIN } else { DOES_WITHIN };
     let answered = async {
         let answer = open(folder, method, address, body).await?;
         whole(folder, answer).await
@@ -58,7 +83,7 @@ pub async fn open(folder: &Path, method: Method, address: &str, body: Option<&Va
         return Ok(answer);
     }
     match serde_json::from_slice::<Refused>(&whole(folder, answer).await?) {
-        Ok(refused) => bail!("{}", refused.error),
+        Ok(refused) => Err(Refusal { status, sentence: refused.error }.into()),
         Err(_) => bail!("tasukid answers {status}, and does not say why; rebuild the older of the two"),
     }
 }
@@ -69,9 +94,7 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
     let stream = match tokio::net::UnixStream::connect(&path).await {
         Ok(stream) => stream,
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => {
-            bail!(
-                "no tasukid is at work in {named}; start one (tasukid --config FILE --dir {named}), or name its directory with --dir"
-            )
+            return Err(NotThere(named.to_string()).into());
         }
         Err(error) if error.kind() == ErrorKind::PermissionDenied => {
             bail!(

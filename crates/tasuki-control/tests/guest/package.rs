@@ -70,6 +70,7 @@ fn a_package_that_is_removed_leaves_nothing_behind() {
     assert!(left.is_empty(), "it leaves {left:?}");
     for path in [
         "/usr/bin/tasukid",
+        "/usr/lib/cni/tasuki-cni",
         "/usr/share/doc/tasuki",
         "/etc/tasuki.toml",
         "/run/tasuki",

@@ -7,6 +7,7 @@ mod callers;
 mod captures;
 mod clients;
 mod confined;
+mod containers;
 mod deaths;
 mod endures;
 mod examples;

@@ -1,0 +1,158 @@
+//! The daemon, as the plugin asks it: with patience while it is replaced, and with the specification's codes.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use hyper::{Method, StatusCode};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::network::Network;
+use super::{Failure, code};
+use crate::api::client::{self, NotThere, Refusal};
+use crate::api::types::{NicView, NodeView};
+use crate::cli::part;
+use crate::config::Node;
+
+/// Time for one answer: a runtime gives up after some minutes.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(30);
+/// Time for a daemon that is being replaced to be back.
+const BACK_WITHIN: Duration = Duration::from_secs(2);
+/// Time for a node to be free of an upgrade, so that it can be removed.
+const FREE_WITHIN: Duration = Duration::from_secs(10);
+/// Time for a node's first worker to be at work.
+const WORKS_WITHIN: Duration = Duration::from_secs(10);
+/// Pause between two tries.
+const TRY_EVERY: Duration = Duration::from_millis(10);
+
+/// The daemon of a network.
+#[derive(Debug)]
+pub struct Daemon {
+    folder: PathBuf,
+}
+
+/// Returns the failure with the code for it.
+fn failure(error: &anyhow::Error) -> Failure {
+    if let Some(NotThere { .. }) = error.downcast_ref() {
+        let whole = Failure::new(code::AGAIN, error.to_string());
+        let details = "start it (systemctl start tasukid), or name its runtime directory (dir)".to_owned();
+        return Failure { details, ..whole };
+    }
+    let code = match error.downcast_ref::<Refusal>().map(|refusal| refusal.status) {
+        Some(StatusCode::UNPROCESSABLE_ENTITY) => code::CONFIGURATION,
+        None | Some(StatusCode::SERVICE_UNAVAILABLE) => code::AGAIN,
+        Some(_) => code::OTHER,
+    };
+    Failure::new(code, error.to_string())
+}
+
+fn has_status(error: &anyhow::Error, status: StatusCode) -> bool {
+    error.downcast_ref::<Refusal>().is_some_and(|refusal| refusal.status == status)
+}
+
+/// Tries until the result is none that may be another one in a moment, or the time is over.
+fn patiently<T>(
+    limit: Duration,
+    passes: impl Fn(&anyhow::Error) -> bool,
+    ask: impl Fn() -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    let until = Instant::now() + limit;
+    loop {
+        match ask() {
+            Err(error) if passes(&error) && Instant::now() < until => std::thread::sleep(TRY_EVERY),
+            result => return result,
+        }
+    }
+}
+
+fn read<T: DeserializeOwned>(value: Value) -> Result<T, Failure> {
+    serde_json::from_value(value).map_err(|error| {
+        let sentence = format!("this tasuki-cni does not understand tasukid's answer ({error}); install both anew");
+        Failure::new(code::OTHER, sentence)
+    })
+}
+
+impl Daemon {
+    /// Returns the daemon that a network names.
+    pub fn of(network: &Network) -> Self {
+        Daemon { folder: network.dir.clone() }
+    }
+
+    fn ask_once(&self, method: Method, address: &str, body: Option<&Value>) -> anyhow::Result<Value> {
+        client::ask_within(ANSWERS_WITHIN, &self.folder, method, address, body)
+    }
+
+    /// Asks, with patience while the daemon is replaced: it has not heard a request that it refuses so.
+    fn ask(&self, method: &Method, address: &str, body: Option<&Value>) -> anyhow::Result<Value> {
+        let is_being_replaced =
+            |error: &anyhow::Error| error.is::<NotThere>() || has_status(error, StatusCode::SERVICE_UNAVAILABLE);
+        patiently(BACK_WITHIN, is_being_replaced, || self.ask_once(method.clone(), address, body))
+    }
+
+    /// Returns all nodes, or that there is no daemon now.
+    pub fn nodes_now(&self) -> Result<Vec<NodeView>, Failure> {
+        read(self.ask_once(Method::GET, "/v1/nodes", None).map_err(|error| failure(&error))?)
+    }
+
+    fn get<T: DeserializeOwned>(&self, address: &str) -> Result<T, Failure> {
+        read(self.ask(&Method::GET, address, None).map_err(|error| failure(&error))?)
+    }
+
+    /// Returns the containers of all nodes.
+    pub fn containers(&self) -> Result<Vec<String>, Failure> {
+        Ok(self.get::<Vec<NodeView>>("/v1/nodes")?.into_iter().filter_map(|node| node.container).collect())
+    }
+
+    /// Returns the node of a container's interface, if there is one.
+    pub fn node_of(&self, container: &str) -> Result<Option<NodeView>, Failure> {
+        Ok(self
+            .get::<Vec<NodeView>>("/v1/nodes")?
+            .into_iter()
+            .find(|node| node.container.as_deref() == Some(container)))
+    }
+
+    /// Adds a node, and waits until its worker is at work.
+    pub fn add(&self, node: &Node) -> Result<(), Failure> {
+        let body = serde_json::to_value(node).expect("plain data");
+        self.ask(&Method::POST, "/v1/nodes", Some(&body)).map_err(|error| failure(&error))?;
+        self.await_worker(&node.name)
+    }
+
+    /// Waits until a worker drives the node's end of its VNI.
+    pub fn await_worker(&self, node: &str) -> Result<(), Failure> {
+        let until = Instant::now() + WORKS_WITHIN;
+        loop {
+            let ends: Vec<NicView> = self.get("/v1/nics")?;
+            let its = ends.into_iter().find(|end| end.node == node);
+            if its.as_ref().is_some_and(|end| end.worker.is_some()) {
+                return Ok(());
+            }
+            if Instant::now() > until {
+                let trouble = self.get::<Vec<NodeView>>("/v1/nodes")?.into_iter().find(|it| it.name == node);
+                let trouble = trouble.and_then(|it| it.trouble).or(its.and_then(|end| end.trouble));
+                let trouble = trouble.unwrap_or_else(|| "it has no worker".to_owned());
+                // What to do about a node that stays there is not what to do about one that is removed now.
+                let why = trouble.split_once("; ").map_or(&trouble[..], |(why, _)| why);
+                let seconds = WORKS_WITHIN.as_secs();
+                let sentence =
+                    format!("node {node} is not at work after {seconds} s: {why}; the events (tasuki events) say more");
+                return Err(Failure::new(code::AGAIN, sentence));
+            }
+            std::thread::sleep(TRY_EVERY);
+        }
+    }
+
+    /// Removes the node of a container's interface, if there is one.
+    pub fn remove(&self, container: &str) -> Result<(), Failure> {
+        let Some(node) = self.node_of(container)? else { return Ok(()) };
+        let address = format!("/v1/nodes/{}", part(&node.name));
+        let is_busy = |error: &anyhow::Error| has_status(error, StatusCode::CONFLICT);
+        match patiently(FREE_WITHIN, is_busy, || self.ask(&Method::DELETE, &address, None)) {
+            Err(error) if !has_status(&error, StatusCode::NOT_FOUND) => Err(match is_busy(&error) {
+                true => Failure { code: code::AGAIN, ..failure(&error) },
+                false => failure(&error),
+            }),
+            _ => Ok(()),
+        }
+    }
+}

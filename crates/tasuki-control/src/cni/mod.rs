@@ -1,0 +1,275 @@
+//! A plugin of the Container Network Interface: a runtime starts it, and a container's interface becomes a node.
+//! Comments with a § cite the specification, version 1.1.0.
+//!
+//! The plugin keeps no state. A node has the container, by its runtime's name for it (`container` in
+//! [`config::Node`](crate::config::Node)), and the daemon keeps that.
+//!
+//! | module    | contents                                                 |
+//! |-----------|----------------------------------------------------------|
+//! | `call`    | what a runtime asks: its environment, its input          |
+//! | `network` | the network configuration, and the node that it asks for |
+//! | `ipam`    | the plugin that assigns addresses                        |
+//! | `daemon`  | the daemon, asked with patience                          |
+//! | `check`   | what a container's interface should have, and has        |
+
+mod call;
+mod check;
+mod daemon;
+mod ipam;
+mod network;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tasuki_tap::interface::Interface;
+use tasuki_tap::namespace::{Namespace, Unnamed};
+
+use crate::config::StationAddress;
+use call::{Call, Command, VERSIONS};
+use daemon::Daemon;
+use ipam::{Assigned, Ipam};
+use network::Network;
+
+/// Codes of failures (§5, Error; §2, STATUS).
+mod code {
+    pub const VERSION: u32 = 1;
+    pub const UNSUPPORTED: u32 = 2;
+    pub const UNKNOWN_CONTAINER: u32 = 3;
+    pub const ENVIRONMENT: u32 = 4;
+    pub const INPUT: u32 = 5;
+    pub const NO_JSON: u32 = 6;
+    pub const CONFIGURATION: u32 = 7;
+    pub const AGAIN: u32 = 11;
+    pub const NOT_AVAILABLE: u32 = 50;
+    pub const LIMITED: u32 = 51;
+    /// All else; ours to choose.
+    pub const OTHER: u32 = 100;
+}
+
+/// Why a call failed, as its runtime is told.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    code: u32,
+    /// What was found, in a sentence.
+    msg: String,
+    /// What to do about it.
+    #[serde(default)]
+    details: String,
+}
+
+impl Failure {
+    /// Makes a failure of a sentence that says what was found, and behind a semicolon what to do. Runtimes put the two
+    /// together again.
+    fn new(code: u32, sentence: impl Into<String>) -> Self {
+        let sentence = sentence.into();
+        let (msg, details) = sentence.split_once("; ").unwrap_or((&sentence, ""));
+        Failure { code, msg: msg.to_owned(), details: details.to_owned() }
+    }
+}
+
+/// The plugin's program: does what the environment and the standard input ask, and prints the answer.
+pub fn main() -> ExitCode {
+    let call = Call::read(|name| std::env::var_os(name), std::io::stdin());
+    let version = call.as_ref().map_or(VERSIONS[VERSIONS.len() - 1], |call| call.version);
+    let (answer, ended) = match call.and_then(|call| answer(&call)) {
+        Ok(answer) => (answer, ExitCode::SUCCESS),
+        Err(failure) => {
+            let mut answer = serde_json::to_value(failure).expect("plain data");
+            answer["cniVersion"] = json!(version);
+            (Some(answer), ExitCode::FAILURE)
+        }
+    };
+    // A runtime that does not listen has its answer by the status.
+    let _ = answer.map_or(Ok(()), |answer| writeln!(std::io::stdout(), "{answer:#}"));
+    ended
+}
+
+fn answer(call: &Call) -> Result<Option<Value>, Failure> {
+    match call.command {
+        Command::Version => Ok(Some(json!({ "cniVersion": call.version, "supportedVersions": VERSIONS }))),
+        Command::Add => add(call).map(Some),
+        Command::Delete => delete(call).map(|()| None),
+        Command::Check => check::check(call).map(|()| None),
+        Command::Collect => collect(call).map(|()| None),
+        Command::Status => status(call).map(|()| None),
+    }
+}
+
+/// Opens the container's namespace, which may not be this process's own: that is the machine's.
+fn container_namespace(call: &Call) -> Result<Namespace, Failure> {
+    let namespace = Namespace::named(&call.netns);
+    let place = match namespace.open() {
+        Ok(place) => Unnamed::of(place),
+        Err(error @ tasuki_tap::TapError::NoNamespace(_)) => {
+            return Err(Failure::new(code::UNKNOWN_CONTAINER, format!("CNI_NETNS: {error}")));
+        }
+        Err(error) => return Err(Failure::new(code::ENVIRONMENT, format!("CNI_NETNS: {error}"))),
+    };
+    let wrong = |error| Failure::new(code::ENVIRONMENT, format!("CNI_NETNS: {error}"));
+    place.within(|| Ok(())).map_err(|_| {
+        let sentence = format!("CNI_NETNS: {} is no network namespace; name one", call.netns);
+        Failure::new(code::ENVIRONMENT, sentence)
+    })?;
+    if place.is(&Unnamed::of(Namespace::Own.open().map_err(wrong)?)) {
+        let sentence = format!(
+            "CNI_NETNS: {} is the network namespace that this plugin runs in itself; name the container's",
+            call.netns
+        );
+        return Err(Failure::new(code::ENVIRONMENT, sentence));
+    }
+    Ok(namespace)
+}
+
+/// Checks that the container has no interface of this name yet: the daemon would take a TAP that nobody holds.
+fn is_free(namespace: &Namespace, name: &str) -> Result<(), Failure> {
+    match namespace.within(|| Interface::if_there(name)) {
+        Ok(None) => Ok(()),
+        Ok(Some(_)) => {
+            let sentence = format!("CNI_IFNAME: the container has an interface {name} already; name another");
+            Err(Failure::new(code::ENVIRONMENT, sentence))
+        }
+        Err(error) => Err(Failure::new(code::OTHER, error.to_string())),
+    }
+}
+
+/// Has the kernel announce the addresses when the interface comes up: another container may have had them a moment ago,
+/// and neighbours remember its station address. Switches IPv6 on, if it is wanted.
+fn prepare(namespace: &Namespace, assigned: &Assigned) {
+    let has_ipv6 = assigned.ips.iter().any(|ip| ip.address.ip.is_ipv6());
+    // The settings of interfaces to come, in the calling thread's namespace. Where they cannot be written, neighbours find
+    // out by themselves in half a minute, and the daemon says what IPv6 lacks.
+    let set = |path: &str, value: &str| drop(std::fs::write(format!("/proc/sys/net/{path}"), value));
+    let _ = namespace.within(|| {
+        set("ipv4/conf/default/arp_notify", "1");
+        set("ipv6/conf/default/ndisc_notify", "1");
+        if has_ipv6 {
+            set("ipv6/conf/default/disable_ipv6", "0");
+        }
+        Ok(())
+    });
+}
+
+/// `ADD` (§2): makes the container's interface, a node.
+fn add(call: &Call) -> Result<Value, Failure> {
+    let network = Network::read(call)?;
+    let (container, daemon) = (call.container_key(), Daemon::of(&network));
+    if call.input.contains_key("prevResult") {
+        let sentence = "tasuki-cni makes the container's interface, and another plugin came before it (prevResult); list tasuki-cni first";
+        return Err(Failure::new(code::CONFIGURATION, sentence));
+    }
+    network.node(call, &Assigned::default())?;
+    let namespace = container_namespace(call)?;
+    is_free(&namespace, &call.ifname)?;
+    // Nothing is assigned while no daemon is at work.
+    if daemon.node_of(&container)?.is_some() {
+        let sentence = format!("container {container} is on the network already; remove it (DEL) first");
+        return Err(Failure::new(code::OTHER, sentence));
+    }
+    let ipam = Ipam::of(call)?;
+    let assigned = match &ipam {
+        Some(ipam) => ipam.assign()?,
+        None => Assigned::of_runtime(&network.ips)?,
+    };
+    prepare(&namespace, &assigned);
+    let made = network.node(call, &assigned).and_then(|node| daemon.add(&node).map(|()| node));
+    match made {
+        Ok(node) => Ok(result(call, &network, &assigned, node.mac())),
+        Err(failure) => {
+            // While the node may be there, its address is not free. The runtime asks for DEL in any case (§3).
+            if daemon.remove(&container).is_ok() {
+                ipam.iter().for_each(|ipam| drop(ipam.ask("DEL")));
+            }
+            Err(failure)
+        }
+    }
+}
+
+/// Returns the result of `ADD` (§5).
+fn result(call: &Call, network: &Network, assigned: &Assigned, mac: [u8; 6]) -> Value {
+    let mut interface = json!({ "name": call.ifname, "mac": StationAddress(mac).to_string(), "sandbox": call.netns });
+    if call.is_at_least("1.1.0") {
+        interface["mtu"] = network.mtu().into();
+    }
+    let ips = assigned.ips.iter().map(|ip| {
+        let mut its = json!({ "address": ip.address.to_string(), "interface": 0 });
+        if let Some(gateway) = ip.gateway {
+            its["gateway"] = json!(gateway);
+        }
+        if !call.is_at_least("1.0.0") {
+            its["version"] = json!(if ip.address.ip.is_ipv4() { "4" } else { "6" });
+        }
+        its
+    });
+    // The network's words count more than those of the plugin that assigns addresses, as with the reference plugins.
+    let dns = network.dns.as_ref().or(assigned.dns.as_ref()).cloned().unwrap_or_else(|| json!({}));
+    json!({
+        "cniVersion": call.version,
+        "interfaces": [interface],
+        "ips": ips.collect::<Vec<_>>(),
+        "routes": assigned.routes,
+        "dns": dns,
+    })
+}
+
+/// `DEL` (§2): removes the node, if it is there, and then frees its addresses.
+fn delete(call: &Call) -> Result<(), Failure> {
+    Daemon::of(&Network::to_clean_up(call)?).remove(&call.container_key())?;
+    Ipam::of(call)?.map_or(Ok(()), |ipam| ipam.ask("DEL").map(drop))
+}
+
+/// `GC` (§2): removes the nodes of this network whose containers are not among the valid ones.
+fn collect(call: &Call) -> Result<(), Failure> {
+    #[derive(Deserialize)]
+    struct Attachment {
+        #[serde(rename = "containerID")]
+        id: String,
+        ifname: String,
+    }
+    // Without a list, none is valid: so the reference tool asks (`cnitool gc`).
+    let valid = call.input.get("cni.dev/valid-attachments").cloned();
+    let valid: Option<Vec<Attachment>> = serde_json::from_value(valid.unwrap_or(Value::Null)).map_err(|error| {
+        let sentence = format!("cni.dev/valid-attachments cannot be read ({error}); the runtime has to mend that");
+        Failure::new(code::CONFIGURATION, sentence)
+    })?;
+    let valid: Vec<String> =
+        valid.into_iter().flatten().map(|it| format!("{}/{}/{}", call.name, it.id, it.ifname)).collect();
+    let daemon = Daemon::of(&Network::to_clean_up(call)?);
+    let ours = format!("{}/", call.name);
+    let stale = daemon.containers().map(|containers| {
+        containers.into_iter().filter(|container| container.starts_with(&ours) && !valid.contains(container))
+    });
+    // It goes on after an error, and reports the first one.
+    let removed = stale.map(|stale| stale.map(|container| daemon.remove(&container)).collect::<Vec<_>>());
+    let all_removed = removed.and_then(|removed| removed.into_iter().collect::<Result<(), Failure>>());
+    let collected = Ipam::of(call).and_then(|ipam| ipam.map_or(Ok(()), |ipam| ipam.ask("GC").map(drop)));
+    all_removed.and(collected)
+}
+
+/// `STATUS` (§2): whether `ADD` would find all that it needs.
+fn status(call: &Call) -> Result<(), Failure> {
+    let network = Network::read(call)?;
+    let ours = format!("{}/", call.name);
+    let nodes = Daemon::of(&network).nodes_now().map_err(|failure| Failure { code: code::NOT_AVAILABLE, ..failure })?;
+    let nodes = nodes.iter().filter(|node| node.container.as_ref().is_some_and(|its| its.starts_with(&ours)));
+    let troubles: Vec<Option<&String>> = nodes.map(|node| node.trouble.as_ref()).collect();
+    // One container in trouble says nothing about the next one.
+    if let Some(trouble) = troubles.iter().all(Option::is_some).then(|| troubles.first().copied().flatten()).flatten() {
+        let sentence = format!("no container of network {} has a worker at work: {trouble}", call.name);
+        return Err(Failure::new(code::LIMITED, sentence));
+    }
+    Ipam::of(call)?.map_or(Ok(()), |ipam| ipam.ask("STATUS").map(drop))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sentence_becomes_what_was_found_and_what_to_do() {
+        let failure = Failure::new(7, "there is no VNI x; name one; or none");
+        assert_eq!((&failure.msg[..], &failure.details[..]), ("there is no VNI x", "name one; or none"));
+        assert_eq!(Failure::new(7, "nothing helps").details, "");
+    }
+}

@@ -1,0 +1,241 @@
+//! The network configuration (§1), and the node that it asks for. Keys that it shares with a node in tasukid's
+//! configuration have the same names and values.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+
+use super::call::Call;
+use super::ipam::Assigned;
+use super::{Failure, code};
+use crate::config::{Config, Node, Route, StationAddress, Work};
+use crate::place;
+
+/// Keys of the specification and of libcni, which mean nothing to the node.
+const SPECIFIED: [&str; 14] = [
+    "cniVersion",
+    "cniVersions",
+    "name",
+    "type",
+    "args",
+    "capabilities",
+    "runtimeConfig",
+    "prevResult",
+    "disableCheck",
+    "disableGC",
+    "loadOnlyInlinedPlugins",
+    "ipMasq",
+    "ipam",
+    "dns",
+];
+/// Keys of our own.
+const OWN: [&str; 3] = ["vni", "dir", "check_addresses"];
+/// Keys that a node has, and its TAP.
+const OF_NODE: [&str; 7] = ["spoof", "pool_kib", "limits", "bounds", "cpu", "nice", "standby"];
+const OF_TAP: [&str; 2] = ["mtu", "shortcut"];
+
+/// MTU of an interface for which none is named.
+const MTU: u64 = 1500;
+
+/// A network configuration.
+#[derive(Debug)]
+pub struct Network {
+    /// The runtime directory of the daemon.
+    pub dir: PathBuf,
+    vni: String,
+    /// Whether frames are checked against the addresses that are assigned.
+    checks_addresses: bool,
+    mtu: Option<u64>,
+    mac: Option<StationAddress>,
+    /// Addresses that the runtime asks for, and a plugin assigns if there is one.
+    pub ips: Vec<String>,
+    /// What it says about DNS, unless that is nothing.
+    pub dns: Option<Value>,
+}
+
+fn refused(sentence: String) -> Failure {
+    Failure::new(code::CONFIGURATION, sentence)
+}
+
+/// Returns the value of a key, as something of this type.
+fn value<T: serde::de::DeserializeOwned>(call: &Call, key: &str) -> Result<Option<T>, Failure> {
+    let Some(value) = call.input.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
+    let odd = |error| refused(format!("network {}: {key} = {value} cannot be used ({error}); correct it", call.name));
+    serde_json::from_value(value.clone()).map(Some).map_err(odd)
+}
+
+impl Network {
+    /// Reads the network configuration for an operation that goes by all of it.
+    pub fn read(call: &Call) -> Result<Self, Failure> {
+        let all = || SPECIFIED.iter().chain(&OWN).chain(&OF_NODE).chain(&OF_TAP);
+        let is_known = |key: &String| key.starts_with("cni.dev/") || all().any(|known| known == key);
+        let unknown =
+            call.input.iter().find(|(key, value)| !is_known(key) || *key == "ipMasq" && **value != json!(false));
+        if let Some((key, value)) = unknown {
+            let keys: Vec<&str> = OWN.iter().chain(&OF_NODE).chain(&OF_TAP).copied().collect();
+            let sentence = format!(
+                "network {}: {key} = {value} means nothing to tasuki-cni; leave it out, or write one of {}, ipam and dns",
+                call.name,
+                keys.join(", ")
+            );
+            return Err(Failure::new(code::UNSUPPORTED, sentence));
+        }
+        let runtime: serde_json::Map<String, Value> = value(call, "runtimeConfig")?.unwrap_or_default();
+        let mac = runtime.get("mac").and_then(Value::as_str).or(call.argument("MAC")).filter(|mac| !mac.is_empty());
+        let mac = mac.map(|mac| StationAddress::try_from(mac.to_lowercase())).transpose().map_err(refused)?;
+        let ips = runtime.get("ips").cloned().filter(|ips| !ips.is_null());
+        let ips = ips.map(serde_json::from_value).transpose().map_err(|error| {
+            refused(format!("runtimeConfig: ips cannot be used ({error}); the runtime has to write a list of texts"))
+        })?;
+        let is_said = |dns: &Value| dns.as_object().is_some_and(|dns| !dns.is_empty());
+        Ok(Network {
+            vni: value(call, "vni")?.unwrap_or_else(|| call.name.clone()),
+            checks_addresses: value(call, "check_addresses")?.unwrap_or(false),
+            mtu: value(call, "mtu")?,
+            mac,
+            ips: ips.unwrap_or_default(),
+            dns: call.input.get("dns").filter(|dns| is_said(dns)).cloned(),
+            ..Self::to_clean_up(call)?
+        })
+    }
+
+    /// Reads what it takes to remove nodes: those may be from before the rest was written wrongly.
+    pub fn to_clean_up(call: &Call) -> Result<Self, Failure> {
+        let dir: Option<PathBuf> = value(call, "dir")?;
+        if let Some(dir) = dir.as_ref().filter(|dir| !dir.is_absolute()) {
+            return Err(refused(format!(
+                "network {}: dir = {} is no path from /; name tasukid's runtime directory so, or leave dir out",
+                call.name,
+                dir.display()
+            )));
+        }
+        Ok(Network {
+            dir: dir.unwrap_or_else(place::usual),
+            vni: String::new(),
+            checks_addresses: false,
+            mtu: None,
+            mac: None,
+            ips: Vec::new(),
+            dns: None,
+        })
+    }
+
+    /// Returns the MTU of a container's interface, in bytes.
+    pub fn mtu(&self) -> u64 {
+        self.mtu.unwrap_or(MTU)
+    }
+
+    /// Returns the node for a container with these addresses.
+    pub fn node(&self, call: &Call, assigned: &Assigned) -> Result<Node, Failure> {
+        let container = call.container_key();
+        let mut text = json!({
+            "name": node_name(&call.id, &container),
+            "container": container,
+            "vni": self.vni,
+            "mac": self.mac,
+            "work": { "tap": { "name": call.ifname, "netns": call.netns } },
+        });
+        let as_node = |text: &Value| serde_json::from_value::<Node>(text.clone());
+        // One after the other: the reader does not say at which it stumbles.
+        for (key, value) in call.input.iter().filter(|(_, value)| !value.is_null()) {
+            let place = match () {
+                () if OF_NODE.contains(&&key[..]) => &mut text,
+                () if OF_TAP.contains(&&key[..]) => &mut text["work"]["tap"],
+                () => continue,
+            };
+            place[key] = value.clone();
+            as_node(&text).map_err(|error| {
+                refused(format!("network {}: {key} = {value} cannot be used ({error}); correct it", call.name))
+            })?;
+        }
+        let mut node =
+            as_node(&text).map_err(|error| refused(format!("network {}: {error}; correct it", call.name)))?;
+        if let Work::Tap(tap) = &mut node.work {
+            tap.addresses = assigned.ips.iter().map(|ip| ip.address).collect();
+            tap.routes =
+                assigned.routes.iter().map(|route| Route { to: route.dst, via: assigned.via(route) }).collect();
+        }
+        if self.checks_addresses {
+            node.addresses = assigned.ips.iter().map(|ip| ip.address.ip).collect::<Vec<IpAddr>>();
+        }
+        let config = Config { node: vec![node], ..Config::default() };
+        match config.senseless() {
+            Some(what) => {
+                let failure = refused(format!("network {}: {what}", call.name));
+                let details = "correct the network configuration; without vni, its name is the VNI's".to_owned();
+                Err(if failure.details.is_empty() { Failure { details, ..failure } } else { failure })
+            }
+            None => Ok(config.node.into_iter().next().expect("one node")),
+        }
+    }
+}
+
+/// Returns the name of the node for a container's interface: with the part of the ID that runtimes show, and different
+/// for each interface of the container.
+fn node_name(id: &str, container: &str) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c.to_ascii_lowercase() } else { '-' };
+    let shown: String = id.chars().take(12).map(plain).collect();
+    format!("cni-{shown}-{:07x}", crc32c::crc32c(container.as_bytes()) & 0x0fff_ffff)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+
+    use super::*;
+
+    fn call(more: &str) -> Call {
+        let variables = [
+            ("CNI_COMMAND", "ADD"),
+            ("CNI_CONTAINERID", "4F3C.ab_0123456789"),
+            ("CNI_NETNS", "/run/netns/a"),
+            ("CNI_IFNAME", "eth0"),
+        ];
+        let text =
+            format!(r#"{{ "cniVersion": "1.1.0", "name": "lan", "type": "tasuki-cni", "cni.dev/x": 1, {more} }}"#);
+        let of = |name: &str| variables.iter().find(|(its, _)| *its == name).map(|(_, value)| OsString::from(value));
+        Call::read(of, text.as_bytes()).expect("a call")
+    }
+
+    fn node(more: &str) -> Result<Node, Failure> {
+        let call = call(more);
+        Network::read(&call)?.node(&call, &Assigned::default())
+    }
+
+    #[test]
+    fn a_network_becomes_a_node() {
+        let more = r#""mtu": 9000, "shortcut": false, "limits": { "send": { "mbit": 10 } }, "ipMasq": false, "bounds": null,
+            "runtimeConfig": { "mac": "02:00:00:00:00:0A", "portMappings": [] }"#;
+        let node = node(more).expect("a node");
+        let tap = node.tap().expect("a TAP");
+        assert_eq!((tap.mtu, tap.shortcut, &tap.label()[..]), (Some(9000), false, "/run/netns/a:eth0"));
+        assert_eq!((node.vni.as_deref(), node.mac()), (Some("lan"), [2, 0, 0, 0, 0, 10]));
+        assert_eq!(node.container.as_deref(), Some("lan/4F3C.ab_0123456789/eth0"));
+        assert!(node.name.starts_with("cni-4f3c-ab_0123-") && node.name.len() == 24, "{}", node.name);
+        assert_ne!(node_name("4f3c", "lan/4f3c/eth0"), node_name("4f3c", "lan/4f3c/eth1"));
+    }
+
+    #[test]
+    fn what_means_nothing_is_named_with_its_value() {
+        let cases = [
+            (r#""vin": "lan""#, 2, "vin = \"lan\""),
+            (r#""ipMasq": true"#, 2, "ipMasq = true"),
+            (r#""vni": 5"#, 7, "vni = 5"),
+            (r#""vni": "a b""#, 7, "vni \"a b\""),
+            (r#""name": "a.b""#, 7, "vni \"a.b\""),
+            (r#""mtu": "9000""#, 7, "mtu = \"9000\""),
+            (r#""mtu": 9"#, 7, "mtu = 9"),
+            (r#""spoof": "no""#, 7, "spoof = \"no\""),
+            (r#""limits": { "send": {} }"#, 7, "limits.send"),
+            (r#""dir": "tasuki""#, 7, "dir = tasuki"),
+            (r#""runtimeConfig": { "mac": "01:00:00:00:00:01" }"#, 7, "01:00:00:00:00:01"),
+            (r#""runtimeConfig": { "ips": "192.0.2.1" }"#, 7, "ips"),
+        ];
+        for (more, code, part) in cases {
+            let failure = node(more).expect_err(more);
+            assert!(failure.code == code && failure.msg.contains(part), "{more}: {failure:?}");
+        }
+        assert!(Network::to_clean_up(&call(r#""vin": "lan", "mtu": "x""#)).is_ok(), "a node has to go all the same");
+    }
+}
