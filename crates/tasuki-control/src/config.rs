@@ -279,6 +279,7 @@ pub struct Node {
     /// The container whose interface it is, as the container's runtime has it: NETWORK/ID/INTERFACE. `tasuki-cni` finds
     /// its nodes by that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(pattern = "^[!-~]{0,256}$")]
     pub container: Option<String>,
     /// The nodes that it trusts: a NIC moves between nodes that trust each other without the end of any worker.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -530,6 +531,7 @@ pub struct Tap {
     pub addresses: Vec<Address>,
     /// The routes by the interface that it gets when it is made.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(max_items = 64)]
     pub routes: Vec<Route>,
     /// MTU of the interface in bytes; by default 1500.
     #[serde(default, skip_serializing_if = "Option::is_none")]

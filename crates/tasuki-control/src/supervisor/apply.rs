@@ -488,7 +488,9 @@ impl Supervisor {
             return Err(No::now("a configuration is being applied; ask again when that is done"));
         }
         let nodes = self.config.node.iter().filter(|node| self.nodes.contains_key(&node.name));
-        let nodes: Vec<_> = nodes.cloned().collect();
+        // Their runtime adds those of containers, and another day's containers are others.
+        let is_containers = |node: &config::Node| node.container.is_some() && self.by_hand.contains(&node.name);
+        let (of_containers, nodes): (Vec<_>, Vec<_>) = nodes.cloned().partition(is_containers);
         let nics = self.cards.values().filter(|card| card.vni().is_none() && card.closing.is_none());
         let nic = |card: &Card| {
             // A node that a NIC was lost by may work by the time that this is read, and the NIC is meant for it.
@@ -504,7 +506,12 @@ impl Supervisor {
                 "Not in this file: node {name} was upgraded to {program} by hand (tasuki worker upgrade --with)."
             ))
         };
-        let notes: Vec<_> = self.nodes.iter().filter_map(by_hand).collect();
+        let kept = |name: &String| of_containers.iter().all(|node| node.name != *name);
+        let mut notes: Vec<_> = self.nodes.iter().filter(|(name, _)| kept(name)).filter_map(by_hand).collect();
+        if !of_containers.is_empty() {
+            let count = of_containers.len();
+            notes.push(format!("Not in this file: nodes of containers, {count} of them, which their runtime adds."));
+        }
         let AppliedRecord { generation, path, text, .. } = &self.current.record;
         let origin = format!("generation {generation}, from {path}");
         let text = config::written::file(text, &nodes, &nics, &origin, &notes);

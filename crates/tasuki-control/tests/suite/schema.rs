@@ -29,6 +29,7 @@ const OF_A_NODE: &[&str] = &[
     "trusts = \"blue\"",
     "trusts = [1]",
     "vni = \"a b\"",
+    "container = \"a b\"",
     "vni = \"lan\"\nmac = 3",
     "vni = \"lan\"\nmac = \"01:00:00:00:00:01\"",
     "vni = \"lan\"\nspoof = \"no\"",
@@ -58,6 +59,12 @@ const OF_WORK: &[&str] = &[
     "{ tap = { name = \"a-name-that-is-too-long\" } }",
     "{ tap = { name = \"t\", shortcut = \"yes\" } }",
     "{ tap = { name = \"t\" }, echo = {} }",
+    "{ tap = { name = \"t\", address = 3 } }",
+    "{ tap = { name = \"t\", address = [3] } }",
+    "{ tap = { name = \"t\", mtu = 67 } }",
+    "{ tap = { name = \"t\", mtu = 65522 } }",
+    "{ tap = { name = \"t\", routes = [\"0.0.0.0/0\"] } }",
+    "{ tap = { name = \"t\", routes = [{ to = \"0.0.0.0/0\", by = \"192.0.2.1\" }] } }",
 ];
 
 /// Values of `work` of a node on a VNI.

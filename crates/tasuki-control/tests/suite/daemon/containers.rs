@@ -214,6 +214,8 @@ fn a_container_goes_on_while_workers_and_daemon_are_replaced_and_is_checked_unti
     exchange.goes_on(&runtime.world.rig, 200);
     let node = runtime.node(ONE);
     assert!(node.starts_with("cni-4f3c01234567-"), "{node} shows the ID as runtimes do");
+    let file = runtime.world.rig.ask(&["config", "show"]);
+    assert!(!file.contains("[[node]]") && file.contains("nodes of containers, 2 of them"), "{file}");
     runtime.world.rig.ask(&["worker", "upgrade", &node]);
     runtime.world.kill_driver(&node);
     runtime.world.rig.kill_daemon();
