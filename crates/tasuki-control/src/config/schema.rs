@@ -1,6 +1,6 @@
 //! The JSON Schema of the configuration, for editors and for whoever writes one by a program. It comes from the types
 //! that the daemon reads the file into, and says of it what a schema can say: contradictions between its parts are
-//! [`sense`](super::sense)'s.
+//! `sense.rs`'s.
 
 use serde_json::{Map, Value, json};
 use utoipa::{PartialSchema, ToSchema};

@@ -15,7 +15,7 @@ const HEAD: &str = "#= tasuki config show: ";
 /// The last line.
 const END: &str = "#= The end: a copy without this line was cut off.";
 
-/// Returns whether the end is missing of what [`file`] wrote. What is left would be a configuration of less.
+/// Returns whether the end is missing of what [`file()`] wrote. What is left would be a configuration of less.
 pub fn is_cut_off(text: &str) -> bool {
     text.starts_with(HEAD) && !text.lines().any(|line| line == END)
 }
