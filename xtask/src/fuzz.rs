@@ -15,6 +15,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, bail, ensure};
 use serde_json::Value;
@@ -82,18 +83,33 @@ pub fn run(checkout: &Checkout, target: Option<&str>, plan: &Plan) -> anyhow::Re
     fuzz(checkout, &programs, target, plan)
 }
 
-/// Fuzzes each target in turn. Each counts as one test.
+/// Targets that run at once: each has one thread.
+const LANES: usize = 2;
+
+/// Fuzzes each target. Each counts as one test.
 pub fn fuzz_all(checkout: &Checkout, plan: &Plan) -> anyhow::Result<Tally> {
     let targets = targets(checkout)?;
     if !needs::CXX.is_met() {
         return Ok(Tally::skip(u32::try_from(targets.len())?, "needs a C++ compiler: sudo apt-get install -y g++"));
     }
     let programs = build(checkout, plan.sanitizer)?;
-    let mut tally = Tally::default();
-    for target in &targets {
-        tally += &Tally::one(fuzz(checkout, &programs, target, plan)?, &format!("fuzz target {target}"));
-    }
-    Ok(tally)
+    let left = Mutex::new(targets.iter());
+    let lane = || {
+        let mut tally = Tally::default();
+        loop {
+            let next = left.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some(target) = next else { return anyhow::Ok(tally) };
+            stream::prefix_lines(format!("{target} │ "));
+            tally += &Tally::one(fuzz(checkout, &programs, target, plan)?, &format!("fuzz target {target}"));
+        }
+    };
+    std::thread::scope(|scope| {
+        let lanes: Vec<_> = (0..LANES).map(|_| scope.spawn(lane)).collect();
+        lanes.into_iter().try_fold(Tally::default(), |mut sum, lane| {
+            sum += &lane.join().expect("a lane's error is its result")?;
+            Ok(sum)
+        })
+    })
 }
 
 /// Returns the names of the `[[bin]]`s in `fuzz/Cargo.toml`. A file in `fuzz_targets/` without a `[[bin]]` would never

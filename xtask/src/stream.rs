@@ -1,6 +1,6 @@
 //! Runs a command, shows its output line by line, and passes each line to a reader.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::io::{self, BufRead, BufReader, IsTerminal, PipeReader};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -19,12 +19,12 @@ const POLL: Duration = Duration::from_millis(100);
 const SILENT_POLLS: u32 = 30;
 
 thread_local! {
-    static PREFIX: Cell<&'static str> = const { Cell::new("") };
+    static PREFIX: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
 /// Puts these words before each line that a command of this thread prints from now on, beside those of another.
-pub fn prefix_lines(prefix: &'static str) {
-    PREFIX.set(prefix);
+pub fn prefix_lines(prefix: impl Into<String>) {
+    PREFIX.set(prefix.into());
 }
 
 /// Runs `command` without input, repeats its output line by line, and passes each line to `read`, without colours.
@@ -43,7 +43,7 @@ pub fn succeeds(command: &mut Command) -> anyhow::Result<bool> {
 
 /// As [`run`], but repeats only the lines for which `wanted` returns true.
 pub fn run_showing(command: &mut Command, mut wanted: impl FnMut(&str) -> bool) -> anyhow::Result<ExitStatus> {
-    let prefix = PREFIX.get();
+    let prefix = PREFIX.with_borrow(String::clone);
     println!("{prefix}$ {}", command_line(command));
     let (reader, writer) = io::pipe().context("cannot make a pipe")?;
     if io::stdout().is_terminal() {
