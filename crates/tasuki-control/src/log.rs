@@ -72,8 +72,8 @@ fn open_anew(path: &Path) -> io::Result<()> {
     Ok(rustix::stdio::dup2_stderr(&file)?)
 }
 
-/// Opens the file of the log anew, by its name at the time of this call, for each byte that comes: whoever rotates the log has given
-/// the former file another name.
+/// Opens the file of the log anew for each byte that comes, by the name that the file had at the time of this call:
+/// logrotate has given the former file another name.
 pub fn rotate_when(mut told: UnixStream) -> io::Result<()> {
     let file = file();
     let go_on = move || {

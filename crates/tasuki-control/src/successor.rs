@@ -126,7 +126,7 @@ fn words() -> impl Iterator<Item = OsString> {
 
 /// In the environment of a program that is to go on: the process, whose standard input is the file of the program before.
 const FORMER: &str = "TASUKI_FORMER";
-/// In the environment of a program that goes on again: why the other one did not.
+/// In the environment of a program that goes on again: the process, and why the other program did not.
 const WHY: &str = "TASUKI_NOT_REPLACED";
 
 /// Goes on as a checked program, with the same arguments. Returns only if neither it nor this very program starts.
@@ -144,6 +144,7 @@ pub fn become_it(with: &Path) -> io::Error {
 fn again(program: &str, why: &str) -> io::Error {
     tracing::error!("{why}; tasukid goes on as it was");
     let name = std::env::args_os().next().unwrap_or_default();
+    let why = format!("{} {why}", std::process::id());
     Command::new(program).arg0(name).args(words()).env_remove(FORMER).env(WHY, why).exec()
 }
 
@@ -177,7 +178,9 @@ fn forget_input() {
 
 /// Returns why this program goes on again, if it was to be replaced and the other did not begin.
 pub fn not_replaced() -> Option<String> {
-    let why = std::env::var(WHY).ok()?;
+    let text = std::env::var(WHY).ok()?;
+    // A child of a tasukid has inherited it.
+    let why = text.strip_prefix(&format!("{} ", std::process::id()))?.to_owned();
     forget_input();
     // It has the name of the file that it was started by.
     let _ = rustix::thread::set_name(c"tasukid");
@@ -224,6 +227,42 @@ pub fn reap() {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::{self, File};
+    use std::os::unix::fs::PermissionsExt;
+    use std::process::Command;
+
+    /// The number in the lock file of a tasukid that was killed may be that of any user's program by now.
+    ///
+    /// row: T134
+    #[test]
+    fn the_package_runs_no_program_but_that_of_a_tasukid_that_lives() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| folder.path().join(name);
+        let place = folder.path().display().to_string();
+        let script = include_str!("../../../contrib/debian/preinst").replace("/run/tasuki/", &format!("{place}/"));
+        fs::write(path("registry.redb"), "").expect("a file");
+        fs::write(path("tasukid"), "#!/bin/sh\necho it has registry 0 and messages 0\n").expect("a file");
+        fs::set_permissions(path("tasukid"), fs::Permissions::from_mode(0o755)).expect("a file of ours");
+        // Another program of that name, which says nothing of a registry.
+        fs::create_dir(path("other")).expect("a folder");
+        fs::copy("/bin/sleep", path("other/tasukid")).expect("a program");
+        let mut other = Command::new(path("other/tasukid")).arg("600").spawn().expect("a program");
+        fs::write(path("tasukid.lock"), format!("{}\n", other.id())).expect("a file");
+        let lets_it_in = || {
+            let searched = format!("{place}:{}", std::env::var("PATH").expect("a path"));
+            let mut shell = Command::new("sh");
+            shell.args(["-c", &script, "preinst", "upgrade"]).env("PATH", searched);
+            shell.output().expect("a shell").status.success()
+        };
+        let of_killed = lets_it_in();
+        let lock = File::open(path("tasukid.lock")).expect("it is there");
+        lock.lock().expect("nobody has it");
+        let of_living = lets_it_in();
+        other.kill().and_then(|()| other.wait()).expect("a child");
+        assert!(!of_killed, "the installed program was asked");
+        assert!(of_living, "the program of the process that has the lock was asked");
+    }
+
     #[test]
     fn the_package_says_of_this_tasukid_what_it_has() {
         let script = include_str!("../../../contrib/debian/preinst");

@@ -1,4 +1,4 @@
-//! The JSON Schema of the configuration, for editors and for whoever writes one by a program. It comes from the types
+//! The JSON Schema of the configuration, for editors and for programs that write one. It comes from the types
 //! that the daemon reads the file into, and says of it what a schema can say: contradictions between its parts are
 //! `sense.rs`'s.
 
