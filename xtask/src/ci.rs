@@ -10,18 +10,22 @@ use crate::{needs, stream, test, tidy};
 /// Returns whether the check has passed.
 type Check = fn(&Checkout) -> anyhow::Result<bool>;
 
-/// Runs every step, whether or not an earlier one failed. The suite comes last, so that its closing line is the last
-/// line of the output.
+/// Runs every step, whether or not an earlier one failed: the short ones first, the others beside the suite, whose
+/// closing line is the last line of the output.
 pub fn run(checkout: &Checkout) -> anyhow::Result<bool> {
     needs::provide(&[needs::STRACE, needs::CXX]);
-    let mut steps = Vec::new();
-    let checks: [(&str, Check); 5] =
-        [("rustfmt and clippy", |_| components()), ("fmt", fmt), ("clippy", clippy), ("tidy", tidy::run), ("doc", doc)];
-    for (step, check) in checks {
+    let take = |(step, check): (&'static str, Check)| {
         let begun = Instant::now();
-        steps.push((step, check(checkout)?, begun.elapsed()));
-    }
-    let report = test::run(checkout, None, fuzz::SHORT_RUN_SECONDS)?;
+        let passed = check(checkout).unwrap_or_else(|error| {
+            println!("xtask: {step} could not run: {error:#}");
+            false
+        });
+        (step, passed, begun.elapsed())
+    };
+    let short: [(_, Check); 3] = [("rustfmt and clippy", |_| components()), ("fmt", fmt), ("tidy", tidy::run)];
+    let mut steps: Vec<_> = short.into_iter().map(take).collect();
+    let long: [(_, Check); 2] = [("clippy", clippy), ("doc", doc)];
+    let report = test::run(checkout, None, fuzz::SHORT_RUN_SECONDS, || steps.extend(long.into_iter().map(take)))?;
     println!("\nsteps");
     for (step, passed, took) in &steps {
         println!("  {step:<20} {}, in {} s", if *passed { "passed" } else { "FAILED" }, took.as_secs());

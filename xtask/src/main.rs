@@ -118,7 +118,9 @@ fn run(verb: Verb) -> anyhow::Result<bool> {
         Verb::Bench { args } => Err(bench::bench(&checkout, &args)),
         Verb::Campaign(campaign) => campaign::run(&checkout, &campaign),
         Verb::Test { quick: true, .. } => test::quick(&checkout).map(|report| report.close()),
-        Verb::Test { only, fuzz_seconds, .. } => test::run(&checkout, only, fuzz_seconds).map(|report| report.close()),
+        Verb::Test { only, fuzz_seconds, .. } => {
+            test::run(&checkout, only, fuzz_seconds, || ()).map(|report| report.close())
+        }
         Verb::Ci => ci::run(&checkout),
         Verb::Package { version } => {
             println!("{}", package::make(&checkout, version.as_deref())?.display());

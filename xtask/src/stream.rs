@@ -1,7 +1,9 @@
 //! Runs a command, shows its output line by line, and passes each line to a reader.
 
 use std::cell::RefCell;
+use std::fs;
 use std::io::{self, BufRead, BufReader, IsTerminal, PipeReader};
+use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
@@ -25,6 +27,18 @@ thread_local! {
 /// Puts these words before each line that a command of this thread prints from now on, beside those of another.
 pub fn prefix_lines(prefix: impl Into<String>) {
     PREFIX.set(prefix.into());
+}
+
+/// Gives the commands that this thread starts from now on only the CPU time that no other process wants (SCHED_IDLE).
+pub fn only_in_idle_time() {
+    // The thread's own number, after "PID/task/".
+    let thread = fs::read_link("/proc/thread-self").ok();
+    let number = thread.as_deref().and_then(Path::file_name);
+    let mut chrt = Command::new("chrt");
+    chrt.args(["--idle", "--pid", "0"]).args(number);
+    if !chrt.status().is_ok_and(|status| status.success()) {
+        println!("xtask: what runs beside the tests takes as much CPU time as they do: chrt (util-linux) failed");
+    }
 }
 
 /// Runs `command` without input, repeats its output line by line, and passes each line to `read`, without colours.
@@ -127,6 +141,22 @@ mod tests {
 
         assert_eq!(lines, ["one", "two", "three"]);
         assert_eq!(status.code(), Some(3));
+    }
+
+    #[test]
+    fn what_runs_in_idle_time_says_so_and_nothing_else_does() {
+        // Field 41 of a process's line: its scheduling policy.
+        let policy = || {
+            let mut said = String::new();
+            run(Command::new("cut").args(["-d ", "-f41", "/proc/self/stat"]), |line| said = line.to_owned()).unwrap();
+            said
+        };
+        let beside = thread::spawn(move || {
+            only_in_idle_time();
+            policy()
+        });
+        assert_eq!(beside.join().unwrap(), "5", "SCHED_IDLE");
+        assert_eq!(policy(), "0", "SCHED_OTHER");
     }
 
     #[test]

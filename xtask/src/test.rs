@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
+use std::sync::mpsc::{self, Sender};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -28,8 +29,14 @@ pub enum Stage {
 #[must_use = "a report that is not closed has no closing line"]
 pub struct Report(Vec<(Stage, Tally, Duration)>);
 
-/// Runs the stage `only`, or all stages, whether or not an earlier one failed.
-pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyhow::Result<Report> {
+/// Runs the stage `only`, or all stages, whether or not an earlier one failed. `beside` runs while the tests of the
+/// first stage wait.
+pub fn run(
+    checkout: &Checkout,
+    only: Option<Stage>,
+    fuzz_seconds: u32,
+    beside: impl FnOnce() + Send,
+) -> anyhow::Result<Report> {
     let programs = [
         needs::STRACE,
         needs::CXX,
@@ -42,28 +49,40 @@ pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyho
         needs::JSONSCHEMA,
     ];
     needs::provide(&programs);
-    let run_each = |stages: &[Stage]| -> Vec<_> {
+    let run_each = |stages: &[Stage], mut building: Option<Sender<()>>| -> Vec<_> {
         let asked = stages.iter().filter(|stage| only.is_none_or(|only| only == **stage));
-        asked.map(|stage| run_one(checkout, *stage, fuzz_seconds)).collect()
+        asked.map(|stage| run_one(checkout, *stage, fuzz_seconds, building.take())).collect()
     };
-    let mut results = run_each(&[Stage::Unit]);
-    // The guest waits most of the time, and nothing that these stages do is measured by a clock.
-    results.extend(std::thread::scope(|scope| {
-        let guest = scope.spawn(|| {
-            stream::prefix_lines("guest │ ");
-            run_each(&[Stage::Guest])
+    // Nothing is sent: the sender lives as long as the first stage builds.
+    let (building, built) = mpsc::channel();
+    // The tests of the first stage wait most of the time, and so does the guest. Their own processes come first.
+    let results = std::thread::scope(|scope| {
+        let run_each = &run_each;
+        let others = scope.spawn(move || {
+            // cargo builds one thing at a time in a folder.
+            let _ = built.recv();
+            stream::only_in_idle_time();
+            stream::prefix_lines("beside │ ");
+            beside();
+            run_each(&[Stage::Loom, Stage::Fuzz], None)
         });
-        let mut others = run_each(&[Stage::Loom, Stage::Fuzz]);
-        others.extend(guest.join().expect("a stage's error is one of its tally"));
-        others
-    }));
+        let mut results = run_each(&[Stage::Unit, Stage::Guest], Some(building));
+        results.extend(others.join().expect("a stage's error is one of its tally"));
+        results
+    });
     Ok(Report(results))
 }
 
-fn run_one(checkout: &Checkout, stage: Stage, fuzz_seconds: u32) -> (Stage, Tally, Duration) {
+/// Runs a stage, which drops `building` when it builds no more.
+fn run_one(
+    checkout: &Checkout,
+    stage: Stage,
+    fuzz_seconds: u32,
+    building: Option<Sender<()>>,
+) -> (Stage, Tally, Duration) {
     let begun = Instant::now();
     let tally = match stage {
-        Stage::Unit => unit(checkout),
+        Stage::Unit => unit(checkout, building),
         Stage::Loom => loom::explore(checkout, &[]),
         Stage::Guest => guest::drivers(checkout),
         Stage::Fuzz => fuzz::fuzz_all(checkout, &Plan::short(fuzz_seconds)),
@@ -121,7 +140,7 @@ fn other_worker(checkout: &Checkout) -> anyhow::Result<PathBuf> {
     Ok(copy)
 }
 
-fn unit(checkout: &Checkout) -> anyhow::Result<Tally> {
+fn unit(checkout: &Checkout, mut building: Option<Sender<()>>) -> anyhow::Result<Tally> {
     let other = other_worker(checkout)?;
     let mut command = checkout.cargo("test");
     command.env("TASUKI_OTHER_WORKER", other);
@@ -131,7 +150,12 @@ fn unit(checkout: &Checkout) -> anyhow::Result<Tally> {
     }
     command.args(["--workspace", "--all-features", "--no-fail-fast", "--", "--show-output"]);
     let mut reader = Reader::default();
-    let status = stream::run_showing(&mut command, |line| reader.line(line))?;
+    let status = stream::run_showing(&mut command, |line| {
+        if line.starts_with("running ") {
+            building = None;
+        }
+        reader.line(line)
+    })?;
     Ok(reader.finish(status.success()))
 }
 
