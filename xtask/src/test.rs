@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::mpsc::{self, Sender};
 use std::time::{Duration, Instant};
 
@@ -126,24 +127,47 @@ pub fn told(reasons: &[String]) -> Vec<String> {
         .collect()
 }
 
-/// Builds the worker without features, and returns the path of its program. With all features, the worker behaves as
-/// the next version may; tests of upgrades need the present version as well. Both have the same name, so this one is
-/// copied before the other is built.
-fn other_worker(checkout: &Checkout) -> anyhow::Result<PathBuf> {
-    let built = stream::succeeds(checkout.cargo("build").args(["--package", "tasuki-worker"]))?;
-    ensure!(built, "the worker without features does not build");
-    let copy = checkout.target.join("worker-of-this-version");
-    // A worker that a broken test left may still run it.
-    _ = fs::remove_file(&copy);
-    fs::copy(checkout.target.join("debug").join("tasuki-worker"), &copy)
-        .with_context(|| format!("cannot write {}", copy.display()))?;
-    Ok(copy)
+/// The commit of the last release. Tests upgrade from its programs to ours, and go back.
+const RELEASED: &str = "68a81e73bada";
+
+/// Builds daemon and worker of the last release without features, and returns the folder with both. With all features, our
+/// own worker behaves as the next version may. Needs the history, which a shallow clone does not have.
+fn released(checkout: &Checkout) -> anyhow::Result<PathBuf> {
+    let folder = checkout.target.join("released").join(RELEASED);
+    let programs = ["tasukid", "tasuki-worker"];
+    if programs.iter().all(|program| folder.join(program).is_file()) {
+        return Ok(folder);
+    }
+    let source = folder.join("source");
+    fs::create_dir_all(&source).with_context(|| format!("cannot make {}", source.display()))?;
+    let archive = folder.join("source.tar");
+    let mut git = Command::new("git");
+    git.current_dir(&checkout.root).args(["archive", "--output"]).arg(&archive).arg(RELEASED);
+    ensure!(stream::succeeds(&mut git)?, "git has no commit {RELEASED} here: git fetch --unshallow");
+    let unpacked = stream::succeeds(Command::new("tar").arg("-xf").arg(&archive).arg("-C").arg(&source))?;
+    ensure!(unpacked, "tar cannot unpack {}", archive.display());
+    let mut build = checkout.cargo("build");
+    // In our own target folder, so that no other package is built twice.
+    build.current_dir(&source).env("CARGO_TARGET_DIR", &checkout.target).args(["--locked", "--bins"]);
+    ensure!(
+        stream::succeeds(build.args(["--package", "tasuki-control", "--package", "tasuki-worker"]))?,
+        "the last release does not build"
+    );
+    for program in programs {
+        let (from, to) = (checkout.target.join("debug").join(program), folder.join(program));
+        fs::copy(&from, &to).with_context(|| format!("cannot write {}", to.display()))?;
+    }
+    _ = fs::remove_dir_all(source);
+    _ = fs::remove_file(archive);
+    Ok(folder)
 }
 
 fn unit(checkout: &Checkout, mut building: Option<Sender<()>>) -> anyhow::Result<Tally> {
-    let other = other_worker(checkout)?;
     let mut command = checkout.cargo("test");
-    command.env("TASUKI_OTHER_WORKER", other);
+    match released(checkout) {
+        Ok(folder) => _ = command.env("TASUKI_RELEASED", folder),
+        Err(error) => println!("xtask: the tests with the last release are skipped: {error:#}"),
+    }
     match guest::prepare_vm(checkout) {
         Ok(files) => _ = command.env("TASUKI_VM", std::env::join_paths(files)?),
         Err(error) => println!("xtask: the tests with a virtual machine are skipped: {error:#}"),

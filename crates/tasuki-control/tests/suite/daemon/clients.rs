@@ -129,7 +129,7 @@ fn sent_away(channel: &Channel, what: &str) -> String {
 #[test]
 fn a_client_of_memif_that_means_harm_is_sent_away_and_others_lose_nothing() {
     let Some((world, socket)) = with_echo(World::new()) else { return };
-    with_source_and_sink(&world, "1000");
+    with_source_and_sink(&world.rig, "1000");
     let worker = pid(&world.rig.await_pair("web").0);
     let hands =
         Hands { unsealed: memory(8192, SealFlags::empty()), sealed: memory(8192, SealFlags::SHRINK), bell: eventfd() };

@@ -25,8 +25,7 @@ fn count(rig: &Rig, end: &str, name: &str) -> u64 {
 }
 
 /// Adds a native node that receives numbered frames, and one that sends them to it.
-pub fn with_source_and_sink(world: &World, rate: &str) {
-    let rig = &world.rig;
+pub fn with_source_and_sink(rig: &Rig, rate: &str) {
     rig.ask(&["node", "add", "sink", "--native", "--work", "sink", "--mac", "02:00:00:00:00:88"]);
     rig.await_pair("sink");
     let words = ["node", "add", "source", "--native", "--work", "source", "--to", "02:00:00:00:00:88", "--rate", rate];
@@ -59,7 +58,7 @@ pub fn dying_at(rig: &Rig, place: &str, nth: u32, program: &str) -> String {
 #[test]
 fn a_source_and_a_sink_lose_nothing_and_see_nothing_twice_while_workers_and_daemon_are_replaced_and_killed() {
     let Some(mut world) = World::new() else { return };
-    with_source_and_sink(&world, "2000");
+    with_source_and_sink(&world.rig, "2000");
     for node in ["sink", "source", "sink", "source"] {
         world.rig.ask(&["worker", "upgrade", node]);
         world.rig.await_pair(node);
@@ -88,7 +87,7 @@ fn wherever_a_native_node_is_killed_its_frames_are_handled_once() {
         return println!("skipped: needs the feature crash-points");
     }
     let Some(world) = World::of_scripts() else { return };
-    with_source_and_sink(&world, "1000");
+    with_source_and_sink(&world.rig, "1000");
     let worker = beside("tasuki-worker").expect("looked for before").display().to_string();
     let mut killed = 0;
     for node in ["source", "sink"] {

@@ -1,5 +1,6 @@
 //! The real worker and the model of a card, under traffic that the model numbers and checks.
 
+use std::path::PathBuf;
 use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
@@ -119,12 +120,10 @@ fn whoever_drives_and_whoever_dies(card: &str) {
     stop_whole(&mut rig, model);
 }
 
-/// `TASUKI_OTHER_WORKER` is of the version before that of our own worker: it knows one layout of the driver state less.
+/// The last release's worker knows one layout of the driver state less than our own with all features.
 #[test]
 fn workers_are_replaced_by_the_version_before_and_back_and_no_frame_is_lost() {
-    let Some(before) = std::env::var_os("TASUKI_OTHER_WORKER") else {
-        return println!("skipped: needs TASUKI_OTHER_WORKER, as cargo xtask test builds it");
-    };
+    let Some(before) = released().map(|folder| folder.join("tasuki-worker")) else { return };
     let before = before.to_str().expect("text");
     for card in ["82574l", "virtio-net"] {
         let Some((mut rig, model)) = with_card(card, NODES, ENDLESS, "8000") else { return };
@@ -145,6 +144,15 @@ fn workers_are_replaced_by_the_version_before_and_back_and_no_frame_is_lost() {
         }
         stop_whole(&mut rig, model);
     }
+}
+
+/// Returns the folder with the programs of the last release.
+pub fn released() -> Option<PathBuf> {
+    let folder = std::env::var_os("TASUKI_RELEASED").map(PathBuf::from);
+    if folder.is_none() {
+        println!("skipped: needs TASUKI_RELEASED, as cargo xtask test builds it");
+    }
+    folder
 }
 
 /// Gives eth0 to a node by `method`; returns the time without a driver, in ms.

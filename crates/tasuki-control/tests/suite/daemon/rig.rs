@@ -50,6 +50,8 @@ node = "red"
 /// A daemon, its directory, and every process seen so far.
 pub struct Rig {
     folder: TempDir,
+    /// The program that is started as the daemon.
+    pub tasukid: PathBuf,
     daemon: Option<Program>,
     seen: Mutex<BTreeSet<u32>>,
 }
@@ -70,7 +72,7 @@ impl Rig {
     /// Makes the directory and its files, without starting a daemon.
     pub fn without_daemon(nodes: &str, fault: &str) -> Self {
         let folder = tempfile::Builder::new().prefix("tasuki-").tempdir().expect("a folder");
-        let rig = Rig { folder, daemon: None, seen: Mutex::default() };
+        let rig = Rig { folder, tasukid: TASUKID.into(), daemon: None, seen: Mutex::default() };
         fs::write(rig.path("alive"), "").expect("a file");
         let worker = rig.program("worker", fault);
         // A busy machine must not look like a hung worker.
@@ -131,7 +133,7 @@ impl Rig {
 
     /// Returns the command for a daemon in the background.
     pub fn tasukid_in(&self, dir: &Path) -> Command {
-        let mut command = Command::new(TASUKID);
+        let mut command = Command::new(&self.tasukid);
         command.arg("--config").arg(self.path("tasuki.toml")).arg("--dir").arg(dir);
         // Marks all its descendants as processes of this rig.
         command.env("TASUKI_ALIVE", self.path("alive"));
