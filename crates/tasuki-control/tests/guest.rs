@@ -359,3 +359,65 @@ fn nics_go_from_node_to_node_by_every_method() {
         "a card that cannot go by mbb is given so: {sentence}"
     );
 }
+
+/// Two nodes on a CPU each: no time of the other is taken by a card's interrupts (row: T135).
+#[test]
+fn the_interrupts_of_a_card_follow_it_to_its_nodes_cpu() {
+    let nodes = NODES
+        .replace("name = \"red\"", "name = \"red\"\ncpu = 0")
+        .replace("name = \"blue\"", "name = \"blue\"\ncpu = 1");
+    let unit = Unit::begin(&nodes);
+    unit.is_at_work();
+    for (wire, nic) in [(WIRES[0], "eth0"), (WIRES[1], "eth1")] {
+        for (to, method, cpu) in [("blue", "keep", 1), ("red", "cold", 0), ("blue", "repoint", 1), ("red", "keep", 0)] {
+            unit.has_a_worker(to);
+            ask(&["nic", "give", nic, "--to", to, "--method", method]);
+            let device = ask(&["nic", "list"]);
+            let device = device.as_array().expect("NICs").iter().find(|it| it["name"] == nic).expect("it is there");
+            let address = device["device"].as_str().and_then(|it| it.strip_prefix("vfio:")).expect("a real card");
+            until("its interrupts go to its node's CPU", || {
+                let all = interrupts(address);
+                let there = |number: &String| {
+                    let cpus = fs::read_to_string(format!("/proc/irq/{number}/smp_affinity_list")).unwrap_or_default();
+                    cpus.trim() == cpu.to_string()
+                };
+                (!all.is_empty() && all.iter().all(there)).then_some(())
+            });
+            // One that was under way may still come to the other CPU.
+            let one = Traffic::begin(wire);
+            one.for_a_while();
+            one.finish();
+            let before = counts(address);
+            let more = Traffic::begin(wire);
+            more.for_a_while();
+            let outcome = more.finish();
+            let came: Vec<u64> = counts(address).iter().zip(before).map(|(now, then)| now - then).collect();
+            println!("{nic} at {to} by {method}: {came:?} interrupts by CPU; {outcome:?}");
+            assert!(came[cpu] > 0, "no interrupt of {nic} came to CPU {cpu}: {came:?}");
+            assert_eq!(came[1 - cpu], 0, "interrupts of {nic} came to the other node's CPU: {came:?}");
+        }
+    }
+    assert!(!log().contains("do not follow"), "{}", log());
+}
+
+/// Returns the numbers of a card's interrupts.
+fn interrupts(address: &str) -> Vec<String> {
+    let all = fs::read_dir(format!("/sys/bus/pci/devices/{address}/msi_irqs"));
+    let all = all.into_iter().flatten().flatten();
+    all.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// Returns how many of a card's interrupts came to each CPU.
+fn counts(address: &str) -> [u64; 2] {
+    let numbers = interrupts(address);
+    let text = fs::read_to_string("/proc/interrupts").expect("a file");
+    let mut sum = [0, 0];
+    for line in text.lines() {
+        let mut words = line.split_whitespace();
+        let number = words.next().unwrap_or_default().trim_end_matches(':');
+        if numbers.iter().any(|it| it == number) {
+            sum.iter_mut().zip(words).for_each(|(sum, count)| *sum += count.parse::<u64>().expect("a count"));
+        }
+    }
+    sum
+}

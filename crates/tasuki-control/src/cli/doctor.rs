@@ -54,7 +54,7 @@ pub fn run(reach: &Reach) -> Result<()> {
         huge_pages(root),
         qemu(),
     ]);
-    all.push(iommu(root));
+    all.extend([iommu(root), interrupts(root)]);
     all.extend(cards(root));
     all.push(daemon(&folder));
     let mut said = String::new();
@@ -253,6 +253,20 @@ fn iommu(root: &Path) -> Finding {
             Is::Less,
             "no IOMMU, so no real card can be driven: switch it on (docs/your-nic-with-vfio.md); cards by vfio-user work".to_owned(),
         ),
+    }
+}
+
+fn interrupts(root: &Path) -> Finding {
+    let processes = fs::read_dir(root.join("proc")).into_iter().flatten().flatten();
+    match processes.map(|it| read(&it.path().join("comm"))).any(|name| name == "irqbalance") {
+        true => (
+            "interrupts",
+            Is::Less,
+            "irqbalance moves those of real cards off their nodes' CPUs: start it with --banmod=vfio_pci".to_owned(),
+        ),
+        false => {
+            ("interrupts", Is::Good, "those of a real card stay on its node's CPU: no irqbalance moves them".to_owned())
+        }
     }
 }
 

@@ -276,6 +276,8 @@ pub struct Card {
     pub by_hand: Option<Standby>,
     /// That its stand-by node is lost as well.
     pub waits: Option<String>,
+    /// The epoch for which its interrupts were routed, and the CPUs to which they come.
+    pub routed: Option<(u32, Vec<u32>)>,
 }
 
 impl Card {
@@ -311,6 +313,7 @@ impl Card {
             fail_over: None,
             by_hand: None,
             waits: None,
+            routed: None,
         })
     }
 

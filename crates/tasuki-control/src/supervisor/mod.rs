@@ -41,6 +41,7 @@ pub mod endpoints;
 mod exit_watch;
 pub mod failover;
 pub mod hear;
+mod interrupts;
 pub mod jails;
 pub mod jobs;
 pub mod keeping;
@@ -490,6 +491,7 @@ impl Supervisor {
             self.fit_taps();
             self.fit_detours();
             self.fit_captures();
+            self.fit_interrupts();
         }
         self.flush();
         // Last: if the daemon dies while it ends them, registry and keeper already know which node has the NIC.
