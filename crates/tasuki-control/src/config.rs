@@ -690,6 +690,10 @@ pub struct Nic {
     /// Descriptors in each of its rings; by default 256, or as many as the card can have.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ring: Option<u16>,
+    /// Bytes of payload in the longest frame, from 68 to 9000, as far as the card goes; 1500 by default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 68, maximum = 9000)]
+    pub mtu: Option<u16>,
     /// For the model: its wire, as `tasuki sim nic` takes it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub wire: Vec<String>,
@@ -963,6 +967,11 @@ ring = 512
             (
                 "[[node]]\nname = \"red\"\nwork = { source = { size = 9000 } }\n".to_owned(),
                 &["a frame has 60 to 1514 bytes"],
+            ),
+            (node.to_owned() + &nic("e", "red") + "mtu = 9001\n", &["nic \"e\": mtu = 9001 is not in the range 68 to 9000"]),
+            (
+                tap("red", "name = \"nic0\", mtu = 9000") + &nic("e", "red") + "mtu = 4000\n",
+                &["nic \"e\": the interface of node \"red\" has mtu = 9000, and this NIC 4000: it drops what is longer"],
             ),
             ("[daemon]\ndeadline_ms = 0\n".to_owned(), &["a limit of 0 ms"]),
             ("[daemon]\nmetrics = \"9469\"\n".to_owned(), &["\"9469\" is no address to listen at", "127.0.0.1:9469"]),

@@ -23,19 +23,22 @@ pub const DEVICE: usize = 1;
 /// Number of descriptors at the end that belong to the NIC's memory.
 const MEMORY: usize = 3;
 
-/// Version of the text.
-const VERSION: u32 = 1;
+/// Version of the text of a NIC for payloads of any length. Workers of version 1 start each card for the usual 1,500 bytes.
+const VERSION: u32 = 2;
 
 /// Text of a device bundle.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Text {
-    /// [`VERSION`] of the worker that wrote the text.
+    /// The least version that a worker has to read.
     pub version: u32,
     /// Driver of the card.
     pub driver: Driver,
-    /// Number of descriptors in each ring. This and the next three are the options with which the card was started, for
+    /// Number of descriptors in each ring. This and the next four are the options with which the card was started, for
     /// a worker that starts it anew.
     pub ring: u16,
+    /// Maximum payload of a frame in bytes.
+    #[serde(default = "usual_mtu", skip_serializing_if = "is_usual_mtu")]
+    pub mtu: u16,
     /// Whether the card accepts every frame.
     pub promiscuous: bool,
     /// Whether the card accepts every multicast frame.
@@ -46,6 +49,14 @@ pub struct Text {
     pub scrub: bool,
     /// The way to the card, and the layout of its memory.
     pub nic: bundle::Text,
+}
+
+fn usual_mtu() -> u16 {
+    NicOptions::default().mtu
+}
+
+fn is_usual_mtu(mtu: &u16) -> bool {
+    *mtu == usual_mtu()
 }
 
 /// Refusal of a device bundle, for the daemon and for a person.
@@ -110,9 +121,10 @@ where
 {
     let (text, fds) = bundle::pack(nic.bus(), parts, &layout)?;
     let text = serde_json::to_string(&Text {
-        version: VERSION,
+        version: if is_usual_mtu(&options.mtu) { 1 } else { VERSION },
         driver,
         ring: options.ring,
+        mtu: options.mtu,
         promiscuous: options.filter.promiscuous,
         all_multicast: options.filter.all_multicast,
         scrub: options.scrub,
@@ -212,7 +224,7 @@ pub fn read(bundle: &message::DeviceBundle) -> Result<Text, Refused> {
     if let Some(layout) = &bundle.layout {
         text.nic.memory = serde_json::from_str(layout).map_err(none)?;
     }
-    if text.version != VERSION {
+    if !(1..=VERSION).contains(&text.version) {
         return Err(odd(format!(
             "the device bundle's text is of version {}, and this worker reads {VERSION}; rebuild the older",
             text.version
@@ -248,7 +260,7 @@ impl Text {
     pub fn options(&self) -> NicOptions {
         let (promiscuous, all_multicast) = (self.promiscuous, self.all_multicast);
         let filter = Filter { promiscuous, all_multicast, ..Filter::default() };
-        NicOptions { ring: self.ring, filter, scrub: self.scrub, ..NicOptions::default() }
+        NicOptions { ring: self.ring, mtu: self.mtu, filter, scrub: self.scrub, ..NicOptions::default() }
     }
 
     /// Returns the number of bytes of memory that are locked when a card behind VFIO is started anew; 0 for other

@@ -109,9 +109,16 @@ pub struct Setup {
     pub filter: Filter,
 }
 
-/// Returns a geometry with slots for both rings, for a burst on the way, and some to spare.
-fn slots(ring: u16) -> Geometry {
-    Geometry { slot_len: 4096, count: 2 * u32::from(ring) + 128 }
+/// Bytes in a slot beside a frame's payload: its Ethernet header with a VLAN tag, its check sequence, and the header of a
+/// virtio device.
+const AROUND: u32 = 14 + 4 + 4 + 12;
+
+/// Returns a geometry with slots for both rings, for a burst on the way, and some to spare. A frame of `mtu` bytes of
+/// payload fits into a slot.
+fn slots(ring: u16, mtu: u16) -> Geometry {
+    // A power of two: an 82574L has buffers of no other length.
+    let slot_len = (u32::from(mtu) + AROUND).next_power_of_two().max(4096);
+    Geometry { slot_len, count: 2 * u32::from(ring) + 128 }
 }
 
 /// Connects to the server of a card at the socket `path`.
@@ -127,9 +134,10 @@ pub fn connect(path: &Path) -> Result<VfioUser> {
     })
 }
 
-/// Creates memory for a card with rings of `ring` descriptors, which the card sees at `at`.
-pub fn memory(ring: u16, at: Iova) -> Result<NicMemory, RegionError> {
-    NicMemory::create(slots(ring), rings_len(ring), at)
+/// Creates memory for a card with rings of `ring` descriptors and payloads of up to `mtu` bytes, which the card sees at
+/// `at`.
+pub fn memory(ring: u16, mtu: u16, at: Iova) -> Result<NicMemory, RegionError> {
+    NicMemory::create(slots(ring, mtu), rings_len(ring), at)
 }
 
 /// Finds the way to the card, starts it and does `job`. Calls `show` with the card's configuration header and the
@@ -165,7 +173,7 @@ fn start<B: Bus>(mut bus: B, setup: &Setup, show: impl FnOnce(&Header, &[u8]), j
 
 fn go<N: Nic>(bus: N::Bus, ring: u16, filter: &Filter, job: impl Job) -> Result<()> {
     let options = NicOptions { ring, filter: filter.clone(), ..NicOptions::default() };
-    let memory = memory(ring, MEMORY_AT).context("there is no memory for the card")?;
+    let memory = memory(ring, options.mtu, MEMORY_AT).context("there is no memory for the card")?;
     let arena = memory.arena().clone();
     job.with(N::start(bus, memory, &options).map_err(NicError::from)?, arena)
 }

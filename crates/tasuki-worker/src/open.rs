@@ -31,6 +31,8 @@ pub struct How {
     pub device: Device,
     /// Descriptors in each ring; nothing for the driver's default.
     pub ring: Option<u16>,
+    /// Maximum payload of a frame in bytes.
+    pub mtu: u16,
     /// Bus address at which the card sees its memory.
     pub iova: u64,
     /// Whether the card accepts every frame.
@@ -93,8 +95,8 @@ where
 {
     let ring = how.ring.unwrap_or(driver.ring());
     let filter = Filter { promiscuous: how.promiscuous, all_multicast: how.all_multicast, ..Filter::default() };
-    let options = NicOptions { ring, filter, scrub: how.scrub, ..NicOptions::default() };
-    let memory = device::memory(ring, Iova(how.iova)).context("there is no memory for the card")?;
+    let options = NicOptions { ring, mtu: how.mtu, filter, scrub: how.scrub, ..NicOptions::default() };
+    let memory = device::memory(ring, how.mtu, Iova(how.iova)).context("there is no memory for the card")?;
     let (parts, layout) = (memory.parts()?, memory.layout());
     let mut nic = N::start(bus, memory, &options).map_err(NicError::from)?;
     let until = Instant::now() + NEGOTIATION;

@@ -49,6 +49,9 @@ struct OpenArguments {
     /// Descriptors in each ring; default: 256, or as many as the card can have.
     #[arg(long)]
     ring: Option<u16>,
+    /// Maximum payload of a frame in bytes.
+    #[arg(long, default_value_t = 1500)]
+    mtu: u16,
     /// Address at which the card sees its memory; a multiple of the page size.
     #[arg(long, value_parser = address, default_value_t = device::MEMORY_AT.0)]
     iova: u64,
@@ -211,8 +214,8 @@ pub fn run() -> ExitCode {
         What::Nic(NicCommand::Probe { device }) => device::open(&device, &Setup::default(), show, Probe),
         What::Nic(NicCommand::Run(arguments)) => drive(arguments),
         What::Worker => node::run::<work::Job>(),
-        What::Open(OpenArguments { device, ring, iova, promiscuous, all_multicast, scrub }) => {
-            open::open(&How { device, ring, iova, promiscuous, all_multicast, scrub })
+        What::Open(OpenArguments { device, ring, mtu, iova, promiscuous, all_multicast, scrub }) => {
+            open::open(&How { device, ring, mtu, iova, promiscuous, all_multicast, scrub })
         }
     };
     finish(done)

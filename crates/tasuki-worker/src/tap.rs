@@ -17,9 +17,6 @@ use crate::lease_page::Heartbeat;
 /// Length of the shortest frame that a card sends, in bytes without check sequence.
 pub const SHORTEST: usize = 60;
 
-/// Length of the longest frame that every card sends, in bytes without check sequence.
-pub const LONGEST: usize = 1514;
-
 /// Advice to the user when the TAP of a NIC is gone.
 const ALL_ANEW: &str = "make the namespace anew, stop all (tasuki stop) and start tasukid anew";
 
@@ -99,12 +96,13 @@ impl Tap {
             let Some(mut slot) = arena.take() else { return };
             let room = slot.bytes_mut();
             match rustix::io::read(&self.device, &mut *room) {
-                Ok(len) if (1..=LONGEST).contains(&len) => {
+                // One that fills the slot is cut off. The driver drops those that are longer than its card sends.
+                Ok(len) if (1..room.len()).contains(&len) => {
                     // Zero the padding, so that no old bytes of the slot go out behind a short frame.
                     if let Some(rest) = room.get_mut(len..SHORTEST) {
                         rest.fill(0);
                     }
-                    let len = u16::try_from(len.max(SHORTEST)).expect("no longer than the longest");
+                    let len = u16::try_from(len.max(SHORTEST)).expect("no longer than a slot");
                     burst.push(Frame { slot, len });
                     fail::point("tap.taken");
                 }

@@ -9,7 +9,7 @@ use tasuki_relay::message::heartbeat;
 use tasuki_shm::arena::Arena;
 
 use crate::lease_page::Heartbeat;
-use crate::tap::{LONGEST, SHORTEST};
+use crate::tap::SHORTEST;
 
 /// Time within which a working card sends a frame of 1,514 bytes (10 Mb/s: 1.2 ms).
 const STUCK_AFTER: Duration = Duration::from_millis(2);
@@ -62,11 +62,11 @@ impl Uplink {
     }
 
     /// Copies the received frames into slots of the NIC's, oldest first. Returns the number copied. Drops frames
-    /// longer than any card sends.
+    /// longer than a slot; the driver drops those that are longer than its card sends.
     #[inline]
     pub fn fill(&mut self, arena: &Arena, heartbeat: &Heartbeat, into: &mut Burst) -> usize {
-        let before = self.burst.len();
-        self.burst.retain(|frame| usize::from(frame.len) <= LONGEST);
+        let (before, longest) = (self.burst.len(), arena.geometry().slot_len);
+        self.burst.retain(|frame| u32::from(frame.len) <= longest);
         heartbeat.add(heartbeat::REFUSED, (before - self.burst.len()) as u64);
         for frame in &self.burst {
             let Some(mut slot) = arena.take() else { break };

@@ -186,7 +186,8 @@ impl Present<'_> {
         // The NIC of an uplink is opened in another way than the others.
         let is_reopened = |old: &Nic, new: &Nic| {
             let (from, to) = (owner(&old.name), self.goal(new));
-            let is_same_card = (&old.device, old.ring, &old.wire) == (&new.device, new.ring, &new.wire);
+            let is_same_card =
+                (&old.device, old.ring, old.mtu, &old.wire) == (&new.device, new.ring, new.mtu, &new.wire);
             let stays = from == to && !remade.contains(to);
             let leaves = gone.iter().any(|(name, _)| name == from) && remade.contains(to);
             !is_same_card
@@ -412,6 +413,7 @@ mod tests {
                 node: String::new(),
                 standby: None,
                 ring,
+                mtu: None,
                 wire: Vec::new(),
             };
             (nic, [at, standby])

@@ -16,6 +16,9 @@ const ADDRESSES_MAX: usize = 8;
 
 /// Bytes of a packet on a TAP's interface: from the least that IP knows to the most that a TAP takes.
 const MTUS: std::ops::RangeInclusive<u16> = 68..=65_521;
+/// Bytes of payload that a NIC's longest frame can have, and has by default.
+const NIC_MTUS: std::ops::RangeInclusive<u16> = 68..=9000;
+const MTU: u16 = 1500;
 /// Addresses of a TAP's interface, at most, and routes: setting them holds up the daemon's loop.
 const SETTINGS_MAX: usize = 64;
 /// Bytes of the name of a node's container, at most.
@@ -61,7 +64,16 @@ impl Config {
                 let named = |what| format!("nic {:?}: {what}", nic.name);
                 let wire = (!nic.wire.is_empty() && nic.device != Device::Sim)
                     .then(|| named("only the model (device = \"sim\") has a wire to configure".to_owned()));
-                stranger(&nic.node).map(named).or(wire)
+                let mtu = nic.mtu.filter(|mtu| !NIC_MTUS.contains(mtu)).map(|mtu| {
+                    let (least, most) = (NIC_MTUS.start(), NIC_MTUS.end());
+                    named(format!("mtu = {mtu} is not in the range {least} to {most}"))
+                });
+                let tap = self.node(&nic.node).filter(|node| node.vni.is_none()).and_then(Node::tap);
+                let (its, of_tap) = (nic.mtu.unwrap_or(MTU), tap.and_then(|tap| tap.mtu).unwrap_or(0));
+                let longer = (of_tap > its).then(|| {
+                    named(format!("the interface of node {:?} has mtu = {of_tap}, and this NIC {its}: it drops what is longer; give both the same", nic.node))
+                });
+                stranger(&nic.node).map(named).or(wire).or(mtu).or(longer)
             })
         };
         let Daemon { hang_after_ms, deadline_ms, prepare_ms, failover_after_ms, .. } = self.daemon;

@@ -111,7 +111,7 @@ impl Supervisor {
             return Ok(());
         };
         let (name, node) = (record.name.clone(), record.node.clone());
-        let config = config::Nic { name, device, node, standby: None, ring: None, wire: Vec::new() };
+        let config = config::Nic { name, device, node, standby: None, ring: None, mtu: None, wire: Vec::new() };
         let mut card = Card::new(record.number, config).context("no memory for a NIC's lease page")?;
         card.restore(found, is_used);
         let is_there = is_used || card.kept.is_some();

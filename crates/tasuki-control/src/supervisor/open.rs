@@ -197,6 +197,9 @@ impl Supervisor {
         if let Some(ring) = card.config.ring {
             args.extend(["--ring".to_owned(), ring.to_string()]);
         }
+        if let Some(mtu) = card.config.mtu {
+            args.extend(["--mtu".to_owned(), mtu.to_string()]);
+        }
         let joins = |node: &config::Node| node.name == card.config.node && node.work == config::Work::Uplink;
         if self.config.node.iter().any(joins) {
             // Frames for nodes of the VNI bear none of the card's addresses.

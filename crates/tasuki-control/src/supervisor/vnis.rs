@@ -116,6 +116,7 @@ impl Supervisor {
             node: node.name.clone(),
             standby: None,
             ring: None,
+            mtu: None,
             wire: Vec::new(),
         };
         Ok(Some(Card::new(number, nic).context("no memory for the lease page of a node's end of a VNI")?))

@@ -99,7 +99,7 @@ where
         let Some(text) = self.text() else { return Ok(()) };
         let (wake, bus) = bundle::open_way::<N::Bus>(text, &self.given.bundle, fds)?;
         let at = place(self.given.iova, &text.nic.memory.layout());
-        let memory = device::memory(text.ring, at).map_err(|error| no_memory(&error))?;
+        let memory = device::memory(text.ring, text.mtu, at).map_err(|error| no_memory(&error))?;
         memory.populate();
         let parts = || memory.parts().map_err(|error| no_descriptors(&error.into()));
         let program_state = Region::adopt(parts()?.ledger).map_err(|error| no_memory(&error))?;

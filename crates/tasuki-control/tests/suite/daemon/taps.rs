@@ -38,25 +38,27 @@ fn nodes(tap: &str) -> String {
 impl World {
     /// Makes a world. Where that is impossible, prints the reason and returns `None`.
     fn new(plan: Option<&str>) -> Option<Self> {
-        Self::with(plan, [&format!("{NEAR}/24"), &format!("{FAR}/24")])
+        Self::with(plan, [&format!("{NEAR}/24"), &format!("{FAR}/24")], None)
     }
 
-    /// Like [`new`](Self::new), with these addresses at the cable and of the TAP.
-    fn with(plan: Option<&str>, addresses: [&str; 2]) -> Option<Self> {
+    /// Like [`new`](Self::new), with these addresses at the cable and of the TAP, and this MTU of all on the way.
+    fn with(plan: Option<&str>, addresses: [&str; 2], mtu: Option<u32>) -> Option<Self> {
         if let Some(why) = is_impossible() {
             println!("skipped: {why}");
             return None;
         }
         let one = storm::alone();
         let (near, far) = (Room::new(), Room::new());
-        let tap = format!("netns = \"{}\", name = \"nic0\", address = \"{}\"", far.path(), addresses[1]);
+        let of = |before: &str| mtu.map(|mtu| format!("{before}mtu = {mtu}")).unwrap_or_default();
+        let tap = format!("netns = \"{}\", name = \"nic0\", address = \"{}\"{}", far.path(), addresses[1], of(", "));
         let nic = "[[nic]]\nname = \"eth0\"\ndevice = \"vfio-user:/nowhere/card.sock\"\nnode = \"red\"\n";
-        let rig = Rig::without_daemon(&[&nodes(&tap), nic].concat(), "");
+        let rig = Rig::without_daemon(&[&nodes(&tap), nic, &of("")].concat(), "");
         let socket = rig.path("card.sock");
         let model = near.within(|| storm::Model::start(&socket, &["--tap", "wire0"]));
         near.within(|| {
             let wire = Interface::find("wire0").expect("the model's wire");
             wire.add_address(addresses[0].parse().expect("an address")).expect("an address");
+            mtu.iter().for_each(|mtu| wire.set_mtu(*mtu).expect("an MTU"));
             wire.up().expect("a link");
         });
         rig.with_stock_workers();
@@ -124,6 +126,39 @@ fn programs_behind_a_nic_lose_nothing_and_get_nothing_twice_while_it_changes_han
 }
 
 #[test]
+fn frames_of_9000_bytes_cross_whoever_drives() {
+    if Command::new("ping").arg("-V").output().is_err() {
+        return println!("skipped: needs ping: apt-get install iputils-ping");
+    }
+    let Some(world) = World::with(None, [&format!("{NEAR}/24"), &format!("{FAR}/24")], Some(9000)) else { return };
+    let ping = |count: &str| {
+        // 28 bytes more are headers of IP and ICMP; none may be cut in parts.
+        let words = ["-c", count, "-i", "0.01", "-s", "8972", "-M", "do", "-W", "10", FAR];
+        let said = world.near.within(|| Command::new("ping").args(words).output().expect("a program"));
+        let said = String::from_utf8_lossy(&said.stdout).into_owned();
+        assert!(said.contains(&format!("{count} received")), "{said}\n{}", world.rig.log());
+    };
+    std::thread::scope(|scope| {
+        let pinging = scope.spawn(|| ping("300"));
+        for state in [&[][..], &["--state", "store"]] {
+            world.rig.ask(&[&["worker", "upgrade", "red"], state].concat());
+            world.rig.await_pair("red");
+        }
+        world.give("blue", "keep");
+        pinging.join().expect("all are answered");
+    });
+    world.kill_driver();
+    ping("20");
+    world.rig.await_pair("blue");
+    world.give("red", "repoint");
+    ping("20");
+    // A card that starts anew takes them as well.
+    world.give("blue", "cold");
+    ping("20");
+    world.end();
+}
+
+#[test]
 fn what_a_dead_worker_had_under_way_comes_twice_or_not_at_all_and_no_more_than_a_burst() {
     let Some(world) = World::new(None) else { return };
     let exchange = Exchange::begin([(&world.near, NEAR), (&world.far, FAR)]);
@@ -186,7 +221,7 @@ fn a_connection_outlives_every_relay() {
 
 #[test]
 fn neighbours_are_found_by_multicast() {
-    let Some(world) = World::with(None, ["2001:db8::1/64", "2001:db8::2/64"]) else { return };
+    let Some(world) = World::with(None, ["2001:db8::1/64", "2001:db8::2/64"], None) else { return };
     let listener = world.far.within(|| TcpListener::bind(("2001:db8::2", 7008)).expect("an address"));
     let far = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().expect("a connection");

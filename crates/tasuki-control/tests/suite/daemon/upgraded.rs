@@ -223,9 +223,13 @@ fn all_goes_to_this_version_from_the_one_before_and_back_and_no_frame_is_lost() 
         for folder in [&now, &before, &now] {
             println!("{}", rig.ask(&["upgrade", "--with", folder.to_str().expect("text")]));
             for node in ["red", "sink", "source"] {
-                let (driver, standby) = rig.await_pair(node);
                 let program = folder.join("tasuki-worker");
-                assert!([driver, standby].iter().all(|it| it["binary"] == program.to_str().expect("text")));
+                let is_of = |it: &Value| it["binary"] == program.to_str().expect("text");
+                // A stand-by of before stays until the fresh one is ready.
+                until(&rig, "its workers are of this release", || {
+                    let (driver, standby) = rig.await_pair(node);
+                    is_of(&driver) && is_of(&standby)
+                });
             }
             assert_eq!(
                 fs::read_link(format!("/proc/{}/exe", rig.daemon_pid())).expect("a program"),
