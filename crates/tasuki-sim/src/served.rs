@@ -166,6 +166,11 @@ impl<W: Wire, M: Model> Served<W, M> {
         self.clock.stalls()
     }
 
+    /// Returns the time by the clock of card and wire, in nanoseconds.
+    pub fn now(&mut self) -> u64 {
+        self.clock.now()
+    }
+
     /// Returns how often the model slept. Before each sleep it tells its driver how far it has looked: it writes to
     /// the driver's memory.
     pub fn naps(&self) -> u64 {

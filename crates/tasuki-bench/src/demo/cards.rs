@@ -151,7 +151,7 @@ fn await_frames(control: &Control) -> Result<()> {
     for round in 0_u32.. {
         control.say(&Ask::Window)?;
         let gap = loop {
-            if let Say::Window(gap, _) = control.hear()? {
+            if let Say::Window(gap, ..) = control.hear()? {
                 break gap;
             }
         };

@@ -127,8 +127,9 @@ fn turn(
             }
         }
         Some(Ask::Window) => {
-            let (gap, trip) = served.wire().window();
-            control.say(&Say::Window(gap, trip))?;
+            let (gap, trip, end) = served.wire().window();
+            let ago = served.now().saturating_sub(end);
+            control.say(&Say::Window(gap, trip, ago))?;
         }
         Some(Ask::End) => {
             // Stop the wire: it may have frames left to send.

@@ -39,8 +39,8 @@ pub enum Say {
     Size(u32),
     /// The wire has brought all frames.
     Sent,
-    /// Longest time between two frames that came back, and longest trip of a frame, both in ns.
-    Window(u64, u64),
+    /// Longest time between two frames that came back, longest trip of a frame, and how long ago that gap ended, in ns.
+    Window(u64, u64, u64),
     /// Outcome of the trial.
     Outcome(Outcome),
 }

@@ -431,7 +431,7 @@ impl System {
         ensure!(settled.relays.iter().all(|relay| relay.done), "{}", settled.sentence);
         let pause = settled.relays.first().and_then(|relay| relay.pause_ns);
         self.await_steady(before.worker)?;
-        Ok(Turn { pause: pause.context("the relay has no pause")?, until_known: 0, asked: Some(asked) })
+        Ok(Turn { pause: pause.context("the relay has no pause")?, until_known: 0, asked: Some(asked), met: None })
     }
 
     /// Loses the node that has the NIC. The pause of the turn is the time from when the daemon's rule is met until the other
@@ -445,15 +445,17 @@ impl System {
         let began = Instant::now();
         // No request disturbs the daemon meanwhile.
         std::thread::sleep(LOST_AFTER * 2);
-        let took = loop {
-            if let Some(took) = self.nic()?.failed_over.and_then(|it| it.took_ns) {
-                break took;
+        let (took, met) = loop {
+            if let Some(it) = self.nic()?.failed_over
+                && let Some(took) = it.took_ns
+            {
+                break (took, it.met_ns);
             }
             ensure!(began.elapsed() < PATIENCE, "the NIC does not fail over: {}", self.describe());
             std::thread::sleep(LOOK);
         };
         std::fs::rename(&aside, &program)?;
-        Ok(Turn { pause: took, until_known: 0, asked: None })
+        Ok(Turn { pause: took, until_known: 0, asked: None, met: Some(met) })
     }
 
     fn takeover(&self, before: &NicView) -> Result<Turn> {
@@ -462,7 +464,7 @@ impl System {
         let (until, since) = (after.driving_at_ns, after.pause_ns);
         let pause = until.context("nobody drives the NIC")?.saturating_sub(at);
         let until_known = pause.saturating_sub(since.context("the takeover has no pause")?);
-        Ok(Turn { pause, until_known, asked: None })
+        Ok(Turn { pause, until_known, asked: None, met: None })
     }
 }
 
@@ -475,6 +477,8 @@ pub struct Turn {
     pub until_known: u64,
     /// Time from the request, on an open connection, to the answer.
     pub asked: Option<Duration>,
+    /// When a fail-over was due, by [`now_ns`].
+    pub met: Option<u64>,
 }
 
 fn other(node: &str) -> &'static str {
@@ -513,11 +517,11 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
     };
     control.say(&Ask::Begin(Trial { count: u64::MAX, size, rate: Some(rate), pauses: true }))?;
     let mut sample = Sample::new();
-    let window = || -> Result<(f64, f64)> {
+    let window = || -> Result<(f64, f64, u64)> {
         control.say(&Ask::Window)?;
         loop {
-            if let Say::Window(gap, trip) = control.hear()? {
-                break Ok((gap as f64, trip as f64));
+            if let Say::Window(gap, trip, ago) = control.hear()? {
+                break Ok((gap as f64, trip as f64, now_ns() - ago));
             }
         }
     };
@@ -526,7 +530,7 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
         system.get_ready(relay)?;
         window()?;
         std::thread::sleep(like);
-        let (gap, trip) = window()?;
+        let (gap, trip, _) = window()?;
         sample.note("gap_quiet", gap);
         sample.note("trip_quiet", trip);
         let asked = Instant::now();
@@ -537,7 +541,10 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
         sample.record(Duration::from_nanos(turn.pause));
         sample.note("due", turn.pause as f64);
         sample.note("until_known", turn.until_known as f64);
-        let (gap, trip) = window()?;
+        let (gap, trip, end) = window()?;
+        if let Some(met) = turn.met {
+            sample.note("first", end as f64 - met as f64);
+        }
         sample.note("gap", gap);
         sample.note("trip", trip);
     }

@@ -90,8 +90,8 @@ pub struct Source {
     options: SourceOptions,
     frame: Box<[u8]>,
     counts: Counts,
-    /// Longest gap and trip since the last call of `window`.
-    window: (u64, u64),
+    /// Longest gap and trip since the last call of `window`, and the end of that gap.
+    window: (u64, u64, u64),
     /// When the next frame is due, in 2^-20 ns.
     due: Option<u128>,
     /// Time between two frames, in 2^-20 ns.
@@ -131,7 +131,7 @@ impl Source {
             options,
             frame,
             counts: Counts::default(),
-            window: (0, 0),
+            window: (0, 0, 0),
             due: None,
             between,
             next: 0,
@@ -153,8 +153,9 @@ impl Source {
         self.counts.sent >= self.options.count
     }
 
-    /// Returns the longest gap and the longest trip of returning frames since the last call, in nanoseconds.
-    pub fn window(&mut self) -> (u64, u64) {
+    /// Returns the longest gap and the longest trip of returning frames since the last call, and when that gap ended, in
+    /// nanoseconds.
+    pub fn window(&mut self) -> (u64, u64, u64) {
         std::mem::take(&mut self.window)
     }
 
@@ -210,7 +211,9 @@ impl Source {
         let gap = self.last_at.map_or(0, |last| now.saturating_sub(last));
         self.last_at = Some(now);
         self.counts.longest_gap = self.counts.longest_gap.max(gap);
-        self.window.0 = self.window.0.max(gap);
+        if gap > self.window.0 {
+            (self.window.0, self.window.2) = (gap, now);
+        }
         let left = frame[26..34].first_chunk::<8>().map_or(0, |bytes| u64::from_le_bytes(*bytes));
         let trip = now.saturating_sub(left);
         self.counts.longest_trip = self.counts.longest_trip.max(trip);
