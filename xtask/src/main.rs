@@ -62,6 +62,9 @@ enum Verb {
     Ci,
     /// Make the Debian package, in target/package
     Package {
+        /// Make an archive of static programs instead, which need no library and no Debian
+        #[arg(long = "static", conflicts_with = "version")]
+        is_static: bool,
         /// Its version; by default the workspace's
         #[arg(long = "deb-version", value_name = "VERSION")]
         version: Option<String>,
@@ -122,8 +125,10 @@ fn run(verb: Verb) -> anyhow::Result<bool> {
             test::run(&checkout, only, fuzz_seconds, || ()).map(|report| report.close())
         }
         Verb::Ci => ci::run(&checkout),
-        Verb::Package { version } => {
-            println!("{}", package::make(&checkout, version.as_deref())?.display());
+        Verb::Package { version, is_static } => {
+            let made =
+                if is_static { package::make_static(&checkout) } else { package::make(&checkout, version.as_deref()) };
+            println!("{}", made?.display());
             Ok(true)
         }
         Verb::Tidy => tidy::run(&checkout),

@@ -19,14 +19,57 @@ const SHIPPED: [&str; 3] = ["tasuki-control", "tasuki-worker", "tasuki-sim"];
 /// Version of cargo-deb that this was tried with.
 const CARGO_DEB: &str = "3.8.0";
 
+/// The C library that programs can be linked with statically.
+const MUSL: &str = "x86_64-unknown-linux-musl";
+
+/// The programs that ship.
+const PROGRAMS: [&str; 5] = ["tasukid", "tasuki", "tasuki-cni", "tasuki-worker", "tasuki-sim"];
+
 /// Makes the package, with the workspace's version or another one. Returns its path.
 pub fn make(checkout: &Checkout, version: Option<&str>) -> anyhow::Result<PathBuf> {
+    let (_, place) = build(checkout, None)?;
+    let mut deb = Command::new(cargo_deb(checkout)?);
+    deb.args(["--package", "tasuki-control", "--no-build", "--strip", "--quiet", "--output"])
+        .arg(&place)
+        .current_dir(&checkout.root);
+    deb.env("CARGO_TARGET_DIR", &checkout.target);
+    version.iter().for_each(|version| _ = deb.args(["--deb-version", version]));
+    ensure!(stream::succeeds(&mut deb)?, "cargo-deb does not make the package");
+    package_in(&place)?.with_context(|| format!("cargo-deb left no package in {}", place.display()))
+}
+
+/// Makes an archive of programs that need no library, with their pages, completions and units, for machines without
+/// Debian's packages. Returns its path.
+pub fn make_static(checkout: &Checkout) -> anyhow::Result<PathBuf> {
+    let rustup = stream::succeeds(Command::new("rustup").args(["target", "add", MUSL]));
+    ensure!(rustup.unwrap_or(false), "there is no Rust library for {MUSL}: rustup target add {MUSL}");
+    let (release, place) = build(checkout, Some(MUSL))?;
+    let folder = place.join("tasuki");
+    fs::create_dir_all(folder.join("bin")).with_context(|| format!("cannot make {}", folder.display()))?;
+    for program in PROGRAMS {
+        let to = folder.join("bin").join(program);
+        fs::copy(release.join(program), &to).with_context(|| format!("cannot write {}", to.display()))?;
+        output(Command::new("strip").arg(&to))?;
+    }
+    for made in ["man", "completions"] {
+        fs::rename(place.join(made), folder.join(made))?;
+    }
+    output(Command::new("cp").arg("-r").arg(checkout.root.join("contrib/systemd")).arg(&folder))?;
+    let archive = place.join("tasuki-static-x86_64.tar.gz");
+    output(Command::new("tar").arg("-czf").arg(&archive).arg("-C").arg(&place).arg("tasuki"))?;
+    Ok(archive)
+}
+
+/// Builds the programs that ship, for a target or this machine, and what they say of themselves. Returns the folders of
+/// programs and of the package.
+fn build(checkout: &Checkout, target: Option<&str>) -> anyhow::Result<(PathBuf, PathBuf)> {
     let mut build = checkout.cargo("build");
     build.args(["--release", "--bins"]);
     SHIPPED.iter().for_each(|package| _ = build.args(["--package", package]));
+    target.iter().for_each(|target| _ = build.args(["--target", target]));
     ensure!(stream::succeeds(&mut build)?, "the programs that ship do not build");
     let place = checkout.target.join("package");
-    let release = checkout.target.join("release");
+    let release = checkout.target.join(target.unwrap_or_default()).join("release");
     // A former version may have had files that this one has not.
     let _ = fs::remove_dir_all(&place);
     let (man, completions) = (place.join("man"), place.join("completions"));
@@ -40,14 +83,7 @@ pub fn make(checkout: &Checkout, version: Option<&str>) -> anyhow::Result<PathBu
         let script = output(Command::new(release.join("tasuki")).args(["completions", shell]))?;
         fs::write(completions.join(file), script)?;
     }
-    let mut deb = Command::new(cargo_deb(checkout)?);
-    deb.args(["--package", "tasuki-control", "--no-build", "--strip", "--quiet", "--output"])
-        .arg(&place)
-        .current_dir(&checkout.root);
-    deb.env("CARGO_TARGET_DIR", &checkout.target);
-    version.iter().for_each(|version| _ = deb.args(["--deb-version", version]));
-    ensure!(stream::succeeds(&mut deb)?, "cargo-deb does not make the package");
-    package_in(&place)?.with_context(|| format!("cargo-deb left no package in {}", place.display()))
+    Ok((release, place))
 }
 
 fn package_in(place: &Path) -> anyhow::Result<Option<PathBuf>> {

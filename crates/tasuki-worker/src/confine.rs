@@ -16,6 +16,9 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
 };
 
+/// For setpriority(2): the number of a process follows. C libraries give it types of their own.
+const PRIO_PROCESS: u64 = 0;
+
 /// Environment variable with the user and group that a worker becomes when it gives up root: `UID:GID`. The daemon
 /// sets it; the default is nobody (65534).
 pub const IDENTITY: &str = "TASUKI_WORKER_ID";
@@ -312,7 +315,7 @@ fn only_calls(keeps: Keeps) -> Result<()> {
     // Its own CPU only.
     rules.insert(libc::SYS_sched_setaffinity, vec![only_if(0, None, 0)?]);
     // Its own nice value only.
-    let its_own = vec![condition(0, None, libc::PRIO_PROCESS.into())?, condition(1, None, 0)?];
+    let its_own = vec![condition(0, None, PRIO_PROCESS)?, condition(1, None, 0)?];
     rules.insert(libc::SYS_setpriority, vec![SeccompRule::new(its_own)?]);
     // For an abort, and for a test that kills the worker.
     rules.insert(libc::SYS_kill, vec![only_if(0, None, ourselves)?]);

@@ -12,6 +12,9 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
 };
 
+/// For setpriority(2): the number of a process follows. C libraries give it types of their own.
+const PRIO_PROCESS: u64 = 0;
+
 /// Calls permitted with any arguments.
 const CALLS: &[i64] = &[
     // Descriptors, and files as far as landlock permits.
@@ -251,7 +254,7 @@ pub fn filter(ourselves: u32, may_schedule: bool) -> Result<BpfProgram> {
     for &call in SIGNALS {
         rules.insert(call, vec![rule(vec![one(0, None, us)?])?]);
     }
-    let its_own = vec![one(0, None, libc::PRIO_PROCESS.into())?, one(1, None, 0)?];
+    let its_own = vec![one(0, None, PRIO_PROCESS)?, one(1, None, 0)?];
     rules.insert(libc::SYS_setpriority, vec![rule(its_own)?]);
     let mut fcntl = any_of(1, FCNTL)?;
     let bits = |flag: i32| u64::from(flag.cast_unsigned());

@@ -33,7 +33,7 @@ pub fn receive(socket: BorrowedFd<'_>, room: &mut [u8], control: &mut [u8]) -> R
     message.msg_iov = &raw mut part;
     message.msg_iovlen = 1;
     message.msg_control = control.as_mut_ptr().cast();
-    message.msg_controllen = control.len();
+    message.msg_controllen = control.len() as _; // another type in each C library
     // SAFETY: all of its buffers outlive the call (K1).
     let len = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT | libc::MSG_TRUNC) };
     let Ok(len) = usize::try_from(len) else { return Err(last_errno()) };
