@@ -45,6 +45,25 @@ impl Room {
     pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         Namespace::named(&self.path()).within(|| Ok(work())).expect("a namespace")
     }
+
+    /// Runs `ping` in the namespace until `count` requests are answered. Returns what is wrong if one was not, or twice.
+    pub fn ping(&self, count: usize, words: &[&str]) -> Option<String> {
+        let count_too = count.to_string();
+        // Without a deadline, ping waits for the last answers for two round trips, whatever `-W` says: less than a
+        // machine stands still for that has no CPU.
+        let words = [&["-c", &count_too, "-w", "120"], words].concat();
+        let said = self.within(|| Command::new("ping").args(words).output().expect("ping"));
+        let said = String::from_utf8_lossy(&said.stdout);
+        let number = |line: &str| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse::<usize>().ok();
+        let (answers, rest): (Vec<_>, Vec<_>) = said.lines().partition(|line| number(line).is_some());
+        let numbers: Vec<_> = answers.into_iter().filter_map(number).collect();
+        let last = numbers.iter().max().copied().unwrap_or_default();
+        let times = |it: &usize| numbers.iter().filter(|number| *number == it).count();
+        let none: Vec<_> = (1..=last).filter(|it| times(it) == 0).collect();
+        let twice: Vec<_> = (1..=last).filter(|it| times(it) > 1).collect();
+        let is_whole = numbers.len() >= count && none.is_empty() && twice.is_empty();
+        (!is_whole).then(|| format!("not answered: {none:?}, answered twice: {twice:?}\n{}", rest.join("\n")))
+    }
 }
 
 /// Returns the reason why the tests cannot run here, if there is one.

@@ -131,15 +131,13 @@ fn frames_of_9000_bytes_cross_whoever_drives() {
         return println!("skipped: needs ping: apt-get install iputils-ping");
     }
     let Some(world) = World::with(None, [&format!("{NEAR}/24"), &format!("{FAR}/24")], Some(9000)) else { return };
-    let ping = |count: &str| {
+    let ping = |count| {
         // 28 bytes more are headers of IP and ICMP; none may be cut in parts.
-        let words = ["-c", count, "-i", "0.01", "-s", "8972", "-M", "do", "-W", "10", FAR];
-        let said = world.near.within(|| Command::new("ping").args(words).output().expect("a program"));
-        let said = String::from_utf8_lossy(&said.stdout).into_owned();
-        assert!(said.contains(&format!("{count} received")), "{said}\n{}", world.rig.log());
+        let odd = world.near.ping(count, &["-i", "0.01", "-s", "8972", "-M", "do", FAR]);
+        assert!(odd.is_none(), "{}\n{}", odd.unwrap_or_default(), world.rig.log());
     };
     std::thread::scope(|scope| {
-        let pinging = scope.spawn(|| ping("300"));
+        let pinging = scope.spawn(|| ping(300));
         for state in [&[][..], &["--state", "store"]] {
             world.rig.ask(&[&["worker", "upgrade", "red"], state].concat());
             world.rig.await_pair("red");
@@ -148,13 +146,13 @@ fn frames_of_9000_bytes_cross_whoever_drives() {
         pinging.join().expect("all are answered");
     });
     world.kill_driver();
-    ping("20");
+    ping(20);
     world.rig.await_pair("blue");
     world.give("red", "repoint");
-    ping("20");
+    ping(20);
     // A card that starts anew takes them as well.
     world.give("blue", "cold");
-    ping("20");
+    ping(20);
     world.end();
 }
 

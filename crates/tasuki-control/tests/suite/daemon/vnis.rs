@@ -98,22 +98,8 @@ impl World {
 
     /// Sends requests from the shop, `pause` seconds apart, until `count` are answered. Each is answered, and once.
     pub fn ping(&self, count: usize, pause: &str, address: &str) {
-        // Without a deadline, ping waits for the last answers for two round trips, whatever `-W` says: less than a
-        // machine stands still for that has no CPU.
-        let said = self.pinged(&["-c", &count.to_string(), "-i", pause, "-w", "120", address]);
-        let number = |line: &str| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse::<usize>().ok();
-        let (answers, rest): (Vec<_>, Vec<_>) = said.lines().partition(|line| number(line).is_some());
-        let numbers: Vec<_> = answers.into_iter().filter_map(number).collect();
-        let last = numbers.iter().max().copied().unwrap_or_default();
-        let times = |it: &usize| numbers.iter().filter(|number| *number == it).count();
-        let none: Vec<_> = (1..=last).filter(|it| times(it) == 0).collect();
-        let twice: Vec<_> = (1..=last).filter(|it| times(it) > 1).collect();
-        assert!(
-            numbers.len() >= count && none.is_empty() && twice.is_empty(),
-            "not answered: {none:?}, answered twice: {twice:?}\n{}\n{}",
-            rest.join("\n"),
-            self.rig.log()
-        );
+        let odd = self.shop.ping(count, &["-i", pause, address]);
+        assert!(odd.is_none(), "{}\n{}", odd.unwrap_or_default(), self.rig.log());
     }
 
     /// Writes `text` to a file; returns its path.
