@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use crate::checkout::{Checkout, cargo};
 use crate::{guest, needs, stream};
@@ -16,11 +16,15 @@ pub fn demo(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
     println!(
         "xtask: builds the daemon, the worker, the card's model and the demonstration; from nothing that takes a minute or two"
     );
-    become_tasuki_bench(checkout, Build::Demo, &[&["demo".into()], args].concat())
+    let report = ["--report".into(), checkout.target.join("report").into_os_string()];
+    become_tasuki_bench(checkout, Build::Demo, &[&["demo".into()], args, &report].concat())
 }
 
 /// Builds and runs a benchmark. Returns only if tasuki-bench could not be started.
 pub fn bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
+    if args.first().is_some_and(|bench| bench == "report") {
+        return become_tasuki_bench(checkout, Build::Report, args);
+    }
     if args.first().is_some_and(|bench| bench == "nic") {
         // The bench counts the instructions of these programs.
         needs::provide(&[needs::VALGRIND]);
@@ -80,19 +84,28 @@ enum Build {
     Demo,
     /// As they ship, with the peers for comparison.
     Bench,
+    /// tasuki-bench alone, for what starts no other program.
+    Report,
 }
 
 impl Build {
     fn words(self) -> &'static [&'static str] {
         match self {
-            Build::Demo => &["--profile", "demo"],
+            Build::Demo | Build::Report => &["--profile", "demo"],
             Build::Bench => &["--release", "--features", "tasuki-bench/peers"],
+        }
+    }
+
+    fn programs(self) -> &'static [&'static str] {
+        match self {
+            Build::Demo | Build::Bench => &PROGRAMS,
+            Build::Report => &["tasuki-bench"],
         }
     }
 
     fn folder(self) -> &'static str {
         match self {
-            Build::Demo => "demo",
+            Build::Demo | Build::Report => "demo",
             Build::Bench => "release",
         }
     }
@@ -106,15 +119,22 @@ fn become_tasuki_bench(checkout: &Checkout, build: Build, args: &[OsString]) -> 
     let mut command = Command::new(cargo());
     command.arg("build").args(build.words()).args(["--bins", "--manifest-path"]);
     command.arg(checkout.root.join("Cargo.toml"));
-    PROGRAMS.iter().for_each(|program| _ = command.args(["--package", program]));
+    build.programs().iter().for_each(|program| _ = command.args(["--package", program]));
     match stream::succeeds(&mut command) {
         Ok(true) => {}
         Ok(false) => return anyhow::anyhow!("the programs that are measured do not build"),
         Err(error) => return error,
     }
     let program = checkout.target.join(build.folder()).join("tasuki-bench");
-    let error = Command::new(&program).args(args).exec();
+    let error = Command::new(&program).args(args).env("TASUKI_COMMIT", commit(checkout)).exec();
     anyhow::Error::new(error).context(format!("cannot start {}", program.display()))
+}
+
+/// Returns the commit that is built, for the record; empty where there is none, as in an unpacked archive.
+fn commit(checkout: &Checkout) -> String {
+    let words = ["describe", "--always", "--dirty", "--exclude=*"];
+    let said = Command::new("git").arg("-C").arg(&checkout.root).args(words).stderr(Stdio::null()).output();
+    said.map_or_else(|_| String::new(), |said| String::from_utf8_lossy(&said.stdout).trim().to_owned())
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ mod interrupt;
 mod iperf;
 mod nic;
 mod orders;
+mod page;
 mod pair;
 mod papers;
 mod peers;
@@ -120,11 +121,25 @@ enum Bench {
         /// CPU to stay on.
         cpu: usize,
     },
+    /// Writes FOLDER/report.html: the papers' tables and figures beside what was measured here. Measures nothing.
+    Report {
+        /// Folder for the page; it is made if need be.
+        folder: PathBuf,
+        /// Files that a bench wrote with --json. Without them, the newest full run of each figure in the records counts.
+        #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with = "records")]
+        from: Vec<PathBuf>,
+        /// Folder of records, if not that of the checkout that built this program.
+        #[arg(long, value_name = "FOLDER")]
+        records: Option<PathBuf>,
+    },
     /// Shows Tasuki at work, with figures, in less than a minute.
     Demo {
         /// Also connects this machine's own kernel to the cable of a network card that changes hands. Needs root.
         #[arg(long, value_enum)]
         wire: Option<demo::Cable>,
+        /// At the end, write the report of all records into this folder.
+        #[arg(long, value_name = "FOLDER", hide = true)]
+        report: Option<PathBuf>,
     },
     /// Plays the part of the demo that runs in its own network namespace. The demo starts itself with this
     /// subcommand.
@@ -250,7 +265,7 @@ fn run() -> Result<()> {
             let json = how.json_file()?;
             workplace::sweep();
             let rows = guest::rows(how.quick, &how.only, guest.as_deref(), &interrupt)?;
-            publish(&Report { bench: "guest", host: Host::look(Cpus::choose()?), rows }, None, json)
+            publish(&Report::new("guest", how.quick, Host::look(Cpus::choose()?), rows), None, json)
         }
         Bench::Daemon(how) => {
             let interrupt = Interrupt::catch()?;
@@ -259,7 +274,7 @@ fn run() -> Result<()> {
             // A case keeps this process off a CPU.
             let host = Host::look(Cpus::choose()?);
             let rows = daemon::rows(how.quick, &how.only, &interrupt)?;
-            publish(&Report { bench: "daemon", host, rows }, None, json)
+            publish(&Report::new("daemon", how.quick, host, rows), None, json)
         }
         Bench::Relay { how, guest } => relay(&how, guest.as_deref()),
         Bench::TapNode { number, cpu } => vni::tap_node(number, cpu),
@@ -268,7 +283,19 @@ fn run() -> Result<()> {
         Bench::TakeTurns => relay::take_turns(),
         Bench::Sends { folder, trials } => relay::sends::play(&folder, trials),
         Bench::Sender { cpu } => relay::sends::send(cpu),
-        Bench::Demo { wire } => demo::run(wire),
+        Bench::Report { folder, from, records } => {
+            let from = if from.is_empty() { page::From::Records(records) } else { page::From::Files(from) };
+            println!("{}", page::write(&folder, &from)?.display());
+            Ok(())
+        }
+        Bench::Demo { wire, report } => {
+            demo::run(wire)?;
+            if let Some(folder) = report {
+                let path = page::write(&folder, &page::From::Records(None))?;
+                println!("All that was measured so far, beside the papers: {}", path.display());
+            }
+            Ok(())
+        }
         Bench::DemoPing { folder } => demo::ping(&folder),
         Bench::DemoServer { office, cpu, path } => demo::serve(office, cpu, &path),
         Bench::Role { side, case } => {
@@ -285,7 +312,7 @@ fn vni(how: &How) -> Result<()> {
     if !how.only.is_empty() && how.only.iter().all(|prefix| vni::is_of_namespaces(prefix)) {
         let json = how.json_file()?;
         let rows = vni::rows_of_namespaces(effort, &interrupt)?;
-        return publish(&Report { bench: "vni", host: Host::look(Cpus::choose()?), rows }, None, json);
+        return publish(&Report::new("vni", how.quick, Host::look(Cpus::choose()?), rows), None, json);
     }
     let equipment = Equipment::get(how.choose(&case::of_vni())?);
     ensure!(!equipment.cases.is_empty(), "none of the cases that were asked for can be run here; see above");
@@ -318,14 +345,14 @@ fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
     if guest.is_some() && all("guest") {
         let json = how.json_file()?;
         let (rows, paper) = in_guest(&Interrupt::catch()?)?;
-        return publish(&Report { bench: "relay", host: Host::look(Cpus::choose()?), rows }, paper.as_deref(), json);
+        return publish(&Report::new("relay", how.quick, Host::look(Cpus::choose()?), rows), paper.as_deref(), json);
     }
     let interrupt = Interrupt::catch()?;
     let trials = if how.quick { sends::QUICK } else { sends::FULL };
     if all("sends") {
         let json = how.json_file()?;
         let Some(sends) = sends::run(trials, &interrupt)? else { return Ok(()) };
-        let report = Report { bench: "relay", host: Host::look(Cpus::choose()?), rows: sends.rows()? };
+        let report = Report::new("relay", how.quick, Host::look(Cpus::choose()?), sends.rows()?);
         return publish(&report, Some(&sends.table()?.to_string()), json);
     }
     let cases = case::of_relay();
@@ -379,7 +406,7 @@ fn bench(
         return Ok(());
     }
     let (rows, more) = judge(&samples)?;
-    publish(&Report { bench: plan.name, host, rows }, more.as_deref(), json)
+    publish(&Report::new(plan.name, how.quick, host, rows), more.as_deref(), json)
 }
 
 /// Prints a report and the further text `more`, and writes the report to the JSON file, if given.

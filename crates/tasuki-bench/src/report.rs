@@ -3,7 +3,7 @@
 //! The JSON form is stable. Fields are only ever added:
 //!
 //! ```json
-//! {"bench": "call", "host": {…},
+//! {"bench": "call", "commit": "2570545", "quick": false, "host": {…},
 //!  "rows": [{"case": "call", "metric": "rtt_p50", "unit": "ns", "value": 190.0, "better": "lower",
 //!            "against": [{"name": "ping-pong", "kind": "floor", "value": 150.0, "ratio": 1.27}],
 //!            "bars": [{"text": "≤ 1.3 × ping-pong", "holds": true}]}]}
@@ -20,6 +20,11 @@ use crate::sample::Sample;
 pub struct Report {
     /// Subcommand that measured.
     pub bench: &'static str,
+    /// Commit that was built, if `cargo xtask bench` built it; it ends with `-dirty` if files had changed since.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub commit: Option<String>,
+    /// Whether the figures are of a run with `--quick`.
+    pub quick: bool,
     pub host: Host,
     pub rows: Vec<Row>,
 }
@@ -87,6 +92,17 @@ pub struct Bar {
     pub text: String,
     /// Whether the figure keeps the promise.
     pub holds: bool,
+}
+
+impl Report {
+    /// Variable in which `cargo xtask bench` names the commit that it built.
+    const COMMIT: &str = "TASUKI_COMMIT";
+
+    /// Makes the report of a bench that has just measured.
+    pub fn new(bench: &'static str, quick: bool, host: Host, rows: Vec<Row>) -> Self {
+        let commit = std::env::var(Self::COMMIT).ok().filter(|commit| !commit.is_empty());
+        Report { bench, commit, quick, host, rows }
+    }
 }
 
 impl Row {
@@ -254,9 +270,9 @@ mod tests {
             .against("ant", Kind::Paper, 600.0)
             .bar(2.0, "ping-pong")
             .unwrap();
-        let report = Report { bench: "call", host: Host::default(), rows: vec![row] };
+        let report = Report::new("call", true, Host::default(), vec![row]);
         let json = serde_json::to_value(&report).unwrap();
-        assert_eq!(json["bench"], "call");
+        assert_eq!((&json["bench"], &json["quick"]), (&json!("call"), &json!(true)));
         assert!(json["host"].is_object());
         assert_eq!(
             json["rows"],

@@ -106,7 +106,7 @@ mod tests {
     fn a_missed_bar_is_shouted() {
         let row = Row::lower("call", "rtt_p50", "ns", 300.0).against("ping-pong", Kind::Floor, 150.0);
         let rows = vec![row.bar(1.3, "ping-pong").unwrap(), Row::lower("call", "rtt_p99", "ns", 1300.0).bar_at(2000.0)];
-        let table = of(&Report { bench: "call", host: Host::default(), rows }).to_string();
+        let table = of(&Report::new("call", false, Host::default(), rows)).to_string();
         assert!(table.contains("2.00 × ping-pong (floor)"), "{table}");
         assert!(table.contains("≤ 1.3 × ping-pong MISSED"), "{table}");
         assert!(table.contains("≤ 2000 ns holds"), "{table}");
@@ -118,7 +118,7 @@ mod tests {
         let mut row = Row::lower("a-case-with-a-long-name-line1518", "rtt_p50", "ns", 1_234_567.0);
         row.note = Some(long);
         let rows = vec![row.against("ping-pong-read-only", Kind::Floor, 150.0)];
-        let table = of(&Report { bench: "call", host: Host::default(), rows }).to_string();
+        let table = of(&Report::new("call", false, Host::default(), rows)).to_string();
         let widest = table.lines().map(|line| line.chars().count()).max();
         assert!(widest <= Some(WIDTH.into()), "{widest:?}\n{table}");
     }

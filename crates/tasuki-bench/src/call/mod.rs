@@ -31,8 +31,9 @@ pub const CASES: &[Case] = &[
     case("parked", 500, echo, |orders| inline(orders, UNTIL_PARKED)),
     case("async", 500_000, echo, submit_and_poll),
     case("pipelined", 1_500_000, echo, pipelined),
-    case("stamped", 200_000, stamp, stamped),
-    Case { cores: Cores::Same, ..case("stamped-same-core", 50_000, stamp, stamped) },
+    case("stamped", 200_000, stamp, |orders| stamped(orders, Duration::ZERO)),
+    Case { cores: Cores::Same, ..case("stamped-same-core", 50_000, stamp, |orders| stamped(orders, Duration::ZERO)) },
+    case("stamped-parked", 500, stamp, |orders| stamped(orders, UNTIL_PARKED)),
     case("detach-move-4k", 50_000, read_in_place, |orders| slots(orders, SMALL, Detach::Move)),
     case("detach-move-64k", 5_000, read_in_place, |orders| slots(orders, MEDIUM, Detach::Move)),
     case("detach-move-2m", 200, read_in_place, |orders| slots(orders, LARGE, Detach::Move)),
@@ -248,11 +249,14 @@ fn many(client: &mut Client, calls: u64) -> Result<()> {
     Ok(())
 }
 
-/// Times the two halves of a call by the server's stamp, and notes the median of each.
-fn stamped(mut orders: Orders) -> Result<Sample> {
+/// Times the two halves of a call by the server's stamp, each call after a rest of `pause`. Notes the median of each half.
+fn stamped(mut orders: Orders, pause: Duration) -> Result<Sample> {
     let mut client = connect(&mut orders, &ClientOptions::default())?;
     let (mut requests, mut returns) = (Sample::new(), Sample::new());
     let mut sample = Sample::of_calls(&orders, |number| {
+        if !pause.is_zero() {
+            std::thread::sleep(pause);
+        }
         let start = now_ns();
         let reply = client.call(Ask::new(METHOD, &message(number)), Deadline::within(DEADLINE))?;
         let end = now_ns();

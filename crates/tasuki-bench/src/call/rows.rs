@@ -14,6 +14,7 @@ use crate::sample::median;
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = spinning(samples)?;
     rows.extend(sleeping(samples)?);
+    rows.extend(halves(samples)?);
     rows.push(pipelined(samples)?);
     rows.extend(detached(samples)?);
     rows.extend(idle_rows(samples)?);
@@ -30,7 +31,7 @@ fn round_trip(samples: &Samples, name: &str, compare: impl FnOnce(Row) -> Result
 
 fn spinning(samples: &Samples) -> Result<Vec<Row>> {
     let (floor, read_only) = (ping_pong_p50(samples)?, ping_pong_read_only_p50(samples)?);
-    let ant = ANT.best_ns("call").context("the paper has a whole call")?;
+    let ant = ANT.best("call").context("the paper has a whole call")?;
     let mut rows = round_trip(samples, "spin-inline", |row| {
         let row = row
             .against(PING_PONG, Kind::Floor, floor)
@@ -64,7 +65,7 @@ fn spinning(samples: &Samples) -> Result<Vec<Row>> {
 }
 
 fn sleeping(samples: &Samples) -> Result<Vec<Row>> {
-    let ant = ANT.best_ns("call").context("the paper has a whole call")?;
+    let ant = ANT.best("call").context("the paper has a whole call")?;
     let mut rows = round_trip(samples, "same-core", |row| {
         row.against("futex", Kind::Floor, samples.p50("futex-same-core")?)
             .against("eventfd", Kind::Floor, samples.p50("eventfd-same-core")?)
@@ -81,6 +82,19 @@ fn sleeping(samples: &Samples) -> Result<Vec<Row>> {
             .against("ant", Kind::Paper, ant)
             .bar(1.15, "eventfd")
     })?);
+    Ok(rows)
+}
+
+/// Makes the rows of the two halves of a call: both processes awake, both on one CPU, and a server that sleeps.
+fn halves(samples: &Samples) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for case in ["stamped", "stamped-same-core", "stamped-parked"] {
+        for (metric, half) in [("request_p50", "request"), ("return_p50", "return")] {
+            let paper = ANT.best(half).with_context(|| format!("the paper has no {half}"))?;
+            let ns = samples.of(case)?.median(half)?;
+            rows.push(Row::lower(case, metric, "ns", ns).against("ant", Kind::Paper, paper));
+        }
+    }
     Ok(rows)
 }
 

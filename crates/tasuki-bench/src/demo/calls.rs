@@ -220,7 +220,7 @@ pub fn show(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
 fn figures(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     let cases: Vec<_> = SHOWN.iter().map(|name| case::find(name)).collect::<Result<_>>()?;
     let samples = rounds::once(&cases, cpus, interrupt)?;
-    let ant = ANT.best_ns("call").context("the paper has a whole call")?;
+    let ant = ANT.best("call").context("the paper has a whole call")?;
     let line = |what: &str, ns: f64, beside: &str| println!("  {what:<58} {:>7} ns   {beside}", number(ns));
     println!("round trips between two processes (median; AnT's paper: at most {} ns)", number(ant));
     let inline = samples.p50("spin-inline")?;

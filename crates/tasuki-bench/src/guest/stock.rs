@@ -12,6 +12,7 @@ use super::cpu::{Party, Reading, Shares, Threads, watch};
 use super::idle;
 use super::machine::{GUEST, HOST, Link, Machine};
 use crate::interrupt::Interrupt;
+use crate::papers::VM;
 use crate::relay::guest::Recipe;
 use crate::report::{Kind, Row};
 use crate::sample::{Sample, median};
@@ -28,9 +29,6 @@ const AROUND: usize = 14 + 20 + 8 + 4;
 
 /// MTU of the usual frames, and of the long one.
 const MTUS: [u32; 2] = [1500, 9000];
-
-/// The paper's round trips take less than this, at each of its sizes.
-const PAPER_NS: f64 = 1e6;
 
 /// Frames a second of `host-cpu`, one by one at even distances. The guest carries them without a loss by either way; of
 /// 10,000 a second both ways lost some.
@@ -181,7 +179,8 @@ fn trips(case: &str, size: usize, both: &Both, effort: Effort, interrupt: &Inter
         *row = row.clone().against(PEER, Kind::Peer, peer.value);
     }
     if size <= 1518 {
-        rows[0] = rows[0].clone().against("paper", Kind::Paper, PAPER_NS);
+        let paper = VM.best("rtt").context("the paper has round trips")?;
+        rows[0] = rows[0].clone().against("paper", Kind::Paper, paper);
     }
     let lost = ours.numbers("lost").iter().chain(theirs.numbers("lost")).sum::<f64>();
     ensure!(lost == 0.0, "{case}: {lost} frames were lost");

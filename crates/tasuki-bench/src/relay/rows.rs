@@ -5,16 +5,23 @@ use comfy_table::Table;
 
 use super::system::LOST_AFTER;
 use crate::nic::driver::line_rate;
+use crate::papers::{MINT, Paper, REPLACEMENT};
 use crate::report::{Kind, Row};
 use crate::rounds::Samples;
 use crate::sample::Sample;
 use crate::table::{self, number};
 
-/// Time that MINIX 3 and AnT need to replace a driver, AnT idle (S1), in µs.
-const MINIX: f64 = 316.0;
-const ANT: f64 = 568.0;
-/// Upper bound of the time without reception when Mint hands a NIC over by interrupt routing (S0), in µs.
-const MINT: f64 = 1000.0;
+/// Compares a row in µs with the figure of a paper.
+fn against_paper(row: Row, name: &str, paper: &Paper, what: &str) -> Result<Row> {
+    let ns = paper.best(what).with_context(|| format!("{} has no {what}", paper.seed))?;
+    Ok(row.against(name, Kind::Paper, ns / 1e3))
+}
+
+/// Compares a row in µs with MINIX 3 and AnT (S1). AnT's figure is that of an idle system: the other one is mostly a disk's.
+fn against_replacements(row: Row) -> Result<Row> {
+    let row = against_paper(row, "minix3", &REPLACEMENT, "minix3-replace-sending-mean")?;
+    against_paper(row, "ant", &REPLACEMENT, "ant-replace-idle-mean")
+}
 
 /// Bar of a staged upgrade, from asking to the answer, as a multiple of a wake-up across CPUs.
 const STAGED_BAR: f64 = 6.0;
@@ -117,8 +124,8 @@ fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
     };
     let mut median = row("pause_p50", summary.p50 as f64 / 1e3, median_bar).against("wake-up", Kind::Floor, wake);
     median = match case {
-        _ if case.starts_with("handover") => median.against("mint", Kind::Paper, MINT),
-        _ => median.against("minix3", Kind::Paper, MINIX).against("ant", Kind::Paper, ANT),
+        _ if case.starts_with("handover") => against_paper(median, MINT.name, &MINT, "repoint")?,
+        _ => against_replacements(median)?,
     };
     let no_loss = (!case.starts_with("handover-cold")).then_some(0.0);
     let frames = |metric, count| {
@@ -144,9 +151,7 @@ fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
         let p50 = row("asked_p50", quantile(asked, 500) / 1e3, is_staged.then_some(STAGED_BAR * other_cpu));
         let p50 = p50.against("wake-up across CPUs", Kind::Floor, other_cpu);
         rows.push(match case {
-            _ if case.starts_with("upgrade") => {
-                p50.against("minix3", Kind::Paper, MINIX).against("ant", Kind::Paper, ANT)
-            }
+            _ if case.starts_with("upgrade") => against_replacements(p50)?,
             _ => p50,
         });
         rows.push(row("asked_p99", quantile(asked, 990) / 1e3, None));
@@ -182,8 +187,9 @@ fn of_mint(samples: &Samples) -> Result<Table> {
         "outage (ms)",
         "lost, of relays",
     ]);
-    table.add_row(["Mint: kernel module unloaded and loaded", "57.69", "2,259", "all of the outage, 1"]);
-    table.add_row(["Mint: interrupt routing, eight values", "", "< 1", "0, 1"]);
+    let mint = |what| MINT.best(what).map_or_else(String::new, |ns| number(ns / 1e6));
+    table.add_row(["Mint: kernel module unloaded and loaded", &mint("calls"), &mint("outage"), "all of the outage, 1"]);
+    table.add_row(["Mint: interrupt routing, eight values", "", &format!("< {}", mint("repoint")), "0, 1"]);
     let ours = [
         ("handover-cold-paper", "here: cold (reset; the model's link needs 1 ms)"),
         ("handover-repoint-paper", "here: repoint"),
@@ -220,22 +226,25 @@ fn of_minix(samples: &Samples) -> Result<Table> {
         "the same, while replaced: max",
     ];
     table.set_header(header);
-    table.add_row([
-        "MINIX 3, idle; sending: a request to a server until its result; it makes a new driver's process, has the old one's state stored, and starts the new one, which reads it",
-        "0.316; 0.336",
-        "0.313; 0.316",
-        "0.311; 0.311",
-        "0.024 (send)",
-        "0.025 (send)",
-    ]);
-    table.add_row([
-        "AnT, idle; sending: a system call until its result; the kernel makes a new driver's process (sending: ten reads of a disk) and passes it the old one's state",
-        "0.579; 10.331",
-        "0.568; 10.140",
-        "0.562; 9.993",
-        "0.018 (send)",
-        "0.114 (send)",
-    ]);
+    for (system, what) in [
+        (
+            "minix3",
+            "MINIX 3, idle; sending: a request to a server until its result; it makes a new driver's process, has the old one's state stored, and starts the new one, which reads it",
+        ),
+        (
+            "ant",
+            "AnT, idle; sending: a system call until its result; the kernel makes a new driver's process (sending: ten reads of a disk) and passes it the old one's state",
+        ),
+    ] {
+        let of = |figure: String| REPLACEMENT.best(&figure).map_or_else(String::new, |ns| format!("{:.3}", ns / 1e6));
+        let replaced = |stat| {
+            let [idle, sending] = ["idle", "sending"].map(|how| of(format!("{system}-replace-{how}-{stat}")));
+            format!("{idle}; {sending}")
+        };
+        let [max, mean, min] = ["max", "mean", "min"].map(replaced);
+        let [alone, meanwhile] = ["alone", "replaced"].map(|how| of(format!("{system}-send-{how}-max")) + " (send)");
+        table.add_row([what.to_owned(), max, mean, min, alone, meanwhile]);
+    }
     let ours = [
         ("upgrade-inplace-paper", "here: an HTTP request until its answer; a new process, confined, in place"),
         ("upgrade-staged-paper", "here: the same, of a program that was staged for it"),

@@ -390,7 +390,7 @@ impl System {
     }
 
     /// Prepares the relay. The time of the relay does not include this.
-    fn get_ready(&self, relay: Relay) -> Result<()> {
+    pub fn get_ready(&self, relay: Relay) -> Result<()> {
         let node = self.nic()?.node;
         match relay {
             Relay::Staged => {

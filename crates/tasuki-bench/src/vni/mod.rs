@@ -10,6 +10,7 @@ mod mint;
 mod netns;
 mod nodes;
 mod pair;
+mod receives;
 mod rows;
 mod shared;
 mod sockets;

@@ -19,6 +19,7 @@ use tasuki_tap::{Settings, Tap};
 
 use super::floor;
 use super::nodes::{Kept, join};
+use super::receives::{self, Received};
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
 use crate::iperf::{Sending, Server};
@@ -97,7 +98,42 @@ pub fn compare(traffic: Traffic, seconds: u32, rounds: u32, interrupt: &Interrup
     Ok(Some(rates))
 }
 
+/// Measures ten receives of 15,000 bytes, as the paper did, over a VNI and over veth in turn. Where that is impossible,
+/// prints the reason and returns `None`.
+pub fn compare_receives(traffic: Traffic, rounds: u32, interrupt: &Interrupt) -> Result<Option<[Received; 2]>> {
+    /// Number of trials of a round.
+    const TRIALS: usize = 100;
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("{} was left out: it makes network namespaces, which only root may (sudo)", traffic.receives());
+        return Ok(None);
+    }
+    let cpus = Cpus::choose()?;
+    let cpus = [cpus.client, cpus.server];
+    let mut both = [Received::default(), Received::default()];
+    for _ in 0..rounds {
+        for (number, received) in both.iter_mut().enumerate() {
+            let namespaces = match number {
+                0 => Namespaces::over_vni(cpus, Way::Shortcut)?,
+                _ => Namespaces::over_veth(1500)?,
+            };
+            let more = receives::measure(&namespaces, traffic, TRIALS, cpus, interrupt)?;
+            received.waiting.extend(more.waiting);
+            received.arrived.extend(more.arrived);
+            received.lost += more.lost;
+        }
+    }
+    Ok(Some(both))
+}
+
 impl Traffic {
+    /// Returns the name of the case of receives that are timed as the paper did.
+    pub fn receives(self) -> &'static str {
+        match self {
+            Traffic::Tcp => "tcp-recv",
+            Traffic::Udp => "udp-recv",
+        }
+    }
+
     /// Returns the name of the case.
     pub fn case(self) -> &'static str {
         match self {

@@ -7,17 +7,10 @@ use super::{idle, memory};
 use crate::distance::{self, Pairs, Round};
 use crate::floors::PING_PONG;
 use crate::interrupt::Interrupt;
+use crate::papers::MINT_VNI;
 use crate::report::{Kind, Row};
 use crate::rounds::{Effort, Samples};
 use crate::sample::{Sample, median};
-
-/// Rates of Mint's improved VNI (S2, its table): TCP and UDP, in bits a second.
-const MINT_TCP: f64 = 10e9;
-const MINT_UDP: f64 = 75e9;
-
-/// Memory that its buffers would take for a hundred nodes, in MiB: "about 1.8 GB", which is 4,950 buffers of 392,200
-/// bytes.
-const MINT_MEMORY: f64 = 1.8 * 1024.0;
 
 /// Floor of sleeping round trips: each of the two processes is woken once.
 pub const EVENTFD: &str = "eventfd-other-core";
@@ -50,9 +43,17 @@ pub fn rows(samples: &Samples, effort: Effort, interrupt: &Interrupt) -> Result<
 /// Measures `iperf3` between two namespaces, and makes its rows.
 pub fn rows_of_namespaces(effort: Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let long = if effort.full { (5, 7) } else { (2, 1) };
-    let mut rows = between_namespaces(Traffic::Tcp, MINT_TCP, 0.8, long, interrupt)?;
-    rows.extend(between_namespaces(Traffic::Udp, MINT_UDP, 1.0, long, interrupt)?);
+    let mut rows = between_namespaces(Traffic::Tcp, mint("tcp-new")?, 0.8, long, interrupt)?;
+    rows.extend(between_namespaces(Traffic::Udp, mint("udp-new")?, 1.0, long, interrupt)?);
+    for (traffic, paper) in [(Traffic::Tcp, "tcp-new"), (Traffic::Udp, "udp-new")] {
+        rows.extend(receives(traffic, mint(paper)?, long.1, interrupt)?);
+    }
     Ok(rows)
+}
+
+/// Returns a figure of Mint's improved VNI (S2).
+fn mint(what: &str) -> Result<f64> {
+    MINT_VNI.best(what).with_context(|| format!("the paper has no {what}"))
 }
 
 /// Returns whether `prefix` selects a case of namespaces. Prefixes of one or two letters do not: they could mean
@@ -102,11 +103,11 @@ fn frames(samples: &Samples, way: &str, len: u32) -> Result<Vec<Row>> {
     let mut gbps = Row::higher(&case, "gbps", "Gb/s", rate * bits);
     if len == 15_000 {
         // That measurement sent as many bytes at a time.
-        gbps = gbps.against("mint", Kind::Paper, MINT_UDP / 1e9);
+        gbps = gbps.against("mint", Kind::Paper, mint("udp-new")?);
     }
     if case == "inplace-15000" {
         gbps = beside(gbps, (sample, "rate", bits), "memcpy", Kind::Floor, floor);
-        gbps = gbps.bar_at_or(MINT_UDP / 1e9, 0.8, "memcpy")?;
+        gbps = gbps.bar_at_or(mint("udp-new")?, 0.8, "memcpy")?;
     }
     Ok(vec![pps, gbps])
 }
@@ -148,7 +149,7 @@ fn memory_rows(samples: &Samples) -> Result<Vec<Row>> {
     for who in memory::WHO {
         let (whole, allocated) = (sample.median(who)?, sample.median(&format!("{who}-allocated"))?);
         let case = format!("{case}-{who}");
-        let mut row = Row::lower(&case, "memory", "MiB", whole / MIB).against("mint", Kind::Paper, MINT_MEMORY);
+        let mut row = Row::lower(&case, "memory", "MiB", whole / MIB).against("mint", Kind::Paper, mint("memory-100")?);
         row = row.bar_at(nodes * pool / MIB + 40.0);
         row.note = Some("with whole pools, since they go round".to_owned());
         rows.extend([row, Row::lower(&case, "allocated", "MiB", allocated / MIB)]);
@@ -178,13 +179,26 @@ fn between_namespaces(
     rates_as_rows(traffic, &rates, paper, bar)
 }
 
+/// Makes the rows of receives that are timed as the paper did.
+fn receives(traffic: Traffic, paper: f64, rounds: u32, interrupt: &Interrupt) -> Result<Vec<Row>> {
+    let Some([ours, veth]) = netns::compare_receives(traffic, rounds, interrupt)? else { return Ok(Vec::new()) };
+    let (lost, lost_by_veth) = (ours.lost, veth.lost);
+    let rows = ["gbps", "gbps_arrived"].into_iter().zip(ours.medians()?).zip(veth.medians()?);
+    let rows = rows.map(|((metric, ours), veth)| {
+        let mut row = Row::higher(traffic.receives(), metric, "Gb/s", ours / 1e9);
+        row.note = Some(format!("trials that lost bytes do not count: {lost} here, {lost_by_veth} over veth"));
+        row.against("veth", Kind::Peer, veth / 1e9).against("mint", Kind::Paper, paper)
+    });
+    Ok(rows.collect())
+}
+
 fn rates_as_rows(traffic: Traffic, rates: &Rates, paper: f64, bar: f64) -> Result<Vec<Row>> {
     let of = |rates: &[f64]| median(rates).map(|rate| rate / 1e9).context("there was no round");
     let (ours, by_workers, floor, veth) =
         (of(&rates.vni)?, of(&rates.by_workers)?, of(&rates.floor)?, of(&rates.veth)?);
     let row = |case: &str, rate| {
         let row = Row::higher(case, "gbps", "Gb/s", rate);
-        row.against("veth", Kind::Peer, veth).against("mint", Kind::Paper, paper / 1e9)
+        row.against("veth", Kind::Peer, veth).against("mint", Kind::Paper, paper)
     };
     let mut through_pools = row(&format!("{}-by-workers", traffic.case()), by_workers);
     through_pools.note = Some("as when one of the two is not a namespace, or takes no shortcut".to_owned());
@@ -194,7 +208,7 @@ fn rates_as_rows(traffic: Traffic, rates: &Rates, paper: f64, bar: f64) -> Resul
         through_pools.against_in_pairs(NETNS_FLOOR, Kind::Floor, floor, median(&ratios), "round by round".to_owned());
     through_pools = through_pools.bar(0.9, NETNS_FLOOR)?;
     let row = row(traffic.case(), ours).bar(bar, "veth")?;
-    let row = if traffic == Traffic::Tcp { row.bar_at(paper / 1e9) } else { row };
+    let row = if traffic == Traffic::Tcp { row.bar_at(paper) } else { row };
     Ok(vec![row, through_pools])
 }
 
@@ -212,7 +226,7 @@ mod tests {
             veth: vec![20e9; 3],
         };
         let judged = |rates: &Rates| {
-            let rows = rates_as_rows(Traffic::Udp, rates, MINT_UDP, 1.0).unwrap();
+            let rows = rates_as_rows(Traffic::Udp, rates, 75.0, 1.0).unwrap();
             let row = rows.iter().find(|row| row.case == "udp-netns-by-workers").unwrap();
             let floor = row.against.iter().find(|against| against.kind == Kind::Floor).unwrap();
             (floor.ratio.unwrap(), row.bars[0].holds)

@@ -30,7 +30,7 @@ fn step(lkm: &Outcome, step: usize) -> f64 {
 
 /// Returns a figure of the paper in µs.
 fn mint(what: &str) -> f64 {
-    MINT.best_ns(what).map_or(0.0, |ns| ns / 1e3)
+    MINT.best(what).map_or(0.0, |ns| ns / 1e3)
 }
 
 /// Makes the rows of loss, order and outage of one case; `what` is the paper's name for its outage.
@@ -119,7 +119,8 @@ mod tests {
     #[test]
     fn every_figure_of_the_paper_but_its_own_way_has_one_of_ours_beside_it() {
         let table = paper(&outcome(vec![vec![1, 2, 3, 4]], 0)).to_string();
-        assert_eq!(table.matches("not measured").count(), 1, "{table}");
+        // Nor has the kernel's look at the link, which no program sees.
+        assert_eq!(table.matches("not measured").count(), 2, "{table}");
     }
 
     #[test]

@@ -1,0 +1,142 @@
+//! S3: the network card of a virtual machine.
+
+use super::super::desk::{Desk, value};
+use super::super::html::{Cell, Grid};
+use super::super::svg::{self, Curve, Who};
+use super::{Section, figure, quote, reached, row, text};
+use crate::papers::{VM, VM_SIZES};
+
+const TAP: &str = "qemu-tap";
+
+pub fn section(desk: &Desk<'_>) -> Section {
+    let of = |case: &str, metric| desk.ours(("guest", case, metric));
+    Section {
+        paper: &VM,
+        reached: vec![
+            reached(
+                "The card of a virtual machine: round trip, 64 bytes",
+                &VM,
+                "rtt",
+                of("rtt-64", "rtt_p50"),
+                "stock guest, translated; beside a namespace of its host; median",
+            ),
+            reached("… 1,518 bytes", &VM, "rtt", of("rtt-1518", "rtt_p50"), "the same"),
+            reached(
+                "… frames a second, 64 bytes",
+                &VM,
+                "pps",
+                of("g2h-64", "pps"),
+                "DPDK's driver in the guest's place: no virtual CPU in the way",
+            ),
+            reached(
+                "… frames a second of a whole guest",
+                &VM,
+                "pps",
+                of("interrupts-per-packet-g2h", "pps"),
+                "stock guest, translated: the translation is the limit",
+            ),
+        ],
+        body: trips(desk) + &rates(desk) + &load(desk).html(),
+        differs: &[
+            "These machines have no KVM, so a stock guest's instructions are translated. A guest that the hardware runs would be several times faster by any way. Its figures say something only beside QEMU's TAP with the same guest in the same run. DPDK's virtio-user, a driver in a process of its own, stands for a guest that is as fast as can be.",
+            "The paper's guests are on two hosts with InfiniBand between. Ours is on one, beside a network namespace.",
+            "The paper's CPU load is of all cores together, at rates near the limit of the slower system. Here it is in per cent of one core, without the virtual CPUs, at 4,000 frames a second of 64 bytes, which the translated guest carries without loss.",
+        ],
+        out_of_reach: &[
+            "InfiniBand, two hosts, KVM and vhost-net: none of them is on these machines. QEMU's own TAP back end and DPDK's vhost take vhost-net's place.",
+            "Figures 12 and 13 at the other six sizes: here they were measured with 64 bytes alone, and the paper's curves have no numbers.",
+        ],
+    }
+}
+
+/// Makes a cell for each size.
+fn sized(of: impl Fn(u32) -> Cell) -> Vec<Cell> {
+    VM_SIZES.into_iter().map(of).collect()
+}
+
+fn grid(caption: &str) -> Grid {
+    let sizes = VM_SIZES.map(|size| format!("{size} B"));
+    Grid::new(caption, &[""].into_iter().chain(sizes.iter().map(String::as_str)).collect::<Vec<_>>())
+}
+
+fn curve(label: &str, who: Who, is_broken: bool, cells: &[Cell]) -> Curve {
+    Curve { label: label.to_owned(), who, is_broken, values: cells.iter().map(value).collect() }
+}
+
+/// Makes the curve of a paper's figure that is the same at all sizes.
+fn level(label: &str, what: &str) -> Curve {
+    let values = vec![Some(figure(&VM, what).high); VM_SIZES.len()];
+    Curve { label: label.to_owned(), who: Who::Paper, is_broken: true, values }
+}
+
+/// Figure 9.
+fn trips(desk: &Desk<'_>) -> String {
+    let place = |size| format!("rtt-{size}");
+    let ours = |metric| sized(|size| desk.ours(("guest", &place(size), metric)));
+    let (p50, p99) = (ours("rtt_p50"), ours("rtt_p99"));
+    let tap = sized(|size| desk.beside(("guest", &place(size), "rtt_p50"), TAP));
+    let curves = [
+        level("the paper: below this", "rtt"),
+        curve("here, 99th percentile", Who::Ours, true, &p99),
+        curve("here, median", Who::Ours, false, &p50),
+        curve("QEMU's TAP, median", Who::Peer, false, &tap),
+    ];
+    let mut grid = grid("Figure 9: round trip by the length of the frame");
+    grid.rows = vec![
+        row("the paper", sized(|_| quote(&VM, "rtt"))),
+        row("here, median", p50),
+        row("here, 99th percentile", p99),
+        row("QEMU's TAP, same guest, median", tap),
+    ];
+    svg::curves("Figure 9: round trip (logarithmic)", &VM_SIZES, "bytes of a frame", "ns", &curves) + &grid.html()
+}
+
+/// Figure 10, and 11, which is the same in bits.
+fn rates(desk: &Desk<'_>) -> String {
+    let ours = |way: &str| sized(|size| desk.ours(("guest", &format!("{way}-{size}"), "pps")));
+    let dpdk = |way: &str| sized(|size| desk.beside(("guest", &format!("{way}-{size}"), "pps"), "dpdk-vhost"));
+    let stock = |way: &str| desk.ours(("guest", &format!("interrupts-per-packet-{way}"), "pps"));
+    let tap = |way: &str| desk.beside(("guest", &format!("interrupts-per-packet-{way}"), "pps"), TAP);
+    let (sends, receives) = (ours("g2h"), ours("h2g"));
+    let curves = [
+        curve("here, DPDK's driver sends", Who::Ours, false, &sends),
+        curve("here, DPDK's driver receives", Who::Ours, true, &receives),
+        curve("DPDK's vhost, it sends", Who::Peer, false, &dpdk("g2h")),
+        curve("DPDK's vhost, it receives", Who::Peer, true, &dpdk("h2g")),
+        level("the paper: about this", "pps"),
+        curve("here, a translated guest sends", Who::Ours, false, &[stock("g2h")]),
+    ];
+    let mut grid = grid("Figures 10 and 11: frames a second by the length of the frame");
+    grid.rows = vec![
+        row("the paper", sized(|_| quote(&VM, "pps"))),
+        row("the paper: vhost-net + eIPoIB is slower by", sized(|_| quote(&VM, "pps-gain"))),
+        row("here: DPDK's driver sends", sends),
+        row("DPDK's vhost: it sends", dpdk("g2h")),
+        row("here: DPDK's driver receives", receives),
+        row("DPDK's vhost: it receives", dpdk("h2g")),
+        row("here: a translated guest sends", [stock("g2h")]),
+        row("QEMU's TAP: it sends", [tap("g2h")]),
+        row("here: a translated guest receives", [stock("h2g")]),
+        row("QEMU's TAP: it receives", [tap("h2g")]),
+    ];
+    svg::curves("Figure 10: frames a second (logarithmic)", &VM_SIZES, "bytes of a frame", "frames/s", &curves)
+        + &grid.html()
+}
+
+/// Figures 12 and 13.
+fn load(desk: &Desk<'_>) -> Grid {
+    let head = ["64 bytes", "here", "QEMU's TAP, same guest", "compared", "the paper, beside vhost-net + eIPoIB"];
+    let mut grid = Grid::new("Figures 12 and 13: the host's CPU at one rate (here 4,000 frames a second)", &head);
+    for (label, case, metric, paper) in [
+        ("CPU, the guest sends", "host-cpu-g2h", "host_cpu", "lower at every size"),
+        ("CPU, the guest receives", "host-cpu-h2g", "host_cpu", "lower at every size"),
+        ("interrupts at full rate, the guest sends", "interrupts-per-packet-g2h", "interrupts", ""),
+        ("interrupts at full rate, the guest receives", "interrupts-per-packet-h2g", "interrupts", ""),
+    ] {
+        let place = ("guest", case, metric);
+        let (ours, tap) = (desk.ours(place), desk.beside(place, TAP));
+        let compared = Cell::beside_peer(&ours, &tap);
+        grid.rows.push(row(label, [ours, tap, compared, text(paper)]));
+    }
+    grid
+}
