@@ -15,6 +15,7 @@ use rustix::mm::Advice;
 use crate::lease_page::now_ns;
 
 /// Bytes of heap to have before they are needed. After its start a worker allocates less than half of that.
+#[cfg(target_env = "gnu")]
 const ROOM: usize = 256 << 10;
 /// Anonymous mappings longer than this, in bytes, are not heap.
 const LARGE: usize = 1 << 20;
@@ -32,6 +33,7 @@ fn keep_heap() {
     drop(std::hint::black_box(Vec::<u8>::with_capacity(ROOM)));
 }
 
+/// Other C libraries have no such settings: there, pages of the heap come one by one, a microsecond each.
 #[cfg(not(target_env = "gnu"))]
 fn keep_heap() {}
 
