@@ -8,6 +8,7 @@
 mod cpu;
 mod idle;
 mod machine;
+mod queues;
 mod relays;
 mod stock;
 
@@ -122,6 +123,9 @@ pub fn rows(is_quick: bool, only: &[String], guest: Option<&Path>, interrupt: &I
         ensure!(program::is_there("dpdk-testpmd"), "it needs dpdk-testpmd (apt-get install dpdk-dev)");
         rows.extend(relays::rows(is_quick, interrupt)?);
     }
+    if queues::NAMES.into_iter().any(&is_wanted) {
+        rows.extend(queues::rows(is_quick, interrupt)?);
+    }
     if stock::names().any(|name| is_wanted(&name)) {
         match guest {
             Some(guest) => rows.extend(stock::rows(is_quick, &Recipe::read(guest)?, is_wanted, interrupt)?),
@@ -130,8 +134,14 @@ pub fn rows(is_quick: bool, only: &[String], guest: Option<&Path>, interrupt: &I
             }
         }
     }
-    let names: Vec<_> =
-        CASES.map(|case| case.name).into_iter().chain(relays::NAMES).map(str::to_owned).chain(stock::names()).collect();
+    let names: Vec<_> = CASES
+        .map(|case| case.name)
+        .into_iter()
+        .chain(relays::NAMES)
+        .chain(queues::NAMES)
+        .map(str::to_owned)
+        .chain(stock::names())
+        .collect();
     ensure!(!rows.is_empty(), "nothing was measured; the cases are {}", names.join(", "));
     Ok(rows)
 }

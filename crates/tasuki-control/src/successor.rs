@@ -35,9 +35,9 @@ fn own() -> io::Result<PathBuf> {
 }
 
 /// Checks that a program, by default the file at the path of this one, is a tasukid that takes this one's
-/// configuration. The program may run on these CPUs, as it may when it goes on. Returns its path and its version, or
-/// else a sentence. Waits for the program, and moves this thread to these CPUs.
-pub fn check(with: Option<PathBuf>, cpus: &[u32]) -> Result<(PathBuf, String), String> {
+/// configuration. The program may run on these CPUs, as it may when it goes on. Returns its path, its version, and whether it
+/// keeps [wide](WIDE) machines, or else a sentence. Waits for the program, and moves this thread to these CPUs.
+pub fn check(with: Option<PathBuf>, cpus: &[u32]) -> Result<(PathBuf, String, bool), String> {
     let with = with.map_or_else(own, Ok).map_err(|error| format!("this program's own file is not known ({error})"))?;
     let why = if with.is_absolute() { not_startable(&with) } else { Some("is not a path from /; name one") };
     if let Some(why) = why {
@@ -70,7 +70,7 @@ pub fn check(with: Option<PathBuf>, cpus: &[u32]) -> Result<(PathBuf, String), S
             shared()
         ));
     }
-    Ok((with, crate::log::plain(version, 100)))
+    Ok((with, crate::log::plain(version, 100), rest.contains(WIDE)))
 }
 
 /// Returns what a tasukid that takes over must have in common with the one before it, as text.
@@ -78,9 +78,13 @@ fn shared() -> String {
     format!("registry {FORMAT} and messages {PROTOCOL_VERSION}")
 }
 
+/// Words of a tasukid, and of its keeper, that take a virtual machine with more than [`NARROW_FDS_MAX`](tasuki_relay::message::NARROW_FDS_MAX) descriptors.
+const WIDE: &str = ", keeps machines of more than 8 pairs of queues,";
+
 /// Returns the line that a tasukid prints with [`CHECK`] if it takes this configuration.
 pub fn line(file: &Path) -> String {
-    format!("tasukid {} takes the configuration {} and has {}", env!("CARGO_PKG_VERSION"), file.display(), shared())
+    let version = env!("CARGO_PKG_VERSION");
+    format!("tasukid {version} takes the configuration {}{WIDE} and has {}", file.display(), shared())
 }
 
 /// Bytes of what it says that are read.

@@ -26,8 +26,11 @@ pub const MESSAGE_MAX: usize = 64 * 1024;
 /// Maximum length of a program's options, in bytes.
 pub const OPTIONS_MAX: usize = 4096;
 
-/// Maximum number of descriptors beside a message.
-pub const FDS_MAX: usize = 64;
+/// Maximum number of descriptors beside a message. The kernel's own limit is 253 (SCM_MAX_FD).
+pub const FDS_MAX: usize = 160;
+
+/// The same of programs that know of no [`vni::WIDE_VERSION`].
+pub const NARROW_FDS_MAX: usize = 64;
 
 /// Maximum length of a worker's description of the layout of memory that it made, in bytes.
 pub const LAYOUT_MAX: usize = 512;
@@ -146,7 +149,7 @@ pub struct Limit {
 }
 
 /// Maximum number of descriptors beside a [`Client`].
-pub const CLIENT_FDS_MAX: usize = 48;
+pub const CLIENT_FDS_MAX: usize = 144;
 
 /// A program that is connected to a node's endpoint and must not notice a new worker. The next driver of the node's end
 /// of a VNI gets it. Beside it: its descriptors, its socket first.
@@ -408,6 +411,9 @@ pub mod vni {
     pub const KIND: u32 = 0xffff_0001;
     /// Version of the node memory's layout.
     pub const VERSION: u32 = 2;
+    /// The same while the node's machine has more descriptors than [`NARROW_FDS_MAX`](super::NARROW_FDS_MAX): a worker that
+    /// does not read this version cannot hear of the machine, and refuses to get ready.
+    pub const WIDE_VERSION: u32 = 3;
     /// Number of descriptors of a device bundle.
     pub const FDS: usize = 6;
     /// Position of the directory among them.

@@ -11,7 +11,7 @@ use rustix::net::{
 };
 
 /// Most descriptors beside one message.
-const FDS_MAX: usize = 64;
+const FDS_MAX: usize = 160;
 
 /// Sends bytes with descriptors. Returns the number of bytes that were sent.
 pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[impl AsFd]) -> io::Result<usize> {

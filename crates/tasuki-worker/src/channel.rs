@@ -170,7 +170,8 @@ impl DaemonChannel {
         };
         while let Some((bytes, fds)) = self.unsent.front() {
             match send(socket.as_fd(), bytes, fds, SendFlags::DONTWAIT) {
-                Err(Errno::AGAIN) if self.unsent.len() < UNREAD_MAX => return,
+                // Or too many descriptors are under way to a daemon that is slow to read.
+                Err(Errno::AGAIN | Errno::TOOMANYREFS) if self.unsent.len() < UNREAD_MAX => return,
                 // Reading from the socket finds any other error.
                 _ => _ = self.unsent.pop_front(),
             }

@@ -200,7 +200,7 @@ impl<D: FrameHandler> VniAttachment<D> {
 
     fn fits(&mut self, common: &Common) -> Result<(), Refused> {
         let (kind, version) = self.asked;
-        if (kind, version) != (vni::KIND, vni::VERSION) {
+        if kind != vni::KIND || !(vni::VERSION..=vni::WIDE_VERSION).contains(&version) {
             let reason = Reason::OtherDriverState { kind: kind.into(), version: version.into() };
             return Err(Refused { reason, sentence: reason.to_string() });
         }

@@ -297,6 +297,11 @@ impl System {
         Ok(at)
     }
 
+    /// Kills the worker that drives this NIC or end. Returns the time just before, in ns.
+    pub fn kill(&self, name: &str) -> Result<u64> {
+        self.kill_driver_of(&self.nic_or_end(name)?)
+    }
+
     /// Kills the worker of a node that drives this NIC or end. Returns the time until the next one drives.
     pub fn kill_driver(&self, node: &str, name: &str) -> Result<Duration> {
         self.await_pair(node)?;

@@ -39,7 +39,7 @@ pub struct Run {
     /// one, which may use all.
     #[arg(long, value_name = "CPUS", value_parser = cpus)]
     pub cores: Option<Cpus>,
-    /// Pairs of queues of the machine's card, 8 at most; by default one for each virtual CPU.
+    /// Pairs of queues of the machine's card, 32 at most; by default one for each virtual CPU.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=QUEUES_MAX.into()))]
     pub queues: Option<u8>,
     /// Offer the guest's driver packed rings, which it may take in place of split ones.
@@ -100,7 +100,7 @@ fn cpus(text: &str) -> Result<Cpus, String> {
 }
 
 /// Pairs of queues that a node's worker serves (`tasuki_net::endpoint::guest`).
-const QUEUES_MAX: u8 = 8;
+const QUEUES_MAX: u8 = 32;
 
 /// What the options depend on besides.
 #[derive(Debug, Clone, Copy)]

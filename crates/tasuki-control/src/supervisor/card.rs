@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use tasuki_relay::arbiter::{Arbiter, RelayOutcome, State};
-use tasuki_relay::message::{DeviceBundle, lease_page};
+use tasuki_relay::message::{self, DeviceBundle, lease_page};
 use tasuki_relay::wire::{Order, Use};
 use tasuki_relay::{ARBITER, Tenure, method};
 use tasuki_shm::lease::{Lease, Lost};
@@ -366,6 +366,12 @@ impl Card {
             (false, _) => method::Repointing::Never,
         };
         Some(method::Card { own_memory: can.in_place, spare_queue: can.spare_queue, repointing, fenced: can.fenced })
+    }
+
+    /// Returns whether this is the end of a node whose machine has more descriptors than earlier workers take.
+    pub fn is_wide(&self) -> bool {
+        let wide = (message::vni::KIND, message::vni::WIDE_VERSION);
+        self.kept.as_ref().is_some_and(|kept| (kept.bundle.kind, kept.bundle.version) == wide)
     }
 
     /// Returns the order for a worker that is to get ready for the NIC.

@@ -146,6 +146,8 @@ pub enum Request {
     Replace {
         with: PathBuf,
         version: String,
+        /// Whether it keeps machines that have more descriptors than earlier ones did.
+        is_wide: bool,
         answer: Answer<Replaced>,
     },
     Stop(Answer<Stopped>),

@@ -64,7 +64,16 @@ impl Connected {
         self.socket == other.socket && self.message == other.message
     }
 
+    /// Returns whether it has more descriptors than earlier workers and daemons take.
+    fn is_wide(&self) -> bool {
+        self.fds.len() > message::NARROW_FDS_MAX
+    }
+
+    /// Tells a worker of it. One that cannot hear of it is not told, and refuses to get ready.
     fn tell(&self, worker: &Worker, nic: u32) -> Result<(), Errno> {
+        if self.is_wide() && !worker.takes_wide() {
+            return Ok(());
+        }
         worker.write(&ToWorker::Client { nic, client: self.message.clone() }, &channel::lend(&self.fds))
     }
 }
@@ -188,8 +197,10 @@ impl Supervisor {
             return;
         }
         if end.client.is_none() || holder.is_none_or(|holder| holder == number) {
+            let is_wide = connected.is_wide();
             end.client = Some(connected);
             self.keep_client(number);
+            self.mark_width(nic, is_wide);
             return self.tell_others_of_client(nic, number);
         }
         if let Some(worker) = holder.and_then(|holder| self.workers.get(&holder)) {
@@ -205,11 +216,37 @@ impl Supervisor {
             return;
         }
         self.keep_client(number);
+        self.mark_width(nic, false);
         for worker in self.workers.values().filter(|worker| worker.party() != number && worker.nics.contains_key(&nic))
         {
             // A worker that does not hear of it finds out when it goes on.
             let _ = worker.write(&ToWorker::NoClient { nic, socket }, &[]);
         }
+    }
+
+    /// Takes note of whether an end has a client that earlier workers cannot hear of. Those that have the end would serve
+    /// nobody: they are ended.
+    fn mark_width(&mut self, nic: u32, is_wide: bool) {
+        let version = if is_wide { message::vni::WIDE_VERSION } else { message::vni::VERSION };
+        let Some(kept) = self.cards.get_mut(&nic).and_then(|card| card.kept.as_mut()) else { return };
+        if std::mem::replace(&mut kept.bundle.version, version) == version {
+            return;
+        }
+        self.keep(Key::Card(nic));
+        let is_narrow = |worker: &&Worker| is_wide && worker.nics.contains_key(&nic) && !worker.takes_wide();
+        let narrow: Vec<u32> = self.workers.values().filter(is_narrow).map(Worker::party).collect();
+        for number in narrow {
+            self.condemn(
+                number,
+                "is from before virtual machines of more than 8 pairs of queues, and its node has one".to_owned(),
+            );
+        }
+    }
+
+    /// Returns where a client is connected that earlier daemons cannot keep, if there is one.
+    pub(super) fn wide_client(&self) -> Option<String> {
+        let mut ends = self.endpoints.iter();
+        ends.find(|(_, end)| end.client.as_ref().is_some_and(Connected::is_wide)).map(|(label, _)| label.clone())
     }
 
     fn keep_client(&mut self, number: u32) {

@@ -229,14 +229,16 @@ impl Supervisor {
             Request::Capture { of, snap, answer } => drop(answer.send(self.begin_capture(of, snap))),
             Request::EndCapture { number, answer } => drop(answer.send(self.end_capture(number))),
             Request::CaptureOver { number, frames, missed } => self.capture_over(number, frames, missed),
-            Request::Replace { with, version, answer } => drop(answer.send(self.replace(with, version))),
+            Request::Replace { with, version, is_wide, answer } => {
+                drop(answer.send(self.replace(with, version, is_wide)));
+            }
             Request::Stop(answer) => self.begin_stopping(answer),
             Request::Note(sentence) => self.note(About::default(), sentence),
         }
     }
 
     /// Ends the loop, for another program to go on.
-    fn replace(&mut self, with: PathBuf, version: String) -> Result<Replaced, No> {
+    fn replace(&mut self, with: PathBuf, version: String, is_wide: bool) -> Result<Replaced, No> {
         if self.stopping.is_some() || self.ended.is_some() {
             return Err(No::Ending);
         }
@@ -247,6 +249,12 @@ impl Supervisor {
         }
         if let Some(why) = self.current.has_changed() {
             return Err(No::now(why));
+        }
+        if let Some(label) = self.wide_client().filter(|_| !is_wide) {
+            return Err(No::now(format!(
+                "{} is from before machines of more than 8 pairs of queues, and the one at {label} has more; end it, or start it with less",
+                with.display()
+            )));
         }
         let sentence = format!("tasukid goes on as {}, version {version}", with.display());
         self.note(About::default(), sentence.clone());
@@ -536,6 +544,10 @@ impl Supervisor {
             return Step::Again;
         }
         match worker.nics.get(&nic) {
+            None if card.is_wide() && !worker.takes_wide() => Step::Fail(
+                "its program is from before machines of more than 8 pairs of queues, and the node has one; end that, or start it with less"
+                    .to_owned(),
+            ),
             None => match self.attach(nic, target, purpose, choice.method) {
                 true => Step::Again,
                 // Other workers must let go of the NIC first.

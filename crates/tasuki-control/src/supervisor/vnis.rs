@@ -18,7 +18,7 @@ use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::{Directory, NodeSet, directory_lines};
-use tasuki_shm::vni::node_memory::{JOURNAL_PAGES, NodeMemoryFds, PeerNodeMemory, QUEUE_COUNTS, readable_len};
+use tasuki_shm::vni::node_memory::{NodeMemoryFds, PeerNodeMemory, QUEUE_COUNTS, readable_len};
 
 use super::card::{Card, Kept, Opening};
 use super::door::No;
@@ -421,11 +421,7 @@ impl Supervisor {
         let member = self.vnis.values().flat_map(|net| net.members.values()).find(|member| member.node == node);
         let node_memory = member.and_then(|member| PeerNodeMemory::map(&member.node_memory).ok());
         let Some((node_memory, _)) = node_memory else { return Vec::new() };
-        // The pairs have their queues side by side, and those behind the last are not there.
-        let pairs = (0..JOURNAL_PAGES).step_by(2);
-        let pairs = pairs.map(|first| [first, first + 1].map(|queue| (queue, node_memory.queue_counts(queue))));
-        let known = pairs.take_while(|pair| pair.iter().any(|(_, counts)| counts.iter().any(|count| *count > 0)));
-        known.flatten().map(|(queue, counts)| queue_view(queue, counts)).collect()
+        (0..node_memory.queues()).map(|queue| queue_view(queue, node_memory.queue_counts(queue))).collect()
     }
 }
 

@@ -183,6 +183,11 @@ impl Worker {
         its.map(|&(_, from, to)| from..=to)
     }
 
+    /// Returns whether it can hear of clients with many descriptors.
+    pub fn takes_wide(&self) -> bool {
+        self.versions(message::vni::KIND).is_some_and(|versions| versions.contains(&message::vni::WIDE_VERSION))
+    }
+
     /// Returns whether it accepts orders and is not ending.
     pub fn serves(&self) -> bool {
         self.stage == Stage::Begun && self.deaf.is_none()

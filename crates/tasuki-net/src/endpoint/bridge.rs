@@ -32,8 +32,8 @@ pub struct Bridge<E: ?Sized = dyn Endpoint> {
     notes: Option<Notes>,
     /// Ledger of turns that are committed as a whole.
     ledger: Option<Ledger>,
-    /// The endpoint's marks in the ledger.
-    last_marks: Option<Marks>,
+    /// The endpoint's marks in the ledger. Behind them it has words of earlier turns.
+    last_marks: Marks,
     waits: Waits,
     rates: Rates,
     /// How soon to look again if the endpoint had no room, or was not ready, when the bridge was armed.
@@ -73,7 +73,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             vni,
             switch,
             notes,
-            last_marks: ledger.as_ref().and_then(Ledger::marks),
+            last_marks: ledger.as_ref().and_then(Ledger::marks).unwrap_or_default(),
             ledger,
             waits: Waits::default(),
             rates: Rates::default(),
@@ -216,15 +216,15 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         let sent = self.taken - taken;
         let came: u64 = handled.iter().map(|it| it.count).sum();
         let Self { vni, ledger: Some(ledger), last_marks, end, .. } = self else { return 0 };
-        let marks = end.marks();
-        // Those in the ledger have words of earlier turns behind them.
-        if came == 0 && went == 0 && last_marks.as_ref().is_some_and(|last| last.starts_with(&marks)) {
+        if came == 0 && went == 0 && last_marks.starts_with(end.marks()) {
             end.commit();
             return 0;
         }
         end.note();
-        ledger.commit(&handled, vni.staged(), sent, &marks);
-        *last_marks = Some(marks);
+        let marks = end.marks();
+        ledger.commit(&handled, vni.staged(), sent, marks);
+        last_marks.clear();
+        last_marks.try_extend_from_slice(marks).expect("the ledger has a place for each");
         vni.flush_with(|| {
             end.commit();
             point("endpoint.committed");

@@ -8,7 +8,7 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
-/// Maximum number of events that are taken at once: more than a machine has descriptors to watch.
+/// Maximum number of events that are taken at once. The next look finds those beyond.
 const EVENTS: usize = 24;
 
 /// Mark of the event of bell 0; those of the others follow.
@@ -71,7 +71,7 @@ impl Listener {
     /// another process has it open.
     ///
     /// # Errors
-    /// No descriptor is left for a new set: the earlier one stays.
+    /// No descriptor is left for a new set, and the earlier one stays; or not all are watched, for lack of memory.
     pub fn watch_only<'a>(
         &mut self,
         others: impl Iterator<Item = BorrowedFd<'a>>,
@@ -82,27 +82,27 @@ impl Listener {
         others.for_each(|descriptor| _ = self.watch(descriptor));
         // Edge-triggered: nobody has to read a bell.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        bells.for_each(|(number, bell)| {
-            _ = epoll::add(&self.epoll, bell, epoll::EventData::new_u64(BELL + u64::from(number)), flags);
-        });
+        for (number, bell) in bells {
+            epoll::add(&self.epoll, bell, epoll::EventData::new_u64(BELL + u64::from(number)), flags)?;
+        }
         Ok(())
     }
 
-    /// Takes note of the bells that have rung, and tells their numbers. Returns whether the socket or one of the others may be ready: always, if
-    /// that is not known.
-    pub fn hear(&self, mut rung: impl FnMut(usize)) -> bool {
+    /// Takes note of the bells that have rung, and tells their numbers. Returns whether the socket or one of the others may
+    /// be ready, or nothing if none of that is known.
+    pub fn hear(&self, mut rung: impl FnMut(usize)) -> Option<bool> {
         let nothing = epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
         let mut events = [nothing; EVENTS];
         let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
         let heard = epoll::wait(&self.epoll, &mut events, Some(&at_once));
-        let Ok(count) = heard else { return true };
-        events[..count].iter().fold(false, |others, event| match { event.data }.u64().checked_sub(BELL) {
+        let count = heard.ok()?;
+        Some(events[..count].iter().fold(false, |others, event| match { event.data }.u64().checked_sub(BELL) {
             Some(number) => {
                 rung(usize::try_from(number).expect("it was given"));
                 others
             }
             None => true,
-        })
+        }))
     }
 
     /// Returns the descriptor that is readable while a watched one is.

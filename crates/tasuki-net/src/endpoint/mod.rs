@@ -179,8 +179,8 @@ pub trait Endpoint: fmt::Debug {
     fn note(&mut self) {}
 
     /// Returns how far the endpoint is, once the present turn is committed.
-    fn marks(&self) -> Marks {
-        Marks::new()
+    fn marks(&mut self) -> &[u64] {
+        &[]
     }
 
     /// Does what its programs ask for on a control channel.
@@ -271,6 +271,12 @@ pub fn open(kind: &str, fd: OwnedFd, text: &str, node: &str) -> Result<Box<dyn E
 pub trait Connection {
     /// Returns whether the program may have changed or gone since the last call of [`parts`](Self::parts).
     fn has_news(&self) -> bool;
+
+    /// Returns whether the program has no further change under way, as far as is known: one whose changes come in a row need
+    /// not be told of after each.
+    fn is_settled(&self) -> bool {
+        true
+    }
 
     /// Returns what another process needs to go on with the program, if one is connected.
     ///

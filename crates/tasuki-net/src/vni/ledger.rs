@@ -42,12 +42,16 @@ const DONE: usize = 1;
 const GIVEN: usize = 2;
 const LENGTHS: usize = 4;
 const MARKS: usize = 8;
-const HEADS_AT: usize = MARKS + 2 * MARKS_MAX;
+const HEADS_AT: usize = MARKS + 2 * MARKS_HERE;
 const MESSAGES_AT: usize = HEADS_AT + 2 * HEADS_MAX;
 const _: () = assert!(MESSAGES_AT == 152 && MESSAGES_MAX >= 100);
 
 /// Maximum number of words that say how far an endpoint is.
-pub const MARKS_MAX: usize = 8;
+pub const MARKS_MAX: usize = 32;
+
+/// Number of them in the ledger's page. The others are on a page of their own, in two copies, too: earlier workers know of
+/// these alone.
+const MARKS_HERE: usize = 8;
 
 /// How far an endpoint is, in its own terms.
 pub type Marks = ArrayVec<u64, MARKS_MAX>;
@@ -68,6 +72,8 @@ pub(crate) struct Handled {
 #[derive(Debug)]
 pub(crate) struct Ledger {
     lines: Span<Line>,
+    /// The page with further marks, if the node memory has it.
+    more: Option<Span<Line>>,
     /// As they stand in the ledger.
     pub(crate) turns: u64,
     pub(crate) given: u64,
@@ -87,8 +93,8 @@ fn index(len: usize) -> u32 {
 
 impl Ledger {
     /// Opens the ledger of a node memory.
-    pub(super) fn over(lines: Span<Line>) -> Self {
-        let mut ledger = Ledger { lines, turns: 0, given: 0 };
+    pub(super) fn over(lines: Span<Line>, more: Option<Span<Line>>) -> Self {
+        let mut ledger = Ledger { lines, more, turns: 0, given: 0 };
         ledger.turns = ledger.word(TURNS).load(Acquire);
         ledger.given = ledger.word(GIVEN + usize::from(ledger.turns & 1 == 1)).load(Acquire);
         ledger
@@ -97,13 +103,18 @@ impl Ledger {
     /// Returns how far the node's endpoint was at the end of the last turn, or nothing before the first. Words that it
     /// did not commit then are of an earlier turn.
     pub(crate) fn marks(&self) -> Option<Marks> {
-        let at = self.marks_at();
-        (self.turns > 0).then(|| (at..at + MARKS_MAX).map(|at| self.word(at).load(Acquire)).collect())
+        (self.turns > 0).then(|| (0..MARKS_MAX).map_while(|at| Some(self.mark(at)?.load(Acquire))).collect())
     }
 
-    /// Returns the place of the valid copy.
-    fn marks_at(&self) -> usize {
-        MARKS + if self.turns & 1 == 1 { MARKS_MAX } else { 0 }
+    /// Returns a word of the valid copy, if there is room for so many.
+    #[inline]
+    fn mark(&self, at: usize) -> Option<&AtomicU64> {
+        let copy = usize::from(self.turns & 1 == 1);
+        if at < MARKS_HERE {
+            return Some(self.word(MARKS + copy * MARKS_HERE + at));
+        }
+        let at = copy * (MARKS_MAX - MARKS_HERE) + at - MARKS_HERE;
+        Some(self.more.as_ref()?[at / LINE_WORDS].word(at % LINE_WORDS))
     }
 
     #[inline]
@@ -141,7 +152,9 @@ impl Ledger {
         self.put(LENGTHS, u64::from(index(handled.len())) << 32 | u64::from(index(count)));
         (self.turns, self.given) = (self.turns + 1, self.given + given);
         self.put(GIVEN + usize::from(self.turns & 1 == 1), self.given);
-        marks.iter().zip(self.marks_at()..).for_each(|(mark, at)| self.put(at, *mark));
+        for (at, mark) in marks.iter().enumerate() {
+            self.mark(at).expect("an endpoint has as many as there is room for").store(*mark, Relaxed);
+        }
         point("vni.written");
         // V5: stores become visible in program order, even those of a worker that dies. All later stores stay behind
         // this one (E3 of nic/ledger.rs).

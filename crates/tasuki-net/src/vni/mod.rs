@@ -144,7 +144,7 @@ impl Vni {
     /// peer looks.
     fn with_ledger(number: u16, memory: (NodeMemory, Pool), bell_receiver: OwnedFd) -> (Self, ledger::Ledger) {
         let (node_memory, pool) = memory;
-        let ledger = ledger::Ledger::over(node_memory.ledger());
+        let ledger = ledger::Ledger::over(node_memory.ledger(), node_memory.more_ledger());
         ledger.redo(&node_memory);
         (Self::over(number, node_memory, pool, bell_receiver), ledger)
     }

@@ -45,8 +45,8 @@ const SEND_LEN: u64 = 16 << 10;
 const RINGS: [[u64; 3]; 2] = [[0, 0x2000, 0x4000], [0x8000, 0xa000, 0xc000]];
 const BUFFERS: [u64; 2] = [0x10_0000, 0x40_0000];
 
-/// Places of a further pair: from where they are, and where the buffers are from there. There is room for three, of 64
-/// descriptors.
+/// Places of a further pair: from where they are, and where the buffers are from there. Memory of [`LEN`] bytes has room for
+/// three, of 64 descriptors.
 const PAIR_AT: u64 = 0xa0_0000;
 const PAIR_LEN: u64 = 0x20_0000;
 const PAIR_BUFFERS: [u64; 2] = [0x2_0000, 0x8_0000];
@@ -61,6 +61,11 @@ fn buffers(queue: usize) -> u64 {
 
 fn pair_at(queue: usize) -> u64 {
     (queue as u64 / 2).checked_sub(1).map_or(0, |pair| PAIR_AT + PAIR_LEN * pair)
+}
+
+/// Returns the bytes of memory of a machine with so many queues.
+fn len_for(queues: usize) -> u64 {
+    LEN.max(pair_at(queues))
 }
 
 /// Returns where the indirect table of a buffer of the sending queue is.
@@ -172,13 +177,31 @@ impl Machine {
 
     /// Like [`start`](Self::start), with so many pairs of queues.
     pub fn start_with(path: &Path, features: u64, size: u16, pairs: usize, mut turn: impl FnMut()) -> Self {
-        let mut machine = Self::connect(path, features, size, &mut turn);
-        let queues = 2 * pairs;
+        Self::start_in_order(path, features, size, 0..2 * pairs, &mut turn)
+    }
+
+    /// Like [`start`](Self::start), with all these queues, which it starts in this order.
+    pub fn start_in_order(
+        path: &Path,
+        features: u64,
+        size: u16,
+        order: impl ExactSizeIterator<Item = usize>,
+        turn: &mut impl FnMut(),
+    ) -> Self {
+        let mut machine = Self::connect(path, features, size, turn);
+        let queues = order.len();
+        machine.memory = memory(len_for(queues));
         (machine.kicks, machine.calls) =
             ((0..queues).map(|_| eventfd()).collect(), (0..queues).map(|_| eventfd()).collect());
         (machine.available, machine.used) = (vec![0; queues], vec![0; queues]);
         machine.start_packed(queues);
-        machine.begin(vec![machine.start_of_ring(); queues], &mut turn);
+        machine.share();
+        let begin = machine.start_of_ring();
+        for queue in order {
+            machine.start_queue(queue, begin);
+            // A turn for each message: a socket has no room for those of all queues.
+            (0..30).for_each(|_| turn());
+        }
         for queue in (0..queues).step_by(2) {
             (0..size).for_each(|at| machine.post(queue, at));
         }
@@ -301,22 +324,30 @@ impl Machine {
 
     /// Starts its device, whose rings begin with these indices.
     pub fn begin(&self, bases: impl AsRef<[u16]>, turn: &mut impl FnMut()) {
-        self.say(2, &self.features.to_ne_bytes(), &[]);
-        self.say(5, &table(&[[GUEST, LEN, USER, 0]]), &[self.memory.as_fd()]);
-        for (index, base) in (0_u32..).zip(bases.as_ref().iter().copied()) {
-            let at = index as usize;
-            self.say(8, &state(index, self.size.into()), &[]);
-            let used = if self.is_packed() { u32::from(base) << 16 } else { 0 };
-            self.say(10, &state(index, used | u32::from(base)), &[]);
-            self.place(index, false);
-            self.say(13, &u64::from(index).to_ne_bytes(), &[self.calls[at].as_fd()]);
-            self.say(12, &u64::from(index).to_ne_bytes(), &[self.kicks[at].as_fd()]);
-            if self.features & PROTOCOL != 0 {
-                self.say(18, &state(index, 1), &[]);
-            }
-        }
+        self.share();
+        bases.as_ref().iter().enumerate().for_each(|(queue, base)| self.start_queue(queue, *base));
         // A turn for each message.
         (0..30 * bases.as_ref().len()).for_each(|_| turn());
+    }
+
+    /// Says which features it takes, and shares its memory.
+    fn share(&self) {
+        self.say(2, &self.features.to_ne_bytes(), &[]);
+        self.say(5, &table(&[[GUEST, len_for(self.kicks.len()), USER, 0]]), &[self.memory.as_fd()]);
+    }
+
+    /// Starts a queue, which begins with this index.
+    fn start_queue(&self, queue: usize, base: u16) {
+        let index = u32::try_from(queue).unwrap();
+        self.say(8, &state(index, self.size.into()), &[]);
+        let used = if self.is_packed() { u32::from(base) << 16 } else { 0 };
+        self.say(10, &state(index, used | u32::from(base)), &[]);
+        self.place(index, false);
+        self.say(13, &u64::from(index).to_ne_bytes(), &[self.calls[queue].as_fd()]);
+        self.say(12, &u64::from(index).to_ne_bytes(), &[self.kicks[queue].as_fd()]);
+        if self.features & PROTOCOL != 0 {
+            self.say(18, &state(index, 1), &[]);
+        }
     }
 
     /// Says where a ring lies, and whether writes to its used ring are noted.

@@ -25,7 +25,11 @@
 //! | next page, 64 for a node | the line of each node: how far its ring to us was read, and the counters between us    |
 //! | next page, a page a node | the ring to each node: [`RING_PLACES`] messages of 16 bytes                              |
 //! | next page                | the ledger, for a successor: the progress of a native node's program, of a memif node in its client's rings, or of a namespace in reading its TAP |
-//! | last [`JOURNAL_PAGES`]   | the journal, for a successor: completions in the packed rings of a node that is a virtual machine, a page a ring; and the counts of each queue |
+//! | next [`JOURNAL_PAGES`]   | the journal, for a successor: completions in the packed rings of a node that is a virtual machine, a page a ring; and the counts of each queue |
+//! | last page                | more of the ledger: how far the further rings of such a node are |
+//!
+//! Memory that an earlier daemon made ends with the first [`JOURNAL_PAGES_BEFORE`] of the journal, and earlier workers read
+//! no more of it.
 
 #![allow(unsafe_code, reason = "answers for the keeper of a node's memory towards the pool (K1)")]
 
@@ -48,10 +52,17 @@ const RING_LINES: usize = PAGE_LEN / LINE_LEN;
 pub const LEDGER_LINES: usize = PAGE_LEN / LINE_LEN;
 
 /// Number of pages in the journal.
-pub const JOURNAL_PAGES: usize = 16;
+pub const JOURNAL_PAGES: usize = 64;
+
+/// The same in memory that an earlier daemon made.
+pub const JOURNAL_PAGES_BEFORE: usize = 16;
 
 /// Line of a journal's page that has the counts of the queue.
 pub const QUEUE_COUNTS_LINE: usize = LEDGER_LINES - 2;
+
+/// Line of the journal's first page whose word 0 is the number of pairs of queues that have had frames to count: pages
+/// behind those of them need not be read.
+pub const QUEUE_PAIRS_LINE: usize = LEDGER_LINES - 1;
 
 /// Name of each of these counts, in the order of its words.
 pub const QUEUE_COUNTS: [&str; LINE_WORDS] =
@@ -105,6 +116,8 @@ struct Layout {
     rings_at: usize,
     ledger_at: usize,
     journal_at: usize,
+    more_at: usize,
+    len_before: usize,
     len: usize,
 }
 
@@ -115,7 +128,9 @@ impl Layout {
         let rings_at = (lines_at + usize::from(NODES_MAX) * LINE_LEN).next_multiple_of(PAGE_LEN);
         let ledger_at = rings_at + usize::from(NODES_MAX) * PAGE_LEN;
         let journal_at = ledger_at + PAGE_LEN;
-        Layout { lines_at, rings_at, ledger_at, journal_at, len: journal_at + JOURNAL_PAGES * PAGE_LEN }
+        let more_at = journal_at + JOURNAL_PAGES * PAGE_LEN;
+        let len_before = journal_at + JOURNAL_PAGES_BEFORE * PAGE_LEN;
+        Layout { lines_at, rings_at, ledger_at, journal_at, more_at, len_before, len: more_at + PAGE_LEN }
     }
 
     fn line_of(self, node: u16) -> usize {
@@ -185,8 +200,8 @@ impl NodeMemory {
         let pages = u32::try_from(pool.len() / PAGE_LEN).unwrap_or(u32::MAX);
         let layout = Layout::of(pages);
         let control = Region::adopt(fds.control)?;
-        if control.len() < layout.len {
-            return Err(RegionError::Truncated { have: control.len(), need: layout.len });
+        if control.len() < layout.len_before {
+            return Err(RegionError::Truncated { have: control.len(), need: layout.len_before });
         }
         // A fault on each page would lie in the pause in which no worker drives.
         control.populate_allocated();
@@ -227,9 +242,20 @@ impl NodeMemory {
         self.lines(self.layout.ledger_at, LEDGER_LINES)
     }
 
-    /// Returns the journal. A read of one of its pages makes the kernel allocate that.
+    /// Returns the page with more of the ledger, if the memory has it.
+    pub fn more_ledger(&self) -> Option<Span<Line>> {
+        self.is_whole().then(|| self.lines(self.layout.more_at, LEDGER_LINES))
+    }
+
+    /// Returns the journal: [`JOURNAL_PAGES`], or [`JOURNAL_PAGES_BEFORE`]. A read of one of its pages makes the kernel
+    /// allocate that.
     pub fn journal(&self) -> Span<Line> {
-        self.lines(self.layout.journal_at, JOURNAL_PAGES * LEDGER_LINES)
+        let pages = if self.is_whole() { JOURNAL_PAGES } else { JOURNAL_PAGES_BEFORE };
+        self.lines(self.layout.journal_at, pages * LEDGER_LINES)
+    }
+
+    fn is_whole(&self) -> bool {
+        self.control.len() >= self.layout.len
     }
 
     /// Gives the memory of our ring to `node` back to the kernel. It then reads as zeroes.
@@ -257,7 +283,9 @@ impl PeerNodeMemory {
         let pool = PeerRegion::map_kept_whole(fds.pool.as_fd())?;
         let pages = u32::try_from(pool.len() / PAGE_LEN).unwrap_or(u32::MAX);
         let layout = Layout::of(pages);
-        let node_memory = PeerNodeMemory { control: PeerRegion::map_kept(fds.control.as_fd(), layout.len)?, layout };
+        let map = |len| PeerRegion::map_kept(fds.control.as_fd(), len);
+        let control = map(layout.len).or_else(|_| map(layout.len_before))?;
+        let node_memory = PeerNodeMemory { control, layout };
         let generations = node_memory.lines(GENERATIONS_AT, generation_lines(pages));
         Ok((node_memory, PeerPool::new(pool, generations)?))
     }
@@ -284,6 +312,14 @@ impl PeerNodeMemory {
     /// Returns the node's ring to `node`.
     pub fn ring_to(&self, node: u16) -> Claims<Span<Line>> {
         self.lines(self.layout.ring_to(node), RING_LINES)
+    }
+
+    /// Returns the number of queues of the node's virtual machine that have counts.
+    pub fn queues(&self) -> usize {
+        let line = self.lines(self.layout.journal_at + QUEUE_PAIRS_LINE * LINE_LEN, 1);
+        let most = (self.control.len() - self.layout.journal_at) / PAGE_LEN;
+        let queues = usize::try_from(line.load(0, 0)).unwrap_or(usize::MAX).saturating_mul(2);
+        queues.min(most).min(JOURNAL_PAGES)
     }
 
     /// Returns the counts of a queue of the node's virtual machine, one of [`JOURNAL_PAGES`], in the order of
@@ -381,6 +417,29 @@ mod tests {
             let said = NodeMemoryFds::create("test", pages).unwrap_err().to_string();
             assert!(said.contains(&format!("{pages} pages")) && said.contains("64 to 524288"), "{said}");
         }
+    }
+
+    #[test]
+    fn memory_of_an_earlier_daemon_ends_with_fewer_pages_of_the_journal() {
+        let fds = NodeMemoryFds::create("test", 64).unwrap();
+        let make = || {
+            let memory = Region::create("test", Layout::of(64).len_before, Pages::Small).unwrap();
+            memory.close_to_others().unwrap();
+            memory.into_fd()
+        };
+        let (peer, _) = PeerNodeMemory::map(&fds.to_read().unwrap()).unwrap();
+        let (node_memory, _pool) = NodeMemory::adopt(fds).unwrap();
+        let journal = node_memory.journal();
+        assert!((journal.len(), node_memory.more_ledger().is_some()) == (JOURNAL_PAGES * LEDGER_LINES, true));
+        journal[QUEUE_PAIRS_LINE].word(0).store(u64::MAX, Relaxed);
+        assert_eq!(peer.queues(), JOURNAL_PAGES);
+        let earlier = NodeMemoryFds { control: make(), ..NodeMemoryFds::create("test", 64).unwrap() };
+        let (peer, _) = PeerNodeMemory::map(&earlier.to_read().unwrap()).unwrap();
+        let (node_memory, _pool) = NodeMemory::adopt(earlier).unwrap();
+        let journal = node_memory.journal();
+        assert!((journal.len(), node_memory.more_ledger().is_some()) == (JOURNAL_PAGES_BEFORE * LEDGER_LINES, false));
+        journal[QUEUE_PAIRS_LINE].word(0).store(u64::MAX, Relaxed);
+        assert_eq!(peer.queues(), JOURNAL_PAGES_BEFORE);
     }
 
     #[test]

@@ -50,11 +50,15 @@ impl<D: FrameHandler> VniAttachment<D> {
     #[inline]
     pub(super) fn tell_news_of_client(&mut self, common: &mut Common) {
         if let Some(End::Bridge(bridge)) = &mut self.end
-            && bridge.end.connection().is_some_and(|connection| connection.has_news())
+            && let Some(connection) = bridge.end.connection().filter(|connection| connection.has_news())
             && !common.channel.is_behind()
-            && self.news_at <= Instant::now() + AHEAD
         {
-            self.tell_client(&mut common.channel);
+            let now = Instant::now();
+            // After the first of several changes in a row, it waits for the last.
+            let is_due = self.news_at <= now || connection.is_settled() && self.news_at <= now + AHEAD;
+            if is_due {
+                self.tell_client(&mut common.channel);
+            }
         }
     }
 

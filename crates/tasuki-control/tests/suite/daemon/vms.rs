@@ -13,6 +13,7 @@ use rustix::net::{Shutdown, SocketAddrUnix};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal};
 use tasuki_testing::Program;
 
+use super::real::released;
 use super::rig::{lives, pid, signal, until};
 use super::vnis::{self, SHOP, World};
 
@@ -249,7 +250,8 @@ fn a_stock_guest_with_packed_rings_does_not_notice_that_its_back_end_is_replaced
     assert!(said.contains("vm: mtu is 60, and a network card has 68 bytes at least"), "{said}");
     world.rig.ask(&["node", "add", "vm", "--mtu", "1400", "--vm", socket.to_str().expect("text")]);
     world.rig.await_pair("vm");
-    let Some(_machine) = machine(&world, &["--cores", &two_cpus(), "--packed"]) else {
+    // QEMU describes all rings, and enables those that its guest uses.
+    let Some(_machine) = machine(&world, &["--cores", &two_cpus(), "--packed", "--queues", "32"]) else {
         println!("skipped: needs QEMU and a kernel: cargo xtask test");
         return world.end();
     };
@@ -273,6 +275,21 @@ fn a_stock_guest_with_packed_rings_does_not_notice_that_its_back_end_is_replaced
             world.rig.await_pair("vm");
             world.rig.ask(&["worker", "upgrade", "vm"]);
         });
+    }
+    // The successors have a kick and an interrupt for each ring.
+    let (driver, _) = world.rig.await_pair("vm");
+    let fds = std::fs::read_dir(format!("/proc/{}/fd", pid(&driver))).expect("it runs");
+    let names = fds.filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok());
+    let eventfds = names.filter(|name| name.as_os_str() == "anon_inode:[eventfd]").count();
+    assert!(eventfds >= 2 * 64, "{eventfds} of the machine's eventfds");
+    // The last release has eight pairs, and cannot go on with these.
+    if let Some(before) = released() {
+        let said = world.rig.refused(&["upgrade", "--with", before.to_str().expect("text")]);
+        assert!(said.contains("is from before machines of more than 8 pairs of queues"), "{said}");
+        let worker = before.join("tasuki-worker");
+        let said = world.rig.refused(&["worker", "upgrade", "vm", "--with", worker.to_str().expect("text")]);
+        assert!(said.contains("its program is from before machines of more than 8 pairs of queues"), "{said}");
+        ping(100);
     }
     // The queues have counted it all, over all these workers.
     let status = world.rig.json(&["status"]);

@@ -10,7 +10,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use arrayvec::ArrayVec;
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendFlags, recv, recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendFlags, recv, recvmsg,
+    sendmsg,
 };
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -144,6 +145,8 @@ impl Channel {
         }
         match got {
             Ok(got) if got.bytes == 0 => return Err(Refusal::Left),
+            // Less than there is room for came, and not all.
+            Ok(got) if got.flags.contains(ReturnFlags::CTRUNC) && !self.looked.is_full() => return Err(Refusal::Lack),
             Ok(got) => self.seen = self.taken + got.bytes,
             Err(Errno::AGAIN | Errno::INTR) => self.seen = self.taken,
             Err(_) => return Err(Refusal::Left),

@@ -43,14 +43,18 @@ static NAMES: LazyLock<[[String; LINE_WORDS]; RINGS_MAX]> = LazyLock::new(|| {
 });
 
 /// The counts of a turn.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Counts {
     rings: Box<[[u64; LINE_WORDS]; RINGS_MAX]>,
     /// Bits of the rings that have some.
-    changed: u16,
+    changed: u64,
 }
 
-const _: () = assert!(RINGS_MAX <= 16);
+impl Default for Counts {
+    fn default() -> Self {
+        Counts { rings: Box::new([[0; LINE_WORDS]; RINGS_MAX]), changed: 0 }
+    }
+}
 
 /// Returns the frames from the guest that were dropped so far: without room, of a wrong length, for other reasons.
 pub fn lost(dropped: &Dropped) -> [u64; 3] {
@@ -88,9 +92,8 @@ impl Counts {
     }
 }
 
-/// Returns the counts of the rings of the first `pairs` pairs, and of all others that have some, with their names.
-pub fn named(journal: &Journal, pairs: usize) -> Vec<(&'static str, u64)> {
-    let counts = (0..RINGS_MAX).map(|ring| (ring, journal.counts(ring)));
-    let known = counts.filter(|(ring, counts)| ring / 2 < pairs || counts.iter().any(|count| *count > 0));
-    known.flat_map(|(ring, counts)| NAMES[ring].iter().map(String::as_str).zip(counts)).collect()
+/// Returns the counts of the rings of all pairs that have run, with their names.
+pub fn named(journal: &Journal) -> Vec<(&'static str, u64)> {
+    let counts = (0..2 * journal.pairs()).map(|ring| (ring, journal.counts(ring)));
+    counts.flat_map(|(ring, counts)| NAMES[ring].iter().map(String::as_str).zip(counts)).collect()
 }

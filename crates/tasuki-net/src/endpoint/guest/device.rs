@@ -28,6 +28,22 @@ pub const PAIRS_MAX: usize = MARKS_MAX;
 /// Maximum number of rings.
 pub const RINGS_MAX: usize = 2 * PAIRS_MAX;
 
+/// A bit for each pair.
+pub type Pairs = u32;
+/// A bit for each ring.
+pub type Rings = u64;
+const _: () = assert!(PAIRS_MAX == Pairs::BITS as usize && RINGS_MAX == Rings::BITS as usize);
+
+/// Returns the numbers of the bits that are set.
+#[inline]
+pub fn numbers(mut bits: Rings) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let number = (bits != 0).then(|| bits.trailing_zeros() as usize)?;
+        bits &= bits - 1;
+        Some(number)
+    })
+}
+
 /// Features that we offer.
 const FEATURES: u64 = feature::CSUM
     | feature::GUEST_CSUM
@@ -81,12 +97,20 @@ pub enum Refusal {
     /// The descriptors that belong to the request did not come.
     #[error("{1} descriptors came with its request {0}, and others belong to it")]
     Descriptors(u32, usize),
+    /// No descriptor is left for those that it sends.
+    #[error("this worker may open no more descriptors, and it sends some: raise LimitNOFILE= of tasukid (ulimit -Hn)")]
+    Lack,
     /// A feature that was not offered.
     #[error("it takes features that it was not offered ({0:#x})")]
     Features(u64),
     /// A ring that does not exist.
-    #[error("it speaks of ring {0}, and there are {RINGS_MAX}: start it with {PAIRS_MAX} pairs of queues at most")]
-    Ring(u64),
+    #[error("it speaks of ring {ring}, and there are {rings}: start it with {} pairs of queues at most", .rings / 2)]
+    Ring {
+        /// The ring's number.
+        ring: u64,
+        /// Number of rings that there may be.
+        rings: usize,
+    },
     /// A descriptor that is no eventfd.
     #[error("what it sent as the eventfd of ring {0} is none")]
     Eventfd(u64),
@@ -121,8 +145,9 @@ pub enum Refusal {
     Left,
 }
 
-/// A ring, as the front end describes it.
+/// A ring, as the front end describes it. A description has many: so it has no names.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(from = "RingLine", into = "RingLine")]
 pub struct RingText {
     place: Place,
     /// Position of the first chain to take, from the front end.
@@ -130,10 +155,8 @@ pub struct RingText {
     /// Position of the first completion when the ring started.
     done: u16,
     /// Position that the front end knows: the one that it gave, or was told, last.
-    #[serde(default)]
     stated: u16,
     /// Whether it has run since the front end connected, which then knows its position.
-    #[serde(default)]
     has_run: bool,
     /// The guest's address of the used ring, if writes to it are noted.
     log: Option<u64>,
@@ -142,6 +165,27 @@ pub struct RingText {
     is_started: bool,
     has_kick: bool,
     has_call: bool,
+}
+
+/// Number of descriptors; addresses of descriptors, available and used ring; base, done, stated; log; bits of the rest.
+type RingLine = (u16, u64, u64, u64, u16, u16, u16, Option<u64>, u8);
+
+impl From<RingText> for RingLine {
+    fn from(ring: RingText) -> Self {
+        let RingText { place, base, done, stated, has_run, log, is_enabled, is_started, has_kick, has_call } = ring;
+        let Place { size, descriptors, available, used } = place;
+        let bits = [has_run, is_enabled, is_started, has_kick, has_call];
+        let bits = bits.into_iter().rev().fold(0, |bits, bit| bits << 1 | u8::from(bit));
+        (size, descriptors, available, used, base, done, stated, log, bits)
+    }
+}
+
+impl From<RingLine> for RingText {
+    fn from((size, descriptors, available, used, base, done, stated, log, bits): RingLine) -> Self {
+        let place = Place { size, descriptors, available, used };
+        let [has_run, is_enabled, is_started, has_kick, has_call] = std::array::from_fn(|bit| bits >> bit & 1 == 1);
+        RingText { place, base, done, stated, has_run, log, is_enabled, is_started, has_kick, has_call }
+    }
 }
 
 impl RingText {
@@ -177,7 +221,7 @@ pub struct Text {
 }
 
 /// The device.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Device {
     text: Text,
     files: ArrayVec<OwnedFd, STRETCHES_MAX>,
@@ -195,6 +239,40 @@ pub struct Device {
     pub queues: [Option<Queue>; RINGS_MAX],
     /// Number of pairs that run, from the first on.
     pub pairs: usize,
+    /// Their bits.
+    pub running: Pairs,
+    /// Bits of the rings that were used since they were [shown](Self::show) last. Nobody looks at the others.
+    pub touched: Rings,
+    /// Bits of the rings whose interrupt may be held.
+    held: Rings,
+    /// Whether one of the rings that run has no eventfd for kicks.
+    polls: bool,
+    /// As they were at the end of the last turn, and the session that they are of.
+    marks: Marks,
+    marked: u32,
+}
+
+impl Default for Device {
+    fn default() -> Self {
+        Device {
+            text: Text::default(),
+            files: ArrayVec::new(),
+            kicks: [const { None }; RINGS_MAX],
+            interrupts: std::array::from_fn(|_| Interrupt::default()),
+            journal: None,
+            log: None,
+            announced: None,
+            memory: DriverMemory::default(),
+            queues: [const { None }; RINGS_MAX],
+            pairs: 0,
+            running: 0,
+            touched: 0,
+            held: 0,
+            polls: false,
+            marks: Marks::new(),
+            marked: 0,
+        }
+    }
 }
 
 /// A body of a fixed length.
@@ -223,14 +301,25 @@ impl Device {
         self.pairs > 0
     }
 
-    /// Counts the pairs that run.
+    /// Counts the pairs that run, after queues were opened or closed: all are to be looked at.
     fn count_pairs(&mut self) {
         self.pairs = self.queues.as_chunks().0.iter().take_while(|[to, from]| to.is_some() && from.is_some()).count();
+        self.running = (0..self.pairs).fold(0, |bits, pair| bits | 1 << pair);
+        self.polls = self.kicks[..2 * self.pairs].iter().any(Option::is_none);
+        self.touched = Rings::MAX;
+        self.journal.iter().for_each(|journal| journal.run(self.pairs));
     }
 
     /// Forgets all queues: a successor has opened its own.
     pub fn forget_queues(&mut self) {
-        (self.queues, self.pairs) = (Default::default(), 0);
+        (self.queues, self.pairs, self.running) = ([const { None }; RINGS_MAX], 0, 0);
+    }
+
+    /// Returns the queue of a ring that runs, and counts it as used.
+    #[inline]
+    pub fn queue_of(&mut self, ring: usize) -> Option<&mut Queue> {
+        self.touched |= 1 << ring;
+        self.queues[ring].as_mut()
     }
 
     /// Handles a request. Returns the body of the answer, if the request has one of its own.
@@ -298,7 +387,7 @@ impl Device {
                 self.text.protocol_features = features;
             }
             request::SET_MEM_TABLE => self.set_memory(bytes, fds)?,
-            request::GET_QUEUE_NUM if has_protocol(protocol::MQ) => return number(PAIRS_MAX as u64),
+            request::GET_QUEUE_NUM if has_protocol(protocol::MQ) => return number(self.room() as u64 / 2),
             request::GET_MAX_MEM_SLOTS if has_protocol(protocol::CONFIGURE_MEM_SLOTS) => {
                 return number(STRETCHES_MAX as u64);
             }
@@ -307,8 +396,11 @@ impl Device {
                 let region: Region = body(request, region)?;
                 let count = fds.len();
                 let file = fds.pop().filter(|_| count == 1).ok_or(Refusal::Descriptors(request, count))?;
-                self.add(region, file)?;
-                self.open_queues()?;
+                // QEMU 7.2 tells of each stretch once for each pair.
+                if !self.knows(region, &file) {
+                    self.add(region, file)?;
+                    self.open_queues()?;
+                }
             }
             request::REM_MEM_REG if has_protocol(protocol::CONFIGURE_MEM_SLOTS) => {
                 let region = bytes.get(8..).unwrap_or_default();
@@ -372,8 +464,15 @@ impl Device {
         Ok(None)
     }
 
+    /// Returns how many rings there may be.
+    fn room(&self) -> usize {
+        self.journal.as_ref().map_or(RINGS_MAX, Journal::room)
+    }
+
     fn ring(&mut self, index: u64) -> Result<&mut RingText, Refusal> {
-        let at = usize::try_from(index).ok().filter(|at| *at < RINGS_MAX).ok_or(Refusal::Ring(index))?;
+        let room = self.room();
+        let at =
+            usize::try_from(index).ok().filter(|at| *at < room).ok_or(Refusal::Ring { ring: index, rings: room })?;
         let rings = &mut self.text.rings;
         rings.resize_with(rings.len().max((at | 1) + 1), RingText::default);
         Ok(&mut rings[at])
@@ -438,6 +537,14 @@ impl Device {
             self.add(body(request::SET_MEM_TABLE, bytes)?, file)?;
         }
         self.open_queues()
+    }
+
+    /// Returns whether a stretch, of this file, was announced already.
+    fn knows(&self, region: Region, file: &OwnedFd) -> bool {
+        let Region { guest, len, user, offset } = region;
+        let known = self.text.stretches.iter().position(|known| *known == (guest, user, len, offset));
+        let number = |file: &OwnedFd| rustix::fs::fstat(file).ok().map(|stat| (stat.st_dev, stat.st_ino));
+        known.is_some_and(|at| number(&self.files[at]) == number(file))
     }
 
     fn add(&mut self, region: Region, file: OwnedFd) -> Result<(), Refusal> {
@@ -676,9 +783,8 @@ impl Device {
     #[inline]
     pub fn show(&mut self, every: [Duration; 2], counts: &mut Counts) -> u64 {
         let mut all = 0;
-        let rings = &mut self.queues[..self.text.rings.len()];
-        for (at, (queue, interrupt)) in rings.iter_mut().zip(&mut self.interrupts).enumerate() {
-            let Some(queue) = queue else { continue };
+        for at in numbers(std::mem::take(&mut self.touched) | std::mem::take(&mut self.held)) {
+            let (Some(queue), interrupt) = (&mut self.queues[at], &mut self.interrupts[at]) else { continue };
             let before = queue.progress();
             let wants = queue.show();
             point("guest.shown");
@@ -689,6 +795,7 @@ impl Device {
                 counts.add(at, if rang { Count::Interrupts } else { Count::Suppressed }, 1);
                 all += u64::from(rang);
             }
+            self.held |= Rings::from(interrupt.is_held()) << at;
         }
         all
     }
@@ -700,22 +807,26 @@ impl Device {
 
     /// Returns how soon a held interrupt is due.
     pub fn interrupts_in(&self, every: [Duration; 2]) -> Option<Duration> {
-        let every = every.into_iter().cycle();
-        let open = self.queues.iter().zip(&self.interrupts).zip(every).filter(|((queue, _), _)| queue.is_some());
-        open.filter_map(|((_, interrupt), every)| interrupt.due_in(every, Instant::now())).min()
+        let open = numbers(self.held).filter(|at| self.queues[*at].is_some());
+        open.filter_map(|at| self.interrupts[at].due_in(every[at % 2], Instant::now())).min()
     }
 
     /// Returns whether a ring that runs has no eventfd for kicks: its driver expects us to look.
     pub fn must_poll(&self) -> bool {
-        self.queues[..2 * self.pairs].iter().zip(&self.kicks).any(|(queue, kick)| queue.is_some() && kick.is_none())
+        self.polls
+    }
+
+    /// Returns whether the driver kicks for the queue by which the guest sends, of this pair.
+    pub fn kicks_for(&self, pair: usize) -> bool {
+        self.kicks[2 * pair + FROM_GUEST].is_some()
     }
 
     /// Notes what is completed in packed rings and not shown yet.
     #[inline]
     pub fn note(&self) {
         let Some(journal) = &self.journal else { return };
-        for (at, queue) in self.queues[..self.text.rings.len()].iter().enumerate() {
-            let Some(Queue::Packed(ring)) = queue else { continue };
+        for at in numbers(self.touched) {
+            let Some(Queue::Packed(ring)) = &self.queues[at] else { continue };
             let (first, completions) = ring.completions();
             if !completions.is_empty() {
                 journal.note(at, self.text.session, first, completions);
@@ -725,13 +836,28 @@ impl Device {
 
     /// Returns how far the rings of each pair are, with the session to which that belongs.
     #[inline]
-    pub fn marks(&self) -> Marks {
-        let done = |at: usize| self.queues[at].as_ref().map_or(self.text.rings[at].done, |queue| queue.positions().1);
+    pub fn marks(&mut self) -> &[u64] {
         let session = u64::from(self.text.session) << 32;
-        let pairs = (0..self.text.rings.len()).step_by(2);
-        let marks = pairs.map(|at| session | u64::from(done(at + TO_GUEST)) << 16 | u64::from(done(at + FROM_GUEST)));
-        // A front end that has said nothing of rings has a session all the same.
-        if self.text.rings.is_empty() { Marks::from_iter([session]) } else { marks.collect() }
+        if self.marked != self.text.session || self.marks.is_empty() {
+            self.marked = self.text.session;
+            self.marks.clear();
+            // A front end that has said nothing of rings has a session all the same.
+            self.marks.extend(std::iter::repeat_n(session, (self.text.rings.len() / 2).max(1)));
+            self.touched = Rings::MAX;
+        }
+        let done = |at: usize| match (&self.queues[at], self.text.rings.get(at)) {
+            (Some(queue), _) => queue.positions().1,
+            (None, ring) => ring.map_or(0, |ring| ring.done),
+        };
+        let mut touched = self.touched;
+        for (pair, mark) in self.marks.iter_mut().enumerate() {
+            if touched & 3 != 0 {
+                let [to, from] = [TO_GUEST, FROM_GUEST].map(|side| u64::from(done(2 * pair + side)));
+                *mark = session | to << 16 | from;
+            }
+            touched >>= 2;
+        }
+        &self.marks
     }
 
     /// Returns the description for a successor.
@@ -795,6 +921,9 @@ impl Device {
         let is_later = |session: u32| (1..1 << 31).contains(&session.wrapping_sub(self.text.session));
         if session.is_some_and(is_later) {
             return Err(Refusal::Stale);
+        }
+        if self.text.rings.len() > self.room() {
+            return Err(Refusal::Ring { ring: self.text.rings.len() as u64 - 1, rings: self.room() });
         }
         let marks = marks.filter(|_| session == Some(self.text.session));
         let has_protocol = self.has(feature::PROTOCOL_FEATURES);

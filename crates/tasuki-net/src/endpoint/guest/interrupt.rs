@@ -56,6 +56,12 @@ impl Interrupt {
         eventfd.map(ring).count() > 0
     }
 
+    /// Returns whether an interrupt is held.
+    #[inline]
+    pub fn is_held(&self) -> bool {
+        self.is_held
+    }
+
     /// Returns how soon a held interrupt is due.
     pub fn due_in(&self, every: Duration, now: Instant) -> Option<Duration> {
         let (last, _) = self.last.filter(|_| self.is_held)?;

@@ -11,6 +11,7 @@
 //! | 0     | session (32 bits), position of the first completion, number of completions (0 while they are written) |
 //! | 1..   | completions, as the ring has them                                                                     |
 //! | 496.. | [counts](super::counts) of the queue, of either layout                                              |
+//! | 504   | on the first page: number of pairs that have run, of which there are counts                          |
 //! | 509.. | where the ring stood when its front end's connection ended ([`Left`]): session (32 bits; 0 if none is known), position that the front end knows, position; file of the memory; address |
 //!
 //! Stores become visible in program order, even those of a worker that dies (V5 of `vni/ledger.rs`).
@@ -21,7 +22,7 @@ use arrayvec::ArrayVec;
 use tasuki_shm::line::{LINE_WORDS, Line};
 use tasuki_shm::region::Span;
 use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
-use tasuki_shm::vni::node_memory::{JOURNAL_PAGES, LEDGER_LINES, QUEUE_COUNTS_LINE};
+use tasuki_shm::vni::node_memory::{JOURNAL_PAGES, LEDGER_LINES, QUEUE_COUNTS_LINE, QUEUE_PAIRS_LINE};
 
 use super::device::RINGS_MAX;
 use crate::virtq::COMPLETIONS_MAX;
@@ -31,8 +32,10 @@ use crate::vni::ledger::point;
 const WORDS: usize = LEDGER_LINES * LINE_WORDS;
 /// The first word of the queue's counts, and the first of its last place.
 const COUNTS: usize = QUEUE_COUNTS_LINE * LINE_WORDS;
+const PAIRS: usize = QUEUE_PAIRS_LINE * LINE_WORDS;
 const LEFT: usize = WORDS - 3;
-const _: () = assert!(COMPLETIONS_MAX < COUNTS && COUNTS + LINE_WORDS <= LEFT && RINGS_MAX <= JOURNAL_PAGES);
+const _: () = assert!(COMPLETIONS_MAX < COUNTS && COUNTS + LINE_WORDS <= PAIRS && PAIRS < LEFT);
+const _: () = assert!(RINGS_MAX <= JOURNAL_PAGES);
 
 /// The completions in a ring.
 #[derive(Debug, Default)]
@@ -103,6 +106,24 @@ impl Journal {
         let words = (1..=usize::from(count)).map(|at| self.word(ring, at).load(Relaxed));
         is_known.then(|| Noted { first, completions: words.collect() })
     }
+
+    /// Returns how many rings it has room for: less than [`RINGS_MAX`] in memory of an earlier daemon.
+    pub fn room(&self) -> usize {
+        (self.0.len() * LINE_WORDS / WORDS).min(RINGS_MAX)
+    }
+
+    /// Notes that so many pairs run.
+    pub fn run(&self, pairs: usize) {
+        if pairs > self.pairs() {
+            self.word(0, PAIRS).store(pairs as u64, Relaxed);
+        }
+    }
+
+    /// Returns how many pairs have run at a time.
+    pub fn pairs(&self) -> usize {
+        usize::try_from(self.word(0, PAIRS).load(Relaxed)).map_or(0, |pairs| pairs.min(self.room() / 2))
+    }
+
     /// Adds to the counts of a queue.
     #[inline]
     pub fn count(&self, ring: usize, counts: &[u64; LINE_WORDS]) {

@@ -43,8 +43,8 @@ impl Guest {
             let before = machine.device.session();
             let heard = machine.hear();
             if machine.device.session() != before {
-                (self.has_news, self.is_quiesced) = (true, None);
-                self.must_watch = true;
+                (self.has_news, self.must_watch) = (true, true);
+                self.look_at_all();
             }
             match heard {
                 Ok(heard) => (self.heard, self.must_hear) = (heard, self.must_hear || heard),
@@ -62,8 +62,9 @@ impl Guest {
             None if was_running.is_some() && self.other.is_some() => self.moves = Some(Instant::now()),
             None => {}
         }
-        if self.stale.is_some() {
-            // The place may be taken or free: it is known soon, and a new front end waits for it.
+        if self.stale.is_some() || self.must_hear {
+            // The place may be taken or free: it is known soon, and a new front end waits for it. And to ask for a connection
+            // costs more than a message.
             return;
         }
         for _ in 0..ACCEPTS {
@@ -135,8 +136,9 @@ impl Guest {
         machine.device.follow(self.session());
         self.machine = Some(machine);
         // The daemon has not heard of it: as after a message, no frame moves in this turn.
-        (self.has_news, self.is_quiesced, self.must_hear, self.heard) = (true, None, true, true);
+        (self.has_news, self.must_hear, self.heard) = (true, true, true);
         self.must_watch = true;
+        self.look_at_all();
     }
 
     /// Returns the number of the state of the device that is served, or was last.
@@ -189,6 +191,7 @@ impl Guest {
     /// Watches the listener, both sockets, and the eventfds that the machine has now: the front end may have earlier ones
     /// open, too. Nobody reads those of the second machine.
     pub(super) fn watch_all(&mut self) {
+        self.look_at_all();
         let sockets = self.machine.iter().chain(&self.other).map(|machine| machine.channel.socket());
         let kicks = || self.machine.iter().flat_map(|machine| machine.device.numbered_kicks());
         // A kick of before wakes nobody: the rings are looked at next.
@@ -218,8 +221,9 @@ impl Guest {
         }
         self.stale = None;
         // The first turn is for frames.
-        (self.machine, self.is_quiesced, self.must_hear, self.must_ring) = (Some(machine), None, false, true);
+        (self.machine, self.must_hear, self.must_ring) = (Some(machine), false, true);
         self.must_watch = true;
+        self.look_at_all();
         if let Err(refusal) = went {
             self.end(&refusal);
         }
@@ -229,6 +233,11 @@ impl Guest {
 impl Connection for Guest {
     fn has_news(&self) -> bool {
         self.has_news
+    }
+
+    /// A set-up has hundreds of messages in a row, and the parts of a machine are many.
+    fn is_settled(&self) -> bool {
+        !self.must_hear
     }
 
     /// A front end whose device does not run yet has no parts: it connects again when its worker is replaced.

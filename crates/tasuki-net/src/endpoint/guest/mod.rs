@@ -13,6 +13,7 @@
 //! | `counts`      | what each queue has carried                       |
 //! | [`channel`]   | the socket: a message at a time, without waiting  |
 //! | `flow`        | which of several rings a frame goes by            |
+//! | `from_guest`  | the way of a frame out of the guest's memory      |
 //! | `interrupt`   | when an interrupt goes, and when it waits         |
 //! | [`journal`]   | completions in packed rings, for a successor      |
 //! | `machines`    | connections, and a guest that migrates            |
@@ -28,6 +29,7 @@ pub mod channel;
 pub mod counts;
 pub mod device;
 mod flow;
+mod from_guest;
 mod interrupt;
 pub mod journal;
 mod machines;
@@ -57,16 +59,13 @@ use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use crate::vni::{Incoming, PIECE_MAX};
 use channel::Channel;
 use counts::{Count, Counts};
-use device::{Device, FROM_GUEST, PAIRS_MAX, Refusal, TO_GUEST, session_of};
+use device::{Device, FROM_GUEST, PAIRS_MAX, Pairs, Refusal, TO_GUEST, numbers, session_of};
 use flow::flow_of;
 use interrupt::SENT_EVERY;
 use journal::Journal;
 use machines::Machine;
 use to_guest::{Room, away, header_len};
 use wire::feature;
-
-/// Number of frames taken from the guest before the node turns to frames for it.
-const TAKES: usize = 32;
 
 /// Number of frames whose bytes are on their way from the guest's cache while one is copied.
 const AHEAD: u16 = 8;
@@ -162,16 +161,23 @@ pub struct Guest {
     /// The machine's front end said something in this turn. No frame moves in it: a successor that cannot go on after the
     /// change has then nothing to repeat that it does not know of.
     heard: bool,
-    /// Whether the guest was told that it need not kick, as far as that is known of all rings.
-    is_quiesced: Option<bool>,
+    /// Bits of the pairs that had nothing to send after their driver was asked to kick: a turn looks at none of them but one,
+    /// until it kicks.
+    calm: Pairs,
+    /// Bits of the pairs whose driver was told that it need not kick.
+    hushed: Pairs,
+    /// Bits of the pairs that have sent since a turn looked whether they are calm.
+    sent: Pairs,
     /// The pair from which the next turn takes first.
     first: usize,
     /// Bits of the pairs whose ring had no buffer for a frame in this turn.
-    starved: u8,
+    starved: Pairs,
     /// Since when a ring has had no buffer, for each of several pairs: frames for the others go on.
     shortages: [Option<Instant>; PAIRS_MAX],
     /// Bits of the pairs whose driver was asked to kick when it posts a buffer.
-    awaited: u8,
+    awaited: Pairs,
+    /// The mark while there is no machine.
+    mark: u64,
     broken: Option<Refusal>,
 }
 
@@ -206,11 +212,14 @@ impl Guest {
             must_watch: false,
             must_ring: false,
             heard: false,
-            is_quiesced: None,
+            calm: 0,
+            hushed: 0,
+            sent: 0,
             first: 0,
             starved: 0,
             shortages: [None; PAIRS_MAX],
             awaited: 0,
+            mark: 0,
             broken: None,
         })
     }
@@ -226,113 +235,10 @@ impl Guest {
         announced.take_if(|address| egress.send_bytes(&announcement(*address))).is_some()
     }
 
-    /// Returns the number of frames taken, also before the guest broke a rule. Each pair is the first in its turn.
-    fn take_from_guest(&mut self, egress: &mut Egress<'_>) -> usize {
-        let pairs = self.machine.as_ref().map_or(0, |machine| machine.device.pairs);
-        let (mut count, mut goes_on) = (0, pairs > 0);
-        let first = if self.first < pairs { self.first } else { 0 };
-        self.first = first + 1;
-        for pair in (first..pairs).chain(0..first) {
-            if !goes_on || count >= TAKES {
-                break;
-            }
-            let took;
-            (took, goes_on) = self.take_from_pair(pair, TAKES - count, egress);
-            count += took;
-            if egress.waits.for_room() {
-                // That frame is the next one: how long a frame waits is counted for one at a time.
-                self.first = pair;
-            }
-        }
-        count
+    /// Has the next turn look at all rings.
+    fn look_at_all(&mut self) {
+        (self.calm, self.hushed) = (0, 0);
     }
-
-    /// Takes up to `most` frames that the guest sends by a pair. Returns their number, and whether more can be sent.
-    fn take_from_pair(&mut self, pair: usize, most: usize, egress: &mut Egress<'_>) -> (usize, bool) {
-        let Self { machine, chain, is_quiesced, broken, counts, .. } = self;
-        let Some(machine) = machine else { return (0, false) };
-        let header = header_len(&machine.device);
-        let Device { memory, queues, .. } = &mut machine.device;
-        let has_some = match &mut queues[2 * pair + FROM_GUEST] {
-            Some(queue) => queue.look(),
-            None => return (0, true),
-        };
-        match has_some {
-            Ok(false) => return (0, true),
-            Ok(true) => {}
-            Err(rule) => {
-                *broken = Some(rule.into());
-                return (0, false);
-            }
-        }
-        if is_quiesced.replace(true) != Some(true) {
-            senders(queues).for_each(|queue| queue.want_kicks(false));
-        }
-        let before = counts::lost(egress.dropped);
-        let (count, bytes, goes_on) = match &mut queues[2 * pair + FROM_GUEST] {
-            Some(Queue::Split(ring)) => take_frames(ring, memory, chain, header, most, egress),
-            Some(Queue::Packed(ring)) => take_frames(ring, memory, chain, header, most, egress),
-            None => return (0, true),
-        };
-        counts.sent(pair, (count, bytes), before, egress.dropped);
-        let goes_on = goes_on.unwrap_or_else(|rule| {
-            *broken = Some(rule.into());
-            false
-        });
-        (count, goes_on)
-    }
-}
-
-/// Takes up to `most` frames that the guest sends by a ring. Returns their number and that of their bytes, and whether more
-/// can be sent.
-#[inline]
-fn take_frames<R: Ring>(
-    ring: &mut R,
-    memory: &DriverMemory,
-    chain: &mut Chain,
-    header: usize,
-    most: usize,
-    egress: &mut Egress<'_>,
-) -> (usize, usize, Result<bool, Broken>) {
-    let mut bytes = 0;
-    let fetch = |ring: &mut R, ahead| {
-        ring.address_ahead(ahead).into_iter().for_each(|address| memory.prefetch_to_read(address, FETCHED));
-    };
-    (0..AHEAD).for_each(|ahead| fetch(ring, ahead));
-    for count in 0..most {
-        fetch(ring, AHEAD);
-        match ring.take(memory, chain) {
-            Ok(true) => {}
-            Ok(false) => return (count, bytes, Ok(true)),
-            Err(rule) => return (count, bytes, Err(rule)),
-        }
-        let pieces = &chain.readable;
-        let len = len_of(pieces).saturating_sub(header);
-        // The header and the addresses, in one read.
-        let mut front = [0; LONG_HEADER + 14];
-        memory.copy_to(pieces, 0, &mut front[..header + 14]);
-        let offload = Offload::read_from_bytes(&front[..HEADER_LEN]).expect("it has this length");
-        let addresses = front[header..header + 14].first_chunk().expect("they are 14 bytes");
-        let goes_on = egress.send_unfinished(len, &offload, addresses, |room| _ = memory.copy_to(pieces, header, room));
-        if !goes_on {
-            ring.put_back(chain.head);
-            return (count, bytes, Ok(false));
-        }
-        bytes += len;
-        ring.complete(chain.head, 0);
-    }
-    (most, bytes, Ok(true))
-}
-
-/// Returns the rings by which the guest sends.
-fn senders(queues: &mut [Option<Queue>]) -> impl Iterator<Item = &mut Queue> {
-    queues.iter_mut().skip(FROM_GUEST).step_by(2).flatten()
-}
-
-/// Returns the rings by which the guest receives, of the pairs with these bits.
-fn receivers(queues: &mut [Option<Queue>], bits: u8) -> impl Iterator<Item = &mut Queue> {
-    let pairs = (0..).zip(queues.iter_mut().skip(TO_GUEST).step_by(2));
-    pairs.filter(move |(pair, _)| bits & 1 << pair != 0).filter_map(|(_, queue)| queue.as_mut())
 }
 
 /// Returns a request of RARP for one's own address (RFC 903), as back ends send it for their guest.
@@ -356,9 +262,14 @@ impl Endpoint for Guest {
         self.inherited.take().into_iter().for_each(|machine| self.go_on_now(machine));
     }
 
-    fn marks(&self) -> Marks {
-        let none = || Marks::from_iter([u64::from(self.session) << 32]);
-        self.machine.as_ref().map_or_else(none, |machine| machine.device.marks())
+    fn marks(&mut self) -> &[u64] {
+        match &mut self.machine {
+            Some(machine) => machine.device.marks(),
+            None => {
+                self.mark = u64::from(self.session) << 32;
+                std::slice::from_ref(&self.mark)
+            }
+        }
     }
 
     fn note(&mut self) {
@@ -432,23 +343,20 @@ impl Endpoint for Guest {
     }
 
     fn arm(&mut self, waits: bool) -> Armed {
+        if self.must_hear {
+            // More of the same may be there, and each message brings other descriptors to watch.
+            return Armed::Busy;
+        }
         if self.must_watch {
             self.watch_all();
         }
         if self.must_ring {
             return Armed::Busy;
         }
-        let Some(machine) = &mut self.machine else { return Armed::Idle };
+        let Some(machine) = self.machine.as_ref().filter(|_| !waits) else { return Armed::Idle };
         // Only rings from which a turn takes.
-        let queues = &mut machine.device.queues[..2 * machine.device.pairs];
-        if waits {
-            return Armed::Idle;
-        }
-        if self.is_quiesced.replace(false) != Some(false) {
-            senders(queues).for_each(|queue| queue.want_kicks(true));
-        }
-        let is_busy = senders(queues).any(|queue| queue.look() != Ok(false));
-        if is_busy { Armed::Busy } else { Armed::Idle }
+        let bits = machine.device.running & !self.calm;
+        if self.calm(bits) { Armed::Idle } else { Armed::Busy }
     }
 
     fn await_room(&mut self) -> bool {
@@ -456,18 +364,30 @@ impl Endpoint for Guest {
         let starved = std::mem::take(&mut self.starved);
         self.awaited |= starved;
         // A driver kicks for the next buffer only. If there are some, and too few for a frame, it kicks no more.
-        receivers(&mut machine.device.queues, starved).fold(starved != 0, |will, queue| {
+        numbers(starved.into()).fold(starved != 0, |will, pair| {
+            let Some(queue) = machine.device.queue_of(2 * pair + TO_GUEST) else { return will };
             queue.want_kicks(true);
             will & (queue.look() == Ok(false))
         })
     }
 
     fn wake(&mut self) {
-        let Self { listener, counts, .. } = self;
-        self.must_hear |= listener.hear(|ring| counts.add(ring, Count::Kicks, 1));
+        let Self { listener, counts, calm, .. } = self;
+        let heard = listener.hear(|ring| {
+            counts.add(ring, Count::Kicks, 1);
+            if ring % 2 == FROM_GUEST {
+                *calm &= !(1 << (ring / 2));
+            }
+        });
+        match heard {
+            Some(others) => self.must_hear |= others,
+            None => (self.must_hear, self.calm) = (true, 0),
+        }
         let awaited = std::mem::take(&mut self.awaited);
         if let Some(machine) = self.machine.as_mut().filter(|_| awaited != 0) {
-            receivers(&mut machine.device.queues, awaited).for_each(|queue| queue.want_kicks(false));
+            for pair in numbers(awaited.into()) {
+                machine.device.queue_of(2 * pair + TO_GUEST).into_iter().for_each(|queue| queue.want_kicks(false));
+            }
         }
     }
 
@@ -529,7 +449,7 @@ impl Endpoint for Guest {
             ("interrupts", interrupts),
             ("queue_pairs", pairs as u64),
         ];
-        counts.extend(self.journal.iter().flat_map(|journal| counts::named(journal, pairs)));
+        counts.extend(self.journal.iter().flat_map(counts::named));
         counts
     }
 

@@ -83,8 +83,9 @@ impl Guest {
         let is_fit = takes(&machine.device, &offload);
         let header = header_len(&machine.device);
         let merges = machine.device.has(feature::MRG_RXBUF);
-        let Device { memory, queues, .. } = &mut machine.device;
+        let Device { memory, queues, touched, .. } = &mut machine.device;
         let Some(queue) = &mut queues[2 * pair + TO_GUEST] else { return Ok(away(dropped)) };
+        *touched |= 1 << (2 * pair + TO_GUEST);
         let frame = Frame { incoming, front, offload: &offload };
         let given = match queue {
             Queue::Split(ring) if is_fit => Buffers { memory, ring, chain, room, header, merges }.give(frame, dropped),

@@ -413,7 +413,11 @@ fn fuzz_messages_and_rings() {
         let is_packed = features & PACKED != 0;
         let size = if is_packed { 1 + dice.below(128) as u16 } else { 1 << dice.below(8) };
         let sizes = [size.into(), size.into(), 256, 7];
-        let pairs = if size <= 64 { 1 + dice.below(3) } else { 1 };
+        let pairs = match dice.below(8) {
+            _ if size > 64 => 1,
+            0 => 32,
+            few => 1 + few % 3,
+        };
         let start = |net: &mut Net| {
             let path = net.folder.path().join("vm.sock");
             Machine::start_with(&path, features, size, pairs as usize, || net.turn())
@@ -494,7 +498,7 @@ fn fuzz_messages_and_rings() {
                             words.iter().flat_map(|word| word.to_ne_bytes()).collect()
                         }
                         8 | 10 | 11 | 18 => state(
-                            (if dice.below(100) == 0 { dice.below(40) } else { dice.below(2 * pairs) }) as u32,
+                            (if dice.below(100) == 0 { dice.below(80) } else { dice.below(2 * pairs) }) as u32,
                             dice.pick(if request == 18 {
                                 &[1, 1, 1, 0]
                             } else if rounds % 20 == 0 {

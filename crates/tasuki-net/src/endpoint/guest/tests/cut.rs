@@ -17,7 +17,10 @@ enum End {
 
 /// Ends the connection of a machine, whose worker sleeps.
 fn cut(net: &mut Net, machine: &mut Machine, end: End) {
-    assert_eq!(net.node.as_mut().unwrap().arm(), Armed::Idle);
+    let node = net.node.as_mut().unwrap();
+    while node.arm() == Armed::Busy {
+        node.turn();
+    }
     match end {
         End::Breach => {
             // A request that does not exist, before the next frame is taken.
@@ -232,7 +235,7 @@ fn wherever_a_worker_is_killed_after_a_change_nobody_knows_each_frame_crosses_on
             });
             assert!(is_right && rest.next().is_none(), "{} back, {what}", back.len());
             if !was_killed {
-                assert!(places > 8, "it passes more places than that");
+                assert!(places > 6, "it passes more places than that");
                 break;
             }
         }

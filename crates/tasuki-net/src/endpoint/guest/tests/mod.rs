@@ -170,7 +170,7 @@ fn wherever_a_worker_is_killed_each_frame_crosses_exactly_once() {
             net.settle();
             assert!(received(&mut net.others[0]).is_empty() && machine.receive().is_empty(), "place {places}");
             if !was_killed {
-                assert!(places > 8, "it passes more places than that");
+                assert!(places > 6, "it passes more places than that");
                 break;
             }
         }
@@ -416,7 +416,7 @@ fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
         (message(5, 0, &table(&[[0, 4096, 0, 0]])), 0, "0 descriptors came with its request 5"),
         (message(5, 0, &table(&[[0, 4096, 0, 1 << 40]])), 1, "its memory cannot be shared"),
         (message(5, 0, &table(&[[1, u64::MAX, 0, 0]])), 1, "a stretch of it has no end"),
-        (message(8, 0, &state(16, 8)), 0, "it speaks of ring 16, and there are 16"),
+        (message(8, 0, &state(64, 8)), 0, "it speaks of ring 64, and there are 64"),
         (message(12, 0, &0_u64.to_ne_bytes()), 1, "what it sent as the eventfd of ring 0 is none"),
         (message(13, 0, &0_u64.to_ne_bytes()), 0, "0 descriptors came with its request 13"),
         ([&1_u32.to_ne_bytes()[..], &1_u32.to_ne_bytes(), &100_000_u32.to_ne_bytes()].concat(), 0, "100000 bytes"),
