@@ -419,21 +419,23 @@ mod tests {
         }
     }
 
+    /// Makes what an earlier daemon makes beside a pool of `pages`.
+    fn earlier_control(pages: u32) -> OwnedFd {
+        let memory = Region::create("test", Layout::of(pages).len_before, Pages::Small).unwrap();
+        memory.close_to_others().unwrap();
+        memory.into_fd()
+    }
+
     #[test]
     fn memory_of_an_earlier_daemon_ends_with_fewer_pages_of_the_journal() {
         let fds = NodeMemoryFds::create("test", 64).unwrap();
-        let make = || {
-            let memory = Region::create("test", Layout::of(64).len_before, Pages::Small).unwrap();
-            memory.close_to_others().unwrap();
-            memory.into_fd()
-        };
         let (peer, _) = PeerNodeMemory::map(&fds.to_read().unwrap()).unwrap();
         let (node_memory, _pool) = NodeMemory::adopt(fds).unwrap();
         let journal = node_memory.journal();
         assert!((journal.len(), node_memory.more_ledger().is_some()) == (JOURNAL_PAGES * LEDGER_LINES, true));
         journal[QUEUE_PAIRS_LINE].word(0).store(u64::MAX, Relaxed);
         assert_eq!(peer.queues(), JOURNAL_PAGES);
-        let earlier = NodeMemoryFds { control: make(), ..NodeMemoryFds::create("test", 64).unwrap() };
+        let earlier = NodeMemoryFds { control: earlier_control(64), ..NodeMemoryFds::create("test", 64).unwrap() };
         let (peer, _) = PeerNodeMemory::map(&earlier.to_read().unwrap()).unwrap();
         let (node_memory, _pool) = NodeMemory::adopt(earlier).unwrap();
         let journal = node_memory.journal();
@@ -444,8 +446,9 @@ mod tests {
 
     #[test]
     fn memory_that_is_too_small_is_refused() {
-        let (small, large) = (NodeMemoryFds::create("test", 64).unwrap(), NodeMemoryFds::create("test", 4096).unwrap());
-        let mixed = NodeMemoryFds { control: small.control, pool: large.pool };
+        // As long as an earlier daemon makes it for fewer pages.
+        let control = earlier_control(64);
+        let mixed = NodeMemoryFds { control, ..NodeMemoryFds::create("test", 4096).unwrap() };
         assert!(matches!(PeerNodeMemory::map(&mixed).unwrap_err(), RegionError::Truncated { .. }));
         assert!(matches!(NodeMemory::adopt(mixed).unwrap_err(), RegionError::Truncated { .. }));
     }
