@@ -213,21 +213,22 @@ fn a_card_that_is_gone_is_said_to_be_once_and_nobody_takes_it() {
     }
 }
 
-/// Two real workers, of this version and as the next may be. `TASUKI_OTHER_WORKER` names one that was built with the
-/// feature `next-driver-state` if ours was not, and without it if ours was.
+/// Two real workers: of the last release (`TASUKI_RELEASED` is the folder with its programs), and ours as the next may be,
+/// with the feature `next-driver-state`.
 #[test]
 fn a_worker_of_the_next_version_reads_what_this_one_stored_and_writes_what_it_reads() {
     need_model!();
-    let Some(other) = std::env::var_os("TASUKI_OTHER_WORKER").map(std::path::PathBuf::from) else {
-        return println!("skipped: needs TASUKI_OTHER_WORKER, as cargo xtask test builds it");
+    let released = std::env::var_os("TASUKI_RELEASED").map(std::path::PathBuf::from);
+    let Some(this) = released.filter(|_| cfg!(feature = "next-driver-state")).map(|it| it.join("tasuki-worker")) else {
+        return println!(
+            "skipped: needs TASUKI_RELEASED, as cargo xtask test builds it, and the feature next-driver-state"
+        );
     };
-    let is_next = cfg!(feature = "next-driver-state");
     let folder = folder();
     let model = Model::start(folder.path(), &["--source", "8000", "--rate", "8000"]);
     let nic = Nic::open(&model.socket, &["--promiscuous"]);
     let mut node = Node::new(folder.path(), Work::Echo);
-    let ours = node.program.clone();
-    let (this, next) = if is_next { (other, ours) } else { (ours, other) };
+    let next = node.program.clone();
     node.program = this;
     let (mut old, mut back) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     taken(old.grant(&nic));
