@@ -6,12 +6,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::time::SystemTime;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::cpus::Cpus;
 
-/// Properties of a machine that help to read its figures later.
-#[derive(Debug, Default, Serialize)]
+/// Properties of a machine that help to read its figures later. Files of earlier runs have some of them.
+#[derive(Debug, Default, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Host {
     /// Start of the bench, UTC.
     pub date: String,
@@ -42,9 +43,9 @@ pub struct Host {
     /// Transparent huge page policy; the chosen one is in brackets.
     pub transparent_huge_pages: String,
     /// Compiler that built the bench.
-    pub rustc: &'static str,
+    pub rustc: String,
     /// Build profile. Only figures of `release` count.
-    pub profile: &'static str,
+    pub profile: String,
 }
 
 impl Host {
@@ -69,8 +70,8 @@ impl Host {
             memory_mib: leading_number(field(&meminfo, "MemTotal")) / 1024,
             huge_pages: leading_number(field(&meminfo, "HugePages_Total")),
             transparent_huge_pages: read("/sys/kernel/mm/transparent_hugepage/enabled"),
-            rustc: env!("TASUKI_BENCH_RUSTC"),
-            profile: env!("TASUKI_BENCH_PROFILE"),
+            rustc: env!("TASUKI_BENCH_RUSTC").to_owned(),
+            profile: env!("TASUKI_BENCH_PROFILE").to_owned(),
         }
     }
 }

@@ -36,7 +36,7 @@ pub struct Figure {
     pub at: &'static str,
     /// Definition as the paper gives it.
     pub meaning: &'static str,
-    /// Unit of the values. Durations are in ns, whatever the paper prints.
+    /// Unit of the values. Durations are in ns; the paper may print another unit.
     pub unit: &'static str,
     pub sense: Sense,
     /// Best value, where the paper reports a range.

@@ -10,7 +10,7 @@
 //! ```
 
 use anyhow::{Context, Result};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::host::Host;
 use crate::sample::Sample;
@@ -50,9 +50,10 @@ pub struct Row {
 }
 
 /// Direction in which a figure improves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
+    #[default]
     Lower,
     Higher,
 }
@@ -86,7 +87,7 @@ pub enum Kind {
 }
 
 /// A promise about a figure.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Bar {
     /// Text of the promise, such as `≤ 1.3 × ping-pong`.
     pub text: String,

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use super::runs::Better;
 use crate::papers::{Figure, Paper, Sense};
+use crate::report::Better;
 use crate::table::number;
 
 /// Returns `text` with the characters that mean something in HTML, also in attributes, replaced.

@@ -16,8 +16,10 @@ use anyhow::{Context, Result};
 
 use desk::Desk;
 use html::{Cell, Grid, Quantity, Tone, escape, list};
-use runs::{Host, Run, Runs};
+use runs::{Run, Runs};
 use sections::Section;
+
+use crate::host::Host;
 
 /// Name of the file.
 const FILE: &str = "report.html";
@@ -253,7 +255,14 @@ fn runs_and_machines(used: &[&Run]) -> String {
 
 /// Returns whether two runs had the same machine, as far as it was noted.
 fn is_same(one: &Host, other: &Host) -> bool {
-    let of = |host: &Host| Host { date: String::new(), rustc: String::new(), ..host.clone() };
+    let of = |host: &Host| Host {
+        date: String::new(),
+        name: String::new(),
+        cpus_used: Vec::new(),
+        guest_halt_poll_ns: String::new(),
+        rustc: String::new(),
+        ..host.clone()
+    };
     of(one) == of(other)
 }
 

@@ -4,13 +4,15 @@
 //! value is as good as none.
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 use serde_json::Value;
+
+use crate::host::Host;
+use crate::report::{Bar, Better};
 
 /// A run of a bench.
 #[derive(Debug, Deserialize)]
@@ -32,26 +34,6 @@ pub struct Run {
     pub readme: String,
 }
 
-/// The machine of a run.
-#[derive(Debug, Default, Clone, PartialEq, Deserialize)]
-#[serde(default)]
-pub struct Host {
-    pub date: String,
-    pub cpu_model: String,
-    pub cores: usize,
-    pub hypervisor: bool,
-    pub kernel: String,
-    pub mitigations: BTreeMap<String, String>,
-    pub clocksource: String,
-    pub governor: String,
-    pub idle_driver: String,
-    pub memory_mib: u64,
-    pub huge_pages: u64,
-    pub transparent_huge_pages: String,
-    pub rustc: String,
-    pub profile: String,
-}
-
 /// A figure of a run.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Measured {
@@ -70,14 +52,6 @@ pub struct Measured {
     pub note: Option<String>,
 }
 
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Better {
-    #[default]
-    Lower,
-    Higher,
-}
-
 #[derive(Debug, Clone, Deserialize)]
 pub struct Against {
     pub name: String,
@@ -85,12 +59,6 @@ pub struct Against {
     pub value: Option<f64>,
     #[serde(default)]
     pub ratio: Option<f64>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-pub struct Bar {
-    pub text: String,
-    pub holds: bool,
 }
 
 /// Runs, the one to prefer first: full before quick, then the newest.
