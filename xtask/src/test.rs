@@ -134,13 +134,14 @@ const RELEASED: &str = "68a81e73bada";
 /// own worker behaves as the next version may. Needs the history, which a shallow clone does not have.
 fn released(checkout: &Checkout) -> anyhow::Result<PathBuf> {
     let folder = checkout.target.join("released").join(RELEASED);
-    let programs = ["tasukid", "tasuki-worker"];
-    if programs.iter().all(|program| folder.join(program).is_file()) {
+    if folder.is_dir() {
         return Ok(folder);
     }
-    let source = folder.join("source");
+    // It gets its name when it is complete.
+    let unfinished = checkout.target.join("released/unfinished");
+    _ = fs::remove_dir_all(&unfinished);
+    let (source, archive) = (unfinished.join("source"), unfinished.join("source.tar"));
     fs::create_dir_all(&source).with_context(|| format!("cannot make {}", source.display()))?;
-    let archive = folder.join("source.tar");
     let mut git = Command::new("git");
     git.current_dir(&checkout.root).args(["archive", "--output"]).arg(&archive).arg(RELEASED);
     ensure!(stream::succeeds(&mut git)?, "git has no commit {RELEASED} here: git fetch --unshallow");
@@ -153,12 +154,13 @@ fn released(checkout: &Checkout) -> anyhow::Result<PathBuf> {
         stream::succeeds(build.args(["--package", "tasuki-control", "--package", "tasuki-worker"]))?,
         "the last release does not build"
     );
-    for program in programs {
-        let (from, to) = (checkout.target.join("debug").join(program), folder.join(program));
+    for program in ["tasukid", "tasuki-worker"] {
+        let (from, to) = (checkout.target.join("debug").join(program), unfinished.join(program));
         fs::copy(&from, &to).with_context(|| format!("cannot write {}", to.display()))?;
     }
-    _ = fs::remove_dir_all(source);
-    _ = fs::remove_file(archive);
+    fs::remove_dir_all(source)?;
+    fs::remove_file(archive)?;
+    fs::rename(unfinished, &folder).with_context(|| format!("cannot make {}", folder.display()))?;
     Ok(folder)
 }
 
