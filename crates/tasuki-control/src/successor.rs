@@ -78,7 +78,8 @@ fn shared() -> String {
     format!("registry {FORMAT} and messages {PROTOCOL_VERSION}")
 }
 
-/// Words of a tasukid, and of its keeper, that take a virtual machine with more than [`NARROW_FDS_MAX`](tasuki_relay::message::NARROW_FDS_MAX) descriptors.
+/// Words of a tasukid that takes, as its keeper does, a virtual machine with more descriptors than
+/// [`NARROW_FDS_MAX`](tasuki_relay::message::NARROW_FDS_MAX).
 const WIDE: &str = ", keeps machines of more than 8 pairs of queues,";
 
 /// Returns the line that a tasukid prints with [`CHECK`] if it takes this configuration.

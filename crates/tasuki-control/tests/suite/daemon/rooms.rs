@@ -49,8 +49,8 @@ impl Room {
     /// Runs `ping` in the namespace until `count` requests are answered. Returns what is wrong if one was not, or twice.
     pub fn ping(&self, count: usize, words: &[&str]) -> Option<String> {
         let count_too = count.to_string();
-        // Without a deadline, ping waits for the last answers for two round trips, whatever `-W` says: less than a
-        // machine stands still for that has no CPU.
+        // Without a deadline, ping waits for the last answers for two round trips, and heeds no `-W`: a machine without a
+        // CPU stands still for longer.
         let words = [&["-c", &count_too, "-w", "120"], words].concat();
         let said = self.within(|| Command::new("ping").args(words).output().expect("ping"));
         let said = String::from_utf8_lossy(&said.stdout);

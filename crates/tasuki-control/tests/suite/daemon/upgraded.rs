@@ -205,8 +205,8 @@ fn no_frame_is_lost_while_all_is_replaced() {
     stop_whole(&mut rig, model);
 }
 
-/// The last release runs first. So this finds whatever this version no longer understands of its: messages, registry,
-/// shared pages, descriptors that the keeper holds.
+/// The last release runs first. So this fails if this version no longer understands its messages, its registry, its shared
+/// pages, or the descriptors that its keeper holds.
 #[test]
 fn all_goes_to_this_version_from_the_one_before_and_back_and_no_frame_is_lost() {
     let Some(before) = released() else { return };

@@ -99,7 +99,11 @@ impl Terms {
     /// Makes the terms for these features. The device's network may have an MTU limit of its own.
     pub fn new(transport: &Transport<impl Registers>, features: u64, options: &NicOptions) -> Result<Self, NicError> {
         if transport.mtu(features)?.is_some_and(|mtu| options.mtu > mtu) {
-            return Err(wrong("mtu", options.mtu.into(), "the device's network takes no more than it says"));
+            return Err(wrong(
+                "mtu",
+                options.mtu.into(),
+                "the device has a smaller MTU: lower this one, or raise that (QEMU: host_mtu=)",
+            ));
         }
         Ok(Terms { features, ring: options.ring, frame_max: options.mtu + AROUND_PAYLOAD })
     }

@@ -409,7 +409,7 @@ fn a_pair_that_sends_while_others_keep_the_worker_awake_does_not_wait_for_its_sl
             let mut turns = 0;
             loop {
                 assert!(machine.send_by_pair(BUSY, &udp(OTHER, US, 1, 0)));
-                // It neither sleeps nor looks who has kicked.
+                // Without a sleep, the node hears of no kick.
                 net.node.as_mut().unwrap().turn();
                 turns += 1;
                 if received(&mut net.others[0]).iter().any(|frame| frame[35] == 7) {
