@@ -11,8 +11,19 @@ use rustix::net::SocketFlags;
 /// Maximum number of events that are taken at once. The next look finds those beyond.
 const EVENTS: usize = 24;
 
-/// Mark of the event of bell 0; those of the others follow.
-const BELL: u64 = 1;
+/// Marks of the events of the listening socket, of other descriptors, and of bell 0; those of the other bells follow.
+const SOCKET: u64 = 0;
+const OTHER: u64 = 1;
+const BELL: u64 = 2;
+
+/// What may be ready.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Ready {
+    /// The listening socket: a connection can be accepted.
+    pub socket: bool,
+    /// One of the other descriptors that are no bells.
+    pub others: bool,
+}
 
 /// A listening socket in a set of watched descriptors.
 #[derive(Debug)]
@@ -32,7 +43,7 @@ impl Listener {
         rustix::fs::fcntl_setfl(&socket, OFlags::NONBLOCK)?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let listener = Listener { socket, epoll, is_deaf: false };
-        listener.watch(listener.socket.as_fd())?;
+        listener.watch_socket()?;
         Ok(listener)
     }
 
@@ -51,7 +62,7 @@ impl Listener {
 
     /// Watches the socket again, if it was not. Call it a few times a second.
     pub fn tick(&mut self) {
-        self.is_deaf = self.is_deaf && self.watch(self.socket.as_fd()).is_err();
+        self.is_deaf = self.is_deaf && self.watch_socket().is_err();
     }
 
     /// Watches another descriptor.
@@ -59,7 +70,15 @@ impl Listener {
     /// # Errors
     /// No memory is left.
     pub fn watch(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-        Ok(epoll::add(&self.epoll, descriptor, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?)
+        self.add(descriptor, OTHER, epoll::EventFlags::IN)
+    }
+
+    fn watch_socket(&self) -> io::Result<()> {
+        self.add(self.socket.as_fd(), SOCKET, epoll::EventFlags::IN)
+    }
+
+    fn add(&self, descriptor: BorrowedFd<'_>, mark: u64, flags: epoll::EventFlags) -> io::Result<()> {
+        Ok(epoll::add(&self.epoll, descriptor, epoll::EventData::new_u64(mark), flags)?)
     }
 
     /// Watches a descriptor no more.
@@ -75,34 +94,40 @@ impl Listener {
     pub fn watch_only<'a>(
         &mut self,
         others: impl Iterator<Item = BorrowedFd<'a>>,
-        bells: impl Iterator<Item = (u32, BorrowedFd<'a>)>,
+        mut bells: impl Iterator<Item = (u32, BorrowedFd<'a>)>,
     ) -> io::Result<()> {
         self.epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        self.is_deaf = self.watch(self.socket.as_fd()).is_err();
+        self.is_deaf = self.watch_socket().is_err();
         others.for_each(|descriptor| _ = self.watch(descriptor));
-        // Edge-triggered: nobody has to read a bell.
-        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        for (number, bell) in bells {
-            epoll::add(&self.epoll, bell, epoll::EventData::new_u64(BELL + u64::from(number)), flags)?;
-        }
-        Ok(())
+        bells.try_for_each(|(number, bell)| self.watch_bell(number, bell))
     }
 
-    /// Takes note of the bells that have rung, and tells their numbers. Returns whether the socket or one of the others may
-    /// be ready, or nothing if none of that is known.
-    pub fn hear(&self, mut rung: impl FnMut(usize)) -> Option<bool> {
+    /// Watches another bell, with its number.
+    ///
+    /// # Errors
+    /// No memory is left.
+    pub fn watch_bell(&self, number: u32, bell: BorrowedFd<'_>) -> io::Result<()> {
+        // Edge-triggered: nobody has to read a bell.
+        self.add(bell, BELL + u64::from(number), epoll::EventFlags::IN | epoll::EventFlags::ET)
+    }
+
+    /// Takes note of the bells that have rung, and tells their numbers. Returns what else may be ready, or nothing if none of
+    /// that is known.
+    pub fn hear(&self, mut rung: impl FnMut(usize)) -> Option<Ready> {
         let nothing = epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
         let mut events = [nothing; EVENTS];
         let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
         let heard = epoll::wait(&self.epoll, &mut events, Some(&at_once));
         let count = heard.ok()?;
-        Some(events[..count].iter().fold(false, |others, event| match { event.data }.u64().checked_sub(BELL) {
-            Some(number) => {
-                rung(usize::try_from(number).expect("it was given"));
-                others
+        let mut ready = Ready::default();
+        for event in &events[..count] {
+            match { event.data }.u64() {
+                SOCKET => ready.socket = true,
+                OTHER => ready.others = true,
+                bell => rung(usize::try_from(bell - BELL).expect("it was given")),
             }
-            None => true,
-        }))
+        }
+        Some(ready)
     }
 
     /// Returns the descriptor that is readable while a watched one is.

@@ -20,6 +20,9 @@ use crate::vni::ledger::point;
 
 use super::wire::{BODY_MAX, FDS_MAX, HEAD_LEN, Head, flags, protocol};
 
+/// Length in bytes of the body that most messages have: a ring and a number. One look shows all of such a message.
+const USUAL: usize = 8;
+
 /// A front end's socket, and the message that is being read.
 #[derive(Debug)]
 pub struct Channel {
@@ -103,7 +106,7 @@ impl Channel {
         loop {
             let head = (self.seen >= HEAD_LEN)
                 .then(|| Head::read_from_bytes(&self.bytes[..HEAD_LEN]).expect("a head has this length"));
-            let whole = HEAD_LEN + head.map_or(0, |head| head.len as usize);
+            let whole = HEAD_LEN + head.map_or(USUAL, |head| head.len as usize);
             if let Some(head) = head {
                 let is_request = head.flags & flags::VERSION_MASK == flags::VERSION && head.flags & flags::REPLY == 0;
                 if !is_request {
@@ -116,7 +119,8 @@ impl Channel {
                     return Ok(Some(head));
                 }
             }
-            let before = self.seen;
+            // If the look went beyond the message, the descriptors may be of the next one: this look ends at its end.
+            let before = if self.seen > whole { self.taken } else { self.seen };
             self.look(whole)?;
             if self.seen > before {
                 continue;

@@ -226,6 +226,10 @@ pub struct Device {
     text: Text,
     files: ArrayVec<OwnedFd, STRETCHES_MAX>,
     kicks: [Option<OwnedFd>; RINGS_MAX],
+    /// Bits of the rings whose eventfd for kicks came where there was none: it is to be watched.
+    pub kicks_came: Rings,
+    /// An eventfd for kicks went, and may be watched. To watch it no more takes a new set: the front end may have it open.
+    pub has_kick_gone: bool,
     interrupts: [Interrupt; RINGS_MAX],
     /// The node's journal, once the device is served.
     pub journal: Option<Journal>,
@@ -258,6 +262,8 @@ impl Default for Device {
             text: Text::default(),
             files: ArrayVec::new(),
             kicks: [const { None }; RINGS_MAX],
+            kicks_came: 0,
+            has_kick_gone: false,
             interrupts: std::array::from_fn(|_| Interrupt::default()),
             journal: None,
             log: None,
@@ -445,7 +451,7 @@ impl Device {
                 self.close(at);
                 let base = self.text.rings[at].base;
                 self.text.rings[at].stated = base;
-                self.kicks[at] = None;
+                self.set_kick(at, None);
                 let number = match self.layout() {
                     Layout::Split => base.into(),
                     Layout::Packed => u32::from(base) << 16 | u32::from(base),
@@ -485,7 +491,15 @@ impl Device {
             self.close(at);
             let RingText { base, done, stated, has_run, .. } = self.text.rings[at];
             self.text.rings[at] = RingText { base, done, stated, has_run, ..RingText::default() };
-            (self.kicks[at], self.interrupts[at]) = (None, Interrupt::default());
+            self.set_kick(at, None);
+            self.interrupts[at] = Interrupt::default();
+        }
+    }
+
+    fn set_kick(&mut self, at: usize, kick: Option<OwnedFd>) {
+        match std::mem::replace(&mut self.kicks[at], kick) {
+            Some(_) => self.has_kick_gone = true,
+            None => self.kicks_came |= Rings::from(self.kicks[at].is_some()) << at,
         }
     }
 
@@ -511,7 +525,7 @@ impl Device {
         }
         ring.has_kick = fd.is_some();
         ring.is_started = true;
-        self.kicks[at] = fd;
+        self.set_kick(at, fd);
         self.queues[at] = None;
         self.count_pairs();
         self.interrupts[at].flush();

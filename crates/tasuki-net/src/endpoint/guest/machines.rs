@@ -43,7 +43,7 @@ impl Guest {
             let before = machine.device.session();
             let heard = machine.hear();
             if machine.device.session() != before {
-                (self.has_news, self.must_watch) = (true, true);
+                self.has_news = true;
                 self.look_at_all();
             }
             match heard {
@@ -63,12 +63,17 @@ impl Guest {
             None => {}
         }
         if self.stale.is_some() || self.must_hear {
-            // The place may be taken or free: it is known soon, and a new front end waits for it. And to ask for a connection
-            // costs more than a message.
+            // The place may be taken or free: it is known soon, and a new front end waits for it.
+            return;
+        }
+        if !self.must_accept && self.machine.is_some() {
             return;
         }
         for _ in 0..ACCEPTS {
-            let Some(socket) = self.listener.accept() else { return };
+            let Some(socket) = self.listener.accept() else {
+                self.must_accept = false;
+                return;
+            };
             if self.other.is_some() {
                 self.refuse(
                     "a third front end connected, and was sent away: the node has a machine, and a second one to which \
@@ -188,9 +193,23 @@ impl Guest {
         }
     }
 
-    /// Watches the listener, both sockets, and the eventfds that the machine has now: the front end may have earlier ones
-    /// open, too. Nobody reads those of the second machine.
-    pub(super) fn watch_all(&mut self) {
+    /// Watches what has come since the last sleep, and nothing that has gone.
+    pub(super) fn watch_news(&mut self) {
+        if let Some(Machine { device, .. }) = self.machine.as_deref_mut() {
+            let (came, has_gone) = (std::mem::take(&mut device.kicks_came), std::mem::take(&mut device.has_kick_gone));
+            let mut came = device.numbered_kicks().filter(|(ring, _)| came >> ring & 1 == 1);
+            // Without memory for one, all are watched anew.
+            let all_watched = came.all(|(ring, kick)| self.listener.watch_bell(ring, kick).is_ok());
+            self.must_watch |= has_gone || !all_watched;
+        }
+        if self.must_watch {
+            self.watch_anew();
+        }
+    }
+
+    /// Watches the listener, both sockets, and the eventfds that the machine has now, if others may be watched: the front
+    /// end may have those open, too. Nobody reads those of the second machine.
+    fn watch_anew(&mut self) {
         self.look_at_all();
         let sockets = self.machine.iter().chain(&self.other).map(|machine| machine.channel.socket());
         let kicks = || self.machine.iter().flat_map(|machine| machine.device.numbered_kicks());

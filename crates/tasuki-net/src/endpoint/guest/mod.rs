@@ -49,7 +49,7 @@ use tasuki_shm::region::{CommonRegion, RegionError, Span};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::egress::{ROOM_AGAIN, WAIT};
-use super::listener::Listener;
+use super::listener::{Listener, Ready};
 use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Marks, Parts, Recovery};
 use crate::port::Armed;
 use crate::switch::{Addresses, Front};
@@ -154,7 +154,10 @@ pub struct Guest {
     room: Box<Room>,
     turns: u32,
     must_hear: bool,
-    /// The descriptors to wait for have changed since the last sleep.
+    /// A connection may wait. To ask for one costs the kernel a socket each time, so it is asked for when the listener says so;
+    /// also a few times a second, and always while there is no machine, for a worker that never sleeps does not hear that.
+    must_accept: bool,
+    /// Descriptors may be watched that are not to be.
     must_watch: bool,
     /// It goes on after a predecessor, which may have ended before it interrupted the guest.
     must_ring: bool,
@@ -209,6 +212,7 @@ impl Guest {
             room: Box::default(),
             turns: 0,
             must_hear: true,
+            must_accept: true,
             must_watch: false,
             must_ring: false,
             heard: false,
@@ -347,9 +351,7 @@ impl Endpoint for Guest {
             // More of the same may be there, and each message brings other descriptors to watch.
             return Armed::Busy;
         }
-        if self.must_watch {
-            self.watch_all();
-        }
+        self.watch_news();
         if self.must_ring {
             return Armed::Busy;
         }
@@ -380,8 +382,11 @@ impl Endpoint for Guest {
             }
         });
         match heard {
-            Some(others) => self.must_hear |= others,
-            None => (self.must_hear, self.calm) = (true, 0),
+            Some(Ready { socket, others }) => {
+                self.must_accept |= socket;
+                self.must_hear |= socket || others;
+            }
+            None => (self.must_hear, self.must_accept, self.calm) = (true, true, 0),
         }
         let awaited = std::mem::take(&mut self.awaited);
         if let Some(machine) = self.machine.as_mut().filter(|_| awaited != 0) {
@@ -406,7 +411,7 @@ impl Endpoint for Guest {
     }
 
     fn tick(&mut self, now: Instant) -> bool {
-        self.must_hear = true;
+        (self.must_hear, self.must_accept) = (true, true);
         self.listener.tick();
         self.end_silent(now);
         self.machine.is_some() && (self.must_watch || !self.is_running())
