@@ -91,6 +91,7 @@ pub struct VniAttachment<D: FrameHandler> {
     told_client: Option<(u64, u64)>,
     /// Up to when the reports so far take their share of the time.
     news_at: Instant,
+    told_at: Instant,
     /// Whether the programs behind the endpoint are gone for good and we have reported it.
     is_gone: bool,
     /// Counts when the heartbeat was last updated: frames given, taken, dropped.
@@ -129,6 +130,7 @@ impl<D: FrameHandler> VniAttachment<D> {
             is_gone: false,
             told_client: None,
             news_at: Instant::now(),
+            told_at: Instant::now(),
             told: (0, 0, 0),
             waits_since: None,
             turns: 0,
@@ -365,6 +367,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         vni.settle();
         let mut bridge = Bridge::new(endpoint, vni, switch);
         bridge.set_rates(common.endpoint.as_ref().map(crate::endpoint::Endpoint::rates).unwrap_or_default());
+        self.news_waits();
         Ok(End::Bridge(Box::new(bridge)))
     }
 

@@ -22,6 +22,10 @@ const AGAIN: Duration = Duration::from_millis(20);
 /// is reported, no successor can go on after it.
 const AHEAD: Duration = Duration::from_millis(16 * 20);
 
+/// Least time between two reports of which the second waits for nothing else. Each costs every worker of the node, the
+/// keeper and the daemon a descriptor for each of the client's: a machine has up to 138.
+const APART: Duration = Duration::from_millis(5);
+
 impl<D: FrameHandler> VniAttachment<D> {
     /// Returns the connection to the node's client, if the node's endpoint has clients, whether this worker drives it
     /// or not.
@@ -55,7 +59,8 @@ impl<D: FrameHandler> VniAttachment<D> {
         {
             let now = Instant::now();
             // After the first of several changes in a row, it waits for the last.
-            let is_due = self.news_at <= now || connection.is_settled() && self.news_at <= now + AHEAD;
+            let may_go = connection.is_settled() && self.news_at <= now + AHEAD && self.told_at + APART <= now;
+            let is_due = self.news_at <= now || may_go;
             if is_due {
                 self.tell_client(&mut common.channel);
             }
@@ -65,7 +70,16 @@ impl<D: FrameHandler> VniAttachment<D> {
     /// Returns how soon to report the client, if that is due.
     pub(super) fn news_in(&mut self) -> Option<Duration> {
         let has_news = self.connection().is_some_and(|connection| connection.has_news());
-        has_news.then(|| self.news_at.saturating_duration_since(Instant::now() + AHEAD))
+        let now = Instant::now();
+        let may_go = (self.told_at + APART).saturating_duration_since(now);
+        has_news.then(|| self.news_at.saturating_duration_since(now + AHEAD).max(may_go))
+    }
+
+    /// Has the next report wait, after the last one and also after a take: frames have queued up for a worker that has just
+    /// taken over, and the daemon has the client as its predecessor left it.
+    pub(super) fn news_waits(&mut self) {
+        self.told_at = Instant::now();
+        self.news_at = self.news_at.max(self.told_at) + AGAIN;
     }
 
     /// Reports the client for a successor. Sends the client away, to connect again, if no successor can know of it.
@@ -96,7 +110,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         if now == self.told_client {
             return;
         }
-        self.news_at = self.news_at.max(Instant::now()) + AGAIN;
+        self.news_waits();
         let before = std::mem::replace(&mut self.told_client, now).map(|(socket, _)| socket);
         if let Some(gone) = before.filter(|before| now.map(|(socket, _)| socket) != Some(*before)) {
             channel.write(&ToDaemon::NoClient { nic, socket: gone }, Vec::new());
