@@ -30,6 +30,10 @@ use crate::registry::{Change, WorkerRecord};
 /// A worker about to be ready is ready within this time, on a machine that is not too busy.
 const SOON: Duration = Duration::from_millis(500);
 
+/// How long a worker that has just taken over has the CPUs to itself, before the start of the next stand-by takes milliseconds
+/// of them.
+const FIRST_MOMENTS: Duration = Duration::from_millis(20);
+
 /// Bytes a worker may lock where devices access its memory by themselves.
 const MEMLOCK: u64 = 512 << 20;
 
@@ -200,10 +204,12 @@ impl Supervisor {
     /// the node if that is news.
     pub(super) fn has_lost_a_worker(&mut self, name: &str, had_begun: bool) {
         let (restart, now) = (self.config.daemon.restart, now());
+        let takes_over = self.staff_of(name).iter().any(|number| self.ready_on_all(*number));
         let Some(node) = self.nodes.get_mut(name) else { return };
         let before = policy::trouble(&node.deaths, now);
         policy::remember(&mut node.deaths, Death { at: now, had_begun });
-        node.not_before = policy::due(restart, &node.deaths);
+        let moments = if takes_over { FIRST_MOMENTS } else { Duration::ZERO };
+        node.not_before = policy::due(restart, &node.deaths).max(now + moments);
         let after = policy::trouble(&node.deaths, now);
         if let Some(trouble) = after.filter(|_| after != before) {
             let sentence = in_words(name, trouble);
