@@ -256,6 +256,7 @@ impl Pair {
 
     /// Starts the first machine anew. A frame waits in each ring by which it sends. Returns the time of the last message.
     fn start(&mut self, socket: &Path) -> Result<Instant> {
+        self.front.socket.shutdown(std::net::Shutdown::Both)?;
         self.front = Front::connect(socket, PAIRS_MAX)?;
         self.front.post_all()?;
         self.send_all()?;
@@ -297,6 +298,8 @@ impl Pair {
                 }
             }
             left = still;
+            // A front end that only looks would take one of two CPUs from those that serve it.
+            std::thread::yield_now();
             interrupt.check()?;
             ensure!(began.elapsed() < PATIENCE, "rings {left:?} are not served");
         }
@@ -342,6 +345,13 @@ impl Pair {
     }
 }
 
+/// Waits until the stand-by has heard of the machine, and all are asleep.
+fn await_quiet(system: &System) -> Result<()> {
+    system.await_pair(NODE)?;
+    std::thread::sleep(Duration::from_millis(100));
+    Ok(())
+}
+
 /// Measures, and makes the rows.
 pub fn rows(is_quick: bool, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let place = Workplace::new()?;
@@ -360,12 +370,11 @@ pub fn rows(is_quick: bool, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let [mut starts, mut takeovers] = std::array::from_fn(|_| Sample::new());
     for _ in 0..if is_quick { 10 } else { 200 } {
         interrupt.check()?;
+        await_quiet(&system)?;
         let last = pair.start(&socket)?;
         pair.await_all(interrupt)?;
         starts.record(last.elapsed());
-        system.await_pair(NODE)?;
-        // The stand-by has heard of the machine, and all are asleep.
-        std::thread::sleep(Duration::from_millis(100));
+        await_quiet(&system)?;
         let at = system.kill(END)?;
         pair.send_all()?;
         pair.await_all(interrupt)?;
