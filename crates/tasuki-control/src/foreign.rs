@@ -2,12 +2,13 @@
 //! are asked, a socket may linger). So threads of their own close them, never the thread that received them.
 
 use std::ops::Deref;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::fs::SealFlags;
+use tasuki_shm::wake::is_eventfd;
 
 /// Batches that may wait for the thread that closes.
 const BATCHES_MAX: usize = 256;
@@ -84,7 +85,8 @@ impl Closer {
     /// Closes one descriptor, in a thread of its own if that may take long. While one close waits, the other descriptors
     /// must not remain in this process: a child that is just being started would close them, too, and wait as long.
     fn close(&mut self, fd: OwnedFd) {
-        if seals(&fd).is_some() || is_eventfd(&fd) {
+        // A virtual machine has many eventfds. They are closed at once, and a thread for each would be more work than that.
+        if seals(&fd).is_some() || is_eventfd(fd.as_fd()) {
             return drop(fd);
         }
         let (count, ended) = &*self.waiting;
@@ -107,12 +109,6 @@ impl Closer {
         // Without a thread, the descriptor has been closed with what it was to run.
         *waiting += usize::from(closing.is_ok());
     }
-}
-
-/// A virtual machine has many. They are closed at once, and a thread for each would be more work than that.
-fn is_eventfd(fd: &OwnedFd) -> bool {
-    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-    rustix::fs::readlink(path, Vec::new()).is_ok_and(|name| name.as_bytes() == b"anon_inode:[eventfd]")
 }
 
 fn leave_open(fd: OwnedFd) {

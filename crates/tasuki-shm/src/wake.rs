@@ -89,6 +89,12 @@ fn timespec(left: Duration) -> Timespec {
     Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX), tv_nsec: left.subsec_nanos().into() }
 }
 
+/// Returns whether this is an eventfd. What is written to another file may do more than wake somebody.
+pub fn is_eventfd(descriptor: BorrowedFd<'_>) -> bool {
+    let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
+    rustix::fs::readlink(path, Vec::new()).is_ok_and(|name| name.as_bytes() == b"anon_inode:[eventfd]")
+}
+
 /// Reads the bytes that rings left in a bell pipe. Never blocks, even if the peer changed the flags of our end.
 pub fn drain(pipe: BorrowedFd<'_>) {
     let mut bytes = [0; 4096];

@@ -17,7 +17,7 @@ mod wire;
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::event::epoll;
@@ -26,6 +26,7 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
+use tasuki_shm::wake::is_eventfd;
 
 pub use memory::{Dma, DmaFault, DmaMemory, Rights};
 pub use wire::Breach;
@@ -478,7 +479,8 @@ fn perform<'a>(
         Ask::SetIrqs { index, start, count, eventfds } => {
             let vectors = if index < IRQS { device.vectors(index) } else { 0 };
             let inside = start.checked_add(count).is_some_and(|end| end <= vectors);
-            if !(inside && fds.iter().all(is_eventfd)) {
+            // On another descriptor, a full pipe for example, the device would block until its client reads.
+            if !(inside && fds.iter().all(|fd| is_eventfd(fd.as_fd()))) {
                 return Err(Errno::INVAL);
             }
             match eventfds {
@@ -501,13 +503,6 @@ fn perform<'a>(
         Ask::Reset => device.reset(),
     }
     Ok(None)
-}
-
-/// Returns whether `fd` is an eventfd. On another descriptor, a full pipe for example, the device would block until
-/// its client reads.
-fn is_eventfd(fd: &OwnedFd) -> bool {
-    let name = rustix::fs::readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new());
-    name.is_ok_and(|name| name.as_bytes().starts_with(b"anon_inode:[eventfd"))
 }
 
 fn reply_words(reply: &mut Vec<u8>, words: &[u32]) {

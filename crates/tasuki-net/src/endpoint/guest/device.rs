@@ -8,6 +8,7 @@ use arrayvec::ArrayVec;
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use tasuki_shm::region::CommonRegion;
+use tasuki_shm::wake::is_eventfd;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::counts::{Count, Counts};
@@ -508,7 +509,7 @@ impl Device {
         let index = number & 0xff;
         let fd = if number & NO_FD == 0 { Some(fds.pop().ok_or(Refusal::Descriptors(request, 0))?) } else { None };
         if let Some(fd) = &fd {
-            if !super::is_eventfd(fd.as_fd()) {
+            if !is_eventfd(fd.as_fd()) {
                 return Err(Refusal::Eventfd(index));
             }
             // The front end may undo this at any time: see `ring`.
@@ -913,7 +914,7 @@ impl Device {
             let file = fds.next_back().expect("they were counted");
             device.set_log(len, offset, file).map_err(|refusal| refusal.to_string())?;
         }
-        if !fds.as_slice().iter().all(|fd| super::is_eventfd(fd.as_fd())) {
+        if !fds.as_slice().iter().all(|fd| is_eventfd(fd.as_fd())) {
             return Err(format!("what came as the eventfds of a virtual machine are none; {older}"));
         }
         for (kick, ring) in device.kicks.iter_mut().zip(&device.text.rings) {

@@ -37,7 +37,7 @@ mod to_guest;
 pub mod wire;
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
@@ -474,12 +474,6 @@ fn ring(eventfd: &OwnedFd) {
     if rustix::event::poll(&mut polled, Some(&at_once)) == Ok(1) && polled[0].revents().contains(PollFlags::OUT) {
         let _ = rustix::io::write(eventfd, &1_u64.to_ne_bytes());
     }
-}
-
-/// Returns whether this is an eventfd: writing to other files may do more.
-fn is_eventfd(descriptor: BorrowedFd<'_>) -> bool {
-    let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
-    rustix::fs::readlink(path, Vec::new()).is_ok_and(|name| name.as_bytes() == b"anon_inode:[eventfd]")
 }
 
 /// Shuts a connection down, for all processes that hold the socket.

@@ -2,7 +2,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
@@ -201,7 +201,7 @@ impl Client {
                 self.memories.push((size as u64, memory));
             }
             Deed::Ring(place, bell) => {
-                if !is_eventfd(bell.as_fd()) {
+                if !tasuki_shm::wake::is_eventfd(bell.as_fd()) {
                     return Err(Refusal::RingSilent(place.way).into());
                 }
                 // The client may undo this at any time: see `ring`.
@@ -390,12 +390,6 @@ fn receive(socket: BorrowedFd<'_>, room: &mut [u8]) -> Result<Option<(usize, Cam
         Err(Errno::AGAIN | Errno::INTR) => Ok(None),
         Err(_) => Err(End::Left),
     }
-}
-
-/// Returns whether this is an eventfd: writing to other files may do more.
-fn is_eventfd(descriptor: BorrowedFd<'_>) -> bool {
-    let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
-    rustix::fs::readlink(path, Vec::new()).is_ok_and(|name| name.as_bytes() == b"anon_inode:[eventfd]")
 }
 
 fn refusal_of(error: &RegionError, index: u16) -> Refusal {

@@ -1,6 +1,7 @@
 //! Machines with several pairs of queues.
 
 use std::collections::BTreeSet;
+use std::os::fd::AsRawFd;
 
 use super::theirs::{message, send, state};
 use super::*;
