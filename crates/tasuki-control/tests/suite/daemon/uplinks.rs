@@ -295,7 +295,9 @@ fn a_standby_that_hangs_when_it_is_ready_for_the_nic_only_keeps_nobody_else_from
     let (driver, standby) = world.rig.await_pair("up");
     storm::plan_for(&world.rig, 1, "TASUKI_STOP=map.begun:2");
     signal(pid(&standby), Signal::KILL);
-    until(&world.rig, "it is stopped", || world.stopped().is_some());
+    // On a slow machine it may be ended before it is seen.
+    let is_over = || world.rig.log().contains("has not prepared in time");
+    until(&world.rig, "it is stopped", || world.stopped().is_some() || is_over());
     world.kill(&driver);
     world.settles();
     world.end_after(exchange, 2 * BURST);
