@@ -973,6 +973,14 @@ ring = 512
                 tap("red", "name = \"nic0\", mtu = 9000") + &nic("e", "red") + "mtu = 4000\n",
                 &["nic \"e\": the interface of node \"red\" has mtu = 9000, and this NIC 4000: it drops what is longer"],
             ),
+            (
+                tap("red", "name = \"nic0\"") + &nic("e", "red") + "mtu = 1000\n",
+                &["nic \"e\": the interface of node \"red\" has mtu = 1500, and this NIC 1000: it drops what is longer"],
+            ),
+            (
+                node.to_owned() + &tap("blue", "name = \"nic0\", mtu = 9000") + &nic("e", "red") + "standby = \"blue\"\n",
+                &["nic \"e\": the interface of node \"blue\" has mtu = 9000, and this NIC 1500: it drops what is longer"],
+            ),
             ("[daemon]\ndeadline_ms = 0\n".to_owned(), &["a limit of 0 ms"]),
             ("[daemon]\nmetrics = \"9469\"\n".to_owned(), &["\"9469\" is no address to listen at", "127.0.0.1:9469"]),
             (

@@ -6,7 +6,7 @@ use tasuki_relay::message;
 use tasuki_shm::vni::node_memory::{POOL_PAGES_MAX, POOL_PAGES_MIN};
 
 use super::{
-    Config, Daemon, Device, NICE_MIN, Node, PAGE_KIB, Program, Route, SIZES, Source, StationAddress, Tap, Work,
+    Config, Daemon, Device, NICE_MIN, Nic, Node, PAGE_KIB, Program, Route, SIZES, Source, StationAddress, Tap, Work,
 };
 
 /// Longest name of a node, a NIC or a VNI.
@@ -68,11 +68,8 @@ impl Config {
                     let (least, most) = (NIC_MTUS.start(), NIC_MTUS.end());
                     named(format!("mtu = {mtu} is not in the range {least} to {most}"))
                 });
-                let tap = self.node(&nic.node).filter(|node| node.vni.is_none()).and_then(Node::tap);
-                let (its, of_tap) = (nic.mtu.unwrap_or(MTU), tap.and_then(|tap| tap.mtu).unwrap_or(0));
-                let longer = (of_tap > its).then(|| {
-                    named(format!("the interface of node {:?} has mtu = {of_tap}, and this NIC {its}: it drops what is longer; give both the same", nic.node))
-                });
+                let mut nodes = std::iter::once(&nic.node).chain(&nic.standby);
+                let longer = nodes.find_map(|node| self.too_long_for(nic, node)).map(named);
                 stranger(&nic.node).map(named).or(wire).or(mtu).or(longer)
             })
         };
@@ -116,6 +113,15 @@ impl Config {
         };
         let vni = node.vni.as_ref()?;
         Some(format!("node {name:?} is on VNI {vni}, and has no NIC beside that; name another, or leave it out"))
+    }
+
+    /// Returns that programs of this node would send longer frames than the NIC does, if that is so.
+    pub fn too_long_for(&self, nic: &Nic, node: &str) -> Option<String> {
+        let tap = self.node(node).filter(|node| node.vni.is_none())?.tap()?;
+        let (its, of_tap) = (nic.mtu.unwrap_or(MTU), tap.mtu.unwrap_or(MTU));
+        (of_tap > its).then(|| {
+            format!("the interface of node {node:?} has mtu = {of_tap}, and this NIC {its}: it drops what is longer; give both the same")
+        })
     }
 
     /// Returns the fault of a node's end of a VNI, if there is one.

@@ -441,7 +441,8 @@ impl Supervisor {
             if self.config.node(&card.node).is_some_and(|node| node.work == config::Work::Uplink) {
                 return Err(No::now(format!("node {} is an uplink, whose NIC goes to no other node", card.node)));
             }
-            if let Some(why) = self.config.no_standby(standby) {
+            let longer = self.config.too_long_for(&card.config, standby).map(|why| format!("nic {name:?}: {why}"));
+            if let Some(why) = self.config.no_standby(standby).or(longer) {
                 return Err(No::now(why));
             }
         }

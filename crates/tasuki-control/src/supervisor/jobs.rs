@@ -337,7 +337,10 @@ impl Supervisor {
     }
 
     pub(super) fn give(&mut self, nic: &str, give: &Give, answer: Answer<Relayed>) {
-        match self.begin_give(nic, give) {
+        let card = self.cards.values().find(|card| card.name() == nic);
+        let longer = card.and_then(|card| self.config.too_long_for(&card.config, &give.to));
+        let longer = longer.map_or(Ok(()), |why| Err(No::now(format!("nic {nic:?}: {why}"))));
+        match longer.and_then(|()| self.begin_give(nic, give)) {
             Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
             Err(no) => drop(answer.send(Err(no))),
         }
