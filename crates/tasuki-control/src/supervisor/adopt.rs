@@ -57,6 +57,12 @@ impl Supervisor {
             numbers.insert(number);
             let mut card = Card::new(number, config).context("no memory for a NIC's lease page")?;
             card.restore(&mut found, is_used);
+            // Whatever the configuration has by now, the NIC is as it was opened.
+            self.config
+                .nic
+                .iter_mut()
+                .filter(|nic| nic.name == card.name())
+                .for_each(|nic| nic.clone_from(&card.config));
             if let Some(record) = record {
                 let is_driven = is_used || card.kept.is_some();
                 self.remember(&mut card, record, is_driven)?;

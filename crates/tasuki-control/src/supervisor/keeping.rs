@@ -58,6 +58,18 @@ pub(super) struct CardText {
     /// How often the lease page had been replaced when this one came.
     pub turns: u64,
     pub bundle: message::DeviceBundle,
+    /// The settings with which it was opened. An earlier daemon did not note them.
+    #[serde(default)]
+    pub opened: Option<OpenedText>,
+}
+
+/// The settings with which a NIC was opened. The next daemon's configuration can have others: they count once it is
+/// closed and opened.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct OpenedText {
+    ring: Option<u16>,
+    mtu: Option<u16>,
+    wire: Vec<String>,
 }
 
 /// Text of the entry for memory that a NIC will move to.
@@ -272,6 +284,11 @@ impl Supervisor {
                     page_of: card.page_of.clone(),
                     turns: card.turns.load(0),
                     bundle: kept.bundle.clone(),
+                    opened: Some(OpenedText {
+                        ring: card.config.ring,
+                        mtu: card.config.mtu,
+                        wire: card.config.wire.clone(),
+                    }),
                 };
                 let ours = [&card.lease_page.words, &card.turns].map(|words| words.region().fd());
                 (text(&what), ours.into_iter().chain(channel::lend(&kept.fds)).collect())
@@ -319,7 +336,7 @@ impl Card {
         use super::card::{Kept, LeasePage, Memory, Opening};
         use super::worker::Words;
         let Some((what, mut fds)) = found.remove(&Key::Card(self.number)) else { return };
-        let Ok(CardText { name, device, made_by, page_of, turns, bundle }) = serde_json::from_str(&what) else {
+        let Ok(CardText { name, device, made_by, page_of, turns, bundle, opened }) = serde_json::from_str(&what) else {
             return;
         };
         let is_it = name == self.name() && device == self.config.device.to_string() && fds.len() == bundle.fds + 2;
@@ -336,6 +353,9 @@ impl Card {
             (false, _) => return,
         };
         let Ok(lease_page) = LeasePage::adopt(lease_page) else { return };
+        if let Some(OpenedText { ring, mtu, wire }) = opened {
+            (self.config.ring, self.config.mtu, self.config.wire) = (ring, mtu, wire);
+        }
         (self.page_of, self.turns) = (page_of, turned);
         (self.lease_page, self.kept, self.opening) = (lease_page, Some(Kept { bundle, fds, made_by }), Opening::Open);
         let coming = found.remove(&Key::Coming(self.number));

@@ -108,6 +108,17 @@ fn a_nic_is_closed_and_another_opened_and_a_node_keeps_the_one_that_stays() {
     rig.configure(|text| text.replace(two, ""));
     rig.start();
     until(&rig, "it is closed", || names(&rig, "nic") == ["eth0"]);
+    let (driver, _) = rig.await_pair("red");
+    // A NIC that another daemon opened has its settings until they are applied.
+    rig.kill_daemon();
+    rig.configure(|text| text.replace("node = \"red\"", "mtu = 9000\nnode = \"red\""));
+    rig.start();
+    assert_eq!(pid(&rig.await_pair("red").0), pid(&driver), "its driver goes on");
+    let step = "NIC eth0 is closed: its link goes down";
+    assert_eq!(configuration(&rig)["drift"][0], step);
+    assert!(!rig.ask(&["config", "show"]).contains("mtu"), "as it is now");
+    assert!(rig.ask(&["apply"]).contains(step));
+    assert!(rig.ask(&["config", "show"]).contains("mtu = 9000") && is_as_configured(&rig));
     rig.await_pair("red");
     // A node goes with its NIC.
     rig.configure(|text| text[..text.find("[[node]]").expect("a node")].to_owned() + GREEN);
@@ -319,6 +330,8 @@ fn wherever_the_daemon_dies_the_next_one_takes_the_remaining_steps() {
             rig.nic()["is"] == "driven" && rig.nic()["node"] == "grey"
         });
         assert_eq!(names(&rig, "node"), ["blue", "grey", "red"], "{place}");
+        // Its rings have the other length only if it was opened anew.
+        assert!(rig.ask(&["events"]).contains("eth0 is being closed"), "{place}: {}", rig.log());
         rig.ask(&["stop"]);
         rig.daemon_ends();
     }
