@@ -41,6 +41,9 @@ pub enum Nothing {
         "a message is longer than {MESSAGE_MAX} bytes or brings more than {FDS_MAX} descriptors; its sender is not part of Tasuki"
     )]
     TooLong,
+    /// This process may have no more descriptors. These are the bytes; the descriptors beside them are lost.
+    #[error("descriptors came, and this process may open no more; raise LimitNOFILE= of tasukid (ulimit -Hn)")]
+    Lack(Vec<u8>),
     /// The kernel's reason.
     #[error("the kernel refused to receive: {0}")]
     Kernel(io::Error),
@@ -126,9 +129,9 @@ pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, No
     // The kernel sets the same flag for a message that is too long and for a reader that may have no more
     // descriptors.
     if got.flags.contains(ReturnFlags::CTRUNC)
-        && let Err(errno @ (Errno::MFILE | Errno::NFILE)) = rustix::io::fcntl_dupfd_cloexec(socket, 0)
+        && let Err(Errno::MFILE | Errno::NFILE) = rustix::io::fcntl_dupfd_cloexec(socket, 0)
     {
-        return Err(Nothing::Kernel(errno.into()));
+        return Err(Nothing::Lack(room[..got.bytes].to_vec()));
     }
     if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
         return Err(Nothing::TooLong);
@@ -137,6 +140,11 @@ pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, No
         return Err(Nothing::Closed);
     }
     Ok(Message { bytes: room[..got.bytes].to_vec(), fds })
+}
+
+/// Returns whether this error means that the process, or the machine, may open no more descriptors.
+pub fn lacks(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
 /// Lends descriptors to [`send`].

@@ -65,15 +65,27 @@ impl Process {
     }
 
     /// Finds a process that another process started; `None` if it is gone.
-    pub fn find(name: Name) -> Option<Self> {
-        let (found, pidfd) = Self::open(name.pid, false).ok()?;
-        (found == name).then_some(Process { name, pidfd })
+    ///
+    /// # Errors
+    /// This process may open no more descriptors. The other may live.
+    pub fn find(name: Name) -> io::Result<Option<Self>> {
+        let found = Self::by_number(name.pid)?;
+        Ok(found.filter(|found| found.name == name))
     }
 
-    /// Opens the process that the kernel names as the other end of a socket.
-    pub fn by_pid(pid: Pid) -> Option<Self> {
-        let (name, pidfd) = Self::open(pid.as_raw_nonzero().get().unsigned_abs(), false).ok()?;
-        Some(Process { name, pidfd })
+    /// Opens the process that the kernel names as the other end of a socket; `None` if it is gone.
+    ///
+    /// # Errors
+    /// As of [`find`](Self::find).
+    pub fn by_pid(pid: Pid) -> io::Result<Option<Self>> {
+        Self::by_number(pid.as_raw_nonzero().get().unsigned_abs())
+    }
+
+    fn by_number(pid: u32) -> io::Result<Option<Self>> {
+        match Self::open(pid, false) {
+            Err(error) if crate::channel::lacks(&error) => Err(error),
+            found => Ok(found.ok().map(|(name, pidfd)| Process { name, pidfd })),
+        }
     }
 
     fn open(pid: u32, or_dead: bool) -> io::Result<(Name, OwnedFd)> {
@@ -162,14 +174,15 @@ mod tests {
         let (keep, stdin) = std::io::pipe().unwrap();
         let mut process = Process::spawn(Command::new("cat").stdin(Stdio::from(keep))).unwrap();
         let name = process.name();
-        assert!(Process::find(name).is_some());
-        assert!(Process::find(Name { start: name.start + 1, ..name }).is_none(), "a number that was given again");
+        let is_there = |name| Process::find(name).expect("descriptors").is_some();
+        assert!(is_there(name));
+        assert!(!is_there(Name { start: name.start + 1, ..name }), "a number that was given again");
         process.kill();
         let mut fds = [PollFd::from_borrowed_fd(process.pidfd(), PollFlags::IN)];
         let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
         assert_eq!(poll(&mut fds, Some(&limit)).unwrap(), 1);
         assert_eq!(process.ended(), "was killed by signal 9");
-        assert!(Process::find(name).is_none());
+        assert!(!is_there(name));
         drop(stdin);
     }
 

@@ -164,6 +164,9 @@ pub enum RegistryError {
         "the registry {} cannot be used ({what}); if it is damaged, end the workers that it knows of and remove it", path.display()
     )]
     Unusable { path: PathBuf, what: String },
+    /// There is no descriptor for it.
+    #[error("the registry {} cannot be opened, since this tasukid may open no more descriptors; raise LimitNOFILE= (ulimit -Hn)", path.display())]
+    Lack { path: PathBuf },
     /// Its disk is full, or takes no writes.
     #[error("the registry {} cannot be written ({what}); {}", path.display(), place::remedy(*kind))]
     Unwritable {
@@ -280,6 +283,7 @@ impl Registry {
     pub fn open(folder: &Path) -> Result<(Self, Known), RegistryError> {
         let path = folder.join("registry.redb");
         let failed = |error: Failed| match &error {
+            Failed::Io(io) if crate::channel::lacks(io) => RegistryError::Lack { path: path.clone() },
             Failed::Io(io)
                 if matches!(
                     io.kind(),

@@ -17,7 +17,7 @@ use tasuki_shm::crash;
 
 use super::card::{Card, LeasePage};
 use super::deeds::party;
-use super::keeping::{Found, Key};
+use super::keeping::{FEWER, Found, Key};
 use super::lines::Lines;
 use super::worker::{Stage, Words, Worker, clients, tells};
 use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, now, watch};
@@ -32,8 +32,11 @@ impl Supervisor {
         let Known { workers, nics, nodes, added, fenced, events, .. } = known;
         self.events = events;
         self.add_nodes_of_before(added);
-        let alive: Vec<(WorkerRecord, Process)> =
-            workers.iter().filter_map(|record| Some((record.clone(), Process::find(record.process)?))).collect();
+        let mut alive: Vec<(WorkerRecord, Process)> = Vec::new();
+        for record in &workers {
+            let process = Process::find(record.process).context(FEWER)?;
+            alive.extend(process.map(|process| (record.clone(), process)));
+        }
         let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
         self.begin_taps(&living, &mut found)?;
         self.begin_endpoints(&living, &mut found);
@@ -141,7 +144,7 @@ impl Supervisor {
 
     /// Restores the registry's record of a NIC, as far as it is still true.
     fn remember(&self, card: &mut Card, record: &crate::registry::NicRecord, is_driven: bool) -> Result<()> {
-        card.model = record.model.and_then(Process::find);
+        card.model = record.model.map_or(Ok(None), Process::find).context(FEWER)?;
         card.uid = record.uid;
         if let Some(model) = &card.model {
             watch(&self.epoll, model.pidfd(), Token::ModelEnd(card.number))?;
@@ -171,7 +174,7 @@ impl Supervisor {
         let is_ours = record.uid.is_none_or(|uid| process.uid() == Some(uid));
         let is_known = self.config.node(&record.node).is_some();
         watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
-        let (ours, theirs) = channel::pair().context("the kernel has no sockets left")?;
+        let (ours, theirs) = channel::pair().context(FEWER)?;
         let reached = socket.is_ok();
         // The kernel names the process that listens there.
         let peer = socket.as_ref().ok().and_then(|socket| rustix::net::sockopt::socket_peercred(socket).ok());

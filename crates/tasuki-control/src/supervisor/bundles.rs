@@ -114,6 +114,10 @@ impl Supervisor {
     /// device bundles.
     pub(super) fn says_who_it_is(&mut self, number: u32, party: u32, node: &str, nics: &[u32]) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
+        if std::mem::take(&mut worker.asked.again) {
+            // It was asked for its client alone.
+            return;
+        }
         if !matches!(worker.stage, Stage::Asked(_)) || party != number || node != worker.record.node {
             return self.condemn(number, format!("says that it is worker {party} of node {node}"));
         }

@@ -6,6 +6,7 @@
 //! worker that lies about them lies to its own node.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::io::Errno;
@@ -21,6 +22,9 @@ use crate::{channel, config};
 
 /// Bytes of a client's name, at most: memif has 32 for it, of which each may have become three.
 const NAME_MAX: usize = 96;
+
+/// Pause before a worker is asked again for a client for which the daemon had no room.
+const ASKS_AGAIN: Duration = Duration::from_secs(1);
 
 /// Bytes of a client's description, at most.
 const TEXT_MAX: usize = 8192;
@@ -130,6 +134,13 @@ impl Endpoint {
     }
 }
 
+/// Returns that the client of this node cannot be kept.
+fn no_room(node: &str) -> String {
+    format!(
+        "tasukid may open no more descriptors, and lacks those of the program that is connected to node {node}: a fresh worker would send it away; raise LimitNOFILE= of tasukid (ulimit -Hn)"
+    )
+}
+
 impl Supervisor {
     /// Adopts the endpoints of an earlier daemon, and makes the others, except those of which workers of the nodes in
     /// `living` have the only descriptor.
@@ -186,12 +197,14 @@ impl Supervisor {
             return self.condemn(number, "reports its node's client too often".to_owned());
         }
         let holder = self.cards.get(&nic).and_then(|card| card.holder());
-        let Some(end) = self.endpoint_of(number, nic) else {
+        if self.endpoint_of(number, nic).is_none() {
             return self.condemn(number, format!("speaks of a client at NIC {nic}, where its node has none"));
-        };
+        }
         let Some(connected) = Connected::new(client, fds) else {
             return self.condemn(number, "sent descriptors that are not a client's".to_owned());
         };
+        self.has_room_for_client(number, nic);
+        let Some(end) = self.endpoint_of(number, nic) else { return };
         let knows = end.client.as_ref().is_some_and(|known| known.is(&connected));
         if knows {
             return;
@@ -209,8 +222,40 @@ impl Supervisor {
         }
     }
 
+    /// Handles a report of a client whose descriptors this daemon may not open. It asks for it again: a worker that
+    /// goes on without the client sends it away.
+    pub(super) fn has_no_room_for_client(&mut self, number: u32, nic: u32) {
+        let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.clients.take(now()));
+        if is_often || self.endpoint_of(number, nic).is_none() {
+            return self.condemn(number, "reports a client too often, or at an end that is not its own".to_owned());
+        }
+        let (Some(worker), Some(card)) = (self.workers.get_mut(&number), self.cards.get_mut(&nic)) else { return };
+        worker.asked.client_at = Some(now() + ASKS_AGAIN);
+        let (node, name, trouble) = (worker.record.node.clone(), card.name().to_owned(), no_room(&worker.record.node));
+        if card.trouble.replace(trouble.clone()).as_ref() != Some(&trouble) {
+            self.note(About { node: Some(&node), nic: Some(&name), worker: Some(number) }, trouble);
+        }
+    }
+
+    fn has_room_for_client(&mut self, number: u32, nic: u32) {
+        let (Some(worker), Some(card)) = (self.workers.get_mut(&number), self.cards.get_mut(&nic)) else { return };
+        worker.asked.client_at = None;
+        card.trouble.take_if(|trouble| *trouble == no_room(&worker.record.node));
+    }
+
+    /// Asks for clients for which there was no room.
+    pub(super) fn ask_for_clients(&mut self) {
+        for worker in self.workers.values_mut().filter(|worker| worker.serves() && !worker.asked.again) {
+            let is_busy = self.jobs.iter().any(|job| job.node() == worker.record.node);
+            if !is_busy && worker.asked.client_at.take_if(|at| *at <= now()).is_some() {
+                worker.asked.again = worker.write(&ToWorker::Again, &[]).is_ok();
+            }
+        }
+    }
+
     /// Handles a worker's report that a client is gone.
     pub(super) fn has_client_no_more(&mut self, number: u32, nic: u32, socket: u64) {
+        self.has_room_for_client(number, nic);
         let Some(end) = self.endpoint_of(number, nic) else { return };
         if end.client.take_if(|client| client.socket == socket).is_none() {
             return;

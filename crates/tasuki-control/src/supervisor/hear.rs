@@ -42,6 +42,9 @@ impl Supervisor {
                 Ok(message) => self.worker_said(number, message),
                 Err(Nothing::Yet) => return,
                 Err(Nothing::Closed) => return self.deaf(number),
+                Err(Nothing::Lack(bytes)) if let Ok(ToDaemon::Client { nic, .. }) = serde_json::from_slice(&bytes) => {
+                    self.has_no_room_for_client(number, nic);
+                }
                 Err(broken) => return self.condemn(number, format!("cannot be heard ({broken})")),
             }
         }

@@ -93,6 +93,9 @@ pub(super) struct Keeping {
     pub trouble: Option<String>,
 }
 
+/// What a daemon says that cannot take everything over. It stays with the keeper, for one that can.
+pub(super) const FEWER: &str = "this tasukid may open too few descriptors to take over what the last one had, and that goes on; raise LimitNOFILE= (ulimit -Hn), and start it again";
+
 #[derive(Debug)]
 struct Way {
     socket: OwnedFd,
@@ -101,11 +104,19 @@ struct Way {
 
 impl Way {
     /// Connects to the keeper of an earlier daemon, if there is one.
-    fn find(path: &std::path::Path) -> Option<Self> {
-        let socket = channel::connect(path).ok()?;
-        let peer = rustix::net::sockopt::socket_peercred(&socket).ok()?;
-        let process = Process::by_pid(peer.pid)?;
-        (peer.uid == rustix::process::geteuid()).then_some(Way { socket, process })
+    ///
+    /// # Errors
+    /// That cannot be known: this process may open no more descriptors.
+    fn find(path: &std::path::Path) -> Result<Option<Self>> {
+        let socket = match channel::connect(path) {
+            Ok(socket) => socket,
+            Err(error) if channel::lacks(&error) => return Err(error).context(FEWER),
+            Err(_) => return Ok(None),
+        };
+        let Ok(peer) = rustix::net::sockopt::socket_peercred(&socket) else { return Ok(None) };
+        let process = Process::by_pid(peer.pid).context(FEWER)?;
+        let process = process.filter(|_| peer.uid == rustix::process::geteuid());
+        Ok(process.map(|process| Way { socket, process }))
     }
 
     fn start(folder: &std::path::Path, path: &std::path::Path) -> Result<Self> {
@@ -142,7 +153,7 @@ impl Way {
                     let limit = Timespec::try_from(left)?;
                     let _ = rustix::event::poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&limit));
                 }
-                Err(nothing) => bail!("{nothing}"),
+                Err(nothing) => return Err(nothing.into()),
             }
         }
     }
@@ -150,17 +161,21 @@ impl Way {
 
 impl Supervisor {
     /// Finds the keeper of an earlier daemon, or starts one. Returns its entries.
-    pub(super) fn begin_keeping(&mut self) -> Found {
-        let Some(way) = Way::find(&self.place.keeper_socket()) else {
+    ///
+    /// # Errors
+    /// This process may not open all that the keeper has. It stays with the keeper, for a daemon that may.
+    pub(super) fn begin_keeping(&mut self) -> Result<Found> {
+        let Some(way) = Way::find(&self.place.keeper_socket())? else {
             self.start_keeper();
-            return Found::new();
+            return Ok(Found::new());
         };
-        match way.list() {
+        Ok(match way.list() {
             Ok(found) => {
                 self.use_keeper(way);
                 self.keeping.left = found.keys().cloned().collect();
                 found
             }
+            Err(error) if matches!(error.downcast_ref(), Some(Nothing::Lack(_))) => bail!(FEWER),
             Err(error) => {
                 way.process.kill();
                 self.note(
@@ -170,7 +185,7 @@ impl Supervisor {
                 self.start_keeper();
                 Found::new()
             }
-        }
+        })
     }
 
     fn use_keeper(&mut self, way: Way) {

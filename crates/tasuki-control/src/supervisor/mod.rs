@@ -386,7 +386,7 @@ impl Supervisor {
         watch(&supervisor.epoll, supervisor.hangups.as_fd(), Token::Hangup)?;
         watch(&supervisor.epoll, supervisor.exit_watch.fd(), Token::LivesEnd)?;
         supervisor.find_groups(groups);
-        let found = supervisor.begin_keeping();
+        let found = supervisor.begin_keeping()?;
         supervisor.adopt(known, found)?;
         if let Some(why) = &supervisor.not_replaced {
             let sentence = format!("tasukid goes on as it was: {why}");

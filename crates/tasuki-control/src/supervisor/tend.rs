@@ -80,6 +80,7 @@ impl Supervisor {
             }
         }
         self.end_the_slow();
+        self.ask_for_clients();
     }
 
     /// Returns whether a worker of this node is about to be ready for a NIC that no worker drives: starting another

@@ -244,6 +244,11 @@ impl Supervisor {
         let bell = copy(BELL)?;
         let net = self.net(&vni)?;
         let directory = net.directory_to_read()?;
+        // One more is open while each of the others is told of it, and those that miss it are ended.
+        drop(
+            tasuki_shm::wake::open_anew(bell.as_fd())
+                .context("a descriptor cannot be copied; raise LimitNOFILE= of tasukid")?,
+        );
         // From here on nothing fails but the address.
         net.directory.add(mac, number).map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
         net.next = net.next.max((number + 1) % NODES_MAX);

@@ -163,6 +163,10 @@ pub struct Asked {
     pub driver_states: Vec<u32>,
     /// Whether it was ever asked for counts. One answer for each NIC that it drives is due then.
     pub counts: bool,
+    /// When to ask it for its node's client again, for whose descriptors the daemon had no room.
+    pub client_at: Option<Duration>,
+    /// Whether it was asked to say again who it is.
+    pub again: bool,
 }
 
 impl Worker {

@@ -10,6 +10,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
+use serde_json::Value;
 use tempfile::TempDir;
 
 use super::rig::{NODES, Rig, lives, pid, signal, until};
@@ -230,6 +231,21 @@ fn a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() {
     limit(was.current);
     rig.await_pair("red");
     until(&rig, "nothing is wrong any more", || !rig.ask(&["status"]).contains("Too many open files"));
+    // A daemon that may open fewer than the last one had leaves all of it to one that may.
+    let (driver, standby) = rig.await_pair("red");
+    rig.kill_daemon();
+    let daemon = rig.tasukid();
+    for limit in ["14", "20", "30", "40"] {
+        let mut command = Command::new("sh");
+        command.args(["-c", "ulimit -n $0; exec \"$@\"", limit]).arg(daemon.get_program()).args(daemon.get_args());
+        let output = command.stdin(Stdio::null()).stdout(Stdio::null()).output().expect("a program");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{limit}: {said}");
+        assert!(said.contains("NOFILE"), "it says what to do: {limit}: {said}");
+    }
+    rig.start();
+    let pids = |(driver, standby): (Value, Value)| (pid(&driver), pid(&standby));
+    assert_eq!(pids(rig.await_pair("red")), pids((driver, standby)), "its workers go on");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use rustix::net::{Shutdown, SocketAddrUnix};
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal, getrlimit, prlimit};
 use tasuki_testing::Program;
 
 use super::real::released;
@@ -63,7 +63,22 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     until(&world.rig, "it answers", || answers(&world));
     // The next machine is served as well, with packed rings.
     drop(program);
+    until(&world.rig, "it is gone", || !answers(&world));
+    // It comes while tasukid may open no more descriptors, and is kept as soon as it may.
+    let (driver, _) = world.rig.await_pair("vm");
+    let daemon = Pid::from_raw(i32::try_from(world.rig.daemon_pid()).expect("a process"));
+    let open = std::fs::read_dir(format!("/proc/{}/fd", world.rig.daemon_pid())).expect("descriptors").count();
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    let limit = |current| prlimit(daemon, Resource::Nofile, Rlimit { current, maximum }).expect("a limit");
+    let was = limit(Some(open as u64 + 2));
     let _program = echoing(&socket, "packed_vq=1,in_order=1");
+    let lacks =
+        |world: &World| world.rig.ask(&["status"]).contains("lacks those of the program that is connected to node vm");
+    until(&world.rig, "it says so", || lacks(&world));
+    until(&world.rig, "it answers", || answers(&world));
+    assert_eq!(pid(&world.rig.worker("vm", "drives").expect("it drives")), pid(&driver), "nobody is ended for that");
+    limit(was.current);
+    until(&world.rig, "nothing is wrong any more", || !lacks(&world));
     endures(&world);
     world.rig.ask(&["node", "remove", "vm"]);
     assert!(!socket.exists(), "nobody serves there any more");
