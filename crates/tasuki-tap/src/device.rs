@@ -15,6 +15,8 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::ioctl::{IntegerSetter, Ioctl, IoctlOutput, Opcode, Updater, opcode};
 
+use crate::interface::Interface;
+use crate::namespace::Unnamed;
 use crate::{NAME_LEN, TapError, is_name};
 
 /// TAP mode, and no packet information before frames.
@@ -22,6 +24,8 @@ const IFF_TAP: u16 = 0x0002;
 const IFF_NO_PI: u16 = 0x1000;
 /// A virtio-net header of 10 bytes before each frame.
 const IFF_VNET_HDR: u16 = 0x4000;
+/// The interface outlives its descriptors.
+const IFF_PERSIST: u16 = 0x0800;
 /// IFF_ONE_QUEUE, which does nothing (`<linux/if_tun.h>`) but is kept: it marks a TAP that stands beside a veth end.
 /// The owner of a namespace may rename the interface and move it to another namespace; only its creator sets its
 /// flags.
@@ -110,13 +114,29 @@ fn take_unfinished(device: &OwnedFd) -> Result<(), Errno> {
 
 /// Returns the name of a TAP device's interface, and whether the device was made to stand beside a veth end.
 pub fn identity(device: BorrowedFd<'_>) -> Result<(String, bool), Errno> {
+    let (name, flags) = name_and_flags(device)?;
+    Ok((name, flags & IFF_OF_VETH_END != 0))
+}
+
+/// Removes a TAP device's interface, so that its name is free although other processes have the device, too. One that
+/// is persistent, which somebody else made, stays.
+pub fn remove(device: BorrowedFd<'_>) -> Result<(), TapError> {
+    let (name, flags) = name_and_flags(device).map_err(TapError::of)?;
+    if flags & IFF_PERSIST != 0 {
+        return Ok(());
+    }
+    let place = Unnamed::of(namespace_of(device).map_err(TapError::of)?);
+    place.within(|| Interface::if_there(&name)?.map_or(Ok(()), |interface| interface.delete()))
+}
+
+fn name_and_flags(device: BorrowedFd<'_>) -> Result<(String, u16), Errno> {
     let mut request = Request { name: [0; NAME_LEN], flags: 0, rest: [0; 22] };
     // SAFETY: the request fills in this structure (T1).
     let updater = unsafe { Updater::<{ TUNGETIFF }, Request>::new(&mut request) };
     // SAFETY: the kernel refuses other kinds of descriptors; the request outlives the call (T1).
     unsafe { rustix::ioctl::ioctl(device, updater) }?;
     let len = request.name.iter().position(|byte| *byte == 0).unwrap_or(NAME_LEN);
-    Ok((String::from_utf8_lossy(&request.name[..len]).into_owned(), request.flags & IFF_OF_VETH_END != 0))
+    Ok((String::from_utf8_lossy(&request.name[..len]).into_owned(), request.flags))
 }
 
 /// Returns the network namespace of a TAP device's interface. The caller may be in any namespace.

@@ -138,8 +138,13 @@ impl TapEnd {
     pub fn close(self) {
         match (self.veth_end, self.device) {
             (Some(veth_end), _) => veth_end.remove(),
-            // It may have a veth end that could not be adopted.
-            (None, Some(device)) => remove_beside(&device),
+            (None, Some(device)) => {
+                // It may have a veth end that could not be adopted.
+                remove_beside(&device);
+                // The keeper has it for a moment more, and a node that is added again wants the name. Best effort: it may
+                // be gone with its namespace.
+                let _ = tasuki_tap::device::remove(device.as_fd());
+            }
             (None, None) => {}
         }
     }

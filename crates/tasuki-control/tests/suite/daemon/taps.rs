@@ -153,6 +153,18 @@ fn frames_of_9000_bytes_cross_whoever_drives() {
     // A card that starts anew takes them as well.
     world.give("blue", "cold");
     ping(20);
+    // Interface and NIC are made anew, also while the keeper has the former ones.
+    let keeper = world.rig.keeper().expect("a keeper");
+    signal(keeper, Signal::STOP);
+    world.rig.configure(|text| text.replace("mtu = 9000", "mtu = 8000"));
+    let applied = world.rig.tasuki(&["apply"]);
+    signal(keeper, Signal::CONT);
+    assert!(applied.status.success(), "{applied:?}");
+    world.rig.await_pair("red");
+    until(&world.rig, "the link is up", || {
+        let words = ["-c", "1", "-s", "7972", "-M", "do", "-W", "1", FAR];
+        world.near.within(|| Command::new("ping").args(words).output().expect("ping").status.success())
+    });
     world.end();
 }
 
