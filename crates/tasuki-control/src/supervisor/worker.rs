@@ -187,9 +187,11 @@ impl Worker {
         its.map(|&(_, from, to)| from..=to)
     }
 
-    /// Returns whether it can hear of clients with many descriptors.
+    /// Returns whether it can hear of clients with many descriptors. One that began while no daemon was there to hear of
+    /// its versions is asked, and refuses by itself.
     pub fn takes_wide(&self) -> bool {
-        self.versions(message::vni::KIND).is_some_and(|versions| versions.contains(&message::vni::WIDE_VERSION))
+        self.record.reads.is_empty()
+            || self.versions(message::vni::KIND).is_some_and(|versions| versions.contains(&message::vni::WIDE_VERSION))
     }
 
     /// Returns whether it accepts orders and is not ending.

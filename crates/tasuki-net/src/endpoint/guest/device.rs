@@ -451,7 +451,7 @@ impl Device {
                 self.ring(index.into())?.is_started = false;
                 self.close(at);
                 let base = self.text.rings[at].base;
-                self.text.rings[at].stated = base;
+                (self.text.rings[at].stated, self.text.rings[at].has_kick) = (base, false);
                 self.set_kick(at, None);
                 let number = match self.layout() {
                     Layout::Split => base.into(),
@@ -891,6 +891,8 @@ impl Device {
         let mut text: Text = serde_json::from_str(text)
             .map_err(|error| format!("the description of a virtual machine is not understood ({error}); {older}"))?;
         let stretches = std::mem::take(&mut text.stretches);
+        // An earlier worker's description still has the kick of a ring that was stopped.
+        text.rings.iter_mut().for_each(|ring| ring.has_kick &= ring.is_started);
         if text.rings.len() > RINGS_MAX || !text.rings.len().is_multiple_of(2) {
             return Err(format!(
                 "a virtual machine came with {} rings, and has {RINGS_MAX} at most; {older}",

@@ -143,6 +143,14 @@ fn flows_stay_on_a_pair_in_order_and_go_by_those_that_are_enabled() {
         net.settle();
         assert_eq!(received(&mut net.others[0]), [udp(OTHER, US, 9, 1)]);
         assert_eq!(give(&mut net, &mut machine), all);
+        // It stops its rings one after the other, as when it is paused or starts again, and a successor hears of that.
+        assert!(send(&machine.socket, &message(11, 0, &state(7, 0)), &[]));
+        net.settle();
+        let parts = net.parts();
+        net.replace(parts);
+        net.settle();
+        let rest = give(&mut net, &mut machine);
+        assert!(rest[..3].iter().all(|flows| !flows.is_empty()), "{rest:?}");
     }
 }
 
