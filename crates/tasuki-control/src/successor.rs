@@ -7,7 +7,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::fs::MemfdFlags;
@@ -46,16 +46,19 @@ pub fn check(with: Option<PathBuf>, cpus: &[u32]) -> Result<(PathBuf, String, bo
     crate::aside::stay(cpus);
     let mut command = Command::new(&with);
     command.args(words()).arg(CHECK).env_remove("NOTIFY_SOCKET");
-    let (succeeded, said, why) = within(&mut command).map_err(|why| format!("{} {why}", with.display()))?;
-    if !succeeded {
+    let (status, said, why) = within(&mut command).map_err(|why| format!("{} {why}", with.display()))?;
+    if !status.success() {
         if why.contains(CHECK) {
             return Err(format!(
                 "{} is from before tasuki upgrade, and cannot take over by it; stop tasukid (SIGTERM), and start that one",
                 with.display()
             ));
         }
-        let last = why.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("it does not say why");
-        let last = crate::log::plain(last.strip_prefix("tasukid: ").unwrap_or(last), 1000);
+        // Another program may not know the option, and explain itself below that.
+        let error = why.lines().find_map(|line| line.strip_prefix("error: "));
+        let last = error.or_else(|| why.lines().rfind(|line| !line.trim().is_empty()));
+        let last = last.map(|last| crate::log::plain(last.strip_prefix("tasukid: ").unwrap_or(last), 1000));
+        let last = last.unwrap_or_else(|| format!("it does not say why ({status})"));
         return Err(format!("{} does not begin here, so tasukid stays what it is: {last}", with.display()));
     }
     let said = said.trim_end().strip_prefix("tasukid ").and_then(|rest| rest.split_once(' '));
@@ -91,9 +94,9 @@ pub fn line(file: &Path) -> String {
 /// Bytes of what it says that are read.
 const SAID_MAX: usize = 64 << 10;
 
-/// Runs a command to its end. Returns whether it succeeded, and what it said to either output. An error is the end of a
+/// Runs a command to its end. Returns how it ended, and what it said to either output. An error is the end of a
 /// sentence that begins with the program.
-fn within(command: &mut Command) -> Result<(bool, String, String), String> {
+fn within(command: &mut Command) -> Result<(ExitStatus, String, String), String> {
     // Memory, and no pipes: a process that it leaves behind could keep those open.
     let memory = || rustix::fs::memfd_create("tasuki-check", MemfdFlags::CLOEXEC).map(File::from);
     let (said, why) =
@@ -121,7 +124,7 @@ fn within(command: &mut Command) -> Result<(bool, String, String), String> {
         let len = file.read_at(&mut bytes, 0).unwrap_or(0);
         String::from_utf8_lossy(&bytes[..len]).into_owned()
     };
-    Ok((status.success(), text(&said), text(&why)))
+    Ok((status, text(&said), text(&why)))
 }
 
 /// Returns this process's arguments without the program's name.

@@ -105,6 +105,11 @@ fn the_daemon_goes_on_as_no_program_that_would_not_begin() {
     let since = rig.json(&["status"])["up_ms"].as_u64().expect("a time");
     for (text, why) in [
         ("exit 0", "is no tasukid; name one"),
+        ("kill -SEGV $$", "so tasukid stays what it is: it does not say why (signal: 11 "),
+        (
+            "printf \"error: unexpected argument '--config'\\n\\ntry --help\\n\" >&2; exit 2",
+            ": unexpected argument '--config'",
+        ),
         ("echo tasukid: it is too new >&2; exit 3", "so tasukid stays what it is: it is too new"),
         (
             "echo 'tasukid 9.0 takes the configuration x and has registry 1 and messages 99'",
