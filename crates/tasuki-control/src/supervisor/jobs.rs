@@ -256,6 +256,18 @@ impl Supervisor {
                 with.display()
             )));
         }
+        // The next one knows what is written and kept, and no more. A disk that is full shows when it is written to.
+        self.changes.push(Change::Party(self.last_party));
+        self.flush();
+        self.deposit();
+        if let Some(trouble) = self.registry.trouble() {
+            return Err(No::now(format!("tasukid stays what it is: {trouble}")));
+        }
+        if self.is_depositing() {
+            return Err(No::now(
+                "tasukid stays what it is, for its keeper does not have all yet that the next one needs; ask again (tasuki status says if it stays so)",
+            ));
+        }
         let sentence = format!("tasukid goes on as {}, version {version}", with.display());
         self.note(About::default(), sentence.clone());
         self.ended = Some(super::Ended::Replaced(with));
@@ -909,10 +921,11 @@ impl Supervisor {
         }
     }
 
-    /// Returns how a worker ended: the first event noted of it after it began.
+    /// Returns how a worker ended: the first event noted of it after it began, or was adopted.
     fn why_gone(&self, number: u32) -> String {
         let of_it = self.events.iter().filter(|event| event.worker == Some(number));
-        let told = of_it.map(|event| &event.sentence).find(|sentence| !sentence.contains("has begun"));
+        let is_begin = |sentence: &&String| sentence.contains("has begun") || sentence.ends_with(" is adopted");
+        let told = of_it.map(|event| &event.sentence).find(|sentence| !is_begin(sentence));
         told.cloned().unwrap_or_else(|| format!("worker {number} is gone"))
     }
 

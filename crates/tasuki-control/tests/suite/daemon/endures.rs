@@ -90,6 +90,8 @@ fn a_registry_whose_disk_is_full_is_written_when_there_is_room() {
         rig.await_pair("red")
     };
     assert!(is_broken(&rig), "there is no room yet");
+    let said = rig.refused(&["upgrade"]);
+    assert!(said.contains("tasukid stays what it is: ") && said.contains("make room there"), "{said}");
     fs::remove_file(disk.filler()).expect("room");
     rig.await_event("the registry is written again");
     assert!(!is_broken(&rig));
