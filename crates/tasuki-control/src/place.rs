@@ -1,5 +1,6 @@
 //! The runtime directory: the named files of the daemon, and the lock by which only one daemon uses it.
 
+use std::collections::BTreeSet;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -120,15 +121,23 @@ impl Place {
         self.folder.join(format!("worker-{party}.sock"))
     }
 
+    /// Returns the numbers of the workers that are not in `living` and have left files.
+    pub fn workers_but(&self, living: &[u32]) -> BTreeSet<u32> {
+        self.files_of_workers().map(|(party, _)| party).filter(|party| !living.contains(party)).collect()
+    }
+
     /// Removes the files left by workers that are not in `living`.
     pub fn forget_workers_but(&self, living: &[u32]) {
-        for entry in std::fs::read_dir(&self.folder).into_iter().flatten().flatten() {
-            let name = entry.file_name();
-            let party = name.to_str().and_then(|name| name.strip_prefix("worker-")?.split_once('.')?.0.parse().ok());
-            if party.is_some_and(|party: u32| !living.contains(&party)) {
-                let _ = std::fs::remove_file(entry.path());
-            }
+        for (_, path) in self.files_of_workers().filter(|(party, _)| !living.contains(party)) {
+            let _ = std::fs::remove_file(path);
         }
+    }
+
+    fn files_of_workers(&self) -> impl Iterator<Item = (u32, PathBuf)> {
+        std::fs::read_dir(&self.folder).into_iter().flatten().flatten().filter_map(|entry| {
+            let party = entry.file_name().to_str()?.strip_prefix("worker-")?.split_once('.')?.0.parse().ok()?;
+            Some((party, entry.path()))
+        })
     }
 
     /// Returns the path at which the keeper listens.

@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::{Context, Result};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_relay::Party;
 use tasuki_relay::arbiter::{Arbiter, Node as Numbered};
 use tasuki_relay::heartbeat::Heartbeat;
@@ -25,6 +26,9 @@ use crate::channel;
 use crate::config::{self, Device};
 use crate::process::Process;
 use crate::registry::{Change, Known, WorkerRecord};
+
+/// Time in which a worker ends that is told to. The daemon does nothing else meanwhile.
+const ENDS_WITHIN: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 impl Supervisor {
     /// Makes nodes and cards as the configuration has them, and asks the workers that still run.
@@ -98,6 +102,7 @@ impl Supervisor {
         for record in workers.iter().filter(|record| !living.contains(&record.party)) {
             self.changes.push(Change::NoWorker(record.party));
         }
+        self.place.workers_but(&living).into_iter().for_each(|number| self.end_unknown(number));
         self.place.forget_workers_but(&living);
         for (record, process) in alive {
             let is_fenced = fenced.contains(&record.party);
@@ -106,6 +111,23 @@ impl Supervisor {
         }
         self.adopting = true;
         Ok(())
+    }
+
+    /// Ends a worker that the registry does not know: it began when that could not be written. It may drive, and so may
+    /// one that is started for its node.
+    fn end_unknown(&mut self, number: u32) {
+        let Ok(socket) = channel::connect(&self.place.worker_socket(number)) else { return };
+        let end = serde_json::to_vec(&ToWorker::End).expect("plain data");
+        let mut its_end = [PollFd::new(&socket, PollFlags::empty())];
+        let has_ended = channel::send(socket.as_fd(), &end, &[]).is_ok()
+            && rustix::event::poll(&mut its_end, Some(&ENDS_WITHIN)) == Ok(1);
+        let sentence = match has_ended {
+            true => format!(
+                "worker {number} is not in the registry, which could not be written when it began: it was ended"
+            ),
+            false => format!("worker {number} is not in the registry, and does not end when told: end it by hand"),
+        };
+        self.note(About::default(), sentence);
     }
 
     /// Adopts a NIC that the configuration does not have any more, to close it.

@@ -103,6 +103,22 @@ fn a_registry_whose_disk_is_full_is_written_when_there_is_room() {
     assert_eq!((&drives["pid"], &stands_by["pid"]), (&driver["pid"], &standby["pid"]), "{}", rig.log());
     let after = rig.ask(&["events"]);
     assert!(after.starts_with(&before[..before.rfind("the registry is written").expect("it")]), "{before}\n{after}");
+    // One that begins after one that was ended all the same leaves nobody at work of whom it knows nothing.
+    until(&rig, "the disk is full again", || {
+        disk.fill();
+        rig.ask(&["worker", "upgrade", "red"]);
+        is_broken(&rig)
+    });
+    rig.ask(&["worker", "upgrade", "red"]);
+    let (driver, standby) = rig.await_pair("red");
+    rig.kill_daemon();
+    fs::remove_file(disk.filler()).expect("room");
+    rig.start();
+    let (drives, stands_by) = rig.await_pair("red");
+    for former in [&driver, &standby] {
+        assert!(![&drives, &stands_by].iter().any(|now| now["pid"] == former["pid"]), "it is unknown");
+        until(&rig, "it has ended", || !lives(pid(former)));
+    }
 }
 
 #[test]
