@@ -442,7 +442,9 @@ impl Ring for Packed {
             return Ok(None);
         }
         let piece = memory.piece(descriptor.address, descriptor.len as usize);
-        Ok(piece.filter(|piece| piece.len >= len).map(|piece| (Head { id: descriptor.next, slots: 1 }, piece)))
+        Ok(piece
+            .filter(|piece| piece.len == descriptor.len as usize)
+            .map(|piece| (Head { id: descriptor.next, slots: 1 }, piece)))
     }
 
     #[inline]

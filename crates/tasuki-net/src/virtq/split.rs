@@ -275,9 +275,14 @@ impl Ring for Split {
 
     #[inline]
     fn look(&mut self) -> Result<bool, Broken> {
-        self.known = Index::of(u16::from_le(self.available[INDEX].load(Acquire)));
-        let there = self.known.since(self.next);
-        if u32::from(there) > self.size { Err(Broken::Overrun) } else { Ok(there > 0) }
+        let known = Index::of(u16::from_le(self.available[INDEX].load(Acquire)));
+        let there = known.since(self.next);
+        if u32::from(there) > self.size {
+            // An index that is not believed is not kept: the chains up to it would be taken after all.
+            return Err(Broken::Overrun);
+        }
+        self.known = known;
+        Ok(there > 0)
     }
 
     #[inline]
@@ -314,7 +319,7 @@ impl Ring for Split {
             return Ok(None);
         }
         let piece = memory.piece(descriptor.address, descriptor.len as usize);
-        Ok(piece.filter(|piece| piece.len >= len).map(|piece| (Head { id, slots: 1 }, piece)))
+        Ok(piece.filter(|piece| piece.len == descriptor.len as usize).map(|piece| (Head { id, slots: 1 }, piece)))
     }
 
     #[inline]

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use proptest::prelude::*;
 use rustix::fs::MemfdFlags;
-use tasuki_net::virtq::{Chain, DriverMemory, Head, PIECES_MAX, Place, Ring, Split, Stretch, len_of};
+use tasuki_net::virtq::{Broken, Chain, DriverMemory, Head, PIECES_MAX, Packed, Place, Ring, Split, Stretch, len_of};
 use tasuki_shm::region::CommonRegion;
 
 mod packed;
@@ -368,6 +368,31 @@ proptest! {
         }
         prop_assert!(!ours.is_gone());
     }
+}
+
+/// The short way for frames refuses no chain, and takes none that the long way refuses.
+#[test]
+fn a_chain_that_is_taken_as_plain_lies_in_one_stretch_with_all_its_bytes() {
+    fn check(memory: &Memory, ours: &DriverMemory, mut ring: impl Ring, last: [u16; 2]) {
+        let mut chain = Chain::default();
+        let mut describe = |address: u64, len: u32| {
+            let last = last.map(u16::to_le_bytes);
+            memory.write(DESCRIPTORS, &[&address.to_le_bytes()[..], &len.to_le_bytes(), &last.concat()].concat());
+            let plain = ring.next_plain(ours, 32).unwrap().map(|(_, piece)| piece.len);
+            let came = ring.take(ours, &mut chain);
+            came.iter().for_each(|_| ring.put_back(chain.head));
+            (plain, came.map(|_| chain.writable.iter().map(|piece| piece.len).collect::<Vec<_>>()))
+        };
+        let end = GUEST + STRETCHES * LEN;
+        assert_eq!(describe(end - 64, 64), (Some(64), Ok(vec![64])));
+        assert_eq!(describe(GUEST + LEN - 64, 100), (None, Ok(vec![64, 36])), "in two stretches");
+        assert_eq!(describe(end - 64, 65), (None, Err(Broken::Outside)), "beyond its end");
+        assert_eq!(describe(end - 64, u32::MAX), (None, Err(Broken::Outside)));
+    }
+    let (memory, ours) = Memory::new();
+    check(&memory, &ours, Packed::new(&ours, place(8), Packed::BEGINNING, true, false).unwrap(), [0, 0x82]);
+    memory.write(AVAILABLE + 2, &1_u16.to_le_bytes());
+    check(&memory, &ours, Split::new(&ours, place(8), 0, Some(0), true).unwrap(), [2, 0]);
 }
 
 /// A change of the memory by its driver, which may be hostile.

@@ -1,6 +1,6 @@
 //! The same for a packed ring.
 
-use tasuki_net::virtq::{COMPLETIONS_MAX, Head, Packed};
+use tasuki_net::virtq::COMPLETIONS_MAX;
 
 use super::*;
 use crate::vm::packed::{Driver, Memory as _, Position};

@@ -293,6 +293,25 @@ fn a_node_whose_guest_has_no_buffers_sleeps_until_the_guest_posts_some() {
     }
 }
 
+/// The worker looks for a buffer before it sleeps, and does not mind what it finds: the next turn does.
+#[test]
+fn a_guest_that_breaks_a_rule_while_a_frame_waits_for_a_buffer_is_sent_away() {
+    let mut net = Net::new(2);
+    let mut machine = net.machine(ALL, 8);
+    for number in 0..12 {
+        net.others[0].send(US, &frame(US, OTHER, 5 * number)).unwrap();
+    }
+    net.others[0].flush();
+    net.turn();
+    machine.write(0x2000 + 2, &2000_u16.to_le_bytes());
+    assert_eq!(net.node.as_mut().unwrap().arm(), Armed::Idle);
+    net.settle();
+    let said = net.trouble();
+    assert!(said.contains("more than a queue ahead"), "{said}");
+    assert!(machine.is_hung_up());
+    assert_eq!(machine.receive().len(), 8, "no buffer is used twice");
+}
+
 /// Returns a node that holds an interrupt for an hour, and its machine.
 fn holding() -> (Net, Machine) {
     let mut net = Net::new(2);
