@@ -138,6 +138,9 @@ pub enum Refusal {
     /// It connected and says nothing.
     #[error("it connected and said nothing for 5 seconds")]
     Silent,
+    /// It began a message and does not go on.
+    #[error("it began a message, and the rest did not come for 5 seconds")]
+    Unfinished,
     /// It does not read our answers.
     #[error("it does not read the answers that it asked for")]
     Deaf,

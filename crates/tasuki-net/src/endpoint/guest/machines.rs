@@ -9,7 +9,7 @@ const ACCEPTS: usize = 4;
 /// How long a description may be on its way that is newer than the one that a successor has.
 pub(super) const LATE_NEWS: Duration = Duration::from_millis(100);
 
-/// How long a front end may say nothing after it has connected.
+/// How long a front end may say nothing after it has connected, or within a message.
 const SILENCE: Duration = Duration::from_secs(5);
 
 /// A front end, from its connection on.
@@ -17,7 +17,8 @@ const SILENCE: Duration = Duration::from_secs(5);
 pub(super) struct Machine {
     pub(super) channel: Channel,
     pub(super) device: Device,
-    /// When it connected, until it has said something.
+    /// When it connected, until it has said something; or when a message began whose rest has yet to come. What came with
+    /// that part may keep the connection open after the front end has gone: its own socket.
     silent: Option<Instant>,
 }
 
@@ -27,8 +28,21 @@ impl Machine {
         let heard = self.channel.hear(&mut self.device)?;
         if heard {
             self.silent = None;
+        } else if self.channel.is_within() {
+            self.silent.get_or_insert_with(Instant::now);
         }
         Ok(heard)
+    }
+
+    /// Returns whether it is to be sent away if it goes on to say nothing.
+    pub(super) fn is_silent(&self) -> bool {
+        self.silent.is_some()
+    }
+
+    /// Returns why it is to be sent away, if it has said nothing for too long.
+    fn silence(&self, now: Instant) -> Option<Refusal> {
+        let is_silent = now.saturating_duration_since(self.silent?) >= SILENCE;
+        is_silent.then_some(if self.channel.is_within() { Refusal::Unfinished } else { Refusal::Silent })
     }
 }
 
@@ -181,15 +195,15 @@ impl Guest {
         }
     }
 
-    /// Ends the connections of front ends that have said nothing.
+    /// Ends the connections of front ends that have said nothing for too long.
     pub(super) fn end_silent(&mut self, now: Instant) {
-        let is_silent =
-            |machine: &Machine| machine.silent.is_some_and(|since| now.saturating_duration_since(since) >= SILENCE);
-        if self.machine.as_deref().is_some_and(is_silent) {
-            self.end(&Refusal::Silent);
+        if let Some(refusal) = self.machine.as_ref().and_then(|machine| machine.silence(now)) {
+            self.end(&refusal);
         }
-        if let Some(other) = self.other.take_if(|other| is_silent(other)) {
-            self.refuse_other(&other, &Refusal::Silent);
+        if let Some(refusal) = self.other.as_ref().and_then(|other| other.silence(now))
+            && let Some(other) = self.other.take()
+        {
+            self.refuse_other(&other, &refusal);
         }
     }
 

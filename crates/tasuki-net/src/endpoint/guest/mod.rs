@@ -414,7 +414,8 @@ impl Endpoint for Guest {
         (self.must_hear, self.must_accept) = (true, true);
         self.listener.tick();
         self.end_silent(now);
-        self.machine.is_some() && (self.must_watch || !self.is_running())
+        let is_silent = self.machine.iter().chain(&self.other).any(|machine| machine.is_silent());
+        is_silent || self.machine.is_some() && (self.must_watch || !self.is_running())
     }
 
     /// Reads the rest of a message that has begun, and sends away a front end whose device does not run yet.

@@ -421,6 +421,35 @@ fn a_guest_that_breaks_a_rule_is_sent_away_with_a_sentence_and_the_next_is_serve
     assert_eq!(received(&mut net.others[0]), [frame(OTHER, US, 1)]);
 }
 
+/// A front end whose own socket came with half a message has not left for us when it ends: we hold the other end.
+#[test]
+fn a_front_end_that_says_nothing_or_half_a_message_is_gone_after_a_while() {
+    let mut net = Net::new(2);
+    let path = net.folder.path().join("vm.sock");
+    let machine = net.machine(ALL, 64);
+    let in_a_while = Instant::now() + Duration::from_secs(6);
+    let tick = |net: &mut Net| {
+        let node = net.node.as_mut().unwrap();
+        assert!(node.tick(Instant::now()), "a sleeping node looks again");
+        node.tick(in_a_while);
+        net.settle();
+        net.trouble()
+    };
+    let _second = theirs::connect(&path);
+    net.settle();
+    let said = tick(&mut net);
+    assert!(said.contains("it connected and said nothing"), "{said}");
+    assert!(theirs::send(&machine.socket, &theirs::message(12, 0, &[0; 8])[..5], &[machine.socket.as_fd()]));
+    net.settle();
+    drop(machine);
+    net.settle();
+    assert!(net.guest().is_running());
+    let said = tick(&mut net);
+    assert!(said.contains("it began a message"), "{said}");
+    net.machine(ALL, 64);
+    assert!(net.guest().is_running());
+}
+
 #[test]
 fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
     use theirs::{connect, memory, message, send, state, table};
