@@ -48,7 +48,7 @@ pub enum Broken {
     #[error(
         "a queue of {0} descriptors is none: the number is up to {SIZE_MAX}, and for a split ring it is a power of two"
     )]
-    Size(u16),
+    Size(u32),
     /// A part of the queue is not aligned, or not in memory that was announced.
     #[error("a ring lies outside the memory that was announced, or is not aligned")]
     Ring,

@@ -177,7 +177,7 @@ impl Packed {
     ) -> Result<Self, Broken> {
         let size = place.size;
         if size == 0 || size > SIZE_MAX {
-            return Err(Broken::Size(size));
+            return Err(Broken::Size(size.into()));
         }
         let position = Position::of(position);
         if position.index() >= size.into() {

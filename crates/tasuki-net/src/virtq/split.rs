@@ -106,7 +106,7 @@ impl Split {
     ) -> Result<Self, Broken> {
         let size = place.size;
         if !size.is_power_of_two() || size > SIZE_MAX {
-            return Err(Broken::Size(size));
+            return Err(Broken::Size(size.into()));
         }
         let [descriptors, available, used] = place.parts(Layout::Split);
         let (region, at) = memory.lend(descriptors)?;

@@ -428,7 +428,7 @@ impl Device {
             request::SET_VRING_NUM => {
                 let RingState { index, number } = body(request, bytes)?;
                 let ring = self.ring(index.into())?;
-                ring.place.size = u16::try_from(number).map_err(|_| Broken::Size(u16::MAX))?;
+                ring.place.size = u16::try_from(number).map_err(|_| Broken::Size(number))?;
                 self.open_queues()?;
             }
             request::SET_VRING_ADDR => {

@@ -454,7 +454,7 @@ fn a_front_end_that_says_nothing_or_half_a_message_is_gone_after_a_while() {
 fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
     use theirs::{connect, memory, message, send, state, table};
     let path = |net: &Net| net.folder.path().join("vm.sock");
-    let odd: [(Vec<u8>, usize, &str); 13] = [
+    let odd: [(Vec<u8>, usize, &str); 14] = [
         (message(2, 0, &(1_u64 << 27).to_ne_bytes()), 0, "features that it was not offered (0x8000000)"),
         (message(16, 0, &0x1000_u64.to_ne_bytes()), 0, "features that it was not offered (0x1000)"),
         (message(6, 0, &[0; 16]), 1, "it sent request 6, which it was not offered"),
@@ -464,6 +464,7 @@ fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
         (message(5, 0, &table(&[[0, 4096, 0, 0]])), 0, "0 descriptors came with its request 5"),
         (message(5, 0, &table(&[[0, 4096, 0, 1 << 40]])), 1, "its memory cannot be shared"),
         (message(5, 0, &table(&[[1, u64::MAX, 0, 0]])), 1, "a stretch of it has no end"),
+        (message(8, 0, &state(0, 70_000)), 0, "a queue of 70000 descriptors is none"),
         (message(8, 0, &state(64, 8)), 0, "it speaks of ring 64, and there are 64"),
         (message(12, 0, &0_u64.to_ne_bytes()), 1, "what it sent as the eventfd of ring 0 is none"),
         (message(13, 0, &0_u64.to_ne_bytes()), 0, "0 descriptors came with its request 13"),
