@@ -66,6 +66,14 @@ impl<'a> Choices<'a> {
     }
 }
 
+/// Checks that a message is one sentence for a person.
+pub fn check_sentence(sentence: &str) {
+    let is_one = sentence.len() > 10 && !sentence.contains('\n');
+    let is_debug =
+        ["{", "}", "[", "]", "Some(", "None", "Err(", "Os(", "\\"].iter().any(|mark| sentence.contains(mark));
+    assert!(is_one && !is_debug, "this is no sentence for a person: {sentence}");
+}
+
 pub const ECHO: u16 = 1;
 pub const LARGE: u16 = 2;
 pub const DROP: u16 = 3;

@@ -25,7 +25,7 @@ use crate::tally::Tally;
 use crate::{needs, stream};
 
 /// Run time per target in `cargo xtask test`: long enough to see that a target works, and to find shallow mistakes.
-pub const SHORT_RUN_SECONDS: u32 = 10;
+pub const SHORT_RUN_SECONDS: u32 = 9;
 
 /// Default run time per target in `cargo xtask fuzz`: a coffee break.
 pub const LONG_RUN_SECONDS: u32 = 300;
