@@ -2,8 +2,8 @@
 //! which writes anything into its rings. Meanwhile frames cross, the memory changes, the worker is replaced and a node hands
 //! over frames with any offload header. Two other nodes exchange frames, each of which arrives once, whole and in order.
 //!
-//! What must hold: no panic; each refusal is a sentence; the next front end is served; no descriptor and no mapping is left
-//! behind.
+//! What must hold: no panic; each refusal is a sentence; a successor goes on with a device that runs; the next front end is
+//! served; no descriptor and no mapping is left behind.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -69,6 +69,8 @@ struct Attack {
     /// Connections, each with its next step of an almost correct handshake.
     raw: Vec<(OwnedFd, u8)>,
     props: Props,
+    /// Memory of a front end was cut.
+    is_cut: bool,
     under_way: VecDeque<Vec<u8>>,
     now: Instant,
 }
@@ -99,6 +101,7 @@ impl Attack {
             machine: None,
             next: [0; 2],
             raw: Vec::new(),
+            is_cut: false,
             under_way: VecDeque::new(),
             now: Instant::now(),
         }
@@ -186,6 +189,7 @@ impl Attack {
     /// Its memory goes: the front end is sent away.
     fn cut(&mut self, choices: &mut Choices<'_>) {
         let Some(machine) = self.machine.take() else { return };
+        self.is_cut = true;
         let _ = rustix::fs::ftruncate(&machine.memory, u64::from(choices.short()) << choices.below(8));
         (0..choices.below(70)).for_each(|_| self.turn());
     }
@@ -250,9 +254,12 @@ impl Attack {
         let parts = self.node.end.parts().expect("descriptors are left");
         self.node = node(&self.listener, &mut self.net, &self.lines);
         let Some(parts) = parts else { return };
-        if let Err(why) = self.node.end.go_on(parts) {
-            check_sentence(&why);
-        }
+        let went = self.node.end.go_on(parts);
+        let trouble = self.node.end.trouble();
+        trouble.iter().chain(went.as_ref().err()).for_each(|why| check_sentence(why));
+        assert!(went.is_ok() || self.is_cut, "a successor gets what it needs: {went:?}");
+        let goes_on = self.node.end.is_running() || went.is_err() || trouble.is_some();
+        assert!(goes_on, "a device goes on to run, or its front end is told");
     }
 
     /// A front end that behaves comes next, and finds nothing of those before.

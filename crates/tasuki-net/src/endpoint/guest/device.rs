@@ -427,14 +427,14 @@ impl Device {
             request::GET_STATUS if has_protocol(protocol::STATUS) => return number(self.text.status),
             request::SET_VRING_NUM => {
                 let RingState { index, number } = body(request, bytes)?;
-                let ring = self.ring(index.into())?;
-                ring.place.size = u16::try_from(number).map_err(|_| Broken::Size(number))?;
+                let size = u16::try_from(number).map_err(|_| Broken::Size(number))?;
+                self.set_place(index, |place| place.size = size)?;
                 self.open_queues()?;
             }
             request::SET_VRING_ADDR => {
                 let RingAddress { index, flags, descriptors, used, available, log } = body(request, bytes)?;
+                self.set_place(index, |place| *place = Place { descriptors, used, available, ..*place })?;
                 let ring = self.ring(index.into())?;
-                ring.place = Place { descriptors, used, available, ..ring.place };
                 ring.log = (flags & LOG_USED != 0).then_some(log);
                 let log = ring.log;
                 self.queues[index as usize].iter_mut().for_each(|queue| queue.set_log(log));
@@ -486,6 +486,17 @@ impl Device {
         let rings = &mut self.text.rings;
         rings.resize_with(rings.len().max((at | 1) + 1), RingText::default);
         Ok(&mut rings[at])
+    }
+
+    /// Changes where a ring lies. One that runs is opened anew: a successor would open it there.
+    fn set_place(&mut self, index: u32, change: impl FnOnce(&mut Place)) -> Result<(), Refusal> {
+        let ring = self.ring(index.into())?;
+        let before = ring.place;
+        change(&mut ring.place);
+        if ring.place != before {
+            self.close(index as usize);
+        }
+        Ok(())
     }
 
     /// Stops all rings. Keeps their places: QEMU 7.2 resets the status of a machine that migrates, and then asks where

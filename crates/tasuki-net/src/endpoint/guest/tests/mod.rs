@@ -421,6 +421,29 @@ fn a_guest_that_breaks_a_rule_is_sent_away_with_a_sentence_and_the_next_is_serve
     assert_eq!(received(&mut net.others[0]), [frame(OTHER, US, 1)]);
 }
 
+/// What runs is what the description says, which is all that a successor has.
+#[test]
+fn a_ring_whose_place_or_kicks_change_while_it_runs_goes_on_so_under_a_successor() {
+    let mut net = Net::new(2);
+    let path = net.folder.path().join("vm.sock");
+    let mut machine = Machine::start_with(&path, ALL, 64, 2, || net.turn());
+    let set_size = |net: &mut Net, machine: &Machine, size| {
+        assert!(theirs::send(&machine.socket, &theirs::message(8, 0, &theirs::state(1, size)), &[]));
+        net.settle();
+    };
+    set_size(&mut net, &machine, 0);
+    assert!(!net.guest().is_running(), "a ring without descriptors");
+    set_size(&mut net, &machine, 64);
+    // A ring of the second pair stops; the first pair runs.
+    machine.ask(11, &theirs::state(3, 0), &mut || net.turn());
+    let parts = net.parts();
+    net.replace(parts);
+    assert!(net.guest().is_running());
+    assert!(machine.send(&frame(OTHER, US, 1)));
+    net.settle();
+    assert_eq!(received(&mut net.others[0]), [frame(OTHER, US, 1)]);
+}
+
 /// A front end whose own socket came with half a message has not left for us when it ends: we hold the other end.
 #[test]
 fn a_front_end_that_says_nothing_or_half_a_message_is_gone_after_a_while() {
