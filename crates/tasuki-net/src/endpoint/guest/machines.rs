@@ -210,11 +210,18 @@ impl Guest {
     /// Watches what has come since the last sleep, and nothing that has gone.
     pub(super) fn watch_news(&mut self) {
         if let Some(Machine { device, .. }) = self.machine.as_deref_mut() {
-            let (came, has_gone) = (std::mem::take(&mut device.kicks_came), std::mem::take(&mut device.has_kick_gone));
-            let mut came = device.numbered_kicks().filter(|(ring, _)| came >> ring & 1 == 1);
+            let (bits, has_gone) = (std::mem::take(&mut device.kicks_came), std::mem::take(&mut device.has_kick_gone));
+            let mut came = device.numbered_kicks().filter(|(ring, _)| bits >> ring & 1 == 1);
             // Without memory for one, all are watched anew.
-            let all_watched = came.all(|(ring, kick)| self.listener.watch_bell(ring, kick).is_ok());
+            let all_watched = came.all(|(ring, kick)| {
+                // A kick of before wakes nobody: the rings are looked at next.
+                tasuki_shm::wake::drain(kick);
+                self.listener.watch_bell(ring, kick).is_ok()
+            });
             self.must_watch |= has_gone || !all_watched;
+            if bits != 0 {
+                (self.calm, self.hushed) = (0, 0);
+            }
         }
         if self.must_watch {
             self.watch_anew();
