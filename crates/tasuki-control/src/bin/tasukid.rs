@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{CommandFactory, Parser};
+use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
 use tasuki_control::api::{metrics, server};
@@ -320,10 +321,25 @@ fn exit_code(done: Result<()>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
+            let sentence = sentence(&error);
             // Its log may be where nothing can be written any more.
-            let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Status(&format!("{error:#}"))]);
-            log::say(&format!("tasukid: {error:#}"));
+            let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Status(&sentence)]);
+            log::say(&format!("tasukid: {sentence}"));
             ExitCode::FAILURE
         }
     }
+}
+
+/// Returns an error in words. A limit on descriptors can strike at any step: the remedy is the same for all.
+fn sentence(error: &anyhow::Error) -> String {
+    const LIMIT: &str = "LimitNOFILE=";
+    let lacks = |cause: &(dyn std::error::Error + 'static)| {
+        let of_io = cause.downcast_ref().and_then(Errno::from_io_error);
+        matches!(cause.downcast_ref().copied().or(of_io), Some(Errno::MFILE | Errno::NFILE))
+    };
+    let said = format!("{error:#}");
+    if said.contains(LIMIT) || !error.chain().any(lacks) {
+        return said;
+    }
+    format!("{said}; raise {LIMIT} of tasukid (ulimit -Hn)")
 }

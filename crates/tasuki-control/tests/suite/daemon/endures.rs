@@ -253,7 +253,7 @@ fn a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() {
     let (driver, standby) = rig.await_pair("red");
     rig.kill_daemon();
     let daemon = rig.tasukid();
-    for limit in ["14", "20", "30", "40"] {
+    for limit in ["10", "14", "20", "30", "40"] {
         let mut command = Command::new("sh");
         command.args(["-c", "ulimit -n $0; exec \"$@\"", limit]).arg(daemon.get_program()).args(daemon.get_args());
         let output = command.stdin(Stdio::null()).stdout(Stdio::null()).output().expect("a program");
