@@ -102,8 +102,9 @@ impl Unit {
             let workers = ask(&["worker", "list"]);
             let (nics, workers) = (ask(&["nic", "list"]), workers.as_array().expect("workers").clone());
             let driven = nics.as_array().expect("NICs").iter().all(|nic| nic["is"] == "driven");
-            let ready = workers.iter().any(|worker| worker["is"] == "stands by");
-            (driven && ready).then_some(())
+            // Each of two may drive one of the NICs, and stand by for the other.
+            let fit = |worker: &&Value| worker["is"] == "stands by" || worker["is"] == "drives";
+            (driven && workers.iter().filter(fit).count() > 1).then_some(())
         };
         until("both NICs are driven, and somebody stands by", is_so);
     }
