@@ -27,7 +27,7 @@ const BUFFERS: u64 = GUEST + LEN;
 /// Most bytes that a step reads or writes.
 const BYTES_MAX: usize = 4096;
 
-/// Our end, whatever its layout.
+/// Our end, of either layout.
 trait Ours: Ring {
     fn show(&mut self) -> bool;
     fn want_kicks(&mut self, yes: bool);

@@ -16,6 +16,7 @@ use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
 use tasuki_control::api::{metrics, server};
 use tasuki_control::aside;
+use tasuki_control::channel;
 use tasuki_control::config::{self, Config, Confine};
 use tasuki_control::jail;
 use tasuki_control::log;
@@ -334,8 +335,8 @@ fn exit_code(done: Result<()>) -> ExitCode {
 fn sentence(error: &anyhow::Error) -> String {
     const LIMIT: &str = "LimitNOFILE=";
     let lacks = |cause: &(dyn std::error::Error + 'static)| {
-        let of_io = cause.downcast_ref().and_then(Errno::from_io_error);
-        matches!(cause.downcast_ref().copied().or(of_io), Some(Errno::MFILE | Errno::NFILE))
+        let of_kernel = cause.downcast_ref::<Errno>().is_some_and(|errno| channel::lacks(&(*errno).into()));
+        of_kernel || cause.downcast_ref().is_some_and(channel::lacks)
     };
     let said = format!("{error:#}");
     if said.contains(LIMIT) || !error.chain().any(lacks) {

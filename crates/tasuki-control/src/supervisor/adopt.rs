@@ -64,7 +64,7 @@ impl Supervisor {
             numbers.insert(number);
             let mut card = Card::new(number, config).context("no memory for a NIC's lease page")?;
             card.restore(&mut found, is_used);
-            // Whatever the configuration has by now, the NIC is as it was opened.
+            // The configuration may have other settings by now. The NIC is as it was opened.
             self.config
                 .nic
                 .iter_mut()
