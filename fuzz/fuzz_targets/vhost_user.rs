@@ -53,7 +53,7 @@ const NODES: u16 = 3;
 const CONNECTIONS: usize = 3;
 
 fn node(listener: &OwnedFd, net: &mut Net, lines: &Lines) -> Bridge<Guest> {
-    let guest = Guest::new(listener.try_clone().expect("a descriptor is left"), Duration::ZERO).expect("likewise");
+    let guest = Guest::new(listener.try_clone().expect("a descriptor is left")).expect("likewise");
     Bridge::new(Box::new(guest), net.take_exact(PORT), Switch::new(PORT, Lookup::new(Claims::of(lines.clone()))))
 }
 

@@ -6,7 +6,9 @@
 //! copies each frame into the guest's buffers. `-packed`: by packed rings, with IN_ORDER.
 
 mod cpu;
+mod front;
 mod idle;
+pub mod load;
 mod machine;
 mod queues;
 mod relays;
@@ -46,9 +48,6 @@ use crate::workplace::Workplace;
 /// Numbers of the guest's node and of the other.
 const GUEST: u16 = 0;
 const OTHER: u16 = 1;
-
-/// How long a frame may wait for its interrupt: the default of a node.
-const LATENCY: Duration = Duration::ZERO;
 
 /// Station addresses of both nodes.
 const ADDRESSES: [[u8; 6]; 2] = [[2, 0, 0, 0, 0, 1], [2, 0, 0, 0, 0, 2]];
@@ -126,6 +125,9 @@ pub fn rows(is_quick: bool, only: &[String], guest: Option<&Path>, interrupt: &I
     if queues::NAMES.into_iter().any(&is_wanted) {
         rows.extend(queues::rows(is_quick, interrupt)?);
     }
+    if load::names().any(|name| is_wanted(&name)) {
+        rows.extend(load::rows(is_quick, is_wanted, interrupt)?);
+    }
     if stock::names().any(|name| is_wanted(&name)) {
         match guest {
             Some(guest) => rows.extend(stock::rows(is_quick, &Recipe::read(guest)?, is_wanted, interrupt)?),
@@ -140,6 +142,7 @@ pub fn rows(is_quick: bool, only: &[String], guest: Option<&Path>, interrupt: &I
         .chain(relays::NAMES)
         .chain(queues::NAMES)
         .map(str::to_owned)
+        .chain(load::names())
         .chain(stock::names())
         .collect();
     ensure!(!rows.is_empty(), "nothing was measured; the cases are {}", names.join(", "));
@@ -389,7 +392,7 @@ fn serve(listener: OwnedFd, way: Way, len: usize, (count, is_over): (&AtomicU64,
     directory.set_nodes(&all);
     (GUEST..).zip(ADDRESSES).try_for_each(|(node, address)| directory.add(address, node))?;
     let switch = Switch::new(GUEST, Lookup::new(Claims::of(memory.span(0, lines)?)));
-    let mut bridge = Bridge::new(Box::new(Guest::new(listener, LATENCY)?), vni, switch);
+    let mut bridge = Bridge::new(Box::new(Guest::new(listener)?), vni, switch);
     let frame = [&ADDRESSES[0][..], &ADDRESSES[1], &[8, 0], &[0x45; HEADERS - 14]].concat();
     let mut looks = 0_u32;
     while !is_over.load(Ordering::Relaxed) {

@@ -258,6 +258,11 @@ pub struct Node {
     /// go by its worker, and not by the shortcut.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<Limits>,
+    /// How long a frame of it or for it may wait for others, in µs, where many come one by one and hardly any go the other
+    /// way: they share a wake-up then. By default 250; with 0 none waits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(maximum = 10_000)]
+    pub latency_us: Option<u32>,
     /// The CPU that its workers run on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<u32>,

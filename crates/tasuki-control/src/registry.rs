@@ -403,7 +403,7 @@ fn all(database: &Database) -> Result<(u64, Known), Failed> {
         known.nodes.extend(parse(bytes.value()).map(|node| (name.value().to_owned(), node)));
     }
     for row in read.open_table(ADDED)?.iter()? {
-        known.added.extend(parse(row?.1.value()));
+        known.added.extend(added(row?.1.value()));
     }
     known.applied = read.open_table(TEXTS)?.get(APPLIED)?.and_then(|row| parse(row.value()));
     for row in read.open_table(FENCES)?.iter()? {
@@ -430,6 +430,16 @@ fn numbered<T: DeserializeOwned>(table: &impl ReadableTable<u64, &'static [u8]>)
 
 fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
     serde_json::from_slice(bytes).ok()
+}
+
+/// Reads a node. Earlier daemons had the latency of a machine's node beside its socket, 0 by default.
+fn added(bytes: &[u8]) -> Option<config::Node> {
+    let mut node: serde_json::Value = parse(bytes)?;
+    let machine = node.pointer_mut("/work/vm").and_then(serde_json::Value::as_object_mut);
+    if let Some(latency) = machine.and_then(|machine| machine.remove("latency_us")).filter(|latency| *latency != 0) {
+        node["latency_us"] = latency;
+    }
+    serde_json::from_value(node).ok()
 }
 
 fn text<T: Serialize>(value: &T) -> Vec<u8> {
@@ -519,6 +529,15 @@ mod tests {
         let (_registry, known) = Registry::open(folder.path()).unwrap();
         assert_eq!((known.workers, known.last_party, known.fenced), (vec![worker], 8, vec![7]));
         assert_eq!(known.events.first().map(|event| event.number), Some(6), "old events are forgotten");
+    }
+
+    #[test]
+    fn the_latency_of_an_earlier_daemons_machine_is_its_nodes() {
+        let latency = |us: u32| {
+            let node = serde_json::json!({ "name": "vm", "vni": "lan", "work": { "vm": { "socket": "/s", "latency_us": us } } });
+            added(node.to_string().as_bytes()).expect("it is a node").latency_us
+        };
+        assert_eq!((latency(0), latency(20)), (None, Some(20)));
     }
 
     /// As when its disk is full: there is something where the next file is to be.

@@ -135,6 +135,9 @@ pub struct Endpoint {
     /// Limits on what the node's programs send, and on what they receive.
     #[serde(default)]
     pub limits: [Limit; 2],
+    /// How long a frame may wait for others, in µs; by default as long as the worker finds right.
+    #[serde(default)]
+    pub latency_us: Option<u32>,
 }
 
 /// A limit on the frames of one direction. Each 0 stands for none.

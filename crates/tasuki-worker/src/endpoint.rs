@@ -39,6 +39,11 @@ impl Endpoint {
         endpoint::open(kind, fd, text, &self.node).map_err(anyhow::Error::msg)
     }
 
+    /// Returns how long a frame may wait for others.
+    pub fn latency(&self) -> Duration {
+        self.description.latency_us.map_or(endpoint::LATENCY, |us| Duration::from_micros(us.into()))
+    }
+
     /// Returns the rates at which its programs may send and receive, as if they had done neither so far.
     pub fn rates(&self) -> Rates {
         let [sends, receives] = self.description.limits.map(|limit| {

@@ -366,7 +366,10 @@ impl<D: FrameHandler> VniAttachment<D> {
         self.add_all(common, |bundle| vni.add(bundle));
         vni.settle();
         let mut bridge = Bridge::new(endpoint, vni, switch);
-        bridge.set_rates(common.endpoint.as_ref().map(crate::endpoint::Endpoint::rates).unwrap_or_default());
+        if let Some(endpoint) = &common.endpoint {
+            bridge.set_rates(endpoint.rates());
+            bridge.set_latency(endpoint.latency());
+        }
         self.news_waits();
         Ok(End::Bridge(Box::new(bridge)))
     }

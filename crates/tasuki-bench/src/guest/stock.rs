@@ -400,16 +400,18 @@ fn interrupts(case: &str, way: Way, both: &Both, effort: Effort, interrupt: &Int
         let cost = cost(&idle, &traffic.shares);
         let used = told(&parties, cost.host, &cost.parts);
         eprintln!("{case} · one in {:.0} at {:.1} kpps · {used}", 1.0 / share, rate / 1e3);
-        Ok((share, rate))
+        Ok([share, rate, cost.host / rate * 1e9])
     })?;
-    let middle = |which: usize, of: fn(&(f64, f64)) -> f64| {
-        median(&measured[which].iter().map(of).collect::<Vec<_>>()).context("there was no round")
+    let middle = |which: usize, number: usize| {
+        let all: Vec<_> = measured[which].iter().map(|numbers| numbers[number]).collect();
+        median(&all).context("there was no round")
     };
-    let row = Row::lower(case, "interrupts", "per frame", middle(0, |it| it.0)?);
-    let mut row = row.against(PEER, Kind::Peer, middle(1, |it| it.0)?).bar_at(1.0 / 16.0);
+    let row = Row::lower(case, "interrupts", "per frame", middle(0, 0)?);
+    let mut row = row.against(PEER, Kind::Peer, middle(1, 0)?).bar_at(1.0 / 16.0);
     row.note = Some(format!("{LEN} B, as fast as TCG lets the guest go"));
-    let rate = Row::higher(case, "pps", "frames/s", middle(0, |it| it.1)?);
-    Ok(vec![row, rate.against(PEER, Kind::Peer, middle(1, |it| it.1)?)])
+    let rate = Row::higher(case, "pps", "frames/s", middle(0, 1)?).against(PEER, Kind::Peer, middle(1, 1)?);
+    let cpu = Row::lower(case, "cpu_per_frame", "ns", middle(0, 2)?).against(PEER, Kind::Peer, middle(1, 2)?);
+    Ok(vec![row, rate, cpu])
 }
 
 #[cfg(test)]

@@ -83,9 +83,9 @@ pub struct Add {
     /// The socket at which a virtual machine's front end connects, by vhost-user (docs/users/connect-a-virtual-machine.md).
     #[arg(long, value_name = "SOCKET")]
     pub vm: Option<PathBuf>,
-    /// Microseconds that a frame to the virtual machine may wait for its interrupt: frames that come meanwhile share it.
-    #[arg(long, value_name = "US", default_value_t = 0, conflicts_with_all = ["netns", "memif", "link", "native"])]
-    pub latency_us: u32,
+    /// Microseconds that a frame may wait for others, where many come one by one; by default 250, and 0 for none at all.
+    #[arg(long, value_name = "US", conflicts_with = "native")]
+    pub latency_us: Option<u32>,
     /// MTU of the interface, in bytes, or of the virtual machine's card: `tasuki vm run` has its guest take it.
     #[arg(long, value_name = "BYTES", conflicts_with_all = ["memif", "link", "native"])]
     pub mtu: Option<u16>,
@@ -360,7 +360,7 @@ impl Add {
             return json!({ "memif": { "socket": absolute(socket), "id": self.id, "secret": secret } });
         }
         if let Some(socket) = &self.vm {
-            let mut work = json!({ "vm": { "socket": absolute(socket), "latency_us": self.latency_us } });
+            let mut work = json!({ "vm": { "socket": absolute(socket) } });
             if let Some(mtu) = self.mtu {
                 work["vm"]["mtu"] = json!(mtu);
             }
@@ -402,7 +402,7 @@ impl Add {
 
     /// Returns the node, as a configuration has it.
     fn to_json(&self) -> Result<Value> {
-        let Add { node, vni, mac, spoof, pool_kib, cpu, nice, no_standby, .. } = self;
+        let Add { node, vni, mac, spoof, pool_kib, latency_us, cpu, nice, no_standby, .. } = self;
         let secret = self.secret_file.as_ref().map_or(Ok(String::new()), |path| {
             std::fs::read_to_string(path).with_context(|| format!("the secret in {} cannot be read", path.display()))
         })?;
@@ -414,7 +414,7 @@ impl Add {
         let limits = Some(limits.collect::<serde_json::Map<_, _>>()).filter(|limits| !limits.is_empty());
         let work = self.work_to_json(secret.trim_end_matches(['\n', '\r']));
         Ok(json!({
-            "name": node, "vni": vni, "mac": mac, "spoof": spoof, "pool_kib": pool_kib, "limits": limits, "cpu": cpu, "nice": nice, "standby": !no_standby, "work": work,
+            "name": node, "vni": vni, "mac": mac, "spoof": spoof, "pool_kib": pool_kib, "limits": limits, "latency_us": latency_us, "cpu": cpu, "nice": nice, "standby": !no_standby, "work": work,
         }))
     }
 }

@@ -32,7 +32,7 @@ const SPECIFIED: [&str; 14] = [
 /// Keys of our own.
 const OWN: [&str; 3] = ["vni", "dir", "check_addresses"];
 /// Keys that a node has, and its TAP.
-const OF_NODE: [&str; 7] = ["spoof", "pool_kib", "limits", "bounds", "cpu", "nice", "standby"];
+const OF_NODE: [&str; 8] = ["spoof", "pool_kib", "limits", "latency_us", "bounds", "cpu", "nice", "standby"];
 const OF_TAP: [&str; 2] = ["mtu", "shortcut"];
 
 /// MTU of an interface for which none is named.

@@ -106,6 +106,7 @@ impl Difference {
             addresses,
             pool_kib,
             limits,
+            latency_us,
             cpu,
             poll,
             nice,
@@ -120,6 +121,7 @@ impl Difference {
         named(&mut it.adjusted, "standby", *standby != new.standby);
         named(&mut it.adjusted, "bounds", *bounds != new.bounds);
         named(&mut it.renewed, "limits", *limits != new.limits);
+        named(&mut it.renewed, "latency_us", *latency_us != new.latency_us);
         named(&mut it.renewed, "cpu", *cpu != new.cpu);
         named(&mut it.renewed, "poll", *poll != new.poll);
         named(&mut it.renewed, "nice", *nice != new.nice);
@@ -386,7 +388,7 @@ mod tests {
             1 => Just("work = { source = { rate = 5 } }"),
             1 => Just("work = \"uplink\"\nvni = \"lan\""),
             1 => Just("work = { vm = { socket = \"/run/vm.sock\" } }\nvni = \"lan\""),
-            1 => Just("work = { vm = { socket = \"/run/vm.sock\", latency_us = 5 } }\nvni = \"lan\""),
+            1 => Just("work = { vm = { socket = \"/run/vm.sock\",  } }\nvni = \"lan\"\nlatency_us = 5"),
             1 => Just("work = \"sink\"\nvni = \"dmz\""),
         ];
         let more = prop_oneof![

@@ -21,6 +21,8 @@ const NIC_MTUS: std::ops::RangeInclusive<u16> = 68..=9000;
 const MTU: u16 = 1500;
 /// Addresses of a TAP's interface, at most, and routes: setting them holds up the daemon's loop.
 const SETTINGS_MAX: usize = 64;
+/// Longer than that, programs would notice.
+const LATENCY_US_MAX: u32 = 10_000;
 /// Bytes of the name of a node's container, at most.
 const CONTAINER_MAX: usize = 256;
 
@@ -144,6 +146,7 @@ impl Config {
                 ("addresses", !node.addresses.is_empty()),
                 ("pool_kib", node.pool_kib.is_some()),
                 ("limits", node.limits.is_some()),
+                ("latency_us", node.latency_us.is_some()),
                 ("shortcut", detour),
             ];
             let odd = set.iter().find(|(_, is_set)| *is_set)?;
@@ -176,6 +179,16 @@ impl Config {
             let kib = node.pool_kib.unwrap_or_default();
             let (least, most) = (POOL_PAGES_MIN * PAGE_KIB, POOL_PAGES_MAX * PAGE_KIB);
             return named(format!("pool_kib = {kib} is not in the range {least} to {most}; the default is 2048"));
+        }
+        if let Some(latency_us) = node.latency_us {
+            if node.label().is_none() {
+                return named("latency_us is for programs behind an interface or a socket, and it has none of these; leave latency_us out".to_owned());
+            }
+            if latency_us > LATENCY_US_MAX {
+                return named(format!(
+                    "latency_us is {latency_us}, and a frame may wait {LATENCY_US_MAX} µs at most; lower it"
+                ));
+            }
         }
         if let Some(limits) = &node.limits {
             if node.label().is_none() {

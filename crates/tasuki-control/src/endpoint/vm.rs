@@ -20,11 +20,6 @@ pub struct Vm {
     /// Path of the socket, from /.
     #[schema(value_type = String, pattern = "^/")]
     pub socket: PathBuf,
-    /// How long a frame to the machine may wait for its interrupt, in µs: frames that come meanwhile share it. 0 to
-    /// 10,000.
-    #[serde(default)]
-    #[schema(maximum = 10_000)]
-    pub latency_us: u32,
     /// The longest packet that the machine's card takes, in bytes without the Ethernet header: its guest's driver gets that as
     /// its MTU. 68 to 65,535; without it, the guest takes what it wants, 1,500 by default.
     #[serde(default)]
@@ -34,9 +29,6 @@ pub struct Vm {
 
 /// The least MTU of a virtio network device (VIRTIO 1.2, 5.1.4.1).
 const MTU_MIN: u16 = 68;
-
-/// Longer than that, programs in the guest would notice.
-const LATENCY_US_MAX: u32 = 10_000;
 
 impl Kind for Vm {
     fn kind(&self) -> &'static str {
@@ -52,22 +44,17 @@ impl Kind for Vm {
         format!("virtual machine at {}", self.label())
     }
 
+    /// Workers from before a node had a latency insist on one here.
     fn text(&self) -> String {
-        json!({ "latency_us": self.latency_us }).to_string()
+        json!({ "latency_us": 0 }).to_string()
     }
 
     fn odd(&self) -> Option<String> {
-        let Vm { latency_us, mtu, .. } = self;
-        let is_long = || {
-            (*latency_us > LATENCY_US_MAX).then(|| {
-                format!("vm: latency_us is {latency_us}, and a frame may wait {LATENCY_US_MAX} µs at most; lower it")
-            })
-        };
         let is_short = || {
-            let mtu = mtu.filter(|mtu| *mtu < MTU_MIN)?;
+            let mtu = self.mtu.filter(|mtu| *mtu < MTU_MIN)?;
             Some(format!("vm: mtu is {mtu}, and a network card has {MTU_MIN} bytes at least; raise it"))
         };
-        odd("vm", &self.socket).or_else(is_long).or_else(is_short)
+        odd("vm", &self.socket).or_else(is_short)
     }
 
     /// A guest chooses its address itself.

@@ -171,8 +171,9 @@ impl Supervisor {
     pub(super) fn endpoint_for(&mut self, node: &str) -> Result<Option<(message::Endpoint, OwnedFd)>> {
         let Some(config) = self.config.node(node) else { return Ok(None) };
         let Some(kind) = config.endpoint() else { return Ok(None) };
-        let (label, text, limits) = (kind.label(), kind.text(), config.limits());
-        let description = message::Endpoint { kind: kind.kind().to_owned(), label: label.clone(), text, limits };
+        let (label, text, limits, latency_us) = (kind.label(), kind.text(), config.limits(), config.latency_us);
+        let kind = kind.kind().to_owned();
+        let description = message::Endpoint { kind, label: label.clone(), text, limits, latency_us };
         let end = self.endpoints.get_mut(&label).with_context(|| format!("there is no endpoint {label}"))?;
         let fd = end.make()?.as_fd().try_clone_to_owned()?;
         self.keep(Key::Endpoint(label));

@@ -205,8 +205,10 @@ impl Supervisor {
         let device = device.try_clone()?;
         self.keep(Key::Tap(label.clone()));
         why.into_iter().for_each(|why| self.note(About::node(node), why));
-        let limits = self.config.node(node).map(config::Node::limits).unwrap_or_default();
-        let description = message::Endpoint { kind: "tap".to_owned(), label, text: String::new(), limits };
+        let config = self.config.node(node);
+        let limits = config.map(config::Node::limits).unwrap_or_default();
+        let latency_us = config.and_then(|node| node.latency_us);
+        let description = message::Endpoint { kind: "tap".to_owned(), label, text: String::new(), limits, latency_us };
         Ok(Some((description, device)))
     }
 

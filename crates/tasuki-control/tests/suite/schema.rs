@@ -71,8 +71,8 @@ const OF_WORK: &[&str] = &[
 const OF_WORK_ON_A_VNI: &[&str] = &[
     "{ memif = { socket = \"a\" } }",
     "{ memif = { socket = \"/a\", secret = \"123456789012345678901234\" } }",
-    "{ vm = { socket = \"/a\", latency_us = 10001 } }",
-    "{ vm = { socket = \"/a\", latency_ms = 1 } }",
+    "{ vm = { socket = \"/a\" } }\nlatency_us = 10001",
+    "{ vm = { socket = \"/a\", latency_us = 1 } }",
     "{ vm = { socket = \"/a\", mtu = 67 } }",
     "{ interface = { name = \"\" } }",
     "{ tap = { name = \"t\" } }\nlimits = { send = { mbit = 0 } }",

@@ -7,7 +7,7 @@ use arrayvec::ArrayVec;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::egress::{Egress, ROOM_AGAIN, WAIT, Waits};
-use super::gather::Gather;
+use super::gather::{Gather, LATENCY, Side};
 use super::notes::{FRONT_LEN, Notes, len_of};
 use super::rate::{Rate, Rates};
 use super::{Dropped, Endpoint, Given, Recovery};
@@ -39,8 +39,8 @@ pub struct Bridge<E: ?Sized = dyn Endpoint> {
     /// How soon to look again if the endpoint had no room, or was not ready, when the bridge was armed.
     naps: Option<Duration>,
     gather: Gather,
-    /// For how long the armed bridge lets the programs' frames gather.
-    gathers: Option<Duration>,
+    /// Whose frames the armed bridge lets gather, and for how long.
+    gathers: Option<(Side, Duration)>,
     /// Nodes whose next frame found no room at the endpoint, and since when.
     stalls: ArrayVec<(u16, Instant), STALLS_MAX>,
     /// Number of frames that the programs received.
@@ -78,7 +78,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             waits: Waits::default(),
             rates: Rates::default(),
             naps: None,
-            gather: Gather::new(Instant::now()),
+            gather: Gather::new(LATENCY, Instant::now()),
             gathers: None,
             stalls: ArrayVec::new(),
             given: 0,
@@ -93,6 +93,11 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Limits what the programs send and receive, from now on.
     pub fn set_rates(&mut self, rates: Rates) {
         self.rates = rates;
+    }
+
+    /// Lets a frame wait up to `latency` for others, where many come one by one; by default for [`LATENCY`].
+    pub fn set_latency(&mut self, latency: Duration) {
+        self.gather = Gather::new(latency, Instant::now());
     }
 
     /// Ends the bridge and returns the endpoint, without its programs: a successor serves them.
@@ -303,7 +308,9 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
 
     /// Prepares the node for [rest](Self::rest), and looks for frames once more.
     pub fn arm(&mut self) -> Armed {
-        if self.end.arm(self.waits.any()) == Armed::Busy {
+        let is_free = !self.waits.any() && self.stalls.is_empty() && self.end.is_ready();
+        self.gathers = if is_free { self.gather.nap(self.taken, self.given, Instant::now) } else { None };
+        if !self.gathers_of(Side::Programs) && self.end.arm(self.waits.any()) == Armed::Busy {
             return Armed::Busy;
         }
         // Do not look at frames that the endpoint does not take yet: it may need this very CPU to make room.
@@ -314,19 +321,19 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             Some(_) => Some(ROOM_AGAIN),
             None => (!self.end.is_ready()).then_some(ROOM_AGAIN),
         };
-        if self.naps.is_some() {
+        if self.naps.is_some() || self.gathers_of(Side::Vni) {
             return Armed::Idle;
         }
-        let armed = self.vni.arm();
-        if armed == Armed::Idle && self.end.gathers() {
-            self.gathers = self.gather.nap(self.taken, self.given, Instant::now);
-        }
-        armed
+        self.vni.arm()
+    }
+
+    fn gathers_of(&self, side: Side) -> bool {
+        self.gathers.is_some_and(|(gathers, _)| gathers == side)
     }
 
     /// Returns the descriptor that becomes readable when a peer rings for an [armed](Self::arm) node.
     pub fn bell(&self) -> Option<BorrowedFd<'_>> {
-        self.naps.is_none().then(|| self.vni.fd())
+        (self.naps.is_none() && !self.gathers_of(Side::Vni)).then(|| self.vni.fd())
     }
 
     /// Returns the descriptor that becomes readable when the programs send, unless a frame of theirs waits for room or
@@ -334,12 +341,14 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     pub fn source(&self) -> Option<BorrowedFd<'_>> {
         let is_heard =
             self.waits.again_in().is_none() || self.waits.rate.is_some() && self.end.is_heard_while_limited();
-        self.end.fd().filter(|_| is_heard && self.gathers.is_none())
+        self.end.fd().filter(|_| is_heard && !self.gathers_of(Side::Programs))
     }
 
     /// Returns how soon an [armed](Self::arm) node must look again without a bell, or `None`.
     pub fn waits(&self) -> Option<Duration> {
-        [self.waits.again_in(), self.naps, self.gathers, self.end.again_in()].into_iter().flatten().min()
+        // What the endpoint would look for in between waits for the end of the nap, too.
+        let gathers = self.gathers.map(|(_, long)| long);
+        gathers.or_else(|| [self.waits.again_in(), self.naps, self.end.again_in()].into_iter().flatten().min())
     }
 
     /// Marks an armed node as awake again.
@@ -375,6 +384,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         let mut counts = vec![("given", self.given), ("taken", self.taken)];
         counts.extend(self.dropped.counts());
         counts.extend(self.end.counts());
+        counts.push(("naps", self.gather.count));
         counts.push(("pages_left", self.vni.pages_left().into()));
         counts
     }

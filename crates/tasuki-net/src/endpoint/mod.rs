@@ -42,6 +42,7 @@ use crate::vni::Incoming;
 pub use crate::vni::ledger::{MARKS_MAX, Marks};
 pub use bridge::Bridge;
 pub use egress::Egress;
+pub use gather::LATENCY;
 
 /// Counts of the frames that did not cross, by reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -189,12 +190,6 @@ pub trait Endpoint: fmt::Debug {
     /// Returns whether to give it frames now. Those that it is not given stay with their senders.
     fn is_ready(&mut self) -> bool {
         true
-    }
-
-    /// Returns whether its programs' frames may gather while many come, for up to 60 µs: then a sleeping worker is not
-    /// woken by the first.
-    fn gathers(&self) -> bool {
-        false
     }
 
     /// Shows its programs the frames that it was given. Their senders get the memory back next.

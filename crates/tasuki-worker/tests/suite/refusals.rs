@@ -285,6 +285,7 @@ fn refused_tap(tap: Option<OwnedFd>) -> String {
             label: "room:nic0".to_owned(),
             text: String::new(),
             limits: Default::default(),
+            latency_us: None,
         }),
     };
     let fds: Vec<OwnedFd> = [memfd(&[0; 4096]), memfd(&[0; 65536]), memfd(&[])].into_iter().chain(tap).collect();

@@ -4,6 +4,7 @@ use super::super::desk::{Desk, value};
 use super::super::html::{Cell, Grid};
 use super::super::svg::{self, Curve, Who};
 use super::{Section, figure, quote, reached, row, text};
+use crate::guest::load;
 use crate::papers::{VM, VM_SIZES};
 
 const TAP: &str = "qemu-tap";
@@ -36,7 +37,7 @@ pub fn section(desk: &Desk<'_>) -> Section {
                 "stock guest, translated: the translation is the limit",
             ),
         ],
-        body: trips(desk) + &rates(desk) + &load(desk).html(),
+        body: trips(desk) + &rates(desk) + &load(desk).html() + &gathered(desk),
         differs: &[
             "These machines have no KVM, so a stock guest's instructions are translated. A guest that the hardware runs would be several times faster by any way. Its figures say something only beside QEMU's TAP with the same guest in the same run. DPDK's virtio-user, a driver in a process of its own, stands for a guest that is as fast as can be.",
             "The paper's guests are on two hosts with InfiniBand between. Ours is on one, beside a network namespace.",
@@ -139,4 +140,26 @@ fn load(desk: &Desk<'_>) -> Grid {
         grid.rows.push(row(label, [ours, tap, compared, text(paper)]));
     }
     grid
+}
+
+/// Frames that wait for each other: what that costs in latency, and saves in CPU time.
+fn gathered(desk: &Desk<'_>) -> String {
+    let case = |rate: u32| format!("load-{rate}k");
+    let ours = |metric| load::RATES.map(|rate| desk.ours(("guest", &case(rate), metric)));
+    let at_once = |metric| load::RATES.map(|rate| desk.beside(("guest", &case(rate), metric), load::AT_ONCE));
+    let rates = load::RATES.map(|rate| format!("{rate},000/s"));
+    let head: Vec<_> = [""].into_iter().chain(rates.iter().map(String::as_str)).collect();
+    let mut grid = Grid::new("Frames that come one by one, from machine to machine", &head);
+    let mut plots = String::new();
+    for (title, unit, metric) in [
+        ("CPU of both workers (logarithmic)", "% of a core", "cpu"),
+        ("Time of a frame, median (logarithmic)", "ns", "p50"),
+    ] {
+        let (ours, at_once) = (ours(metric), at_once(metric));
+        let curves = [curve("they gather", Who::Ours, false, &ours), curve("each at once", Who::Ours, true, &at_once)];
+        plots += &svg::curves(title, &load::RATES, "thousands of frames a second", unit, &curves);
+        grid.rows.push(row(&format!("{metric}, they gather"), ours));
+        grid.rows.push(row(&format!("{metric}, each at once (latency_us = 0)"), at_once));
+    }
+    plots + &grid.html()
 }

@@ -1,6 +1,7 @@
 //! Network namespaces on a VNI. The command line adds and removes nodes, and their programs talk while workers and
 //! daemon are replaced and killed. Needs root.
 
+use std::cell::Cell;
 use std::fs;
 use std::net::UdpSocket;
 use std::process::{Command, Stdio};
@@ -118,6 +119,13 @@ impl World {
         Exchange::begin([(&self.shop, SHOP), (&self.desk, DESK)])
     }
 
+    /// Returns a count of a node's end.
+    fn count(&self, node: &str, name: &str) -> u64 {
+        let counts = self.rig.json(&["nic", "counts", &format!("{node}@lan")]);
+        let mut counts = counts["counts"].as_array().expect("counts").iter();
+        counts.find(|count| count[0] == name).and_then(|count| count[1].as_u64()).expect("it is counted")
+    }
+
     pub fn kill_driver(&self, node: &str) {
         let (dead, _) = self.rig.await_pair(node);
         signal(pid(&dead), Signal::KILL);
@@ -139,11 +147,6 @@ fn a_node_with_a_limit_receives_no_more_and_what_it_sends_waits() {
     world.add("shop", &world.shop, SHOP, &[]);
     world.add("desk", &world.desk, DESK, &["--receive-mbit", "1"]);
     world.await_pairs();
-    let count = |name: &str| {
-        let counts = world.rig.json(&["nic", "counts", "desk@lan"]);
-        let mut counts = counts["counts"].as_array().expect("counts").iter();
-        counts.find(|count| count[0] == name).and_then(|count| count[1].as_u64()).expect("it is counted")
-    };
     // 1 Mbit/s are 85 of these frames a second, and 500 come.
     let ping = || world.pinged(&["-c", "300", "-i", "0.002", "-s", "1400", "-W", "1", DESK]);
     let received = |said: &str| -> u64 {
@@ -153,7 +156,7 @@ fn a_node_with_a_limit_receives_no_more_and_what_it_sends_waits() {
     for _ in 0..2 {
         let came = received(&ping());
         assert!((1..300).contains(&came), "{came} of 300 came");
-        assert!(count("dropped_over_rate") >= 300 - came, "{came} came\n{}", world.rig.log());
+        assert!(world.count("desk", "dropped_over_rate") >= 300 - came, "{came} came\n{}", world.rig.log());
         world.rig.ask(&["worker", "upgrade", "desk"]);
         world.await_pairs();
     }
@@ -164,6 +167,34 @@ fn a_node_with_a_limit_receives_no_more_and_what_it_sends_waits() {
     let said = ping();
     assert_eq!(received(&said), 300, "{said}\n{}", world.rig.log());
     assert_eq!(world.crossed("desk"), None, "its frames go by its worker");
+    world.end();
+}
+
+#[test]
+fn frames_that_come_one_by_one_gather_for_as_long_as_their_node_says() {
+    let Some(world) = World::new() else { return };
+    world.add("desk", &world.desk, DESK, &["--no-shortcut"]);
+    let to = world.desk.within(|| UdpSocket::bind((DESK, 7077)).expect("an address of the interface"));
+    let send = |latency: &str, is_enough: &dyn Fn(u64) -> bool| {
+        world.add("shop", &world.shop, SHOP, &["--no-shortcut", "--latency-us", latency]);
+        world.await_pairs();
+        let from = world.shop.within(|| UdpSocket::bind((SHOP, 0)).expect("an address of the interface"));
+        let sent = Cell::new(0);
+        until(&world.rig, "enough frames have gone", || {
+            for _ in 0..500 {
+                from.send_to(b"one by one", (DESK, 7077)).expect("the interface is up");
+                std::thread::sleep(Duration::from_micros(20));
+            }
+            sent.set(sent.get() + 500);
+            is_enough(sent.get())
+        });
+        let naps = world.count("shop", "naps");
+        world.rig.ask(&["node", "remove", "shop"]);
+        naps
+    };
+    assert_eq!(send("0", &|sent| sent >= 2000), 0, "none waits");
+    assert!(send("2000", &|_| world.count("shop", "naps") > 0) > 0);
+    drop(to);
     world.end();
 }
 

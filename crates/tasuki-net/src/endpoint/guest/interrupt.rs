@@ -1,4 +1,4 @@
-//! Interrupts of a guest, as many as its user's latency asks for.
+//! Interrupts of a guest.
 //!
 //! The first interrupt after a pause goes at once, so that a single frame waits for nothing. One that comes soon after
 //! another is held: the chains completed meanwhile share it. The worker does not sleep past its time.
@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use super::ring;
 
-/// The least time between two interrupts for frames that the guest sent. They give the guest its buffers back: only a guest
-/// that has no more waits for them.
-pub const SENT_EVERY: Duration = Duration::from_micros(500);
+/// The least time between two interrupts of each ring: for frames to the guest, and for those that it sent. The latter give
+/// the guest its buffers back: only a guest that has no more waits for them. Frames to the guest have gathered before they
+/// got here.
+pub const EVERY: [Duration; 2] = [Duration::ZERO, Duration::from_micros(500)];
 
 /// The interrupt of one ring.
 #[derive(Debug, Default)]
@@ -71,7 +72,7 @@ impl Interrupt {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{Duration, Instant, Interrupt};
     use rustix::event::{EventfdFlags, eventfd};
 
     const EVERY: Duration = Duration::from_micros(100);

@@ -43,7 +43,6 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{RecvFlags, Shutdown, SocketType};
-use serde::Deserialize;
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{CommonRegion, RegionError, Span};
 use zerocopy::{FromBytes, IntoBytes};
@@ -61,7 +60,6 @@ use channel::Channel;
 use counts::{Count, Counts};
 use device::{Device, FROM_GUEST, PAIRS_MAX, Pairs, Refusal, TO_GUEST, numbers, session_of};
 use flow::flow_of;
-use interrupt::SENT_EVERY;
 use journal::Journal;
 use machines::Machine;
 use to_guest::{Room, away, header_len};
@@ -97,24 +95,13 @@ pub struct Clients {
     pub interrupts: u64,
 }
 
-/// The daemon's description.
-#[derive(Deserialize)]
-struct Text {
-    /// How long a frame may wait for its interrupt, in µs.
-    latency_us: u32,
-}
-
 /// Opens the socket at which a machine's front end connects.
-pub(super) fn open(listener: OwnedFd, text: &str, _: &str) -> Result<Box<dyn Endpoint>, String> {
-    let older = "rebuild the older of the two";
-    let Text { latency_us } = serde_json::from_str(text).map_err(|error| {
-        format!("the daemon does not say how long frames to the machine may wait ({error}); {older}")
-    })?;
+pub(super) fn open(listener: OwnedFd, _: &str, _: &str) -> Result<Box<dyn Endpoint>, String> {
     if rustix::net::sockopt::socket_type(&listener) != Ok(SocketType::STREAM) {
-        return Err(format!("what the daemon sent as the socket of the node's machine is none; {older}"));
+        let sentence = "what the daemon sent as the socket of the node's machine is none; rebuild the older of the two";
+        return Err(sentence.to_owned());
     }
-    let latency = Duration::from_micros(latency_us.into());
-    let guest = Guest::new(listener, latency).map_err(|error| format!("a machine cannot be served: {error}"))?;
+    let guest = Guest::new(listener).map_err(|error| format!("a machine cannot be served: {error}"))?;
     Ok(Box::new(guest))
 }
 
@@ -185,13 +172,13 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Serves a front end that connects to `listener`, a stream socket. A frame waits `latency` for its interrupt at most.
+    /// Serves a front end that connects to `listener`, a stream socket.
     ///
     /// # Errors
     /// No descriptor is left.
-    pub fn new(listener: OwnedFd, latency: Duration) -> io::Result<Self> {
+    pub fn new(listener: OwnedFd) -> io::Result<Self> {
         Ok(Guest {
-            interrupt_every: [latency, SENT_EVERY],
+            interrupt_every: interrupt::EVERY,
             listener: Listener::new(listener)?,
             machine: None,
             other: None,

@@ -84,10 +84,6 @@ impl Endpoint for Tap {
         std::thread::yield_now();
     }
 
-    fn gathers(&self) -> bool {
-        true
-    }
-
     fn take(&mut self, egress: &mut Egress<'_>) -> usize {
         for count in 0..READS {
             let Some((room, _)) = egress.stage() else { return count };

@@ -132,6 +132,8 @@ fn what_a_liar_leaves_on_the_page_harms_nobody() {
 fn a_flood_wakes_no_worker_and_the_first_frame_after_it_does() {
     let mut net = Net::new();
     let mut worker = net.worker();
+    // Long enough for a test that runs beside others.
+    worker.set_latency(Duration::from_millis(20));
     let mut sent = 0;
     let began = Instant::now();
     loop {

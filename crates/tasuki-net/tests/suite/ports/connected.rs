@@ -66,7 +66,7 @@ impl Program for Machine {
     const SOCKET: SocketType = SocketType::STREAM;
 
     fn serve(listener: OwnedFd) -> Guest {
-        Guest::new(listener, Duration::from_micros(20)).expect("descriptors are left")
+        Guest::new(listener).expect("descriptors are left")
     }
 
     fn is_served(guest: &Guest) -> bool {

@@ -48,7 +48,7 @@ struct Net {
     listener: OwnedFd,
     folder: tempfile::TempDir,
     node: Option<Bridge<Guest>>,
-    latency: Duration,
+    interrupt_every: Duration,
 }
 
 impl Net {
@@ -57,13 +57,14 @@ impl Net {
         let others = (OTHER..count).map(|number| nodes.end(number)).collect();
         let folder = tempfile::tempdir().unwrap();
         let listener = listen(&folder.path().join("vm.sock"), SocketType::STREAM);
-        let mut net = Net { nodes, others, listener, folder, node: None, latency: Duration::ZERO };
+        let mut net = Net { nodes, others, listener, folder, node: None, interrupt_every: Duration::ZERO };
         net.node = Some(net.worker());
         net
     }
 
     fn worker(&self) -> Bridge<Guest> {
-        let guest = Guest::new(self.listener.try_clone().unwrap(), self.latency).unwrap();
+        let mut guest = Guest::new(self.listener.try_clone().unwrap()).unwrap();
+        guest.interrupt_every[TO_GUEST] = self.interrupt_every;
         Bridge::new(Box::new(guest), self.nodes.exact_end(US), self.nodes.switch(US))
     }
 
@@ -315,7 +316,7 @@ fn a_guest_that_breaks_a_rule_while_a_frame_waits_for_a_buffer_is_sent_away() {
 /// Returns a node that holds an interrupt for an hour, and its machine.
 fn holding() -> (Net, Machine) {
     let mut net = Net::new(2);
-    net.latency = Duration::from_secs(3600);
+    net.interrupt_every = Duration::from_secs(3600);
     net.node = Some(net.worker());
     let mut machine = net.machine(VERSION_1 | MRG_RXBUF | PROTOCOL, 64);
     net.settle();
