@@ -413,9 +413,14 @@ impl Add {
         let limits = limits.into_iter().filter_map(|(way, mbit, kpps)| Some((way.to_owned(), limit(mbit, kpps)?)));
         let limits = Some(limits.collect::<serde_json::Map<_, _>>()).filter(|limits| !limits.is_empty());
         let work = self.work_to_json(secret.trim_end_matches(['\n', '\r']));
-        Ok(json!({
-            "name": node, "vni": vni, "mac": mac, "spoof": spoof, "pool_kib": pool_kib, "limits": limits, "latency_us": latency_us, "cpu": cpu, "nice": nice, "standby": !no_standby, "work": work,
-        }))
+        let mut node = json!({
+            "name": node, "vni": vni, "mac": mac, "spoof": spoof, "pool_kib": pool_kib, "limits": limits, "cpu": cpu, "nice": nice, "standby": !no_standby, "work": work,
+        });
+        // A daemon from before this setting would refuse its name.
+        if let Some(latency_us) = latency_us {
+            node["latency_us"] = json!(latency_us);
+        }
+        Ok(node)
     }
 }
 
