@@ -423,7 +423,11 @@ fn a_stock_guest_migrates_live_while_its_back_end_is_killed_and_replaced() {
                 said.contains("Migration status: completed")
             });
         });
-        pinging.join().expect("all are answered");
+        if pinging.join().is_err() {
+            let counts = world.rig.json(&["nic", "counts", "vm@lan"]);
+            let console = std::fs::read_to_string(world.rig.path("console-2.log")).unwrap_or_default();
+            panic!("not all are answered: {counts}\n{console}");
+        }
     });
     // The machine from which the guest went ends, and the worker dies: the guest stays.
     drop(source);
