@@ -3,12 +3,12 @@
 use std::time::{Duration, Instant};
 
 use tasuki_net::nic::bus::Iova;
-use tasuki_net::nic::{Nic, NicMemory};
+use tasuki_net::nic::{Nic, NicMemory, NicOptions};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_sim::wire::SourceOptions;
 
-use crate::plugged::{self, with_card};
+use crate::plugged::{self, with_card, with_frames};
 
 /// Number of frames: several times what ring and packet buffer hold together.
 const FRAMES: u64 = 5_000;
@@ -56,4 +56,21 @@ fn without_flow_control_the_rest_is_lost_and_counted() {
     assert!(came < FRAMES, "ring and buffer hold less");
     assert_eq!(came + of(&statistics, "rx_missed_errors"), FRAMES);
     assert_eq!(of(&statistics, "tx_flow_control_xoff"), 0);
+}
+
+#[test]
+fn long_frames_that_the_card_has_room_for_make_nobody_pause() {
+    // All fit into the ring, so the driver's speed does not matter.
+    const COUNT: u64 = 50;
+    let rate = SourceOptions::line_rate(1_000_000_000, 9014);
+    let (statistics, ..) = with_frames(9014, rate, COUNT, |socket, wire| {
+        let memory = NicMemory::create(Geometry { slot_len: 16384, count: 1024 }, 256 << 10, Iova(1 << 32)).unwrap();
+        let mut nic = plugged::start_with(socket, memory, NicOptions { mtu: 9000, ..NicOptions::default() });
+        wire.begin();
+        wire.await_end_or_pause(COUNT);
+        let statistics = nic.statistics();
+        nic.park().unwrap();
+        statistics
+    });
+    assert_eq!((of(&statistics, "rx_packets"), of(&statistics, "tx_flow_control_xoff")), (COUNT, 0));
 }

@@ -70,10 +70,20 @@ pub fn with_card<T: Send>(
     count: u64,
     drive: impl FnOnce(OwnedFd, &Wire) -> T + Send,
 ) -> (T, Counts, Vec<Entry>) {
+    with_frames(64, rate, count, drive)
+}
+
+/// Like [`with_card`], with frames of `size` bytes.
+pub fn with_frames<T: Send>(
+    size: u32,
+    rate: u64,
+    count: u64,
+    drive: impl FnOnce(OwnedFd, &Wire) -> T + Send,
+) -> (T, Counts, Vec<Entry>) {
     let (ours, theirs) =
         rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
     let (to, from) = ([0xff; 6], [0x02, 0, 0, 0, 0, 0x51]);
-    let mut source = Source::new(SourceOptions { to, from, size: 64, rate: Some(rate), count, honours_pause: true });
+    let mut source = Source::new(SourceOptions { to, from, size, rate: Some(rate), count, honours_pause: true });
     source.pause(true);
     source.be_patient();
     let options = Options { link_up_ns: 1_000_000, ..Options::default() };
@@ -103,8 +113,13 @@ pub fn with_card<T: Send>(
 
 /// Starts the card, waits for its link, and accepts all frames.
 pub fn start(socket: OwnedFd, memory: NicMemory, flow_control: bool) -> Card {
+    start_with(socket, memory, NicOptions { flow_control, ..NicOptions::default() })
+}
+
+/// Like [`start`], with these options.
+pub fn start_with(socket: OwnedFd, memory: NicMemory, options: NicOptions) -> Card {
     let filter = Filter { promiscuous: true, ..Filter::default() };
-    let options = NicOptions { flow_control, filter, ..NicOptions::default() };
+    let options = NicOptions { filter, ..options };
     let mut nic = Card::start(VfioUser::meet(socket, TIMEOUT).unwrap(), memory, &options).unwrap();
     polled("the link", || (nic.link() != Link::Down).then_some(()));
     nic

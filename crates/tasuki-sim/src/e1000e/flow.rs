@@ -2,6 +2,7 @@
 
 use super::Device;
 use super::regs::{self, ctrl, fcrtl, tctl};
+use crate::model::Host;
 use crate::wire::Wire;
 
 /// Nanoseconds of a quantum at 1 Gb/s: 512 bits.
@@ -55,8 +56,10 @@ impl Device {
     /// Checks the threshold after each frame once a quarter of the buffer is full: many frames may come in one step
     /// of the model, and the partner must be able to stop between two of them.
     #[inline]
-    pub(super) fn pause_at_once(&mut self, wire: &mut impl Wire) {
+    pub(super) fn pause_at_once(&mut self, host: &mut impl Host, wire: &mut impl Wire) {
         if self.flow.stopped.is_none() && self.fifo.used() > self.fifo.capacity() / 4 {
+            // The bus is faster than the wire: a frame that has a descriptor is gone before the next one is here.
+            self.deliver(host);
             self.send_pause(wire);
         }
     }

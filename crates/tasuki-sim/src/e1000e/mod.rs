@@ -326,7 +326,7 @@ impl Device {
             while pulled < PULLED && self.fifo.used() <= self.fifo.capacity() / 2 {
                 let Some(frame) = wire.receive(self.now) else { break };
                 self.receive_from_wire(frame, now);
-                self.pause_at_once(wire);
+                self.pause_at_once(host, wire);
                 pulled += 1;
             }
             busy |= self.deliver(host) || pulled > 0;
@@ -339,7 +339,7 @@ impl Device {
             for _ in 0..PULLED {
                 let Some(frame) = wire.receive(self.now) else { break };
                 self.receive_from_wire(frame, now);
-                self.pause_at_once(wire);
+                self.pause_at_once(host, wire);
                 busy = true;
             }
         }

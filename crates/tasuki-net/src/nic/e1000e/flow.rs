@@ -31,8 +31,9 @@ const PHY_LIMIT: Duration = Duration::from_millis(1);
 pub fn prepare<R: Registers>(mmio: &Mmio<R>, frame: u16, by_itself: bool) {
     let buffer = PBA << 10;
     // Leave room for a frame of ours that is being sent, and one of the partner's, before it can react. Very long
-    // frames leave no room for that.
-    let high = buffer.saturating_sub(2 * (u32::from(frame) + CRC_LEN) + REACTION_LEN).max(buffer / 4) & 0xfff8;
+    // frames leave no room for that: a lone frame on its way to memory must not make the partner pause.
+    let whole = u32::from(frame) + CRC_LEN;
+    let high = buffer.saturating_sub(2 * whole + REACTION_LEN).max(whole.next_multiple_of(8) + 8) & 0xfff8;
     mmio.write(regs::FCTTV, PAUSE_MAX);
     mmio.write(regs::FCRTV, REFRESH_AT);
     mmio.write(regs::FCRTL, if by_itself { fcrtl::XONE } else { 0 } | (high / 2) & 0xfff8);
