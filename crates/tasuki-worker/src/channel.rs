@@ -37,6 +37,8 @@ pub enum Heard {
 #[derive(Debug)]
 pub struct DaemonChannel {
     daemon: Option<OwnedFd>,
+    /// A daemon has called that was not told of yet.
+    has_called: bool,
     listening: Option<OwnedFd>,
     /// User whose daemons may call, beside root.
     trusted: Uid,
@@ -71,7 +73,8 @@ impl DaemonChannel {
         );
         let buffer = vec![0; MESSAGE_MAX].into_boxed_slice();
         let trusted = rustix::process::getuid();
-        Ok(DaemonChannel { daemon: Some(socket), listening: None, trusted, unsent: VecDeque::new(), buffer })
+        let daemon = Some(socket);
+        Ok(DaemonChannel { daemon, has_called: false, listening: None, trusted, unsent: VecDeque::new(), buffer })
     }
 
     /// Sets the socket at which the next daemon calls.
@@ -86,6 +89,11 @@ impl DaemonChannel {
     /// Returns the descriptor that becomes readable when a message arrives, or when a daemon calls.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.daemon.as_ref().or(self.listening.as_ref()).map(AsFd::as_fd)
+    }
+
+    /// Returns whether another daemon has called since this was last asked.
+    pub fn is_of_another(&mut self) -> bool {
+        std::mem::take(&mut self.has_called)
     }
 
     /// Returns whether messages wait for room in the daemon's socket.
@@ -113,6 +121,7 @@ impl DaemonChannel {
     pub fn next(&mut self) -> Option<Heard> {
         if self.daemon.is_none() {
             self.daemon = self.let_in();
+            self.has_called |= self.daemon.is_some();
         }
         let socket = self.daemon.as_ref()?;
         match receive(socket.as_fd(), &mut self.buffer) {

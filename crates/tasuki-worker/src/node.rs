@@ -483,18 +483,12 @@ impl<D: FrameHandler> Node<D> {
         Ok(())
     }
 
-    /// Reports our identity to a daemon that has just started. First leaves all NICs that were about to move to memory
-    /// of ours; these stay with the workers that have their old memory. The new daemon knows neither our memory nor
-    /// whether the giver had to be fenced.
+    /// Reports our identity, and the clients of our ends, to a daemon that asks for it: one that has just started, or one
+    /// that had no room for a client.
     fn again(&mut self) {
-        for attachment in &mut self.attachments {
-            // The captures came through the former daemon.
-            *attachment.captures(&mut self.common) = None;
-            if attachment.is_apart() {
-                attachment.hear(&mut self.common, Input::Order(Order::Leave));
-            }
+        if self.common.channel.is_of_another() {
+            self.forget_former_daemon();
         }
-        self.attachments.retain(|attachment| !attachment.is_left());
         for attachment in &mut self.attachments {
             if let Some(end) = attachment.vni() {
                 end.tell_client_again(&mut self.common);
@@ -503,6 +497,19 @@ impl<D: FrameHandler> Node<D> {
         let nics = self.attachments.iter().map(|attachment| attachment.number()).collect();
         let mine = ToDaemon::Mine { party: self.common.party.0.get(), node: self.name.clone(), nics };
         self.common.channel.write(&mine, Vec::new());
+    }
+
+    /// Leaves all NICs that were about to move to memory of ours; these stay with the workers that have their old memory.
+    /// The new daemon knows neither our memory nor whether the giver had to be fenced.
+    fn forget_former_daemon(&mut self) {
+        for attachment in &mut self.attachments {
+            // The captures came through the former daemon.
+            *attachment.captures(&mut self.common) = None;
+            if attachment.is_apart() {
+                attachment.hear(&mut self.common, Input::Order(Order::Leave));
+            }
+        }
+        self.attachments.retain(|attachment| !attachment.is_left());
     }
 }
 

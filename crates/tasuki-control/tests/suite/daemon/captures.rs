@@ -25,7 +25,7 @@ use super::vnis::{DESK, SHOP, World, fds};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// `tasuki capture` into a file.
-struct Capture {
+pub struct Capture {
     program: Program,
     said: BufReader<ChildStderr>,
     file: PathBuf,
@@ -33,7 +33,7 @@ struct Capture {
 
 impl Capture {
     /// Starts a capture and waits until it is under way. It contains all frames from now on.
-    fn begin(rig: &Rig, file: &str, words: &[&str]) -> Self {
+    pub fn begin(rig: &Rig, file: &str, words: &[&str]) -> Self {
         let file = rig.path(file);
         let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki"));
         command.arg("--dir").arg(rig.dir()).arg("capture").args(words).arg("-w").arg(&file);
@@ -61,7 +61,7 @@ impl Capture {
     }
 
     /// Interrupts the capture with ^C, then like [`ends`](Self::ends).
-    fn end(self) -> (String, Seen) {
+    pub fn end(self) -> (String, Seen) {
         self.program.signal(Signal::INT);
         self.ends()
     }
@@ -69,19 +69,19 @@ impl Capture {
 
 /// A captured frame, as a reader independent of ours parses it.
 #[derive(Debug)]
-struct Frame {
+pub struct Frame {
     port: String,
     inbound: bool,
-    at: Duration,
+    pub at: Duration,
     len: u32,
     bytes: Vec<u8>,
 }
 
 /// Contents of a capture file.
 #[derive(Debug, Default)]
-struct Seen {
+pub struct Seen {
     ports: Vec<String>,
-    frames: Vec<Frame>,
+    pub frames: Vec<Frame>,
     missed: Vec<u64>,
 }
 

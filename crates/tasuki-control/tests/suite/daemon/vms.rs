@@ -8,11 +8,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::net::{Shutdown, SocketAddrUnix};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal, getrlimit, prlimit};
 use tasuki_testing::Program;
 
+use super::captures::Capture;
 use super::real::released;
 use super::rig::{lives, pid, signal, until};
 use super::vnis::{self, SHOP, World};
@@ -66,6 +68,7 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     until(&world.rig, "it is gone", || !answers(&world));
     // It comes while tasukid may open no more descriptors, and is kept as soon as it may.
     let (driver, _) = world.rig.await_pair("vm");
+    let capture = Capture::begin(&world.rig, "vm.pcapng", &["vm"]);
     let daemon = Pid::from_raw(i32::try_from(world.rig.daemon_pid()).expect("a process"));
     let open = std::fs::read_dir(format!("/proc/{}/fd", world.rig.daemon_pid())).expect("descriptors").count();
     let maximum = getrlimit(Resource::Nofile).maximum;
@@ -79,6 +82,10 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     assert_eq!(pid(&world.rig.worker("vm", "drives").expect("it drives")), pid(&driver), "nobody is ended for that");
     limit(was.current);
     until(&world.rig, "nothing is wrong any more", || !lacks(&world));
+    let asked = SystemTime::now().duration_since(UNIX_EPOCH).expect("a date");
+    assert!(answers(&world), "its worker was asked for it again");
+    let (said, seen) = capture.end();
+    assert!(seen.frames.last().is_some_and(|frame| frame.at > asked), "its captures go on: {said}");
     endures(&world);
     world.rig.ask(&["node", "remove", "vm"]);
     assert!(!socket.exists(), "nobody serves there any more");
