@@ -63,8 +63,7 @@ pub struct VethEnd {
     /// Frames received until its way was last closed.
     received: u64,
     is_open: bool,
-    /// Whether its way may ever be open: not if its node may not take the shortcut, nor if it is in another hub
-    /// namespace than its VNI's others.
+    /// Whether its way may ever be open: not if it is in another hub namespace than its VNI's others.
     may_open: bool,
 }
 
@@ -200,7 +199,8 @@ impl Shortcut {
     }
 
     /// Adopts a veth end that an earlier daemon made, by its TAP, and gives it programs that read this table. All
-    /// its frames go through its worker if it may not take the shortcut (`may`), or is in another hub namespace.
+    /// its frames go through its worker until that is [ended](VethEnd::set_detour) if it may not take the shortcut
+    /// (`may`), and for good if it is in another hub namespace.
     pub fn adopt(&mut self, device: &OwnedFd, mac: [u8; 6], may: bool) -> Result<VethEnd, TapError> {
         let Found { hub, number, pair, tap } = Found::by(device)?;
         let is_here = hub.is(&self.hub);
@@ -209,7 +209,7 @@ impl Shortcut {
             self.next = self.next.max(number + 1);
         }
         veth_end.sort()?;
-        veth_end.set_detour(false)?;
+        veth_end.set_detour(!may)?;
         Ok(veth_end)
     }
 }
@@ -295,7 +295,7 @@ impl VethEnd {
     }
 
     /// Sends all frames of the namespace, in both directions, through its worker from now on, or ends that. If the
-    /// veth end may not take the shortcut, its frames go through the worker anyway.
+    /// veth end is in another hub namespace, its frames go through the worker anyway.
     pub fn set_detour(&mut self, detour: bool) -> Result<(), TapError> {
         match (self.is_open, detour || !self.may_open) {
             (true, true) => self.close(),

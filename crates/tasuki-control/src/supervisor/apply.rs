@@ -425,6 +425,10 @@ impl Supervisor {
             let end = self.endpoints.get_mut(&kind.label());
             end.into_iter().for_each(|end| end.set(new));
         }
+        if let Some(tap) = new.tap().and_then(|tap| self.taps.get_mut(&tap.label())) {
+            tap.set(new);
+        }
+        self.fit_detours();
         let node = self.nodes.get_mut(name).context("there is no such node")?;
         // It waits in a jail that was made for the old settings.
         node.ward.forget_cell();

@@ -58,6 +58,11 @@ impl TapEnd {
         self.config.settings(self.on.as_ref().map(|on| on.mac))
     }
 
+    /// Goes by other settings of its node.
+    pub fn set(&mut self, node: &config::Node) {
+        self.on = OnVni::of(node);
+    }
+
     /// Returns its descriptor, if it exists.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.device.as_ref().map(AsFd::as_fd)
@@ -212,15 +217,18 @@ impl Supervisor {
         Ok(Some((description, device)))
     }
 
-    /// Sends all frames of a captured namespace by way of its worker.
+    /// Sends all frames of a namespace that is captured, or may not take the shortcut, by way of its worker.
     pub(super) fn fit_detours(&mut self) {
         let nodes = self.config.node.iter().filter(|node| node.vni.is_some());
         let labels: Vec<(String, bool)> =
             nodes.filter_map(|node| Some((node.tap()?.label(), self.is_captured(&node.name)))).collect();
         for (label, is_captured) in labels {
-            let Some(veth_end) = self.taps.get_mut(&label).and_then(|tap| tap.veth_end.as_mut()) else { continue };
-            if let Err(error) = veth_end.set_detour(is_captured) {
-                self.note(About::default(), format!("of {label} not all frames are captured: {error}"));
+            let Some(tap) = self.taps.get_mut(&label) else { continue };
+            let may = tap.on.as_ref().is_some_and(|on| on.may);
+            let Some(veth_end) = tap.veth_end.as_mut() else { continue };
+            if let Err(error) = veth_end.set_detour(is_captured || !may) {
+                let what = if may { "are captured" } else { "go by its worker, which keeps its limits" };
+                self.note(About::default(), format!("of {label} not all frames {what}: {error}"));
             }
         }
     }

@@ -167,6 +167,20 @@ fn a_node_with_a_limit_receives_no_more_and_what_it_sends_waits() {
     let said = ping();
     assert_eq!(received(&said), 300, "{said}\n{}", world.rig.log());
     assert_eq!(world.crossed("desk"), None, "its frames go by its worker");
+    // The same holds for limits that come later. When they go, the shortcut comes back.
+    world.rig.ask(&["node", "remove", "desk"]);
+    let before = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("a file");
+    let (netns, work) = (world.desk.path(), "name = \"desk\"\nvni = \"lan\"\nwork = { tap");
+    let node = format!("[[node]]\n{work} = {{ netns = {netns:?}, name = \"lan\", address = \"{DESK}/24\" }} }}\n");
+    for (limits, by_shortcut) in [("", true), ("limits = { send = { mbit = 1 } }\n", false), ("", true)] {
+        world.rig.configure(|_| format!("{before}{node}{limits}"));
+        world.rig.ask(&["apply"]);
+        world.await_pairs();
+        until(&world.rig, "it answers", || world.is_answered(DESK));
+        let crossed = world.crossed("desk");
+        assert!(world.is_answered(DESK));
+        assert_eq!(world.crossed("desk") != crossed, by_shortcut, "{limits:?}: {crossed:?}");
+    }
     world.end();
 }
 
