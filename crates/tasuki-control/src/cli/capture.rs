@@ -41,6 +41,10 @@ pub struct Capture {
 /// Passes whole blocks on, and counts frames and missed frames in them.
 struct Passage {
     out: File,
+    /// The file that it is, if it is not standard output.
+    file: Option<PathBuf>,
+    /// Bytes passed on.
+    passed: u64,
     unfinished: Vec<u8>,
     frames: u64,
     missed: Option<u64>,
@@ -49,7 +53,7 @@ struct Passage {
 impl Passage {
     fn pass(&mut self, bytes: &[u8]) -> Result<()> {
         self.unfinished.extend_from_slice(bytes);
-        let mut at = 0;
+        let (mut at, frames) = (0, self.frames);
         while let Some((kind, len)) = pcapng::whole_block(&self.unfinished[at..])? {
             match kind {
                 pcapng::PACKET => self.frames += 1,
@@ -61,9 +65,26 @@ impl Passage {
             }
             at += len;
         }
-        self.out.write_all(&self.unfinished[..at])?;
+        if let Err(error) = self.out.write_all(&self.unfinished[..at]) {
+            self.frames = frames;
+            return Err(self.is_full(error));
+        }
+        self.passed += at as u64;
         self.unfinished.drain(..at);
         Ok(())
+    }
+
+    fn is_full(&self, error: std::io::Error) -> anyhow::Error {
+        if error.kind() == ErrorKind::BrokenPipe {
+            return error.into();
+        }
+        // A part of a block would spoil the file for its readers. Best effort: a device has no length.
+        let _ = self.file.as_ref().map(|_| self.out.set_len(self.passed));
+        let to = self.file.as_ref().map_or_else(|| "standard output".to_owned(), |file| file.display().to_string());
+        let frames = self.frames;
+        anyhow::Error::new(error).context(format!(
+            "{to} takes no more, and keeps the first {frames} frames; write to where there is room (-w), or keep less of each (--snap 128)"
+        ))
     }
 
     fn sentence(&self) -> String {
@@ -154,7 +175,8 @@ pub fn run(reach: &Reach, capture: &Capture) -> Result<()> {
         let number = number.context("tasukid does not say which capture this is; rebuild the older of the two")?;
         let out = output(capture.write.as_deref())?;
         eprintln!("tasuki: capturing {}{}", capture.name, if capture.count.is_some() { "" } else { "; ^C ends it" });
-        let mut passage = Passage { out, unfinished: Vec::new(), frames: 0, missed: None };
+        let file = capture.write.clone().filter(|_| !is_piped);
+        let mut passage = Passage { out, file, passed: 0, unfinished: Vec::new(), frames: 0, missed: None };
         let passed = pass(&folder, &number, answer.into_body(), interruptions, &mut passage).await;
         Ok::<_, anyhow::Error>(passed.map(|()| passage.sentence()))
     })?;
@@ -198,6 +220,15 @@ async fn pass(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_full_disk_is_said_with_the_file_and_what_to_do() {
+        let (out, file) = (output(Some(Path::new("/dev/full"))).expect("it can be opened"), Some("/dev/full".into()));
+        let mut passage = Passage { out, file, passed: 0, unfinished: Vec::new(), frames: 0, missed: None };
+        let said = format!("{:#}", passage.pass(&pcapng::section()).expect_err("it is full"));
+        let begins = "/dev/full takes no more, and keeps the first 0 frames; write to where there is room (-w), ";
+        assert!(said.starts_with(begins) && said.contains("No space left"), "{said}");
+    }
 
     #[test]
     fn a_file_that_was_there_is_its_users_alone_afterwards_and_what_is_no_file_stays_as_it_was() {
