@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::Command;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -113,6 +114,25 @@ impl Process {
     /// Returns its pidfd, which is readable once it is dead.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
+    }
+
+    /// Returns whether it has the socket that is bound to this path.
+    pub fn has_socket_at(&self, path: &Path) -> bool {
+        let Ok(sockets) = std::fs::read_to_string("/proc/net/unix") else { return false };
+        let path = path.to_string_lossy();
+        // Num, RefCount, Protocol, Flags, Type, St, Inode, Path.
+        let at_path = sockets.lines().filter(|line| line.split_whitespace().nth(7) == Some(&path));
+        let names: Vec<String> =
+            at_path.filter_map(|line| Some(format!("socket:[{}]", line.split_whitespace().nth(6)?))).collect();
+        let its = std::fs::read_dir(format!("/proc/{}/fd", self.name.pid)).into_iter().flatten().flatten();
+        let its = its.filter_map(|fd| std::fs::read_link(fd.path()).ok());
+        { its }.any(|fd| names.iter().any(|name| fd.as_os_str() == &name[..]))
+    }
+
+    /// Waits up to `limit` for its end, and returns whether it has come.
+    pub fn ends_within(&self, limit: &Timespec) -> bool {
+        let mut pidfd = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        rustix::io::retry_on_intr(|| rustix::event::poll(&mut pidfd, Some(limit))) == Ok(1)
     }
 
     /// Ends it by SIGKILL.

@@ -128,6 +128,23 @@ pub struct NodeRecord {
     /// User ID of its processes.
     #[serde(default)]
     pub uid: Option<u32>,
+    /// The [node](config::Node) as it was made, if that is known: the next daemon's configuration can have settings that
+    /// count once it is made anew.
+    #[serde(default)]
+    pub made: Option<serde_json::Value>,
+}
+
+impl NodeRecord {
+    /// Returns the record of a node that is made now.
+    pub fn of(node: &config::Node) -> Self {
+        NodeRecord { made: serde_json::to_value(node).ok(), ..NodeRecord::default() }
+    }
+
+    /// Returns the node as it was made, if that is known.
+    pub fn as_made(&self) -> Option<config::Node> {
+        // A later version may know keys that this one does not.
+        serde_json::from_value(self.made.clone()?).ok()
+    }
 }
 
 /// Something that happened.

@@ -137,6 +137,15 @@ impl Difference {
     }
 }
 
+impl Node {
+    /// Returns this node with the settings of `made`, the same node as it was made, that stay until it is made anew.
+    pub fn with_what_stays(&self, made: Node) -> Self {
+        let work = if made.work.is_like(&self.work) { self.work.clone() } else { made.work };
+        let Node { vni, mac, spoof, addresses, pool_kib, container, .. } = made;
+        Node { work, vni, mac, spoof, addresses, pool_kib, container, ..self.clone() }
+    }
+}
+
 impl Work {
     /// Returns whether a node's worker with this work can hand over to one with that work.
     fn is_like(&self, other: &Work) -> bool {

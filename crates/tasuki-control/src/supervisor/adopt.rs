@@ -6,7 +6,9 @@
 //! order.
 
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 
 use anyhow::{Context, Result};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -25,22 +27,43 @@ use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, now, watch};
 use crate::channel;
 use crate::config::{self, Device};
 use crate::process::Process;
-use crate::registry::{Change, Known, WorkerRecord};
+use crate::registry::{Change, Known, NodeRecord, WorkerRecord};
 
 /// Time in which a worker ends that is told to. The daemon does nothing else meanwhile.
 const ENDS_WITHIN: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+/// Tells the worker at the other end of this socket to end, and returns whether it has.
+fn ends_when_told(socket: &OwnedFd) -> bool {
+    let end = serde_json::to_vec(&ToWorker::End).expect("plain data");
+    let mut its_end = [PollFd::new(socket, PollFlags::empty())];
+    channel::send(socket.as_fd(), &end, &[]).is_ok() && rustix::event::poll(&mut its_end, Some(&ENDS_WITHIN)) == Ok(1)
+}
+
+/// Kills the worker at the other end of this socket, which listens at `path`. Returns its number once it is dead.
+fn is_killed(socket: &OwnedFd, path: &Path) -> Option<u32> {
+    // The kernel names the process that listens there; or, if that is gone, another one that has its number by now and
+    // not its socket.
+    let peer = rustix::net::sockopt::socket_peercred(socket).ok()?;
+    let process = Process::by_pid(peer.pid).ok()??;
+    let is_it = process.name().pid != std::process::id() && process.has_socket_at(path);
+    is_it.then(|| process.kill());
+    (is_it && process.ends_within(&ENDS_WITHIN)).then_some(process.name().pid)
+}
 
 impl Supervisor {
     /// Makes nodes and cards as the configuration has them, and asks the workers that still run.
     pub(super) fn adopt(&mut self, known: Known, mut found: Found) -> Result<()> {
         let Known { workers, nics, nodes, added, fenced, events, .. } = known;
         self.events = events;
-        self.add_nodes_of_before(added);
         let mut alive: Vec<(WorkerRecord, Process)> = Vec::new();
         for record in &workers {
             let process = Process::find(record.process).context(FEWER)?;
             alive.extend(process.map(|process| (record.clone(), process)));
         }
+        if !alive.is_empty() || !found.is_empty() {
+            self.go_by_what_was_made(&nodes);
+        }
+        self.add_nodes_of_before(added);
         let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
         self.begin_taps(&living, &mut found)?;
         self.begin_endpoints(&living, &mut found);
@@ -48,6 +71,9 @@ impl Supervisor {
         for node in self.config.node.clone() {
             let record = nodes.iter().find(|(name, _)| *name == node.name).map(|(_, record)| record.clone());
             let record = record.filter(|_| goes_on).unwrap_or_default();
+            let record =
+                if record.made.is_some() { record } else { NodeRecord { made: NodeRecord::of(&node).made, ..record } };
+            self.changes.push(Change::Node(node.name.clone(), record.clone()));
             let mut made = Node::new(record)?;
             let program_state =
                 found.remove(&Key::ProgramState(node.name.clone())).and_then(|(_, fds)| fds.into_iter().next());
@@ -56,6 +82,9 @@ impl Supervisor {
                 .unwrap_or(made.program_state);
             self.nodes.insert(node.name, made);
         }
+        // A node of one of these names that comes later is another.
+        let gone = nodes.into_iter().filter(|(name, _)| !self.nodes.contains_key(name));
+        self.changes.extend(gone.map(|(name, _)| Change::Removed(name)));
         let mut numbers: BTreeSet<u32> = nics.iter().map(|record| record.number).collect();
         for config in self.config.nic.clone() {
             let record = nics.iter().find(|record| record.name == config.name);
@@ -116,16 +145,18 @@ impl Supervisor {
     /// Ends a worker that the registry does not know: it began when that could not be written. It may drive, and so may
     /// one that is started for its node.
     fn end_unknown(&mut self, number: u32) {
-        let Ok(socket) = channel::connect(&self.place.worker_socket(number)) else { return };
-        let end = serde_json::to_vec(&ToWorker::End).expect("plain data");
-        let mut its_end = [PollFd::new(&socket, PollFlags::empty())];
-        let has_ended = channel::send(socket.as_fd(), &end, &[]).is_ok()
-            && rustix::event::poll(&mut its_end, Some(&ENDS_WITHIN)) == Ok(1);
-        let sentence = match has_ended {
-            true => format!(
-                "worker {number} is not in the registry, which could not be written when it began: it was ended"
+        let path = self.place.worker_socket(number);
+        let found = "is not in the registry, which could not be written when it began";
+        let sentence = match channel::connect(&path) {
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => return,
+            Ok(socket) if ends_when_told(&socket) => format!("worker {number} {found}: it was ended"),
+            Ok(socket) if let Some(pid) = is_killed(&socket, &path) => {
+                format!("worker {number} {found}, and hung: process {pid} was killed")
+            }
+            _ => format!(
+                "worker {number} {found}, and is not to be ended: end the process that has {} (ss -xlp) by hand",
+                path.display()
             ),
-            false => format!("worker {number} is not in the registry, and does not end when told: end it by hand"),
         };
         self.note(About::default(), sentence);
     }

@@ -22,6 +22,21 @@ pub struct Leaving {
 }
 
 impl Supervisor {
+    /// Goes by the nodes as they were made, whatever the configuration has by now: their workers and their memory are so.
+    pub(super) fn go_by_what_was_made(&mut self, records: &[(String, NodeRecord)]) {
+        let made = |node: &config::Node| records.iter().find(|(name, _)| *name == node.name)?.1.as_made();
+        let now = |node: &config::Node| made(node).map_or_else(|| node.clone(), |made| node.with_what_stays(made));
+        let as_made = Config { node: self.config.node.iter().map(now).collect(), ..self.config.clone() };
+        let Some(why) = as_made.senseless() else { return self.config = as_made };
+        let other = self.config.node.iter().zip(&as_made.node).filter(|(new, made)| new != made);
+        let other: Vec<&str> = other.map(|(new, _)| &new.name[..]).collect();
+        let sentence = format!(
+            "what the configuration has anew of node {} counts for nothing yet, and beside what it was made with makes no sense ({why}): remove it (tasuki node remove) and apply the configuration (tasuki apply)",
+            other.join(", node ")
+        );
+        self.note(About::default(), sentence);
+    }
+
     /// Adds the nodes that were added by hand while an earlier daemon ran.
     pub(super) fn add_nodes_of_before(&mut self, added: Vec<config::Node>) {
         for node in added {
@@ -128,7 +143,9 @@ impl Supervisor {
     fn make_node(&mut self, node: &config::Node) -> anyhow::Result<()> {
         let number = self.next_nic(&std::collections::BTreeSet::new()).unwrap_or(u32::MAX);
         let end = self.end_of(node, number)?;
-        self.nodes.insert(node.name.clone(), Node::new(NodeRecord::default())?);
+        let record = NodeRecord::of(node);
+        self.nodes.insert(node.name.clone(), Node::new(record.clone())?);
+        self.changes.push(Change::Node(node.name.clone(), record));
         self.cards.extend(end.map(|card| (number, card)));
         self.keep(Key::ProgramState(node.name.clone()));
         Ok(())

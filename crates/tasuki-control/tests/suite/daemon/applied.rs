@@ -33,6 +33,9 @@ fn is_as_configured(rig: &Rig) -> bool {
     configuration(rig)["drift"].as_array().is_some_and(Vec::is_empty)
 }
 
+/// A node with memory for frames, whose length counts when it is made.
+const POND: &str = "[[node]]\nname = \"pond\"\nwork = \"sink\"\nvni = \"lan\"\npool_kib = 512\n";
+
 const GREEN: &str = "[[node]]\nname = \"green\"\nwork = \"sink\"\n";
 
 #[test]
@@ -111,11 +114,19 @@ fn a_nic_is_closed_and_another_opened_and_a_node_keeps_the_one_that_stays() {
     let (driver, _) = rig.await_pair("red");
     // A NIC that another daemon opened has its settings until they are applied.
     rig.kill_daemon();
-    rig.configure(|text| text.replace("node = \"red\"", "mtu = 9000\nnode = \"red\""));
+    rig.configure(|text| {
+        let text = text.replace("node = \"red\"", "mtu = 9000\nnode = \"red\"");
+        text.replace("name = \"blue\"", "name = \"blue\"\nvni = \"lan\"")
+    });
     rig.start();
     assert_eq!(pid(&rig.await_pair("red").0), pid(&driver), "its driver goes on");
     let step = "NIC eth0 is closed: its link goes down";
-    assert_eq!(configuration(&rig)["drift"][0], step);
+    let drift = configuration(&rig)["drift"].clone();
+    assert_eq!(drift[0], step);
+    assert!(
+        drift[1].as_str().is_some_and(|step| step.starts_with("node blue: vni changes, so it is removed")),
+        "{drift}"
+    );
     assert!(!rig.ask(&["config", "show"]).contains("mtu"), "as it is now");
     assert!(rig.ask(&["apply"]).contains(step));
     assert!(rig.ask(&["config", "show"]).contains("mtu = 9000") && is_as_configured(&rig));
@@ -295,9 +306,9 @@ fn wherever_the_daemon_dies_the_next_one_takes_the_remaining_steps() {
     if !cfg!(feature = "crash-points") {
         return println!("skipped: needs the feature crash-points");
     }
-    let places = (1..=9).map(|nth| format!("daemon.applied-step:{nth}")).chain(["daemon.applying:1".to_owned()]);
+    let places = (1..=11).map(|nth| format!("daemon.applied-step:{nth}")).chain(["daemon.applying:1".to_owned()]);
     for place in places {
-        let mut rig = Rig::without_daemon(NODES, "");
+        let mut rig = Rig::without_daemon(&(NODES.to_owned() + POND), "");
         rig.start();
         rig.await_pair("red");
         rig.await_worker("blue", "idle");
@@ -311,6 +322,7 @@ fn wherever_the_daemon_dies_the_next_one_takes_the_remaining_steps() {
             .replace("standby", "")
             .replace("/nowhere/card.sock\"\nnode", "/nowhere/card.sock\"\nring = 64\nnode");
         let text = text.replace("work = \"sink\"\ntrusts", "work = \"sink\"\npoll = true\ntrusts");
+        let text = text.replace("pool_kib = 512", "pool_kib = 256");
         fs::write(rig.path("other.toml"), text).expect("a file");
         let other = rig.path("other.toml").display().to_string();
         let said = rig.tasuki(&["apply", &other]);
@@ -327,11 +339,15 @@ fn wherever_the_daemon_dies_the_next_one_takes_the_remaining_steps() {
                 && rig.ask(&["plan", &other]).starts_with("nothing changes")
         });
         until(&rig, &format!("{place}: the NIC is driven"), || {
-            rig.nic()["is"] == "driven" && rig.nic()["node"] == "grey"
+            let nics = rig.json(&["nic", "list"]);
+            let is_it = |nic: &Value| nic["name"] == "eth0" && nic["is"] == "driven" && nic["node"] == "grey";
+            nics.as_array().expect("a list").iter().any(is_it)
         });
-        assert_eq!(names(&rig, "node"), ["blue", "grey", "red"], "{place}");
-        // Its rings have the other length only if it was opened anew.
-        assert!(rig.ask(&["events"]).contains("eth0 is being closed"), "{place}: {}", rig.log());
+        assert_eq!(names(&rig, "node"), ["blue", "grey", "pond", "red"], "{place}");
+        // Its rings have the other length only if it was opened anew, and so has the memory of a node.
+        let events = rig.ask(&["events"]);
+        let is_anew = ["eth0 is being closed", "node pond is gone"].iter().all(|event| events.contains(event));
+        assert!(is_anew, "{place}: {}", rig.log());
         rig.ask(&["stop"]);
         rig.daemon_ends();
     }

@@ -113,8 +113,10 @@ fn a_registry_whose_disk_is_full_is_written_when_there_is_room() {
     let (driver, standby) = rig.await_pair("red");
     rig.kill_daemon();
     fs::remove_file(disk.filler()).expect("room");
+    signal(pid(&driver), Signal::STOP);
     rig.start();
     let (drives, stands_by) = rig.await_pair("red");
+    rig.await_event(&format!("and hung: process {} was killed", pid(&driver)));
     for former in [&driver, &standby] {
         assert!(![&drives, &stands_by].iter().any(|now| now["pid"] == former["pid"]), "it is unknown");
         until(&rig, "it has ended", || !lives(pid(former)));
