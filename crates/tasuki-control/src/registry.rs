@@ -452,7 +452,7 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
 /// Reads a node. Earlier daemons had the latency of a machine's node beside its socket, 0 by default.
 fn added(bytes: &[u8]) -> Option<config::Node> {
     let mut node: serde_json::Value = parse(bytes)?;
-    let machine = node.pointer_mut("/work/vm").and_then(serde_json::Value::as_object_mut);
+    let machine = node.get_mut("work").and_then(|work| work.get_mut("vm")?.as_object_mut());
     if let Some(latency) = machine.and_then(|machine| machine.remove("latency_us")).filter(|latency| *latency != 0) {
         node["latency_us"] = latency;
     }
