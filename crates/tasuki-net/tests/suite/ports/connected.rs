@@ -13,11 +13,10 @@ use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
 use tasuki_net::vni::Vni;
 
-use super::{End, Lost, Rest};
+use super::{End, Lost, Rest, is_woken};
 use crate::memif::client::{Client, Shape};
 use crate::memif::port::{SECRET, listen};
 use crate::vm::{EVENT_IDX, MRG_RXBUF, Machine, PROTOCOL, VERSION_1};
-use crate::wait::any_readable;
 
 /// A program, and the endpoint to which it connects.
 pub trait Program: Sized + 'static {
@@ -140,7 +139,7 @@ impl<P: Program> End for Connected<P> {
     }
 
     fn is_woken(&self, within: Duration) -> bool {
-        any_readable(&[self.node.bell().expect("it is ready"), self.node.source().expect("nothing waits")], within)
+        is_woken(&self.node, within)
     }
 
     fn lost(&self) -> Lost {

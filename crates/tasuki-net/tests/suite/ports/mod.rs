@@ -8,7 +8,7 @@ mod tap_end;
 
 use std::time::{Duration, Instant};
 
-use tasuki_net::endpoint::Dropped;
+use tasuki_net::endpoint::{Bridge, Dropped, Endpoint};
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
 use tasuki_net::vni::Vni;
@@ -19,6 +19,7 @@ use crate::memif::client::Client;
 use crate::memif::port::{Lines, directory_memory, mac};
 use crate::net::Net;
 use crate::vm::Machine;
+use crate::wait::any_readable;
 use tasuki_testing::PATIENCE;
 
 /// How programs reach their node.
@@ -60,6 +61,14 @@ impl Lost {
         assert_eq!(dropped.sum(), no_room + nobody + length + away + not_own + forged, "{dropped:?}");
         Lost { no_room, nobody, length, away, not_own, forged }
     }
+}
+
+/// Returns whether an armed node wakes within this time: by its bell, by its programs, or at the end of a nap in which it is
+/// deaf to one of them.
+fn is_woken<E: Endpoint + ?Sized>(node: &Bridge<E>, within: Duration) -> bool {
+    let heard: Vec<_> = [node.bell(), node.source()].into_iter().flatten().collect();
+    let nap = node.waits().filter(|nap| heard.len() < 2 && *nap < within);
+    any_readable(&heard, nap.unwrap_or(within)) || nap.is_some()
 }
 
 /// A node and the program behind it.

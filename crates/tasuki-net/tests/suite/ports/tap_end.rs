@@ -14,9 +14,8 @@ use tasuki_tap::device::Before;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::packet;
 
-use super::{End, Lost, Rest};
+use super::{End, Lost, Rest, is_woken};
 use crate::place::Place;
-use crate::wait::any_readable;
 use tasuki_testing::PATIENCE;
 
 /// Frames that the program may send ahead of the node: the kernel keeps up to 500.
@@ -127,8 +126,7 @@ impl End for TapEnd {
     }
 
     fn is_woken(&self, within: Duration) -> bool {
-        let ends = [self.node.bell().expect("it is ready"), self.node.source().expect("its interface is there")];
-        any_readable(&ends, within)
+        is_woken(&self.node, within)
     }
 
     fn lost(&self) -> Lost {
