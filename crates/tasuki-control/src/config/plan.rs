@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use super::{Config, Nic, Node, Work};
+use super::{Config, Nic, Node, Tap, Work};
 
 /// The nodes and NICs that there are.
 #[derive(Debug, Clone, Copy)]
@@ -151,7 +151,13 @@ impl Work {
     fn is_like(&self, other: &Work) -> bool {
         match (self.endpoint(), other.endpoint()) {
             (Some(one), Some(other)) => one.key() == other.key() && one.label() == other.label(),
-            (None, None) => self == other || self.is_native() && other.is_native(),
+            (None, None) => match (self, other) {
+                // All its frames can go by its worker from now on. A shortcut is made with the interface alone.
+                (Work::Tap(tap), Work::Tap(other)) => {
+                    tap.shortcut >= other.shortcut && *tap == Tap { shortcut: tap.shortcut, ..other.clone() }
+                }
+                _ => self == other || self.is_native() && other.is_native(),
+            },
             _ => false,
         }
     }
