@@ -70,6 +70,8 @@ impl Guest {
         if runs.is_some() && runs != was_running {
             self.clients.attached += 1;
             self.shortages = Default::default();
+            // The last interrupt by another back end, or by the machine from which the guest came, may have been lost.
+            self.must_ring = true;
         }
         match runs {
             Some(_) => self.moves = None,

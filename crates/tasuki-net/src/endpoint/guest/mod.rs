@@ -146,7 +146,8 @@ pub struct Guest {
     must_accept: bool,
     /// Descriptors may be watched that are not to be.
     must_watch: bool,
-    /// It goes on after a predecessor, which may have ended before it interrupted the guest.
+    /// It goes on after a predecessor, which may have ended before it interrupted the guest. With an event index, no further
+    /// frame would.
     must_ring: bool,
     /// The machine's front end said something in this turn. No frame moves in it: a successor that cannot go on after the
     /// change has then nothing to repeat that it does not know of.

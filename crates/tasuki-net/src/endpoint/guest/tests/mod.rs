@@ -313,6 +313,18 @@ fn a_guest_that_breaks_a_rule_while_a_frame_waits_for_a_buffer_is_sent_away() {
     assert_eq!(machine.receive().len(), 8, "no buffer is used twice");
 }
 
+/// Its last interrupt by another back end may have been lost, and by its event index the guest gets no other for what it was
+/// shown.
+#[test]
+fn a_guest_is_interrupted_once_when_its_device_starts() {
+    let mut net = Net::new(2);
+    let machine = net.machine(ALL, 64);
+    for (is_rung, queue) in [(true, theirs::RECEIVE), (true, theirs::SEND), (false, theirs::RECEIVE)] {
+        net.settle();
+        assert_eq!(machine.was_rung(queue), is_rung, "queue {queue}");
+    }
+}
+
 /// Returns a node that holds an interrupt for an hour, and its machine.
 fn holding() -> (Net, Machine) {
     let mut net = Net::new(2);
