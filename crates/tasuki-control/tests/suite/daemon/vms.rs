@@ -394,11 +394,18 @@ fn a_stock_guest_whose_front_end_is_cut_off_goes_on_when_it_has_connected_again(
     }
 }
 
-/// The guest goes from one QEMU to another while its node's worker is killed and replaced. All that the worker writes
-/// into the guest's memory arrives with it: bytes that are under way are the same afterwards.
+/// QEMU without KVM leaves the guest's CPU standing still after some migrations on a busy machine (three of some 30 here, with
+/// 7.2): that says nothing of the back end.
 #[test]
 fn a_stock_guest_migrates_live_while_its_back_end_is_killed_and_replaced() {
-    let Some(world) = World::new() else { return };
+    assert!((0..3).any(|_| goes_on_after_a_migration()), "the guest's CPU stood still each time");
+}
+
+/// The guest goes from one QEMU to another while its node's worker is killed and replaced. All that the worker writes
+/// into the guest's memory arrives with it: bytes that are under way are the same afterwards. Returns false if the guest's
+/// kernel says that its CPU stands still.
+fn goes_on_after_a_migration() -> bool {
+    let Some(world) = World::new() else { return true };
     world.add("shop", &world.shop, SHOP, &[]);
     let socket = world.rig.path("vm.sock");
     world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
@@ -408,13 +415,14 @@ fn a_stock_guest_migrates_live_while_its_back_end_is_killed_and_replaced() {
     let to = format!("unix:{}", incoming.display());
     let Some(source) = qemu(&world, "console.log", &[], &["-monitor", &serve]) else {
         println!("skipped: needs QEMU and a kernel: cargo xtask test");
-        return world.end();
+        world.end();
+        return true;
     };
     let ping = |count| world.ping(count, "0.005", GUEST);
     until(&world.rig, "it answers", || world.is_answered(GUEST));
     let destination = qemu(&world, "console-2.log", &[], &["-incoming", &to]).expect("one runs already");
     until(&world.rig, "the other machine waits for the guest", || incoming.exists());
-    std::thread::scope(|scope| {
+    let goes_on = std::thread::scope(|scope| {
         let pinging = scope.spawn(|| ping(1000));
         echoed(&world, 11, || {
             monitor(&control, "migrate_set_parameter max-bandwidth 64M");
@@ -430,12 +438,17 @@ fn a_stock_guest_migrates_live_while_its_back_end_is_killed_and_replaced() {
                 said.contains("Migration status: completed")
             });
         });
-        if pinging.join().is_err() {
-            let counts = world.rig.json(&["nic", "counts", "vm@lan"]);
-            let console = std::fs::read_to_string(world.rig.path("console-2.log")).unwrap_or_default();
-            panic!("not all are answered: {counts}\n{console}");
-        }
+        let is_answered = pinging.join().is_ok();
+        let console = std::fs::read_to_string(world.rig.path("console-2.log")).unwrap_or_default();
+        let stands_still = console.contains("soft lockup");
+        assert!(is_answered || stands_still, "not all are answered\n{console}\n{}", world.rig.log());
+        is_answered
     });
+    if !goes_on {
+        drop((source, destination));
+        world.end();
+        return false;
+    }
     // The machine from which the guest went ends, and the worker dies: the guest stays.
     drop(source);
     echoed(&world, 12, || {
@@ -445,4 +458,5 @@ fn a_stock_guest_migrates_live_while_its_back_end_is_killed_and_replaced() {
     assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
     drop(destination);
     world.end();
+    true
 }
