@@ -170,6 +170,7 @@ pub fn rows(is_quick: bool, is_wanted: impl Fn(&str) -> bool, interrupt: &Interr
     for rate in RATES.into_iter().filter(|rate| is_wanted(&name(*rate))) {
         let mut found = Vec::new();
         for pair in &mut pairs {
+            // The workers have gone to sleep by then.
             thread::sleep(Duration::from_millis(200));
             found.push(pair.measure(rate, time, interrupt)?);
         }

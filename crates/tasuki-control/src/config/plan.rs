@@ -403,7 +403,7 @@ mod tests {
             1 => Just("work = { source = { rate = 5 } }"),
             1 => Just("work = \"uplink\"\nvni = \"lan\""),
             1 => Just("work = { vm = { socket = \"/run/vm.sock\" } }\nvni = \"lan\""),
-            1 => Just("work = { vm = { socket = \"/run/vm.sock\",  } }\nvni = \"lan\"\nlatency_us = 5"),
+            1 => Just("work = { vm = { socket = \"/run/vm.sock\" } }\nvni = \"lan\"\nlatency_us = 5"),
             1 => Just("work = \"sink\"\nvni = \"dmz\""),
         ];
         let more = prop_oneof![

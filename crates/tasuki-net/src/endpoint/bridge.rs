@@ -308,14 +308,14 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
 
     /// Prepares the node for [rest](Self::rest), and looks for frames once more.
     pub fn arm(&mut self) -> Armed {
-        let is_free = !self.waits.any() && self.stalls.is_empty() && self.end.is_ready();
+        let stalls = self.stalls.iter().filter_map(|(_, since)| WAIT.checked_sub(since.elapsed()));
+        let stalled = stalls.filter(|left| !left.is_zero()).min();
+        let is_free = !self.waits.any() && stalled.is_none() && self.end.is_ready();
         self.gathers = if is_free { self.gather.nap(self.taken, self.given, Instant::now) } else { None };
         if !self.gathers_of(Side::Programs) && self.end.arm(self.waits.any()) == Armed::Busy {
             return Armed::Busy;
         }
         // Do not look at frames that the endpoint does not take yet: it may need this very CPU to make room.
-        let stalls = self.stalls.iter().filter_map(|(_, since)| WAIT.checked_sub(since.elapsed()));
-        let stalled = stalls.filter(|left| !left.is_zero()).min();
         self.naps = match stalled {
             Some(left) if self.end.is_ready() && self.end.await_room() => Some(left),
             Some(_) => Some(ROOM_AGAIN),
@@ -331,7 +331,8 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         self.gathers.is_some_and(|(gathers, _)| gathers == side)
     }
 
-    /// Returns the descriptor that becomes readable when a peer rings for an [armed](Self::arm) node.
+    /// Returns the descriptor that becomes readable when a peer rings for an [armed](Self::arm) node, unless the endpoint has
+    /// no room or the peers' frames gather.
     pub fn bell(&self) -> Option<BorrowedFd<'_>> {
         (self.naps.is_none() && !self.gathers_of(Side::Vni)).then(|| self.vni.fd())
     }

@@ -197,6 +197,7 @@ fn frames_that_come_one_by_one_gather_for_as_long_as_their_node_says() {
         until(&world.rig, "enough frames have gone", || {
             for _ in 0..500 {
                 from.send_to(b"one by one", (DESK, 7077)).expect("the interface is up");
+                // Its worker has gone to sleep again.
                 std::thread::sleep(Duration::from_micros(20));
             }
             sent.set(sent.get() + 500);
