@@ -7,6 +7,7 @@
 //! | [`virtq`] | the device's end of a virtqueue                              |
 //! | [`vni`]  | Ethernet between nodes through memory                         |
 //! | [`switch`] | where a frame goes: which node has which address            |
+//! | [`flow`] | the flow that a frame belongs to                         |
 //! | [`own`] | checks that a frame's IP addresses belong to its sender        |
 //! | [`endpoint`] | where a node's programs receive and send: a TAP, a memif; the bridge to a VNI |
 //! | [`capture`] | copies of the frames that pass a port, for an observer      |
@@ -15,6 +16,7 @@
 
 pub mod capture;
 pub mod endpoint;
+pub mod flow;
 pub mod nic;
 pub mod own;
 pub mod port;

@@ -6,7 +6,8 @@
 //!
 //! # Rules
 //!
-//! - **W1** The directory decides: no node can take an address that the directory gives to another.
+//! - **W1** The directory decides: no node can take an address that the directory gives to another. Of nodes that share
+//!   an address, each gets the frames of other flows; they send nothing to each other.
 //! - **W2** A node learns addresses only from nodes that the directory calls uplinks.
 //! - **W3** A node sends only from addresses that the directory gives to it. An uplink has others behind it: it may
 //!   also send from an address that the directory gives to no node. The receiver checks this on its own copy and passes
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::Span;
 use tasuki_shm::vni::NODES_MAX;
-use tasuki_shm::vni::directory::{Lookup, Mac, NodeSet};
+use tasuki_shm::vni::directory::{Lookup, Mac, NodeSet, OWNERS_MAX};
 
 use crate::own::FRONT_MAX;
 use crate::vni::Incoming;
@@ -37,6 +38,8 @@ pub const LEARNT_MAX: usize = 4096;
 pub enum To {
     /// The node with this number.
     Node(u16),
+    /// One of these nodes, by the frame's [flow](crate::flow).
+    OneOf(Owners),
     /// All nodes except this one.
     All,
     /// All uplinks except this node: the address is unknown.
@@ -45,10 +48,43 @@ pub enum To {
     Nobody,
 }
 
+/// Nodes that share an address, lowest number first: each drives a queue of one interface.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Owners {
+    nodes: [u16; OWNERS_MAX],
+    count: usize,
+}
+
+impl Owners {
+    fn of(all: impl Iterator<Item = u16>) -> Self {
+        let mut owners = Owners { nodes: [u16::MAX; OWNERS_MAX], count: 0 };
+        for (place, node) in owners.nodes.iter_mut().zip(all) {
+            *place = node;
+            owners.count += 1;
+        }
+        owners.nodes.sort_unstable();
+        owners
+    }
+
+    /// Returns the nodes.
+    pub fn all(&self) -> &[u16] {
+        &self.nodes[..self.count]
+    }
+
+    /// Returns the node that gets the frames of a flow.
+    pub fn of_flow(&self, flow: u32) -> u16 {
+        // By the high bits: a guest chooses its ring by the low ones.
+        let which = u64::from(flow) * self.count as u64 >> 32;
+        self.nodes[usize::try_from(which).expect("less than their count")]
+    }
+}
+
 /// What a node knows about addresses and their nodes. `M` is the memory of the directory.
 #[derive(Debug)]
 pub struct Switch<M = Span<Line>> {
     us: u16,
+    /// Our address, if other nodes may share it.
+    shared: Option<Mac>,
     directory: Lookup<M>,
     /// Version of the directory that the cached fields below come from.
     version: u64,
@@ -118,6 +154,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         let (uplinks, learnt) = (nodes, HashMap::new());
         let mut switch = Switch {
             us,
+            shared: None,
             directory,
             version: 0,
             last: None,
@@ -132,12 +169,22 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         switch
     }
 
+    /// Sends nothing to the nodes that share this address, which is ours.
+    #[must_use]
+    pub fn sharing(mut self, mac: Option<Mac>) -> Self {
+        self.shared = mac;
+        self.look();
+        self
+    }
+
     fn look(&mut self) {
         self.version = self.directory.version();
         (self.nodes, self.uplinks) = (self.directory.nodes(), self.directory.uplinks());
         self.is_uplink = self.uplinks.contains(self.us);
         self.nodes.remove(self.us);
         self.uplinks.remove(self.us);
+        let alike = self.shared.into_iter().flat_map(|mac| self.directory.owners(mac));
+        alike.for_each(|node| self.nodes.remove(node));
         self.last = None;
         self.own.fill(NONE);
     }
@@ -158,8 +205,9 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         let is_group = mac[0] & 1 == 1;
         let to = match self.directory.find(mac) {
             _ if is_group => To::All,
-            Some(node) if node == self.us => To::Nobody,
-            Some(node) => To::Node(node),
+            Some((_, true)) => self.one_of(mac),
+            Some((node, false)) if node == self.us => To::Nobody,
+            Some((node, false)) => To::Node(node),
             None => match self.learnt.get(&mac) {
                 Some((node, _)) if self.uplinks.contains(*node) => To::Node(*node),
                 _ if self.uplinks == NodeSet::default() => To::Nobody,
@@ -168,6 +216,19 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         };
         self.last = Some((mac, to));
         to
+    }
+
+    /// Returns the destination of a frame to an address that several nodes share.
+    #[cold]
+    fn one_of(&self, mac: Mac) -> To {
+        let owners = Owners::of(self.directory.owners(mac));
+        match owners.all() {
+            nodes if nodes.contains(&self.us) => To::Nobody,
+            [node] => To::Node(*node),
+            // They may have gone meanwhile.
+            [] => To::Nobody,
+            [_, ..] => To::OneOf(owners),
+        }
     }
 
     /// Returns the first bytes of a received frame if its sender may send it (W3), and learns its source address. The
@@ -225,7 +286,10 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
             return false;
         }
         match self.directory.find(mac) {
-            Some(owner) if owner == node => self.own[usize::from(node)] = number_of(mac),
+            Some((owner, _)) if owner == node => self.own[usize::from(node)] = number_of(mac),
+            Some((_, true)) if self.directory.owners(mac).any(|owner| owner == node) => {
+                self.own[usize::from(node)] = number_of(mac);
+            }
             Some(_) => return false,
             None if node == self.us => return self.is_uplink,
             None if self.uplinks.contains(node) => self.learn(mac, node, Instant::now()),
@@ -259,7 +323,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         match to {
             To::All => self.nodes,
             To::Uplinks => self.uplinks,
-            To::Node(_) | To::Nobody => NodeSet::default(),
+            To::Node(_) | To::OneOf(_) | To::Nobody => NodeSet::default(),
         }
     }
 }
@@ -310,10 +374,10 @@ mod tests {
         assert_eq!(switch.find([0xff; 6]), To::All);
         assert_eq!(switch.nodes_of(To::All), set(&[1, 2]), "not to us");
         assert_eq!(switch.find(STRANGER), To::Nobody);
-        directory.remove(ONE);
+        directory.remove(ONE, 1);
         directory.add(ONE, 2).unwrap();
         assert_eq!(switch.find(ONE), To::Node(2), "what was found before is forgotten");
-        directory.remove(ONE);
+        directory.remove(ONE, 2);
         directory.add(ONE, 0).unwrap();
         assert_eq!(switch.find(ONE), To::Nobody, "it is ours");
     }
@@ -376,12 +440,38 @@ mod tests {
                 "{mac:02x?} of node {node}"
             );
         }
-        directory.remove(ONE);
+        directory.remove(ONE, 1);
         assert!(!hears(&mut switch, ONE, 1), "it is nobody's any more");
         directory.add(ONE, 2).unwrap();
         assert!(hears(&mut switch, ONE, 2) && hears(&mut switch, two, 2), "a node may have several");
         directory.set_uplinks(&set(&[0]));
         assert!(switch.may_send(STRANGER) && !switch.may_send(ONE), "there are others behind us");
+    }
+
+    #[test]
+    fn w1_flows_spread_over_the_nodes_that_share_an_address() {
+        let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
+        let mut directory = Directory::new(Arc::clone(&lines));
+        let of = |us| Switch::new(us, Lookup::new(Claims::of(Arc::clone(&lines))));
+        let mut switch = of(0);
+        directory.set_nodes(&set(&[0, 1, 4]));
+        directory.add(ONE, 1).unwrap();
+        assert_eq!(switch.find(ONE), To::Node(1));
+        directory.share(ONE, 2).unwrap();
+        let To::OneOf(owners) = switch.find(ONE) else { panic!("{:?}", switch.find(ONE)) };
+        assert_eq!(owners.all(), [1, 2]);
+        let mut counts = [0; 3];
+        (0..1000_u32).for_each(|flow| counts[usize::from(owners.of_flow(flow.wrapping_mul(0x9e37_79b9)))] += 1);
+        assert!(counts[1] > 400 && counts[2] > 400, "{counts:?}");
+        assert!(hears(&mut switch, ONE, 1) && hears(&mut switch, ONE, 2) && !hears(&mut switch, ONE, 3));
+        // A node among them sends nothing to the others, and what is for all goes once to each interface.
+        let mut among = of(2).sharing(Some(ONE));
+        assert_eq!(among.find(ONE), To::Nobody);
+        assert!(among.may_send(ONE));
+        assert_eq!(among.nodes_of(To::All), set(&[0, 4]));
+        directory.remove(ONE, 2);
+        assert_eq!(switch.find(ONE), To::Node(1), "one is left");
+        assert!(!hears(&mut switch, ONE, 2));
     }
 
     #[test]
@@ -408,7 +498,7 @@ mod tests {
                     0 if directory.add(mac, node).is_ok() => {
                         known.insert(mac, node);
                     }
-                    1 => { directory.remove(mac); known.remove(&mac); }
+                    1 => known.remove(&mac).into_iter().for_each(|owner| directory.remove(mac, owner)),
                     2 => {
                         // Look up first, as a receiver has done: the switch notices the daemon's changes when it is
                         // asked.

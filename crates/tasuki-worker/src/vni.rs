@@ -385,7 +385,8 @@ impl<D: FrameHandler> VniAttachment<D> {
         let directory =
             PeerRegion::map_kept_whole(self.given.fds[vni::DIRECTORY].as_fd()).context("the VNI's directory")?;
         let lines = directory.len() / LINE_LEN;
-        Ok(Switch::new(self.own_number()?, Lookup::new(directory.claims(0, lines)?)))
+        let switch = Switch::new(self.own_number()?, Lookup::new(directory.claims(0, lines)?));
+        Ok(switch.sharing(self.given.bundle.mac))
     }
 
     /// Passes frames on once, both ways. Returns the number of frames moved.

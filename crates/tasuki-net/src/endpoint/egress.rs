@@ -11,6 +11,7 @@ use super::notes::Notes;
 use super::rate::Rate;
 use super::slow::Slow;
 pub use super::slow::WAIT;
+use crate::flow::{FRONT, flow_of};
 use crate::switch::{Switch, To};
 use crate::vni::finish::is_finished;
 use crate::vni::ledger::point;
@@ -161,6 +162,11 @@ impl Egress<'_> {
         match self.find(addresses) {
             None => true,
             Some(To::Node(node)) => self.send_staged_to(node, len),
+            Some(To::OneOf(owners)) => {
+                let flow = flow_of(begin(&self.vni.staged_mut()[HEADER_LEN..len]));
+                let node = self.vni.choose(&owners, flow);
+                self.send_staged_to(node, len)
+            }
             Some(several) => {
                 let nodes = self.switch.nodes_of(several);
                 match self.vni.post_staged_to_all(nodes.iter(), len) {
@@ -210,26 +216,40 @@ impl Egress<'_> {
         copy: impl Fn(&mut [u8]),
     ) -> bool {
         let header = (!is_finished(offload)).then_some(offload.as_bytes());
-        self.send_filled(len, header, front, |room| {
+        let flow = || {
+            let mut begin = [0; FRONT];
+            let begin = &mut begin[..len.min(FRONT)];
+            copy(begin);
+            flow_of(begin)
+        };
+        let fill = |room: &mut [u8]| {
             copy(room);
             room[..14].copy_from_slice(front);
-        })
+        };
+        self.send_filled(len, header, front, flow, fill)
     }
 
     /// Like [`send`](Self::send), for a frame in memory of our own.
     #[inline]
     pub fn send_bytes(&mut self, frame: &[u8]) -> bool {
-        self.send_filled(frame.len(), None, frame, |room| room.copy_from_slice(frame))
+        self.send_filled(frame.len(), None, frame, || flow_of(begin(frame)), |room| room.copy_from_slice(frame))
     }
 
     /// Sends a frame of `len` bytes that begins with `front` and that `fill` writes, behind its offload header if it has
-    /// one.
+    /// one. `flow` returns its flow.
     #[inline]
-    fn send_filled(&mut self, len: usize, header: Option<&[u8]>, front: &[u8], fill: impl FnOnce(&mut [u8])) -> bool {
+    fn send_filled(
+        &mut self,
+        len: usize,
+        header: Option<&[u8]>,
+        front: &[u8],
+        flow: impl FnOnce() -> u32,
+        fill: impl FnOnce(&mut [u8]),
+    ) -> bool {
         if !self.is_open() {
             return false;
         }
-        let is_done = self.send_drafted(len, header, front, fill);
+        let is_done = self.send_drafted(len, header, front, flow, fill);
         if is_done {
             self.charge(len);
         }
@@ -237,7 +257,14 @@ impl Egress<'_> {
     }
 
     #[inline]
-    fn send_drafted(&mut self, len: usize, header: Option<&[u8]>, front: &[u8], fill: impl FnOnce(&mut [u8])) -> bool {
+    fn send_drafted(
+        &mut self,
+        len: usize,
+        header: Option<&[u8]>,
+        front: &[u8],
+        flow: impl FnOnce() -> u32,
+        fill: impl FnOnce(&mut [u8]),
+    ) -> bool {
         if !(14..=PIECE_MAX - HEADER_LEN).contains(&len) {
             self.dropped.length += 1;
             return true;
@@ -250,7 +277,11 @@ impl Egress<'_> {
             }
             fill(&mut room[before..]);
         };
-        match self.find(addresses_of(front)) {
+        let to = match self.find(addresses_of(front)) {
+            Some(To::OneOf(owners)) => Some(To::Node(self.vni.choose(&owners, flow()))),
+            to => to,
+        };
+        match to {
             None => true,
             Some(To::Node(node)) => {
                 if self.posted >= self.most {
@@ -315,6 +346,11 @@ impl Egress<'_> {
         }
         true
     }
+}
+
+/// Returns the bytes of a frame that tell its flow.
+fn begin(frame: &[u8]) -> &[u8] {
+    &frame[..frame.len().min(FRONT)]
 }
 
 /// Returns the two addresses at the head of a frame: destination and source.

@@ -52,6 +52,7 @@ use tasuki_shm::wake::{Clapper, this_cpu};
 
 use crate::capture::Captures;
 use crate::own::Own;
+use crate::switch::Owners;
 use aside::Aside;
 use inbox::Inbox;
 pub use inbox::{Breach, Incoming, Reader, TakenBack};
@@ -335,6 +336,13 @@ impl Vni {
         if let Some(neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::as_mut) {
             neighbour.inbox.own = own;
         }
+    }
+
+    /// Returns which of the nodes that share an address gets the frames of a flow: of those that this end knows.
+    pub(crate) fn choose(&self, owners: &Owners, flow: u32) -> u16 {
+        let knows = |node: &u16| self.neighbours.get(usize::from(*node)).is_some_and(Option::is_some);
+        let its = owners.of_flow(flow);
+        if knows(&its) { its } else { owners.all().iter().copied().find(knows).unwrap_or(its) }
     }
 
     /// Returns the counts of node `of`, or `None` if it was not added.

@@ -8,8 +8,10 @@
 //!
 //! - **T1** Only the writer stores; readers map the table read-only.
 //! - **T2** An entry is 0 (free), or an address in bits 16 to 63 and, in the bits below, the number of the node that
-//!   has it plus 1.
+//!   has it plus 1, and [`SHARED`] if other entries for the address may be there.
 //! - **T3** An entry lies less than [`REACH`] lines behind the line that its address hashes to.
+//! - **T5** An address has several entries if several nodes share it, each of which drives a queue of one interface:
+//!   up to [`OWNERS_MAX`].
 //! - **T4** The version grows with every change, after the change. A reader that caches a result drops it when the
 //!   version differs.
 
@@ -24,6 +26,13 @@ pub type Mac = [u8; 6];
 
 /// Number of lines in which an address can lie.
 pub const REACH: usize = 4;
+
+/// Maximum number of nodes that share an address.
+pub const OWNERS_MAX: usize = 8;
+
+/// Bit of an entry: a reader that found it looks for others of the same address, too.
+const SHARED: u64 = 1 << 15;
+const _: () = assert!((NODES_MAX as u64) < SHARED);
 
 /// Words of a set of nodes: one bit per node.
 pub const SET_WORDS: usize = NODES_MAX as usize / 64;
@@ -54,6 +63,9 @@ pub enum AddError {
         /// Number of that node.
         owner: u16,
     },
+    /// As many nodes share the address as may.
+    #[error("{OWNERS_MAX} nodes share this address, and no more may")]
+    Shared,
     /// All places that the address could take are occupied.
     #[error("the directory has no room left for this address; it has {entries} entries in all")]
     Full {
@@ -76,7 +88,7 @@ fn entry(mac: Mac, node: u16) -> u64 {
 /// Returns the node of an entry, if the entry is for `mac`.
 #[inline]
 fn node_of(word: u64, mac: Mac) -> Option<u16> {
-    let low = u16::try_from(word & 0xffff).expect("16 bits");
+    let low = u16::try_from(word & 0xffff & !SHARED).expect("16 bits");
     (word & !0xffff == key(mac) && (1..=NODES_MAX).contains(&low)).then(|| low - 1)
 }
 
@@ -157,16 +169,37 @@ impl<M: Deref<Target = [Line]>> Directory<M> {
             Some(owner) => return Err(AddError::Taken { owner }),
             None => {}
         }
+        self.put(mac, entry(mac, node))
+    }
+
+    /// Records that `node` has the address `mac` too, beside the nodes that have it (T5). If it is one of them, nothing
+    /// changes.
+    pub fn share(&mut self, mac: Mac, node: u16) -> Result<(), AddError> {
+        assert!(node < NODES_MAX, "a VNI has no node {node}");
+        let owners = || self.words(mac).filter_map(|word| node_of(word.load(Relaxed), mac));
+        if owners().any(|owner| owner == node) {
+            return Ok(());
+        }
+        if owners().count() >= OWNERS_MAX {
+            return Err(AddError::Shared);
+        }
+        for word in self.words(mac).filter(|word| node_of(word.load(Relaxed), mac).is_some()) {
+            word.store(word.load(Relaxed) | SHARED, Relaxed);
+        }
+        self.put(mac, entry(mac, node) | SHARED)
+    }
+
+    fn put(&mut self, mac: Mac, entry: u64) -> Result<(), AddError> {
         let free = self.words(mac).find(|word| word.load(Relaxed) == 0);
         let free = free.ok_or(AddError::Full { entries: self.buckets * LINE_WORDS })?;
-        free.store(entry(mac, node), Relaxed);
+        free.store(entry, Relaxed);
         self.changed();
         Ok(())
     }
 
-    /// Removes the address `mac`.
-    pub fn remove(&mut self, mac: Mac) {
-        if let Some(word) = self.words(mac).find(|word| node_of(word.load(Relaxed), mac).is_some()) {
+    /// Takes the address `mac` from `node`. Other nodes that share it keep it.
+    pub fn remove(&mut self, mac: Mac, node: u16) {
+        if let Some(word) = self.words(mac).find(|word| node_of(word.load(Relaxed), mac) == Some(node)) {
             word.store(0, Relaxed);
             self.changed();
         }
@@ -215,12 +248,22 @@ impl<M: Deref<Target = [Line]>> Lookup<M> {
         version
     }
 
-    /// Returns the node that has the address `mac`.
+    /// Returns the node that has the address `mac`, or one of several; and whether there may be several
+    /// ([`owners`](Self::owners)).
     #[inline]
-    pub fn find(&self, mac: Mac) -> Option<u16> {
-        places(mac, self.buckets)
-            .flat_map(|line| (0..LINE_WORDS).map(move |word| (line, word)))
-            .find_map(|(line, word)| node_of(self.claims.load(line, word), mac))
+    pub fn find(&self, mac: Mac) -> Option<(u16, bool)> {
+        self.words(mac).find_map(|word| Some((node_of(word, mac)?, word & SHARED != 0)))
+    }
+
+    /// Returns all nodes that have the address `mac` (T5), in no order.
+    pub fn owners(&self, mac: Mac) -> impl Iterator<Item = u16> {
+        self.words(mac).filter_map(move |word| node_of(word, mac))
+    }
+
+    #[inline]
+    fn words(&self, mac: Mac) -> impl Iterator<Item = u64> {
+        let lines = places(mac, self.buckets);
+        lines.flat_map(move |line| (0..LINE_WORDS).map(move |word| self.claims.load(line, word)))
     }
 
     /// Returns the nodes of the VNI.
@@ -265,12 +308,35 @@ mod tests {
         let version = lookup.version();
         assert_eq!(directory.add(mac(1), 8), Err(AddError::Taken { owner: 7 }));
         directory.add(mac(1), 7).unwrap();
-        assert_eq!((lookup.find(mac(1)), lookup.version()), (Some(7), version), "nothing has changed");
-        directory.remove(mac(1));
+        assert_eq!((lookup.find(mac(1)), lookup.version()), (Some((7, false)), version), "nothing has changed");
+        directory.remove(mac(1), 8);
+        assert_eq!(lookup.find(mac(1)), Some((7, false)), "it is another's");
+        directory.remove(mac(1), 7);
         assert_eq!(lookup.find(mac(1)), None);
         assert_ne!(lookup.version(), version);
         directory.add(mac(1), 8).unwrap();
-        assert_eq!(lookup.find(mac(1)), Some(8));
+        assert_eq!(lookup.find(mac(1)), Some((8, false)));
+    }
+
+    #[test]
+    fn t5_nodes_share_an_address_if_that_is_said() {
+        let (mut directory, lookup) = pair(8);
+        let owners = || {
+            let mut owners: Vec<u16> = lookup.owners(mac(1)).collect();
+            owners.sort_unstable();
+            owners
+        };
+        directory.add(mac(1), 7).unwrap();
+        directory.share(mac(1), 9).unwrap();
+        let version = lookup.version();
+        directory.share(mac(1), 9).unwrap();
+        assert_eq!((owners(), lookup.version()), (vec![7, 9], version), "nothing has changed");
+        assert!(lookup.find(mac(1)).is_some_and(|(node, is_shared)| [7, 9].contains(&node) && is_shared));
+        directory.remove(mac(1), 7);
+        assert_eq!(owners(), [9]);
+        (10..17).for_each(|node| directory.share(mac(1), node).unwrap());
+        assert_eq!(directory.share(mac(1), 17), Err(AddError::Shared));
+        assert_eq!(owners().len(), OWNERS_MAX);
     }
 
     #[test]
@@ -294,7 +360,7 @@ mod tests {
             (0..8).for_each(|word| to.word(word).store(from.word(word).load(Relaxed), Relaxed));
         }
         let lookup = Lookup::new(Claims::of(lines));
-        assert!((0..8).all(|number| lookup.find(mac(number)) == Some(3)));
+        assert!((0..8).all(|number| lookup.find(mac(number)) == Some((3, false))));
     }
 
     #[test]
@@ -327,11 +393,10 @@ mod tests {
                     let said = directory.add(mac(number), node);
                     prop_assert_eq!(said, if owner == node { Ok(()) } else { Err(AddError::Taken { owner }) });
                 } else {
-                    expected.remove(&number);
-                    directory.remove(mac(number));
+                    expected.remove(&number).into_iter().for_each(|owner| directory.remove(mac(number), owner));
                 }
                 for number in 0..40 {
-                    prop_assert_eq!(lookup.find(mac(number)), expected.get(&number).copied());
+                    prop_assert_eq!(lookup.find(mac(number)), expected.get(&number).map(|node| (*node, false)));
                 }
             }
         }
@@ -342,7 +407,8 @@ mod tests {
             words.iter().enumerate().for_each(|(i, word)| lines[i / 8].word(i % 8).store(*word, Relaxed));
             let lookup = Lookup::new(Claims::of(lines));
             let key = key(mac(number));
-            prop_assert!(lookup.find(mac(number)).is_none_or(|node| node < NODES_MAX && words.contains(&(key | (u64::from(node) + 1)))));
+            let is_there = |node: u16| [0, SHARED].iter().any(|bit| words.contains(&(key | (u64::from(node) + 1) | bit)));
+            prop_assert!(lookup.find(mac(number)).is_none_or(|(node, _)| node < NODES_MAX && is_there(node)));
         }
     }
 }

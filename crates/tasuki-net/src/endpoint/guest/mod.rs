@@ -12,7 +12,6 @@
 //! | [`device`]    | features, memory and rings, as messages set them  |
 //! | `counts`      | what each queue has carried                       |
 //! | [`channel`]   | the socket: a message at a time, without waiting  |
-//! | `flow`        | which of several rings a frame goes by            |
 //! | `from_guest`  | the way of a frame out of the guest's memory      |
 //! | `interrupt`   | when an interrupt goes, and when it waits         |
 //! | [`journal`]   | completions in packed rings, for a successor      |
@@ -28,7 +27,6 @@
 pub mod channel;
 pub mod counts;
 pub mod device;
-mod flow;
 mod from_guest;
 mod interrupt;
 pub mod journal;
@@ -50,6 +48,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::egress::{ROOM_AGAIN, WAIT};
 use super::listener::{Listener, Ready};
 use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Marks, Parts, Recovery};
+use crate::flow::{self, flow_of};
 use crate::port::Armed;
 use crate::switch::{Addresses, Front};
 use crate::virtq::{Broken, COMPLETIONS_MAX, Chain, DriverMemory, Head, PIECES_MAX, Piece, Queue, Ring, len_of};
@@ -59,7 +58,6 @@ use crate::vni::{Incoming, PIECE_MAX};
 use channel::Channel;
 use counts::{Count, Counts};
 use device::{Device, FROM_GUEST, PAIRS_MAX, Pairs, Refusal, TO_GUEST, numbers, session_of};
-use flow::flow_of;
 use journal::Journal;
 use machines::Machine;
 use to_guest::{Room, away, header_len};

@@ -248,7 +248,7 @@ impl Daemon {
     /// Removes a node: first its address, then every other node hears of it.
     pub fn remove(&mut self, at: usize) {
         let gone = self.members.remove(at);
-        self.directory.remove(mac(gone.id));
+        self.directory.remove(mac(gone.id), gone.number);
         self.say_who_is_there();
         let about = (gone.number, gone.id);
         let by = (0..self.members.len()).map(|at| {

@@ -1,4 +1,4 @@
-//! The flow that a frame belongs to: all its frames go by one of the guest's rings, in order.
+//! The flow that a frame belongs to: all its frames go by one queue, in order.
 
 /// Number of first bytes of a frame that say which flow it belongs to: two VLAN tags, IPv6 and ports, or IPv4 with the
 /// most options.
@@ -28,9 +28,18 @@ pub fn flow_of(front: &[u8]) -> u32 {
     };
     let ports = ports.map_or(0..0, |at| at..at + 4);
     let parts = [addresses, ports].map(|part| front.get(part).unwrap_or_default());
-    // FNV-1a, whose high bits are the better ones.
+    // FNV-1a. Then all its bits count for all: a program that opens connections in a row has ports two apart, and with FNV-1a
+    // alone four of these went by one of two rings in seven of eight cases.
     let all = parts.into_iter().flatten();
     let hash = all.fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
+    mixed(hash)
+}
+
+/// The last step of MurmurHash3, for 32 bits.
+fn mixed(mut hash: u32) -> u32 {
+    for (shift, factor) in [(16, 0x85eb_ca6b), (13, 0xc2b2_ae35)] {
+        hash = (hash ^ hash >> shift).wrapping_mul(factor);
+    }
     hash ^ hash >> 16
 }
 
@@ -57,6 +66,14 @@ mod tests {
         assert_eq!(rings.len(), 4, "256 connections use all of four rings");
         let counts = (0..4).map(|ring| (0..=255).filter(|port| of(*port) % 4 == ring).count());
         assert!(counts.clone().all(|count| (32..=96).contains(&count)), "{:?}", counts.collect::<Vec<_>>());
+        // Ports in a row, of which every second is used, by the low bits and by the high ones.
+        let in_a_row = |first: u16| {
+            (0..4).map(move |at| flow_of(&ipv4((u32::from(first + 2 * at) << 16 | 80).to_be_bytes(), 6, [0, 0])))
+        };
+        let by_one = |way: fn(u32) -> u32| {
+            (0..1000).filter(|row| in_a_row(32_768 + 8 * row).map(way).collect::<BTreeSet<_>>().len() == 1).count()
+        };
+        assert!(by_one(|flow| flow % 2) < 250 && by_one(|flow| flow >> 31) < 250, "one in eight is usual");
         let mut other = ipv4([0x13, 1, 0, 80], 6, [0, 0]);
         other[60] = 77;
         other[14 + 4] = 9;
