@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use tasuki_relay::message;
 use tasuki_shm::vni::node_memory::POOL_PAGES;
 use tasuki_tap::Address;
+use tasuki_tap::device::Queues;
 use utoipa::ToSchema;
 
 use crate::api::roles::Roles;
@@ -353,6 +354,11 @@ impl Node {
         if let Work::Tap(tap) = &self.work { Some(tap) } else { None }
     }
 
+    /// Returns the node of whose interface it drives a queue, if it does.
+    pub fn queue_of(&self) -> Option<&str> {
+        if let Work::Queue(queue) = &self.work { Some(&queue.of) } else { None }
+    }
+
     /// Returns its endpoint, if it has one other than a TAP.
     pub fn endpoint(&self) -> Option<&dyn Kind> {
         self.work.endpoint()
@@ -459,6 +465,8 @@ pub enum Work {
     Answer(Answer),
     /// Is the NIC of the programs of a network namespace.
     Tap(Tap),
+    /// Drives one more queue of another node's interface, with a worker and a CPU of its own.
+    Queue(Queue),
     /// Serves memif, to a program on DPDK or VPP, which is thereby on the node's VNI.
     Memif(Memif),
     /// Is the network card of a virtual machine, on the node's VNI.
@@ -545,6 +553,11 @@ pub struct Tap {
     /// Whether the kernel may pass frames between this namespace and others of its VNI, past their workers.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub shortcut: bool,
+    /// Queues of the interface; by default one. The node drives the first of them, and nodes that name it (`queue = { of = … }`)
+    /// one each of the others: with a CPU each, they carry its flows side by side.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1, maximum = 8)]
+    pub queues: Option<u8>,
 }
 
 impl Tap {
@@ -560,8 +573,23 @@ impl Tap {
             addresses: self.addresses.clone(),
             routes: self.routes.iter().map(|route| tasuki_tap::Route { to: route.to, via: route.via }).collect(),
             mtu: self.mtu.map(u32::from),
+            queues: if self.queues() > 1 { Queues::Several } else { Queues::One },
         }
     }
+
+    /// Returns the number of queues of its interface.
+    pub fn queues(&self) -> usize {
+        self.queues.unwrap_or(1).into()
+    }
+}
+
+/// One more queue of a node's interface.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Queue {
+    /// The node with the interface, on the same VNI. Its station address is this node's too.
+    #[schema(pattern = "^[a-z][a-z0-9_-]{0,23}$")]
+    pub of: String,
 }
 
 /// A route by a node's interface.
@@ -645,6 +673,7 @@ impl Work {
             | Work::Sink
             | Work::Answer(_)
             | Work::Tap(_)
+            | Work::Queue(_)
             | Work::Uplink
             | Work::Source(_)
             | Work::Program(_) => None,
@@ -660,7 +689,7 @@ impl Node {
             Work::Sink => message::Work::Sink,
             Work::Answer(Answer { address }) => message::Work::Answer { address },
             Work::Tap(_) if self.vni.is_none() => message::Work::Tap,
-            Work::Tap(_) | Work::Memif(_) | Work::Interface(_) | Work::Vm(_) => message::Work::Bridge,
+            Work::Tap(_) | Work::Queue(_) | Work::Memif(_) | Work::Interface(_) | Work::Vm(_) => message::Work::Bridge,
             Work::Uplink => message::Work::Uplink,
             Work::Source(Source { rate, size, to }) => message::Work::Source { rate, size, to: to.map(|to| to.0) },
             Work::Program(_) => message::Work::Program,
@@ -916,6 +945,9 @@ ring = 512
         let node = "[[node]]\nname = \"red\"\nwork = \"sink\"\n";
         let tap = |node: &str, tap: &str| format!("[[node]]\nname = \"{node}\"\nwork = {{ tap = {{ {tap} }} }}\n");
         let nic = |name: &str, node: &str| format!("[[nic]]\nname = \"{name}\"\ndevice = \"sim\"\nnode = \"{node}\"\n");
+        let queue = |node: &str, of: &str, more: &str| {
+            format!("[[node]]\nname = \"{node}\"\nvni = \"lan\"\nwork = {{ queue = {{ of = \"{of}\" }} }}\n{more}")
+        };
         let cases: &[(String, &[&str])] = &[
             (format!("{node}colour = 3\n"), &["t.toml:4: the key `colour` means nothing here", "`trusts`"]),
             (format!("{node}nice = -21\n"), &["node \"red\": nice = -21 is not in the range -20 (before all others) to 0"]),
@@ -1064,6 +1096,35 @@ ring = 512
                     .to_owned(),
                 &["its secret has 24 bytes, and memif has room for 23"],
             ),
+            (queue("red", "blue", ""), &["node \"red\": it is to drive a queue of the interface of node \"blue\", and there is no such node"]),
+            (queue("red", "red", ""), &["there is no such node"]),
+            (
+                "[[node]]\nname = \"blue\"\nvni = \"lan\"\nwork = \"echo\"\n".to_owned() + &queue("red", "blue", ""),
+                &["only a network namespace on a VNI has several queues so far, and node \"blue\" is none"],
+            ),
+            (
+                tap("blue", "name = \"t\", queues = 2") + "vni = \"lan\"\n" + &queue("red", "blue", "").replace("lan", "wan"),
+                &["it drives a queue of node \"blue\", which is on VNI lan; name that VNI"],
+            ),
+            (
+                tap("blue", "name = \"t\", queues = 2") + "vni = \"lan\"\n" + &queue("red", "blue", "mac = \"02:00:00:00:00:01\"\n"),
+                &["mac is a setting of the whole interface; set it for node \"blue\""],
+            ),
+            (
+                tap("blue", "name = \"t\"") + "vni = \"lan\"\n" + &queue("red", "blue", ""),
+                &["the interface of node \"blue\" has 1 of the 2 queues that are driven with this one; raise its queues"],
+            ),
+            (
+                tap("blue", "name = \"t\", queues = 2") + "vni = \"lan\"\n" + &queue("red", "blue", "") + &queue("grey", "blue", ""),
+                &["node \"grey\": the interface of node \"blue\" has 2 of the 3 queues"],
+            ),
+            (tap("red", "name = \"t\", queues = 9") + "vni = \"lan\"\n", &["queues = 9 is not in the range 1 to 8"]),
+            (tap("red", "name = \"t\", queues = 2"), &["queues is a setting of a node's end of a VNI"]),
+            (
+                tap("red", "name = \"t\", queues = 2") + "vni = \"lan\"\nlimits = { send = { mbit = 1 } }\n",
+                &["leave one of limits and queues out"],
+            ),
+            (tap("red", "name = \"t\", queues = 2") + "vni = \"lan\"\nspoof = \"allow\"\n", &["leave one of spoof and queues out"]),
         ];
         for (text, parts) in cases {
             let said = parse(text).expect_err(text);

@@ -26,6 +26,8 @@ const IFF_NO_PI: u16 = 0x1000;
 const IFF_VNET_HDR: u16 = 0x4000;
 /// The interface outlives its descriptors.
 const IFF_PERSIST: u16 = 0x0800;
+/// Several descriptors may be open, each a queue of the interface.
+const IFF_MULTI_QUEUE: u16 = 0x0100;
 /// IFF_ONE_QUEUE, which does nothing (`<linux/if_tun.h>`) but is kept: it marks a TAP that stands beside a veth end.
 /// The owner of a namespace may rename the interface and move it to another namespace; only its creator sets its
 /// flags.
@@ -66,21 +68,56 @@ struct Request {
 
 const _: () = assert!(size_of::<Request>() == 40);
 
+/// Number of queues of a TAP device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Queues {
+    /// One, and never another.
+    #[default]
+    One,
+    /// One at first; [`another_queue`] opens more.
+    Several,
+}
+
+impl Queues {
+    fn flag(self) -> u16 {
+        if self == Queues::Several { IFF_MULTI_QUEUE } else { 0 }
+    }
+}
+
 /// Creates the interface `name`, or attaches to it if it exists and has no other user. The descriptor is
 /// non-blocking. The interface is removed when the last descriptor is closed, unless it existed before as a
-/// persistent one.
-pub fn open(name: &str, before: Before) -> Result<OwnedFd, TapError> {
-    open_with(name, before, 0)
+/// persistent one. One of several queues must not exist before: the kernel would add a queue to that of another user.
+pub fn open(name: &str, before: Before, queues: Queues) -> Result<OwnedFd, TapError> {
+    open_fresh(name, before, queues, 0)
 }
 
 /// Opens a TAP that stands beside a veth end, as [`open`] does; [`identity`] distinguishes it from all others.
-pub fn open_beside_veth_end(name: &str) -> Result<OwnedFd, TapError> {
-    open_with(name, Before::Offload, IFF_OF_VETH_END)
+pub fn open_beside_veth_end(name: &str, queues: Queues) -> Result<OwnedFd, TapError> {
+    open_fresh(name, Before::Offload, queues, IFF_OF_VETH_END)
 }
 
-fn open_with(name: &str, before: Before, mark: u16) -> Result<OwnedFd, TapError> {
+fn open_fresh(name: &str, before: Before, queues: Queues, mark: u16) -> Result<OwnedFd, TapError> {
+    if queues == Queues::Several && is_name(name) && Interface::if_there(name)?.is_some() {
+        return Err(TapError::Taken(name.to_owned()));
+    }
+    open_with(name, before, queues.flag() | mark)
+}
+
+/// Opens another queue of a TAP device with offload headers. The kernel spreads the flows of its interface over all
+/// queues that are open. The queue goes when its last descriptor is closed.
+pub fn another_queue(device: BorrowedFd<'_>) -> Result<OwnedFd, TapError> {
+    let (name, flags) = name_and_flags(device).map_err(TapError::of)?;
+    if flags & IFF_MULTI_QUEUE == 0 {
+        return Err(TapError::OneQueue(name));
+    }
+    let place = Unnamed::of(namespace_of(device).map_err(TapError::of)?);
+    place.within(|| open_with(&name, Before::Offload, IFF_MULTI_QUEUE | flags & IFF_OF_VETH_END))
+}
+
+/// Opens `name` as a TAP device with `flags` besides those that each has.
+fn open_with(name: &str, before: Before, flags: u16) -> Result<OwnedFd, TapError> {
     let header = if before == Before::Offload { IFF_VNET_HDR } else { 0 };
-    let mut request = Request { name: [0; NAME_LEN], flags: IFF_TAP | IFF_NO_PI | header | mark, rest: [0; 22] };
+    let mut request = Request { name: [0; NAME_LEN], flags: IFF_TAP | IFF_NO_PI | header | flags, rest: [0; 22] };
     if !is_name(name) {
         return Err(TapError::Name(name.to_owned()));
     }

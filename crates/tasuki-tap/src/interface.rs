@@ -290,6 +290,7 @@ impl Interface {
             addresses: addresses.collect(),
             routes: routes.collect(),
             mtu: attribute(link, IFLA_MTU).and_then(number),
+            ..Settings::default()
         })
     }
 

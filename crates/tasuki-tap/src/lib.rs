@@ -48,6 +48,9 @@ pub enum TapError {
     /// The interface exists and is not a free TAP.
     #[error("the interface {0} exists and is not a free TAP; choose another name")]
     Taken(String),
+    /// The device was not made for several queues.
+    #[error("the interface {0} was made with one queue, and gets no other; make it anew with several")]
+    OneQueue(String),
     /// The kernel has no TAP driver.
     #[error("there is no /dev/net/tun; load its module: modprobe tun")]
     Missing,
@@ -180,6 +183,8 @@ pub struct Settings {
     pub routes: Vec<Route>,
     /// MTU in bytes; by default 1,500.
     pub mtu: Option<u32>,
+    /// Queues of the TAP device.
+    pub queues: device::Queues,
 }
 
 impl Settings {
@@ -218,7 +223,7 @@ impl Tap {
         before: device::Before,
     ) -> Result<Self, TapError> {
         place.within(|| {
-            let device = device::open(name, before)?;
+            let device = device::open(name, before, settings.queues)?;
             let interface = Interface::find(name)?;
             settings.apply(&interface)?;
             Ok(Tap { device, interface })

@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use crate::device;
+use crate::device::{self, Queues};
 use crate::interface::Interface;
 use crate::namespace::{Namespace, Unnamed};
 use crate::program::{Program, Sender, Ways};
@@ -124,9 +124,9 @@ impl Shortcut {
         if !is_name(name) {
             return Err(TapError::Name(name.to_owned()));
         }
-        let made = match self.plug(place, name, mac) {
+        let made = match self.plug(place, name, mac, settings.queues) {
             // The name may belong to one of our veth ends whose worker died while no daemon ran.
-            Err(TapError::Taken(_)) if self.sweep()? => self.plug(place, name, mac),
+            Err(TapError::Taken(_)) if self.sweep()? => self.plug(place, name, mac, settings.queues),
             made => made,
         };
         let (veth_end, device) = made?;
@@ -144,13 +144,19 @@ impl Shortcut {
         }
     }
 
-    fn plug(&mut self, place: &Namespace, name: &str, mac: [u8; 6]) -> Result<(VethEnd, OwnedFd), TapError> {
+    fn plug(
+        &mut self,
+        place: &Namespace,
+        name: &str,
+        mac: [u8; 6],
+        queues: Queues,
+    ) -> Result<(VethEnd, OwnedFd), TapError> {
         let there = place.open()?;
         let number = self.free_number()?;
         let sender = Sender::new().map_err(no_program)?;
         let (pair, tap, device) = self.hub.within(|| {
             let tap_name = format!("{TAP}{number}");
-            let device = device::open_beside_veth_end(&tap_name)?;
+            let device = device::open_beside_veth_end(&tap_name, queues)?;
             let tap = Interface::find(&tap_name)?;
             let pair = Interface::create_pair(&format!("{VETH_END}{number}"), PAIR_MTU, name, there.as_fd())?;
             Ok((pair, tap, device))

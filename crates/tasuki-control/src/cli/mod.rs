@@ -68,7 +68,7 @@ pub enum Nodes {
 /// A node that is on a VNI: a network namespace, a program with a memif, a virtual machine, the network behind a Linux
 /// interface, or a native program.
 #[derive(Debug, Args)]
-#[command(group(ArgGroup::new("endpoint").required(true).args(["netns", "memif", "vm", "link", "native"])))]
+#[command(group(ArgGroup::new("endpoint").required(true).args(["netns", "memif", "vm", "link", "native", "queue_of"])))]
 #[command(group(ArgGroup::new("handles").requires("native").args(["work", "program"])))]
 pub struct Add {
     /// Name of the node.
@@ -87,11 +87,17 @@ pub struct Add {
     #[arg(long, value_name = "US", conflicts_with = "native")]
     pub latency_us: Option<u32>,
     /// MTU of the interface, in bytes, or of the virtual machine's card: `tasuki vm run` has its guest take it.
-    #[arg(long, value_name = "BYTES", conflicts_with_all = ["memif", "link", "native"])]
+    #[arg(long, value_name = "BYTES", conflicts_with_all = ["memif", "link", "native", "queue_of"])]
     pub mtu: Option<u16>,
     /// The Linux interface that is to be on the VNI, with the network behind it: NAME, or NETNS:NAME.
     #[arg(long, value_name = "[NETNS:]NAME")]
     pub link: Option<String>,
+    /// The node of whose interface this one drives one more queue, with a worker and a CPU of its own (docs/users/several-cpus.md).
+    #[arg(long, value_name = "NODE")]
+    pub queue_of: Option<String>,
+    /// Number of queues of the interface: nodes with --queue-of drive all but the first.
+    #[arg(long, requires = "netns")]
+    pub queues: Option<u8>,
     /// The node's program is its worker, which gets the frames itself: name it with --work or --program.
     #[arg(long, requires = "handles")]
     pub native: bool,
@@ -114,21 +120,21 @@ pub struct Add {
     #[arg(long, value_name = "MAC", requires = "work")]
     pub to: Option<String>,
     /// The number by which the client asks for the memif port.
-    #[arg(long, default_value_t = 0, conflicts_with_all = ["netns", "vm", "link", "native"])]
+    #[arg(long, default_value_t = 0, conflicts_with_all = ["netns", "vm", "link", "native", "queue_of"])]
     pub id: u32,
     /// The file with the secret that the memif client must know besides, at most 23 bytes: every user can read a
     /// command line.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["netns", "vm", "link", "native"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["netns", "vm", "link", "native", "queue_of"])]
     pub secret_file: Option<PathBuf>,
     /// The VNI: Ethernet between the nodes that name the same one.
     #[arg(long, default_value = "lan")]
     pub vni: String,
     /// Name of the interface that the programs get; by default the name of the VNI.
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["memif", "vm", "link", "native"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["memif", "vm", "link", "native", "queue_of"])]
     pub interface: Option<String>,
     /// The interface's address, such as 192.0.2.1/24, once for each; by default it is yours to set. With --work answer:
     /// the address that it answers for.
-    #[arg(long, conflicts_with_all = ["memif", "vm", "link"])]
+    #[arg(long, conflicts_with_all = ["memif", "vm", "link", "queue_of"])]
     pub address: Vec<String>,
     /// Its station address; by default one derived from the node's name.
     #[arg(long)]
@@ -164,7 +170,7 @@ pub struct Add {
     pub no_standby: bool,
     /// Send all its frames by its worker, also those from and to other namespaces, which the kernel would pass on
     /// faster.
-    #[arg(long, conflicts_with_all = ["memif", "vm", "link", "native"])]
+    #[arg(long, conflicts_with_all = ["memif", "vm", "link", "native", "queue_of"])]
     pub no_shortcut: bool,
 }
 
@@ -371,6 +377,9 @@ impl Add {
                 link.rsplit_once(':').map_or((None, link.as_str()), |(netns, name)| (Some(netns), name));
             return json!({ "interface": { "netns": netns, "name": name } });
         }
+        if let Some(of) = &self.queue_of {
+            return json!({ "queue": { "of": of } });
+        }
         if let Some(program) = &self.program {
             return json!({ "program": { "path": absolute(program), "options": self.options } });
         }
@@ -396,6 +405,9 @@ impl Add {
         }
         if let Some(mtu) = self.mtu {
             work["tap"]["mtu"] = json!(mtu);
+        }
+        if let Some(queues) = self.queues {
+            work["tap"]["queues"] = json!(queues);
         }
         work
     }

@@ -214,7 +214,7 @@ mod tests {
         ("3", "work = 3 is not a work; write work = \"echo\", or a table, as work = { source = { rate = 1000 } }"),
         (
             "\"Sink\"",
-            "work = \"Sink\" is not known; there are `echo`, `sink`, `answer`, `tap`, `memif`, `vm`, `interface`, `uplink`, `source`, `program`",
+            "work = \"Sink\" is not known; there are `echo`, `sink`, `answer`, `tap`, `queue`, `memif`, `vm`, `interface`, `uplink`, `source`, `program`",
         ),
         ("\"tap\"", "work = \"tap\" needs settings; write for example work = { tap = { name = \"nic0\" } }"),
         ("{ echo = 1 }", "echo has no settings; write work = \"echo\""),

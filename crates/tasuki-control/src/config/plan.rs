@@ -191,6 +191,17 @@ impl Present<'_> {
                 renews.push(Step::Renew(name, renewed));
             }
         }
+        // A queue is of the interface that there is: it goes before that and comes after it.
+        let stays = |node: &&Node| {
+            desired.node(&node.name).is_some() && !gone.iter().any(|(name, _): &(String, Keys)| *name == node.name)
+        };
+        let loses = |node: &&Node| node.queue_of().is_some_and(|of| remade.contains(of));
+        let with_them: Vec<String> =
+            self.config.node.iter().filter(stays).filter(loses).map(|node| node.name.clone()).collect();
+        renews.retain(|step| !matches!(step, Step::Renew(name, _) if with_them.contains(name)));
+        gone.extend(with_them.iter().map(|name| (name.clone(), vec!["work"])));
+        remade.extend(with_them);
+        gone.sort_by_key(|(name, _)| old_node(name).is_none_or(|node| node.queue_of().is_none()));
         let owner = |nic: &str| self.owner(nic);
         let is_uplink = |node: Option<&Node>| node.is_some_and(|node| node.work == Work::Uplink);
         // Another node gets a TAP of the same name that is not the same: it cannot be made before this one is gone.
@@ -241,8 +252,12 @@ impl Present<'_> {
             |node: &str| gone.iter().any(|(name, _)| name == node) && gives.iter().any(|(_, from, _)| from == node);
         let of_late = |late: bool| {
             let removes = gone.iter().filter(move |(name, _)| is_late(name) == late);
-            let again = removes.clone().filter(|(_, keys)| !keys.is_empty()).map(|(name, _)| name);
-            let adds = again.chain(new_nodes.clone().filter(move |_| !late)).cloned().map(Step::Add);
+            let again = gone.iter().filter(|(_, keys)| !keys.is_empty()).map(|(name, _)| name);
+            let adds = again.chain(new_nodes.clone());
+            let queue_of = |name: &String| desired.node(name).and_then(Node::queue_of);
+            let adds = adds.filter(|name| (is_late(name) || queue_of(name).is_some_and(is_late)) == late);
+            let (queues, leads): (Vec<_>, Vec<_>) = adds.partition(|name| queue_of(name).is_some());
+            let adds = leads.into_iter().chain(queues).cloned().map(Step::Add);
             let opens = opens.clone().filter(move |nic| is_late(&nic.node) == late);
             let opens = opens.map(|nic| Step::Open(nic.name.clone(), nic.node.clone()));
             let gives = gives.iter().filter(move |(_, _, to)| is_late(to) == late).cloned();
@@ -357,6 +372,10 @@ mod tests {
                 }
                 Step::Remove(name, keys) => {
                     assert!(self.config.node(name).is_some() && !self.has_nic(name), "{name} can go");
+                    assert!(
+                        self.config.node.iter().all(|node| node.queue_of() != Some(name)),
+                        "its queues went before"
+                    );
                     let is_standby = |nic: &&mut Nic| keys.is_empty() && nic.standby.as_ref() == Some(name);
                     self.config.nic.iter_mut().filter(is_standby).for_each(|nic| nic.standby = None);
                     self.config.node.retain(|node| node.name != *name);
@@ -366,6 +385,7 @@ mod tests {
                 Step::Add(name) => {
                     assert!(self.config.node(name).is_none(), "there is no {name} yet");
                     self.config.node.push(wanted(name));
+                    assert_eq!(self.config.odd_queue(self.config.node.last().expect("just added")), None);
                 }
                 Step::Open(nic, name) => {
                     assert!(self.config.node(name).is_some(), "{name} is there");
@@ -405,6 +425,9 @@ mod tests {
             1 => Just("work = { vm = { socket = \"/run/vm.sock\" } }\nvni = \"lan\""),
             1 => Just("work = { vm = { socket = \"/run/vm.sock\" } }\nvni = \"lan\"\nlatency_us = 5"),
             1 => Just("work = \"sink\"\nvni = \"dmz\""),
+            2 => Just("work = { tap = { name = \"t\", queues = 2 } }\nvni = \"lan\""),
+            1 => Just("work = { tap = { name = \"t\", queues = 2, mtu = 1400 } }\nvni = \"lan\""),
+            3 => Just("work = { queue = { of = \"blue\" } }\nvni = \"lan\""),
         ];
         let more = prop_oneof![
             6 => Just(""),
@@ -444,9 +467,15 @@ mod tests {
         (nodes, nic("eth0"), nic("eth1"), 1..3_u64).prop_map(|((red, blue, green), one, two, hang)| {
             let mut config = Config { node: [red, blue, green].into_iter().flatten().collect(), ..Config::default() };
             config.daemon.hang_after_ms = hang;
+            while let Some(at) = config.node.iter().position(|node| config.odd_queue(node).is_some()) {
+                config.node.remove(at);
+            }
+            // An interface on a VNI and its queues have no NIC.
+            let may_have = |node: &&Node| node.queue_of().is_none() && node.tap().is_none();
+            let may_have: Vec<_> = config.node.iter().filter(may_have).map(|node| node.name.clone()).collect();
             for (mut nic, [at, standby]) in [one, two].into_iter().flatten() {
-                if !config.node.is_empty() {
-                    nic.node.clone_from(&at.get(&config.node).name);
+                if !may_have.is_empty() {
+                    nic.node.clone_from(at.get(&may_have));
                     nic.standby = Some(standby.get(&config.node).name.clone());
                     config.nic.push(nic);
                 }
@@ -511,7 +540,9 @@ mod tests {
                 prop_assert!(paper.stale.is_empty());
                 prop_assert_eq!(paper.steps_to(&desired), [], "applied twice is applied once");
                 for node in &before.config.node {
-                    let is_same = wanted.get(&node.name) == Some(node) && !before.stale.contains(&node.name);
+                    let as_before = |node: &Node| wanted.get(&node.name) == Some(node) && !before.stale.contains(&node.name);
+                    let lead = before.config.lead_of(node);
+                    let is_same = as_before(node) && (lead.name == node.name || as_before(lead));
                     let has_part = |step: &Step| match step {
                         Step::Adjust(it, _) | Step::Remove(it, _) | Step::Add(it) | Step::Renew(it, _) => *it == node.name,
                         Step::Settings | Step::Close(_) | Step::Open(..) | Step::Give(..) | Step::AdjustNic(_) => false,

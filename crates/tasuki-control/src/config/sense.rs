@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use tasuki_relay::message;
+use tasuki_shm::vni::directory::OWNERS_MAX;
 use tasuki_shm::vni::node_memory::{POOL_PAGES_MAX, POOL_PAGES_MIN};
 
 use super::{
@@ -19,6 +20,8 @@ const MTUS: std::ops::RangeInclusive<u16> = 68..=65_521;
 /// Bytes of payload that a NIC's longest frame can have, and has by default.
 const NIC_MTUS: std::ops::RangeInclusive<u16> = 68..=9000;
 const MTU: u16 = 1500;
+/// Queues of a TAP's interface.
+const QUEUES: std::ops::RangeInclusive<usize> = 1..=OWNERS_MAX;
 /// Addresses of a TAP's interface, at most, and routes: setting them holds up the daemon's loop.
 const SETTINGS_MAX: usize = 64;
 /// Longer than that, programs would notice.
@@ -58,6 +61,7 @@ impl Config {
                     .or_else(|| size_of_frames(node))
                     .or_else(|| program_of(node))
                     .or_else(|| self.odd_tap(node))
+                    .or_else(|| self.odd_queue(node))
                     .or_else(|| self.odd_vni(node))
             })
         };
@@ -140,6 +144,7 @@ impl Config {
                 return named("an uplink joins a NIC and a VNI; name the VNI (vni = …)".to_owned());
             }
             let detour = node.tap().is_some_and(|tap| !tap.shortcut);
+            let queues = node.tap().is_some_and(|tap| tap.queues() > 1);
             let set = [
                 ("mac", node.mac.is_some()),
                 ("spoof", node.spoof.is_some()),
@@ -148,6 +153,7 @@ impl Config {
                 ("limits", node.limits.is_some()),
                 ("latency_us", node.latency_us.is_some()),
                 ("shortcut", detour),
+                ("queues", queues),
             ];
             let odd = set.iter().find(|(_, is_set)| *is_set)?;
             return named(format!(
@@ -181,7 +187,7 @@ impl Config {
             return named(format!("pool_kib = {kib} is not in the range {least} to {most}; the default is 2048"));
         }
         if let Some(latency_us) = node.latency_us {
-            if node.label().is_none() {
+            if node.label().is_none() && node.queue_of().is_none() {
                 return named("latency_us is for programs behind an interface or a socket, and it has none of these; leave latency_us out".to_owned());
             }
             if latency_us > LATENCY_US_MAX {
@@ -236,6 +242,68 @@ impl Config {
                 "node {:?} of VNI {vni} has its station address {mac} already; give one of them another (mac = …)",
                 other.name
             ))
+        })
+    }
+
+    /// Returns the fault of a node that drives a queue of another's interface, or whose interface has several, if there is
+    /// one.
+    pub(super) fn odd_queue(&self, node: &Node) -> Option<String> {
+        let named = |what: String| Some(format!("node {:?}: {what}", node.name));
+        if let Some(tap) = node.tap().filter(|tap| tap.queues.is_some()) {
+            let (queues, least, most) = (tap.queues(), QUEUES.start(), QUEUES.end());
+            if !QUEUES.contains(&queues) {
+                return named(format!("queues = {queues} is not in the range {least} to {most}"));
+            }
+            if queues > 1 && node.limits.is_some() {
+                return named(
+                    "one worker keeps the limits of a node, and with several queues it has not all frames; leave one of limits and queues out"
+                        .to_owned(),
+                );
+            }
+            if queues > 1 && node.has_others() {
+                return named(
+                    "of stations behind it, whose addresses are learnt, all frames go by one queue; leave one of spoof and queues out"
+                        .to_owned(),
+                );
+            }
+        }
+        let of = node.queue_of()?;
+        let Some(lead) = self.node(of).filter(|lead| lead.name != node.name) else {
+            return named(format!(
+                "it is to drive a queue of the interface of node {of:?}, and there is no such node; name another, or leave it out"
+            ));
+        };
+        let Some(tap) = lead.tap().filter(|_| lead.vni.is_some()) else {
+            return named(format!(
+                "only a network namespace on a VNI has several queues so far, and node {of:?} is none; name another"
+            ));
+        };
+        if node.vni != lead.vni {
+            let vni = lead.vni.as_deref().unwrap_or_default();
+            return named(format!(
+                "it drives a queue of node {of:?}, which is on VNI {vni}; name that VNI (vni = {vni:?})"
+            ));
+        }
+        let set = [
+            ("mac", node.mac.is_some()),
+            ("spoof", node.spoof.is_some()),
+            ("addresses", !node.addresses.is_empty()),
+            ("limits", node.limits.is_some()),
+            ("container", node.container.is_some()),
+        ];
+        if let Some((key, _)) = set.iter().find(|(_, is_set)| *is_set) {
+            return named(format!(
+                "{key} is a setting of the whole interface; set it for node {of:?}, or leave it out"
+            ));
+        }
+        let queues = self.node.iter().filter(|other| other.queue_of() == Some(of));
+        let at = queues.map(|other| &other.name).position(|name| *name == node.name)? + 2;
+        (at > tap.queues()).then(|| {
+            format!(
+                "node {:?}: the interface of node {of:?} has {} of the {at} queues that are driven with this one; raise its queues, or leave this node out",
+                node.name,
+                tap.queues()
+            )
         })
     }
 

@@ -41,6 +41,8 @@ pub(super) enum Key {
     /// A worker's heartbeat, and the NICs it was given.
     Worker(u32),
     Tap(String),
+    /// The queue of another node's TAP that this node drives.
+    Queue(String),
     /// The descriptor of an endpoint other than a TAP.
     Endpoint(String),
     /// The client that is connected there.
@@ -246,6 +248,7 @@ impl Supervisor {
         due.extend(self.nodes.keys().cloned().map(Key::ProgramState));
         due.extend(self.workers.keys().copied().map(Key::Worker));
         due.extend(self.taps.keys().cloned().map(Key::Tap));
+        due.extend(self.queues.keys().cloned().map(Key::Queue));
         due.extend(self.endpoints.keys().flat_map(|label| [Key::Endpoint(label.clone()), Key::Client(label.clone())]));
         self.keeping.due = due;
     }
@@ -322,6 +325,7 @@ impl Supervisor {
                 (text(&worker.given), vec![worker.heartbeat.as_ref()?.region().fd()])
             }
             Key::Tap(label) => (String::new(), vec![self.taps.get(label)?.fd()?]),
+            Key::Queue(node) => (String::new(), vec![self.queues.get(node)?.as_fd()]),
             Key::Endpoint(label) => self.endpoints.get(label)?.to_keep()?,
             Key::Client(label) => self.endpoints.get(label)?.client_to_keep()?,
         })

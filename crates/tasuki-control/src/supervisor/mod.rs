@@ -49,6 +49,7 @@ pub mod lines;
 pub mod nodes;
 pub mod open;
 pub mod policy;
+mod queues;
 pub mod shortcuts;
 pub mod split;
 pub mod staging;
@@ -61,7 +62,7 @@ pub mod worker;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::mpsc::Receiver;
@@ -246,6 +247,8 @@ pub struct Supervisor {
     cards: BTreeMap<u32, Card>,
     nodes: BTreeMap<String, Node>,
     taps: BTreeMap<String, taps::TapEnd>,
+    /// Queues of TAPs that nodes drive beside the first, by node.
+    queues: BTreeMap<String, OwnedFd>,
     shortcuts: shortcuts::Shortcuts,
     veth_ends_looked_at: Duration,
     vnis: BTreeMap<String, vnis::Net>,
@@ -352,6 +355,7 @@ impl Supervisor {
             cards: BTreeMap::new(),
             nodes: BTreeMap::new(),
             taps: BTreeMap::new(),
+            queues: BTreeMap::new(),
             shortcuts: shortcuts::Shortcuts::default(),
             veth_ends_looked_at: Duration::ZERO,
             vnis: BTreeMap::new(),

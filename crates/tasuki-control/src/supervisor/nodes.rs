@@ -113,6 +113,7 @@ impl Supervisor {
             self.taps.insert(label, tap);
             why.into_iter().for_each(|why| self.note(About::node(&name), why));
         }
+        self.make_queue(node).map_err(|error| No::now(format!("node {name:?} was not added: {error:#}")))?;
         if let Some((label, mut end)) = Endpoint::of(node) {
             end.make().map_err(|error| No::now(format!("node {name:?} was not added: {error:#}")))?;
             self.endpoints.insert(label, end);
@@ -159,6 +160,7 @@ impl Supervisor {
             self.keep(Key::Client(label));
             end.into_iter().for_each(Endpoint::close);
         }
+        self.forget_queue(node);
         let label = node.tap().map(config::Tap::label);
         let is_shared = |label: &String| {
             self.config
@@ -209,6 +211,12 @@ impl Supervisor {
             return Err(No::now(format!(
                 "node {name} has NIC {}; give that to another node first (tasuki nic give)",
                 card.name()
+            )));
+        }
+        if let Some(queue) = self.config.node.iter().find(|node| node.queue_of() == Some(name)) {
+            return Err(No::now(format!(
+                "node {} drives a queue of the interface of node {name}; remove that first (tasuki node remove {})",
+                queue.name, queue.name
             )));
         }
         let trusts = self.config.node.iter().find(|node| node.trusts.iter().any(|trusted| trusted == name));

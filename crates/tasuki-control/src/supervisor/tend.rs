@@ -257,7 +257,10 @@ impl Supervisor {
         let generation = node.record.generation + u32::from(wanted);
         let endpoint = match self.tap_for(name)? {
             Some(tap) => Some(tap),
-            None => self.endpoint_for(name)?,
+            None => match self.queue_for(name)? {
+                Some(queue) => Some(queue),
+                None => self.endpoint_for(name)?,
+            },
         };
         let node = self.nodes.get(name).context("there is no such node")?;
         let binary = self.program_of(name, binary);

@@ -151,6 +151,7 @@ fn work_of(node: &config::Node) -> String {
         Work::Answer(answer) => format!("answers ping at {}", answer.address),
         Work::Tap(tap) if node.vni.is_some() => tap.label(),
         Work::Tap(tap) => format!("the NIC of {}", tap.label()),
+        Work::Queue(queue) => format!("a queue of {}", queue.of),
         Work::Memif(_) | Work::Interface(_) | Work::Vm(_) => node.endpoint().map(Kind::shown).unwrap_or_default(),
         Work::Uplink => "uplink".to_owned(),
         Work::Source(source) => format!("source of {} bytes, {} a second", source.size, source.rate),

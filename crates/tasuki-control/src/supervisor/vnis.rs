@@ -50,6 +50,8 @@ pub struct Net {
 #[derive(Debug)]
 struct Member {
     node: String,
+    /// The node whose interface and station address it has: itself, unless it drives a queue of that.
+    lead: String,
     nic: u32,
     mac: [u8; 6],
     /// Its IP addresses, if they are known.
@@ -82,7 +84,9 @@ impl Net {
     /// Publishes the nodes and uplinks in the directory.
     fn publish(&mut self) {
         let mut nodes = NodeSet::default();
-        self.members.keys().for_each(|number| nodes.insert(*number));
+        // What is for all goes once to each interface.
+        let leads = self.members.iter().filter(|(_, member)| member.lead == member.node);
+        leads.for_each(|(number, _)| nodes.insert(*number));
         self.directory.set_nodes(&nodes);
         let mut uplinks = NodeSet::default();
         let are = self.members.iter().filter(|(_, member)| member.is_uplink);
@@ -138,7 +142,7 @@ impl Supervisor {
         let card = self.cards.get(&nic).context("there is no such end")?;
         let vni = card.vni().context("it is a NIC")?.to_owned();
         let node = self.config.node(&card.node).context("there is no such node")?;
-        let (pages, mac) = (node.pool_pages(), node.mac());
+        let (pages, mac) = (node.pool_pages(), self.config.lead_of(node).mac());
         let name = card.name().to_owned();
         let number = self.number_on(&vni)?;
         let net = self.net(&vni)?;
@@ -182,7 +186,13 @@ impl Supervisor {
         if self.adopting {
             return;
         }
-        let is_new = |card: &&Card| card.kept.is_some() && !self.is_member(card) && !self.leaves(&card.node);
+        // A queue that nobody drives yet gets no flows.
+        let is_driven = |card: &Card| {
+            let is_queue = self.config.node(&card.node).is_some_and(|node| node.queue_of().is_some());
+            !is_queue || self.workers.values().any(|worker| worker.nics.contains_key(&card.number))
+        };
+        let is_new =
+            |card: &&Card| card.kept.is_some() && !self.is_member(card) && !self.leaves(&card.node) && is_driven(card);
         let new: Vec<u32> =
             self.cards.values().filter(|card| card.vni().is_some()).filter(is_new).map(|card| card.number).collect();
         let joined: Vec<u32> = new.into_iter().filter(|nic| self.joins(*nic)).collect();
@@ -231,8 +241,9 @@ impl Supervisor {
         let card = self.cards.get(&nic).context("there is no such end")?;
         let (vni, node) = (card.vni().context("it is a NIC")?.to_owned(), card.node.clone());
         let number = card.number_on_vni.context("it has no number")?;
-        let config = self.config.node(&node).context("there is no such node")?;
-        let (mac, is_uplink, addresses) = (config.mac(), config.has_others(), config.addresses.clone());
+        let lead = self.config.lead_of(self.config.node(&node).context("there is no such node")?);
+        let (mac, is_uplink, addresses) = (lead.mac(), lead.has_others(), lead.addresses.clone());
+        let lead = lead.name.clone();
         let kept = card.kept.as_ref().context("it has no node memory")?;
         let copy = |at: usize| {
             let fd = kept.fds.get(at).context("a descriptor of it is not there")?;
@@ -250,9 +261,11 @@ impl Supervisor {
                 .context("a descriptor cannot be copied; raise LimitNOFILE= of tasukid")?,
         );
         // From here on nothing fails but the address.
-        net.directory.add(mac, number).map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
+        let shares = net.members.values().any(|member| member.lead == lead);
+        let added = if shares { net.directory.share(mac, number) } else { net.directory.add(mac, number) };
+        added.map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
         net.next = net.next.max((number + 1) % NODES_MAX);
-        net.members.insert(number, Member { node, nic, mac, addresses, is_uplink, node_memory, bell });
+        net.members.insert(number, Member { node, lead, nic, mac, addresses, is_uplink, node_memory, bell });
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
         // The trouble was the failure to join, which is over.
         card.trouble = None;
@@ -329,7 +342,7 @@ impl Supervisor {
         let Some((vni, number)) = card.vni().map(str::to_owned).zip(card.number_on_vni) else { return };
         let Some(net) = self.vnis.get_mut(&vni) else { return };
         let Some(gone) = net.members.remove(&number) else { return };
-        net.directory.remove(gone.mac);
+        net.directory.remove(gone.mac, number);
         net.publish();
         let mut missed = Vec::new();
         for worker in self.workers.values() {

@@ -1,7 +1,7 @@
 //! A wire over a TAP interface, with the machine's own network at the other end.
 
 use std::os::fd::OwnedFd;
-use tasuki_tap::device::Before;
+use tasuki_tap::device::{Before, Queues};
 
 pub use tasuki_tap::TapError;
 
@@ -31,7 +31,7 @@ pub struct Tap {
 impl Tap {
     /// Creates the interface `name`, or attaches to it if it exists and has no other user. The caller sets it up.
     pub fn open(name: &str) -> Result<Self, TapError> {
-        let device = tasuki_tap::device::open(name, Before::Nothing)?;
+        let device = tasuki_tap::device::open(name, Before::Nothing, Queues::One)?;
         Ok(Tap { device, frame: vec![0; LONGEST].into_boxed_slice(), lost: 0, busy_until: 0, paused_until: 0 })
     }
 

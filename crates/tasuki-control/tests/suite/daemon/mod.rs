@@ -25,6 +25,7 @@ mod looks;
 mod memifs;
 mod natives;
 mod own;
+mod queues;
 mod real;
 mod rig;
 mod rooms;

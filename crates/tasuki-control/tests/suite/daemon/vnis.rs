@@ -120,7 +120,7 @@ impl World {
     }
 
     /// Returns a count of a node's end.
-    fn count(&self, node: &str, name: &str) -> u64 {
+    pub fn count(&self, node: &str, name: &str) -> u64 {
         let counts = self.rig.json(&["nic", "counts", &format!("{node}@lan")]);
         let mut counts = counts["counts"].as_array().expect("counts").iter();
         counts.find(|count| count[0] == name).and_then(|count| count[1].as_u64()).expect("it is counted")

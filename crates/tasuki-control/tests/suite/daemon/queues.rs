@@ -1,0 +1,139 @@
+//! A namespace whose interface has two queues: one of its node, and one of a node beside it. Needs root.
+
+use std::net::UdpSocket;
+
+use super::rig::until;
+use super::rooms::{BURST, Exchange, Tally, deaths};
+use super::vnis::{DESK, SHOP, World};
+
+/// Flows enough that each queue carries some.
+const FLOWS: usize = 8;
+
+/// Makes both namespaces, and starts the flows between them. Both queues carry some.
+fn begin(world: &World) -> Vec<Exchange> {
+    world.add("shop", &world.shop, SHOP, &["--no-shortcut", "--queues", "2"]);
+    world.add("desk", &world.desk, DESK, &["--no-shortcut"]);
+    world.rig.ask(&["node", "add", "shop-1", "--queue-of", "shop"]);
+    world.await_pairs();
+    world.rig.await_pair("shop-1");
+    let flows: Vec<_> = (0..FLOWS).map(|_| world.exchange()).collect();
+    all_go_on(world, &flows, 100);
+    both_carry(world);
+    flows
+}
+
+fn all_go_on(world: &World, flows: &[Exchange], count: u64) {
+    flows.iter().for_each(|flow| flow.goes_on(&world.rig, count));
+}
+
+fn both_carry(world: &World) {
+    let counts = || ["shop", "shop-1"].map(|node| ["given", "taken"].map(|way| world.count(node, way)));
+    let before = counts();
+    let is_more = || counts().as_flattened().iter().zip(before.as_flattened()).all(|(now, before)| now > before);
+    until(&world.rig, "both queues carry frames, both ways", is_more);
+}
+
+fn sum(flows: Vec<Exchange>) -> Tally {
+    // Each waits for what may still come.
+    let ends: Vec<_> = flows.into_iter().map(|flow| std::thread::spawn(|| flow.end())).collect();
+    ends.into_iter().map(|end| end.join().expect("a tally")).fold(Tally::default(), |sum, it| Tally {
+        sent: sum.sent + it.sent,
+        back: sum.back + it.back,
+        twice: sum.twice + it.twice,
+        twice_there: sum.twice_there + it.twice_there,
+    })
+}
+
+#[test]
+fn flows_over_two_queues_lose_nothing_while_the_workers_of_both_and_the_daemon_are_replaced() {
+    let Some(mut world) = World::new() else { return };
+    let flows = begin(&world);
+    for node in ["shop-1", "shop", "desk"] {
+        world.rig.ask(&["worker", "upgrade", node]);
+        world.rig.await_pair(node);
+        all_go_on(&world, &flows, 50);
+    }
+    const KILLS: u64 = 4;
+    for node in ["shop-1", "shop"].into_iter().cycle().take(4) {
+        world.kill_driver(node);
+        all_go_on(&world, &flows, 50);
+    }
+    let deaths = deaths(&world.rig);
+    world.rig.kill_daemon();
+    all_go_on(&world, &flows, 50);
+    world.rig.start();
+    world.await_pairs();
+    world.rig.await_pair("shop-1");
+    all_go_on(&world, &flows, 50);
+    both_carry(&world);
+    let tally = sum(flows);
+    println!("{tally:?} with {deaths} deaths");
+    assert_eq!(deaths, KILLS);
+    assert_eq!(tally.back, tally.sent, "{tally:?}\n{}", world.rig.log());
+    assert!(tally.twice + tally.twice_there <= 2 * BURST * KILLS, "{tally:?}");
+    world.end();
+}
+
+#[test]
+fn a_queue_comes_and_goes_while_flows_go_on_and_its_interface_stays_as_long() {
+    let Some(world) = World::new() else { return };
+    let flows = begin(&world);
+    let refused = world.rig.refused(&["node", "remove", "shop"]);
+    assert!(refused.contains("drives a queue") && refused.contains("tasuki node remove shop-1"), "{refused}");
+    let third = world.rig.refused(&["node", "add", "shop-2", "--queue-of", "shop"]);
+    assert!(third.contains("raise its queues"), "{third}");
+    world.rig.ask(&["node", "remove", "shop-1"]);
+    // A datagram that was lost with its queue is asked for again by none; the others go on.
+    all_go_on(&world, &flows, 50);
+    world.rig.ask(&["node", "add", "shop-1", "--queue-of", "shop"]);
+    world.rig.await_pair("shop-1");
+    all_go_on(&world, &flows, 50);
+    both_carry(&world);
+    let tally = sum(flows);
+    println!("{tally:?}");
+    assert_eq!(tally.twice + tally.twice_there, 0, "{tally:?}");
+    world.rig.ask(&["node", "remove", "shop-1"]);
+    world.rig.ask(&["node", "remove", "shop"]);
+    world.end();
+}
+
+/// The interface is made anew, and so are the queues of it.
+#[test]
+fn a_file_that_changes_an_interface_changes_its_queues_with_it() {
+    let Some(world) = World::new() else { return };
+    let before = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("a file");
+    let file = |queues: u32, mtu: u32| {
+        let (shop, desk) = (world.shop.path(), world.desk.path());
+        // The queue stands before its interface: the order in the file does not count.
+        let its = if queues > 1 {
+            "[[node]]\nname = \"shop-1\"\nvni = \"lan\"\nwork = { queue = { of = \"shop\" } }\n"
+        } else {
+            ""
+        };
+        let node = |name: &str, netns: &str, address: &str, more: &str| {
+            format!(
+                "[[node]]\nname = {name:?}\nvni = \"lan\"\nwork.tap = {{ netns = {netns:?}, name = \"lan\", address = \"{address}/24\", mtu = {mtu}, shortcut = false{more} }}\n"
+            )
+        };
+        let queues = format!(", queues = {queues}");
+        format!("{before}{its}{}{}", node("shop", &shop, SHOP, &queues), node("desk", &desk, DESK, ""))
+    };
+    for (queues, mtu) in [(2, 1500), (2, 1400), (1, 1400), (3, 1400)] {
+        world.rig.configure(|_| file(queues, mtu));
+        world.rig.ask(&["apply"]);
+        world.await_pairs();
+        let said = world.rig.ask(&["plan"]);
+        assert!(said.starts_with("nothing changes"), "{queues} queues: {said}");
+        until(&world.rig, "it answers", || world.is_answered(DESK));
+        let programs: Vec<_> =
+            world.shop.within(|| (0..32).map(|_| UdpSocket::bind((SHOP, 0)).expect("a port")).collect());
+        let nodes = if queues > 1 { &["shop", "shop-1"][..] } else { &["shop"] };
+        let taken = || nodes.iter().map(|node| world.count(node, "taken")).collect::<Vec<_>>();
+        let before = taken();
+        until(&world.rig, "all queues carry frames", || {
+            programs.iter().for_each(|program| drop(program.send_to(b"anybody?", (DESK, 7))));
+            taken().iter().zip(&before).all(|(now, before)| now > before)
+        });
+    }
+    world.end();
+}
