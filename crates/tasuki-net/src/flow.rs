@@ -38,9 +38,9 @@ pub fn flow_of(front: &[u8]) -> u32 {
 /// The last step of MurmurHash3, for 32 bits.
 fn mixed(mut hash: u32) -> u32 {
     for (shift, factor) in [(16, 0x85eb_ca6b), (13, 0xc2b2_ae35)] {
-        hash = (hash ^ hash >> shift).wrapping_mul(factor);
+        hash = (hash ^ (hash >> shift)).wrapping_mul(factor);
     }
-    hash ^ hash >> 16
+    hash ^ (hash >> 16)
 }
 
 /// Whether a protocol over IP begins with two ports: TCP, UDP, SCTP.

@@ -74,7 +74,7 @@ impl Owners {
     /// Returns the node that gets the frames of a flow.
     pub fn of_flow(&self, flow: u32) -> u16 {
         // By the high bits: a guest chooses its ring by the low ones.
-        let which = u64::from(flow) * self.count as u64 >> 32;
+        let which = (u64::from(flow) * self.count as u64) >> 32;
         self.nodes[usize::try_from(which).expect("less than their count")]
     }
 }
