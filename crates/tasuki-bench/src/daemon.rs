@@ -19,6 +19,7 @@ use tasuki_control::place;
 
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
+use crate::queues;
 use crate::relay::system::{spawn, whole};
 use crate::report::{Kind, Row};
 use crate::sample::{Sample, median};
@@ -41,7 +42,7 @@ const CLIENTS: u32 = 50;
 const REQUESTS: u32 = 1000;
 
 /// Names of the cases.
-const NAMES: [&str; 5] = ["up", "down", "memory", "takeover", "api"];
+const NAMES: [&str; 6] = ["up", "down", "memory", "takeover", "api", "queues"];
 
 /// How often to measure.
 struct Effort {
@@ -160,6 +161,9 @@ pub fn rows(is_quick: bool, only: &[String], interrupt: &Interrupt) -> Result<Ve
     }
     if is_wanted("api") {
         rows.extend(api(&effort, interrupt)?);
+    }
+    if is_wanted("queues") {
+        rows.extend(queues::rows(is_quick, interrupt)?);
     }
     Ok(rows)
 }

@@ -20,6 +20,7 @@ mod pair;
 mod papers;
 mod peers;
 mod program;
+mod queues;
 mod relay;
 mod report;
 mod rounds;

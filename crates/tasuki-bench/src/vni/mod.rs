@@ -29,7 +29,7 @@ use crate::sample::Sample;
 pub use floor::node as floor_node;
 pub use huge::HugePages;
 pub use idle::node as idle_node;
-pub use netns::tap_node;
+pub use netns::{Namespaces, Traffic, tap_node};
 pub use rows::{is_of_namespaces, rows, rows_of_namespaces};
 
 /// The cases, in the order in which a round runs them: compared cases are neighbours.

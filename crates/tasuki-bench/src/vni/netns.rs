@@ -22,7 +22,7 @@ use super::nodes::{Kept, join};
 use super::receives::{self, Received};
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
-use crate::iperf::{Sending, Server};
+use crate::iperf::{Said, Sending, Server};
 use crate::orders::Fds;
 use crate::program;
 
@@ -178,7 +178,8 @@ impl Namespaces {
         &self.names
     }
 
-    fn new() -> Result<Self> {
+    /// Makes two namespaces that nothing connects.
+    pub fn new() -> Result<Self> {
         let names = ["a", "b"].map(|end| format!("tasuki-bench-{}-{end}", std::process::id()));
         for name in &names {
             ip(&format!("netns add {name}"))?;
@@ -244,19 +245,32 @@ impl Namespaces {
     }
 
     fn measure(&self, traffic: Traffic, seconds: u32, cpus: [usize; 2], interrupt: &Interrupt) -> Result<f64> {
-        let place = |end: usize| {
-            let mut command = Command::new("taskset");
-            command.args(["-c", &cpus[end].to_string(), "ip", "netns", "exec", &self.names[end], "iperf3"]);
-            command
-        };
-        let _server = Server::start(&mut place(1), interrupt)?;
-        let mut command = place(0);
-        command.args(["--time", &seconds.to_string()]);
-        if traffic == Traffic::Udp {
-            command.args(["--udp", "--bitrate", "0", "--length", "1400"]);
+        let _server = Server::start(&mut self.iperf(1, cpus[1]), interrupt)?;
+        let mut command = self.iperf(0, cpus[0]);
+        command.args(["--time", &seconds.to_string()]).args(traffic.words());
+        traffic.received(&Sending::begin(&mut command, "192.0.2.2")?.end(interrupt)?)
+    }
+
+    /// Returns the command that runs `iperf3` in one of the namespaces, on a CPU.
+    pub fn iperf(&self, end: usize, cpu: usize) -> Command {
+        let mut command = Command::new("taskset");
+        command.args(["-c", &cpu.to_string(), "ip", "netns", "exec", &self.names[end], "iperf3"]);
+        command
+    }
+}
+
+impl Traffic {
+    /// Returns what `iperf3` sends it by.
+    pub fn words(self) -> &'static [&'static str] {
+        match self {
+            Traffic::Tcp => &[],
+            Traffic::Udp => &["--udp", "--bitrate", "0", "--length", "1400"],
         }
-        let said = Sending::begin(&mut command, "192.0.2.2")?.end(interrupt)?;
-        match traffic {
+    }
+
+    /// Returns how much was received, in bits a second.
+    pub fn received(self, said: &Said) -> Result<f64> {
+        match self {
             Traffic::Tcp => said.number("/end/sum_received/bits_per_second"),
             Traffic::Udp => {
                 let lost = said.number("/end/sum/lost_percent")?;
