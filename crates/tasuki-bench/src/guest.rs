@@ -5,7 +5,9 @@
 //! thread reads it. `h2g`: that node sends, and writes the headers of each frame as DPDK's generator does; our back end
 //! copies each frame into the guest's buffers. `-packed`: by packed rings, with IN_ORDER.
 
+mod copies;
 mod cpu;
+pub mod flat;
 mod front;
 mod idle;
 pub mod load;
@@ -128,6 +130,9 @@ pub fn rows(is_quick: bool, only: &[String], guest: Option<&Path>, interrupt: &I
     if load::names().any(|name| is_wanted(&name)) {
         rows.extend(load::rows(is_quick, is_wanted, interrupt)?);
     }
+    if flat::names().any(|name| is_wanted(&name)) {
+        rows.extend(flat::rows(is_quick, is_wanted, interrupt)?);
+    }
     if stock::names().any(|name| is_wanted(&name)) {
         match guest {
             Some(guest) => rows.extend(stock::rows(is_quick, &Recipe::read(guest)?, is_wanted, interrupt)?),
@@ -143,6 +148,7 @@ pub fn rows(is_quick: bool, only: &[String], guest: Option<&Path>, interrupt: &I
         .chain(queues::NAMES)
         .map(str::to_owned)
         .chain(load::names())
+        .chain(flat::names())
         .chain(stock::names())
         .collect();
     ensure!(!rows.is_empty(), "nothing was measured; the cases are {}", names.join(", "));

@@ -26,8 +26,9 @@ pub const RATES: [u32; 6] = [4, 20, 50, 100, 200, 400];
 /// Name of the nodes whose frames do not wait.
 pub const AT_ONCE: &str = "at-once";
 
-/// Number of descriptors of a ring.
+/// Number of descriptors of a ring, and bytes of a buffer.
 const SIZE: u16 = 256;
+const BUFFER: usize = 256;
 
 /// Names of the nodes: the one that sends, and the one that receives.
 const NODES: [&str; 2] = ["from", "to"];
@@ -44,11 +45,12 @@ fn name(rate: u32) -> String {
     format!("load-{rate}k")
 }
 
-/// Two machines on a VNI.
-struct Pair {
-    fronts: [Front; 2],
-    system: System,
-    workers: Vec<Party>,
+/// Two machines on a VNI. The first one sends.
+pub struct Pair {
+    pub fronts: [Front; 2],
+    pub system: System,
+    /// The worker of each that drives.
+    pub workers: Vec<Party>,
     _place: Workplace,
 }
 
@@ -65,7 +67,9 @@ struct Found {
 }
 
 impl Pair {
-    fn start(key: &str, cpus: [usize; 2]) -> Result<Self> {
+    /// Starts nodes with this line in their configuration, whose workers have these CPUs, and machines with rings of `size`
+    /// descriptors with a buffer of `buffer` bytes each.
+    pub fn start(key: &str, cpus: [usize; 2], size: u16, buffer: usize) -> Result<Self> {
         let place = Workplace::new()?;
         let sockets = NODES.map(|name| place.directory().join(format!("{name}.sock")));
         let nodes = [0, 1].map(|which| {
@@ -74,10 +78,10 @@ impl Pair {
         });
         let system = System::configured(place.directory(), &nodes.concat())?;
         NODES.into_iter().try_for_each(|name| system.await_pair(name))?;
-        let [from, mut to] = sockets.map(|socket| Front::connect(&socket, 1, SIZE));
-        to.iter_mut().try_for_each(Front::post_all)?;
+        let [from, to] = sockets.map(|socket| Front::connect(&socket, 1, size, buffer));
         let mut fronts = [from?, to?];
         for front in &mut fronts {
+            front.post_all()?;
             front.describe_rings()?;
             front.enable(front.rings() - 1)?;
         }
@@ -95,7 +99,7 @@ impl Pair {
         loop {
             self.fronts[0].send(0, &frame(0))?;
             thread::sleep(Duration::from_millis(50));
-            while self.fronts[0].is_used(FROM_GUEST)? {}
+            while self.fronts[0].is_used(FROM_GUEST) {}
             let mut came = 0;
             while self.fronts[1].receive(0)?.is_some() {
                 came += 1;
@@ -122,8 +126,8 @@ impl Pair {
             let now = began.elapsed();
             if now >= next && next < time {
                 next += every;
-                while from.is_used(FROM_GUEST)? {}
-                if from.has_room(FROM_GUEST) {
+                while from.is_used(FROM_GUEST) {}
+                if from.room(FROM_GUEST) > 0 {
                     let ns = u64::try_from(now.as_nanos())?;
                     packet[PAYLOAD..PAYLOAD + 8].copy_from_slice(&ns.to_le_bytes());
                     from.send(0, &packet)?;
@@ -156,16 +160,22 @@ impl Pair {
     }
 }
 
+/// Returns the CPU of each worker. Where there is no third one, both share one.
+pub fn of_workers(cpus: Cpus) -> Result<[usize; 2]> {
+    Ok([cpus.server, cpus.third()?.unwrap_or(cpus.server)])
+}
+
 /// Measures, and makes the rows.
 pub fn rows(is_quick: bool, is_wanted: impl Fn(&str) -> bool, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let cpus = Cpus::choose()?;
-    // Where there is no third CPU, both workers share one.
-    let others = [cpus.server, cpus.third()?.unwrap_or(cpus.server)];
+    let others = of_workers(cpus)?;
     let time = if is_quick { QUICK } else { FULL };
     let mut rows = Vec::new();
     // Each pair in its turn: the other one's workers sleep.
-    let mut pairs =
-        ["", "latency_us = 0\n"].into_iter().map(|key| Pair::start(key, others)).collect::<Result<Vec<_>>>()?;
+    let mut pairs = ["", "latency_us = 0\n"]
+        .map(|key| Pair::start(key, others, SIZE, BUFFER))
+        .into_iter()
+        .collect::<Result<Vec<_>>>()?;
     cpus::pin(cpus.client)?;
     for rate in RATES.into_iter().filter(|rate| is_wanted(&name(*rate))) {
         let mut found = Vec::new();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use tasuki_net::endpoint::guest::device::{FROM_GUEST, PAIRS_MAX, TO_GUEST};
 
-use super::front::{FRAME, Front, PORT, frame};
+use super::front::{FRAME, Front, PORT, frame, turn};
 use super::machine::node;
 use crate::interrupt::Interrupt;
 use crate::program::PATIENCE;
@@ -31,8 +31,9 @@ const NODE: &str = "vm";
 const END: &str = "vm@lan";
 const OTHER: &str = "other";
 
-/// Number of descriptors of a ring.
+/// Number of descriptors of a ring, and bytes of a buffer.
 const SIZE: u16 = 64;
+const BUFFER: usize = 256;
 
 /// Both machines.
 struct Pair {
@@ -48,8 +49,7 @@ impl Pair {
     /// Sends back what the second machine got, once that is `count` frames: by then all pairs run, among which a flow chooses.
     fn answer(&mut self, count: usize) -> Result<()> {
         while let Some(mut frame) = self.other.receive(0)? {
-            let (to, from) = frame[..12].split_at_mut(6);
-            to.swap_with_slice(from);
+            turn(&mut frame);
             self.held.push(frame);
         }
         if self.held.len() >= count {
@@ -61,7 +61,7 @@ impl Pair {
     /// Starts the first machine anew. A frame waits in each ring by which it sends. Returns the time of the last message.
     fn start(&mut self, socket: &Path) -> Result<Instant> {
         self.front.socket.shutdown(std::net::Shutdown::Both)?;
-        self.front = Front::connect(socket, PAIRS_MAX, SIZE)?;
+        self.front = Front::connect(socket, PAIRS_MAX, SIZE, BUFFER)?;
         self.front.post_all()?;
         self.send_all()?;
         self.front.describe_rings()?;
@@ -95,7 +95,7 @@ impl Pair {
                 let moved = if ring % 2 == TO_GUEST {
                     self.front.receive(ring / 2)?.is_some()
                 } else {
-                    self.front.is_used(ring)?
+                    self.front.is_used(ring)
                 };
                 if !moved {
                     still.push(ring);
@@ -121,7 +121,7 @@ impl Pair {
             came += usize::from(self.next()?.is_some());
         }
         for pair in 0..PAIRS_MAX {
-            while !self.front.is_used(2 * pair + FROM_GUEST)? {}
+            while !self.front.is_used(2 * pair + FROM_GUEST) {}
         }
         let mut ports = [None; PAIRS_MAX];
         for port in 1_u16.. {
@@ -138,7 +138,7 @@ impl Pair {
                     break pair;
                 }
             };
-            while !self.front.is_used(FROM_GUEST)? {}
+            while !self.front.is_used(FROM_GUEST) {}
             ports[by].get_or_insert(port);
             if let Some(all) = ports.iter().copied().collect() {
                 self.ports = all;
@@ -163,12 +163,12 @@ pub fn rows(is_quick: bool, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let system = System::configured(place.directory(), &(node(NODE, &socket) + &node(OTHER, &others)))?;
     system.await_pair(NODE)?;
     system.await_pair(OTHER)?;
-    let mut other = Front::connect(&others, 1, SIZE)?;
+    let mut other = Front::connect(&others, 1, SIZE, BUFFER)?;
     other.post_all()?;
     other.describe_rings()?;
     other.enable(1)?;
     let ports = (0..PAIRS_MAX).map(u16::try_from).collect::<Result<_, _>>()?;
-    let mut pair = Pair { front: Front::connect(&socket, PAIRS_MAX, SIZE)?, other, held: Vec::new(), ports };
+    let mut pair = Pair { front: Front::connect(&socket, PAIRS_MAX, SIZE, BUFFER)?, other, held: Vec::new(), ports };
     pair.start(&socket)?;
     pair.find_ports(interrupt)?;
     let [mut starts, mut takeovers] = std::array::from_fn(|_| Sample::new());

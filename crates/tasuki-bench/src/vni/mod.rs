@@ -12,7 +12,7 @@ mod nodes;
 mod pair;
 mod receives;
 mod rows;
-mod shared;
+pub mod shared;
 mod sockets;
 mod trips;
 
