@@ -103,3 +103,17 @@ pub fn measure(len: usize, (buffers, stride): (usize, usize), cpus: [usize; 2], 
     })?;
     Ok(took.as_nanos() as f64 / (batches * BATCH) as f64)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpus::Cpus;
+
+    #[test]
+    fn two_that_copy_take_turns_or_have_a_cpu_each() {
+        let Cpus { client, server } = Cpus::choose().unwrap();
+        for cpus in [[client, client], [client, server]] {
+            assert!(measure(9000, (64, 9024), cpus, 1000).unwrap() > 0.0);
+        }
+    }
+}

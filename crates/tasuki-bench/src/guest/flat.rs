@@ -59,7 +59,7 @@ struct Effort {
 }
 
 const QUICK: Effort = Effort { time: Duration::from_millis(500), trips: 500, copies: 20_000 };
-const FULL: Effort = Effort { time: Duration::from_secs(4), trips: 10_000, copies: 200_000 };
+const FULL: Effort = Effort { time: Duration::from_secs(3), trips: 10_000, copies: 200_000 };
 
 pub fn names() -> impl Iterator<Item = String> {
     ["flat", "trip"].into_iter().flat_map(|what| SIZES.map(|size| format!("{what}-{size}")))
@@ -199,13 +199,13 @@ impl Found {
     fn measure(pair: &mut Pair, size: u32, cpus: Cpus, effort: &Effort, interrupt: &Interrupt) -> Result<Self> {
         let copies = copies::measure(size as usize, (RING.into(), BUFFER), of_workers(cpus)?, effort.copies)?;
         cpus::pin(cpus.client)?;
-        let mut at = |quarters: u32| offer(pair, size, RATE / 4 * quarters, effort.time, interrupt);
+        let mut at = |quarters, time| offer(pair, size, RATE / 4 * quarters, time, interrupt);
         let without_loss = |offered: &Offered| (offered.lost == 0).then_some(offered.rate);
-        let at_rate = at(4)?;
+        let at_rate = at(4, effort.time)?;
         let mut carried = without_loss(&at_rate);
         for quarters in [3, 2, 1] {
             if carried.is_none() {
-                carried = without_loss(&at(quarters)?);
+                carried = without_loss(&at(quarters, effort.time / 3)?);
             }
         }
         cpus::unpin()?;
