@@ -62,7 +62,9 @@ pub fn rows(is_quick: bool, interrupt: &Interrupt) -> Result<Vec<Row>> {
         for (queues, found) in counts.iter().zip(&mut found) {
             let pair = Pair::start(*queues, &all)?;
             for (traffic, found) in BOTH.into_iter().zip(found) {
-                let rate = pair.measure(traffic, seconds, &all, interrupt)?;
+                // Of many that begin at once, an `iperf3` gives up now and then (3.12: EAGAIN from its control connection).
+                let measure = || pair.measure(traffic, seconds, &all, interrupt);
+                let rate = measure().or_else(|_| measure()).or_else(|_| measure())?;
                 eprintln!("round {round}/{rounds} · {queues} queues · {} {:.1} Gb/s", name(traffic), rate / 1e9);
                 found.push(rate);
             }

@@ -150,10 +150,16 @@ impl Front {
         self.put(base + PART + 4 + 2 * slot, &u16::try_from(slot)?.to_le_bytes())
     }
 
-    /// Makes the ring's next `count` buffers available, which have been described.
-    fn publish(&mut self, ring: usize, count: u16) {
+    /// Makes the ring's next `count` buffers available, which have been described. The driver kicks if it is asked to.
+    fn publish(&mut self, ring: usize, count: u16) -> Result<()> {
         self.available[ring] = self.available[ring].wrapping_add(count);
         self.heads[ring][0][1].store(self.available[ring].to_le(), Ordering::Release);
+        fence(Ordering::SeqCst);
+        if u16::from_le(self.heads[ring][1][0].load(Ordering::Relaxed)) & 1 == 0 {
+            rustix::io::write(&self.kicks[ring], &1_u64.to_ne_bytes())?;
+            self.kicked += u64::from(ring % 2 == FROM_GUEST);
+        }
+        Ok(())
     }
 
     /// Returns the number of buffers of the ring that the back end has used and that were not seen.
@@ -182,11 +188,11 @@ impl Front {
         }
         let mut frame = [0; FRAME];
         self.region.copy_to(at, &mut frame)?;
-        self.publish(ring, 1);
+        self.publish(ring, 1)?;
         Ok(Some(frame))
     }
 
-    /// Sends a frame by a pair. The driver kicks if it is asked to.
+    /// Sends a frame by a pair.
     pub fn send(&mut self, pair: usize, frame: &[u8]) -> Result<()> {
         let ring = 2 * pair + FROM_GUEST;
         self.describe(ring, self.slots(ring).0, Some(&[&[0; HEADER][..], frame].concat()))?;
@@ -204,16 +210,9 @@ impl Front {
         })
     }
 
-    /// Sends the frames of a pair's next `count` buffers as they are. The driver kicks if it is asked to.
+    /// Sends the frames of a pair's next `count` buffers as they are.
     pub fn send_written(&mut self, pair: usize, count: u16) -> Result<()> {
-        let ring = 2 * pair + FROM_GUEST;
-        self.publish(ring, count);
-        fence(Ordering::SeqCst);
-        if u16::from_le(self.heads[ring][1][0].load(Ordering::Relaxed)) & 1 == 0 {
-            rustix::io::write(&self.kicks[ring], &1_u64.to_ne_bytes())?;
-            self.kicked += 1;
-        }
-        Ok(())
+        self.publish(2 * pair + FROM_GUEST, count)
     }
 
     /// Returns length and source port of each frame that came by a pair and was not seen, and gives the buffers back.
@@ -231,7 +230,7 @@ impl Front {
             self.see(ring, 1);
         }
         if count > 0 {
-            self.publish(ring, count);
+            self.publish(ring, count)?;
         }
         Ok(count)
     }
@@ -247,8 +246,7 @@ impl Front {
         let rings = (0..self.kicks.len()).filter(|ring| ring % 2 == TO_GUEST);
         rings.into_iter().try_for_each(|ring| {
             (0..self.size).try_for_each(|slot| self.describe(ring, slot.into(), None))?;
-            self.publish(ring, self.size);
-            Ok(())
+            self.publish(ring, self.size)
         })
     }
 
