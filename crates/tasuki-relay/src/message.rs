@@ -417,6 +417,9 @@ pub mod vni {
     /// The same while the node's machine has more descriptors than [`NARROW_FDS_MAX`](super::NARROW_FDS_MAX): a worker that
     /// does not read this version cannot hear of the machine, and refuses to get ready.
     pub const WIDE_VERSION: u32 = 3;
+    /// The last version of which a worker says that it reads it: its switch knows nodes that share an address. No end has this
+    /// version. A worker from before would take frames of such nodes for forged, or know only one of them.
+    pub const SHARING_VERSION: u32 = 4;
     /// Number of descriptors of a device bundle.
     pub const FDS: usize = 6;
     /// Position of the directory among them.

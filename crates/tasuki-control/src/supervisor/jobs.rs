@@ -563,6 +563,10 @@ impl Supervisor {
                 "its program is from before machines of more than 8 pairs of queues, and the node has one; end that, or start it with less"
                     .to_owned(),
             ),
+            None if !worker.knows_sharing() && self.has_shared(&worker.record.node) => Step::Fail(
+                "its program is from before an interface could have several queues, and one of the VNI has some; remove these, or name a later program"
+                    .to_owned(),
+            ),
             None => match self.attach(nic, target, purpose, choice.method) {
                 true => Step::Again,
                 // Other workers must let go of the NIC first.

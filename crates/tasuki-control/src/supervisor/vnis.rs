@@ -244,6 +244,9 @@ impl Supervisor {
         let lead = self.config.lead_of(self.config.node(&node).context("there is no such node")?);
         let (mac, is_uplink, addresses) = (lead.mac(), lead.has_others(), lead.addresses.clone());
         let lead = lead.name.clone();
+        if lead != node {
+            self.all_know_sharing(&vni)?;
+        }
         let kept = card.kept.as_ref().context("it has no node memory")?;
         let copy = |at: usize| {
             let fd = kept.fds.get(at).context("a descriptor of it is not there")?;
@@ -278,6 +281,28 @@ impl Supervisor {
         }
         self.keep(Key::Card(nic));
         Ok(())
+    }
+
+    /// Checks that no worker on a VNI is from before nodes could share an address.
+    fn all_know_sharing(&self, vni: &str) -> Result<()> {
+        let is_on = |worker: &&Worker| {
+            worker.nics.keys().any(|nic| self.cards.get(nic).is_some_and(|card| card.vni() == Some(vni)))
+        };
+        match self.workers.values().filter(is_on).find(|worker| !worker.knows_sharing()) {
+            Some(worker) => anyhow::bail!(
+                "worker {} of node {} is from before an interface could have several queues, and would drop frames of this one; replace it (tasuki worker upgrade {})",
+                worker.party(),
+                worker.record.node,
+                worker.record.node
+            ),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns whether a node's VNI has an interface with several queues that are driven.
+    pub(super) fn has_shared(&self, node: &str) -> bool {
+        let net = self.config.node(node).and_then(|node| self.vnis.get(node.vni.as_ref()?));
+        net.is_some_and(|net| net.members.values().any(|member| member.lead != member.node))
     }
 
     /// Tells the workers of all other members about a new one. Tells its own workers, if there are any already,

@@ -194,6 +194,14 @@ impl Worker {
             || self.versions(message::vni::KIND).is_some_and(|versions| versions.contains(&message::vni::WIDE_VERSION))
     }
 
+    /// Returns whether its switch knows nodes that share an address, as far as it has said.
+    pub fn knows_sharing(&self) -> bool {
+        self.record.reads.is_empty()
+            || self
+                .versions(message::vni::KIND)
+                .is_some_and(|versions| versions.contains(&message::vni::SHARING_VERSION))
+    }
+
     /// Returns whether it accepts orders and is not ending.
     pub fn serves(&self) -> bool {
         self.stage == Stage::Begun && self.deaf.is_none()
