@@ -221,7 +221,8 @@ impl Found {
         );
         let mut offered = Row::higher(name, "offered", "frames/s", *rate).bar_at(RATE.into());
         if *rate < RATE.into() {
-            offered.note = Some("the front end is the limit, and not the workers".to_owned());
+            offered.note =
+                Some("the front end had too little CPU: a miss of the bench, whatever the workers did".to_owned());
         } else if they_share {
             offered.note = Some("both workers have one CPU".to_owned());
         }
