@@ -816,6 +816,21 @@ impl Config {
         }
     }
 
+    /// Reads a node that is written as JSON. An error is a sentence, as for a file.
+    pub fn node_of(value: &serde_json::Value) -> Result<Node, String> {
+        Node::deserialize(value).map_err(|error| {
+            // The reader of TOML says where a mistake is.
+            let (mut all, mut value) = (toml::Table::new(), value.clone());
+            without_null(&mut value);
+            all.extend(toml::Value::try_from([value]).map(|nodes| ("node".to_owned(), nodes)));
+            let text = all.to_string();
+            match toml::from_str::<Config>(&text) {
+                Err(error) => mistake::sentence(&text, error.span(), error.message()),
+                Ok(_) => error.to_string(),
+            }
+        })
+    }
+
     /// Returns the node of this name.
     pub fn node(&self, name: &str) -> Option<&Node> {
         self.node.iter().find(|node| node.name == name)
@@ -841,6 +856,18 @@ impl Config {
     pub fn trust(&self, one: &str, other: &str) -> bool {
         let trusts = |a, b: &str| self.node(a).is_some_and(|node| node.trusts.iter().any(|name| name == b));
         one == other || (trusts(one, other) && trusts(other, one))
+    }
+}
+
+/// Takes what TOML does not have out of JSON.
+fn without_null(value: &mut serde_json::Value) {
+    match value {
+        serde_json::Value::Array(all) => all.iter_mut().for_each(without_null),
+        serde_json::Value::Object(all) => {
+            all.retain(|_, value| !value.is_null());
+            all.values_mut().for_each(without_null);
+        }
+        _ => {}
     }
 }
 
@@ -1067,6 +1094,11 @@ ring = 512
             (
                 "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = \"uplink\"\nspoof = \"check\"\n".to_owned() + &nic("e", "red"),
                 &["have addresses of their own; leave spoof = \"check\" out"],
+            ),
+            (tap("red", "name = \"t\"") + "vni = \"lan\"\nlimits = {}\n", &["node \"red\": limits names no limit; name send, receive"]),
+            (
+                tap("red", "name = \"t\"") + "vni = \"lan\"\nlimits = { send = {} }\n",
+                &["node \"red\": limits.send names no limit; name mbit, kpps"],
             ),
             (tap("red", "name = \"t\"") + "vni = \"a b\"\n", &["vni \"a b\": a name is"]),
             (tap("red", "name = \"t\"") + "vni = \"lan\"\nmac = \"1:2\"\n", &["t.toml:5: ", "first of them even"]),

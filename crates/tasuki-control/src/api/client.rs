@@ -101,6 +101,10 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
                 "you may not talk to the tasukid in {named}; only the user that started it may, and users with a role under [api] in its configuration"
             )
         }
+        // Its queue of requests is full.
+        Err(error) if error.kind() == ErrorKind::WouldBlock => bail!(
+            "the tasukid in {named} has more requests than it answers; if it stays so, end it (kill -9), and start another: workers go on meanwhile"
+        ),
         Err(error) => bail!("the tasukid in {named} cannot be reached: {error}"),
     };
     let hung_up = || hung_up(folder);

@@ -41,7 +41,8 @@ pub struct ConfigurationView {
     pub path: String,
     /// The steps to what it describes, of what is otherwise now: a NIC that was given away by hand, for one.
     pub drift: Vec<String>,
-    /// NICs that are otherwise, and stay so when it is applied: they failed over, and this is why.
+    /// What is otherwise, stays so when it is applied, and why: NICs that failed over, and namespaces that were made
+    /// without the shortcut.
     #[serde(default)]
     pub stays: Vec<String>,
     /// Nodes that it does not describe: they were added by hand.
@@ -79,7 +80,7 @@ pub struct Plan {
     pub generation: u64,
     /// The steps in words, in their order.
     pub steps: Vec<String>,
-    /// NICs that stay where they are: they failed over, and this is why.
+    /// What stays as it is, and why: NICs that failed over, and namespaces that were made without the shortcut.
     #[serde(default)]
     pub stays: Vec<String>,
 }

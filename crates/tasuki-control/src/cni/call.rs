@@ -133,13 +133,17 @@ impl Call {
         let arguments = arguments(&of("CNI_ARGS")?)?;
         let (text, input) = read_input(input)?;
         let version = version(&input)?;
-        let name = input.get("name").and_then(Value::as_str).unwrap_or_default().to_owned();
-        if !is_identifier(&name) {
-            let sentence = format!(
-                "the network's name is {name:?}; a name begins with a letter or digit, and goes on with these, dots, - and _"
-            );
+        let name = input.get("name").unwrap_or(&Value::Null);
+        let Some(name) = name.as_str().filter(|name| is_identifier(name)).map(str::to_owned) else {
+            let found = if name.is_null() {
+                "the network has no name".to_owned()
+            } else {
+                format!("the network's name is {name}")
+            };
+            let sentence =
+                format!("{found}; a name begins with a letter or digit, and goes on with these, dots, - and _");
             return Err(Failure::new(code::CONFIGURATION, sentence));
-        }
+        };
         let path = variable("CNI_PATH");
         let call = Call { command: *command, version, name, id, netns, ifname, arguments, path, text, input };
         if !call.is_at_least(since) {
@@ -179,12 +183,15 @@ impl Call {
 
 /// Returns the version of the specification that a network configuration names.
 fn version(input: &Map<String, Value>) -> Result<&'static str, Failure> {
-    // Before 0.2.0 there was no such key.
-    let named = input.get("cniVersion").and_then(Value::as_str).unwrap_or("0.1.0");
+    let named = input.get("cniVersion").unwrap_or(&Value::Null);
     VERSIONS.into_iter().find(|version| *version == named).ok_or_else(|| {
-        let sentence =
-            format!("cniVersion {named:?} is not spoken here; write one of {} (cniVersion)", VERSIONS.join(", "));
-        Failure::new(code::VERSION, sentence)
+        let found = match named {
+            // Before 0.2.0 there was no such key.
+            Value::Null => "the network configuration has no cniVersion".to_owned(),
+            named => format!("cniVersion = {named} is not spoken here"),
+        };
+        let all = VERSIONS.map(|version| format!("{version:?}")).join(", ");
+        Failure::new(code::VERSION, format!("{found}; write one of {all}"))
     })
 }
 
@@ -236,7 +243,9 @@ mod tests {
             (("", ""), "[]", 6, "JSON"),
             (("", ""), r#"{ "cniVersion": "1.1.0", "name": "../x" }"#, 7, "name"),
             (("", ""), r#"{ "cniVersion": "1.1.0" }"#, 7, "name"),
-            (("", ""), r#"{ "name": "lan" }"#, 1, "0.3.1"),
+            (("", ""), r#"{ "cniVersion": "1.1.0", "name": 5 }"#, 7, "name is 5;"),
+            (("", ""), r#"{ "name": "lan" }"#, 1, "has no cniVersion; write one of \"0.3.1\""),
+            (("", ""), r#"{ "cniVersion": 1, "name": "lan" }"#, 1, "cniVersion = 1 is not spoken here"),
             (("", ""), r#"{ "cniVersion": "2.0.0", "name": "lan" }"#, 1, "2.0.0"),
             (("CNI_COMMAND", "CHECK"), r#"{ "cniVersion": "0.3.1", "name": "lan" }"#, 1, "0.4.0"),
             (("CNI_COMMAND", "GC"), r#"{ "cniVersion": "1.0.0", "name": "lan" }"#, 1, "1.1.0"),

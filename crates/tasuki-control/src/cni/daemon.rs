@@ -14,7 +14,9 @@ use crate::api::types::{NicView, NodeView};
 use crate::cli::part;
 use crate::config::Node;
 
-/// Time for one answer: a runtime gives up after some minutes.
+/// Time for all that a call asks of the daemon: the kubelet gives a runtime up after two minutes (runtimeRequestTimeout).
+const CALL_WITHIN: Duration = Duration::from_secs(60);
+/// Time for one answer. When there is none to ADD, as much is left for taking the node away.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(30);
 /// Time for a daemon that is being replaced to be back.
 const BACK_WITHIN: Duration = Duration::from_secs(2);
@@ -29,6 +31,8 @@ const TRY_EVERY: Duration = Duration::from_millis(10);
 #[derive(Debug)]
 pub struct Daemon {
     folder: PathBuf,
+    /// The end of the time for the call.
+    until: Instant,
 }
 
 /// Returns the failure with the code for it.
@@ -52,11 +56,10 @@ fn has_status(error: &anyhow::Error, status: StatusCode) -> bool {
 
 /// Tries until the result is none that may be another one in a moment, or the time is over.
 fn patiently<T>(
-    limit: Duration,
+    until: Instant,
     passes: impl Fn(&anyhow::Error) -> bool,
     ask: impl Fn() -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
-    let until = Instant::now() + limit;
     loop {
         match ask() {
             Err(error) if passes(&error) && Instant::now() < until => std::thread::sleep(TRY_EVERY),
@@ -75,18 +78,30 @@ fn read<T: DeserializeOwned>(value: Value) -> Result<T, Failure> {
 impl Daemon {
     /// Returns the daemon that a network names.
     pub fn of(network: &Network) -> Self {
-        Daemon { folder: network.dir.clone() }
+        Daemon { folder: network.dir.clone(), until: Instant::now() + CALL_WITHIN }
+    }
+
+    /// Returns when a time ends that begins now: with that of the call, at the latest.
+    fn end_of(&self, time: Duration) -> Instant {
+        self.until.min(Instant::now() + time)
     }
 
     fn ask_once(&self, method: Method, address: &str, body: Option<&Value>) -> anyhow::Result<Value> {
-        client::ask_within(ANSWERS_WITHIN, &self.folder, method, address, body)
+        let left = self.until.saturating_duration_since(Instant::now());
+        anyhow::ensure!(
+            !left.is_zero(),
+            "the tasukid in {} has taken {} s for this call, which is not done; call again, and look at its log if that does not help",
+            self.folder.display(),
+            CALL_WITHIN.as_secs()
+        );
+        client::ask_within(ANSWERS_WITHIN.min(left), &self.folder, method, address, body)
     }
 
     /// Asks, with patience while the daemon is replaced: it has not heard a request that it refuses so.
     fn ask(&self, method: &Method, address: &str, body: Option<&Value>) -> anyhow::Result<Value> {
         let is_being_replaced =
             |error: &anyhow::Error| error.is::<NotThere>() || has_status(error, StatusCode::SERVICE_UNAVAILABLE);
-        patiently(BACK_WITHIN, is_being_replaced, || self.ask_once(method.clone(), address, body))
+        patiently(self.end_of(BACK_WITHIN), is_being_replaced, || self.ask_once(method.clone(), address, body))
     }
 
     /// Returns all nodes, or that there is no daemon now.
@@ -120,7 +135,7 @@ impl Daemon {
 
     /// Waits until a worker drives the node's end of its VNI.
     pub fn await_worker(&self, node: &str) -> Result<(), Failure> {
-        let until = Instant::now() + WORKS_WITHIN;
+        let until = self.end_of(WORKS_WITHIN);
         loop {
             let ends: Vec<NicView> = self.get("/v1/nics")?;
             let its = ends.into_iter().find(|end| end.node == node);
@@ -147,12 +162,32 @@ impl Daemon {
         let Some(node) = self.node_of(container)? else { return Ok(()) };
         let address = format!("/v1/nodes/{}", part(&node.name));
         let is_busy = |error: &anyhow::Error| has_status(error, StatusCode::CONFLICT);
-        match patiently(FREE_WITHIN, is_busy, || self.ask(&Method::DELETE, &address, None)) {
+        match patiently(self.end_of(FREE_WITHIN), is_busy, || self.ask(&Method::DELETE, &address, None)) {
             Err(error) if !has_status(&error, StatusCode::NOT_FOUND) => Err(match is_busy(&error) {
                 true => Failure { code: code::AGAIN, ..failure(&error) },
                 false => failure(&error),
             }),
             _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::place;
+
+    #[test]
+    fn a_daemon_that_stands_still_is_given_up_whatever_the_call_has_to_ask() {
+        let folder = tempfile::tempdir().expect("a folder");
+        // The kernel takes requests for it, and nobody reads them.
+        let _socket = std::os::unix::net::UnixListener::bind(place::api_socket(folder.path())).expect("a socket");
+        let daemon = Daemon { folder: folder.path().to_owned(), until: Instant::now() + Duration::from_millis(50) };
+        let silent = daemon.remove("lan/4f3c/eth0").expect_err("nobody answers");
+        assert!(silent.code == code::AGAIN && silent.msg.contains("has not answered for"), "{silent:?}");
+        for container in 0..1000 {
+            let later = daemon.remove(&format!("lan/{container}/eth0")).expect_err("the time is over");
+            assert!(later.code == code::AGAIN && later.msg.contains("has taken 60 s for this call"), "{later:?}");
         }
     }
 }

@@ -10,6 +10,7 @@ use serde_json::Value;
 use tasuki_tap::Address;
 
 use super::call::Call;
+use super::network::value;
 use super::{Failure, code};
 
 /// The plugin of a network that assigns addresses.
@@ -110,9 +111,12 @@ fn way(mut route: serde_json::Map<String, Value>) -> Result<Way, Failure> {
 impl<'a> Ipam<'a> {
     /// Finds the plugin, if the network names one.
     pub fn of(call: &'a Call) -> Result<Option<Self>, Failure> {
-        let Some(name) = call.input.get("ipam").and_then(|ipam| ipam.get("type")).and_then(Value::as_str) else {
-            return Ok(None);
-        };
+        #[derive(Deserialize)]
+        struct Named {
+            #[serde(rename = "type")]
+            name: Option<String>,
+        }
+        let Some(Named { name: Some(name) }) = value(call, "ipam")? else { return Ok(None) };
         let wrong = |sentence| Err(Failure::new(code::CONFIGURATION, sentence));
         if name.is_empty() || name.contains(['/', '\\', '\0']) || name == "." || name == ".." {
             return wrong(format!("ipam: type = {name:?} is no name of a plugin; write one, as host-local"));
@@ -120,9 +124,9 @@ impl<'a> Ipam<'a> {
         let Some(path) = &call.path else {
             return Err(Failure::new(code::ENVIRONMENT, "CNI_PATH is not set; the runtime has to set it"));
         };
-        let found = std::env::split_paths(path).map(|folder| folder.join(name)).find(|program| program.is_file());
+        let found = std::env::split_paths(path).map(|folder| folder.join(&name)).find(|program| program.is_file());
         match found {
-            Some(program) => Ok(Some(Ipam { call, name: name.to_owned(), program })),
+            Some(program) => Ok(Some(Ipam { call, name, program })),
             None => wrong(format!(
                 "ipam: there is no plugin {name} in {} (CNI_PATH); install it (on Debian: apt install containernetworking-plugins), or correct type",
                 path.display()

@@ -227,19 +227,26 @@ fn collect(call: &Call) -> Result<(), Failure> {
         id: String,
         ifname: String,
     }
-    // Without a list, none is valid: so the reference tool asks (`cnitool gc`).
-    let valid = call.input.get("cni.dev/valid-attachments").cloned();
-    let valid: Option<Vec<Attachment>> = serde_json::from_value(valid.unwrap_or(Value::Null)).map_err(|error| {
-        let sentence = format!("cni.dev/valid-attachments cannot be read ({error}); the runtime has to mend that");
-        Failure::new(code::CONFIGURATION, sentence)
-    })?;
-    let valid: Vec<String> =
-        valid.into_iter().flatten().map(|it| format!("{}/{}/{}", call.name, it.id, it.ifname)).collect();
+    // A runtime without containers writes null, as libcni does for an empty list. A call without any list says nothing
+    // about containers (`cnitool gc` calls DEL for those that it knows, and then so).
+    // The second key is that of the first text of the specification.
+    let keys = ["cni.dev/valid-attachments", "cni.dev/attachments"];
+    let named = keys.iter().find_map(|key| call.input.get_key_value(*key)).map(|(key, list)| {
+        let list = serde_json::from_value::<Option<Vec<Attachment>>>(list.clone());
+        list.map_err(|error| {
+            let sentence = format!("{key} cannot be read ({error}); the runtime has to mend that");
+            Failure::new(code::CONFIGURATION, sentence)
+        })
+    });
+    let valid: Option<Vec<String>> = named
+        .transpose()?
+        .map(|list| list.into_iter().flatten().map(|it| format!("{}/{}/{}", call.name, it.id, it.ifname)).collect());
     let daemon = Daemon::of(&Network::to_clean_up(call)?);
     let ours = format!("{}/", call.name);
-    let stale = daemon.containers().map(|containers| {
-        containers.into_iter().filter(|container| container.starts_with(&ours) && !valid.contains(container))
-    });
+    let is_stale = |container: &String| {
+        container.starts_with(&ours) && valid.as_ref().is_some_and(|valid| !valid.contains(container))
+    };
+    let stale = daemon.containers().map(|containers| containers.into_iter().filter(is_stale));
     // It goes on after an error, and reports the first one.
     let removed = stale.map(|stale| stale.map(|container| daemon.remove(&container)).collect::<Vec<_>>());
     let all_removed = removed.and_then(|removed| removed.into_iter().collect::<Result<(), Failure>>());

@@ -59,7 +59,7 @@ fn refused(sentence: String) -> Failure {
 }
 
 /// Returns the value of a key, as something of this type.
-fn value<T: serde::de::DeserializeOwned>(call: &Call, key: &str) -> Result<Option<T>, Failure> {
+pub fn value<T: serde::de::DeserializeOwned>(call: &Call, key: &str) -> Result<Option<T>, Failure> {
     let Some(value) = call.input.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
     let odd = |error| refused(format!("network {}: {key} = {value} cannot be used ({error}); correct it", call.name));
     serde_json::from_value(value.clone()).map(Some).map_err(odd)
@@ -82,20 +82,26 @@ impl Network {
             return Err(Failure::new(code::UNSUPPORTED, sentence));
         }
         let runtime: serde_json::Map<String, Value> = value(call, "runtimeConfig")?.unwrap_or_default();
-        let mac = runtime.get("mac").and_then(Value::as_str).or(call.argument("MAC")).filter(|mac| !mac.is_empty());
+        let mac = match runtime.get("mac").filter(|mac| !mac.is_null()) {
+            Some(mac) => Some(mac.as_str().ok_or_else(|| {
+                refused(format!("runtimeConfig: mac = {mac} is no text; the runtime has to write a station address"))
+            })?),
+            None => call.argument("MAC"),
+        };
+        let mac = mac.filter(|mac| !mac.is_empty());
         let mac = mac.map(|mac| StationAddress::try_from(mac.to_lowercase())).transpose().map_err(refused)?;
         let ips = runtime.get("ips").cloned().filter(|ips| !ips.is_null());
         let ips = ips.map(serde_json::from_value).transpose().map_err(|error| {
             refused(format!("runtimeConfig: ips cannot be used ({error}); the runtime has to write a list of texts"))
         })?;
-        let is_said = |dns: &Value| dns.as_object().is_some_and(|dns| !dns.is_empty());
+        let dns: Option<serde_json::Map<String, Value>> = value(call, "dns")?;
         Ok(Network {
             vni: value(call, "vni")?.unwrap_or_else(|| call.name.clone()),
             checks_addresses: value(call, "check_addresses")?.unwrap_or(false),
             mtu: value(call, "mtu")?,
             mac,
             ips: ips.unwrap_or_default(),
-            dns: call.input.get("dns").filter(|dns| is_said(dns)).cloned(),
+            dns: dns.filter(|dns| !dns.is_empty()).map(Value::Object),
             ..Self::to_clean_up(call)?
         })
     }
@@ -136,8 +142,6 @@ impl Network {
             "mac": self.mac,
             "work": { "tap": { "name": call.ifname, "netns": call.netns } },
         });
-        let as_node = |text: &Value| serde_json::from_value::<Node>(text.clone());
-        // One after the other: the reader does not say at which it stumbles.
         for (key, value) in call.input.iter().filter(|(_, value)| !value.is_null()) {
             let place = match () {
                 () if OF_NODE.contains(&&key[..]) => &mut text,
@@ -145,12 +149,8 @@ impl Network {
                 () => continue,
             };
             place[key] = value.clone();
-            as_node(&text).map_err(|error| {
-                refused(format!("network {}: {key} = {value} cannot be used ({error}); correct it", call.name))
-            })?;
         }
-        let mut node =
-            as_node(&text).map_err(|error| refused(format!("network {}: {error}; correct it", call.name)))?;
+        let mut node = Config::node_of(&text).map_err(|why| refused(format!("network {}: {why}", call.name)))?;
         if let Work::Tap(tap) = &mut node.work {
             tap.addresses = assigned.ips.iter().map(|ip| ip.address).collect();
             tap.routes =
@@ -227,10 +227,16 @@ mod tests {
             (r#""mtu": "9000""#, 7, "mtu = \"9000\""),
             (r#""mtu": 9"#, 7, "mtu = 9"),
             (r#""spoof": "no""#, 7, "spoof = \"no\""),
-            (r#""limits": { "send": {} }"#, 7, "limits.send"),
+            (r#""limits": { "send": {} }"#, 7, "limits.send names no limit"),
+            (r#""limits": {}"#, 7, "limits names no limit"),
+            (r#""limits": { "send": { "mbit": 0.5 } }"#, 7, "mbit = 0.5 is not a valid number"),
+            (r#""limits": 5"#, 7, "limits = 5 is not a table"),
+            (r#""latency_us": -1"#, 7, "latency_us = -1 is not a valid number"),
             (r#""dir": "tasuki""#, 7, "dir = tasuki"),
             (r#""runtimeConfig": { "mac": "01:00:00:00:00:01" }"#, 7, "01:00:00:00:00:01"),
             (r#""runtimeConfig": { "ips": "192.0.2.1" }"#, 7, "ips"),
+            (r#""runtimeConfig": { "mac": 5 }"#, 7, "mac = 5"),
+            (r#""dns": "192.0.2.53""#, 7, "dns = \"192.0.2.53\""),
         ];
         for (more, code, part) in cases {
             let failure = node(more).expect_err(more);

@@ -27,6 +27,9 @@ impl Limits {
 
     /// Returns the fault of a limit, if there is one.
     pub(super) fn odd(self) -> Option<String> {
+        if self.send.is_none() && self.receive.is_none() {
+            return Some("limits names no limit; name send, receive, or both, or leave it out".to_owned());
+        }
         let set = [("limits.send", self.send), ("limits.receive", self.receive)];
         set.into_iter().find_map(|(key, limit)| limit?.odd().map(|what| format!("{key} {what}")))
     }
@@ -66,7 +69,7 @@ impl Limit {
     fn odd(self) -> Option<String> {
         let Limit { mbit, kpps, burst_ms } = self;
         if mbit.is_none() && kpps.is_none() {
-            return Some("names no limit; name mbit, kpps, or both".to_owned());
+            return Some("names no limit; name mbit, kpps, or both, or leave it out".to_owned());
         }
         let set = [("mbit", mbit, 1_000_000), ("kpps", kpps, 1_000_000), ("burst_ms", burst_ms, 1000)];
         set.into_iter().find_map(|(key, value, most)| {

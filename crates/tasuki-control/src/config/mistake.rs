@@ -3,6 +3,10 @@
 
 use std::ops::Range;
 
+use toml::de::{DeTable, DeValue};
+
+use super::schema;
+
 /// Works that need more than their name, and the least that they need.
 const EXAMPLES: [(&str, &str); 7] = [
     ("answer", "{ address = \"192.0.2.77\" }"),
@@ -59,12 +63,32 @@ fn key_before(line: &str) -> Option<&str> {
 
 /// Returns the sentence for the reader's `message` about this place in the text.
 pub fn sentence(text: &str, span: Option<Range<usize>>, message: &str) -> String {
-    let place = Place::of(text, span.unwrap_or(0..0));
+    let span = span.unwrap_or(0..0);
+    let place = Place::of(text, span.clone());
     let message = message.trim().replace('\n', "; ");
-    match toml::from_str::<toml::Table>(text) {
+    match DeTable::parse(text) {
         Err(_) => of_toml(&place, &message),
-        // A message that `of_word` does not know is a sentence of this crate.
-        Ok(_) => of_word(&place, &message).unwrap_or(message),
+        Ok(table) => {
+            let path = path_to(table.get_ref(), &span).unwrap_or_default();
+            // A message that `of_word` does not know is a sentence of this crate.
+            of_word(&place, &path, &message).unwrap_or(message)
+        }
+    }
+}
+
+/// Returns the keys that lead to the value at this place, if there is one.
+fn path_to<'t>(table: &'t DeTable<'_>, span: &Range<usize>) -> Option<Vec<&'t str>> {
+    table.iter().find_map(|(key, value)| {
+        let rest = if value.span() == *span { Vec::new() } else { path_within(value.get_ref(), span)? };
+        Some([vec![&**key.get_ref()], rest].concat())
+    })
+}
+
+fn path_within<'t>(value: &'t DeValue<'_>, span: &Range<usize>) -> Option<Vec<&'t str>> {
+    match value {
+        DeValue::Table(table) => path_to(table, span),
+        DeValue::Array(all) => all.iter().find_map(|value| path_within(value.get_ref(), span)),
+        _ => None,
     }
 }
 
@@ -98,7 +122,7 @@ fn of_toml(place: &Place<'_>, message: &str) -> String {
 }
 
 /// Returns the sentence for a key or a value that may not be there.
-fn of_word(place: &Place<'_>, message: &str) -> Option<String> {
+fn of_word(place: &Place<'_>, path: &[&str], message: &str) -> Option<String> {
     if let Some((name, rest)) = named(message, "unknown field `") {
         return Some(format!("the key `{name}` means nothing here; there {}", there_are(rest)));
     }
@@ -109,7 +133,7 @@ fn of_word(place: &Place<'_>, message: &str) -> Option<String> {
         return Some(format!("the key `{name}` is missing; add {name} = …"));
     }
     if message.starts_with("invalid type: ") || message.starts_with("invalid value: ") {
-        return of_type(place, message.rsplit_once(", expected ")?.1);
+        return of_type(place, path, message.rsplit_once(", expected ")?.1);
     }
     if message.starts_with("expected table, found ") {
         let name = place.key?;
@@ -145,8 +169,19 @@ fn with_example(work: &str) -> String {
     format!("work = {{ {work} = {} }}", example(work).unwrap_or("{ … }"))
 }
 
+/// Returns the least and the most of a type of numbers; beyond TOML's own there is no most.
+fn range_of_type(expected: &str) -> Option<[Option<i64>; 2]> {
+    Some(match expected {
+        "u16" => [Some(0), Some(i64::from(u16::MAX))],
+        "u32" => [Some(0), Some(i64::from(u32::MAX))],
+        "u64" => [Some(0), None],
+        "i32" => [Some(i64::from(i32::MIN)), Some(i64::from(i32::MAX))],
+        _ => return None,
+    })
+}
+
 /// Returns the sentence for a value of another type.
-fn of_type(place: &Place<'_>, expected: &str) -> Option<String> {
+fn of_type(place: &Place<'_>, path: &[&str], expected: &str) -> Option<String> {
     let shown = place.shown();
     let bare = place.found.trim_matches('"');
     if place.found.starts_with('[') && place.key.is_none() {
@@ -156,12 +191,14 @@ fn of_type(place: &Place<'_>, expected: &str) -> Option<String> {
             _ => format!("[[{name}]] is there only once; write [{name}]"),
         });
     }
-    let number = |range: &str| format!("{shown} is not a valid number; write a whole one {range}, without quotes");
+    if let Some([least, most]) = range_of_type(expected) {
+        let [its_least, its_most] = schema::range_of(path);
+        let least = its_least.or(least).unwrap_or_default();
+        let to = its_most.or(most).map(|most| format!(" to {most}")).unwrap_or_default();
+        return Some(format!("{shown} is not a valid number; write a whole one from {least}{to}, without quotes"));
+    }
     Some(match expected {
         "a boolean" => format!("{shown} is neither true nor false; write one of these, without quotes"),
-        "u16" => number("from 0 to 65535"),
-        "u32" => number("from 0 to 4294967295"),
-        "u64" => number("from 0"),
         "a string" => format!("{shown} is not text; put it in quotes"),
         "path string" => format!("{shown} is not a path; write one from /, in quotes"),
         "a sequence" if place.found.starts_with('"') => {
@@ -197,6 +234,16 @@ mod tests {
         ("cpu = \"3\"", "cpu = \"3\" is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
         ("cpu = -1", "cpu = -1 is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
         ("cpu = 1.5", "cpu = 1.5 is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
+        ("latency_us = -1", "latency_us = -1 is not a valid number; write a whole one from 0 to 10000, without quotes"),
+        ("nice = 0.5", "nice = 0.5 is not a valid number; write a whole one from -20 to 0, without quotes"),
+        (
+            "limits = { receive = { mbit = 0.5 } }",
+            "mbit = 0.5 is not a valid number; write a whole one from 1 to 1000000, without quotes",
+        ),
+        (
+            "bounds = { cpu = -1 }",
+            "cpu = -1 is not a valid number; write a whole one from 0 to 4294967295, without quotes",
+        ),
         ("trusts = \"blue\"", "trusts = \"blue\" is not a list; write trusts = [\"blue\"]"),
         ("trusts = 3", "trusts = 3 is not a list; write one in brackets"),
         ("trusts = [1]", "trusts = 1 is not text; put it in quotes"),
@@ -225,9 +272,13 @@ mod tests {
         ),
         (
             "{ source = { size = 70000 } }",
-            "size = 70000 is not a valid number; write a whole one from 0 to 65535, without quotes",
+            "size = 70000 is not a valid number; write a whole one from 60 to 1514, without quotes",
         ),
         ("{ source = { rate = -1 } }", "rate = -1 is not a valid number; write a whole one from 0, without quotes"),
+        (
+            "{ tap = { name = \"t\", mtu = \"9000\" } }",
+            "mtu = \"9000\" is not a valid number; write a whole one from 68 to 65521, without quotes",
+        ),
         ("{ source = { speed = 1 } }", "the key `speed` means nothing here; there are `rate`, `size`, `to`"),
         ("{ answer = { } }", "the key `address` is missing; add address = …"),
         (
@@ -246,6 +297,14 @@ mod tests {
         ("node = 3", "1: node = 3 is not a list; write one in brackets"),
         ("[node]\nname = \"red\"\nwork = \"sink\"", "1: [node] can be there more than once; write [[node]]"),
         ("\n[[daemon]]", "2: [[daemon]] is there only once; write [daemon]"),
+        (
+            "[daemon]\nhang_after_ms = -1",
+            "2: hang_after_ms = -1 is not a valid number; write a whole one from 1, without quotes",
+        ),
+        (
+            "[[nic]]\nname = \"e\"\nmtu = 1.5",
+            "3: mtu = 1.5 is not a valid number; write a whole one from 68 to 9000, without quotes",
+        ),
         ("[daemon]\n\n[daemon]", "3: `daemon` is there twice; leave one out"),
         ("[daemon]\nrestart = \"often\"", "2: restart = \"often\" is not known; there is `careful` or `always`"),
         ("[[node]", "1: [[node] is not valid TOML (unclosed array table, expected `]`); correct this line"),

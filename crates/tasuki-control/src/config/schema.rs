@@ -7,8 +7,13 @@ use utoipa::{PartialSchema, ToSchema};
 
 use super::Config;
 
-/// Returns the schema as text. It is one of draft 7, which editors know.
+/// Returns the schema as text.
 pub fn text() -> String {
+    format!("{:#}\n", whole())
+}
+
+/// Returns the schema. It is one of draft 7, which editors know.
+fn whole() -> Value {
     let mut parts = Vec::new();
     Config::schemas(&mut parts);
     let value = |schema: &_| serde_json::to_value(schema).expect("a schema is plain data");
@@ -18,7 +23,28 @@ pub fn text() -> String {
     whole["title"] = json!("Configuration of tasukid");
     whole["definitions"] = Value::Object(definitions);
     for_toml(&mut whole);
-    format!("{whole:#}\n")
+    whole
+}
+
+/// Returns the least and the most that the key at the end of this path may have, as far as the schema says so. Places in
+/// lists are not part of a path.
+pub fn range_of(path: &[&str]) -> [Option<i64>; 2] {
+    let whole = whole();
+    let its = property(&whole, &whole, path);
+    ["minimum", "maximum"].map(|bound| its?.get(bound)?.as_i64())
+}
+
+/// Returns the schema of what a path leads to from the part `at` of the schema.
+fn property<'a>(whole: &'a Value, at: &'a Value, path: &[&str]) -> Option<&'a Value> {
+    if let Some(of) = at.get("$ref").and_then(Value::as_str) {
+        return property(whole, whole.pointer(of.trim_start_matches('#'))?, path);
+    }
+    let Some((key, rest)) = path.split_first() else { return Some(at) };
+    if let Some(next) = at.get("properties").and_then(|all| all.get(key)) {
+        return property(whole, next, rest);
+    }
+    let either = ["allOf", "oneOf"].into_iter().filter_map(|all| at.get(all)?.as_array()).flatten();
+    either.chain(at.get("items")).find_map(|part| property(whole, part, path))
 }
 
 /// Turns a schema of OpenAPI into one of JSON Schema for TOML, which has no null. No property of ours has the name of a

@@ -14,6 +14,7 @@ use super::card::Card;
 use super::deeds::clock;
 use super::door::{Answer, No};
 use super::keeping::Key;
+use super::shortcuts::OnVni;
 use super::worker::Words;
 use super::{About, Supervisor};
 use crate::api::types::{Applied, Apply, ConfigurationView, Give, Plan, Refused, Relayed, Removed, Upgrade, Written};
@@ -142,7 +143,7 @@ impl Supervisor {
         self.plan_to(desired).0
     }
 
-    /// Returns the steps from what there is to `desired`, and the NICs that failed over and stay where they are.
+    /// Returns the steps from what there is to `desired`, and sentences about what stays otherwise than there.
     fn plan_to(&self, desired: &Config) -> (Vec<Step>, Vec<String>) {
         let is_nic = |card: &&Card| card.vni().is_none() && card.closing.is_none();
         let owners =
@@ -150,8 +151,31 @@ impl Supervisor {
         let (stale, failed_over) = (self.stale_nodes(), self.all_failed_over());
         let (config, by_hand) = (&self.config, &self.by_hand);
         let present = Present { config, by_hand, owners: &owners, failed_over: &failed_over, stale: &stale };
-        let stays = failed_over.keys().filter(|nic| present.stays(nic, desired)).cloned().collect();
-        (present.steps_to(desired), stays)
+        let stays: Vec<_> = failed_over.keys().filter(|nic| present.stays(nic, desired)).cloned().collect();
+        let steps = present.steps_to(desired);
+        let stays = [self.why_they_stay(&stays), self.why_without_shortcut(desired, &steps)].concat();
+        (steps, stays)
+    }
+
+    /// Returns why nodes that are not made anew stay without the shortcut, where `desired` lets them have it.
+    fn why_without_shortcut(&self, desired: &Config, steps: &[Step]) -> Vec<String> {
+        let may = |node: &config::Node| OnVni::of(node).is_some_and(|on| on.may);
+        let was_made_without = |name: &str| {
+            let made = self.nodes.get(name).and_then(|node| node.record.as_made());
+            made.is_some_and(|made| !may(&made)) && self.crossed(name).is_none()
+        };
+        let is_made = |name: &str| {
+            steps.iter().any(|step| matches!(step, Step::Remove(node, _) | Step::Add(node) if node == name))
+        };
+        let those =
+            desired.node.iter().filter(|node| may(node) && !is_made(&node.name) && was_made_without(&node.name));
+        let said = |node: &config::Node| {
+            let name = &node.name;
+            format!(
+                "node {name} was made without the shortcut, and its frames go on by its workers; to give it that, remove it (tasuki node remove {name}) and apply the configuration (tasuki apply): frames from and to it are lost meanwhile"
+            )
+        };
+        those.map(said).collect()
     }
 
     /// Returns the nodes that have workers which began with other settings.
@@ -170,7 +194,7 @@ impl Supervisor {
         let (desired, ..) = self.desired(apply)?;
         let (steps, stays) = self.plan_to(&desired);
         let steps = steps.iter().map(ToString::to_string).collect();
-        Ok(Plan { generation: self.current.record.generation, steps, stays: self.why_they_stay(&stays) })
+        Ok(Plan { generation: self.current.record.generation, steps, stays })
     }
 
     pub(super) fn begin_applying(&mut self, apply: &Apply, answer: Option<Answer<Applied>>) {
@@ -482,7 +506,6 @@ impl Supervisor {
         let (steps, stays) = self.plan_to(&self.current.desired);
         let drift = steps.iter().map(ToString::to_string).collect();
         let by_hand = self.by_hand.iter().cloned().collect();
-        let stays = self.why_they_stay(&stays);
         ConfigurationView { generation: *generation, path: path.clone(), drift, stays, by_hand }
     }
 

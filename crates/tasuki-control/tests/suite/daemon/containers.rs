@@ -326,16 +326,17 @@ fn containers_that_are_not_valid_any_more_are_collected_and_no_other_node() {
     runtime.add("c", &rooms[0], &other_network);
     runtime.world.add("hand", &rooms[1], "192.0.2.9", &[]);
     runtime.assigned();
-    let collect = |valid: Value| {
+    let collect = |valid: Option<Value>| {
         let mut network = network.clone();
-        network["cni.dev/valid-attachments"] = valid;
+        valid.into_iter().for_each(|valid| network["cni.dev/valid-attachments"] = valid);
         runtime.call("GC", &[], &network.to_string()).expect("a collection");
         runtime.nodes().into_iter().map(|(container, _)| container).collect::<Vec<_>>()
     };
     let valid = json!([{ "containerID": "b", "ifname": "eth0" }, { "containerID": "a", "ifname": "eth1" }]);
-    assert_eq!(collect(valid), ["pods/b/eth0", "pods.other/c/eth0", ""]);
-    assert_eq!(collect(Value::Null), ["pods.other/c/eth0", ""], "none is valid");
-    assert_eq!(runtime.assigned(), "GC , GC ");
+    assert_eq!(collect(None), ["pods/a/eth0", "pods/b/eth0", "pods.other/c/eth0", ""], "nothing is known of them");
+    assert_eq!(collect(Some(valid)), ["pods/b/eth0", "pods.other/c/eth0", ""]);
+    assert_eq!(collect(Some(Value::Null)), ["pods.other/c/eth0", ""], "none is valid");
+    assert_eq!(runtime.assigned(), "GC , GC , GC ");
     runtime.ends("DEL", "c", &other_network);
     runtime.world.end();
 }
@@ -383,6 +384,8 @@ fn a_call_that_means_harm_is_refused_and_nothing_else_happens() {
     let inputs = [
         (json!({ "ipam": { "type": "../plugins/assign" } }), 7),
         (json!({ "ipam": { "type": "" } }), 7),
+        (json!({ "ipam": { "type": 5 } }), 7),
+        (json!({ "ipam": "assign" }), 7),
         (json!({ "name": "../pods" }), 7),
         (json!({ "dir": "/nowhere/at/all" }), 11),
         (json!({ "trusts": ["x"] }), 2),

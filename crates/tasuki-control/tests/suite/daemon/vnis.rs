@@ -172,8 +172,10 @@ fn a_node_with_a_limit_receives_no_more_and_what_it_sends_waits() {
     let before = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("a file");
     let (netns, work) = (world.desk.path(), "name = \"desk\"\nvni = \"lan\"\nwork = { tap");
     let node = format!("[[node]]\n{work} = {{ netns = {netns:?}, name = \"lan\", address = \"{DESK}/24\" }} }}\n");
-    for (limits, by_shortcut) in [("", true), ("limits = { send = { mbit = 1 } }\n", false), ("", true)] {
-        world.rig.configure(|_| format!("{before}{node}{limits}"));
+    let configure = |limits: &str| world.rig.configure(|_| format!("{before}{node}{limits}"));
+    let limits = "limits = { send = { mbit = 1 } }\n";
+    for (limits, by_shortcut) in [("", true), (limits, false), ("", true)] {
+        configure(limits);
         world.rig.ask(&["apply"]);
         world.await_pairs();
         until(&world.rig, "it answers", || world.is_answered(DESK));
@@ -181,6 +183,18 @@ fn a_node_with_a_limit_receives_no_more_and_what_it_sends_waits() {
         assert!(world.is_answered(DESK));
         assert_eq!(world.crossed("desk") != crossed, by_shortcut, "{limits:?}: {crossed:?}");
     }
+    // One that is made with limits has no shortcut when they go: plan and status say what gives it that.
+    let is_said = |words: &[&str]| world.rig.ask(words).contains("node desk was made without the shortcut");
+    for (limits, removed, said) in [(limits, true, false), ("", false, true), ("", true, false)] {
+        if removed {
+            world.rig.ask(&["node", "remove", "desk"]);
+        }
+        configure(limits);
+        let planned = is_said(&["plan"]);
+        world.rig.ask(&["apply"]);
+        assert_eq!([planned, is_said(&["status"])], [said; 2], "{limits:?}, {removed}");
+    }
+    assert!(world.crossed("desk").is_some());
     world.end();
 }
 
