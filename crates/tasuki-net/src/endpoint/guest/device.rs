@@ -13,7 +13,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::counts::{Count, Counts};
 use super::interrupt::Interrupt;
-use super::journal::{Identity, Journal, Left};
+use super::journal::{Identity, Journal, Left, Ran};
 use super::wire::{FDS_MAX, LOG_USED, LogBase, NO_FD, Region, RingAddress, RingState, feature, protocol, request};
 use crate::endpoint::{MARKS_MAX, Marks};
 use crate::virtq::{Broken, DriverMemory, Layout, Log, Packed, Place, Queue, STRETCHES_MAX, Split, Stretch};
@@ -634,6 +634,8 @@ impl Device {
             // Another back end goes on, which does not know of it.
             self.interrupts[at].flush();
             (self.text.rings[at].base, self.text.rings[at].done) = queue.positions();
+            let ran = Ran { session: self.text.session, stated: self.text.rings[at].stated, runs: false };
+            self.journal.iter().for_each(|journal| journal.change(at, ran));
             self.count_pairs();
         }
     }
@@ -664,8 +666,12 @@ impl Device {
             }
             let ring = &mut self.text.rings[at];
             (ring.done, ring.has_run) = (queue.positions().1, true);
+            let ran = Ran { session: self.text.session, stated: ring.stated, runs: true };
             self.queues[at] = Some(queue);
-            self.journal.iter().for_each(|journal| journal.forget(at));
+            if let Some((journal, identity)) = self.journal.as_ref().zip(self.identity(at)) {
+                // Where an earlier connection ended does not count any more.
+                journal.open(at, ran, identity);
+            }
         }
         self.count_pairs();
         Ok(())
@@ -735,15 +741,25 @@ impl Device {
     fn leaving(&self, at: usize, marks: Option<&Marks>) -> Option<Left> {
         let ring = &self.text.rings[at];
         let may_run = ring.may_run(self.has(feature::PROTOCOL_FEATURES));
-        let of_marks = || marks.filter(|_| may_run).and_then(|marks| done_of(marks, at));
+        let ran = marks.and_then(|marks| self.ran(at, session_of(marks)));
+        let (stated, ran) = ran.unwrap_or((ring.stated, may_run));
+        let of_marks = || marks.filter(|_| ran).and_then(|marks| done_of(marks, at));
         let position = self.queues[at].as_ref().map(|queue| queue.positions().1).or_else(of_marks)?;
         let stated = match self.layout() {
-            Layout::Packed => ring.stated,
+            Layout::Packed => stated,
             // The used index, which the driver's memory has.
             Layout::Split => self.split(at, ring.base, None).ok()?.positions().1,
         };
         let session = marks.map_or(self.text.session, session_of);
         Some(Left { session, stated, position, ring: self.identity(at)? })
+    }
+
+    /// Returns the position that the front end knew of a ring, and whether the ring ran in the state with this number, which
+    /// may be later than the description. Nothing is known of a ring that an earlier worker opened.
+    fn ran(&self, at: usize, session: u32) -> Option<(u16, bool)> {
+        let (Ran { session: since, stated, runs }, ring) = self.journal.as_ref()?.ran(at)?;
+        let is_committed = session.wrapping_sub(since) < 1 << 31;
+        Some((stated, runs == is_committed && Some(ring) == self.identity(at)))
     }
 
     /// Opens a ring at the position of its next chain, and that of its next completion: that in the driver's memory, if

@@ -12,6 +12,7 @@
 //! | 1..   | completions, as the ring has them                                                                     |
 //! | 496.. | [counts](super::counts) of the queue, of either layout                                              |
 //! | 504   | on the first page: number of pairs that have run, of which there are counts                          |
+//! | 508   | what last changed of the ring ([`Ran`]): session (32 bits; 0 if nothing is known), position that the front end knew, whether it runs since then; which ring it is stands in the last two words |
 //! | 509.. | where the ring stood when its front end's connection ended ([`Left`]): session (32 bits; 0 if none is known), position that the front end knows, position; file of the memory; address |
 //!
 //! Stores become visible in program order, even those of a worker that dies (V5 of `vni/ledger.rs`).
@@ -34,7 +35,8 @@ const WORDS: usize = LEDGER_LINES * LINE_WORDS;
 const COUNTS: usize = QUEUE_COUNTS_LINE * LINE_WORDS;
 const PAIRS: usize = QUEUE_PAIRS_LINE * LINE_WORDS;
 const LEFT: usize = WORDS - 3;
-const _: () = assert!(COMPLETIONS_MAX < COUNTS && COUNTS + LINE_WORDS <= PAIRS && PAIRS < LEFT);
+const RAN: usize = LEFT - 1;
+const _: () = assert!(COMPLETIONS_MAX < COUNTS && COUNTS + LINE_WORDS <= PAIRS && PAIRS < RAN);
 const _: () = assert!(RINGS_MAX <= JOURNAL_PAGES);
 
 /// The completions in a ring.
@@ -58,6 +60,17 @@ pub struct Left {
     pub position: u16,
     /// Which ring it is.
     pub ring: Identity,
+}
+
+/// When a ring was opened or closed last, for a successor that has an older description of the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ran {
+    /// Session in which that was.
+    pub session: u32,
+    /// The position that the front end knew.
+    pub stated: u16,
+    /// Whether it was opened.
+    pub runs: bool,
 }
 
 /// Which ring it is: the number of the file of its memory, and the guest's address of its descriptors.
@@ -142,10 +155,8 @@ impl Journal {
     /// Notes where a ring stands whose front end's connection ends.
     pub fn leave(&self, ring: usize, left: Left) {
         self.forget(ring);
-        fence(Release);
-        let Left { session, stated, position, ring: Identity { file, address } } = left;
-        self.word(ring, LEFT + 1).store(file, Relaxed);
-        self.word(ring, LEFT + 2).store(address, Relaxed);
+        let Left { session, stated, position, ring: identity } = left;
+        self.identify(ring, identity);
         let word = u64::from(session) << 32 | u64::from(stated) << 16 | u64::from(position);
         self.word(ring, LEFT).store(word, Release);
     }
@@ -155,12 +166,44 @@ impl Journal {
         let word = self.word(ring, LEFT).load(Acquire);
         let [position, stated] = [0, 16].map(|shift| u16::try_from(word >> shift & 0xffff).expect("two bytes"));
         let session = u32::try_from(word >> 32).expect("four bytes");
-        let [file, address] = [1, 2].map(|at| self.word(ring, LEFT + at).load(Relaxed));
-        (session != 0).then_some(Left { session, stated, position, ring: Identity { file, address } })
+        (session != 0).then_some(Left { session, stated, position, ring: self.identity(ring) })
     }
 
-    /// Forgets that: the ring runs, or its front end knows where it stands.
-    pub fn forget(&self, ring: usize) {
+    fn identify(&self, ring: usize, Identity { file, address }: Identity) {
+        fence(Release);
+        self.word(ring, LEFT + 1).store(file, Relaxed);
+        self.word(ring, LEFT + 2).store(address, Relaxed);
+    }
+
+    fn identity(&self, ring: usize) -> Identity {
+        let [file, address] = [1, 2].map(|at| self.word(ring, LEFT + at).load(Relaxed));
+        Identity { file, address }
+    }
+
+    /// Notes that this ring is opened, and forgets where it stood when an earlier connection ended.
+    pub fn open(&self, ring: usize, ran: Ran, identity: Identity) {
+        self.forget(ring);
+        self.word(ring, RAN).store(0, Relaxed);
+        self.identify(ring, identity);
+        self.change(ring, ran);
+    }
+
+    /// Notes that the ring is opened or closed.
+    pub fn change(&self, ring: usize, Ran { session, stated, runs }: Ran) {
+        let word = u64::from(session) << 32 | u64::from(stated) << 16 | u64::from(runs);
+        self.word(ring, RAN).store(word, Release);
+    }
+
+    /// Returns when a ring was opened or closed last, and which it was.
+    pub fn ran(&self, ring: usize) -> Option<(Ran, Identity)> {
+        let word = self.word(ring, RAN).load(Acquire);
+        let session = u32::try_from(word >> 32).expect("four bytes");
+        let stated = u16::try_from(word >> 16 & 0xffff).expect("two bytes");
+        (session != 0).then(|| (Ran { session, stated, runs: word & 1 == 1 }, self.identity(ring)))
+    }
+
+    /// Forgets where a ring stood: it runs, or its front end knows.
+    fn forget(&self, ring: usize) {
         self.word(ring, LEFT).store(0, Relaxed);
     }
 }

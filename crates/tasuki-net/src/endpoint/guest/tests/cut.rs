@@ -173,6 +173,42 @@ fn a_driver_that_starts_anew_while_the_connection_is_cut_begins_at_its_beginning
     }
 }
 
+/// A driver starts anew, and the worker is killed after any of the messages that say so. Its successor, which has not heard
+/// of any, does not take the new rings for those that were in the same place.
+#[test]
+fn wherever_a_worker_is_killed_while_a_driver_starts_anew_the_rings_begin_at_their_beginning() {
+    for (features, size, pieces) in RINGS {
+        for turns in 0..20 {
+            let mut net = Net::new(2);
+            let mut machine = net.machine(features, size);
+            machine.pieces = pieces;
+            exchange(&mut net, &mut machine, 0..9);
+            net.settle();
+            let stale = net.parts();
+            machine.stop(&mut || net.turn());
+            machine.start_anew();
+            let (begin, mut left) = (machine.start_of_ring(), turns);
+            machine.begin([begin; 2], &mut || {
+                if left > 0 {
+                    net.turn();
+                    left -= 1;
+                }
+            });
+            net.replace(stale);
+            net.await_news();
+            net.settle();
+            assert!(machine.is_hung_up());
+            connect_again(&mut net, &mut machine);
+            received(&mut net.others[0]);
+            let mut crossed = Crossed::default();
+            exchange(&mut net, &mut machine, 0..9);
+            net.settle();
+            crossed.add(&mut net, &mut machine);
+            crossed.check(9, &format!("{features:#x}, {pieces:?}, killed after {turns} messages"));
+        }
+    }
+}
+
 /// A front end that stopped its rings knows where they stand, also if an earlier connection of it was cut.
 #[test]
 fn a_front_end_that_was_told_where_its_rings_stand_is_believed() {
