@@ -294,6 +294,14 @@ impl Interface {
         })
     }
 
+    /// Returns whether the interface is up.
+    pub fn is_up(&self) -> Result<bool, TapError> {
+        let links = self.netlink.list(Message::new(GET_LINK, 0, &[0; 16]));
+        let links = links.map_err(|errno| self.not_set("its state read".to_owned(), errno))?;
+        let its = links.iter().find(|link| link.get(4..8).and_then(number) == Some(self.index));
+        Ok(its.and_then(|link| link.get(8..12)).and_then(number).is_some_and(|flags| flags & IFF_UP != 0))
+    }
+
     /// Passes every frame received on the interface to this BPF classifier, whose result is the action. It replaces
     /// the one before.
     pub fn hand_to(&self, program: BorrowedFd<'_>) -> Result<(), TapError> {

@@ -265,7 +265,13 @@ pub async fn serve(listener: TcpListener, door: Door) {
     let seats = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let last = Arc::new(Last::default());
     let counts = async move || response(last.counts(&door, COUNT_FOR).await);
-    let router = Router::new().route("/metrics", get(counts));
+    let only = |status: StatusCode| {
+        (status, "this address has the counts alone: GET /metrics; ask tasukid's socket for the rest\n")
+    };
+    let router = Router::new()
+        .route("/metrics", get(counts))
+        .fallback(async move || only(StatusCode::NOT_FOUND))
+        .method_not_allowed_fallback(async move || only(StatusCode::METHOD_NOT_ALLOWED));
     while let Ok(seat) = seats.clone().acquire_owned().await {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,

@@ -68,15 +68,19 @@ pub fn check(call: &Call) -> Result<(), Failure> {
     }
     daemon.await_worker(&node.name)?;
     let namespace = container_namespace(call)?;
-    let found = namespace.within(|| Interface::if_there(&call.ifname)?.map(|its| its.read()).transpose());
+    let read = |its: Interface| Ok((its.read()?, its.is_up()?));
+    let found = namespace.within(|| Interface::if_there(&call.ifname)?.map(read).transpose());
     let found = found.map_err(|error| Failure::new(code::OTHER, error.to_string()))?;
     let differs = |what: String| {
         let sentence = format!("container {container}: {what}; remove the container, and start it anew");
         Failure::new(code::OTHER, sentence)
     };
-    let Some(settings) = found else {
+    let Some((settings, is_up)) = found else {
         return Err(differs(format!("its interface {} is gone", call.ifname)));
     };
+    if !is_up {
+        return Err(differs(format!("its interface {} is down", call.ifname)));
+    }
     before.difference(call, &settings).map_or(Ok(()), |what| Err(differs(what)))?;
     Ipam::of(call)?.map_or(Ok(()), |ipam| ipam.ask("CHECK").map(drop))
 }

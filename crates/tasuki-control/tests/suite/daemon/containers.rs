@@ -229,6 +229,10 @@ fn a_container_goes_on_while_workers_and_daemon_are_replaced_and_is_checked_unti
     assert!(done, "{said}");
     let differs = check(&runtime).expect_err("it is otherwise");
     assert!(differs.code == 100 && differs.said.contains("MTU 9000"), "{differs:?}");
+    let (done, said) = runs(&runtime.world.shop, &["ip", "link", "set", "eth0", "mtu", "9000", "down"]);
+    assert!(done, "{said}");
+    let differs = check(&runtime).expect_err("it is down");
+    assert!(differs.code == 100 && differs.said.contains("its interface eth0 is down"), "{differs:?}");
     runtime.assigned();
     for _ in 0..2 {
         runtime.ends("DEL", ONE, &network);
