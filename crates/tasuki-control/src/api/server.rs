@@ -103,6 +103,17 @@ fn words<T>(body: Result<Json<T>, JsonRejection>) -> Result<T, No> {
     body.map(|Json(body)| body).map_err(|rejection| No::Wrong(plain(&rejection.body_text()).to_owned()))
 }
 
+/// Returns what a query says, or the mistake in it.
+fn asked<T>(query: Result<Query<T>, QueryRejection>) -> Result<T, No> {
+    query.map(|Query(asked)| asked).map_err(|rejection| {
+        let text = rejection.body_text();
+        let what = text.strip_prefix("Failed to deserialize query string: ").unwrap_or(&text);
+        No::Wrong(format!(
+            "what follows the question mark cannot be used ({what}); /openapi.json says what this address takes"
+        ))
+    })
+}
+
 /// Returns the mistake in a body without JSON terms: the author of the command never saw it as JSON.
 fn plain(text: &str) -> &str {
     let text = text.strip_prefix("Failed to deserialize the JSON body into the target type: ").unwrap_or(text);
@@ -140,9 +151,9 @@ struct Since {
 #[utoipa::path(get, path = "/v1/events", params(("since" = Option<u64>, Query, description = "events after this number")),
     responses((status = 200, body = [Event])))]
 async fn events(State(door): State<Door>, since: Result<Query<Since>, QueryRejection>) -> Answered<Vec<Event>> {
-    match since {
-        Ok(Query(Since { since })) => ask(&door, |answer| Request::Events { since, answer }).await,
-        Err(rejection) => Answered(Err(No::Wrong(rejection.body_text()))),
+    match asked(since) {
+        Ok(Since { since }) => ask(&door, |answer| Request::Events { since, answer }).await,
+        Err(no) => Answered(Err(no)),
     }
 }
 
@@ -270,9 +281,9 @@ fn all() -> u32 {
 
 /// Answers with the capture, as it comes.
 async fn capture(door: &Door, of: Of, much: Result<Query<Much>, QueryRejection>) -> Response {
-    let Much { snap, count } = match much {
-        Ok(Query(much)) => much,
-        Err(rejection) => return Answered::<()>(Err(No::Wrong(rejection.body_text()))).into_response(),
+    let Much { snap, count } = match asked(much) {
+        Ok(much) => much,
+        Err(no) => return Answered::<()>(Err(no)).into_response(),
     };
     if snap < 14 || count == Some(0) {
         let sentence = "snap is at least 14, the bytes of a frame's head, and count at least 1".to_owned();
@@ -468,6 +479,13 @@ mod tests {
         let text = "Failed to deserialize the JSON body into the target type: mac: no address at line 1 column 37";
         assert_eq!(plain(text), "mac: no address");
         assert_eq!(plain("Expected a body"), "Expected a body");
+    }
+
+    #[test]
+    fn a_wrong_query_is_said_with_what_to_do() {
+        let uri = "http://tasukid/?snap=x".parse().expect("an address");
+        let Err(No::Wrong(said)) = asked(Query::<Much>::try_from_uri(&uri)) else { panic!("x is no number") };
+        assert!(said.contains("(snap: invalid digit") && said.contains("; /openapi.json says"), "{said}");
     }
 
     #[test]

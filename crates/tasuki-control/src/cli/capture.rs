@@ -108,7 +108,8 @@ fn address(folder: &Path, capture: &Capture) -> Result<String> {
     let status: Status = show::read(client::ask(folder, Verb::GET, "/v1/status", None)?)?;
     let is_node = status.nodes.iter().any(|node| node.name == *name);
     let is_nic = status.nics.iter().any(|other| other.name == *name);
-    let names = status.nodes.iter().map(|node| &node.name).chain(status.nics.iter().map(|nic| &nic.name));
+    let nodes = status.nodes.iter().map(|node| &node.name).filter(|_| !nic);
+    let names = nodes.chain(status.nics.iter().map(|nic| &nic.name));
     let names = names.map(String::as_str).collect::<Vec<_>>().join(", ");
     let kind = match (is_node && !nic, is_nic) {
         (true, _) => "nodes",

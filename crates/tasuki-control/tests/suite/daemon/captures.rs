@@ -432,7 +432,7 @@ fn what_cannot_be_captured_is_refused_with_a_sentence() {
     rig.await_pair("red");
     for (words, parts) in [
         (&["capture", "nobody"][..], &["there is no node and no NIC \"nobody\"", "red", "eth0"][..]),
-        (&["capture", "red", "--nic"], &["there is no NIC \"red\""]),
+        (&["capture", "red", "--nic"], &["there is no NIC \"red\"; there are: eth0\n"]),
         (&["capture", "green"], &["node green has no NIC and is on no VNI"]),
         (&["capture", "red", "-w", "/nowhere/at/all"], &["/nowhere/at/all cannot be written"]),
     ] {
