@@ -58,7 +58,8 @@ pub fn ask_within(
             "the tasukid in {named} has not answered for {seconds} s; end it (kill -9), and start another: workers go on meanwhile"
         )
     };
-    let bytes = runtime.block_on(async { tokio::time::timeout(limit, answered).await.with_context(silent) })??;
+    let answered = runtime.block_on(async { tokio::time::timeout(limit, answered).await });
+    let bytes = answered.unwrap_or_else(|_| Err(anyhow::Error::msg(silent())))?;
     serde_json::from_slice(&bytes).context("tasukid's answer is not JSON; rebuild the older of the two")
 }
 

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
@@ -88,32 +89,59 @@ fn record(folder: &Path, every_ms: u64) -> Result<()> {
     }
 }
 
+/// Looks, in a thread of its own: keys count while the daemon does not answer.
+fn look_aside(folder: &Path, since: u64) -> Receiver<Result<Moment>> {
+    let (seen, look) = mpsc::channel();
+    let folder = folder.to_owned();
+    // Fails if nobody waits for it any more.
+    std::thread::spawn(move || drop(seen.send(Moment::look(&folder, since))));
+    look
+}
+
+/// Times between two questions whether a look has come: soon after it was begun, and later.
+const COMES: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(100)];
+/// Time after which the foot says that the daemon does not answer.
+const SLOW: Duration = Duration::from_secs(2);
+
 fn watch(folder: &Path, every_ms: u64) -> Result<()> {
-    let (mut picture, mut since) = (Picture::default(), 0);
-    let mut look = |picture: &mut Picture| {
-        let moment = Moment::look(folder, since)?;
-        since = moment.metrics.last_event;
-        picture.take(moment);
-        anyhow::Ok(())
-    };
+    let mut picture = Picture::default();
     // While errors still reach the terminal as it was.
-    look(&mut picture)?;
+    let first = Moment::look(folder, 0)?;
+    let mut since = first.metrics.last_event;
+    picture.take(first);
     let mut terminal = Terminal::take()?;
     let every = Duration::from_millis(every_ms);
     let (mut next, mut stands) = (Instant::now() + every, false);
-    let mut trouble = None;
+    let (mut trouble, mut look) = (None, None);
     loop {
-        if !stands && Instant::now() >= next {
+        if look.is_none() && !stands && Instant::now() >= next {
             next = Instant::now() + every;
-            trouble = look(&mut picture).err().map(|error| format!("{error:#}"));
+            look = Some((look_aside(folder, since), Instant::now()));
         }
-        let foot = match (&trouble, stands) {
-            (Some(trouble), _) => trouble.as_str(),
-            (None, true) => "stands still; space goes on, q ends",
-            (None, false) => "space stops, q ends",
+        let seen = look.as_ref().and_then(|(look, _)| look.try_recv().ok());
+        if let Some(seen) = seen {
+            look = None;
+            match seen {
+                Ok(moment) => {
+                    (since, trouble) = (moment.metrics.last_event, None);
+                    picture.take(moment);
+                }
+                Err(error) => trouble = Some(error),
+            }
+        }
+        let waits = look.as_ref().map(|(_, begun)| begun.elapsed());
+        let foot = match (&trouble, waits.filter(|waits| *waits >= SLOW), stands) {
+            (_, Some(waits), _) => format!("tasukid has not answered for {} s; q ends", waits.as_secs()),
+            (Some(trouble), ..) => format!("{trouble:#}"),
+            (None, _, true) => "stands still; space goes on, q ends".to_owned(),
+            (None, _, false) => "space stops, q ends".to_owned(),
         };
-        terminal.draw(|size| picture.lines(size, foot))?;
-        let pause = if stands { Duration::from_secs(3600) } else { next.saturating_duration_since(Instant::now()) };
+        terminal.draw(|size| picture.lines(size, &foot))?;
+        let pause = match waits {
+            Some(waits) => COMES[usize::from(waits > COMES[1])],
+            None if stands => Duration::from_secs(3600),
+            None => next.saturating_duration_since(Instant::now()),
+        };
         match terminal.key(pause)? {
             Some(Key::End) => return Ok(()),
             Some(Key::Stop) => stands = !stands,

@@ -185,6 +185,9 @@ mod tests {
         let daemon = Daemon { folder: folder.path().to_owned(), until: Instant::now() + Duration::from_millis(50) };
         let silent = daemon.remove("lan/4f3c/eth0").expect_err("nobody answers");
         assert!(silent.code == code::AGAIN && silent.msg.contains("has not answered for"), "{silent:?}");
+        let said = client::ask_within(Duration::ZERO, folder.path(), Method::GET, "/v1/nodes", None);
+        let said = format!("{:#}", said.expect_err("nobody answers"));
+        assert!(said.ends_with("workers go on meanwhile"), "a sentence, and no timer's words after it: {said}");
         for container in 0..1000 {
             let later = daemon.remove(&format!("lan/{container}/eth0")).expect_err("the time is over");
             assert!(later.code == code::AGAIN && later.msg.contains("has taken 60 s for this call"), "{later:?}");

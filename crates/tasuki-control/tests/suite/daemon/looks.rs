@@ -5,9 +5,10 @@ use std::net::TcpStream;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 
+use rustix::process::Signal;
 use tasuki_testing::Program;
 
-use super::rig::{Rig, until};
+use super::rig::{Rig, signal, until};
 
 #[test]
 fn a_doctor_names_the_daemon_and_leaves_no_group_behind() {
@@ -43,17 +44,21 @@ fn shells_and_manuals_know_all_commands() {
 }
 
 /// Types keys into `tasuki top` on a terminal of its own, one after 300 ms each; returns what it drew, and whether it
-/// ended well.
-fn on_a_terminal(rig: &Rig, words: &str, keys: &[&str]) -> (String, bool) {
+/// ended well. Calls `before_last` before the last key.
+fn on_a_terminal(rig: &Rig, words: &str, keys: &[&str], before_last: impl FnOnce()) -> (String, bool) {
     let top = format!("stty cols 100 rows 20; exec {} --dir {} top {words}", super::rig::TASUKI, rig.dir().display());
     let mut command = std::process::Command::new("script");
     command.args(["--quiet", "--return", "--command", &top, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut script = Program::start(&mut command);
     let mut typed = script.0.stdin.take().expect("a pipe");
-    for key in keys {
+    let (last, first) = keys.split_last().expect("a key ends it");
+    let mut types = |key: &str| {
         std::thread::sleep(std::time::Duration::from_millis(300));
         typed.write_all(key.as_bytes()).expect("it reads");
-    }
+    };
+    first.iter().for_each(|key| types(key));
+    before_last();
+    types(last);
     let mut drawn = String::new();
     script.0.stdout.take().expect("a pipe").read_to_string(&mut drawn).expect("text");
     (drawn, script.0.wait().expect("a child").success())
@@ -63,7 +68,7 @@ fn on_a_terminal(rig: &Rig, words: &str, keys: &[&str]) -> (String, bool) {
 fn top_shows_what_happens_on_a_terminal_and_from_a_recording() {
     let rig = Rig::new();
     let (driver, _) = rig.await_pair("red");
-    let (drawn, ended) = on_a_terminal(&rig, "--every-ms 100", &[" ", " ", "q"]);
+    let (drawn, ended) = on_a_terminal(&rig, "--every-ms 100", &[" ", " ", "q"], || ());
     let last = drawn.rsplit("\x1b[H").next().expect("a picture");
     println!("{last}");
     assert!(
@@ -74,6 +79,12 @@ fn top_shows_what_happens_on_a_terminal_and_from_a_recording() {
         assert!(last.contains(&part), "{part}: {last}");
     }
     assert!(drawn.contains("stands still; space goes on, q ends"), "{drawn:?}");
+    // While tasukid stands still.
+    let daemon = rig.daemon_pid();
+    let stops = || signal(daemon, Signal::STOP);
+    let (drawn, ended) = on_a_terminal(&rig, "--every-ms 100", &["x", "q"], stops);
+    signal(daemon, Signal::CONT);
+    assert!(ended && !drawn.contains("has not answered for 20 s"), "q ends it at once: {drawn:?}");
     // Not on a terminal, and a recording of it.
     assert!(rig.refused(&["top"]).contains("with --json it writes a line for each look"));
     let mut recorder = rig.command(&["top", "--json", "--every-ms", "100"]);
@@ -83,7 +94,7 @@ fn top_shows_what_happens_on_a_terminal_and_from_a_recording() {
     recorder.kill();
     std::fs::write(rig.path("looks"), looks.join("\n")).expect("a file");
     let play = format!("--play {}", rig.path("looks").display());
-    let (drawn, ended) = on_a_terminal(&rig, &play, &[" ", "\x1b[C", "\x1b[D", "q"]);
+    let (drawn, ended) = on_a_terminal(&rig, &play, &[" ", "\x1b[C", "\x1b[D", "q"], || ());
     assert!(
         ended && drawn.contains("look 1 of 3, goes on") && drawn.contains("stands still; space, left"),
         "{drawn:?}"
