@@ -794,6 +794,11 @@ impl Device {
         self.text.features & feature != 0
     }
 
+    /// Returns whether the guest's driver takes no feature, by what the front end says.
+    pub fn takes_nothing(&self) -> bool {
+        self.text.features & !feature::PROTOCOL_FEATURES == 0
+    }
+
     /// Returns the length in bytes of the longest frame that the guest's driver takes: one that is no segment (5.1.4.1).
     #[inline]
     pub fn longest(&self) -> usize {

@@ -12,6 +12,10 @@ pub(super) const LATE_NEWS: Duration = Duration::from_millis(100);
 /// How long a front end may say nothing after it has connected, or within a message.
 const SILENCE: Duration = Duration::from_secs(5);
 
+/// QEMU 7.2 keeps the features of a driver that starts while there is no connection for itself.
+const FORGOTTEN: &str = "the machine's front end names no feature that the guest's driver takes, as QEMU does if its \
+     connection was lost while the driver started; if the guest is not reached, bind its driver anew, or reset the machine";
+
 /// A front end, from its connection on.
 #[derive(Debug)]
 pub(super) struct Machine {
@@ -70,6 +74,9 @@ impl Guest {
         if runs.is_some() && runs != was_running {
             self.clients.attached += 1;
             self.shortages = Default::default();
+            if self.machine.as_ref().is_some_and(|machine| machine.device.takes_nothing()) {
+                self.trouble = Some(FORGOTTEN.to_owned());
+            }
             // The last interrupt by another back end, or by the machine from which the guest came, may have been lost.
             self.must_ring = true;
         }

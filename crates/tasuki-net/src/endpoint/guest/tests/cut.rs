@@ -209,6 +209,19 @@ fn wherever_a_worker_is_killed_while_a_driver_starts_anew_the_rings_begin_at_the
     }
 }
 
+/// QEMU 7.2 does not tell a back end of features that the guest's driver took while there was none.
+#[test]
+fn a_front_end_that_has_forgotten_its_drivers_features_is_told_of() {
+    let mut net = Net::new(2);
+    let mut machine = net.machine(ALL, 64);
+    assert_eq!(net.guest().trouble(), None);
+    cut(&mut net, &mut machine, End::Close);
+    machine.features = PROTOCOL;
+    connect_again(&mut net, &mut machine);
+    let said = net.trouble();
+    assert!(said.contains("no feature that the guest's driver takes") && said.contains("; if the guest"), "{said}");
+}
+
 /// A front end that stopped its rings knows where they stand, also if an earlier connection of it was cut.
 #[test]
 fn a_front_end_that_was_told_where_its_rings_stand_is_believed() {
