@@ -172,6 +172,7 @@ fn with_example(work: &str) -> String {
 /// Returns the least and the most of a type of numbers; beyond TOML's own there is no most.
 fn range_of_type(expected: &str) -> Option<[Option<i64>; 2]> {
     Some(match expected {
+        "u8" => [Some(0), Some(i64::from(u8::MAX))],
         "u16" => [Some(0), Some(i64::from(u16::MAX))],
         "u32" => [Some(0), Some(i64::from(u32::MAX))],
         "u64" => [Some(0), None],
@@ -278,6 +279,10 @@ mod tests {
         (
             "{ tap = { name = \"t\", mtu = \"9000\" } }",
             "mtu = \"9000\" is not a valid number; write a whole one from 68 to 65521, without quotes",
+        ),
+        (
+            "{ tap = { name = \"t\", queues = -1 } }",
+            "queues = -1 is not a valid number; write a whole one from 1 to 8, without quotes",
         ),
         ("{ source = { speed = 1 } }", "the key `speed` means nothing here; there are `rate`, `size`, `to`"),
         ("{ answer = { } }", "the key `address` is missing; add address = …"),
