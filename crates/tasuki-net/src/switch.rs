@@ -95,6 +95,9 @@ pub struct Switch<M = Span<Line>> {
     is_uplink: bool,
     /// For each node, the address that the directory last confirmed as the node's own, as a [number](number_of).
     own: Box<[u64]>,
+    /// For each uplink, the address behind it that was learnt, or let pass if the uplink is this node, last. Forgotten
+    /// when addresses are [aged](Self::age), so that `learnt` knows which are still seen.
+    passing: Box<[u64]>,
     learnt: HashMap<Mac, (u16, Instant)>,
     /// First bytes of the frame that was admitted last.
     front: Box<[u8; FRONT_MAX]>,
@@ -151,6 +154,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     pub fn new(us: u16, directory: Lookup<M>) -> Self {
         let nodes = NodeSet::default();
         let own = vec![NONE; NODES_MAX.into()].into_boxed_slice();
+        let passing = own.clone();
         let (uplinks, learnt) = (nodes, HashMap::new());
         let mut switch = Switch {
             us,
@@ -162,6 +166,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
             uplinks,
             is_uplink: false,
             own,
+            passing,
             learnt,
             front: Box::new([0; FRONT_MAX]),
         };
@@ -187,6 +192,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         alike.for_each(|node| self.nodes.remove(node));
         self.last = None;
         self.own.fill(NONE);
+        self.passing.fill(NONE);
     }
 
     /// Returns the destination of a frame to this address.
@@ -277,7 +283,8 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
             self.look();
         }
         // A group address never matches.
-        (self.own[usize::from(node)] == mac && mac != NONE) || self.may_be_anew(address_of(mac), node)
+        let known = [&self.own, &self.passing].map(|of| of[usize::from(node)]);
+        (known.contains(&mac) && mac != NONE) || self.may_be_anew(address_of(mac), node)
     }
 
     #[cold]
@@ -291,8 +298,11 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
                 self.own[usize::from(node)] = number_of(mac);
             }
             Some(_) => return false,
-            None if node == self.us => return self.is_uplink,
-            None if self.uplinks.contains(node) => self.learn(mac, node, Instant::now()),
+            None if node == self.us && self.is_uplink => self.passing[usize::from(node)] = number_of(mac),
+            None if self.uplinks.contains(node) => {
+                self.learn(mac, node, Instant::now());
+                self.passing[usize::from(node)] = number_of(mac);
+            }
             None => return false,
         }
         true
@@ -303,8 +313,11 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         if self.learnt.len() >= LEARNT_MAX && !self.learnt.contains_key(&mac) {
             return;
         }
-        if self.learnt.insert(mac, (node, now)).is_none_or(|(before, _)| before != node) {
+        let before = self.learnt.insert(mac, (node, now)).map(|(before, _)| before);
+        if before != Some(node) {
             self.last = None;
+            // The station has moved: if it moves back, that is to be learnt.
+            before.into_iter().for_each(|before| self.passing[usize::from(before)] = NONE);
         }
     }
 
@@ -315,6 +328,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
             self.look();
         }
         self.learnt.retain(|_, (_, seen)| now.saturating_duration_since(*seen) < AGEING);
+        self.passing.fill(NONE);
         self.last = None;
     }
 
@@ -395,6 +409,8 @@ mod tests {
         assert_eq!(switch.find(STRANGER), To::Node(2));
         assert!(hears(&mut switch, STRANGER, 3));
         assert_eq!(switch.find(STRANGER), To::Node(3), "it moved");
+        assert!(hears(&mut switch, STRANGER, 2));
+        assert_eq!(switch.find(STRANGER), To::Node(2), "it moved back");
         switch.age(Instant::now() + AGEING);
         assert_eq!(switch.find(STRANGER), To::Uplinks);
     }
@@ -446,6 +462,19 @@ mod tests {
         assert!(hears(&mut switch, ONE, 2) && hears(&mut switch, two, 2), "a node may have several");
         directory.set_uplinks(&set(&[0]));
         assert!(switch.may_send(STRANGER) && !switch.may_send(ONE), "there are others behind us");
+    }
+
+    #[test]
+    fn an_address_that_is_seen_on_and_on_is_not_too_old() {
+        let (mut directory, mut switch) = pair(0);
+        directory.set_uplinks(&set(&[2]));
+        assert!(hears(&mut switch, STRANGER, 2));
+        let long_ago = Instant::now().checked_sub(Duration::from_millis(1)).expect("the machine runs for longer");
+        switch.learnt.get_mut(&STRANGER).expect("it was learnt").1 = long_ago;
+        assert!(hears(&mut switch, STRANGER, 2));
+        switch.age(Instant::now());
+        assert!(hears(&mut switch, STRANGER, 2));
+        assert!(switch.learnt[&STRANGER].1 > long_ago, "seen after it was aged");
     }
 
     #[test]

@@ -296,7 +296,7 @@ impl Egress<'_> {
             }
             Some(several) => {
                 let nodes = self.switch.nodes_of(several);
-                let count = nodes.iter().count();
+                let count = nodes.count();
                 if self.posted > 0 && self.posted + count > self.most {
                     return false;
                 }

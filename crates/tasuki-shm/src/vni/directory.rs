@@ -128,9 +128,22 @@ impl NodeSet {
         self.0[usize::from(node / 64)] >> (node % 64) & 1 == 1
     }
 
-    /// Returns the nodes, lowest number first.
+    /// Returns the number of nodes.
+    pub fn count(&self) -> usize {
+        self.0.iter().map(|word| word.count_ones() as usize).sum()
+    }
+
+    /// Returns the nodes, lowest number first. It takes a step for each node, not for each that there could be: each frame
+    /// for all nodes takes these.
     pub fn iter(&self) -> impl Iterator<Item = u16> {
-        (0..NODES_MAX).filter(|&node| self.contains(node))
+        (0_u16..).step_by(64).zip(self.0).flat_map(|(first, word)| {
+            let mut left = word;
+            std::iter::from_fn(move || {
+                let bit = (left != 0).then(|| left.trailing_zeros())?;
+                left &= left - 1;
+                Some(first + u16::try_from(bit).expect("less than 64"))
+            })
+        })
     }
 }
 
