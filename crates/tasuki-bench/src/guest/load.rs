@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use tasuki_net::endpoint::guest::device::{FROM_GUEST, TO_GUEST};
 
 use super::cpu::{Party, Reading, Threads};
-use super::front::{Front, PAYLOAD, frame};
+use super::front::{Front, PAYLOAD, frame, turn};
 use super::machine::node;
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
@@ -96,19 +96,25 @@ impl Pair {
     /// Waits until a frame has crossed.
     fn await_first(&mut self) -> Result<()> {
         let began = Instant::now();
-        loop {
-            self.fronts[0].send(0, &frame(0))?;
-            thread::sleep(Duration::from_millis(50));
-            while self.fronts[0].is_used(FROM_GUEST) {}
-            let mut came = 0;
-            while self.fronts[1].receive(0)?.is_some() {
-                came += 1;
+        // Both ways: where a machine's address has not been heard from, frames for it go to all, and wait for nobody.
+        let mut back = frame(0);
+        turn(&mut back);
+        for (from, frame) in [(0, frame(0)), (1, back)] {
+            loop {
+                self.fronts[from].send(0, &frame)?;
+                thread::sleep(Duration::from_millis(50));
+                while self.fronts[from].is_used(FROM_GUEST) {}
+                let mut came = 0;
+                while self.fronts[1 - from].receive(0)?.is_some() {
+                    came += 1;
+                }
+                if came > 0 {
+                    break;
+                }
+                ensure!(began.elapsed() < PATIENCE, "no frame crosses: {}", self.system.log("vm"));
             }
-            if came > 0 {
-                return Ok(());
-            }
-            ensure!(began.elapsed() < PATIENCE, "no frame crosses: {}", self.system.log("vm"));
         }
+        Ok(())
     }
 
     /// Sends frames at this rate for some time.

@@ -8,7 +8,7 @@
 //!
 //! - **T1** Only the writer stores; readers map the table read-only.
 //! - **T2** An entry is 0 (free), or an address in bits 16 to 63 and, in the bits below, the number of the node that
-//!   has it plus 1, and [`SHARED`] if other entries for the address may be there.
+//!   has it plus 1, and bit 15 if other entries for the address may be there.
 //! - **T3** An entry lies less than [`REACH`] lines behind the line that its address hashes to.
 //! - **T5** An address has several entries if several nodes share it, each of which drives a queue of one interface:
 //!   up to [`OWNERS_MAX`].

@@ -1,7 +1,6 @@
 //! A namespace whose interface has two queues: one of its node, and one of a node beside it. Needs root.
 
 use std::net::UdpSocket;
-use std::path::Path;
 
 use super::real::released;
 use super::rig::until;
@@ -105,22 +104,21 @@ fn a_queue_comes_and_goes_while_flows_go_on_and_its_interface_stays_as_long() {
 fn a_worker_from_before_queues_and_a_queue_are_not_on_one_vni() {
     let Some(folder) = released() else { return };
     let Some(world) = World::new() else { return };
-    let (old, new) = (folder.join("tasuki-worker"), beside("tasuki-worker").expect("it was looked for"));
-    let upgrade =
-        |with: &Path| ["worker", "upgrade", "desk", "--with", with.to_str().expect("a path")].map(str::to_owned);
-    let words = |words: &[String; 5]| words.each_ref().map(String::as_str).to_vec();
+    let [old, new] = [folder.join("tasuki-worker"), beside("tasuki-worker").expect("it was looked for")];
+    let [old, new] = [&old, &new].map(|path| path.to_str().expect("a path"));
+    let upgrade_to = |program| ["worker", "upgrade", "desk", "--with", program];
     world.add("shop", &world.shop, SHOP, &["--no-shortcut", "--queues", "2"]);
     world.add("desk", &world.desk, DESK, &["--no-shortcut"]);
     world.await_pairs();
-    world.rig.ask(&words(&upgrade(&old)));
+    world.rig.ask(&upgrade_to(old));
     world.rig.ask(&["node", "add", "shop-1", "--queue-of", "shop"]);
     let trouble = "of node desk is from before an interface could have several queues";
     until(&world.rig, "the queue waits", || world.rig.ask(&["events"]).contains(trouble));
     until(&world.rig, "it answers", || world.is_answered(DESK));
-    world.rig.ask(&words(&upgrade(&new)));
+    world.rig.ask(&upgrade_to(new));
     let flows: Vec<_> = (0..FLOWS).map(|_| world.exchange()).collect();
     both_carry(&world);
-    let refused = world.rig.refused(&words(&upgrade(&old)));
+    let refused = world.rig.refused(&upgrade_to(old));
     assert!(refused.contains("from before an interface could have several queues"), "{refused}");
     let tally = sum(flows);
     assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
