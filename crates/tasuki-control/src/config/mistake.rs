@@ -8,11 +8,12 @@ use toml::de::{DeTable, DeValue};
 use super::schema;
 
 /// Works that need more than their name, and the least that they need.
-const EXAMPLES: [(&str, &str); 7] = [
+const EXAMPLES: [(&str, &str); 8] = [
     ("answer", "{ address = \"192.0.2.77\" }"),
     ("interface", "{ name = \"eth1\" }"),
     ("memif", "{ socket = \"/run/web.sock\" }"),
     ("program", "{ path = \"/opt/mine\" }"),
+    ("queue", "{ of = \"web\" }"),
     ("source", "{ rate = 1000 }"),
     ("tap", "{ name = \"nic0\" }"),
     ("vm", "{ socket = \"/run/web.sock\" }"),

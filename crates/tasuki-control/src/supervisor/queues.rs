@@ -30,6 +30,8 @@ impl Supervisor {
     /// Opens the queue that a node drives, unless it is open.
     pub(super) fn make_queue(&mut self, node: &Node) -> Result<()> {
         let Some(of) = node.queue_of().filter(|_| !self.queues.contains_key(&node.name)) else { return Ok(()) };
+        // Once it is open, the kernel gives it flows.
+        node.vni.as_ref().map_or(Ok(()), |vni| self.all_know_sharing(vni))?;
         let (_, first) = self.tap_for(of)?.with_context(|| format!("node {of} has no interface"))?;
         let queue = tasuki_tap::device::another_queue(first.as_fd())
             .with_context(|| format!("the interface of node {of} has no queue for node {}", node.name))?;

@@ -244,9 +244,6 @@ impl Supervisor {
         let lead = self.config.lead_of(self.config.node(&node).context("there is no such node")?);
         let (mac, is_uplink, addresses) = (lead.mac(), lead.has_others(), lead.addresses.clone());
         let lead = lead.name.clone();
-        if lead != node {
-            self.all_know_sharing(&vni)?;
-        }
         let kept = card.kept.as_ref().context("it has no node memory")?;
         let copy = |at: usize| {
             let fd = kept.fds.get(at).context("a descriptor of it is not there")?;
@@ -284,13 +281,13 @@ impl Supervisor {
     }
 
     /// Checks that no worker on a VNI is from before nodes could share an address.
-    fn all_know_sharing(&self, vni: &str) -> Result<()> {
+    pub(super) fn all_know_sharing(&self, vni: &str) -> Result<()> {
         let is_on = |worker: &&Worker| {
             worker.nics.keys().any(|nic| self.cards.get(nic).is_some_and(|card| card.vni() == Some(vni)))
         };
         match self.workers.values().filter(is_on).find(|worker| !worker.knows_sharing()) {
             Some(worker) => anyhow::bail!(
-                "worker {} of node {} is from before an interface could have several queues, and would drop frames of this one; replace it (tasuki worker upgrade {})",
+                "worker {} of node {} is from before an interface could have several queues, and would drop the frames of another one; replace it (tasuki worker upgrade {})",
                 worker.party(),
                 worker.record.node,
                 worker.record.node

@@ -111,11 +111,14 @@ fn a_worker_from_before_queues_and_a_queue_are_not_on_one_vni() {
     world.add("desk", &world.desk, DESK, &["--no-shortcut"]);
     world.await_pairs();
     world.rig.ask(&upgrade_to(old));
-    world.rig.ask(&["node", "add", "shop-1", "--queue-of", "shop"]);
-    let trouble = "of node desk is from before an interface could have several queues";
-    until(&world.rig, "the queue waits", || world.rig.ask(&["events"]).contains(trouble));
+    let add = ["node", "add", "shop-1", "--queue-of", "shop"];
+    let refused = world.rig.refused(&add);
+    assert!(refused.contains("of node desk is from before an interface could have several queues"), "{refused}");
+    assert!(refused.contains("tasuki worker upgrade desk"), "{refused}");
     until(&world.rig, "it answers", || world.is_answered(DESK));
     world.rig.ask(&upgrade_to(new));
+    until(&world.rig, "the stand-by of before has ended", || world.rig.tasuki(&add).status.success());
+    world.rig.await_pair("shop-1");
     let flows: Vec<_> = (0..FLOWS).map(|_| world.exchange()).collect();
     both_carry(&world);
     let refused = world.rig.refused(&upgrade_to(old));
