@@ -96,7 +96,7 @@ pub struct Add {
     #[arg(long, value_name = "NODE")]
     pub queue_of: Option<String>,
     /// Number of queues of the interface: nodes with --queue-of drive all but the first.
-    #[arg(long, requires = "netns")]
+    #[arg(long, requires = "netns", value_parser = clap::value_parser!(u8).range(1..=8))]
     pub queues: Option<u8>,
     /// The node's program is its worker, which gets the frames itself: name it with --work or --program.
     #[arg(long, requires = "handles")]

@@ -152,6 +152,17 @@ fn a_machine_is_not_taken_for_another_whose_connection_was_cut() {
     crossed.check(12, "elsewhere first");
 }
 
+/// Connects a machine whose rings were started anew, and checks that they begin at their beginning.
+fn begins_anew(net: &mut Net, machine: &mut Machine, what: &str) {
+    connect_again(net, machine);
+    received(&mut net.others[0]);
+    let mut crossed = Crossed::default();
+    exchange(net, machine, 0..9);
+    net.settle();
+    crossed.add(net, machine);
+    crossed.check(9, what);
+}
+
 /// A guest that starts its driver anew while its front end is not connected has new rings in the same place.
 #[test]
 fn a_driver_that_starts_anew_while_the_connection_is_cut_begins_at_its_beginning() {
@@ -163,13 +174,7 @@ fn a_driver_that_starts_anew_while_the_connection_is_cut_begins_at_its_beginning
         net.settle();
         cut(&mut net, &mut machine, End::Close);
         machine.start_anew();
-        connect_again(&mut net, &mut machine);
-        received(&mut net.others[0]);
-        let mut crossed = Crossed::default();
-        exchange(&mut net, &mut machine, 0..9);
-        net.settle();
-        crossed.add(&mut net, &mut machine);
-        crossed.check(9, &format!("{features:#x}, {pieces:?}"));
+        begins_anew(&mut net, &mut machine, &format!("{features:#x}, {pieces:?}"));
     }
 }
 
@@ -198,13 +203,7 @@ fn wherever_a_worker_is_killed_while_a_driver_starts_anew_the_rings_begin_at_the
             net.await_news();
             net.settle();
             assert!(machine.is_hung_up());
-            connect_again(&mut net, &mut machine);
-            received(&mut net.others[0]);
-            let mut crossed = Crossed::default();
-            exchange(&mut net, &mut machine, 0..9);
-            net.settle();
-            crossed.add(&mut net, &mut machine);
-            crossed.check(9, &format!("{features:#x}, {pieces:?}, killed after {turns} messages"));
+            begins_anew(&mut net, &mut machine, &format!("{features:#x}, {pieces:?}, killed after {turns} messages"));
         }
     }
 }
