@@ -339,7 +339,7 @@ fn move_indices(listener: &OwnedFd, way: Way, len: usize, (count, is_over): (&At
         looks = looks.wrapping_add(1);
         let Device { memory, queues, .. } = &mut device;
         let Some(queue) = queues[at].as_mut().filter(|_| !looks.is_multiple_of(1 << 14)) else {
-            if let Err(refusal) = channel.hear(&mut device).and_then(|_| channel.answer()) {
+            if let Err(refusal) = channel.hear(&mut device, false).and_then(|_| channel.answer()) {
                 ensure!(refusal == Refusal::Left, "the front end was sent away: {refusal}");
                 return Ok(());
             }

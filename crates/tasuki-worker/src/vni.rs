@@ -91,6 +91,7 @@ pub struct VniAttachment<D: FrameHandler> {
     told_client: Option<(u64, u64)>,
     /// Up to when the reports so far take their share of the time.
     news_at: Instant,
+    awaited_at: Instant,
     told_at: Instant,
     /// Whether the programs behind the endpoint are gone for good and we have reported it.
     is_gone: bool,
@@ -130,6 +131,7 @@ impl<D: FrameHandler> VniAttachment<D> {
             is_gone: false,
             told_client: None,
             news_at: Instant::now(),
+            awaited_at: Instant::now(),
             told_at: Instant::now(),
             told: (0, 0, 0),
             waits_since: None,

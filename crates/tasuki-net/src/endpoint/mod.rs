@@ -273,6 +273,14 @@ pub trait Connection {
         true
     }
 
+    /// Returns whether the program waits until its [parts](Self::parts), as they are now, are passed on.
+    fn waits(&self) -> bool {
+        false
+    }
+
+    /// Takes note that its parts were passed on as they are now, or will be later.
+    fn told(&mut self) {}
+
     /// Returns what another process needs to go on with the program, if one is connected.
     ///
     /// # Errors

@@ -22,6 +22,10 @@ const AGAIN: Duration = Duration::from_millis(20);
 /// is reported, no successor can go on after it.
 const AHEAD: Duration = Duration::from_millis(16 * 20);
 
+/// How far those may be ahead for which a client waits, which are counted apart: the daemon takes 64 reports in a row, and
+/// then one in 10 ms. A machine needs some four for each pair of queues that it sets up.
+const AWAITED_AHEAD: Duration = Duration::from_millis(44 * 20);
+
 /// Least time between two reports of which the second waits for nothing else. Each costs every worker of the node, the
 /// keeper and the daemon a descriptor for each of the client's: a machine has up to 138.
 const APART: Duration = Duration::from_millis(5);
@@ -54,15 +58,22 @@ impl<D: FrameHandler> VniAttachment<D> {
     #[inline]
     pub(super) fn tell_news_of_client(&mut self, common: &mut Common) {
         if let Some(End::Bridge(bridge)) = &mut self.end
-            && let Some(connection) = bridge.end.connection().filter(|connection| connection.has_news())
+            && let Some(connection) = bridge.end.connection().filter(|it| it.has_news() || it.waits())
             && !common.channel.is_behind()
         {
             let now = Instant::now();
             // After the first of several changes in a row, it waits for the last.
             let may_go = connection.is_settled() && self.news_at <= now + AHEAD && self.told_at + APART <= now;
-            let is_due = self.news_at <= now || may_go;
-            if is_due {
+            if !connection.waits() {
+                if self.news_at <= now || may_go {
+                    self.tell_client(&mut common.channel);
+                }
+            } else if connection.has_news() && self.awaited_at <= now + AWAITED_AHEAD {
+                let news_at = self.news_at;
                 self.tell_client(&mut common.channel);
+                (self.news_at, self.awaited_at) = (news_at, self.awaited_at.max(now) + AGAIN);
+            } else {
+                connection.told();
             }
         }
     }
@@ -93,6 +104,11 @@ impl<D: FrameHandler> VniAttachment<D> {
 
     /// Reports the client that is connected, or the one of which this worker last heard, if it has changed.
     fn tell_client(&mut self, channel: &mut DaemonChannel) {
+        self.tell_of_change(channel);
+        self.connection().into_iter().for_each(Connection::told);
+    }
+
+    fn tell_of_change(&mut self, channel: &mut DaemonChannel) {
         let nic = self.given.number;
         let is_known = self.told_client.is_some();
         if is_known && self.connection().is_some_and(|connection| !connection.has_news()) {

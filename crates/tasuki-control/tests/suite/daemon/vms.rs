@@ -19,6 +19,10 @@ use super::real::released;
 use super::rig::{lives, pid, signal, until};
 use super::vnis::{self, SHOP, World};
 
+/// How often a guest's driver starts while its workers are killed, and how many of them each time.
+const ROUNDS: usize = 4;
+const KILLS: usize = 10;
+
 /// Starts a program on stock DPDK that answers `ping`, behind DPDK's front end of vhost-user with rings of this kind.
 fn echoing(socket: &Path, rings: &str) -> Program {
     let path = socket.display();
@@ -220,16 +224,19 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
             world.rig.ask(&["worker", "upgrade", "vm"]);
         });
     }
-    // The guest takes its card away and back: the device is reset, and starts anew.
-    let mut shell = world.shop.within(|| TcpStream::connect((GUEST, 10)).expect("the guest serves a shell"));
-    let commands = "cd /sys/bus/virtio/drivers/virtio_net; its=$(ls -d virtio*)\n\
-                    (sleep 0.2; echo $its > unbind; sleep 0.2; echo $its > bind; sleep 0.2; \
-                    ip address add 192.0.2.9/24 dev eth0; ip link set eth0 up) > /dev/null 2>&1 &\nexit\n";
-    shell.write_all(commands.as_bytes()).expect("it takes commands");
-    until(&world.rig, "it is away", || !world.is_answered(GUEST));
-    until(&world.rig, "it is back", || world.is_answered(GUEST));
-    world.rig.await_pair("vm");
-    world.kill_driver("vm");
+    // The guest takes its card away and back: the device is reset, and starts anew, whatever becomes of its workers.
+    for _ in 0..ROUNDS {
+        let mut shell = world.shop.within(|| TcpStream::connect((GUEST, 10)).expect("the guest serves a shell"));
+        let commands = "cd /sys/bus/virtio/drivers/virtio_net; its=$(ls -d virtio*)\n\
+                        (sleep 0.2; echo $its > unbind; echo $its > bind; \
+                        ip address add 192.0.2.9/24 dev eth0; ip link set eth0 up) > /dev/null 2>&1 &\nexit\n";
+        shell.write_all(commands.as_bytes()).expect("it takes commands");
+        for _ in 0..KILLS {
+            world.rig.await_pair("vm");
+            world.kill_driver("vm");
+        }
+        until(&world.rig, "it is back", || world.is_answered(GUEST));
+    }
     echoed(&world, 7, || {});
     // The daemon dies, and then all workers.
     world.rig.kill_daemon();

@@ -1,7 +1,8 @@
 //! The front end's socket: reads a message at a time, without waiting, and answers.
 //!
-//! A message stays in the socket until the change that it makes is committed. A worker that dies before that leaves it
-//! to its successor: a front end that waits for an answer would wait for ever.
+//! A message stays in the socket until the change that it makes is committed; while a front end sets its device up, until
+//! the daemon has heard of it. A worker that dies before that leaves it to its successor: a front end that waits for an
+//! answer would wait for ever.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -16,12 +17,16 @@ use rustix::net::{
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::device::{Device, Refusal};
+use super::peek;
 use crate::vni::ledger::point;
 
 use super::wire::{BODY_MAX, FDS_MAX, HEAD_LEN, Head, flags, protocol};
 
 /// Length in bytes of the body that most messages have: a ring and a number. One look shows all of such a message.
 const USUAL: usize = 8;
+
+/// Number of messages that stay in the socket at most after they were handled. It has room for some two hundred.
+pub const HELD_MAX: usize = 64;
 
 /// A front end's socket, and the message that is being read.
 #[derive(Debug)]
@@ -35,8 +40,8 @@ pub struct Channel {
     /// Descriptors that came with the bytes that were taken, and with those that were looked at last.
     fds: ArrayVec<OwnedFd, FDS_MAX>,
     looked: ArrayVec<OwnedFd, FDS_MAX>,
-    /// Number of bytes in the socket of a message that was handled.
-    handled: usize,
+    /// Numbers of bytes in the socket of each message that was handled.
+    handled: ArrayVec<usize, HELD_MAX>,
     /// Answers that wait until the state is committed of which they speak.
     answers: Vec<u8>,
 }
@@ -51,7 +56,7 @@ impl Channel {
             taken: 0,
             fds: ArrayVec::new(),
             looked: ArrayVec::new(),
-            handled: 0,
+            handled: ArrayVec::new(),
             answers: Vec::new(),
         }
     }
@@ -71,23 +76,51 @@ impl Channel {
         self.taken > 0
     }
 
+    /// Goes on after a predecessor, which may have died amid a look. Nobody else may look at the socket from now on.
+    pub fn take_over(&self) {
+        // What is no socket of this kind is found when it is read.
+        let _ = peek::at_start(self.socket.as_fd());
+    }
+
+    /// Returns how many messages were handled and are in the socket.
+    pub fn held(&self) -> usize {
+        self.handled.len()
+    }
+
+    fn handled_bytes(&self) -> usize {
+        self.handled.iter().sum()
+    }
+
+    /// Returns whether the front end waits for an answer.
+    pub fn is_asked(&self) -> bool {
+        !self.answers.is_empty()
+    }
+
+    /// Returns whether the socket has something that was not handled.
+    pub fn has_more(&self) -> bool {
+        let look = || recv(&self.socket, &mut [0; 1], RecvFlags::DONTWAIT | RecvFlags::PEEK);
+        peek::behind(self.socket.as_fd(), self.handled_bytes(), look)
+            .is_ok_and(|seen| seen.is_ok_and(|(_, got)| got > 0))
+    }
+
     /// Ends the connection, for all processes that hold the socket.
     pub fn hang_up(&self) {
         super::hang_up(&self.socket);
     }
 
     /// Has `device` handle the front end's next message, if it is there. Returns whether it was. With
-    /// [`answer`](Self::answer) it leaves the socket, and its answer goes; the message behind it comes after that.
+    /// [`answer`](Self::answer) it leaves the socket, and its answer goes. The message behind it comes after that, or before
+    /// if this one has no answer and the channel `holds` what was handled.
     ///
     /// # Errors
     /// Why the front end is to be sent away.
-    pub fn hear(&mut self, device: &mut Device) -> Result<bool, Refusal> {
-        if self.handled > 0 {
+    pub fn hear(&mut self, device: &mut Device, holds: bool) -> Result<bool, Refusal> {
+        if !self.handled.is_empty() && (!holds || self.is_asked() || self.handled.is_full()) {
             return Ok(false);
         }
         let Some(Head { request, flags, .. }) = self.next()? else { return Ok(false) };
         let whole = std::mem::take(&mut self.seen);
-        self.handled = whole - std::mem::take(&mut self.taken);
+        self.handled.push(whole - std::mem::take(&mut self.taken));
         let mut fds = std::mem::take(&mut self.fds);
         self.looked.drain(..).for_each(|descriptor| drop(fds.try_push(descriptor)));
         let done = device.hear(request, &self.bytes[HEAD_LEN..whole], fds);
@@ -128,6 +161,11 @@ impl Channel {
             if self.seen == self.taken {
                 return Ok(None);
             }
+            if !self.handled.is_empty() {
+                // It comes again as a whole, or in parts once those before it have left.
+                self.seen = 0;
+                return Ok(None);
+            }
             // A part that stayed would keep the socket readable, and the thread awake.
             self.take_seen()?;
         }
@@ -138,8 +176,10 @@ impl Channel {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX + 1))];
         let mut beside = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT | RecvFlags::PEEK;
+        let handled = self.handled_bytes();
         let mut parts = [IoSliceMut::new(&mut self.bytes[self.taken..whole])];
-        let got = recvmsg(&self.socket, &mut parts, &mut beside, flags);
+        let look = || recvmsg(&self.socket, &mut parts, &mut beside, flags);
+        let got = peek::behind(self.socket.as_fd(), handled, look).and_then(|got| got);
         self.looked.clear();
         for message in beside.drain() {
             if let RecvAncillaryMessage::ScmRights(descriptors) = message {
@@ -185,18 +225,20 @@ impl Channel {
         self.answers.extend_from_slice(body);
     }
 
-    /// Takes the message that was handled from the socket, and sends its answer.
+    /// Takes the messages that were handled from the socket, and sends the answer to the last one.
     ///
     /// # Errors
     /// The front end does not read its answers.
     #[inline]
     pub fn answer(&mut self) -> Result<(), Refusal> {
-        if self.handled == 0 {
+        if self.handled.is_empty() {
             return Ok(());
         }
-        let handled = std::mem::take(&mut self.handled);
         point("guest.answering");
-        self.drop_bytes(handled)?;
+        // Each leaves as a whole: a worker may die between two.
+        for handled in std::mem::take(&mut self.handled) {
+            self.drop_bytes(handled)?;
+        }
         point("guest.answered");
         if self.answers.is_empty() {
             return Ok(());

@@ -237,6 +237,8 @@ pub struct Device {
     interrupts: [Interrupt; RINGS_MAX],
     /// The node's journal, once the device is served.
     pub journal: Option<Journal>,
+    /// A ring that ran was closed since this was unset.
+    pub has_closed: bool,
     /// The log of written pages. It is written while the front end has [`feature::LOG_ALL`].
     log: Option<OwnedFd>,
     /// Station address of a guest that came from another place and cannot announce itself, until we have.
@@ -270,6 +272,7 @@ impl Default for Device {
             has_kick_gone: false,
             interrupts: std::array::from_fn(|_| Interrupt::default()),
             journal: None,
+            has_closed: false,
             log: None,
             announced: None,
             memory: DriverMemory::default(),
@@ -444,9 +447,12 @@ impl Device {
                 let RingState { index, number } = body(request, bytes)?;
                 // The upper half is of packed rings: where the next used descriptor goes. That is the same place, since a
                 // ring that stops has completed what was taken; DPDK's front end says 0.
+                let is_open = self.queues.get(index as usize).is_some_and(Option::is_some);
                 let ring = self.ring(index.into())?;
-                ring.base = u16::try_from(number & 0xffff).expect("two bytes");
-                ring.stated = ring.base;
+                ring.stated = u16::try_from(number & 0xffff).expect("two bytes");
+                if !is_open {
+                    ring.base = ring.stated;
+                }
             }
             request::GET_VRING_BASE => {
                 let RingState { index, .. } = body(request, bytes)?;
@@ -541,9 +547,7 @@ impl Device {
         ring.has_kick = fd.is_some();
         ring.is_started = true;
         self.set_kick(at, fd);
-        self.queues[at] = None;
-        self.count_pairs();
-        self.interrupts[at].flush();
+        self.close(at);
         self.open_queues()
     }
 
@@ -636,6 +640,7 @@ impl Device {
             (self.text.rings[at].base, self.text.rings[at].done) = queue.positions();
             let ran = Ran { session: self.text.session, stated: self.text.rings[at].stated, runs: false };
             self.journal.iter().for_each(|journal| journal.change(at, ran));
+            self.has_closed = true;
             self.count_pairs();
         }
     }
@@ -665,12 +670,13 @@ impl Device {
                 queue.want_kicks(false);
             }
             let ring = &mut self.text.rings[at];
-            (ring.done, ring.has_run) = (queue.positions().1, true);
+            ((ring.base, ring.done), ring.has_run) = (queue.positions(), true);
             let ran = Ran { session: self.text.session, stated: ring.stated, runs: true };
+            let position = ring.done;
             self.queues[at] = Some(queue);
             if let Some((journal, identity)) = self.journal.as_ref().zip(self.identity(at)) {
                 // Where an earlier connection ended does not count any more.
-                journal.open(at, ran, identity);
+                journal.open(at, ran, identity, position);
             }
         }
         self.count_pairs();
@@ -705,9 +711,11 @@ impl Device {
         let RingText { base, place, .. } = self.text.rings[at];
         let ring = self.split(at, base, None)?;
         let used = ring.positions().1;
-        let left = self.left(at, used).map(|(_, left)| left.position);
-        let left = left.filter(|position| base == used && (1..=place.size).contains(&position.wrapping_sub(used)));
-        let Some(position) = left else { return Ok(ring) };
+        let left = self.left(at, base).map(|(_, left)| left.position);
+        // It may have shown the driver all that is completed since.
+        let is_between = |position: &u16| [base, *position].contains(&used);
+        let left = left.filter(|position| (1..=place.size).contains(&position.wrapping_sub(base)));
+        let Some(position) = left.filter(is_between) else { return Ok(ring) };
         let mut ring = self.split(at, position, Some(position))?;
         ring.show_again();
         Ok(ring)
@@ -792,6 +800,17 @@ impl Device {
     #[inline]
     pub fn has(&self, feature: u64) -> bool {
         self.text.features & feature != 0
+    }
+
+    /// Returns whether the front end has said nothing of its device.
+    pub fn has_heard_nothing(&self) -> bool {
+        let Text { features, protocol_features, rings, .. } = &self.text;
+        (*features, *protocol_features, rings.len()) == (0, 0, 0)
+    }
+
+    /// Notes that the messages that led to this state leave the front end's socket, and whether it waits for an answer.
+    pub fn let_go(&self, is_asked: bool) {
+        self.journal.iter().for_each(|journal| journal.let_go(self.text.session, is_asked));
     }
 
     /// Returns whether the guest's driver takes no feature, by what the front end says.
@@ -964,20 +983,31 @@ impl Device {
         Ok(device)
     }
 
-    /// Goes on where a predecessor stopped, whose last mark this is, and whose journal it has.
+    /// Goes on where a predecessor stopped, whose last mark this is, and whose journal it has. Returns whether the
+    /// predecessor had heard more than the description says, which the front end's socket still has, as `has_more` says: no
+    /// frame moved since the description.
     ///
     /// # Errors
-    /// The mark is of a later state than the description, or a ring is broken.
-    pub fn go_on(&mut self, marks: Option<&Marks>) -> Result<(), Refusal> {
+    /// The mark is of a later state than the description, or an answer may be missing, or a ring is broken.
+    pub fn go_on(&mut self, marks: Option<&Marks>, has_more: impl FnOnce() -> bool) -> Result<bool, Refusal> {
         let session = marks.map(session_of);
-        let is_later = |session: u32| (1..1 << 31).contains(&session.wrapping_sub(self.text.session));
-        if session.is_some_and(is_later) {
+        let heard_more = session.is_some_and(|session| is_later(session, self.text.session));
+        let let_go = self.journal.as_ref().and_then(Journal::has_let_go);
+        let has_all = let_go.is_some_and(|(session, _)| !is_later(session, self.text.session));
+        // A front end that waits for an answer says nothing more.
+        let is_asked = let_go.is_some_and(|(_, is_asked)| is_asked);
+        if heard_more && !has_all || (heard_more || is_asked) && !has_more() {
             return Err(Refusal::Stale);
         }
         if self.text.rings.len() > self.room() {
             return Err(Refusal::Ring { ring: self.text.rings.len() as u64 - 1, rings: self.room() });
         }
-        let marks = marks.filter(|_| session == Some(self.text.session));
+        let marks = marks.filter(|_| heard_more || session == Some(self.text.session));
+        self.leave_opened();
+        if let Some(marks) = marks.filter(|_| heard_more) {
+            // No number comes twice.
+            self.follow(session_of(marks));
+        }
         let has_protocol = self.has(feature::PROTOCOL_FEATURES);
         let can_note = self.can_note();
         for (at, ring) in self.text.rings.iter().enumerate() {
@@ -1003,8 +1033,27 @@ impl Device {
             self.queues[at] = Some(queue);
         }
         self.count_pairs();
-        Ok(())
+        Ok(heard_more)
     }
+
+    /// Notes where the rings stand that a predecessor opened after this description: their front end's messages, which are in
+    /// the socket, open them again.
+    fn leave_opened(&self) {
+        let Some(journal) = &self.journal else { return };
+        for at in 0..self.room() {
+            if let Some((Ran { session, stated, runs: true }, ring)) = journal.ran(at)
+                && is_later(session, self.text.session)
+                && let Some(position) = journal.opened_at(at)
+            {
+                journal.leave(at, Left { session: journal.noted_in(at).max(1), stated, position, ring });
+            }
+        }
+    }
+}
+
+/// Returns whether a session is later than another.
+fn is_later(session: u32, than: u32) -> bool {
+    (1..1 << 31).contains(&session.wrapping_sub(than))
 }
 
 /// Returns the position of a ring's next completion, by the mark of its pair.

@@ -12,6 +12,8 @@
 //! | 1..   | completions, as the ring has them                                                                     |
 //! | 496.. | [counts](super::counts) of the queue, of either layout                                              |
 //! | 504   | on the first page: number of pairs that have run, of which there are counts                          |
+//! | 505   | on the first page: session up to which messages may have left the front end's socket; whether the last of them may be unanswered (2); 1 if both are known |
+//! | 506   | where the ring stood when it was opened last: position of the next completion, and 1 << 16 if it is known |
 //! | 508   | what last changed of the ring ([`Ran`]): session (32 bits; 0 if nothing is known), position that the front end knew, whether it runs since then; which ring it is stands in the last two words |
 //! | 509.. | where the ring stood when its front end's connection ended ([`Left`]): session (32 bits; 0 if none is known), position that the front end knows, position; file of the memory; address |
 //!
@@ -34,9 +36,11 @@ const WORDS: usize = LEDGER_LINES * LINE_WORDS;
 /// The first word of the queue's counts, and the first of its last place.
 const COUNTS: usize = QUEUE_COUNTS_LINE * LINE_WORDS;
 const PAIRS: usize = QUEUE_PAIRS_LINE * LINE_WORDS;
+const LET_GO: usize = PAIRS + 1;
+const OPENED: usize = LET_GO + 1;
 const LEFT: usize = WORDS - 3;
 const RAN: usize = LEFT - 1;
-const _: () = assert!(COMPLETIONS_MAX < COUNTS && COUNTS + LINE_WORDS <= PAIRS && PAIRS < RAN);
+const _: () = assert!(COMPLETIONS_MAX < COUNTS && COUNTS + LINE_WORDS <= PAIRS && OPENED < RAN);
 const _: () = assert!(RINGS_MAX <= JOURNAL_PAGES);
 
 /// The completions in a ring.
@@ -120,6 +124,11 @@ impl Journal {
         is_known.then(|| Noted { first, completions: words.collect() })
     }
 
+    /// Returns the session in which a predecessor noted completions of a ring last.
+    pub fn noted_in(&self, ring: usize) -> u32 {
+        u32::try_from(self.word(ring, 0).load(Acquire) >> 32).expect("four bytes")
+    }
+
     /// Returns how many rings it has room for: less than [`RINGS_MAX`] in memory of an earlier daemon.
     pub fn room(&self) -> usize {
         (self.0.len() * LINE_WORDS / WORDS).min(RINGS_MAX)
@@ -135,6 +144,18 @@ impl Journal {
     /// Returns how many pairs have run at a time.
     pub fn pairs(&self) -> usize {
         usize::try_from(self.word(0, PAIRS).load(Relaxed)).map_or(0, |pairs| pairs.min(self.room() / 2))
+    }
+
+    /// Notes that messages leave the front end's socket that led to this session, and whether it waits for an answer.
+    pub fn let_go(&self, session: u32, is_asked: bool) {
+        self.word(0, LET_GO).store(u64::from(session) << 32 | u64::from(is_asked) << 1 | 1, Release);
+    }
+
+    /// Returns the session up to which messages may have left the front end's socket, and whether it may wait for an answer
+    /// to one that has. An earlier worker notes nothing.
+    pub fn has_let_go(&self) -> Option<(u32, bool)> {
+        let word = self.word(0, LET_GO).load(Acquire);
+        (word & 1 == 1).then(|| (u32::try_from(word >> 32).expect("four bytes"), word >> 1 & 1 == 1))
     }
 
     /// Adds to the counts of a queue.
@@ -180,12 +201,22 @@ impl Journal {
         Identity { file, address }
     }
 
-    /// Notes that this ring is opened, and forgets where it stood when an earlier connection ended.
-    pub fn open(&self, ring: usize, ran: Ran, identity: Identity) {
-        self.forget(ring);
-        self.word(ring, RAN).store(0, Relaxed);
-        self.identify(ring, identity);
+    /// Notes that this ring is opened at a position, and forgets where it stood when an earlier connection ended.
+    pub fn open(&self, ring: usize, ran: Ran, identity: Identity, position: u16) {
+        if self.identity(ring) != identity {
+            self.forget(ring);
+            self.word(ring, RAN).store(0, Relaxed);
+            self.identify(ring, identity);
+        }
+        self.word(ring, OPENED).store(1 << 16 | u64::from(position), Relaxed);
         self.change(ring, ran);
+        self.forget(ring);
+    }
+
+    /// Returns where a ring stood when it was opened last. An earlier worker notes nothing.
+    pub fn opened_at(&self, ring: usize) -> Option<u16> {
+        let word = self.word(ring, OPENED).load(Relaxed);
+        (word >> 16 == 1).then(|| u16::try_from(word & 0xffff).expect("two bytes"))
     }
 
     /// Notes that the ring is opened or closed.

@@ -1,6 +1,7 @@
 //! The machines that are connected: one that is served, and a second for a guest that migrates. And how they go to a
 //! successor.
 
+use super::channel::HELD_MAX;
 use super::*;
 
 /// Maximum number of connections that are accepted in one turn.
@@ -11,6 +12,15 @@ pub(super) const LATE_NEWS: Duration = Duration::from_millis(100);
 
 /// How long a front end may say nothing after it has connected, or within a message.
 const SILENCE: Duration = Duration::from_secs(5);
+
+/// How long nothing comes from a front end that has set its device up. QEMU's messages are microseconds apart.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// How long a device that runs counts as one that is set up: its frames wait meanwhile.
+const SET_UP: Duration = Duration::from_millis(20);
+
+/// How long a front end waits for the daemon to hear of its device: QEMU's main loop waits with it.
+const PATIENCE: Duration = Duration::from_millis(10);
 
 /// QEMU 7.2 keeps the features of a driver that starts while there is no connection for itself.
 const FORGOTTEN: &str = "the machine's front end names no feature that the guest's driver takes, as QEMU does if its \
@@ -24,18 +34,117 @@ pub(super) struct Machine {
     /// When it connected, until it has said something; or when a message began whose rest has yet to come. What came with
     /// that part may keep the connection open after the front end has gone: its own socket.
     silent: Option<Instant>,
+    /// Whether the daemon has its parts: a worker that dies leaves them to its successor.
+    is_kept: bool,
+    set_up: Option<SetUp>,
+}
+
+/// A front end that changes its device: each message leaves its socket once the daemon has heard what it led to, so a
+/// successor hears the others. A front end that is sent away amid a set-up may forget what its guest's driver wants.
+#[derive(Debug)]
+struct SetUp {
+    heard_at: Instant,
+    /// Until when more is expected, if the device runs.
+    runs_until: Option<Instant>,
+    /// Since when the front end waits for the daemon to hear of it.
+    due_since: Option<Instant>,
+}
+
+impl SetUp {
+    fn new() -> Self {
+        SetUp { heard_at: Instant::now(), runs_until: None, due_since: None }
+    }
+
+    /// Returns whether nothing more is expected, of a device that runs.
+    fn is_over(&self, now: Instant) -> bool {
+        self.runs_until.is_some_and(|until| now >= until || self.is_still(now))
+    }
+
+    fn is_still(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.heard_at) >= PAUSE
+    }
 }
 
 impl Machine {
+    /// Serves the front end behind `channel`.
+    pub(super) fn new(channel: Channel, device: Device) -> Self {
+        Machine { channel, device, silent: Some(Instant::now()), is_kept: false, set_up: None }
+    }
+
+    /// Goes on with the front end of a predecessor.
+    fn again(channel: Channel, device: Device) -> Self {
+        let silent = device.has_heard_nothing().then(Instant::now);
+        Machine { silent, is_kept: true, ..Machine::new(channel, device) }
+    }
+
     /// Handles the front end's next message. Returns whether there was one: another may be behind it.
     fn hear(&mut self) -> Result<bool, Refusal> {
-        let heard = self.channel.hear(&mut self.device)?;
+        if self.waits() {
+            return Ok(false);
+        }
+        let heard = self.channel.hear(&mut self.device, self.set_up.is_some())?;
         if heard {
+            self.set_up.iter_mut().for_each(|it| it.heard_at = Instant::now());
             self.silent = None;
         } else if self.channel.is_within() {
             self.silent.get_or_insert_with(Instant::now);
         }
         Ok(heard)
+    }
+
+    /// Takes note of where its set-up is. Returns whether frames wait for its end.
+    pub(super) fn look_at_set_up(&mut self) -> bool {
+        let (runs, held) = (self.device.is_running(), self.channel.held());
+        if !self.is_kept || runs && held == 0 && self.set_up.is_none() {
+            return false;
+        }
+        let now = Instant::now();
+        // A device that runs is seldom changed more than once.
+        let is_change = runs && self.set_up.is_none();
+        let it = self.set_up.get_or_insert_with(SetUp::new);
+        it.runs_until = it.runs_until.or(Some(if is_change { now } else { now + SET_UP })).filter(|_| runs);
+        let is_over = it.is_over(now) || held > 0 && it.is_still(now);
+        let is_due = is_over || self.channel.is_asked() || self.device.has_closed || held == HELD_MAX;
+        it.due_since = it.due_since.or(Some(now)).filter(|_| is_due);
+        runs
+    }
+
+    /// Returns whether the front end waits for the daemon to hear of its device.
+    pub(super) fn waits(&self) -> bool {
+        self.set_up.as_ref().is_some_and(|it| it.due_since.is_some())
+    }
+
+    /// Returns whether there is more to do for its set-up, though nothing comes.
+    pub(super) fn is_set_up(&self) -> bool {
+        self.set_up
+            .as_ref()
+            .is_some_and(|it| it.runs_until.is_some() || it.due_since.is_some() || self.channel.held() > 0)
+    }
+
+    /// Answers what was handled in this turn, which is committed; amid a set-up only once the daemon has heard of it, or will
+    /// not.
+    pub(super) fn commit(&mut self) -> Result<(), Refusal> {
+        let is_ripe = |it: &SetUp| it.due_since.is_some_and(|since| since.elapsed() >= PATIENCE);
+        if self.set_up.as_ref().is_none_or(is_ripe) { self.let_go() } else { Ok(()) }
+    }
+
+    /// Lets go of the messages that were handled. The last of a set-up ends it.
+    pub(super) fn let_go(&mut self) -> Result<(), Refusal> {
+        self.device.has_closed = false;
+        if let Some(it) = &mut self.set_up {
+            it.due_since = None;
+            self.set_up.take_if(|it| it.is_over(Instant::now()));
+        }
+        if self.channel.held() == 0 {
+            return Ok(());
+        }
+        let is_asked = self.channel.is_asked();
+        self.device.let_go(is_asked);
+        self.channel.answer()?;
+        if is_asked {
+            self.device.let_go(false);
+        }
+        Ok(())
     }
 
     /// Returns whether it is to be sent away if it goes on to say nothing.
@@ -106,9 +215,13 @@ impl Guest {
                 continue;
             }
             if self.listener.watch(socket.as_fd()).is_ok() {
-                let (channel, device) = (Channel::new(socket), Device::new(self.session, self.journal.clone()));
-                let machine = Some(Box::new(Machine { channel, device, silent: Some(Instant::now()) }));
-                *(if self.machine.is_none() { &mut self.machine } else { &mut self.other }) = machine;
+                let device = Device::new(self.session, self.journal.clone());
+                let machine = Some(Box::new(Machine::new(Channel::new(socket), device)));
+                if self.machine.is_none() {
+                    (self.machine, self.has_news) = (machine, true);
+                } else {
+                    self.other = machine;
+                }
             }
         }
     }
@@ -263,14 +376,20 @@ impl Guest {
         // The daemon hears from us when this machine leaves only if it has heard of it from us before.
         self.has_news = true;
         machine.device.journal = self.journal.clone();
-        let went = machine.device.go_on(self.marks.as_ref());
+        let Machine { channel, device, .. } = &mut *machine;
+        channel.take_over();
+        let went = device.go_on(self.marks.as_ref(), || channel.has_more());
         if went == Err(Refusal::Stale) {
             self.stale = Some((machine, Instant::now()));
             return;
         }
         self.stale = None;
+        let is_amid = went == Ok(true);
+        if is_amid {
+            machine.set_up = Some(SetUp::new());
+        }
         // The first turn is for frames.
-        (self.machine, self.must_hear, self.must_ring) = (Some(machine), false, true);
+        (self.machine, self.must_hear, self.must_ring) = (Some(machine), is_amid, true);
         self.must_watch = true;
         self.look_at_all();
         if let Err(refusal) = went {
@@ -289,14 +408,22 @@ impl Connection for Guest {
         !self.must_hear
     }
 
-    /// A front end whose device does not run yet has no parts: it connects again when its worker is replaced.
+    fn waits(&self) -> bool {
+        self.machine.as_ref().is_some_and(|machine| machine.waits())
+    }
+
+    fn told(&mut self) {
+        if let Some(machine) = &mut self.machine {
+            machine.is_kept = true;
+            if let Err(refusal) = machine.let_go() {
+                self.end(&refusal);
+            }
+        }
+    }
+
     fn parts(&mut self) -> io::Result<Option<Parts>> {
         self.has_news = false;
-        let machine = match (&self.machine, &self.inherited) {
-            (Some(machine), _) if self.is_running() => machine,
-            (None, Some(machine)) => machine,
-            _ => return Ok(None),
-        };
+        let Some(machine) = self.machine.as_ref().or(self.inherited.as_ref()) else { return Ok(None) };
         let fds = [machine.channel.socket()].into_iter().chain(machine.device.fds());
         Ok(Some(Parts {
             name: "a virtual machine".to_owned(),
@@ -316,7 +443,7 @@ impl Connection for Guest {
         let channel = Channel::new(socket);
         // A front end that no successor can serve has to connect again.
         let device = Device::again(&text, fds).inspect_err(|_| channel.hang_up())?;
-        let machine = Box::new(Machine { channel, device, silent: None });
+        let machine = Box::new(Machine::again(channel, device));
         if self.serves {
             self.go_on_now(machine);
         } else {

@@ -16,6 +16,7 @@
 //! | `interrupt`   | when an interrupt goes, and when it waits         |
 //! | [`journal`]   | completions in packed rings, for a successor      |
 //! | `machines`    | connections, and a guest that migrates            |
+//! | `peek`        | a look at what waits in the socket                |
 //! | `to_guest`    | the way of a frame into the guest's buffers       |
 //!
 //! # Exactly once
@@ -31,6 +32,7 @@ mod from_guest;
 mod interrupt;
 pub mod journal;
 mod machines;
+mod peek;
 mod to_guest;
 pub mod wire;
 
@@ -276,9 +278,10 @@ impl Endpoint for Guest {
             self.must_hear = true;
             self.machine.iter().flat_map(|machine| machine.device.calls()).for_each(ring);
         }
-        let in_handshake = self.machine.is_some() && !self.is_running();
-        if self.must_hear || in_handshake || self.turns.is_multiple_of(ATTEND_EVERY) {
+        let in_set_up = self.machine.as_ref().is_some_and(|it| !it.device.is_running() || it.is_set_up());
+        if self.must_hear || in_set_up || self.turns.is_multiple_of(ATTEND_EVERY) {
             self.hear();
+            self.heard |= self.machine.as_mut().is_some_and(|machine| machine.look_at_set_up());
             if self.machine.as_ref().is_some_and(|machine| machine.device.memory.is_gone()) {
                 self.end(&Broken::Gone.into());
             }
@@ -321,7 +324,7 @@ impl Endpoint for Guest {
             self.refuse_other(&other, &refusal);
         }
         if let Some(machine) = &mut self.machine {
-            if let Err(refusal) = machine.channel.answer() {
+            if let Err(refusal) = machine.commit() {
                 self.broken.get_or_insert(refusal);
             }
             self.clients.interrupts += machine.device.show(self.interrupt_every, &mut self.counts);
@@ -333,7 +336,7 @@ impl Endpoint for Guest {
     }
 
     fn arm(&mut self, waits: bool) -> Armed {
-        if self.must_hear {
+        if self.must_hear || self.machine.as_ref().is_some_and(|machine| machine.is_set_up()) {
             // More of the same may be there, and each message brings other descriptors to watch.
             return Armed::Busy;
         }
@@ -404,14 +407,13 @@ impl Endpoint for Guest {
         is_silent || self.machine.is_some() && (self.must_watch || !self.is_running())
     }
 
-    /// Reads the rest of a message that has begun, and sends away a front end whose device does not run yet.
+    /// Reads the rest of a message that has begun, and sends a front end away if it does not come.
     fn finish(&mut self) {
         let until = Instant::now() + LAST_WORD;
         while self.machine.as_ref().is_some_and(|machine| machine.channel.is_within()) && Instant::now() < until {
             self.hear();
         }
-        let is_within = self.machine.as_ref().is_some_and(|machine| machine.channel.is_within());
-        if !self.is_running() || is_within {
+        if self.machine.as_ref().is_some_and(|machine| machine.channel.is_within()) {
             self.dismiss(Dismissal::Moved);
         }
     }
@@ -424,10 +426,9 @@ impl Endpoint for Guest {
         self.inherited = self.stale.take().map(|(machine, _)| machine);
         if let Some(mut machine) = self.machine.take() {
             self.session = machine.device.session();
-            let is_running = machine.device.is_running();
             machine.device.forget_queues();
             // It is ours again if the successor gives the lease back.
-            self.inherited = is_running.then_some(machine);
+            self.inherited = Some(machine);
         }
         self.must_watch = true;
     }

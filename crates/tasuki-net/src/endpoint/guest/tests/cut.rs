@@ -6,7 +6,7 @@ use super::*;
 
 /// How a connection ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
+pub(super) enum End {
     /// The front end is sent away.
     Breach,
     /// The front end closes it.
@@ -16,7 +16,7 @@ enum End {
 }
 
 /// Ends the connection of a machine, whose worker sleeps.
-fn cut(net: &mut Net, machine: &mut Machine, end: End) {
+pub(super) fn cut(net: &mut Net, machine: &mut Machine, end: End) {
     let node = net.node.as_mut().unwrap();
     while node.arm() == Armed::Busy {
         node.turn();

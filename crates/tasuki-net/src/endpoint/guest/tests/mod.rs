@@ -10,6 +10,7 @@ use crate::endpoint::Bridge;
 use crate::endpoint::rate::{Limit, Rate, Rates};
 use crate::vni::Vni;
 use crate::vni::fixture::{Nodes, frame, listen, mac, received};
+use crate::vni::ledger::point;
 use crate::vni::mortal::lives_for;
 
 /// A machine written from the specifications.
@@ -24,6 +25,7 @@ mod migration;
 mod packed;
 mod pairs;
 mod second;
+mod set_up;
 
 const US: u16 = 0;
 const OTHER: u16 = 1;
@@ -49,6 +51,26 @@ struct Net {
     folder: tempfile::TempDir,
     node: Option<Bridge<Guest>>,
     interrupt_every: Duration,
+    /// What the daemon was told last.
+    known: Option<Parts>,
+}
+
+/// Copies parts, as the daemon does for each worker.
+fn copy_of(Parts { name, number, version, text, fds }: &Parts) -> Parts {
+    let fds = fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
+    Parts { name: name.clone(), number: *number, version: *version, text: text.clone(), fds }
+}
+
+/// Takes a turn of a worker, which tells the daemon of a front end that waits for that.
+fn turn_of(node: &mut Bridge<Guest>, known: &mut Option<Parts>) {
+    node.rest(Duration::ZERO);
+    node.turn();
+    if node.end.waits() {
+        point("worker.telling");
+        *known = node.end.parts().unwrap();
+        point("worker.told");
+        node.end.told();
+    }
 }
 
 impl Net {
@@ -57,7 +79,7 @@ impl Net {
         let others = (OTHER..count).map(|number| nodes.end(number)).collect();
         let folder = tempfile::tempdir().unwrap();
         let listener = listen(&folder.path().join("vm.sock"), SocketType::STREAM);
-        let mut net = Net { nodes, others, listener, folder, node: None, interrupt_every: Duration::ZERO };
+        let mut net = Net { nodes, others, listener, folder, node: None, interrupt_every: Duration::ZERO, known: None };
         net.node = Some(net.worker());
         net
     }
@@ -74,9 +96,7 @@ impl Net {
     }
 
     fn turn(&mut self) {
-        let node = self.node.as_mut().unwrap();
-        node.rest(Duration::ZERO);
-        node.turn();
+        turn_of(self.node.as_mut().unwrap(), &mut self.known);
     }
 
     fn settle(&mut self) {
@@ -94,20 +114,18 @@ impl Net {
         &mut self.node.as_mut().unwrap().end
     }
 
+    /// Returns what the worker tells the daemon.
     fn parts(&mut self) -> Parts {
-        self.guest().parts().unwrap().expect("it runs")
+        let parts = self.guest().parts().unwrap().expect("a machine is connected");
+        self.guest().told();
+        parts
     }
 
     /// Lets the worker take turns until it has passed `places` places in its code, and kills it there. Returns false if
     /// it came to the end of the turns. It is gone in any case.
     fn kill(&mut self, places: u32, turns: u32) -> bool {
         let mut node = self.node.take().unwrap();
-        lives_for(places, || {
-            (0..turns).for_each(|_| {
-                node.rest(Duration::ZERO);
-                node.turn();
-            });
-        })
+        lives_for(places, || (0..turns).for_each(|_| turn_of(&mut node, &mut self.known)))
     }
 
     fn replace(&mut self, parts: Parts) {
@@ -650,6 +668,7 @@ fn wherever_a_worker_is_killed_a_front_end_that_asks_is_answered_or_sent_away() 
         if !was_killed {
             break;
         }
+        let parts = net.known.take().unwrap_or(parts);
         net.replace(parts);
         net.settle();
         net.await_news();
@@ -665,8 +684,8 @@ fn wherever_a_worker_is_killed_a_front_end_that_asks_is_answered_or_sent_away() 
             }
         }
     }
-    // Before the change is committed, the successor answers; from there to the answer, it knows too little.
-    assert_eq!((&answered[..2], &sent_away[..]), (&[0, 1][..], &[2, 3, 4][..]));
+    // Nobody knows whether the answer went if the worker dies between the message's leaving and the answer's.
+    assert!(answered.len() > 6 && sent_away.len() == 1, "{answered:?}, {sent_away:?}");
 }
 
 #[test]

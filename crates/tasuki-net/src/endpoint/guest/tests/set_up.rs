@@ -1,0 +1,181 @@
+//! Workers that are killed while a front end sets its device up: it notices nothing, for one that is sent away amid that
+//! may forget what its guest's driver wants.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use super::cut::{End, cut};
+use super::migration::{exchange, right};
+use super::*;
+
+/// What crossed, there and back.
+type Crossed = [Vec<Vec<u8>>; 2];
+
+/// A place at which a worker is killed: after so many turns, and so many places in the next one.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    turns: u32,
+    places: u32,
+}
+
+/// Gives a worker its turns, and kills it at a place.
+struct Fate {
+    at: Place,
+    turn: u32,
+    was_killed: bool,
+}
+
+/// A worker was killed between a message that asks, which it had taken, and the answer: its front end is sent away.
+struct SentAway;
+
+impl Fate {
+    fn new(at: Place) -> Self {
+        Fate { at, turn: 0, was_killed: false }
+    }
+
+    /// Gives the worker of a front end that the daemon knows a turn.
+    fn turn(&mut self, net: &mut Net) {
+        if net.known.is_none() {
+            net.turn();
+            // The daemon is told of a connection at once.
+            if net.guest().machine.is_some() {
+                net.known = Some(net.parts());
+            }
+            return;
+        }
+        if self.turn == self.at.turns && !self.was_killed {
+            self.was_killed = net.kill(self.at.places, 1);
+            let parts = copy_of(net.known.as_ref().expect("the daemon knows it"));
+            let look = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+            let is_empty = rustix::net::recv(&parts.fds[0], &mut [0; 1], look).is_err();
+            net.replace(parts);
+            let has_let_go = net.guest().journal.as_ref().unwrap().has_let_go();
+            if self.was_killed && is_empty && has_let_go.is_some_and(|(_, is_asked)| is_asked) {
+                resume_unwind(Box::new(SentAway));
+            }
+            // It lived, and came to no further place in this turn.
+            if !self.was_killed {
+                self.at = Place { turns: self.at.turns + 1, places: 0 };
+            }
+        } else {
+            net.turn();
+        }
+        self.turn += 1;
+    }
+}
+
+/// Waits until the device runs and its frames do not wait for its set-up.
+fn await_running(net: &mut Net) {
+    while !net.guest().is_running() || net.guest().heard || net.guest().machine.as_ref().unwrap().is_set_up() {
+        net.turn();
+    }
+}
+
+fn cross(net: &mut Net, machine: &mut Machine, numbers: std::ops::Range<usize>, crossed: &mut Crossed) {
+    exchange(net, machine, numbers);
+    net.settle();
+    crossed[0].extend(received(&mut net.others[0]));
+    // Each pair keeps the order of its own frames.
+    crossed[1].extend((0..machine.kicks.len() / 2).flat_map(|pair| machine.receive_by_pair(pair)));
+    crossed[1].sort();
+}
+
+fn check([there, back]: &Crossed, count: usize, what: &str) {
+    let mut all = right(US, OTHER, count);
+    all.sort();
+    assert!(*there == right(OTHER, US, count), "{} there, {what}", there.len());
+    assert!(*back == all, "{} back, {what}", back.len());
+}
+
+/// Runs `story` with workers that are killed at every place of it, until none is.
+fn wherever(mut story: impl FnMut(&mut Fate)) {
+    let (mut at, mut kills, mut sent_away) = (Place { turns: 0, places: 0 }, 0, 0);
+    loop {
+        let mut fate = Fate::new(at);
+        match catch_unwind(AssertUnwindSafe(|| story(&mut fate))) {
+            Err(why) if why.is::<SentAway>() => sent_away += 1,
+            done => done.unwrap_or_else(|why| resume_unwind(why)),
+        }
+        if !fate.was_killed {
+            return assert!(kills > 30 && 20 * sent_away < kills, "{kills} kills, {sent_away} sent away");
+        }
+        (at, kills) = (Place { places: fate.at.places + 1, ..fate.at }, kills + 1);
+    }
+}
+
+#[test]
+fn wherever_a_worker_is_killed_while_a_front_end_sets_its_device_up_it_notices_nothing() {
+    for (features, size, pieces) in RINGS {
+        wherever(|fate| {
+            let what = format!("{features:#x}, {:?}", fate.at);
+            let mut net = Net::new(2);
+            let path = net.folder.path().join("vm.sock");
+            let mut machine = Machine::start_with(&path, features, size, 1, || fate.turn(&mut net));
+            machine.pieces = pieces;
+            await_running(&mut net);
+            assert!(!machine.is_hung_up(), "{what}");
+            let mut crossed = Crossed::default();
+            cross(&mut net, &mut machine, 0..7, &mut crossed);
+            // A third worker goes on with what the second one told of.
+            let parts = net.parts();
+            net.replace(parts);
+            cross(&mut net, &mut machine, 7..12, &mut crossed);
+            check(&crossed, 12, &what);
+            assert!(!machine.is_hung_up(), "{what}");
+        });
+    }
+}
+
+/// The rings stand in the middle, and the front end of packed ones does not know where.
+#[test]
+fn wherever_a_worker_is_killed_while_a_front_end_connects_again_each_frame_crosses_once() {
+    for (features, size, pieces) in RINGS {
+        wherever(|fate| {
+            let what = format!("{features:#x}, {:?}", fate.at);
+            let (mut net, mut crossed) = (Net::new(2), Crossed::default());
+            let mut machine = net.machine(features, size);
+            machine.pieces = pieces;
+            cross(&mut net, &mut machine, 0..9, &mut crossed);
+            cut(&mut net, &mut machine, End::Close);
+            // The guest sends meanwhile.
+            assert!((9..12).all(|number| machine.send(&frame(OTHER, US, number))));
+            let path = net.folder.path().join("vm.sock");
+            machine.connect_again(&path, &mut || fate.turn(&mut net));
+            await_running(&mut net);
+            (9..12).for_each(|number| net.others[0].send(US, &frame(US, OTHER, number)).unwrap());
+            cross(&mut net, &mut machine, 12..15, &mut crossed);
+            check(&crossed, 15, &what);
+            assert!(!machine.is_hung_up(), "{what}");
+        });
+    }
+}
+
+/// The first pair runs and carries frames, and its front end starts the second one and stops it again.
+#[test]
+fn wherever_a_worker_is_killed_while_a_front_end_starts_its_other_pair_each_frame_crosses_once() {
+    for (features, size, pieces) in RINGS {
+        wherever(|fate| {
+            let what = format!("{features:#x}, {:?}", fate.at);
+            let (mut net, mut crossed) = (Net::new(2), Crossed::default());
+            let path = net.folder.path().join("vm.sock");
+            let mut machine = Machine::start_with(&path, features, size, 2, || net.turn());
+            machine.pieces = pieces;
+            await_running(&mut net);
+            net.known = Some(net.parts());
+            cross(&mut net, &mut machine, 0..5, &mut crossed);
+            for round in 0..2 {
+                let from = 5 + 5 * round;
+                let places = [0, 1, 2, 3].map(|ring| {
+                    let answer = machine.ask(11, &theirs::state(ring, 0), &mut || fate.turn(&mut net));
+                    u16::try_from(answer >> 32 & 0xffff).unwrap()
+                });
+                assert!((from..from + 2).all(|number| machine.send(&frame(OTHER, US, number))));
+                machine.begin(places, &mut || fate.turn(&mut net));
+                await_running(&mut net);
+                (from..from + 2).for_each(|number| net.others[0].send(US, &frame(US, OTHER, number)).unwrap());
+                cross(&mut net, &mut machine, from + 2..from + 5, &mut crossed);
+            }
+            check(&crossed, 15, &what);
+            assert!(!machine.is_hung_up(), "{what}");
+        });
+    }
+}
