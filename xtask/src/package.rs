@@ -23,7 +23,7 @@ const CARGO_DEB: &str = "3.8.0";
 const MUSL: &str = "x86_64-unknown-linux-musl";
 
 /// The programs that ship.
-const PROGRAMS: [&str; 5] = ["tasukid", "tasuki", "tasuki-cni", "tasuki-worker", "tasuki-sim"];
+const PROGRAMS: [&str; 6] = ["tasukid", "tasuki", "tasuki-cni", "tasuki-netavark", "tasuki-worker", "tasuki-sim"];
 
 /// Makes the package, with the workspace's version or another one. Returns its path.
 pub fn make(checkout: &Checkout, version: Option<&str>) -> anyhow::Result<PathBuf> {

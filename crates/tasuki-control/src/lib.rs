@@ -20,6 +20,7 @@ pub mod foreign;
 pub mod jail;
 pub mod keeper;
 pub mod log;
+pub mod netavark;
 pub mod place;
 pub mod process;
 pub mod registry;

@@ -148,14 +148,25 @@ impl std::str::FromStr for Address {
     }
 }
 
+/// Returns an address as a number, and its bits.
+fn bits(ip: IpAddr) -> (u128, u8) {
+    match ip {
+        IpAddr::V4(ip) => (u128::from(ip.to_bits()), 32),
+        IpAddr::V6(ip) => (ip.to_bits(), 128),
+    }
+}
+
 impl Address {
     /// Returns whether no bit of it is set beyond the prefix: it names a network.
     pub fn is_network(&self) -> bool {
-        let (bits, len) = match self.ip {
-            IpAddr::V4(ip) => (u128::from(ip.to_bits()), 32),
-            IpAddr::V6(ip) => (ip.to_bits(), 128),
-        };
+        let (bits, len) = bits(self.ip);
         bits.trailing_zeros() >= u32::from(len - self.prefix) || bits == 0
+    }
+
+    /// Returns whether an address is one of its network.
+    pub fn is_in_network(&self, ip: IpAddr) -> bool {
+        let ((ours, len), (its, its_len)) = (bits(self.ip), bits(ip));
+        len == its_len && (ours ^ its).checked_shr(u32::from(len - self.prefix)).unwrap_or(0) == 0
     }
 }
 
@@ -251,6 +262,17 @@ mod tests {
             ["0.0.0.0/0", "::/0", "10.0.0.0/8", "10.2.0.0/15", "192.0.2.1/32", "fd00::/8"].into_iter().all(is_network)
         );
         assert!(!["0.0.0.1/0", "10.1.0.0/15", "fd00::1/64"].into_iter().any(is_network));
+        for (network, inside, outside) in [
+            ("192.0.2.0/24", "192.0.2.255", "192.0.3.0"),
+            ("192.0.2.1/32", "192.0.2.1", "192.0.2.0"),
+            ("0.0.0.0/0", "255.255.255.255", "::"),
+            ("fd00:1::/64", "fd00:1::ffff", "fd00:1:0:1::"),
+            ("::/0", "ffff::", "0.0.0.0"),
+        ] {
+            let network: Address = network.parse().expect("an address");
+            let has = [inside, outside].map(|ip| network.is_in_network(ip.parse().expect("an address")));
+            assert_eq!(has, [true, false], "{network}");
+        }
         for nonsense in ["192.0.2.2", "192.0.2/24", "192.0.2.2/33", "2001:db8::/129", "/24", "192.0.2.2/-1", ""] {
             let said = nonsense.parse::<Address>().expect_err(nonsense);
             assert!(said.contains("192.0.2.2/24"), "{said}");

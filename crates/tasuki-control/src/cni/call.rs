@@ -5,6 +5,7 @@ use std::io::Read;
 
 use serde_json::{Map, Value};
 
+use super::attachment::{Attachment, Front, is_identifier};
 use super::{Failure, code};
 
 /// Versions of the specification that the plugin speaks, oldest first.
@@ -40,12 +41,8 @@ pub struct Call {
     pub command: Command,
     /// The version of the specification that the network configuration is of.
     pub version: &'static str,
-    /// Name of the network.
-    pub name: String,
-    /// The container's ID, its namespace and its interface's name; empty where the operation has none.
-    pub id: String,
-    pub netns: String,
-    pub ifname: String,
+    /// The container's interface; parts that the operation does not have are empty, but for the network.
+    pub its: Attachment,
     /// Extra arguments, by name.
     pub arguments: Vec<(String, String)>,
     /// Folders with plugins.
@@ -53,12 +50,6 @@ pub struct Call {
     /// The network configuration, as it came and as it was read.
     pub text: Vec<u8>,
     pub input: Map<String, Value>,
-}
-
-/// Returns whether this may be the name of a network or the ID of a container (§1, §3).
-fn is_identifier(text: &str) -> bool {
-    text.starts_with(|c: char| c.is_ascii_alphanumeric())
-        && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte))
 }
 
 /// Splits CNI_ARGS.
@@ -73,8 +64,8 @@ fn arguments(text: &str) -> Result<Vec<(String, String)>, Failure> {
     pairs.collect()
 }
 
-/// Reads a network configuration.
-fn read_input(input: impl Read) -> Result<(Vec<u8>, Map<String, Value>), Failure> {
+/// Reads a network configuration: its text, and its keys.
+pub fn read_input(input: impl Read) -> Result<(Vec<u8>, Map<String, Value>), Failure> {
     let mut text = Vec::new();
     input.take(INPUT_MAX + 1).read_to_end(&mut text).map_err(|error| {
         Failure::new(code::INPUT, format!("the network configuration cannot be read from standard input: {error}"))
@@ -145,11 +136,12 @@ impl Call {
             return Err(Failure::new(code::CONFIGURATION, sentence));
         };
         let path = variable("CNI_PATH");
-        let call = Call { command: *command, version, name, id, netns, ifname, arguments, path, text, input };
+        let its = Attachment { front: Front::Cni, network: name, id, netns, ifname };
+        let call = Call { command: *command, version, its, arguments, path, text, input };
         if !call.is_at_least(since) {
             let sentence = format!(
                 "network {} is of version {version}, which has no such operation; write cniVersion {since} or later",
-                call.name
+                call.its.network
             );
             return Err(Failure::new(code::VERSION, sentence));
         }
@@ -158,21 +150,14 @@ impl Call {
 
     fn of_version(input: Map<String, Value>) -> Self {
         let version = version(&input).unwrap_or(VERSIONS[VERSIONS.len() - 1]);
-        let [name, id, netns, ifname] = [const { String::new() }; 4];
-        let (text, arguments) = (Vec::new(), Vec::new());
-        Call { command: Command::Version, version, name, id, netns, ifname, arguments, path: None, text, input }
+        let (its, text, arguments) = (Attachment::default(), Vec::new(), Vec::new());
+        Call { command: Command::Version, version, its, arguments, path: None, text, input }
     }
 
     /// Returns whether the network configuration is of this version of the specification, or of a later one.
     pub fn is_at_least(&self, version: &str) -> bool {
         let at = |version: &str| VERSIONS.iter().position(|known| *known == version);
         at(self.version) >= at(version)
-    }
-
-    /// Returns the name of the container's interface for the node's key `container`. None of its three parts has a
-    /// slash.
-    pub fn container_key(&self) -> String {
-        format!("{}/{}/{}", self.name, self.id, self.ifname)
     }
 
     /// Returns the last argument of this name.
@@ -219,7 +204,7 @@ mod tests {
     #[test]
     fn a_whole_call_is_read() {
         let call = read(("", ""), NETWORK).expect("a call");
-        assert_eq!((call.command, &call.container_key()[..]), (Command::Add, "lan/4f3c/eth0"));
+        assert_eq!((call.command, &call.its.key()[..]), (Command::Add, "lan/4f3c/eth0"));
         assert_eq!((call.argument("MAC"), call.argument("IP")), (Some("02:00:00:00:00:01"), None));
         assert!(call.is_at_least("0.4.0") && call.is_at_least("1.1.0"));
         let old = read(("", ""), &NETWORK.replace("1.1.0", "0.4.0")).expect("a call");

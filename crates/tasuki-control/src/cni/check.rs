@@ -10,7 +10,7 @@ use super::call::Call;
 use super::daemon::Daemon;
 use super::ipam::Ipam;
 use super::network::Network;
-use super::{Failure, code, container_namespace};
+use super::{Failure, code};
 use crate::config::StationAddress;
 
 /// The result of the calls before (§5), as far as it is compared.
@@ -58,7 +58,7 @@ pub fn check(call: &Call) -> Result<(), Failure> {
         let sentence = format!("the result of ADD (prevResult) cannot be read ({error}); the runtime has to mend that");
         Failure::new(code::CONFIGURATION, sentence)
     })?;
-    let (daemon, container) = (Daemon::of(&network), call.container_key());
+    let (daemon, container) = (Daemon::of(&network), call.its.key());
     let Some(node) = daemon.node_of(&container)? else {
         let sentence = format!("there is no node for container {container}; remove the container, and start it anew");
         return Err(Failure::new(code::UNKNOWN_CONTAINER, sentence));
@@ -67,19 +67,19 @@ pub fn check(call: &Call) -> Result<(), Failure> {
         return Err(Failure::new(code::OTHER, format!("node {} does not work: {trouble}", node.name)));
     }
     daemon.await_worker(&node.name)?;
-    let namespace = container_namespace(call)?;
+    let namespace = call.its.namespace()?;
     let read = |its: Interface| Ok((its.read()?, its.is_up()?));
-    let found = namespace.within(|| Interface::if_there(&call.ifname)?.map(read).transpose());
+    let found = namespace.within(|| Interface::if_there(&call.its.ifname)?.map(read).transpose());
     let found = found.map_err(|error| Failure::new(code::OTHER, error.to_string()))?;
     let differs = |what: String| {
         let sentence = format!("container {container}: {what}; remove the container, and start it anew");
         Failure::new(code::OTHER, sentence)
     };
     let Some((settings, is_up)) = found else {
-        return Err(differs(format!("its interface {} is gone", call.ifname)));
+        return Err(differs(format!("its interface {} is gone", call.its.ifname)));
     };
     if !is_up {
-        return Err(differs(format!("its interface {} is down", call.ifname)));
+        return Err(differs(format!("its interface {} is down", call.its.ifname)));
     }
     before.difference(call, &settings).map_or(Ok(()), |what| Err(differs(what)))?;
     Ipam::of(call)?.map_or(Ok(()), |ipam| ipam.ask("CHECK").map(drop))
@@ -88,10 +88,10 @@ pub fn check(call: &Call) -> Result<(), Failure> {
 impl Before {
     /// Returns the first thing that the interface had then, and has no more.
     fn difference(&self, call: &Call, settings: &Settings) -> Option<String> {
-        let name = &call.ifname;
-        let is_its = |its: &ItsInterface| its.name == *name && its.sandbox == call.netns;
+        let name = &call.its.ifname;
+        let is_its = |its: &ItsInterface| its.name == *name && its.sandbox == call.its.netns;
         let Some((number, its)) = self.interfaces.iter().enumerate().find(|(_, its)| is_its(its)) else {
-            return Some(format!("the result of ADD (prevResult) has no interface {name} in {}", call.netns));
+            return Some(format!("the result of ADD (prevResult) has no interface {name} in {}", call.its.netns));
         };
         let mac = settings.mac.map(|mac| StationAddress(mac).to_string()).unwrap_or_default();
         if !its.mac.is_empty() && !its.mac.eq_ignore_ascii_case(&mac) {

@@ -70,7 +70,7 @@ fn patiently<T>(
 
 fn read<T: DeserializeOwned>(value: Value) -> Result<T, Failure> {
     serde_json::from_value(value).map_err(|error| {
-        let sentence = format!("this tasuki-cni does not understand tasukid's answer ({error}); install both anew");
+        let sentence = format!("this plugin does not understand tasukid's answer ({error}); install both anew");
         Failure::new(code::OTHER, sentence)
     })
 }

@@ -34,7 +34,7 @@ pub struct Way {
     #[serde(serialize_with = "text_of")]
     pub dst: Address,
     #[serde(skip_serializing_if = "Option::is_none")]
-    gw: Option<IpAddr>,
+    pub gw: Option<IpAddr>,
 }
 
 fn text_of<S: serde::Serializer>(address: &Address, to: S) -> Result<S::Ok, S::Error> {
@@ -92,7 +92,8 @@ impl Assigned {
     }
 }
 
-fn address(text: &str) -> Result<Address, Failure> {
+/// Reads an address with the length of its network.
+pub fn address(text: &str) -> Result<Address, Failure> {
     text.parse().map_err(|sentence: String| Failure::new(code::CONFIGURATION, sentence))
 }
 
@@ -116,7 +117,7 @@ impl<'a> Ipam<'a> {
             #[serde(rename = "type")]
             name: Option<String>,
         }
-        let Some(Named { name: Some(name) }) = value(call, "ipam")? else { return Ok(None) };
+        let Some(Named { name: Some(name) }) = value(&call.its.network, &call.input, "ipam")? else { return Ok(None) };
         let wrong = |sentence| Err(Failure::new(code::CONFIGURATION, sentence));
         if name.is_empty() || name.contains(['/', '\\', '\0']) || name == "." || name == ".." {
             return wrong(format!("ipam: type = {name:?} is no name of a plugin; write one, as host-local"));

@@ -4,36 +4,39 @@
 //! The plugin keeps no state. A node has the container, by its runtime's name for it (`container` in
 //! [`config::Node`](crate::config::Node)), and the daemon keeps that.
 //!
-//! | module    | contents                                                 |
-//! |-----------|----------------------------------------------------------|
-//! | `call`    | what a runtime asks: its environment, its input          |
-//! | `network` | the network configuration, and the node that it asks for |
-//! | `ipam`    | the plugin that assigns addresses                        |
-//! | `daemon`  | the daemon, asked with patience                          |
-//! | `check`   | what a container's interface should have, and has        |
+//! | module       | contents                                                 |
+//! |--------------|----------------------------------------------------------|
+//! | `call`       | what a runtime asks: its environment, its input          |
+//! | `network`    | the network configuration, and the node that it asks for |
+//! | `attachment` | a container's interface, and its namespace               |
+//! | `ipam`       | the plugin that assigns addresses                        |
+//! | `daemon`     | the daemon, asked with patience                          |
+//! | `check`      | what a container's interface should have, and has        |
+//!
+//! netavark's plugin ([`netavark`](crate::netavark)) is another front of the same.
 
-mod call;
+pub mod attachment;
+pub mod call;
 mod check;
-mod daemon;
-mod ipam;
-mod network;
+pub mod daemon;
+pub mod ipam;
+pub mod network;
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use tasuki_tap::interface::Interface;
-use tasuki_tap::namespace::{Namespace, Unnamed};
 
 use crate::config::StationAddress;
+use attachment::prepare;
 use call::{Call, Command, VERSIONS};
 use daemon::Daemon;
 use ipam::{Assigned, Ipam};
 use network::Network;
 
 /// Codes of failures (§5, Error; §2, STATUS).
-mod code {
+pub mod code {
     pub const VERSION: u32 = 1;
     pub const UNSUPPORTED: u32 = 2;
     pub const UNKNOWN_CONTAINER: u32 = 3;
@@ -62,10 +65,16 @@ pub struct Failure {
 impl Failure {
     /// Makes a failure of a sentence that says what was found, and behind a semicolon what to do. Runtimes put the two
     /// together again.
-    fn new(code: u32, sentence: impl Into<String>) -> Self {
+    pub fn new(code: u32, sentence: impl Into<String>) -> Self {
         let sentence = sentence.into();
         let (msg, details) = sentence.split_once("; ").unwrap_or((&sentence, ""));
         Failure { code, msg: msg.to_owned(), details: details.to_owned() }
+    }
+
+    /// Puts the sentence together again, for those who know no codes.
+    pub fn sentence(&self) -> String {
+        let parts = [&self.msg[..], &self.details].into_iter().filter(|part| !part.is_empty());
+        parts.collect::<Vec<_>>().join("; ")
     }
 }
 
@@ -97,71 +106,16 @@ fn answer(call: &Call) -> Result<Option<Value>, Failure> {
     }
 }
 
-/// Opens the container's namespace, which may not be this process's own: that is the machine's.
-fn container_namespace(call: &Call) -> Result<Namespace, Failure> {
-    let namespace = Namespace::named(&call.netns);
-    let place = match namespace.open() {
-        Ok(place) => Unnamed::of(place),
-        Err(error @ tasuki_tap::TapError::NoNamespace(_)) => {
-            return Err(Failure::new(code::UNKNOWN_CONTAINER, format!("CNI_NETNS: {error}")));
-        }
-        Err(error) => return Err(Failure::new(code::ENVIRONMENT, format!("CNI_NETNS: {error}"))),
-    };
-    let wrong = |error| Failure::new(code::ENVIRONMENT, format!("CNI_NETNS: {error}"));
-    place.within(|| Ok(())).map_err(|_| {
-        let sentence = format!("CNI_NETNS: {} is no network namespace; name one", call.netns);
-        Failure::new(code::ENVIRONMENT, sentence)
-    })?;
-    if place.is(&Unnamed::of(Namespace::Own.open().map_err(wrong)?)) {
-        let sentence = format!(
-            "CNI_NETNS: {} is the network namespace that this plugin runs in itself; name the container's",
-            call.netns
-        );
-        return Err(Failure::new(code::ENVIRONMENT, sentence));
-    }
-    Ok(namespace)
-}
-
-/// Checks that the container has no interface of this name yet: the daemon would take a TAP that nobody holds.
-fn is_free(namespace: &Namespace, name: &str) -> Result<(), Failure> {
-    match namespace.within(|| Interface::if_there(name)) {
-        Ok(None) => Ok(()),
-        Ok(Some(_)) => {
-            let sentence = format!("CNI_IFNAME: the container has an interface {name} already; name another");
-            Err(Failure::new(code::ENVIRONMENT, sentence))
-        }
-        Err(error) => Err(Failure::new(code::OTHER, error.to_string())),
-    }
-}
-
-/// Has the kernel announce the addresses when the interface comes up: another container may have had them a moment ago,
-/// and neighbours remember its station address. Switches IPv6 on, if it is wanted.
-fn prepare(namespace: &Namespace, assigned: &Assigned) {
-    let has_ipv6 = assigned.ips.iter().any(|ip| ip.address.ip.is_ipv6());
-    // The settings of interfaces to come, in the calling thread's namespace. Where they cannot be written, neighbours find
-    // out by themselves in half a minute, and the daemon says what IPv6 lacks.
-    let set = |path: &str, value: &str| drop(std::fs::write(format!("/proc/sys/net/{path}"), value));
-    let _ = namespace.within(|| {
-        set("ipv4/conf/default/arp_notify", "1");
-        set("ipv6/conf/default/ndisc_notify", "1");
-        if has_ipv6 {
-            set("ipv6/conf/default/disable_ipv6", "0");
-        }
-        Ok(())
-    });
-}
-
 /// `ADD` (§2): makes the container's interface, a node.
 fn add(call: &Call) -> Result<Value, Failure> {
     let network = Network::read(call)?;
-    let (container, daemon) = (call.container_key(), Daemon::of(&network));
+    let (container, daemon) = (call.its.key(), Daemon::of(&network));
     if call.input.contains_key("prevResult") {
         let sentence = "tasuki-cni makes the container's interface, and another plugin came before it (prevResult); list tasuki-cni first";
         return Err(Failure::new(code::CONFIGURATION, sentence));
     }
-    network.node(call, &Assigned::default())?;
-    let namespace = container_namespace(call)?;
-    is_free(&namespace, &call.ifname)?;
+    network.node(&call.its, &call.input, &Assigned::default())?;
+    let namespace = call.its.free_namespace()?;
     // Nothing is assigned while no daemon is at work.
     if daemon.node_of(&container)?.is_some() {
         let sentence = format!("container {container} is on the network already; remove it (DEL) first");
@@ -173,7 +127,7 @@ fn add(call: &Call) -> Result<Value, Failure> {
         None => Assigned::of_runtime(&network.ips)?,
     };
     prepare(&namespace, &assigned);
-    let made = network.node(call, &assigned).and_then(|node| daemon.add(&node).map(|()| node));
+    let made = network.node(&call.its, &call.input, &assigned).and_then(|node| daemon.add(&node).map(|()| node));
     match made {
         Ok(node) => Ok(result(call, &network, &assigned, node.mac())),
         Err(failure) => {
@@ -188,7 +142,8 @@ fn add(call: &Call) -> Result<Value, Failure> {
 
 /// Returns the result of `ADD` (§5).
 fn result(call: &Call, network: &Network, assigned: &Assigned, mac: [u8; 6]) -> Value {
-    let mut interface = json!({ "name": call.ifname, "mac": StationAddress(mac).to_string(), "sandbox": call.netns });
+    let mut interface =
+        json!({ "name": call.its.ifname, "mac": StationAddress(mac).to_string(), "sandbox": call.its.netns });
     if call.is_at_least("1.1.0") {
         interface["mtu"] = network.mtu().into();
     }
@@ -215,7 +170,7 @@ fn result(call: &Call, network: &Network, assigned: &Assigned, mac: [u8; 6]) -> 
 
 /// `DEL` (§2): removes the node, if it is there, and then frees its addresses.
 fn delete(call: &Call) -> Result<(), Failure> {
-    Daemon::of(&Network::to_clean_up(call)?).remove(&call.container_key())?;
+    Daemon::of(&Network::to_clean_up(&call.its.network, &call.input)?).remove(&call.its.key())?;
     Ipam::of(call)?.map_or(Ok(()), |ipam| ipam.ask("DEL").map(drop))
 }
 
@@ -238,11 +193,11 @@ fn collect(call: &Call) -> Result<(), Failure> {
             Failure::new(code::CONFIGURATION, sentence)
         })
     });
-    let valid: Option<Vec<String>> = named
-        .transpose()?
-        .map(|list| list.into_iter().flatten().map(|it| format!("{}/{}/{}", call.name, it.id, it.ifname)).collect());
-    let daemon = Daemon::of(&Network::to_clean_up(call)?);
-    let ours = format!("{}/", call.name);
+    let valid: Option<Vec<String>> = named.transpose()?.map(|list| {
+        list.into_iter().flatten().map(|it| format!("{}/{}/{}", call.its.network, it.id, it.ifname)).collect()
+    });
+    let daemon = Daemon::of(&Network::to_clean_up(&call.its.network, &call.input)?);
+    let ours = format!("{}/", call.its.network);
     let is_stale = |container: &String| {
         container.starts_with(&ours) && valid.as_ref().is_some_and(|valid| !valid.contains(container))
     };
@@ -257,13 +212,13 @@ fn collect(call: &Call) -> Result<(), Failure> {
 /// `STATUS` (§2): whether `ADD` would find all that it needs.
 fn status(call: &Call) -> Result<(), Failure> {
     let network = Network::read(call)?;
-    let ours = format!("{}/", call.name);
+    let ours = format!("{}/", call.its.network);
     let nodes = Daemon::of(&network).nodes_now().map_err(|failure| Failure { code: code::NOT_AVAILABLE, ..failure })?;
     let nodes = nodes.iter().filter(|node| node.container.as_ref().is_some_and(|its| its.starts_with(&ours)));
     let troubles: Vec<Option<&String>> = nodes.map(|node| node.trouble.as_ref()).collect();
     // One container in trouble says nothing about the next one.
     if let Some(trouble) = troubles.iter().all(Option::is_some).then(|| troubles.first().copied().flatten()).flatten() {
-        let sentence = format!("no container of network {} has a worker at work: {trouble}", call.name);
+        let sentence = format!("no container of network {} has a worker at work: {trouble}", call.its.network);
         return Err(Failure::new(code::LIMITED, sentence));
     }
     Ipam::of(call)?.map_or(Ok(()), |ipam| ipam.ask("STATUS").map(drop))

@@ -4,8 +4,9 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
+use super::attachment::Attachment;
 use super::call::Call;
 use super::ipam::Assigned;
 use super::{Failure, code};
@@ -35,6 +36,11 @@ const OWN: [&str; 3] = ["vni", "dir", "check_addresses"];
 const OF_NODE: [&str; 8] = ["spoof", "pool_kib", "limits", "latency_us", "bounds", "cpu", "nice", "standby"];
 const OF_TAP: [&str; 2] = ["mtu", "shortcut"];
 
+/// Returns all keys of a network that mean something to us.
+pub fn known_keys() -> impl Iterator<Item = &'static str> {
+    OWN.into_iter().chain(OF_NODE).chain(OF_TAP)
+}
+
 /// MTU of an interface for which none is named.
 const MTU: u64 = 1500;
 
@@ -47,7 +53,7 @@ pub struct Network {
     /// Whether frames are checked against the addresses that are assigned.
     checks_addresses: bool,
     mtu: Option<u64>,
-    mac: Option<StationAddress>,
+    pub mac: Option<StationAddress>,
     /// Addresses that the runtime asks for, and a plugin assigns if there is one.
     pub ips: Vec<String>,
     /// What it says about DNS, unless that is nothing.
@@ -59,29 +65,34 @@ fn refused(sentence: String) -> Failure {
 }
 
 /// Returns the value of a key, as something of this type.
-pub fn value<T: serde::de::DeserializeOwned>(call: &Call, key: &str) -> Result<Option<T>, Failure> {
-    let Some(value) = call.input.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
-    let odd = |error| refused(format!("network {}: {key} = {value} cannot be used ({error}); correct it", call.name));
+pub fn value<T: serde::de::DeserializeOwned>(
+    network: &str,
+    keys: &Map<String, Value>,
+    key: &str,
+) -> Result<Option<T>, Failure> {
+    let Some(value) = keys.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
+    let odd = |error| refused(format!("network {network}: {key} = {value} cannot be used ({error}); correct it"));
     serde_json::from_value(value.clone()).map(Some).map_err(odd)
 }
 
 impl Network {
     /// Reads the network configuration for an operation that goes by all of it.
     pub fn read(call: &Call) -> Result<Self, Failure> {
-        let all = || SPECIFIED.iter().chain(&OWN).chain(&OF_NODE).chain(&OF_TAP);
-        let is_known = |key: &String| key.starts_with("cni.dev/") || all().any(|known| known == key);
+        let is_known = |key: &String| {
+            key.starts_with("cni.dev/") || SPECIFIED.into_iter().chain(known_keys()).any(|known| known == key)
+        };
         let unknown =
             call.input.iter().find(|(key, value)| !is_known(key) || *key == "ipMasq" && **value != json!(false));
         if let Some((key, value)) = unknown {
-            let keys: Vec<&str> = OWN.iter().chain(&OF_NODE).chain(&OF_TAP).copied().collect();
             let sentence = format!(
                 "network {}: {key} = {value} means nothing to tasuki-cni; leave it out, or write one of {}, ipam and dns",
-                call.name,
-                keys.join(", ")
+                call.its.network,
+                known_keys().collect::<Vec<_>>().join(", ")
             );
             return Err(Failure::new(code::UNSUPPORTED, sentence));
         }
-        let runtime: serde_json::Map<String, Value> = value(call, "runtimeConfig")?.unwrap_or_default();
+        let (name, keys) = (&call.its.network, &call.input);
+        let runtime: Map<String, Value> = value(name, keys, "runtimeConfig")?.unwrap_or_default();
         let mac = match runtime.get("mac").filter(|mac| !mac.is_null()) {
             Some(mac) => Some(mac.as_str().ok_or_else(|| {
                 refused(format!("runtimeConfig: mac = {mac} is no text; the runtime has to write a station address"))
@@ -94,25 +105,31 @@ impl Network {
         let ips = ips.map(serde_json::from_value).transpose().map_err(|error| {
             refused(format!("runtimeConfig: ips cannot be used ({error}); the runtime has to write a list of texts"))
         })?;
-        let dns: Option<serde_json::Map<String, Value>> = value(call, "dns")?;
+        let dns: Option<Map<String, Value>> = value(name, keys, "dns")?;
         Ok(Network {
-            vni: value(call, "vni")?.unwrap_or_else(|| call.name.clone()),
-            checks_addresses: value(call, "check_addresses")?.unwrap_or(false),
-            mtu: value(call, "mtu")?,
             mac,
             ips: ips.unwrap_or_default(),
             dns: dns.filter(|dns| !dns.is_empty()).map(Value::Object),
-            ..Self::to_clean_up(call)?
+            ..Self::of_keys(name, keys)?
+        })
+    }
+
+    /// Reads our own keys of the network of this name.
+    pub fn of_keys(name: &str, keys: &Map<String, Value>) -> Result<Self, Failure> {
+        Ok(Network {
+            vni: value(name, keys, "vni")?.unwrap_or_else(|| name.to_owned()),
+            checks_addresses: value(name, keys, "check_addresses")?.unwrap_or(false),
+            mtu: value(name, keys, "mtu")?,
+            ..Self::to_clean_up(name, keys)?
         })
     }
 
     /// Reads what it takes to remove nodes: those may be from before the rest was written wrongly.
-    pub fn to_clean_up(call: &Call) -> Result<Self, Failure> {
-        let dir: Option<PathBuf> = value(call, "dir")?;
+    pub fn to_clean_up(name: &str, keys: &Map<String, Value>) -> Result<Self, Failure> {
+        let dir: Option<PathBuf> = value(name, keys, "dir")?;
         if let Some(dir) = dir.as_ref().filter(|dir| !dir.is_absolute()) {
             return Err(refused(format!(
-                "network {}: dir = {} is no path from /; name tasukid's runtime directory so, or leave dir out",
-                call.name,
+                "network {name}: dir = {} is no path from /; name tasukid's runtime directory so, or leave dir out",
                 dir.display()
             )));
         }
@@ -132,17 +149,16 @@ impl Network {
         self.mtu.unwrap_or(MTU)
     }
 
-    /// Returns the node for a container with these addresses.
-    pub fn node(&self, call: &Call, assigned: &Assigned) -> Result<Node, Failure> {
-        let container = call.container_key();
+    /// Returns the node for a container's interface with these addresses, and with what the network's keys say.
+    pub fn node(&self, its: &Attachment, keys: &Map<String, Value>, assigned: &Assigned) -> Result<Node, Failure> {
         let mut text = json!({
-            "name": node_name(&call.id, &container),
-            "container": container,
+            "name": its.node_name(),
+            "container": its.key(),
             "vni": self.vni,
             "mac": self.mac,
-            "work": { "tap": { "name": call.ifname, "netns": call.netns } },
+            "work": { "tap": { "name": its.ifname, "netns": its.netns } },
         });
-        for (key, value) in call.input.iter().filter(|(_, value)| !value.is_null()) {
+        for (key, value) in keys.iter().filter(|(_, value)| !value.is_null()) {
             let place = match () {
                 () if OF_NODE.contains(&&key[..]) => &mut text,
                 () if OF_TAP.contains(&&key[..]) => &mut text["work"]["tap"],
@@ -150,7 +166,7 @@ impl Network {
             };
             place[key] = value.clone();
         }
-        let mut node = Config::node_of(&text).map_err(|why| refused(format!("network {}: {why}", call.name)))?;
+        let mut node = Config::node_of(&text).map_err(|why| refused(format!("network {}: {why}", its.network)))?;
         if let Work::Tap(tap) = &mut node.work {
             tap.addresses = assigned.ips.iter().map(|ip| ip.address).collect();
             tap.routes =
@@ -162,21 +178,22 @@ impl Network {
         let config = Config { node: vec![node], ..Config::default() };
         match config.senseless() {
             Some(what) => {
-                let failure = refused(format!("network {}: {what}", call.name));
-                let details = "correct the network configuration; without vni, its name is the VNI's".to_owned();
-                Err(if failure.details.is_empty() { Failure { details, ..failure } } else { failure })
+                // The node is ours; the network is what somebody has written.
+                let what = what.strip_prefix(&format!("node {:?}", its.node_name())).unwrap_or(&what);
+                let what = what.trim_start_matches([',', ':', ' ']).trim_start_matches("tap: ");
+                let failure = refused(format!("network {}: {what}", its.network));
+                let details = match what.starts_with("vni ") {
+                    true => "write one (vni); without that key, the network's name is the VNI's",
+                    false => "correct the network configuration",
+                };
+                Err(match failure.details.is_empty() {
+                    true => Failure { details: details.to_owned(), ..failure },
+                    false => failure,
+                })
             }
             None => Ok(config.node.into_iter().next().expect("one node")),
         }
     }
-}
-
-/// Returns the name of the node for a container's interface: with the part of the ID that runtimes show, and different
-/// for each interface of the container.
-fn node_name(id: &str, container: &str) -> String {
-    let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c.to_ascii_lowercase() } else { '-' };
-    let shown: String = id.chars().take(12).map(plain).collect();
-    format!("cni-{shown}-{:07x}", crc32c::crc32c(container.as_bytes()) & 0x0fff_ffff)
 }
 
 #[cfg(test)]
@@ -200,7 +217,7 @@ mod tests {
 
     fn node(more: &str) -> Result<Node, Failure> {
         let call = call(more);
-        Network::read(&call)?.node(&call, &Assigned::default())
+        Network::read(&call)?.node(&call.its, &call.input, &Assigned::default())
     }
 
     #[test]
@@ -213,7 +230,8 @@ mod tests {
         assert_eq!((node.vni.as_deref(), node.mac()), (Some("lan"), [2, 0, 0, 0, 0, 10]));
         assert_eq!(node.container.as_deref(), Some("lan/4F3C.ab_0123456789/eth0"));
         assert!(node.name.starts_with("cni-4f3c-ab_0123-") && node.name.len() == 24, "{}", node.name);
-        assert_ne!(node_name("4f3c", "lan/4f3c/eth0"), node_name("4f3c", "lan/4f3c/eth1"));
+        let other = Attachment { ifname: "eth1".to_owned(), ..call(more).its };
+        assert_ne!(other.node_name(), node.name);
     }
 
     #[test]
@@ -242,6 +260,7 @@ mod tests {
             let failure = node(more).expect_err(more);
             assert!(failure.code == code && failure.msg.contains(part), "{more}: {failure:?}");
         }
-        assert!(Network::to_clean_up(&call(r#""vin": "lan", "mtu": "x""#)).is_ok(), "a node has to go all the same");
+        let keys = call(r#""vin": "lan", "mtu": "x""#).input;
+        assert!(Network::to_clean_up("lan", &keys).is_ok(), "a node has to go all the same");
     }
 }

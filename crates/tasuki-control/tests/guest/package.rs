@@ -71,6 +71,7 @@ fn a_package_that_is_removed_leaves_nothing_behind() {
     for path in [
         "/usr/bin/tasukid",
         "/usr/lib/cni/tasuki-cni",
+        "/usr/lib/netavark/tasuki",
         "/usr/share/doc/tasuki",
         "/etc/tasuki.toml",
         "/run/tasuki",

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use serde_json::{Value, json};
 use tasuki_tap::interface::Interface;
 
-use super::rig::until;
+use super::rig::{Rig, until};
 use super::rooms::{Exchange, Room};
 use super::vnis::{DESK, SHOP, World};
 
@@ -124,26 +124,26 @@ impl Runtime {
         self.ask(command, id, None, network).unwrap_or_else(|no| panic!("{no:?}\n{}", self.world.rig.log()));
     }
 
-    /// Returns the container and the name of each node.
-    fn nodes(&self) -> Vec<(String, String)> {
-        let nodes = self.world.rig.json(&["node", "list"]);
-        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        nodes.as_array().expect("a list").iter().map(|node| (text(&node["container"]), text(&node["name"]))).collect()
-    }
-
     /// Returns the name of a container's node.
     fn node(&self, id: &str) -> String {
         let container = format!("pods/{id}/eth0");
-        self.nodes().into_iter().find(|(its, _)| *its == container).expect("a node").1
+        nodes(&self.world.rig).into_iter().find(|(its, _)| *its == container).expect("a node").1
     }
 }
 
-fn has_eth0(room: &Room) -> bool {
+/// Returns the container and the name of each node.
+pub fn nodes(rig: &Rig) -> Vec<(String, String)> {
+    let nodes = rig.json(&["node", "list"]);
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    nodes.as_array().expect("a list").iter().map(|node| (text(&node["container"]), text(&node["name"]))).collect()
+}
+
+pub fn has_eth0(room: &Room) -> bool {
     room.within(|| Interface::find("eth0").is_ok())
 }
 
 /// Runs a program in a room; returns whether it succeeds, and its output.
-fn runs(room: &Room, words: &[&str]) -> (bool, String) {
+pub fn runs(room: &Room, words: &[&str]) -> (bool, String) {
     let output = room.within(|| Command::new(words[0]).args(&words[1..]).output().expect("a program"));
     (output.status.success(), String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
 }
@@ -242,7 +242,7 @@ fn a_container_goes_on_while_workers_and_daemon_are_replaced_and_is_checked_unti
     let gone = check(&runtime).expect_err("it is gone");
     assert_eq!(gone.code, 3, "{gone:?}");
     runtime.ends("DEL", OTHER, &network);
-    assert_eq!(runtime.nodes(), []);
+    assert_eq!(nodes(&runtime.world.rig), []);
     runtime.world.end();
 }
 
@@ -278,7 +278,7 @@ fn a_call_that_fails_half_way_leaves_nothing() {
     };
     let nothing_is_left = |runtime: &Runtime, calls: &str| {
         assert_eq!(
-            (runtime.nodes(), runtime.assigned(), has_eth0(&runtime.world.shop)),
+            (nodes(&runtime.world.rig), runtime.assigned(), has_eth0(&runtime.world.shop)),
             (vec![], calls.to_owned(), false)
         );
     };
@@ -334,7 +334,7 @@ fn containers_that_are_not_valid_any_more_are_collected_and_no_other_node() {
         let mut network = network.clone();
         valid.into_iter().for_each(|valid| network["cni.dev/valid-attachments"] = valid);
         runtime.call("GC", &[], &network.to_string()).expect("a collection");
-        runtime.nodes().into_iter().map(|(container, _)| container).collect::<Vec<_>>()
+        nodes(&runtime.world.rig).into_iter().map(|(container, _)| container).collect::<Vec<_>>()
     };
     let valid = json!([{ "containerID": "b", "ifname": "eth0" }, { "containerID": "a", "ifname": "eth1" }]);
     assert_eq!(collect(None), ["pods/a/eth0", "pods/b/eth0", "pods.other/c/eth0", ""], "nothing is known of them");
@@ -405,9 +405,9 @@ fn a_call_that_means_harm_is_refused_and_nothing_else_happens() {
     let (done, said) = runs(&runtime.world.shop, &["ip", "tuntap", "add", "eth0", "mode", "tap"]);
     assert!(done, "{said}");
     let failed = runtime.ask("ADD", "a", Some(&runtime.world.shop), &network).expect_err("it is taken");
-    assert!(failed.code == 4 && failed.said.contains("CNI_IFNAME"), "{failed:?}");
+    assert!(failed.code == 4 && failed.said.contains("has an interface eth0 already"), "{failed:?}");
     let (done, said) = runs(&runtime.world.shop, &["ip", "link", "delete", "eth0"]);
-    assert!(done && runtime.nodes().is_empty(), "{said}");
+    assert!(done && nodes(&runtime.world.rig).is_empty(), "{said}");
     assert_eq!(runtime.assigned(), "ADD a, DEL a", "the daemon alone knows which CPUs there are");
 
     // A container that takes its interface away harms itself, and its runtime cleans up all the same.
@@ -415,23 +415,23 @@ fn a_call_that_means_harm_is_refused_and_nothing_else_happens() {
     let (done, said) = runs(&runtime.world.shop, &["ip", "link", "delete", "eth0"]);
     assert!(done, "{said}");
     runtime.ends("DEL", "a", &network);
-    assert_eq!(runtime.nodes(), []);
+    assert_eq!(nodes(&runtime.world.rig), []);
     runtime.world.end();
 }
 
-/// Returns the path of a program that others have written.
-fn others(name: &str) -> Option<PathBuf> {
+/// Returns the path of a program that others have written, in PATH or one of these folders.
+pub fn others(name: &str, folders: &[&str]) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let folders = std::env::split_paths(&path).chain(USUAL.map(PathBuf::from));
+    let folders = std::env::split_paths(&path).chain(folders.iter().map(PathBuf::from));
     folders.map(|folder| folder.join(name)).find(|path| path.is_file())
 }
 
 #[test]
 fn the_reference_runtime_and_the_plugin_that_assigns_addresses_from_a_subnet_go_with_it() {
-    let Some(cnitool) = others("cnitool") else {
+    let Some(cnitool) = others("cnitool", &USUAL) else {
         return println!("skipped: needs cnitool: go install github.com/containernetworking/cni/cnitool@v1.3.0");
     };
-    let Some(host_local) = others("host-local") else {
+    let Some(host_local) = others("host-local", &USUAL) else {
         return println!("skipped: needs host-local: apt-get install containernetworking-plugins");
     };
     let Some(runtime) = Runtime::new() else { return };
@@ -476,10 +476,10 @@ fn the_reference_runtime_and_the_plugin_that_assigns_addresses_from_a_subnet_go_
     if is_new {
         ask("status", rooms[0]);
         ask("gc", rooms[0]);
-        assert_eq!(runtime.nodes(), [], "it names no valid container");
+        assert_eq!(nodes(&runtime.world.rig), [], "it names no valid container");
     }
     rooms.iter().for_each(|room| drop(ask("del", room)));
-    assert_eq!(runtime.nodes(), []);
+    assert_eq!(nodes(&runtime.world.rig), []);
     let leases = fs::read_dir(state.join("tasuki-test")).expect("a folder").flatten();
     let left: Vec<_> =
         leases.map(|entry| entry.file_name()).filter(|name| !name.to_string_lossy().starts_with(['l'])).collect();

@@ -24,6 +24,7 @@ mod links;
 mod looks;
 mod memifs;
 mod natives;
+mod netavark;
 mod own;
 mod queues;
 mod real;
