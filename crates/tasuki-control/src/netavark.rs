@@ -176,8 +176,7 @@ impl Configuration {
 
     /// Returns what is wrong with what podman itself has to do for it.
     fn odd(&self) -> Option<String> {
-        let driver =
-            self.ipam_options.iter().flatten().find(|(key, _)| *key == "driver").map(|(_, driver)| &driver[..]);
+        let driver = self.ipam_options.as_ref().and_then(|its| its.get("driver")).map(String::as_str);
         let has_subnets = self.subnets.iter().flatten().next().is_some();
         let interface = self.network_interface.as_deref().unwrap_or_default();
         match driver {
@@ -262,8 +261,7 @@ fn setup(netns: String, connection: &Connection) -> Result<Value, Failure> {
     let assigned = configuration.assigned(options.static_ips.as_deref().unwrap_or_default())?;
     let node = network.node(&its, &keys, &assigned)?;
     let (namespace, daemon) = (its.free_namespace()?, Daemon::of(&network));
-    // The namespace has no such interface, so that a node of this container is from before it was started anew.
-    daemon.remove(&its.key())?;
+    remove_left(&daemon, &its)?;
     prepare(&namespace, &assigned);
     daemon.add(&node).inspect_err(|_| drop(daemon.remove(&its.key())))?;
     if let Some(port) = connection.port_mappings.iter().flatten().next() {
@@ -282,6 +280,28 @@ fn setup(netns: String, connection: &Connection) -> Result<Value, Failure> {
         "dns_server_ips": configuration.network_dns_servers.as_deref().unwrap_or_default(),
         "interfaces": { its.ifname: interface },
     }))
+}
+
+/// Removes the nodes that podman has forgotten: it asks for teardown once, also while no tasukid is at work, and may give
+/// their addresses to others. One is of this container, which was started anew: the new namespace has no such
+/// interface. Others of its network have lost their namespaces.
+fn remove_left(daemon: &Daemon, its: &Attachment) -> Result<(), Failure> {
+    let is_gone = |netns: &String| {
+        netns.starts_with('/')
+            && std::fs::symlink_metadata(netns).is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
+    };
+    for node in daemon.nodes()? {
+        let Some(container) = node.container.filter(|container| container.starts_with(&its.keys_of_network())) else {
+            continue;
+        };
+        if container == its.key() {
+            daemon.remove(&container)?;
+        } else if node.netns.as_ref().is_some_and(is_gone) {
+            // Whether this succeeds is of no interest to the container that starts.
+            let _ = daemon.remove(&container);
+        }
+    }
+    Ok(())
 }
 
 /// `teardown`: removes the node, if it is there. Of the network, only what that takes has to make sense.

@@ -320,6 +320,7 @@ mod tests {
             trouble: None,
             captured: false,
             container: None,
+            netns: None,
             unconfined: std::collections::BTreeSet::new(),
             vm: Some(vm),
         };

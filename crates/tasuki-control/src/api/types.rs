@@ -117,6 +117,9 @@ pub struct NodeView {
     /// The container whose interface it is, if a container's runtime added it.
     #[serde(default)]
     pub container: Option<String>,
+    /// The namespace of its interface, if that is in one other than the daemon's: as it was named when the node was added.
+    #[serde(default)]
+    pub netns: Option<String>,
     /// Confinement that its workers lack.
     #[serde(default)]
     pub unconfined: std::collections::BTreeSet<String>,

@@ -37,11 +37,16 @@ impl Attachment {
     /// slash. A network of netavark's is no other's, although both may have one name: GC of the one removes no node of
     /// the other.
     pub fn key(&self) -> String {
+        format!("{}{}/{}", self.keys_of_network(), self.id, self.ifname)
+    }
+
+    /// Returns the beginning of the keys of all containers on the network.
+    pub fn keys_of_network(&self) -> String {
         let before = match self.front {
             Front::Cni => "",
             Front::Netavark => "netavark:",
         };
-        format!("{before}{}/{}/{}", self.network, self.id, self.ifname)
+        format!("{before}{}/", self.network)
     }
 
     /// Returns the name of the node: with the part of the ID that runtimes show, and different for each interface of the

@@ -113,17 +113,19 @@ impl Daemon {
         read(self.ask(&Method::GET, address, None).map_err(|error| failure(&error))?)
     }
 
+    /// Returns all nodes.
+    pub fn nodes(&self) -> Result<Vec<NodeView>, Failure> {
+        self.get("/v1/nodes")
+    }
+
     /// Returns the containers of all nodes.
     pub fn containers(&self) -> Result<Vec<String>, Failure> {
-        Ok(self.get::<Vec<NodeView>>("/v1/nodes")?.into_iter().filter_map(|node| node.container).collect())
+        Ok(self.nodes()?.into_iter().filter_map(|node| node.container).collect())
     }
 
     /// Returns the node of a container's interface, if there is one.
     pub fn node_of(&self, container: &str) -> Result<Option<NodeView>, Failure> {
-        Ok(self
-            .get::<Vec<NodeView>>("/v1/nodes")?
-            .into_iter()
-            .find(|node| node.container.as_deref() == Some(container)))
+        Ok(self.nodes()?.into_iter().find(|node| node.container.as_deref() == Some(container)))
     }
 
     /// Adds a node, and waits until its worker is at work.
@@ -143,7 +145,7 @@ impl Daemon {
                 return Ok(());
             }
             if Instant::now() > until {
-                let trouble = self.get::<Vec<NodeView>>("/v1/nodes")?.into_iter().find(|it| it.name == node);
+                let trouble = self.nodes()?.into_iter().find(|it| it.name == node);
                 let trouble = trouble.and_then(|it| it.trouble).or(its.and_then(|end| end.trouble));
                 let trouble = trouble.unwrap_or_else(|| "it has no worker".to_owned());
                 // What to do about a node that stays there is not what to do about one that is removed now.

@@ -197,7 +197,7 @@ fn collect(call: &Call) -> Result<(), Failure> {
         list.into_iter().flatten().map(|it| format!("{}/{}/{}", call.its.network, it.id, it.ifname)).collect()
     });
     let daemon = Daemon::of(&Network::to_clean_up(&call.its.network, &call.input)?);
-    let ours = format!("{}/", call.its.network);
+    let ours = call.its.keys_of_network();
     let is_stale = |container: &String| {
         container.starts_with(&ours) && valid.as_ref().is_some_and(|valid| !valid.contains(container))
     };
@@ -212,7 +212,7 @@ fn collect(call: &Call) -> Result<(), Failure> {
 /// `STATUS` (§2): whether `ADD` would find all that it needs.
 fn status(call: &Call) -> Result<(), Failure> {
     let network = Network::read(call)?;
-    let ours = format!("{}/", call.its.network);
+    let ours = call.its.keys_of_network();
     let nodes = Daemon::of(&network).nodes_now().map_err(|failure| Failure { code: code::NOT_AVAILABLE, ..failure })?;
     let nodes = nodes.iter().filter(|node| node.container.as_ref().is_some_and(|its| its.starts_with(&ours)));
     let troubles: Vec<Option<&String>> = nodes.map(|node| node.trouble.as_ref()).collect();

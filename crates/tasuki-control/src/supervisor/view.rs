@@ -53,6 +53,7 @@ impl Supervisor {
             trouble: self.trouble_of(name),
             captured: self.is_captured(name),
             container: config.and_then(|config| config.container.clone()),
+            netns: config.and_then(|config| config.tap()).and_then(|tap| tap.netns.clone()),
             unconfined: { self.workers.values().filter(|worker| worker.record.node == name) }
                 .flat_map(|worker| worker.record.unconfined.iter().cloned())
                 .collect(),

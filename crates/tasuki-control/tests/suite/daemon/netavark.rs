@@ -128,15 +128,19 @@ fn podman_has_containers_on_a_vni_and_they_go_on_while_workers_and_daemon_are_re
 }
 
 #[test]
-fn a_container_that_ended_while_no_daemon_was_at_work_starts_again() {
+fn what_ended_while_no_daemon_was_at_work_starts_again_and_leaves_no_address_behind() {
     let Some(mut podman) = Podman::new() else { return };
     podman.setup(&podman.world.shop, &podman.web);
+    let room = Room::new();
+    podman.setup(&room, &podman.other);
     podman.world.rig.kill_daemon();
     for verb in ["teardown", "setup"] {
         let failed = podman.call(verb, &podman.world.desk, &podman.web).expect_err("no daemon");
         assert!(failed.contains("no tasukid is at work in ") && failed.contains("; start it"), "{failed}");
     }
+    drop(room);
     podman.world.rig.start();
+    assert_eq!(nodes(&podman.world.rig).len(), 2, "nobody has told the daemon");
     // podman starts it with the same ID, in another namespace.
     podman.setup(&podman.world.desk, &podman.web);
     let room = &podman.world.desk;
