@@ -1040,6 +1040,10 @@ impl Device {
     /// the socket, open them again.
     fn leave_opened(&self) {
         let Some(journal) = &self.journal else { return };
+        // A page for each ring is much to look at while frames wait.
+        if journal.opened_in().is_none_or(|session| !is_later(session, self.text.session)) {
+            return;
+        }
         for at in 0..self.room() {
             if let Some((Ran { session, stated, runs: true }, ring)) = journal.ran(at)
                 && is_later(session, self.text.session)

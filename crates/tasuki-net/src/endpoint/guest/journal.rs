@@ -14,6 +14,7 @@
 //! | 504   | on the first page: number of pairs that have run, of which there are counts                          |
 //! | 505   | on the first page: session up to which messages may have left the front end's socket; whether the last of them may be unanswered (2); 1 if both are known |
 //! | 506   | where the ring stood when it was opened last: position of the next completion, and 1 << 16 if it is known |
+//! | 507   | on the first page: session in which a ring was opened last; 1 if it is known |
 //! | 508   | what last changed of the ring ([`Ran`]): session (32 bits; 0 if nothing is known), position that the front end knew, whether it runs since then; which ring it is stands in the last two words |
 //! | 509.. | where the ring stood when its front end's connection ended ([`Left`]): session (32 bits; 0 if none is known), position that the front end knows, position; file of the memory; address |
 //!
@@ -38,9 +39,10 @@ const COUNTS: usize = QUEUE_COUNTS_LINE * LINE_WORDS;
 const PAIRS: usize = QUEUE_PAIRS_LINE * LINE_WORDS;
 const LET_GO: usize = PAIRS + 1;
 const OPENED: usize = LET_GO + 1;
+const OPENED_IN: usize = OPENED + 1;
 const LEFT: usize = WORDS - 3;
 const RAN: usize = LEFT - 1;
-const _: () = assert!(COMPLETIONS_MAX < COUNTS && COUNTS + LINE_WORDS <= PAIRS && OPENED < RAN);
+const _: () = assert!(COMPLETIONS_MAX < COUNTS && COUNTS + LINE_WORDS <= PAIRS && OPENED_IN < RAN);
 const _: () = assert!(RINGS_MAX <= JOURNAL_PAGES);
 
 /// The completions in a ring.
@@ -203,6 +205,7 @@ impl Journal {
 
     /// Notes that this ring is opened at a position, and forgets where it stood when an earlier connection ended.
     pub fn open(&self, ring: usize, ran: Ran, identity: Identity, position: u16) {
+        self.word(0, OPENED_IN).store(u64::from(ran.session) << 32 | 1, Relaxed);
         if self.identity(ring) != identity {
             self.forget(ring);
             self.word(ring, RAN).store(0, Relaxed);
@@ -211,6 +214,12 @@ impl Journal {
         self.word(ring, OPENED).store(1 << 16 | u64::from(position), Relaxed);
         self.change(ring, ran);
         self.forget(ring);
+    }
+
+    /// Returns the session in which a ring was opened last.
+    pub fn opened_in(&self) -> Option<u32> {
+        let word = self.word(0, OPENED_IN).load(Acquire);
+        (word & 1 == 1).then(|| u32::try_from(word >> 32).expect("four bytes"))
     }
 
     /// Returns where a ring stood when it was opened last. An earlier worker notes nothing.
