@@ -7,18 +7,18 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use anyhow::{Context, Result};
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
-use tasuki_relay::message::{Can, DeviceBundle, ToWorker, vni};
+use tasuki_relay::message::{Can, DeviceBundle, ToWorker, lease_page, vni};
 use tasuki_shm::crash;
 use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::{Directory, NodeSet, directory_lines};
-use tasuki_shm::vni::node_memory::{NodeMemoryFds, PeerNodeMemory, QUEUE_COUNTS, readable_len};
+use tasuki_shm::vni::node_memory::{NodeMemoryFds, PeerNodeMemory, QUEUE_COUNTS, has_noted, readable_len};
 
 use super::card::{Card, Kept, Opening};
 use super::door::No;
@@ -31,6 +31,9 @@ use crate::config::{self, Device, StationAddress};
 
 /// Addresses that a directory has room for.
 const ADDRESSES: usize = 2 * NODES_MAX as usize;
+
+/// Numbers that are looked at before one is given that a node's memory has notes of: each worker writes its own.
+const TRIED_MAX: usize = 64;
 
 /// Positions of the node memory and the bell among a device bundle's descriptors.
 const CONTROL: usize = 1;
@@ -61,6 +64,11 @@ struct Member {
     /// For the other nodes.
     node_memory: NodeMemoryFds,
     bell: OwnedFd,
+}
+
+/// Returns the descriptors of an end's node memory.
+fn memory_of(kept: &Kept) -> Option<[BorrowedFd<'_>; 2]> {
+    Some([kept.fds.get(CONTROL)?.as_fd(), kept.fds.get(POOL)?.as_fd()])
 }
 
 /// Returns the name of a node's end of a VNI.
@@ -131,8 +139,14 @@ impl Supervisor {
         let is_taken =
             |number: u16| self.cards.values().any(|card| card.vni() == Some(vni) && card.number_on_vni == Some(number));
         let next = self.vnis.get(vni).map_or(0, |net| net.next);
-        let mut numbers = (next..NODES_MAX).chain(0..next);
-        numbers.find(|number| !is_taken(*number)).with_context(|| {
+        let numbers = || (next..NODES_MAX).chain(0..next).filter(|number| !is_taken(*number));
+        // A worker that died may not have heard that the former node of a number left, and its successor neither; and an
+        // earlier daemon may have given numbers that it could not record.
+        let is_clean = |number: &u16| {
+            let ends = self.cards.values().filter(|card| card.vni() == Some(vni)).filter_map(|card| card.kept.as_ref());
+            !ends.filter_map(memory_of).any(|[control, pool]| has_noted(control, pool, *number))
+        };
+        numbers().take(TRIED_MAX).find(is_clean).or_else(|| numbers().next()).with_context(|| {
             format!("VNI {vni} has {NODES_MAX} nodes, and no more fit; remove one, or name another VNI")
         })
     }
@@ -189,7 +203,8 @@ impl Supervisor {
         // A queue that nobody drives yet gets no flows.
         let is_driven = |card: &Card| {
             let is_queue = self.config.node(&card.node).is_some_and(|node| node.queue_of().is_some());
-            !is_queue || self.workers.values().any(|worker| worker.nics.contains_key(&card.number))
+            let had_a_driver = card.lease_page.words.load(lease_page::RELAYS) > 0;
+            !is_queue || had_a_driver || self.workers.values().any(|worker| worker.nics.contains_key(&card.number))
         };
         let is_new =
             |card: &&Card| card.kept.is_some() && !self.is_member(card) && !self.leaves(&card.node) && is_driven(card);
@@ -217,7 +232,7 @@ impl Supervisor {
         }
     }
 
-    fn is_member(&self, card: &Card) -> bool {
+    pub(super) fn is_member(&self, card: &Card) -> bool {
         let members = card.vni().and_then(|vni| self.vnis.get(vni)).map(|net| &net.members);
         members.zip(card.number_on_vni).is_some_and(|(members, number)| members.contains_key(&number))
     }

@@ -184,6 +184,17 @@ impl NodeMemoryFds {
     }
 }
 
+/// Returns whether the node with this memory has noted anything about the node with this number: what it read and sent.
+/// Then another node of that number would be taken for that one. The memory is not mapped, and its owner may write
+/// anything there.
+pub fn has_noted(control: BorrowedFd<'_>, pool: BorrowedFd<'_>, node: u16) -> bool {
+    let pages = rustix::fs::fstat(pool).map_or(0, |stat| stat.st_size.unsigned_abs() / PAGE_LEN as u64);
+    let layout = Layout::of(u32::try_from(pages).unwrap_or(POOL_PAGES_MAX).min(POOL_PAGES_MAX));
+    let mut line = [0; LINE_LEN];
+    // A page that was never written stays a hole.
+    rustix::io::pread(control, &mut line, layout.line_of(node) as u64).is_ok_and(|_| line != [0; LINE_LEN])
+}
+
 /// A node memory as its own node maps it.
 #[derive(Debug)]
 pub struct NodeMemory {
@@ -377,6 +388,9 @@ mod tests {
         node_memory.line_of(99)[0].word(0).store(9, Relaxed);
         assert_eq!((peer.ring_to(99).load(0, 0), peer.line_of(99).load(0, 0)), (8, 9));
         assert_eq!(allocated(copies.as_fd()), 3 * 4096);
+        let notes_of = |node| has_noted(copies.as_fd(), theirs.pool.as_fd(), node);
+        assert_eq!((notes_of(99), notes_of(98)), (true, false));
+        assert_eq!(allocated(copies.as_fd()), 3 * 4096, "looking is no use of memory");
         node_memory.give_back_ring(99).unwrap();
         assert_eq!(allocated(copies.as_fd()), 2 * 4096);
         assert_eq!(peer.ring_to(99).load(0, 0), 0, "and can still be read");

@@ -4,6 +4,7 @@
 use std::cell::Cell;
 use std::fs;
 use std::net::UdpSocket;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::MutexGuard;
 use std::time::Duration;
@@ -138,6 +139,50 @@ impl World {
         self.rig.ask(&["stop"]);
         self.rig.daemon_ends();
     }
+}
+
+/// Its memory has notes of the node that left, and its next worker would go by them.
+#[test]
+fn a_node_whose_workers_died_before_they_heard_that_another_left_talks_to_the_next_one() {
+    let Some(mut world) = World::with_both_by_workers() else { return };
+    let third = Room::new();
+    const THIRD: &str = "192.0.2.3";
+    let tap = format!("{{ netns = {:?}, name = \"lan\", address = \"{THIRD}/24\", shortcut = false }}", third.path());
+    world.rig.configure(|text| format!("{text}[[node]]\nname = \"third\"\nvni = \"lan\"\nwork.tap = {tap}\n"));
+    world.rig.ask(&["apply"]);
+    let talk = |world: &World| {
+        world.rig.await_pair("third");
+        let flow = Exchange::begin([(&world.shop, SHOP), (&third, THIRD)]);
+        // More than a ring holds.
+        flow.goes_on(&world.rig, 600);
+        flow.end()
+    };
+    let (program, aside) = (world.rig.path("program"), world.rig.path("aside"));
+    let becomes = |target: &Path| {
+        std::os::unix::fs::symlink(target, &aside).expect("a link");
+        fs::rename(&aside, &program).expect("a name");
+    };
+    let stock = storm::beside("tasuki-worker").expect("looked for before");
+    becomes(&stock);
+    let upgrade = ["worker", "upgrade", "shop", "--with", program.to_str().expect("a path")];
+    world.rig.ask(&upgrade);
+    talk(&world);
+    let (driver, stands_by) = world.rig.await_pair("shop");
+    [&driver, &stands_by].into_iter().for_each(|worker| signal(pid(worker), Signal::STOP));
+    world.rig.ask(&["node", "remove", "third"]);
+    world.rig.kill_daemon();
+    [&driver, &stands_by].into_iter().for_each(|worker| signal(pid(worker), Signal::KILL));
+    // The file has it, so the next daemon makes it anew; and it looks at what the shop left.
+    becomes(Path::new("/bin/false"));
+    world.rig.start();
+    world.rig.await_pair("third");
+    world.rig.await_event("node shop has a program that ends before it hears an order");
+    becomes(&stock);
+    world.rig.ask(&upgrade);
+    world.await_pairs();
+    let tally = talk(&world);
+    assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
+    world.end();
 }
 
 /// A new worker keeps the limits, too, and no frame takes the shortcut.
