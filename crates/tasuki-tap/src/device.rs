@@ -3,7 +3,7 @@
 //! # Invariants
 //!
 //! - **T1** `Request` has the layout of `struct ifreq` in `<linux/if.h>`, of which TUNSETIFF reads the name and the
-//!   flags.
+//!   flags, and TUNSETQUEUE the flags.
 //! - **T2** TUNSETOFFLOAD takes a number where others take an address.
 //! - **T3** TUNGETDEVNETNS takes no argument, and returns a new descriptor that has no other owner.
 #![allow(unsafe_code, reason = "the ioctls that make a descriptor a TAP device, which rustix lacks")]
@@ -28,6 +28,9 @@ const IFF_VNET_HDR: u16 = 0x4000;
 const IFF_PERSIST: u16 = 0x0800;
 /// Several descriptors may be open, each a queue of the interface.
 const IFF_MULTI_QUEUE: u16 = 0x0100;
+/// The queue gets flows, or none.
+const IFF_ATTACH_QUEUE: u16 = 0x0200;
+const IFF_DETACH_QUEUE: u16 = 0x0400;
 /// IFF_ONE_QUEUE, which does nothing (`<linux/if_tun.h>`) but is kept: it marks a TAP that stands beside a veth end.
 /// The owner of a namespace may rename the interface and move it to another namespace; only its creator sets its
 /// flags.
@@ -40,6 +43,9 @@ const UDP_TOO: usize = 0x20 | 0x40;
 
 /// The number says `int`, but the kernel takes a `struct ifreq`.
 const TUNSETIFF: Opcode = opcode::write::<i32>(b'T', 202);
+
+/// The same.
+const TUNSETQUEUE: Opcode = opcode::write::<i32>(b'T', 217);
 
 /// Fills in a `struct ifreq`; the number says `unsigned int`.
 const TUNGETIFF: Opcode = opcode::read::<u32>(b'T', 210);
@@ -114,6 +120,17 @@ pub fn another_queue(device: BorrowedFd<'_>) -> Result<OwnedFd, TapError> {
     place.within(|| open_with(&name, Before::Offload, IFF_MULTI_QUEUE | flags & IFF_OF_VETH_END))
 }
 
+/// Has the kernel give flows to one of several queues, or give them to the others alone: then the frames that are in it
+/// are lost. Fails if that is so already, or the interface is gone.
+pub fn give_flows(queue: BorrowedFd<'_>, gets_some: bool) -> Result<(), Errno> {
+    let flags = if gets_some { IFF_ATTACH_QUEUE } else { IFF_DETACH_QUEUE };
+    let mut request = Request { name: [0; NAME_LEN], flags, rest: [0; 22] };
+    // SAFETY: the request takes this structure (T1).
+    let updater = unsafe { Updater::<{ TUNSETQUEUE }, Request>::new(&mut request) };
+    // SAFETY: the kernel refuses other kinds of descriptors; the request outlives the call (T1).
+    unsafe { rustix::ioctl::ioctl(queue, updater) }
+}
+
 /// Opens `name` as a TAP device with `flags` besides those that each has.
 fn open_with(name: &str, before: Before, flags: u16) -> Result<OwnedFd, TapError> {
     let header = if before == Before::Offload { IFF_VNET_HDR } else { 0 };
@@ -164,6 +181,11 @@ pub fn remove(device: BorrowedFd<'_>) -> Result<(), TapError> {
     }
     let place = Unnamed::of(namespace_of(device).map_err(TapError::of)?);
     place.within(|| Interface::if_there(&name)?.map_or(Ok(()), |interface| interface.delete()))
+}
+
+/// Returns whether a TAP device's interface does not exist any more.
+pub fn is_gone(device: BorrowedFd<'_>) -> bool {
+    name_and_flags(device) == Err(Errno::BADFD)
 }
 
 fn name_and_flags(device: BorrowedFd<'_>) -> Result<(String, u16), Errno> {

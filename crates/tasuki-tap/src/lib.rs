@@ -51,6 +51,9 @@ pub enum TapError {
     /// The device was not made for several queues.
     #[error("the interface {0} was made with one queue, and gets no other; make it anew with several")]
     OneQueue(String),
+    /// The device's interface does not exist any more.
+    #[error("it is gone, for somebody deleted it, or its namespace ended; remove its nodes and add them again")]
+    Gone,
     /// The kernel has no TAP driver.
     #[error("there is no /dev/net/tun; load its module: modprobe tun")]
     Missing,
@@ -114,6 +117,7 @@ impl TapError {
         match errno {
             Errno::PERM | Errno::ACCESS => TapError::NotAllowed,
             Errno::NOENT | Errno::NODEV | Errno::NXIO => TapError::Missing,
+            Errno::BADFD => TapError::Gone,
             errno => TapError::Refused(errno.into()),
         }
     }

@@ -96,16 +96,16 @@ pub struct Add {
     #[arg(long, value_name = "NODE")]
     pub queue_of: Option<String>,
     /// Number of queues of the interface: nodes with --queue-of drive all but the first.
-    #[arg(long, requires = "netns", value_parser = clap::value_parser!(u8).range(1..=8))]
+    #[arg(long, conflicts_with_all = ["memif", "vm", "link", "native", "queue_of"], value_parser = clap::value_parser!(u8).range(1..=8))]
     pub queues: Option<u8>,
     /// The node's program is its worker, which gets the frames itself: name it with --work or --program.
     #[arg(long, requires = "handles")]
     pub native: bool,
     /// The work of the worker: it sends frames back, takes them in, answers ping, or sends numbered frames.
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, conflicts_with_all = ["netns", "memif", "vm", "link", "queue_of"])]
     pub work: Option<NativeWork>,
     /// A program of your own that handles frames (docs/users/own-programs.md).
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["netns", "memif", "vm", "link", "queue_of"])]
     pub program: Option<PathBuf>,
     /// Text that only that program understands.
     #[arg(long, default_value = "", hide_default_value = true, requires = "program")]

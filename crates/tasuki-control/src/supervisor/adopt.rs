@@ -65,7 +65,7 @@ impl Supervisor {
         }
         self.add_nodes_of_before(added);
         let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
-        self.begin_queues(&mut found);
+        self.begin_queues(&living, &mut found);
         self.begin_taps(&living, &mut found)?;
         self.begin_endpoints(&living, &mut found);
         let (is_used, goes_on) = (!alive.is_empty(), !alive.is_empty() || !found.is_empty());

@@ -124,6 +124,9 @@ impl Supervisor {
         if let Some(why) = all.senseless() {
             return Err(wrong(format!("with the nodes that were added by hand: {why}")));
         }
+        if let Some(why) = self.would_lose_a_queue(&desired) {
+            return Err(wrong(why));
+        }
         if desired.api != self.config.api {
             return Err(wrong(
                 "[api] differs from what tasukid began with, and counts only then; start tasukid anew (workers go on)"
@@ -136,6 +139,17 @@ impl Supervisor {
             ));
         }
         Ok((desired, text, file))
+    }
+
+    /// Returns why an interface cannot be made anew as `desired` says: a node that was added by hand drives a queue of it.
+    fn would_lose_a_queue(&self, desired: &Config) -> Option<String> {
+        let steps = self.steps_to(desired);
+        let goes = |name: &str| steps.iter().any(|step| matches!(step, Step::Remove(node, _) if node == name));
+        let of = |node: &config::Node| node.queue_of().filter(|of| goes(of) && !goes(&node.name)).map(str::to_owned);
+        let (node, of) = self.config.node.iter().find_map(|node| Some((&node.name, of(node)?)))?;
+        Some(format!(
+            "the interface of node {of} would be made anew, and node {node}, which was added by hand, drives a queue of it: remove that first (tasuki node remove {node}), or write it into the file"
+        ))
     }
 
     /// Returns the steps from what there is to `desired`.

@@ -46,6 +46,20 @@ impl No {
     }
 }
 
+/// Returns why something failed, for a user. Without descriptors all fails somewhere, each time elsewhere, and one thing
+/// is to be done.
+pub fn why(error: &anyhow::Error) -> String {
+    let said = format!("{error:#}");
+    // EMFILE and ENFILE, in errors of many types.
+    let lacks = ["(os error 24)", "(os error 23)", "lack of descriptors"].iter().any(|words| said.contains(words));
+    if lacks {
+        "tasukid, or the machine, may open no more descriptors; raise LimitNOFILE= of tasukid (ulimit -Hn), or remove nodes"
+            .to_owned()
+    } else {
+        said
+    }
+}
+
 impl From<No> for Refused {
     fn from(no: No) -> Self {
         match no {
@@ -179,5 +193,20 @@ impl Door {
     /// Returns the bell.
     pub fn bell(&self) -> &rustix::fd::OwnedFd {
         &self.bell
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whatever_fails_for_lack_of_descriptors_says_how_to_get_some() {
+        for errno in [rustix::io::Errno::MFILE, rustix::io::Errno::NFILE] {
+            let error = anyhow::Error::new(std::io::Error::from(errno)).context("worker-17.sock cannot be listened at");
+            assert!(why(&error).ends_with("raise LimitNOFILE= of tasukid (ulimit -Hn), or remove nodes"), "{error:#}");
+        }
+        let other = anyhow::anyhow!("no").context("it is so");
+        assert_eq!(why(&other), "it is so: no");
     }
 }

@@ -62,7 +62,7 @@ pub mod worker;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::mpsc::Receiver;
@@ -248,7 +248,7 @@ pub struct Supervisor {
     nodes: BTreeMap<String, Node>,
     taps: BTreeMap<String, taps::TapEnd>,
     /// Queues of TAPs that nodes drive beside the first, by node.
-    queues: BTreeMap<String, OwnedFd>,
+    queues: BTreeMap<String, queues::Queue>,
     shortcuts: shortcuts::Shortcuts,
     veth_ends_looked_at: Duration,
     vnis: BTreeMap<String, vnis::Net>,
@@ -493,6 +493,7 @@ impl Supervisor {
             self.mend_keeper();
             self.deposit();
             self.fit_taps();
+            self.fit_queues();
             self.fit_detours();
             self.fit_captures();
             self.fit_interrupts();

@@ -4,7 +4,7 @@
 
 use tasuki_relay::message::ToWorker;
 
-use super::door::{Answer, No};
+use super::door::{Answer, No, why};
 use super::endpoints::Endpoint;
 use super::keeping::Key;
 use super::taps::TapEnd;
@@ -113,16 +113,16 @@ impl Supervisor {
             self.taps.insert(label, tap);
             why.into_iter().for_each(|why| self.note(About::node(&name), why));
         }
-        self.make_queue(node).map_err(|error| No::now(format!("node {name:?} was not added: {error:#}")))?;
+        self.make_queue(node).map_err(|error| No::now(format!("node {name:?} was not added: {}", why(&error))))?;
         if let Some((label, mut end)) = Endpoint::of(node) {
-            end.make().map_err(|error| No::now(format!("node {name:?} was not added: {error:#}")))?;
+            end.make().map_err(|error| No::now(format!("node {name:?} was not added: {}", why(&error))))?;
             self.endpoints.insert(label, end);
         }
         match self.make_node(node) {
             Ok(()) => {}
             Err(error) => {
                 self.forget_endpoint(node);
-                return Err(No::now(format!("node {name:?} was not added: {error:#}")));
+                return Err(No::now(format!("node {name:?} was not added: {}", why(&error))));
             }
         }
         self.config.node.push(node.clone());
@@ -192,6 +192,7 @@ impl Supervisor {
             .map(|card| card.number)
             .collect();
         ends.into_iter().for_each(|nic| self.leave(nic));
+        self.divert(name);
         for worker in self.workers.values_mut().filter(|worker| worker.record.node == name) {
             worker.stage = Stage::Leaving(now());
             let _ = worker.write(&ToWorker::End, &[]);

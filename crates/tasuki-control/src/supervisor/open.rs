@@ -89,7 +89,7 @@ impl Supervisor {
                 _ => Ok(()),
             };
             if let Err(error) = begun {
-                self.not_opened(nic, &format!("{error:#}"));
+                self.not_opened(nic, &super::door::why(&error));
             }
         }
     }

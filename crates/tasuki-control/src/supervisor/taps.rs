@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tasuki_relay::message;
-use tasuki_tap::device::Before;
+use tasuki_tap::device::{Before, is_gone};
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::shortcut::remove_beside;
@@ -108,12 +108,17 @@ impl TapEnd {
         )
     }
 
-    /// Adopts an earlier daemon's TAP. Returns why it has no veth end, if it was to have one.
-    fn adopt(&mut self, device: OwnedFd, shortcuts: &mut Shortcuts) -> Option<String> {
+    /// Adopts an earlier daemon's TAP; if its interface is gone, only where a worker that lives has it, too. Returns why it
+    /// has no veth end, if it was to have one.
+    fn adopt(&mut self, device: OwnedFd, lives: bool, shortcuts: &mut Shortcuts) -> Option<String> {
         if self.device.is_some() {
             return None;
         }
         let adopted = self.on.as_ref().map(|on| (on.may, shortcuts.adopt(on, &device)));
+        // That daemon died while it removed it, before the keeper knew.
+        if !lives && is_gone(device.as_fd()) {
+            return None;
+        }
         self.device = Some(device);
         match adopted? {
             (_, Ok(veth_end)) => {
@@ -162,7 +167,8 @@ impl Supervisor {
         self.taps = self.config.node.iter().filter_map(TapEnd::of).collect::<BTreeMap<_, _>>();
         for label in self.taps.keys().cloned().collect::<Vec<_>>() {
             let device = found.remove(&Key::Tap(label.clone())).and_then(|(_, fds)| fds.into_iter().next());
-            device.into_iter().for_each(|device| self.adopt_tap(&label, device));
+            let lives = living.iter().any(|node| self.config.tap(node).is_some_and(|tap| tap.label() == label));
+            device.into_iter().for_each(|device| self.adopt_tap(&label, device, lives));
         }
         // Of TAPs no longer in the configuration, remove the parts that do not go with the descriptor.
         for (key, (_, fds)) in found.iter() {
@@ -197,8 +203,8 @@ impl Supervisor {
     }
 
     /// Adopts the TAP that an earlier daemon had.
-    fn adopt_tap(&mut self, label: &str, device: OwnedFd) {
-        let why = self.taps.get_mut(label).and_then(|tap| tap.adopt(device, &mut self.shortcuts));
+    fn adopt_tap(&mut self, label: &str, device: OwnedFd, lives: bool) {
+        let why = self.taps.get_mut(label).and_then(|tap| tap.adopt(device, lives, &mut self.shortcuts));
         why.into_iter().for_each(|why| self.note(About::default(), why));
     }
 

@@ -18,6 +18,7 @@ use tasuki_shm::crash;
 use super::card::LeasePage;
 use super::card::Opening;
 use super::deeds::{STANDS, party};
+use super::door::why;
 use super::jails::{Cell, Unsaid};
 use super::keeping::Key;
 use super::policy::{self, Death, Trouble};
@@ -226,7 +227,7 @@ impl Supervisor {
     }
 
     fn did_not_start(&mut self, name: &str, error: &anyhow::Error) {
-        let sentence = format!("no worker for node {name}: {error:#}");
+        let sentence = format!("no worker for node {name}: {}", why(error));
         let Some(node) = self.nodes.get_mut(name) else { return };
         let is_news = node.trouble.as_ref() != Some(&sentence);
         node.trouble = Some(sentence.clone());

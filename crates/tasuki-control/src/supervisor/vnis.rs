@@ -394,6 +394,19 @@ impl Supervisor {
         self.condemn_those_without(missed);
     }
 
+    /// Has the frames for an address that a node shares go to it, too, or to the others alone.
+    pub(super) fn show_address(&mut self, nic: u32, is_shown: bool) {
+        let at = self.membership(nic).map(|(_, number, member)| (number, member.mac));
+        let net = self.cards.get(&nic).and_then(|card| self.vnis.get_mut(card.vni()?));
+        let Some((net, (number, mac))) = net.zip(at) else { return };
+        if is_shown {
+            // It had its place there before.
+            let _ = net.directory.share(mac, number);
+        } else {
+            net.directory.remove(mac, number);
+        }
+    }
+
     fn net_by_name(&self, name: &str) -> Result<&Net, No> {
         self.vnis.get(name).ok_or_else(|| {
             let there = there_are(self.vnis.keys());

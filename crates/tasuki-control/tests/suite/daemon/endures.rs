@@ -247,10 +247,10 @@ fn a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() {
     let was = limit(Some(open as u64 - 2));
     let (driver, _) = rig.await_pair("red");
     signal(pid(&driver), Signal::KILL);
-    until(&rig, "it says so", || rig.ask(&["status"]).contains("Too many open files"));
+    until(&rig, "it says so", || rig.ask(&["status"]).contains("raise LimitNOFILE="));
     limit(was.current);
     rig.await_pair("red");
-    until(&rig, "nothing is wrong any more", || !rig.ask(&["status"]).contains("Too many open files"));
+    until(&rig, "nothing is wrong any more", || !rig.ask(&["status"]).contains("raise LimitNOFILE="));
     // A daemon that may open fewer than the last one had leaves all of it to one that may.
     let (driver, standby) = rig.await_pair("red");
     rig.kill_daemon();

@@ -1,9 +1,12 @@
 //! A namespace whose interface has two queues: one of its node, and one of a node beside it. Needs root.
 
 use std::net::UdpSocket;
+use std::path::Path;
+
+use rustix::process::Signal;
 
 use super::real::released;
-use super::rig::until;
+use super::rig::{pid, signal, until};
 use super::rooms::{BURST, Exchange, Tally, deaths};
 use super::storm::beside;
 use super::vnis::{DESK, SHOP, World};
@@ -82,8 +85,22 @@ fn a_queue_comes_and_goes_while_flows_go_on_and_its_interface_stays_as_long() {
     let flows = begin(&world);
     let refused = world.rig.refused(&["node", "remove", "shop"]);
     assert!(refused.contains("drives a queue") && refused.contains("tasuki node remove shop-1"), "{refused}");
-    let third = world.rig.refused(&["node", "add", "shop-2", "--queue-of", "shop"]);
+    let add = ["node", "add", "shop-2", "--queue-of", "shop"];
+    let third = world.rig.refused(&add);
     assert!(third.contains("raise its queues"), "{third}");
+    for odd in [["--queues", "3"], ["--work", "echo"], ["--program", "/bin/true"]] {
+        let said = world.rig.tasuki(&[&add[..], &odd].concat());
+        assert!(String::from_utf8_lossy(&said.stderr).contains("cannot be used with"), "{said:?}");
+    }
+    // A file would make the interface anew, and does not know of its queue.
+    let before = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("a file");
+    let tap = format!("work.tap = {{ netns = {:?}, name = \"lan\", mtu = 1400, queues = 2 }}", world.shop.path());
+    world.rig.configure(|text| format!("{text}[[node]]\nname = \"shop\"\nvni = \"lan\"\n{tap}\n"));
+    for verb in ["plan", "apply"] {
+        let refused = world.rig.refused(&[verb]);
+        assert!(refused.contains("would be made anew") && refused.contains("tasuki node remove shop-1"), "{refused}");
+    }
+    world.rig.configure(|_| before.clone());
     world.rig.ask(&["node", "remove", "shop-1"]);
     // A datagram that was lost with its queue is asked for again by none; the others go on.
     all_go_on(&world, &flows, 50);
@@ -95,7 +112,47 @@ fn a_queue_comes_and_goes_while_flows_go_on_and_its_interface_stays_as_long() {
     println!("{tally:?}");
     assert_eq!(tally.twice + tally.twice_there, 0, "{tally:?}");
     world.rig.ask(&["node", "remove", "shop-1"]);
-    world.rig.ask(&["node", "remove", "shop"]);
+    // The interface goes once its workers have ended.
+    let (stopped, stands_by) = world.rig.await_pair("shop");
+    [&stopped, &stands_by].into_iter().for_each(|worker| signal(pid(worker), Signal::STOP));
+    std::thread::scope(|scope| {
+        let removal = scope.spawn(|| world.rig.ask(&["node", "remove", "shop"]));
+        until(&world.rig, "its removal has begun", || world.rig.worker("shop", "leaves").is_some());
+        let refused = world.rig.refused(&["node", "add", "shop-1", "--queue-of", "shop"]);
+        assert!(refused.contains("node shop is being removed"), "{refused}");
+        [&stopped, &stands_by].into_iter().for_each(|worker| signal(pid(worker), Signal::CONT));
+        removal.join().expect("it is gone");
+    });
+    world.end();
+}
+
+/// A queue that nobody drives would swallow its flows, if the kernel and the other nodes still gave it some.
+#[test]
+fn flows_of_a_queue_that_gets_no_worker_go_by_the_others_until_it_has_one() {
+    let Some(world) = World::of_scripts() else { return };
+    let program = world.rig.path("worker");
+    let stock = beside("tasuki-worker").expect("looked for before");
+    world.rig.configure(|text| text.replace(&format!("{stock:?}"), &format!("{program:?}")));
+    let becomes = |target: &Path| {
+        let aside = world.rig.path("aside");
+        std::os::unix::fs::symlink(target, &aside).expect("a link");
+        std::fs::rename(&aside, &program).expect("a name");
+    };
+    becomes(&stock);
+    world.rig.ask(&["apply"]);
+    let flows = begin(&world);
+    world.rig.ask(&["node", "remove", "shop-1"]);
+    becomes(Path::new("/bin/false"));
+    world.rig.ask(&["node", "add", "shop-1", "--queue-of", "shop"]);
+    world.rig.await_event("node shop-1: no worker drives its queue");
+    all_go_on(&world, &flows, 50);
+    becomes(&stock);
+    world.rig.ask(&["worker", "upgrade", "shop-1"]);
+    world.rig.await_event("node shop-1: its flows go by it again");
+    all_go_on(&world, &flows, 50);
+    both_carry(&world);
+    let tally = sum(flows);
+    assert_eq!(tally.twice + tally.twice_there, 0, "{tally:?}");
     world.end();
 }
 
@@ -128,13 +185,13 @@ fn a_worker_from_before_queues_and_a_queue_are_not_on_one_vni() {
     world.end();
 }
 
-/// The interface is made anew, and so are the queues of it.
+/// The interface is made anew, and so are the queues of it; also if the daemon dies between the two.
 #[test]
 fn a_file_that_changes_an_interface_changes_its_queues_with_it() {
-    let Some(world) = World::new() else { return };
+    let Some(mut world) = World::new() else { return };
     let before = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("a file");
+    let rooms = [world.shop.path(), world.desk.path()];
     let file = |queues: u32, mtu: u32| {
-        let (shop, desk) = (world.shop.path(), world.desk.path());
         // The queue stands before its interface: the order in the file does not count.
         let its = if queues > 1 {
             "[[node]]\nname = \"shop-1\"\nvni = \"lan\"\nwork = { queue = { of = \"shop\" } }\n"
@@ -147,18 +204,31 @@ fn a_file_that_changes_an_interface_changes_its_queues_with_it() {
             )
         };
         let queues = format!(", queues = {queues}");
-        format!("{before}{its}{}{}", node("shop", &shop, SHOP, &queues), node("desk", &desk, DESK, ""))
+        format!("{before}{its}{}{}", node("shop", &rooms[0], SHOP, &queues), node("desk", &rooms[1], DESK, ""))
     };
-    for (queues, mtu) in [(2, 1500), (2, 1400), (1, 1400), (3, 1400)] {
+    for (queues, mtu, dies_at) in
+        [(2, 1500, 0), (2, 1400, 0), (1, 1400, 0), (3, 1400, 0), (2, 1500, 2), (2, 1400, 3), (2, 1500, 4), (2, 1400, 5)]
+    {
+        if dies_at > 0 {
+            world.rig.kill_daemon();
+            world.rig.start_to_die(Some(format!("daemon.applied-step:{dies_at}")));
+            until(&world.rig, "it serves", || world.rig.tasuki(&["status"]).status.success());
+            world.await_pairs();
+        }
         world.rig.configure(|_| file(queues, mtu));
-        world.rig.ask(&["apply"]);
+        if dies_at == 0 {
+            world.rig.ask(&["apply"]);
+        } else {
+            assert!(!world.rig.tasuki(&["apply"]).status.success(), "it dies");
+            world.rig.start();
+        }
+        until(&world.rig, "all is applied", || world.rig.ask(&["plan"]).starts_with("nothing changes"));
         world.await_pairs();
-        let said = world.rig.ask(&["plan"]);
-        assert!(said.starts_with("nothing changes"), "{queues} queues: {said}");
         until(&world.rig, "it answers", || world.is_answered(DESK));
         let programs: Vec<_> =
             world.shop.within(|| (0..32).map(|_| UdpSocket::bind((SHOP, 0)).expect("a port")).collect());
         let nodes = if queues > 1 { &["shop", "shop-1"][..] } else { &["shop"] };
+        nodes.iter().for_each(|node| drop(world.rig.await_pair(node)));
         let taken = || nodes.iter().map(|node| world.count(node, "taken")).collect::<Vec<_>>();
         let before = taken();
         until(&world.rig, "all queues carry frames", || {
