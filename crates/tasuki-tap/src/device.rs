@@ -146,6 +146,7 @@ fn open_with(name: &str, before: Before, flags: u16) -> Result<OwnedFd, TapError
     // SAFETY: the descriptor is that of /dev/net/tun, just opened; the request outlives the call (T1).
     unsafe { rustix::ioctl::ioctl(device.as_fd(), updater) }.map_err(|errno| match errno {
         Errno::INVAL | Errno::BUSY => TapError::Taken(name.to_owned()),
+        Errno::TOOBIG => TapError::Full(name.to_owned()),
         other => TapError::of(other),
     })?;
     if before == Before::Offload {

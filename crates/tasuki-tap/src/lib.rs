@@ -46,11 +46,18 @@ pub enum TapError {
     #[error("a TAP device needs CAP_NET_ADMIN; run as root, or in a user and network namespace of your own")]
     NotAllowed,
     /// The interface exists and is not a free TAP.
-    #[error("the interface {0} exists and is not a free TAP; choose another name")]
+    #[error(
+        "the interface {0} exists and is not a free TAP; choose another name, or delete it if nobody needs it (ip link delete {0})"
+    )]
     Taken(String),
     /// The device was not made for several queues.
     #[error("the interface {0} was made with one queue, and gets no other; make it anew with several")]
     OneQueue(String),
+    /// The kernel gives the interface no more queues.
+    #[error(
+        "the kernel gives the interface {0} no more queues: programs in its namespace have opened others; end these"
+    )]
+    Full(String),
     /// The device's interface does not exist any more.
     #[error("it is gone, for somebody deleted it, or its namespace ended; remove its nodes and add them again")]
     Gone,

@@ -11,6 +11,7 @@ use anyhow::{Context, Result, ensure};
 use tasuki_relay::message;
 use tasuki_tap::device::{another_queue, give_flows, is_gone};
 
+use super::card::Card;
 use super::keeping::{Found, Key};
 use super::{About, PATIENCE, Supervisor, now};
 use crate::config::{Config, Node};
@@ -101,13 +102,16 @@ impl Supervisor {
             // Who drives is not known yet.
             return self.queues.values_mut().for_each(|queue| queue.since = now());
         }
-        let names: Vec<String> = self.queues.keys().filter(|name| !self.leaves(name)).cloned().collect();
-        for name in names {
-            let end = self.cards.values().find(|card| card.node == name && card.vni().is_some());
-            let is_driven = end.is_some_and(|card| self.is_member(card) && self.is_held(card.number));
-            let is_made = end.is_some_and(|card| card.kept.is_some());
-            let end = end.map(|card| card.number);
-            let is_troubled = !is_made || self.trouble_of(&name).is_some();
+        // Each queue's node has one end.
+        let is_its =
+            |card: &&Card| card.vni().is_some() && self.queues.contains_key(&card.node) && !self.leaves(&card.node);
+        let look = |card: &Card| {
+            let is_driven = self.is_member(card) && self.is_held(card.number);
+            let is_troubled = card.kept.is_none() || self.trouble_of(&card.node).is_some();
+            (card.node.clone(), card.number, is_driven, is_troubled)
+        };
+        let looks: Vec<_> = self.cards.values().filter(is_its).map(look).collect();
+        for (name, end, is_driven, is_troubled) in looks {
             let Some(queue) = self.queues.get_mut(&name) else { continue };
             if queue.is_driven != is_driven {
                 (queue.is_driven, queue.since) = (is_driven, now());
@@ -122,7 +126,7 @@ impl Supervisor {
                 queue.has_flows = gets_some;
                 // It fails if the interface is gone, and no flow with it is left.
                 let _ = give_flows(queue.device.as_fd(), gets_some);
-                end.into_iter().for_each(|end| self.show_address(end, gets_some));
+                self.show_address(end, gets_some);
                 let what = if gets_some {
                     "its flows go by it again"
                 } else {
