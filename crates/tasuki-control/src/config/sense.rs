@@ -247,7 +247,7 @@ impl Config {
 
     /// Returns the fault of a node that drives a queue of another's interface, or whose interface has several, if there is
     /// one.
-    pub(super) fn odd_queue(&self, node: &Node) -> Option<String> {
+    pub fn odd_queue(&self, node: &Node) -> Option<String> {
         let named = |what: String| Some(format!("node {:?}: {what}", node.name));
         if let Some(tap) = node.tap().filter(|tap| tap.queues.is_some()) {
             let (queues, least, most) = (tap.queues(), QUEUES.start(), QUEUES.end());

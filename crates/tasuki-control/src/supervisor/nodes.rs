@@ -27,10 +27,20 @@ impl Supervisor {
     pub(super) fn go_by_what_was_made(&mut self, records: &[(String, NodeRecord)]) {
         let made = |node: &config::Node| records.iter().find(|(name, _)| *name == node.name)?.1.as_made();
         let now = |node: &config::Node| made(node).map_or_else(|| node.clone(), |made| node.with_what_stays(made));
-        let as_made = Config { node: self.config.node.iter().map(now).collect(), ..self.config.clone() };
+        let mut as_made = Config { node: self.config.node.iter().map(now).collect(), ..self.config.clone() };
+        // A queue of an interface that is to be made anew comes with that, unless it is there already; and goes with it.
+        let interface =
+            |config: &Config, node: &config::Node| config.node(node.queue_of()?).map(|lead| lead.work.clone());
+        let waits =
+            |node: &config::Node| made(node).is_none() && interface(&self.config, node) != interface(&as_made, node);
+        let waiting: Vec<String> = as_made.node.iter().filter(|it| waits(it)).map(|it| it.name.clone()).collect();
+        as_made.node.retain(|node| !waiting.contains(&node.name));
+        let is_odd = |node: &config::Node| node.queue_of().is_some() && as_made.odd_queue(node).is_some();
+        let odd: Vec<String> = as_made.node.iter().filter(|it| is_odd(it)).map(|it| it.name.clone()).collect();
+        as_made.node.retain(|node| !odd.contains(&node.name));
         let Some(why) = as_made.senseless() else { return self.config = as_made };
-        let other = self.config.node.iter().zip(&as_made.node).filter(|(new, made)| new != made);
-        let other: Vec<&str> = other.map(|(new, _)| &new.name[..]).collect();
+        let other = as_made.node.iter().filter(|made| self.config.node(&made.name) != Some(made));
+        let other: Vec<&str> = other.map(|made| &made.name[..]).collect();
         let sentence = format!(
             "what the configuration has anew of node {} counts for nothing yet, and beside what it was made with makes no sense ({why}): remove it (tasuki node remove) and apply the configuration (tasuki apply)",
             other.join(", node ")
