@@ -199,7 +199,7 @@ impl Present<'_> {
         let with_them: Vec<String> =
             self.config.node.iter().filter(stays).filter(loses).map(|node| node.name.clone()).collect();
         renews.retain(|step| !matches!(step, Step::Renew(name, _) if with_them.contains(name)));
-        gone.extend(with_them.iter().map(|name| (name.clone(), vec!["work"])));
+        gone.extend(with_them.iter().map(|name| (name.clone(), vec!["its interface"])));
         remade.extend(with_them);
         gone.sort_by_key(|(name, _)| old_node(name).is_none_or(|node| node.queue_of().is_none()));
         let owner = |nic: &str| self.owner(nic);
@@ -580,6 +580,25 @@ mod tests {
             format!("NIC eth0 is opened, for node {blue}"),
         ];
         assert_eq!(steps(&parse(blue, "192.0.2.2/24")), closes);
+    }
+
+    #[test]
+    fn a_queue_goes_and_comes_with_its_interface_and_the_plan_says_why() {
+        let parse = |mtu: u32| -> Config {
+            let text = format!(
+                "[[node]]\nname = \"blue\"\nvni = \"lan\"\nwork = {{ queue = {{ of = \"red\" }} }}\n\
+                 [[node]]\nname = \"red\"\nvni = \"lan\"\nwork = {{ tap = {{ name = \"t0\", queues = 2, mtu = {mtu} }} }}\n"
+            );
+            toml::from_str(&text).expect("a configuration")
+        };
+        let (one, none) = (parse(1500), BTreeSet::new());
+        let (owners, failed_over) = (BTreeMap::new(), BTreeMap::new());
+        let present =
+            Present { config: &one, by_hand: &none, owners: &owners, failed_over: &failed_over, stale: &none };
+        let said: Vec<_> = present.steps_to(&parse(1400)).iter().map(ToString::to_string).collect();
+        let goes = "changes, so it is removed and added again: frames from and to it are lost meanwhile";
+        let [blue, red] = ["node blue is added", "node red is added"].map(str::to_owned);
+        assert_eq!(said, [format!("node blue: its interface {goes}"), format!("node red: work {goes}"), red, blue]);
     }
 
     #[test]
