@@ -14,13 +14,13 @@ pub(super) const LATE_NEWS: Duration = Duration::from_millis(100);
 const SILENCE: Duration = Duration::from_secs(5);
 
 /// How long nothing comes from a front end that has set its device up. QEMU's messages are microseconds apart.
-const PAUSE: Duration = Duration::from_millis(1);
+const PAUSE: Duration = Duration::from_micros(500);
 
 /// How long a device that runs counts as one that is set up: its frames wait meanwhile.
-const SET_UP: Duration = Duration::from_millis(20);
+const SET_UP: Duration = Duration::from_millis(10);
 
-/// How long a front end waits for the daemon to hear of its device: QEMU's main loop waits with it.
-const PATIENCE: Duration = Duration::from_millis(10);
+/// How long a front end waits for a daemon that takes no message: QEMU's main loop waits with it.
+const PATIENCE: Duration = Duration::from_millis(1);
 
 /// QEMU 7.2 keeps the features of a driver that starts while there is no connection for itself.
 const FORGOTTEN: &str = "the machine's front end names no feature that the guest's driver takes, as QEMU does if its \
