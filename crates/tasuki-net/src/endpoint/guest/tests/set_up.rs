@@ -128,7 +128,7 @@ fn wherever_a_worker_is_killed_while_a_front_end_sets_its_device_up_it_notices_n
 /// The rings stand in the middle, and the front end of packed ones does not know where.
 #[test]
 fn wherever_a_worker_is_killed_while_a_front_end_connects_again_each_frame_crosses_once() {
-    for (features, size, pieces) in RINGS {
+    for (features, size, pieces) in RINGS.into_iter().step_by(2) {
         wherever(|fate| {
             let what = format!("{features:#x}, {:?}", fate.at);
             let (mut net, mut crossed) = (Net::new(2), Crossed::default());
@@ -152,7 +152,7 @@ fn wherever_a_worker_is_killed_while_a_front_end_connects_again_each_frame_cross
 /// The first pair runs and carries frames, and its front end starts the second one and stops it again.
 #[test]
 fn wherever_a_worker_is_killed_while_a_front_end_starts_its_other_pair_each_frame_crosses_once() {
-    for (features, size, pieces) in RINGS {
+    for (features, size, pieces) in RINGS.into_iter().skip(1).step_by(2) {
         wherever(|fate| {
             let what = format!("{features:#x}, {:?}", fate.at);
             let (mut net, mut crossed) = (Net::new(2), Crossed::default());
