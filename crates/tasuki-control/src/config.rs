@@ -73,11 +73,16 @@ pub struct Config {
     #[serde(default)]
     pub api: Roles,
     /// The nodes, each under `[[node]]`.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "each_cpus_node")]
     pub node: Vec<Node>,
     /// The network cards, each under `[[nic]]`.
     #[serde(default)]
     pub nic: Vec<Nic>,
+}
+
+/// Reads nodes, of which those with `cpus` stand for several.
+fn each_cpus_node<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<Node>, D::Error> {
+    Ok(Vec::<Node>::deserialize(from)?.into_iter().flat_map(Node::for_each_cpu).collect())
 }
 
 /// Settings of the daemon.
@@ -267,6 +272,11 @@ pub struct Node {
     /// The CPU that its workers run on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<u32>,
+    /// Several CPUs, for a network namespace on a VNI: its interface gets a queue for each, and each queue but the first a node
+    /// of its own, called NAME-1 and so on, with the settings of this one. In a configuration file alone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(max_items = 8)]
+    pub cpus: Vec<u32>,
     /// Its workers never sleep while they drive a NIC.
     #[serde(default)]
     pub poll: bool,
@@ -352,6 +362,32 @@ impl Node {
     /// Returns its TAP, if it has one.
     pub fn tap(&self) -> Option<&Tap> {
         if let Work::Tap(tap) = &self.work { Some(tap) } else { None }
+    }
+
+    /// Returns the nodes that it stands for, one for each of its CPUs. One whose CPUs make no sense stays as it is.
+    fn for_each_cpu(mut self) -> Vec<Node> {
+        if self.cpus.is_empty() || self.odd_cpus().is_some() {
+            return vec![self];
+        }
+        let cpus = std::mem::take(&mut self.cpus);
+        let queue = |(at, cpu): (usize, &u32)| Node {
+            name: format!("{}-{at}", self.name),
+            work: Work::Queue(Queue { of: self.name.clone() }),
+            cpu: Some(*cpu),
+            // Those of the interface.
+            mac: None,
+            spoof: None,
+            addresses: Vec::new(),
+            limits: None,
+            container: None,
+            ..self.clone()
+        };
+        let queues: Vec<Node> = cpus.iter().enumerate().skip(1).map(queue).collect();
+        self.cpu = cpus.first().copied();
+        if let Work::Tap(tap) = &mut self.work {
+            tap.queues = u8::try_from(cpus.len()).ok().filter(|count| *count > 1);
+        }
+        [vec![self], queues].concat()
     }
 
     /// Returns the node of whose interface it drives a queue, if it does.
@@ -1152,11 +1188,28 @@ ring = 512
             ),
             (tap("red", "name = \"t\", queues = 9") + "vni = \"lan\"\n", &["queues = 9 is not in the range 1 to 8"]),
             (tap("red", "name = \"t\", queues = 2"), &["queues is a setting of a node's end of a VNI"]),
+            (tap("red", "name = \"t\"") + "cpus = [0, 1]\n", &["node \"red\": only a network namespace on a VNI has workers on several CPUs so far"]),
+            (
+                tap("red", "name = \"t\"") + "vni = \"lan\"\ncpu = 0\ncpus = [0, 1]\n",
+                &["cpus names its CPUs, and cpu one; leave one of the two out"],
+            ),
+            (
+                tap("red", "name = \"t\", queues = 3") + "vni = \"lan\"\ncpus = [0, 1]\n",
+                &["queues = 3, and cpus names 2: each gets a queue; leave queues out"],
+            ),
+            (
+                tap("red", "name = \"t\"") + "vni = \"lan\"\ncpus = [0, 1, 2, 3, 4, 5, 6, 7, 8]\n",
+                &["cpus names 9 CPUs, and an interface has 8 queues at most; name fewer"],
+            ),
+            (
+                tap("red", "name = \"t\"") + "vni = \"lan\"\ncpus = [0, 1]\nlimits = { send = { mbit = 1 } }\n",
+                &["leave limits out, or give it one queue"],
+            ),
             (
                 tap("red", "name = \"t\", queues = 2") + "vni = \"lan\"\nlimits = { send = { mbit = 1 } }\n",
-                &["leave one of limits and queues out"],
+                &["leave limits out, or give it one queue"],
             ),
-            (tap("red", "name = \"t\", queues = 2") + "vni = \"lan\"\nspoof = \"allow\"\n", &["leave one of spoof and queues out"]),
+            (tap("red", "name = \"t\", queues = 2") + "vni = \"lan\"\nspoof = \"allow\"\n", &["leave spoof out, or give it one queue"]),
         ];
         for (text, parts) in cases {
             let said = parse(text).expect_err(text);
@@ -1169,6 +1222,28 @@ ring = 512
     fn the_example_is_read() {
         let config = parse(include_str!("../../../docs/users/example.toml")).unwrap();
         assert_eq!((config.node.len(), config.nic[0].device.clone()), (2, Device::Sim));
+    }
+
+    #[test]
+    fn a_node_with_several_cpus_stands_for_one_with_each() {
+        let node =
+            |more: &str, work: &str| format!("[[node]]\nvni = \"lan\"\npool_kib = 512\n{more}\nwork = {{ {work} }}\n");
+        let short = node("name = \"red\"\nmac = \"02:00:00:00:00:01\"\ncpus = [2, 5, 3]", "tap = { name = \"t\" }");
+        let long = [
+            node("name = \"red\"\nmac = \"02:00:00:00:00:01\"\ncpu = 2", "tap = { name = \"t\", queues = 3 }"),
+            node("name = \"red-1\"\ncpu = 5", "queue = { of = \"red\" }"),
+            node("name = \"red-2\"\ncpu = 3", "queue = { of = \"red\" }"),
+        ];
+        let parsed = |text: &str| parse(text).expect("it makes sense").node;
+        assert_eq!(parsed(&short), parsed(&long.concat()));
+        let one = node("name = \"red\"\ncpus = [4]", "tap = { name = \"t\" }");
+        assert_eq!(parsed(&one), parsed(&node("name = \"red\"\ncpu = 4", "tap = { name = \"t\" }")));
+        // What is added by hand is one node.
+        let by_hand =
+            serde_json::json!({ "name": "red", "vni": "lan", "cpus": [0, 1], "work": { "tap": { "name": "t" } } });
+        let by_hand = Config::node_of(&by_hand).expect("it can be read");
+        let said = Config { node: vec![by_hand], ..Config::default() }.senseless().expect("it stands for two");
+        assert!(said.contains("add a node for each further queue of its interface"), "{said}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! A plugin of netavark, by which podman connects containers from 4.4 on: another front of what `tasuki-cni` does.
+//! A plugin of netavark, by which podman connects containers from 4.5 on: another front of what `tasuki-cni` does.
 //!
 //! netavark starts the plugin for a network whose driver has its file's name, with a verb, and JSON on standard input.
 //! Its plugin-API.md describes that, its `network/types.rs` has the types.

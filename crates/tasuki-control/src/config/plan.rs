@@ -108,6 +108,8 @@ impl Difference {
             limits,
             latency_us,
             cpu,
+            // A file's: it stands for other nodes by now.
+            cpus: _,
             poll,
             nice,
             standby,

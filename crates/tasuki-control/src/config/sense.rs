@@ -56,6 +56,7 @@ impl Config {
                 let trusted =
                     node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
                 trusted
+                    .or_else(|| stray_cpus(node))
                     .or_else(|| odd_nice(node))
                     .or_else(|| odd_container(node))
                     .or_else(|| size_of_frames(node))
@@ -256,13 +257,13 @@ impl Config {
             }
             if queues > 1 && node.limits.is_some() {
                 return named(
-                    "one worker keeps the limits of a node, and with several queues it has not all frames; leave one of limits and queues out"
+                    "one worker keeps the limits of a node, and with several queues it has not all frames; leave limits out, or give it one queue"
                         .to_owned(),
                 );
             }
             if queues > 1 && node.has_others() {
                 return named(
-                    "of stations behind it, whose addresses are learnt, all frames go by one queue; leave one of spoof and queues out"
+                    "of stations behind it, whose addresses are learnt, all frames go by one queue; leave spoof out, or give it one queue"
                         .to_owned(),
                 );
             }
@@ -364,6 +365,38 @@ fn is_name(name: &str) -> bool {
     (1..=NAME_MAX).contains(&name.len())
         && name.starts_with(|c: char| c.is_ascii_lowercase())
         && name.chars().all(plain)
+}
+
+impl Node {
+    /// Returns why it cannot have a queue of its interface on each of its CPUs, if it cannot.
+    pub(super) fn odd_cpus(&self) -> Option<String> {
+        let (count, most) = (self.cpus.len(), QUEUES.end());
+        let Some(tap) = self.tap().filter(|_| self.vni.is_some()) else {
+            return Some(
+                "only a network namespace on a VNI has workers on several CPUs so far; name one (cpu = …)".to_owned(),
+            );
+        };
+        match tap.queues {
+            _ if self.cpu.is_some() => Some("cpus names its CPUs, and cpu one; leave one of the two out".to_owned()),
+            Some(queues) if usize::from(queues) != count => {
+                Some(format!("queues = {queues}, and cpus names {count}: each gets a queue; leave queues out"))
+            }
+            _ if !QUEUES.contains(&count) => {
+                Some(format!("cpus names {count} CPUs, and an interface has {most} queues at most; name fewer"))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Returns the fault of a node with several CPUs that stands for one.
+fn stray_cpus(node: &Node) -> Option<String> {
+    let what = (!node.cpus.is_empty()).then(|| node.odd_cpus())?;
+    let what = what.unwrap_or_else(|| {
+        "cpus stands for several nodes, in a configuration file; name one CPU (cpu = …), and add a node for each further queue of its interface"
+            .to_owned()
+    });
+    Some(format!("node {:?}: {what}", node.name))
 }
 
 /// Returns the fault of a node's nice value, if there is one.
