@@ -1202,6 +1202,10 @@ ring = 512
                 &["cpus names 9 CPUs, and an interface has 8 queues at most; name fewer"],
             ),
             (
+                tap("abcdefghijklmnopqrstuvw", "name = \"t\"") + "vni = \"lan\"\ncpus = [0, 1]\n",
+                &["called abcdefghijklmnopqrstuvw-1 and so on, and a name has 24 characters at most; give it a shorter one"],
+            ),
+            (
                 tap("red", "name = \"t\"") + "vni = \"lan\"\ncpus = [0, 1]\nlimits = { send = { mbit = 1 } }\n",
                 &["leave limits out, or give it one queue"],
             ),

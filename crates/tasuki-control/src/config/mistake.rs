@@ -204,7 +204,10 @@ fn of_type(place: &Place<'_>, path: &[&str], expected: &str) -> Option<String> {
         "a string" => format!("{shown} is not text; put it in quotes"),
         "path string" => format!("{shown} is not a path; write one from /, in quotes"),
         "a sequence" if place.found.starts_with('"') => {
-            format!("{shown} is not a list; write {}", place.instead(&format!("[{}]", place.found)))
+            let its = place.found.trim_matches('"');
+            // A list of numbers, if that is one.
+            let its = if its.parse::<u32>().is_ok() { its } else { place.found };
+            format!("{shown} is not a list; write {}", place.instead(&format!("[{its}]")))
         }
         "a sequence" => format!("{shown} is not a list; write one in brackets"),
         "newtype variant" => {
@@ -247,6 +250,7 @@ mod tests {
             "cpu = -1 is not a valid number; write a whole one from 0 to 4294967295, without quotes",
         ),
         ("trusts = \"blue\"", "trusts = \"blue\" is not a list; write trusts = [\"blue\"]"),
+        ("cpus = \"2\"", "cpus = \"2\" is not a list; write cpus = [2]"),
         ("trusts = 3", "trusts = 3 is not a list; write one in brackets"),
         ("trusts = [1]", "trusts = 1 is not text; put it in quotes"),
         (

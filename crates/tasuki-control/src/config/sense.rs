@@ -377,6 +377,10 @@ impl Node {
             );
         };
         match tap.queues {
+            _ if self.name.len() + 2 > NAME_MAX && count > 1 => Some(format!(
+                "its queues are nodes that are called {}-1 and so on, and a name has {NAME_MAX} characters at most; give it a shorter one",
+                self.name
+            )),
             _ if self.cpu.is_some() => Some("cpus names its CPUs, and cpu one; leave one of the two out".to_owned()),
             Some(queues) if usize::from(queues) != count => {
                 Some(format!("queues = {queues}, and cpus names {count}: each gets a queue; leave queues out"))
