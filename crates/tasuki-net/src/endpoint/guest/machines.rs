@@ -17,7 +17,7 @@ const SILENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_micros(500);
 
 /// How long a device that runs counts as one that is set up: its frames wait meanwhile.
-const SET_UP: Duration = Duration::from_millis(10);
+const SET_UP_MAX: Duration = Duration::from_millis(10);
 
 /// How long a front end waits for a daemon that takes no message: QEMU's main loop waits with it.
 const PATIENCE: Duration = Duration::from_millis(1);
@@ -102,7 +102,7 @@ impl Machine {
         // A device that runs is seldom changed more than once.
         let is_change = runs && self.set_up.is_none();
         let it = self.set_up.get_or_insert_with(SetUp::new);
-        it.runs_until = it.runs_until.or(Some(if is_change { now } else { now + SET_UP })).filter(|_| runs);
+        it.runs_until = it.runs_until.or(Some(if is_change { now } else { now + SET_UP_MAX })).filter(|_| runs);
         let is_over = it.is_over(now) || held > 0 && it.is_still(now);
         let is_due = is_over || self.channel.is_asked() || self.device.has_closed || held == HELD_MAX;
         it.due_since = it.due_since.or(Some(now)).filter(|_| is_due);
@@ -115,7 +115,7 @@ impl Machine {
     }
 
     /// Returns whether there is more to do for its set-up, though nothing comes.
-    pub(super) fn is_set_up(&self) -> bool {
+    pub(super) fn is_amid_set_up(&self) -> bool {
         self.set_up
             .as_ref()
             .is_some_and(|it| it.runs_until.is_some() || it.due_since.is_some() || self.channel.held() > 0)

@@ -278,7 +278,7 @@ impl Endpoint for Guest {
             self.must_hear = true;
             self.machine.iter().flat_map(|machine| machine.device.calls()).for_each(ring);
         }
-        let in_set_up = self.machine.as_ref().is_some_and(|it| !it.device.is_running() || it.is_set_up());
+        let in_set_up = self.machine.as_ref().is_some_and(|it| !it.device.is_running() || it.is_amid_set_up());
         if self.must_hear || in_set_up || self.turns.is_multiple_of(ATTEND_EVERY) {
             self.hear();
             self.heard |= self.machine.as_mut().is_some_and(|machine| machine.look_at_set_up());
@@ -336,7 +336,7 @@ impl Endpoint for Guest {
     }
 
     fn arm(&mut self, waits: bool) -> Armed {
-        if self.must_hear || self.machine.as_ref().is_some_and(|machine| machine.is_set_up()) {
+        if self.must_hear || self.machine.as_ref().is_some_and(|machine| machine.is_amid_set_up()) {
             // More of the same may be there, and each message brings other descriptors to watch.
             return Armed::Busy;
         }

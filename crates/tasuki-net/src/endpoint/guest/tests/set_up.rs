@@ -65,7 +65,7 @@ impl Fate {
 
 /// Waits until the device runs and its frames do not wait for its set-up.
 fn await_running(net: &mut Net) {
-    while !net.guest().is_running() || net.guest().heard || net.guest().machine.as_ref().unwrap().is_set_up() {
+    while !net.guest().is_running() || net.guest().heard || net.guest().machine.as_ref().unwrap().is_amid_set_up() {
         net.turn();
     }
 }
@@ -178,4 +178,26 @@ fn wherever_a_worker_is_killed_while_a_front_end_starts_its_other_pair_each_fram
             assert!(!machine.is_hung_up(), "{what}");
         });
     }
+}
+
+/// A daemon that has heard of the connection hears nothing more: it was killed, or takes no message.
+#[test]
+fn a_front_end_goes_on_though_the_daemon_hears_no_more_of_it() {
+    let mut net = Net::new(2);
+    let path = net.folder.path().join("vm.sock");
+    let mut machine = Machine::start_with(&path, ALL, 64, 2, || {
+        let node = net.node.as_mut().unwrap();
+        node.rest(Duration::ZERO);
+        node.turn();
+        if net.known.is_none() && net.guest().machine.is_some() {
+            net.known = Some(net.parts());
+        }
+    });
+    while !net.guest().is_running() || net.guest().heard || net.guest().machine.as_ref().unwrap().is_amid_set_up() {
+        net.node.as_mut().unwrap().turn();
+    }
+    let mut crossed = Crossed::default();
+    cross(&mut net, &mut machine, 0..7, &mut crossed);
+    check(&crossed, 7, "");
+    assert!(!machine.is_hung_up());
 }
