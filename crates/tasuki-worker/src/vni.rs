@@ -89,7 +89,8 @@ pub struct VniAttachment<D: FrameHandler> {
     endpoint: Option<Box<dyn Endpoint>>,
     /// Socket of the client that we last reported to the daemon, and the version of its parts.
     told_client: Option<(u64, u64)>,
-    /// Up to when the reports so far take their share of the time.
+    /// Up to when the reports so far take their share of the time: those for which no client waits, and those for which one
+    /// does. And when the last one went.
     news_at: Instant,
     awaited_at: Instant,
     told_at: Instant,

@@ -1,4 +1,4 @@
-//! A container's interface on a network, whoever asks for it: a runtime that speaks CNI, or netavark.
+//! A container's interface on a network, for a runtime that speaks CNI and for netavark.
 
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::{Namespace, Unnamed};

@@ -201,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whatever_fails_for_lack_of_descriptors_says_how_to_get_some() {
+    fn a_lack_of_descriptors_says_how_to_get_some() {
         for errno in [rustix::io::Errno::MFILE, rustix::io::Errno::NFILE] {
             let error = anyhow::Error::new(std::io::Error::from(errno)).context("worker-17.sock cannot be listened at");
             assert!(why(&error).ends_with("raise LimitNOFILE= of tasukid (ulimit -Hn), or remove nodes"), "{error:#}");

@@ -99,7 +99,7 @@ impl Supervisor {
     /// Has the flows of each queue go by it while a worker drives it, or is about to.
     pub(super) fn fit_queues(&mut self) {
         if self.adopting {
-            // Who drives is not known yet.
+            // The workers have yet to say what they drive.
             return self.queues.values_mut().for_each(|queue| queue.since = now());
         }
         // Each queue's node has one end.

@@ -148,6 +148,15 @@ pub fn runs(room: &Room, words: &[&str]) -> (bool, String) {
     (output.status.success(), String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
 }
 
+/// Checks that long packets of IPv4, and IPv6, go from a container to the one at [`DESK`] and back.
+pub fn reaches_desk(rig: &Rig, room: &Room) {
+    let long = ["ping", "-c", "3", "-i", "0.01", "-M", "do", "-s", "8000", DESK];
+    for words in [&long[..], &["ping", "-6", "-c", "3", "-i", "0.01", "fd00::2"]] {
+        let (done, said) = runs(room, words);
+        assert!(done && said.contains(" 0% packet loss"), "{said}\n{}", rig.log());
+    }
+}
+
 /// IDs of two containers.
 const ONE: &str = "4F3C0123456789abcdef";
 const OTHER: &str = "beef";
@@ -191,11 +200,7 @@ fn a_container_has_its_interface_as_its_network_says() {
         let via = Some(via.parse().expect("an address"));
         assert!(found.routes.iter().any(|it| it.to.to_string() == to && it.via == via), "{to}: {found:?}");
     }
-    let long = ["ping", "-c", "3", "-i", "0.01", "-M", "do", "-s", "8000", DESK];
-    for words in [&long[..], &["ping", "-6", "-c", "3", "-i", "0.01", "fd00::2"]] {
-        let (done, said) = runs(shop, words);
-        assert!(done && said.contains(" 0% packet loss"), "{said}\n{}", rig.log());
-    }
+    reaches_desk(rig, shop);
     let twice = runtime.ask("ADD", ONE, Some(shop), &network).expect_err("it is there");
     assert!(twice.said.contains("has an interface eth0 already"), "{twice:?}");
     [ONE, OTHER].iter().for_each(|id| runtime.ends("DEL", id, &network));

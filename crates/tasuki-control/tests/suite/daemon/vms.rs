@@ -224,7 +224,7 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
             world.rig.ask(&["worker", "upgrade", "vm"]);
         });
     }
-    // The guest takes its card away and back: the device is reset, and starts anew, whatever becomes of its workers.
+    // The guest takes its card away and back: the device is reset, and starts anew, while its workers are killed.
     for _ in 0..ROUNDS {
         let mut shell = world.shop.within(|| TcpStream::connect((GUEST, 10)).expect("the guest serves a shell"));
         let commands = "cd /sys/bus/virtio/drivers/virtio_net; its=$(ls -d virtio*)\n\

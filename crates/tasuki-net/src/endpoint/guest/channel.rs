@@ -25,7 +25,7 @@ use super::wire::{BODY_MAX, FDS_MAX, HEAD_LEN, Head, flags, protocol};
 /// Length in bytes of the body that most messages have: a ring and a number. One look shows all of such a message.
 const USUAL: usize = 8;
 
-/// Number of messages that stay in the socket at most after they were handled. It has room for some 160.
+/// Number of messages that stay in the socket at most after they were handled. It has room for some 270 short ones.
 pub const HELD_MAX: usize = 128;
 
 /// A front end's socket, and the message that is being read.
