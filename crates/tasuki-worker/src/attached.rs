@@ -35,6 +35,11 @@ pub trait Attached<D: FrameHandler> {
     /// Returns whether this worker drives it or could do so at once.
     fn is_ready(&self) -> bool;
 
+    /// Returns whether its frames shall gather now, so that the worker sleeps at once.
+    fn gathers(&mut self, _: &mut Common) -> bool {
+        false
+    }
+
     /// Arms the bells. Returns whether the worker may sleep.
     fn arm(&mut self, common: &mut Common) -> bool;
 

@@ -27,6 +27,7 @@ use crate::cpus::Cpus;
 use crate::endpoint::Endpoint;
 use crate::handler::{FrameHandler, HandlerContext};
 use crate::lease_page::{Heartbeat, LeasePage, ProgramState};
+use crate::spin::Spin;
 use crate::tap::Tap;
 use crate::uplink::Uplink;
 use crate::{fail, store};
@@ -66,6 +67,8 @@ pub struct Common {
     pub uplink: Option<Box<Uplink>>,
     /// CPUs on which the worker runs.
     pub cpus: Cpus,
+    /// How long the worker looks on before it sleeps.
+    pub spin: Spin,
     /// Whether the worker drives exactly one NIC. When it passes the lease on that NIC, it has no more work on the
     /// node's CPU.
     pub drives_one: bool,

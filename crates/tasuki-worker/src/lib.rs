@@ -27,6 +27,7 @@ mod channel;
 mod exit_mark;
 mod program;
 mod run;
+mod spin;
 mod stock;
 mod store;
 mod tap;

@@ -29,6 +29,7 @@ use crate::device::Driver;
 use crate::endpoint::Endpoint;
 use crate::handler::FrameHandler;
 use crate::lease_page::{Heartbeat, LeasePage, ProgramState};
+use crate::spin::Spin;
 use crate::tap::Tap;
 use crate::vni::VniAttachment;
 use crate::{bundle, confine, sentence, store, warm};
@@ -162,6 +163,7 @@ impl<D: FrameHandler> Node<D> {
             joins: begin.work == message::Work::Uplink,
             uplink: None,
             cpus: Cpus::new(begin.cpu, &begin.aside, begin.nice)?,
+            spin: Spin::default(),
             drives_one: false,
         };
         let name = begin.node.clone();
@@ -186,7 +188,10 @@ impl<D: FrameHandler> Node<D> {
             }
             let (moved, drives) = self.turn();
             idle = if moved > 0 { 0 } else { idle.saturating_add(1) };
-            let may_sleep = !drives || (!self.poll && idle >= self.idle_looks);
+            if moved > 0 && self.common.spin.waits() {
+                self.common.spin.end(Instant::now());
+            }
+            let may_sleep = !drives || (!self.poll && idle >= self.idle_looks && !self.looks_on());
             if may_sleep && (self.is_called() || !self.spins()) {
                 if self.expects_lease() {
                     // The giver may be on this CPU; it is stopped, or passes the lease, when it runs next.
@@ -212,6 +217,18 @@ impl<D: FrameHandler> Node<D> {
             }
         }
         (moved, drives)
+    }
+
+    /// Returns whether a worker that found nothing in its last looks looks again before it sleeps.
+    fn looks_on(&mut self) -> bool {
+        if self.idle_looks != IDLE_LOOKS_OF_KERNEL {
+            return false;
+        }
+        if !self.common.spin.waits() {
+            let gathers = self.attachments.iter_mut().any(|attachment| attachment.gathers(&mut self.common));
+            self.common.spin.begin(!gathers, Instant::now());
+        }
+        self.common.spin.looks_on(Instant::now)
     }
 
     /// Returns whether an order to take is about to arrive.
@@ -267,12 +284,15 @@ impl<D: FrameHandler> Node<D> {
         let lines = lines.map(|line| PollFd::from_borrowed_fd(line, PollFlags::empty()));
         let has_daemon = daemon.is_some();
         let mut poll: Vec<_> = daemon.into_iter().chain(fds).chain(lines).collect();
-        let rest = rest.map(|rest| Timespec::try_from(rest).expect("less than a second"));
+        let measures = self.common.spin.measures().filter(|brief| rest.is_none_or(|rest| rest >= *brief));
+        let rest = measures.or(rest).map(|rest| Timespec::try_from(rest).expect("less than a second"));
         if is_ready {
             self.common.cpus.hurry();
         }
         self.common.heartbeat.asleep(true);
+        let began = measures.map(|_| Instant::now());
         let woken = rustix::event::poll(&mut poll, rest.as_ref());
+        let over_time = began.filter(|_| woken == Ok(0)).map(|began| began.elapsed());
         self.common.heartbeat.asleep(false);
         self.common.cpus.woken();
         match woken {
@@ -281,6 +301,7 @@ impl<D: FrameHandler> Node<D> {
         }
         let is_called = has_daemon && !poll[0].revents().is_empty();
         drop(poll);
+        over_time.into_iter().for_each(|took| self.common.spin.slept(took));
         self.must_hear = is_called || !has_daemon;
         self.wake();
         Ok(())

@@ -488,6 +488,10 @@ impl<D: FrameHandler> Attached<D> for VniAttachment<D> {
         moved
     }
 
+    fn gathers(&mut self, common: &mut Common) -> bool {
+        self.sleeper(common).is_some_and(Sleeper::gathers)
+    }
+
     fn arm(&mut self, common: &mut Common) -> bool {
         self.tell_news_of_client(common);
         self.sleeper(common).is_none_or(|end| end.arm() == Armed::Idle)
@@ -548,6 +552,7 @@ impl<D: FrameHandler> Attached<D> for VniAttachment<D> {
     fn tell_counts(&mut self, common: &mut Common) {
         let Some(end) = self.on_vni(common) else { return };
         let mut counts: Vec<_> = end.counts().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        counts.extend(common.spin.counts().map(|(name, count)| (name.to_owned(), count)));
         if let Some(End::Native(_)) = self.end {
             counts.extend(self.handler.counts());
         }

@@ -306,12 +306,27 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         came
     }
 
+    /// Returns whether frames gather until the node has [rested](Self::rest) for some time: so it is no use to look for them
+    /// before. A node that rests next may call this once it has found nothing.
+    pub fn gathers(&mut self) -> bool {
+        let is_free = !self.waits.any() && self.stalled().is_none() && self.end.is_ready();
+        self.gathers = self.gathers.filter(|_| is_free);
+        if is_free && self.gathers.is_none() {
+            self.gathers = self.gather.nap(self.taken, self.given, Instant::now);
+        }
+        self.gathers.is_some()
+    }
+
+    /// Returns for how much longer a frame waits for room at the endpoint, if one does.
+    fn stalled(&self) -> Option<Duration> {
+        let stalls = self.stalls.iter().filter_map(|(_, since)| WAIT.checked_sub(since.elapsed()));
+        stalls.filter(|left| !left.is_zero()).min()
+    }
+
     /// Prepares the node for [rest](Self::rest), and looks for frames once more.
     pub fn arm(&mut self) -> Armed {
-        let stalls = self.stalls.iter().filter_map(|(_, since)| WAIT.checked_sub(since.elapsed()));
-        let stalled = stalls.filter(|left| !left.is_zero()).min();
-        let is_free = !self.waits.any() && stalled.is_none() && self.end.is_ready();
-        self.gathers = if is_free { self.gather.nap(self.taken, self.given, Instant::now) } else { None };
+        let stalled = self.stalled();
+        self.gathers();
         if !self.gathers_of(Side::Programs) && self.end.arm(self.waits.any()) == Armed::Busy {
             return Armed::Busy;
         }

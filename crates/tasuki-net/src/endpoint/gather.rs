@@ -17,7 +17,7 @@ pub const LATENCY: Duration = Duration::from_micros(250);
 /// The shortest nap: less saves nothing. Where enough frames come in half of it, the worker hardly sleeps anyway.
 const SHORTEST: Duration = Duration::from_micros(60);
 
-/// Number of sleeps after which a worker that does not nap tries it.
+/// Number of waits after which a worker that does not nap tries it.
 const WINDOW: u32 = 16;
 
 /// A nap that brings fewer frames is the last one.
@@ -48,8 +48,9 @@ pub(super) struct Gather {
     latency: Duration,
     /// Naps left.
     naps: u32,
-    /// Sleeps without a nap since the last judgement.
-    sleeps: u32,
+    /// Waits without a nap since the last judgement, and the frames taken and given up to the last of them.
+    waits: u32,
+    moved: u64,
     /// Number of naps so far.
     pub(super) count: u64,
     /// Frames taken and given up to the last judgement, and its time.
@@ -59,15 +60,19 @@ pub(super) struct Gather {
 impl Gather {
     /// Has a frame wait for up to `latency`; not at all if that is zero.
     pub(super) fn new(latency: Duration, now: Instant) -> Self {
-        Gather { latency, naps: 0, sleeps: 0, count: 0, last: ([0; 2], now) }
+        Gather { latency, naps: 0, waits: 0, moved: 0, count: 0, last: ([0; 2], now) }
     }
 
-    /// Returns for how long to nap, and whose frames gather meanwhile, before a sleep. So far `taken` frames came from the
-    /// programs, and `given` went to them.
+    /// Returns for how long to nap, and whose frames gather meanwhile, in a wait for frames. So far `taken` frames came from the
+    /// programs, and `given` went to them. May be asked again in a wait without a nap.
     pub(super) fn nap(&mut self, taken: u64, given: u64, now: impl FnOnce() -> Instant) -> Option<(Side, Duration)> {
-        self.sleeps += 1;
-        if self.latency.is_zero() || self.naps == 0 && self.sleeps < WINDOW {
-            return None;
+        if self.naps == 0 {
+            let moved = taken + given;
+            self.waits += u32::from(moved != self.moved);
+            self.moved = moved;
+            if self.latency.is_zero() || self.waits < WINDOW {
+                return None;
+            }
         }
         let now = now();
         let time = now.saturating_duration_since(self.last.1);
@@ -79,7 +84,7 @@ impl Gather {
         let brings_several = if self.naps > 0 {
             came >= LEAST
         } else {
-            // Sleeps with a frame each, and at least two of them in the time of a nap.
+            // Waits with a frame each, and at least two of them in the time of a nap.
             came >= WINDOW.into() && time * 2 < self.latency * WINDOW
         };
         self.naps = match self.naps.checked_sub(1) {
@@ -87,7 +92,7 @@ impl Gather {
             None => NAPS,
             Some(left) => left,
         };
-        (self.sleeps, self.last) = (0, (sum, now));
+        (self.waits, self.last) = (0, (sum, now));
         self.count += u64::from(self.naps > 0);
         (self.naps > 0).then(|| (side, enough.clamp(SHORTEST.min(self.latency), self.latency)))
     }

@@ -161,6 +161,10 @@ impl OnVni for VniPort {
 /// The part of a driven end with which the worker's loop sleeps.
 pub trait Sleeper {
     fn on_vni(&mut self) -> &mut dyn OnVni;
+    /// Returns whether frames shall gather now.
+    fn gathers(&mut self) -> bool {
+        false
+    }
     /// Asks to be rung, and looks for frames once more.
     fn arm(&mut self) -> Armed;
     /// Returns the descriptors that become readable when there is work: the bell, and the source of the programs'
@@ -175,6 +179,10 @@ pub trait Sleeper {
 impl Sleeper for Bridge {
     fn on_vni(&mut self) -> &mut dyn OnVni {
         self
+    }
+
+    fn gathers(&mut self) -> bool {
+        self.gathers()
     }
 
     fn arm(&mut self) -> Armed {
