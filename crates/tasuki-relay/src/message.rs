@@ -492,8 +492,25 @@ pub mod heartbeat {
     /// Word: number of received frames that were dropped by order.
     pub const DROPPED: usize = 15;
     /// Word: number of received frames that the node's TAP did not take, and of frames from the TAP that fit into no
-    /// frame of the card's.
+    /// frame of the card's. Of a node with an end of a VNI: number of all frames that did not cross.
     pub const REFUSED: usize = 16;
+    /// First word of those with the frames of an end of a VNI that did not cross: one for each reason.
+    pub const DROPPED_FOR: usize = 17;
+    /// The reasons, as `tasuki nic counts` names them.
+    pub const REASONS: [&str; 12] = [
+        "refused",
+        "away",
+        "no_buffer",
+        "too_long",
+        "malformed",
+        "too_late",
+        "forged",
+        "no_room",
+        "nobody",
+        "length",
+        "not_own",
+        "over_rate",
+    ];
 }
 
 #[cfg(test)]

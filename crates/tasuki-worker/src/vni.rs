@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tasuki_net::capture::Captures;
-use tasuki_net::endpoint::{Bridge, Dismissal, Endpoint, Recovery};
+use tasuki_net::endpoint::{Bridge, Dismissal, Dropped, Endpoint, Recovery};
 use tasuki_net::nic::Mac;
 use tasuki_net::port::{Armed, Transactional};
 use tasuki_net::switch::Switch;
@@ -96,8 +96,9 @@ pub struct VniAttachment<D: FrameHandler> {
     told_at: Instant,
     /// Whether the programs behind the endpoint are gone for good and we have reported it.
     is_gone: bool,
-    /// Counts when the heartbeat was last updated: frames given, taken, dropped.
+    /// Counts when the heartbeat was last updated: frames given, taken, dropped; and the latter by reason.
     told: (u64, u64, u64),
+    told_dropped: Dropped,
     waits_since: Option<Instant>,
     turns: u32,
     ticked: Instant,
@@ -135,6 +136,7 @@ impl<D: FrameHandler> VniAttachment<D> {
             awaited_at: Instant::now(),
             told_at: Instant::now(),
             told: (0, 0, 0),
+            told_dropped: Dropped::default(),
             waits_since: None,
             turns: 0,
             ticked: Instant::now(),
@@ -328,7 +330,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         match went_on {
             Ok(end) => {
                 let captures = self.captures.take();
-                (self.end, self.told) = (Some(end), (0, 0, 0));
+                (self.end, self.told, self.told_dropped) = (Some(end), (0, 0, 0), Dropped::default());
                 *self.captures(common) = captures;
                 Input::Sound
             }
@@ -414,10 +416,23 @@ impl<D: FrameHandler> VniAttachment<D> {
         if now != self.told {
             common.heartbeat.add(heartbeat::RECEIVED, now_given - given);
             common.heartbeat.add(heartbeat::SENT, now_taken - taken);
-            common.heartbeat.add(heartbeat::REFUSED, now_dropped - dropped);
             self.told = now;
+            if now_dropped != dropped {
+                common.heartbeat.add(heartbeat::REFUSED, now_dropped - dropped);
+                self.tell_dropped(common);
+            }
         }
         moved
+    }
+
+    /// Adds the frames that did not cross since the last time to the heartbeat, by reason.
+    #[cold]
+    fn tell_dropped(&mut self, common: &mut Common) {
+        let Some(now) = self.on_vni(common).map(|end| *end.dropped()) else { return };
+        let before = std::mem::replace(&mut self.told_dropped, now);
+        for (at, ((_, now), (_, before))) in now.counts().into_iter().zip(before.counts()).enumerate() {
+            common.heartbeat.add(heartbeat::DROPPED_FOR + at, now - before);
+        }
     }
 
     /// Runs periodic work if it is due. Returns the time until it is due again, or nothing if no work is left.

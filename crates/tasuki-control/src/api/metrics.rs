@@ -141,13 +141,21 @@ impl Metrics {
             ("sent", "Frames that the worker has sent.", |it| it.sent),
             ("missing", "Numbered frames that are missing.", |it| it.missing),
             ("late", "Numbered frames that came twice or late.", |it| it.late),
-            ("refused", "Frames that the node's TAP did not take, or that no card could send.", |it| it.refused),
+            ("refused", "Frames that the node's TAP or the card did not take, or that did not cross.", |it| it.refused),
         ];
         for (name, help, count) in families {
             let name = format!("worker_{name}_frames_total");
             text.family(&name, "counter", help);
             for worker in &self.workers {
                 text.sample(&name, &[("node", &worker.node), ("worker", &worker.worker)], count(worker));
+            }
+        }
+        let name = "worker_dropped_frames_total";
+        text.family(name, "counter", "Frames of a node on a VNI that did not cross.");
+        for worker in &self.workers {
+            for (reason, count) in &worker.dropped {
+                let labels: Labels<'_> = &[("node", &worker.node), ("worker", &worker.worker), ("reason", reason)];
+                text.sample(name, labels, count);
             }
         }
     }
@@ -339,14 +347,20 @@ mod tests {
             nodes: vec![machine],
             nics: Vec::new(),
         };
-        let text =
-            Metrics { status, workers: Vec::new(), vnis: vec![("lan".to_owned(), vec![talk])], last_event: 9 }.text();
+        let worker = serde_json::from_value(serde_json::json!({
+            "worker": 4, "pid": 100, "node": "red", "is": "drives", "drives": [], "binary": "", "generation": 0,
+            "received": 1, "sent": 1, "missing": 0, "late": 0, "refused": 6, "dropped": { "nobody": 6 }, "unconfined": [],
+        }));
+        let (workers, vnis) = (vec![worker.unwrap()], vec![("lan".to_owned(), vec![talk])]);
+        let text = Metrics { status, workers, vnis, last_event: 9 }.text();
         for line in [
             "tasuki_info{version=\"a \\\"b\\\\c\\\"\\n\"} 1",
             "tasuki_up_seconds 61.005",
             "tasuki_configuration_drift_steps 1",
             "tasuki_vm_queue_packets_total{node=\"vm\",queue=\"rx0\"} 7",
             "tasuki_vm_queue_drops_total{node=\"vm\",queue=\"rx0\",reason=\"length\"} 3",
+            "tasuki_worker_refused_frames_total{node=\"red\",worker=\"4\"} 6",
+            "tasuki_worker_dropped_frames_total{node=\"red\",worker=\"4\",reason=\"nobody\"} 6",
             "# TYPE tasuki_vni_sent_frames_total counter",
             "tasuki_vni_sent_frames_total{vni=\"lan\",node=\"red\",peer=\"blue\"} 5",
             "tasuki_vni_dropped_frames_total{vni=\"lan\",node=\"red\",peer=\"blue\",reason=\"forged\"} 2",

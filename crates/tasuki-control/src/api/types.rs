@@ -1,5 +1,7 @@
 //! The JSON of the HTTP API.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -267,8 +269,12 @@ pub struct WorkerView {
     pub missing: u64,
     /// Numbered frames that came twice or late.
     pub late: u64,
-    /// Frames that the node's TAP did not take, or that came from it and no card could send.
+    /// Frames that the node's TAP did not take, or that came from it and no card could send; of a node on a VNI, all that did
+    /// not cross.
     pub refused: u64,
+    /// Frames of a node on a VNI that did not cross, by reason; no reason for which there was none.
+    #[serde(default)]
+    pub dropped: BTreeMap<String, u64>,
     /// Confinement that it lacks.
     pub unconfined: Vec<String>,
 }

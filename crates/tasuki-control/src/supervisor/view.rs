@@ -80,6 +80,8 @@ impl Supervisor {
             Stage::Begun => "idle",
         };
         let count = |word| worker.heartbeat.as_ref().map_or(0, |heartbeat| heartbeat.load(word));
+        let reasons = heartbeat::REASONS.into_iter().enumerate();
+        let dropped = reasons.map(|(at, reason)| (reason.to_owned(), count(heartbeat::DROPPED_FOR + at)));
         WorkerView {
             worker: number,
             pid: worker.process.name().pid,
@@ -93,6 +95,7 @@ impl Supervisor {
             missing: count(heartbeat::MISSING),
             late: count(heartbeat::LATE),
             refused: count(heartbeat::REFUSED),
+            dropped: dropped.filter(|(_, count)| *count > 0).collect(),
             unconfined: worker.record.unconfined.clone(),
         }
     }

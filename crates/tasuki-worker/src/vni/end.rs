@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use tasuki_net::capture::Captures;
-use tasuki_net::endpoint::Bridge;
+use tasuki_net::endpoint::{Bridge, Dropped};
 use tasuki_net::own::Own;
 use tasuki_net::port::{Armed, Burst, Port, Transactional};
 use tasuki_net::switch::Switch;
@@ -89,6 +89,8 @@ pub trait OnVni {
     fn set_own(&mut self, number: u16, own: Own);
     fn set_switch(&mut self, switch: Switch);
     fn captures(&mut self) -> &mut Option<Box<Captures>>;
+    /// Returns the frames that did not cross.
+    fn dropped(&self) -> &Dropped;
     /// Returns the counts, by name.
     fn counts(&self) -> Vec<(&'static str, u64)>;
     /// Does periodic work. Returns whether the next tick has work.
@@ -114,6 +116,10 @@ impl OnVni for Bridge {
 
     fn captures(&mut self) -> &mut Option<Box<Captures>> {
         self.vni().captures()
+    }
+
+    fn dropped(&self) -> &Dropped {
+        &self.dropped
     }
 
     fn counts(&self) -> Vec<(&'static str, u64)> {
@@ -144,6 +150,10 @@ impl OnVni for VniPort {
 
     fn captures(&mut self) -> &mut Option<Box<Captures>> {
         self.captures()
+    }
+
+    fn dropped(&self) -> &Dropped {
+        &self.dropped
     }
 
     fn counts(&self) -> Vec<(&'static str, u64)> {
@@ -268,5 +278,18 @@ impl End {
             End::Native(native) => Some(&**native),
             End::Uplink => uplink.as_deref().map(|uplink| uplink as &dyn Sleeper),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tasuki_relay::message::heartbeat;
+
+    use super::*;
+
+    #[test]
+    fn the_heartbeat_has_a_word_for_each_reason() {
+        let names = Dropped::default().counts().map(|(name, _)| name);
+        assert_eq!(names, heartbeat::REASONS.map(|reason| format!("dropped_{reason}")));
     }
 }

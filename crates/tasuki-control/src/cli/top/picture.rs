@@ -21,7 +21,7 @@ struct Did {
     received: f64,
     sent: f64,
     /// Frames a second that were dropped, by reason.
-    dropped: BTreeMap<&'static str, f64>,
+    dropped: BTreeMap<String, f64>,
     /// Hundredths of one CPU.
     cpu: f64,
 }
@@ -59,6 +59,9 @@ const REASONS: [Reason; 4] = [
     ("forged", |it| it.forged),
 ];
 
+/// Reasons of a worker's for which the counts above have others.
+const SAID_BY_VNI: [&str; 2] = ["no_room", "forged"];
+
 /// Returns what the nodes did between two looks, and the daemon's share of a CPU.
 fn did(before: &Moment, now: &Moment) -> (BTreeMap<String, Did>, f64) {
     let seconds = rate(now.at_ms.saturating_sub(before.at_ms).max(1), 1000.0);
@@ -74,7 +77,18 @@ fn did(before: &Moment, now: &Moment) -> (BTreeMap<String, Did>, f64) {
         let did = nodes.entry(worker.node.clone()).or_default();
         did.received += since(|it| it.received);
         did.sent += since(|it| it.sent);
-        *did.dropped.entry("refused").or_default() += since(|it| it.refused);
+        let for_reason = |worker: &WorkerView, reason: &str| worker.dropped.get(reason).copied().unwrap_or(0);
+        let mut rest = since(|it| it.refused);
+        for reason in worker.dropped.keys() {
+            let before = former.map_or(0, |former| for_reason(former, reason));
+            let grown = rate(grown(before, for_reason(worker, reason)), seconds);
+            rest -= grown;
+            // The counts of the VNI say more about the others.
+            if !SAID_BY_VNI.contains(&reason.as_str()) {
+                *did.dropped.entry(reason.replace('_', " ")).or_default() += grown;
+            }
+        }
+        *did.dropped.entry("refused".to_owned()).or_default() += rest.max(0.0);
         did.cpu += cpu(worker.pid);
     }
     for (vni, talks) in &now.metrics.vnis {
@@ -83,7 +97,8 @@ fn did(before: &Moment, now: &Moment) -> (BTreeMap<String, Did>, f64) {
             let former = former.and_then(|all| all.iter().find(|it| it.node == talk.node && it.other == talk.other));
             for (reason, count) in REASONS {
                 let grown = grown(former.map_or(0, count), count(talk));
-                *nodes.entry(talk.node.clone()).or_default().dropped.entry(reason).or_default() += rate(grown, seconds);
+                *nodes.entry(talk.node.clone()).or_default().dropped.entry(reason.to_owned()).or_default() +=
+                    rate(grown, seconds);
             }
         }
     }
@@ -277,6 +292,19 @@ mod tests {
         assert_eq!((nodes["red"].received, nodes["red"].sent, nodes["red"].cpu), (125.0, 125.0, 100.0));
         assert_eq!((nodes["blue"].received, nodes["blue"].dropped["ring full"], daemon), (0.0, 3.0, 1.0));
         assert_eq!(grown(5, 3), 3, "it has begun anew");
+    }
+
+    #[test]
+    fn frames_that_a_worker_dropped_are_shown_by_reason() {
+        let dropping = |refused: u64, not_own: u64, no_room: u64| {
+            let mut worker = worker(3, "red", "drives", 0);
+            worker["refused"] = refused.into();
+            worker["dropped"] = json!({ "not_own": not_own, "no_room": no_room });
+            worker
+        };
+        let (before, now) = (moment(1000, &[dropping(9, 5, 2)], 0, 1), moment(2000, &[dropping(40, 15, 20)], 0, 1));
+        let (nodes, _) = did(&before, &now);
+        assert_eq!(drops("red", &nodes["red"]).unwrap(), "red drops, a second: 10.0 not own, 3.0 refused");
     }
 
     #[test]

@@ -202,6 +202,12 @@ fn a_node_with_a_limit_receives_no_more_and_what_it_sends_waits() {
         let came = received(&ping());
         assert!((1..300).contains(&came), "{came} of 300 came");
         assert!(world.count("desk", "dropped_over_rate") >= 300 - came, "{came} came\n{}", world.rig.log());
+        // The daemon reads it where the worker counts, and asks nobody.
+        let driver = world.rig.await_worker("desk", "drives");
+        assert!(
+            driver["dropped"]["over_rate"].as_u64().is_some_and(|count| count >= 300 - came),
+            "{came} came\n{driver}"
+        );
         world.rig.ask(&["worker", "upgrade", "desk"]);
         world.await_pairs();
     }
