@@ -15,6 +15,7 @@ use std::ffi::{CString, OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use rustix::pipe::PipeFlags;
@@ -44,6 +45,23 @@ pub fn find(program: &Path) -> PathBuf {
         std::env::split_paths(&path).map(|folder| folder.join(program)).find(|candidate| candidate.is_file())
     });
     found.unwrap_or_else(|| program.to_owned())
+}
+
+/// Returns why the file at `path` cannot be started, as the end of a sentence that begins with the path.
+pub fn not_startable(path: &Path) -> Option<&'static str> {
+    if !path.is_absolute() {
+        return Some("is not a path from /; name one");
+    }
+    let found = std::fs::metadata(path);
+    match found.map(|found| (found.is_file(), found.permissions().mode() & 0o111 != 0)) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            Some("is not there; build it, or name another program by its path from /")
+        }
+        Err(_) => Some("cannot be looked at; let tasukid's user read the folders above it"),
+        Ok((false, _)) => Some("is not a file; name a program by its path from /"),
+        Ok((true, false)) => Some("may not be executed; chmod +x it"),
+        Ok((true, true)) => None,
+    }
 }
 
 /// Starts the program in a process group of its own, and in this control group of version 2 if there is one. Returns

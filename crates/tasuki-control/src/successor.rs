@@ -14,8 +14,8 @@ use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 use tasuki_relay::message::PROTOCOL_VERSION;
 
-use crate::config::not_startable;
 use crate::registry::FORMAT;
+use crate::spawn::not_startable;
 
 /// The option by which a tasukid says its version and whether it takes the configuration, and then ends.
 pub const CHECK: &str = "--check";
@@ -39,8 +39,7 @@ fn own() -> io::Result<PathBuf> {
 /// keeps wide (`WIDE`) machines, or else a sentence. Waits for the program, and moves this thread to these CPUs.
 pub fn check(with: Option<PathBuf>, cpus: &[u32]) -> Result<(PathBuf, String, bool), String> {
     let with = with.map_or_else(own, Ok).map_err(|error| format!("this program's own file is not known ({error})"))?;
-    let why = if with.is_absolute() { not_startable(&with) } else { Some("is not a path from /; name one") };
-    if let Some(why) = why {
+    if let Some(why) = not_startable(&with) {
         return Err(format!("{} {why}", with.display()));
     }
     crate::aside::stay(cpus);

@@ -21,6 +21,7 @@ use tasuki_control::config::{self, Config, Confine};
 use tasuki_control::jail;
 use tasuki_control::log;
 use tasuki_control::place::{self, Place};
+use tasuki_control::spawn;
 use tasuki_control::successor::{self, Former};
 use tasuki_control::supervisor::door::Door;
 use tasuki_control::supervisor::{Ended, Parts, Programs, Supervisor};
@@ -289,7 +290,7 @@ fn main() -> ExitCode {
             let worker = config.daemon.worker.clone().unwrap_or(worker);
             let needs_model = config.nic.iter().any(|nic| nic.device == config::Device::Sim);
             for program in [Some(&worker), Some(&model).filter(|_| needs_model)].into_iter().flatten() {
-                if let Some(why) = config::not_startable(program) {
+                if let Some(why) = spawn::not_startable(program) {
                     bail!("{} {why}", program.display());
                 }
             }

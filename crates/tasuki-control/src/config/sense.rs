@@ -6,9 +6,9 @@ use tasuki_relay::message;
 use tasuki_shm::vni::directory::OWNERS_MAX;
 use tasuki_shm::vni::node_memory::{POOL_PAGES_MAX, POOL_PAGES_MIN};
 
-use super::{
-    Config, Daemon, Device, NICE_MIN, Nic, Node, PAGE_KIB, Program, Route, SIZES, Source, StationAddress, Tap, Work,
-};
+use super::node::{NICE_MIN, PAGE_KIB};
+use super::work::SIZES;
+use super::{Config, Daemon, Device, Nic, Node, Program, Route, Source, StationAddress, Tap, Work};
 
 /// Longest name of a node, a NIC or a VNI.
 const NAME_MAX: usize = 24;

@@ -19,8 +19,8 @@ use super::door::{Answer, No, Request};
 use super::worker::Fit;
 use super::{About, Supervisor, now};
 use crate::api::types::{DriverStateBy, Give, Inflight, Relayed, Replaced, Settled, Stopped, Upgrade};
-use crate::config::not_startable;
 use crate::registry::Change;
+use crate::spawn::not_startable;
 
 /// Time a job may take beyond the sum of its limits.
 const GRACE: Duration = Duration::from_secs(30);
@@ -332,13 +332,10 @@ impl Supervisor {
         let its = self.cards.values().filter(is_its).filter(|card| card.kept.is_some());
         let nics: VecDeque<u32> = its.map(|card| card.number).collect();
         self.is_free(node, nics.as_slices().0)?;
-        if let Some(path) = with {
-            let why = if path.is_absolute() { not_startable(path) } else { Some("is not a path from /; name one") };
-            if let Some(why) = why {
-                return Err(No::Wrong(format!("{} {why}", path.display())));
-            }
+        match with.and_then(|path| Some((path, not_startable(path)?))) {
+            Some((path, why)) => Err(No::Wrong(format!("{} {why}", path.display()))),
+            None => Ok(nics),
         }
-        Ok(nics)
     }
 
     pub(super) fn upgrade(&mut self, node: &str, upgrade: Upgrade, answer: Answer<Relayed>) {

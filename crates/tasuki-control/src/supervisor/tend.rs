@@ -24,9 +24,10 @@ use super::keeping::Key;
 use super::policy::{self, Death, Trouble};
 use super::worker::{Fit, Stage, Words, Worker, clients, tells};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, split, watch};
-use crate::config::{Device, Work, not_startable};
+use crate::config::{Device, Work};
 use crate::jail;
 use crate::registry::{Change, WorkerRecord};
+use crate::spawn::not_startable;
 
 /// A worker about to be ready is ready within this time, on a machine that is not too busy.
 const SOON: Duration = Duration::from_millis(500);
