@@ -23,6 +23,7 @@
 //! - [`taps`]: the interfaces that network namespaces have instead of NICs
 //! - [`shortcuts`]: how namespaces reach each other past their workers
 //! - [`captures`]: packet captures
+//! - `requests`: answers the requests that [`door`] brings; `ending`: how the loop ends
 //! - [`adopt`]: adopts workers of an earlier daemon
 //! - [`view`]: the views of all that for users
 //!
@@ -37,6 +38,7 @@ pub mod card;
 pub mod closing;
 pub mod deeds;
 pub mod door;
+mod ending;
 pub mod endpoints;
 mod exit_watch;
 pub mod failover;
@@ -50,6 +52,7 @@ pub mod nodes;
 pub mod open;
 pub mod policy;
 mod queues;
+mod requests;
 pub mod shortcuts;
 pub mod split;
 pub mod staging;

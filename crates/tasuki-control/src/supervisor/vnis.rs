@@ -22,8 +22,8 @@ use tasuki_shm::vni::node_memory::{NodeMemoryFds, PeerNodeMemory, QUEUE_COUNTS, 
 
 use super::card::{Card, Kept, Opening};
 use super::door::No;
-use super::jobs::there_are;
 use super::keeping::Key;
+use super::requests::there_are;
 use super::worker::Worker;
 use super::{About, Supervisor};
 use crate::api::types::{CrossedView, QueueView, TalkView, VniNodeView, VniView};

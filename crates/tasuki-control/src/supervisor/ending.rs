@@ -1,0 +1,92 @@
+//! How the daemon's loop ends: everything stops, or another program goes on as tasukid.
+
+use std::path::PathBuf;
+
+use tasuki_relay::message::ToWorker;
+
+use super::door::{Answer, No};
+use super::worker::Stage;
+use super::{About, Ended, PATIENCE, Supervisor, now};
+use crate::api::types::{Replaced, Stopped};
+use crate::registry::Change;
+
+impl Supervisor {
+    /// Ends the loop, for another program to go on.
+    pub(super) fn replace(&mut self, with: PathBuf, version: String, is_wide: bool) -> Result<Replaced, No> {
+        if self.stopping.is_some() || self.ended.is_some() {
+            return Err(No::Ending);
+        }
+        if self.is_applying() || !self.jobs.is_empty() || !self.leaving.is_empty() || !self.emptying.is_empty() {
+            return Err(No::now(
+                "an upgrade, a handover, a node's removal or a configuration is under way; ask again when that has settled",
+            ));
+        }
+        if let Some(why) = self.current.has_changed() {
+            return Err(No::now(why));
+        }
+        if let Some(label) = self.wide_client().filter(|_| !is_wide) {
+            return Err(No::now(format!(
+                "{} is from before machines of more than 8 pairs of queues, and the one at {label} has more; end it, or start it with less",
+                with.display()
+            )));
+        }
+        // The next one knows what is written and kept, and no more. A disk that is full shows when it is written to.
+        self.changes.push(Change::Party(self.last_party));
+        self.flush();
+        self.deposit();
+        if let Some(trouble) = self.registry.trouble() {
+            return Err(No::now(format!("tasukid stays what it is: {trouble}")));
+        }
+        if self.is_depositing() {
+            return Err(No::now(
+                "tasukid stays what it is, for its keeper does not have all yet that the next one needs; ask again (tasuki status says if it stays so)",
+            ));
+        }
+        let sentence = format!("tasukid goes on as {}, version {version}", with.display());
+        self.note(About::default(), sentence.clone());
+        self.ended = Some(Ended::Replaced(with));
+        Ok(Replaced { version, sentence })
+    }
+
+    pub(super) fn begin_stopping(&mut self, answer: Answer<Stopped>) {
+        if self.stopping.is_some() {
+            drop(answer.send(Err(No::Ending)));
+            return;
+        }
+        self.note(About::default(), "everything is to stop");
+        for job in std::mem::take(&mut self.jobs) {
+            job.answer.into_iter().for_each(|answer| drop(answer.send(Err(No::Ending))));
+        }
+        self.end_applying();
+        let workers: Vec<u32> = self.workers.keys().copied().collect();
+        let count = u32::try_from(workers.len()).unwrap_or(u32::MAX);
+        self.stopping = Some((now(), count, Some(answer)));
+        for number in workers {
+            if let Some(worker) = self.workers.get_mut(&number) {
+                worker.stage = Stage::Leaving(now());
+                let _ = worker.write(&ToWorker::End, &[]);
+            }
+        }
+    }
+
+    pub(super) fn go_on_stopping(&mut self) {
+        let Some((since, count, _)) = self.stopping else { return };
+        let is_late = now().saturating_sub(since) >= PATIENCE / 2;
+        if !self.workers.is_empty() {
+            if is_late {
+                self.workers.values().for_each(|worker| worker.process.kill());
+            }
+            return;
+        }
+        // Switch cards off once no worker drives them any more.
+        self.end_cards(is_late);
+        if self.cards.values().any(|card| card.model.is_some()) {
+            return;
+        }
+        let sentence = format!("{count} workers have ended, and so does tasukid");
+        if let Some((.., Some(answer))) = self.stopping.take() {
+            let _ = answer.send(Ok(Stopped { workers: count, sentence }));
+        }
+        self.ended = Some(Ended::Everything);
+    }
+}

@@ -1,0 +1,104 @@
+//! Requests of other threads, and the part of the daemon that answers each.
+
+use tasuki_relay::message::ToWorker;
+
+use super::door::{Answer, No, Request};
+use super::{About, Supervisor, now};
+use crate::api::types::Counts;
+
+/// Returns the names there are, as the end of a sentence.
+pub(super) fn there_are(names: impl Iterator<Item = impl AsRef<str>>) -> String {
+    let names: Vec<_> = names.map(|name| name.as_ref().to_owned()).collect();
+    if names.is_empty() { "there is none".to_owned() } else { format!("there are: {}", names.join(", ")) }
+}
+
+/// Returns that what is changed by hand now could contradict the steps to come.
+fn applying() -> No {
+    No::now("a configuration is being applied; ask again when that is done")
+}
+
+impl Supervisor {
+    pub(super) fn answer_requests(&mut self) {
+        let mut count = [0; 8];
+        let _ = rustix::io::read(self.door.bell(), &mut count);
+        // Requests wait until the daemon can answer them truthfully.
+        if self.adopting {
+            return;
+        }
+        while let Ok(request) = self.requests.try_recv() {
+            self.answer_request(request);
+        }
+    }
+
+    fn answer_request(&mut self, request: Request) {
+        match request {
+            Request::Status(answer) => drop(answer.send(Ok(self.status_view()))),
+            Request::Nodes(answer) => drop(answer.send(Ok(self.node_views()))),
+            Request::Workers(answer) => drop(answer.send(Ok(self.worker_views()))),
+            Request::Nics(answer) => drop(answer.send(Ok(self.nic_views()))),
+            Request::Events { since, answer } => {
+                let events = self.events.iter().filter(|event| event.number > since).cloned().collect();
+                drop(answer.send(Ok(events)));
+            }
+            Request::Counts { nic, answer } => self.ask_for_counts(&nic, answer),
+            Request::Upgrade { node, upgrade, answer } => self.upgrade(&node, upgrade, answer),
+            Request::Stage { node, staging, answer } => {
+                let begun = self.begin_staging(&node, staging);
+                self.answer_after(begun, answer);
+            }
+            Request::Unstage { node, answer } => drop(answer.send(self.unstage(&node))),
+            Request::Give { nic, give, answer } => self.give(&nic, &give, answer),
+            Request::Standby { answer, .. } if self.is_applying() => drop(answer.send(Err(applying()))),
+            Request::Standby { nic, standby, answer } => drop(answer.send(self.set_standby_by_hand(&nic, standby))),
+            Request::Metrics(answer) => drop(answer.send(Ok(self.metrics()))),
+            Request::Configuration(answer) => drop(answer.send(self.written())),
+            Request::Plan { apply, answer } => drop(answer.send(self.plan(&apply))),
+            Request::Apply { apply, answer } => self.begin_applying(&apply, Some(answer)),
+            Request::AddNode { answer, .. } if self.is_applying() => drop(answer.send(Err(applying()))),
+            Request::AddNode { node, answer } => drop(answer.send(self.add_node(*node))),
+            Request::RemoveNode { answer, .. } if self.is_applying() => drop(answer.send(Err(applying()))),
+            Request::RemoveNode { node, answer } => self.begin_emptying(&node, answer),
+            Request::Vnis(answer) => drop(answer.send(Ok(self.vni_views()))),
+            Request::VniTable { vni, answer } => drop(answer.send(self.vni_table(&vni))),
+            Request::VniStats { vni, answer } => drop(answer.send(self.vni_stats(&vni))),
+            Request::Capture { of, snap, answer } => drop(answer.send(self.begin_capture(of, snap))),
+            Request::EndCapture { number, answer } => drop(answer.send(self.end_capture(number))),
+            Request::CaptureOver { number, frames, missed } => self.capture_over(number, frames, missed),
+            Request::Replace { with, version, is_wide, answer } => {
+                drop(answer.send(self.replace(with, version, is_wide)));
+            }
+            Request::Stop(answer) => self.begin_stopping(answer),
+            Request::Note(sentence) => self.note(About::default(), sentence),
+        }
+    }
+
+    pub(super) fn no_node(&self, name: &str) -> No {
+        No::Unknown(format!("there is no node {name:?}; {}", there_are(self.nodes.keys())))
+    }
+
+    pub(super) fn nic_by_name(&self, name: &str) -> Result<u32, No> {
+        let found = self.cards.values().find(|card| card.name() == name).map(|card| card.number);
+        found.ok_or_else(|| {
+            No::Unknown(format!("there is no NIC {name:?}; {}", there_are(self.cards.values().map(|card| card.name()))))
+        })
+    }
+
+    fn ask_for_counts(&mut self, nic: &str, answer: Answer<Counts>) {
+        let asked = self.nic_by_name(nic).and_then(|number| {
+            let holder = self.cards[&number].holder().and_then(|holder| self.workers.get_mut(&holder));
+            let worker = holder.ok_or_else(|| {
+                No::now(format!("no worker drives {nic}, so there are no counters; tasuki nic list says why"))
+            })?;
+            let sent = worker.write(&ToWorker::Counts, &[]);
+            sent.map_err(|errno| {
+                No::now(format!("the worker that drives {nic} is not to be asked ({errno}); ask again"))
+            })?;
+            worker.asked.counts = true;
+            Ok((number, worker.party()))
+        });
+        match asked {
+            Ok((number, worker)) => self.counting.push((number, worker, now(), answer)),
+            Err(no) => drop(answer.send(Err(no))),
+        }
+    }
+}
