@@ -4,6 +4,7 @@
 
 mod call;
 mod case;
+mod clock;
 mod cpus;
 mod daemon;
 mod demo;

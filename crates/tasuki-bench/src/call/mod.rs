@@ -16,6 +16,7 @@ use tasuki_shm::line::LINE_LEN;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::case::{Case, Ends};
+use crate::clock::now_ns;
 use crate::cpus::Cores;
 use crate::orders::Orders;
 use crate::sample::Sample;
@@ -149,11 +150,6 @@ fn sum(bytes: &[u8]) -> u64 {
 /// Answers with the time, by a clock that both processes share.
 fn stamp(orders: Orders) -> Result<()> {
     serve(orders, |request| request.reply(&now_ns().to_ne_bytes()).expect("so few bytes need no slot"))
-}
-
-fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
 /// Makes a request that differs from every other.

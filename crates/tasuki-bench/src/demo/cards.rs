@@ -2,14 +2,14 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use tasuki_control::api::types::Method;
 
 use crate::case::Case;
 use crate::cpus::{Cores, Cpus};
 use crate::interrupt::Interrupt;
-use crate::nic::card::{self, SOCKET};
-use crate::nic::trial::{Ask, Control, Outcome, Say, Trial};
+use crate::nic::card;
+use crate::nic::trial::{Ask, Control, Trial};
 use crate::nic::{driver, sockets};
 use crate::orders::Orders;
 use crate::pair;
@@ -107,16 +107,9 @@ pub const CASES: &[Case] = &[Case {
 
 /// Plays all acts, one after the other, under one daemon.
 fn play(mut orders: Orders) -> Result<Sample> {
-    // Only other cases use this connection.
-    drop(orders.next_fd()?);
-    let control = Control::new(orders.next_fd()?);
-    let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
-    let began = Instant::now();
-    while !orders.directory.join(SOCKET).exists() {
-        ensure!(began.elapsed() < PATIENCE, "the card is not served");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), [orders.cpu; 2], Relay::Takeover)?;
+    let cpus = [orders.cpu; 2];
+    let (system, control) = System::with_model(&mut orders, cpus, Relay::Takeover)?;
+    let size = control.size()?;
     let mut sample = Sample::new();
     for act in &ACTS {
         let trial = Trial { count: u64::MAX, size, rate: Some(driver::line_rate(size)), pauses: true };
@@ -127,12 +120,7 @@ fn play(mut orders: Orders) -> Result<Sample> {
             sample.note(&format!("{} pause", act.name), pause as f64);
         }
         await_frames(&control).with_context(|| format!("{}: {}", act.what, system.describe()))?;
-        control.say(&Ask::End)?;
-        let outcome: Outcome = loop {
-            if let Say::Outcome(outcome) = control.hear()? {
-                break outcome;
-            }
-        };
+        let outcome = control.end()?;
         let mut note = |what: &str, value: u64| sample.note(&format!("{} {what}", act.name), value as f64);
         note("sent", outcome.sent);
         note("lost", outcome.sent - outcome.back);
@@ -149,12 +137,7 @@ fn await_frames(control: &Control) -> Result<()> {
     let began = Instant::now();
     // The first answer covers the time before this call too.
     for round in 0_u32.. {
-        control.say(&Ask::Window)?;
-        let gap = loop {
-            if let Say::Window(gap, ..) = control.hear()? {
-                break gap;
-            }
-        };
+        let (gap, ..) = control.window()?;
         if gap > 0 && round > 0 {
             break;
         }

@@ -9,10 +9,11 @@ use anyhow::{Context, Result, anyhow, ensure};
 
 use super::cards::{ACTS, Act, line};
 use super::wire::{INTERFACE, OURS, THEIRS, set_up};
+use crate::clock::now_ns;
 use crate::interrupt::Interrupt;
 use crate::iperf::{Said, Sending};
 use crate::program::{LOOK, PATIENCE, Program};
-use crate::relay::system::{System, now_ns};
+use crate::relay::system::System;
 use crate::table::number;
 
 /// Rate in bits a second. It leaves a busy machine with two CPUs time for everything else, so a retransmission means

@@ -14,9 +14,10 @@ use rustix::process::Signal;
 use super::cards::{ACTS, Act, line};
 use super::iperf;
 use super::wire::{INTERFACE, OURS, THEIRS, set_up};
+use crate::clock::now_ns;
 use crate::interrupt::Interrupt;
 use crate::program::{Part, Program, is_there};
-use crate::relay::system::{System, now_ns};
+use crate::relay::system::System;
 use crate::table::number;
 use crate::workplace::Workplace;
 

@@ -13,9 +13,10 @@ use tasuki_net::endpoint::guest::device::{FROM_GUEST, PAIRS_MAX, TO_GUEST};
 
 use super::front::{FRAME, Front, PORT, frame, turn};
 use super::machine::node;
+use crate::clock::now_ns;
 use crate::interrupt::Interrupt;
 use crate::program::PATIENCE;
-use crate::relay::system::{System, now_ns};
+use crate::relay::system::System;
 use crate::report::Row;
 use crate::sample::Sample;
 use crate::workplace::Workplace;

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
@@ -156,7 +156,7 @@ impl Trials {
     fn new(orders: &mut Orders, work: Work) -> Result<Self> {
         let nic = start(orders.next_fd()?)?;
         let control = Control::new(orders.next_fd()?);
-        let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
+        let size = control.size()?;
         Ok(Trials { nic: Some(nic), control, work, size })
     }
 
@@ -195,13 +195,9 @@ impl Trials {
             Work::Sink => self.receive(count, Burst::clear, parks),
             Work::Echo => self.receive(count, |_| (), parks),
         }?;
-        self.control.say(&Ask::End)?;
-        loop {
-            if let Say::Outcome(outcome) = self.control.hear()? {
-                let arrived = if self.work == Work::Echo { outcome.back } else { seen.received };
-                return Ok((seen, outcome, count - arrived));
-            }
-        }
+        let outcome = self.control.end()?;
+        let arrived = if self.work == Work::Echo { outcome.back } else { seen.received };
+        Ok((seen, outcome, count - arrived))
     }
 
     /// Receives until `count` frames have come, or until no more come.

@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use serde::de::DeserializeOwned;
@@ -80,6 +80,32 @@ impl Control {
         let bytes = serde_json::to_vec(message).context("a message could not be written as JSON")?;
         rustix::net::send(&self.0, &bytes, SendFlags::NOSIGNAL).context("the other role is gone")?;
         Ok(())
+    }
+
+    /// Waits for the card's first message, the size of its frames.
+    pub fn size(&self) -> Result<u32> {
+        let Say::Size(size) = self.hear()? else { bail!("the card did not begin with the size of its frames") };
+        Ok(size)
+    }
+
+    /// Ends the trial, and waits for its outcome.
+    pub fn end(&self) -> Result<Outcome> {
+        self.say(&Ask::End)?;
+        loop {
+            if let Say::Outcome(outcome) = self.hear()? {
+                return Ok(outcome);
+            }
+        }
+    }
+
+    /// Asks for the window since the last such question: see [`Say::Window`].
+    pub fn window(&self) -> Result<(u64, u64, u64)> {
+        self.say(&Ask::Window)?;
+        loop {
+            if let Say::Window(gap, trip, ago) = self.hear()? {
+                return Ok((gap, trip, ago));
+            }
+        }
     }
 
     /// Waits for a message.

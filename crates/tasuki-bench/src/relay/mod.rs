@@ -9,10 +9,11 @@ mod repoint;
 mod rows;
 pub mod sends;
 pub mod system;
+mod turns;
 mod worker;
 
 pub use rows::{rows, tables};
-pub use worker::take_turns;
+pub use turns::take_turns;
 
 use crate::case::Case;
 use crate::cpus::{Cores, Cpus};
@@ -21,7 +22,7 @@ use crate::nic::{card, sockets};
 
 use system::Relay;
 use tasuki_control::api::types::Method;
-use worker::Traffic;
+use turns::Traffic;
 
 /// A case of two workers of the bench that take turns, without a daemon: the cost of a driver's relay alone.
 macro_rules! turns {

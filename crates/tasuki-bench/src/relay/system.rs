@@ -20,11 +20,11 @@ use serde_json::{Value, json};
 use tasuki_control::api::client;
 use tasuki_control::api::types::{Counts, Method, NicView, Relayed, WorkerView};
 
-use super::worker::Traffic;
+use super::turns::Traffic;
+use crate::clock::now_ns;
 use crate::cpus::{self, Cpus};
 use crate::nic::card::SOCKET;
-use crate::nic::driver;
-use crate::nic::trial::{Ask, Control, Outcome, Say, Trial};
+use crate::nic::trial::{Ask, Control, Trial};
 use crate::orders::Orders;
 use crate::program::{self, Program};
 use crate::sample::Sample;
@@ -171,13 +171,22 @@ fn beside(name: &str) -> Result<PathBuf> {
     Ok(this.with_file_name(name))
 }
 
-/// Returns the time in ns, by the clock of a relay's stamps.
-pub fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
-}
-
 impl System {
+    /// Waits until the model of a card is served, and starts two nodes with it. Returns them and the connection to the
+    /// model's process.
+    pub fn with_model(orders: &mut Orders, cpus: [usize; 2], relay: Relay) -> Result<(Self, Control)> {
+        // Only other cases use this connection.
+        drop(orders.next_fd()?);
+        let control = Control::new(orders.next_fd()?);
+        let socket = orders.directory.join(SOCKET);
+        let began = Instant::now();
+        while !socket.exists() {
+            ensure!(began.elapsed() < PATIENCE, "the card is not served");
+            std::thread::sleep(LOOK);
+        }
+        Ok((System::start(&orders.directory, &socket, cpus, relay)?, control))
+    }
+
     /// Starts two nodes that send back all frames, each on its CPU; both may share one. The first node gets the
     /// card.
     pub fn start(folder: &Path, card: &Path, cpus: [usize; 2], relay: Relay) -> Result<Self> {
@@ -505,30 +514,15 @@ pub fn relays_apart(orders: Orders, relay: Relay, traffic: Traffic) -> Result<Sa
 }
 
 fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffic) -> Result<Sample> {
-    // Only other cases use this connection.
-    drop(orders.next_fd()?);
-    let control = Control::new(orders.next_fd()?);
-    let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
-    let began = Instant::now();
-    while !orders.directory.join(SOCKET).exists() {
-        ensure!(began.elapsed() < PATIENCE, "the card is not served");
-        std::thread::sleep(LOOK);
-    }
-    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), cpus, relay)?;
+    let (system, control) = System::with_model(&mut orders, cpus, relay)?;
+    let size = control.size()?;
     // This process keeps off the card's CPU: it sleeps while a relay is measured.
-    let rate = match traffic {
-        Traffic::Line => driver::line_rate(size),
-        Traffic::Paper => 1000,
-    };
-    control.say(&Ask::Begin(Trial { count: u64::MAX, size, rate: Some(rate), pauses: true }))?;
+    let rate = Some(traffic.rate(size));
+    control.say(&Ask::Begin(Trial { count: u64::MAX, size, rate, pauses: true }))?;
     let mut sample = Sample::new();
     let window = || -> Result<(f64, f64, u64)> {
-        control.say(&Ask::Window)?;
-        loop {
-            if let Say::Window(gap, trip, ago) = control.hear()? {
-                break Ok((gap as f64, trip as f64, now_ns() - ago));
-            }
-        }
+        let (gap, trip, ago) = control.window()?;
+        Ok((gap as f64, trip as f64, now_ns() - ago))
     };
     let mut like = QUIET;
     for _ in 0..orders.calls {
@@ -553,12 +547,7 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
         sample.note("gap", gap);
         sample.note("trip", trip);
     }
-    control.say(&Ask::End)?;
-    let outcome: Outcome = loop {
-        if let Say::Outcome(outcome) = control.hear()? {
-            break outcome;
-        }
-    };
+    let outcome = control.end()?;
     sample.note("relays", orders.calls as f64);
     sample.note("lost", (outcome.sent - outcome.back) as f64);
     sample.note("sent", outcome.sent as f64);

@@ -1,90 +1,20 @@
 //! Two workers that take turns at driving a NIC which runs on: each hands it over in place, and takes it over again.
-//!
-//! Both workers run on one CPU, the card and its wire on the other. The waiting worker sleeps; the giver wakes it.
 
-use std::num::NonZeroU32;
-use std::os::fd::{AsFd, OwnedFd};
-use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+use std::sync::atomic::Ordering::Relaxed;
 
-use anyhow::{Context, Result, bail, ensure};
-use rustix::event::EventfdFlags;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-use tasuki_net::nic::bundle::{self, Fds};
+use anyhow::{Context, Result};
 use tasuki_net::nic::bus::VfioUser;
-use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::{InPlace, MemoryLayout, Nic, NicMemory, Parts};
-use tasuki_net::port::{Burst, Port, Transactional};
-use tasuki_shm::lease::{Lease, Tenure};
-use tasuki_shm::line::Line;
-use tasuki_shm::region::{PAGE_LEN, Pages, Region, Span};
+use tasuki_net::nic::{InPlace, Nic, NicMemory};
+use tasuki_net::port::{Burst, Transactional};
 
-use crate::cpus;
-use crate::nic::driver::{self, turn_round};
-use crate::nic::trial::{Ask, Control, Say, Trial};
+use super::turns::{self, Card, RELEASED_AT, TakesTurns, Traffic, Turns, Ways};
+use crate::clock::now_ns;
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-pub(super) type Card = E1000e<VfioUser>;
-
-/// Descriptors in a ring: the driver's default. A taker looks at each posted one.
-pub(super) const RING: u16 = 256;
-
-/// Interval between two relays.
-pub(super) const BETWEEN: Duration = Duration::from_millis(5);
-
-/// Frames that have not come so long after the last one are lost.
-pub(super) const PATIENCE: Duration = Duration::from_millis(200);
-
-/// Traffic on the wire.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Traffic {
-    /// As many frames as a gigabit carries.
-    Line,
-    /// One frame a millisecond, as in the paper of S1.
-    Paper,
-}
-
-/// Memory that the workers share: the lease and a few words.
-pub(super) struct LeasePage {
-    pub(super) lease: Lease<Span<Line>>,
-    pub(super) words: Span<AtomicU64>,
-    region: Region,
-}
-
-/// Indices of words in the lease page.
-pub(super) const RECEIVED: usize = 8;
-pub(super) const RELEASED_AT: usize = 16;
-pub(super) const STOP: usize = 24;
-/// Number of relays, and the pause of each relay in ns, in order.
-pub(super) const RELAYS: usize = 32;
-pub(super) const PAUSES: usize = 40;
-pub(super) const PAUSES_MAX: usize = 4096;
-const WORDS: usize = PAUSES + PAUSES_MAX;
-
-impl LeasePage {
-    pub(super) fn over(region: Region) -> Result<Self> {
-        Ok(LeasePage { lease: Lease::new(region.span(0, 1)?), words: region.span(0, WORDS)?, region })
-    }
-
-    pub(super) fn new() -> Result<Self> {
-        Self::over(Region::create("tasuki-bench lease page", (8 * WORDS).next_multiple_of(PAGE_LEN), Pages::Small)?)
-    }
-}
-
-pub(super) fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
-}
-
-struct Worker {
-    us: NonZeroU32,
-    /// The lease, while we hold it.
-    tenure: Option<Tenure>,
-    lease_page: LeasePage,
-    ours: OwnedFd,
-    theirs: OwnedFd,
+/// One of the two workers.
+pub(super) struct Worker {
+    turns: Turns,
     /// Driver prepared for the next turn.
     next: Option<<Card as InPlace>::Prepared>,
     /// Remains of the last turn: the replaced driver, or its bus and memory.
@@ -93,26 +23,30 @@ struct Worker {
 }
 
 impl Worker {
-    /// Waits for our turn and takes the card over. Returns `None` if there is no further turn.
+    fn first(turns: Turns, ways: &Ways) -> Result<Self> {
+        let (bus, memory) = ways.open()?;
+        Ok(Worker { turns, next: Some(Card::prepare(bus, memory)?), replaced: None, retired: None })
+    }
+
+    pub(super) fn second(turns: Turns, ways: &Ways) -> Result<Self> {
+        // For the turn after the next.
+        let retired = Some(ways.open()?);
+        Ok(Worker { retired, ..Self::first(turns, ways)? })
+    }
+}
+
+impl TakesTurns for Worker {
+    fn turns(&self) -> &Turns {
+        &self.turns
+    }
+
     fn take(&mut self) -> Result<Option<Card>> {
-        wait(&self.ours)?;
-        if self.lease_page.words[STOP].load(Relaxed) == 1 {
+        if !self.turns.wait()? {
             return Ok(None);
         }
-        let tenure = self.lease_page.lease.tenure();
-        ensure!(tenure.holder.is_none(), "a worker was woken, and no worker has passed the lease");
-        self.tenure = Some(self.lease_page.lease.take(tenure, self.us)?);
         let prepared = self.next.take().context("a worker takes over only when it is ready")?;
         let mut nic = Card::pick_up(prepared)?;
-        // The first look takes all frames that have come meanwhile.
-        let mut burst = Burst::new();
-        nic.receive(&mut burst)?;
-        let took = now_ns().saturating_sub(self.lease_page.words[RELEASED_AT].load(Relaxed));
-        self.send_back(&mut nic, &mut burst)?;
-        let relay = self.lease_page.words[RELAYS].load(Relaxed);
-        let place = PAUSES + usize::try_from(relay)? % PAUSES_MAX;
-        self.lease_page.words[place].store(took, Relaxed);
-        self.lease_page.words[RELAYS].store(relay + 1, Relaxed);
+        self.turns.has_taken(&mut nic)?;
         let replaced = self.replaced.take().map(Card::stand_down);
         if let Some((bus, memory)) = replaced.or_else(|| self.retired.take()) {
             self.next = Some(Card::prepare(bus, memory)?);
@@ -120,211 +54,17 @@ impl Worker {
         Ok(Some(nic))
     }
 
-    /// Hands the card over.
     fn give(&mut self, mut nic: Card) -> Result<()> {
-        self.lease_page.words[RELEASED_AT].store(now_ns(), Relaxed);
+        self.turns.lease_page.words[RELEASED_AT].store(now_ns(), Relaxed);
         nic.conclude(&Burst::new());
-        let ours = self.tenure.take().context("only the holder of the lease passes it")?;
-        self.lease_page.lease.pass(ours)?;
-        rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other worker cannot be woken")?;
+        self.turns.pass()?;
         // `take` stands it down, off the critical path.
         self.replaced = Some(nic);
         Ok(())
     }
-
-    /// Sends received frames back and returns their number.
-    fn echo(&self, nic: &mut Card) -> Result<u64> {
-        let mut burst = Burst::new();
-        nic.receive(&mut burst)?;
-        self.send_back(nic, &mut burst)
-    }
-
-    fn send_back(&self, nic: &mut Card, burst: &mut Burst) -> Result<u64> {
-        let came = burst.len() as u64;
-        burst.iter_mut().for_each(turn_round);
-        while !burst.is_empty() {
-            nic.transmit(burst)?;
-        }
-        if came > 0 {
-            let received = &self.lease_page.words[RECEIVED];
-            received.store(received.load(Relaxed) + came, Relaxed);
-        }
-        Ok(came)
-    }
-
-    /// Drives the card until the other worker's turn is due, or until `done`. Returns whether `done` ended it.
-    fn drive(&self, nic: &mut Card, mut done: impl FnMut(bool) -> Result<bool>) -> Result<bool> {
-        let since = Instant::now();
-        let mut looks = 0_u32;
-        loop {
-            let idle = self.echo(nic)? == 0;
-            looks += 1;
-            if idle && done(looks.is_multiple_of(64))? {
-                return Ok(true);
-            }
-            if looks.is_multiple_of(16) && since.elapsed() > BETWEEN {
-                return Ok(false);
-            }
-        }
-    }
-}
-
-/// Waits for a wake-up without a limit; the bench ends a worker that waits in vain.
-pub(super) fn wait(eventfd: &OwnedFd) -> Result<()> {
-    loop {
-        match rustix::io::read(eventfd, &mut [0; 8]) {
-            Ok(_) => return Ok(()),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(errno).context("an eventfd cannot be read"),
-        }
-    }
-}
-
-/// Access to the card and its memory, for opening more than once: one to drive with, and one to prepare meanwhile.
-pub(super) struct Ways {
-    text: bundle::Text,
-    /// Whether each worker has memory of its own, at which it points the card.
-    repoint: bool,
-    fds: Vec<OwnedFd>,
-}
-
-impl Ways {
-    pub(super) fn of(nic: &Card, (parts, layout): (Parts, MemoryLayout), repoint: bool) -> Result<Self> {
-        let (text, fds) = bundle::pack(nic.bus(), parts, &layout)?;
-        Ok(Ways { text, repoint, fds })
-    }
-
-    pub(super) fn open(&self) -> Result<(VfioUser, NicMemory)> {
-        let fds = self.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?;
-        Ok(bundle::unpack(&self.text, Fds::new(fds))?)
-    }
-}
-
-/// Process of the second worker. Dropping it kills the process.
-pub(super) struct Other(Child);
-
-impl Drop for Other {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-pub(super) fn start_other(ways: &Ways, lease_page: &LeasePage, eventfds: [&OwnedFd; 2], cpu: usize) -> Result<Other> {
-    let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    let program = std::env::current_exe().context("the bench could not find its own executable")?;
-    let other = Command::new(program).arg("take-turns").stdin(Stdio::from(theirs)).spawn();
-    let other = Other(other.context("the second worker could not be started")?);
-    let mut fds = ways.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?;
-    fds.push(lease_page.region.fd().try_clone_to_owned()?);
-    fds.extend(eventfds.into_iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?);
-    Orders::new(0, 0, cpu, std::path::PathBuf::new(), String::new()).send(ours.as_fd(), &fds)?;
-    let control = Control::new(ours);
-    control.say(&(&ways.text, ways.repoint))?;
-    // Wait until the worker says that it is ready.
-    control.hear::<()>()?;
-    Ok(other)
-}
-
-/// Plays the second worker, which takes its turns until the first one ends them.
-pub fn take_turns() -> Result<()> {
-    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
-    let stdin = std::io::stdin().as_fd().try_clone_to_owned()?;
-    let mut orders = Orders::receive(stdin.as_fd())?;
-    cpus::pin(orders.cpu)?;
-    let control = Control::new(stdin);
-    let (text, repoint): (bundle::Text, bool) = control.hear()?;
-    let fds = std::iter::from_fn(|| orders.next_fd().ok()).collect::<Vec<_>>();
-    let [fds @ .., lease_page, ours, theirs] = &fds[..] else { bail!("descriptors are missing") };
-    let ways = Ways { text, repoint, fds: fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<_>>()? };
-    let lease_page = LeasePage::over(Region::adopt(lease_page.try_clone()?)?)?;
-    let eventfds = [ours.try_clone()?, theirs.try_clone()?];
-    if ways.repoint {
-        return super::repoint::take_turns(&ways, lease_page, eventfds, &control);
-    }
-    let mut worker = worker(NonZeroU32::MIN.saturating_add(1), lease_page, eventfds, &ways)?;
-    control.say(&())?;
-    while let Some(mut nic) = worker.take()? {
-        worker.drive(&mut nic, |_| Ok(false))?;
-        worker.give(nic)?;
-    }
-    Ok(())
-}
-
-fn worker(us: NonZeroU32, lease_page: LeasePage, [ours, theirs]: [OwnedFd; 2], ways: &Ways) -> Result<Worker> {
-    let (bus, memory) = ways.open()?;
-    let mut worker = Worker { us, tenure: None, lease_page, ours, theirs, next: None, replaced: None, retired: None };
-    worker.next = Some(Card::prepare(bus, memory)?);
-    // For the turn after the next.
-    if us.get() > 1 {
-        worker.retired = Some(ways.open()?);
-    }
-    Ok(worker)
 }
 
 /// Makes the card change hands `orders.calls` times under traffic; times each relay.
-pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
-    let (mut nic, parts, layout) = driver::start_shared(orders.next_fd()?, RING)?;
-    let control = Control::new(orders.next_fd()?);
-    let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
-    let ways = Ways::of(&nic, (parts, layout), false)?;
-    let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC);
-    let (ours, theirs) = (eventfd()?, eventfd()?);
-    let lease_page = LeasePage::new()?;
-    let _other = start_other(&ways, &lease_page, [&theirs, &ours], orders.cpu)?;
-    let us = NonZeroU32::MIN;
-    let mut worker = worker(us, lease_page, [ours, theirs], &ways)?;
-    worker.tenure = Some(worker.lease_page.lease.take(worker.lease_page.lease.tenure(), us)?);
-
-    let rate = match traffic {
-        Traffic::Line => driver::line_rate(size),
-        Traffic::Paper => 1000,
-    };
-    // Long enough for that many relays, and a little more.
-    let millis = orders.calls * u64::try_from(BETWEEN.as_millis())? * 11 / 10 + 50;
-    let count = rate * millis / 1000;
-    control.say(&Ask::Begin(Trial { count, size, rate: Some(rate), pauses: true }))?;
-    let (mut sent, mut last, mut before) = (false, Instant::now(), 0);
-    loop {
-        let received = |worker: &Worker| worker.lease_page.words[RECEIVED].load(Relaxed);
-        let over = worker.drive(&mut nic, |look| {
-            if look {
-                sent = sent || matches!(control.heard()?, Some(Say::Sent));
-            }
-            Ok(sent)
-        })?;
-        if over {
-            // Frames still under way come to us.
-            if received(&worker) > before {
-                (before, last) = (received(&worker), Instant::now());
-            }
-            if before >= count || last.elapsed() > PATIENCE {
-                break;
-            }
-            continue;
-        }
-        worker.give(nic)?;
-        nic = worker.take()?.context("the second worker does not end the turns")?;
-    }
-    worker.lease_page.words[STOP].store(1, Relaxed);
-    rustix::io::write(&worker.theirs, &1_u64.to_ne_bytes())?;
-    control.say(&Ask::End)?;
-    let outcome = loop {
-        if let Say::Outcome(outcome) = control.hear()? {
-            break outcome;
-        }
-    };
-    let mut sample = Sample::new();
-    let relays = usize::try_from(worker.lease_page.words[RELAYS].load(Relaxed))?;
-    ensure!(relays > 0, "the card never changed hands");
-    for pause in &worker.lease_page.words[PAUSES..PAUSES + relays.min(PAUSES_MAX)] {
-        sample.record(Duration::from_nanos(pause.load(Relaxed)));
-    }
-    sample.note("relays", relays as f64);
-    sample.note("lost", (count - outcome.back) as f64);
-    sample.note("wrong", outcome.wrong as f64);
-    sample.note("gap", outcome.longest_gap as f64);
-    sample.note("pauses", outcome.pauses as f64);
-    nic.park()?;
-    Ok(sample)
+pub fn upgrades(orders: Orders, traffic: Traffic) -> Result<Sample> {
+    turns::lead(orders, traffic, (false, 110), Worker::first)
 }
