@@ -278,8 +278,7 @@ fn while_a_configuration_is_applied_no_node_comes_by_hand_and_its_caller_hears_o
     assert!(refused.contains("a configuration is being applied; ask again"), "{refused}");
     let refused = rig.refused(&["node", "remove", "blue"]);
     assert!(refused.contains("a configuration is being applied; ask again"), "{refused}");
-    rig.ask(&["stop"]);
-    rig.daemon_ends();
+    rig.stop();
     let said = caller.wait_with_output().expect("it has ended").stderr;
     let said = String::from_utf8_lossy(&said);
     assert!(!said.contains("hung up"), "{said}");
@@ -348,8 +347,7 @@ fn wherever_the_daemon_dies_the_next_one_takes_the_remaining_steps() {
         let events = rig.ask(&["events"]);
         let is_anew = ["eth0 is being closed", "node pond is gone"].iter().all(|event| events.contains(event));
         assert!(is_anew, "{place}: {}", rig.log());
-        rig.ask(&["stop"]);
-        rig.daemon_ends();
+        rig.stop();
     }
 }
 
@@ -455,8 +453,7 @@ fn what_was_changed_by_hand_can_be_kept_and_comes_back_where_nothing_is_left() {
     fs::write(rig.path("newer.toml"), text.replace("[[nic]]", "[[nic]]\ncolour = 4")).expect("a file");
     let said = rig.refused(&["plan", rig.path("newer.toml").to_str().expect("a path")]);
     assert!(said.contains("newer.toml:") && said.contains("the key `colour` means nothing here"), "{said}");
-    rig.ask(&["stop"]);
-    rig.daemon_ends();
+    rig.stop();
     fs::rename(&kept, rig.path("tasuki.toml")).expect("a file");
     rig.start();
     rig.await_pair("blue");

@@ -213,7 +213,7 @@ fn it_goes_on_when_a_worker_is_killed_and_ends_with_the_count() {
     let exchange = world.exchange();
     exchange.goes_on(&world.rig, 200);
     for node in ["shop", "desk"] {
-        world.kill_driver(node);
+        world.rig.kill_driver(node);
         exchange.goes_on(&world.rig, 200);
     }
     let few = Capture::begin(&world.rig, "few.pcapng", &["shop", "--count", "37", "--snap", "60"]);

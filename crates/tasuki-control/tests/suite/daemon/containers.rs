@@ -222,7 +222,7 @@ fn a_container_goes_on_while_workers_and_daemon_are_replaced_and_is_checked_unti
     let file = runtime.world.rig.ask(&["config", "show"]);
     assert!(!file.contains("[[node]]") && file.contains("nodes of containers, 2 of them"), "{file}");
     runtime.world.rig.ask(&["worker", "upgrade", &node]);
-    runtime.world.kill_driver(&node);
+    runtime.world.rig.kill_driver(&node);
     runtime.world.rig.kill_daemon();
     runtime.world.rig.start();
     runtime.world.rig.await_pair(&node);

@@ -354,6 +354,5 @@ fn a_nic_whose_server_dies_stays_where_it_is() {
     rig.await_worker("red", "idle");
     assert_eq!((&rig.nic()["node"], &rig.nic()["is"]), (&json!("red"), &json!("not open")));
     assert!(!rig.ask(&["events"]).contains("is lost"), "{}", rig.log());
-    rig.ask(&["stop"]);
-    rig.daemon_ends();
+    rig.stop();
 }

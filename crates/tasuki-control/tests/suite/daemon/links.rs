@@ -59,7 +59,7 @@ fn what_is_behind_an_interface_loses_nothing_when_its_worker_is_killed() {
     let exchange = world.exchange();
     for _ in 0..KILLS {
         exchange.goes_on(&world.rig, 300);
-        world.kill_driver("desk");
+        world.rig.kill_driver("desk");
     }
     exchange.goes_on(&world.rig, 300);
     let (tally, deaths) = (exchange.end(), deaths(&world.rig));

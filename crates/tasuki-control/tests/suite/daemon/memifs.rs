@@ -9,10 +9,9 @@ use std::thread::JoinHandle;
 
 use client::{Client, Shape};
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::process::Signal;
 
 use super::natives::dying_at;
-use super::rig::{lives, pid, signal, until};
+use super::rig::{pid, until};
 use super::rooms::{BURST, deaths};
 use super::storm::beside;
 use super::vnis::{World, fds};
@@ -169,7 +168,7 @@ fn a_client_of_memif_outlives_workers_that_are_killed() {
     let program = Program::begin(&socket);
     for _ in 0..6 {
         program.goes_on(&world, 300);
-        world.kill_driver("web");
+        world.rig.kill_driver("web");
     }
     program.goes_on(&world, 300);
     // The next daemon and the stand-by both learn of a client that connects while there is no daemon.
@@ -182,14 +181,11 @@ fn a_client_of_memif_outlives_workers_that_are_killed() {
     program.goes_on(&world, 100);
     world.rig.start();
     world.rig.await_pair("web");
-    world.kill_driver("web");
+    world.rig.kill_driver("web");
     program.goes_on(&world, 300);
     // Kill both at once: a fresh worker gets the descriptors that the daemon kept.
     let (driver, standby) = world.rig.await_pair("web");
-    for worker in [&standby, &driver] {
-        signal(pid(worker), Signal::KILL);
-        until(&world.rig, "it is dead", || !lives(pid(worker)));
-    }
+    [&standby, &driver].into_iter().for_each(|worker| world.rig.kill(worker));
     program.goes_on(&world, 300);
     let tally = program.end();
     assert_eq!(tally.back, tally.sent, "{tally:?}");

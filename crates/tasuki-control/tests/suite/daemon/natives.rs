@@ -65,7 +65,7 @@ fn a_source_and_a_sink_lose_nothing_and_see_nothing_twice_while_workers_and_daem
         flows(&world.rig, 200);
     }
     for node in ["sink", "source", "sink", "source", "sink", "source"] {
-        world.kill_driver(node);
+        world.rig.kill_driver(node);
         world.rig.await_pair(node);
         flows(&world.rig, 200);
     }
@@ -130,10 +130,10 @@ fn a_namespace_gets_one_answer_to_each_question_from_a_native_node_that_is_repla
         let pinging = scope.spawn(|| world.ping(600, "0.01", "192.0.2.77"));
         world.rig.ask(&["worker", "upgrade", "desk"]);
         world.rig.await_pair("desk");
-        world.kill_driver("desk");
+        world.rig.kill_driver("desk");
         world.rig.await_pair("desk");
         world.rig.ask(&["worker", "upgrade", "desk"]);
-        world.kill_driver("desk");
+        world.rig.kill_driver("desk");
         pinging.join().expect("all are answered");
     });
     world.end();

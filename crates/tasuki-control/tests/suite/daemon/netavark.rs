@@ -105,7 +105,7 @@ fn podman_has_containers_on_a_vni_and_they_go_on_while_workers_and_daemon_are_re
     assert!(container.starts_with("netavark:lan/b8d8b7069fde0069") && container.ends_with("/eth0"), "{container}");
     assert!(node.starts_with("ctr-b8d8b7069fde-"), "{node} shows the ID as podman does");
     rig.ask(&["worker", "upgrade", node]);
-    podman.world.kill_driver(node);
+    podman.world.rig.kill_driver(node);
     podman.world.rig.kill_daemon();
     podman.world.rig.start();
     podman.world.rig.await_pair(node);

@@ -60,7 +60,7 @@ fn flows_over_two_queues_lose_nothing_while_the_workers_of_both_and_the_daemon_a
     }
     const KILLS: u64 = 4;
     for node in ["shop-1", "shop"].into_iter().cycle().take(4) {
-        world.kill_driver(node);
+        world.rig.kill_driver(node);
         all_go_on(&world, &flows, 50);
     }
     let deaths = deaths(&world.rig);

@@ -82,8 +82,7 @@ pub fn until_quiet(rig: &Rig) {
 
 /// Stops everything; returns the model's report of its frames.
 pub fn stop(rig: &mut Rig, mut model: Model) -> String {
-    rig.ask(&["stop"]);
-    rig.daemon_ends();
+    rig.stop();
     // The model reports at its end, which may have come already.
     model.0.signal(Signal::TERM);
     let said = model.0.ends();

@@ -179,6 +179,12 @@ impl Rig {
         self.daemon.take().expect("a daemon").kill();
     }
 
+    /// Stops everything, and waits for the daemon's end.
+    pub fn stop(&mut self) {
+        self.ask(&["stop"]);
+        self.daemon_ends();
+    }
+
     /// Waits for the daemon's end.
     pub fn daemon_ends(&mut self) {
         let daemon = std::cell::RefCell::new(self.daemon.take().expect("a daemon"));
@@ -246,6 +252,19 @@ impl Rig {
             found.borrow().is_some()
         });
         found.into_inner().expect("it was just seen")
+    }
+
+    /// Kills a worker, and waits until it is dead.
+    pub fn kill(&self, worker: &Value) {
+        signal(pid(worker), Signal::KILL);
+        until(self, "it is dead", || !lives(pid(worker)));
+    }
+
+    /// Kills the driver of a node, and waits until another drives.
+    pub fn kill_driver(&self, node: &str) {
+        let (dead, _) = self.await_pair(node);
+        signal(pid(&dead), Signal::KILL);
+        until(self, "another drives", || self.worker(node, "drives").is_some_and(|now| now["pid"] != dead["pid"]));
     }
 
     /// Waits until a node drives eth0 and another worker of it stands by.

@@ -163,8 +163,7 @@ fn who_died_while_no_daemon_lived_is_replaced_by_the_next_one() {
     let mut rig = Rig::new();
     let (driver, standby) = rig.await_pair("red");
     rig.kill_daemon();
-    signal(pid(&driver), Signal::KILL);
-    until(&rig, "it is dead", || !lives(pid(&driver)));
+    rig.kill(&driver);
     rig.start();
     until(&rig, "the stand-by drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] == standby["pid"]));
     rig.await_worker("red", "stands by");
@@ -179,8 +178,7 @@ fn a_daemon_that_is_told_to_go_leaves_its_workers_running() {
     assert!(lives(pid(&driver)) && rig.log().contains("its workers go on"), "{}", rig.log());
     rig.start();
     assert_eq!(rig.await_worker("red", "drives")["pid"], driver["pid"]);
-    rig.ask(&["stop"]);
-    rig.daemon_ends();
+    rig.stop();
     assert!(!lives(pid(&driver)));
 }
 

@@ -91,8 +91,7 @@ impl World {
     }
 
     fn end(mut self) {
-        self.rig.ask(&["stop"]);
-        self.rig.daemon_ends();
+        self.rig.stop();
     }
 }
 
@@ -270,8 +269,7 @@ fn a_tap_stands_for_one_nic() {
     }
     let status = rig.ask(&["status"]);
     assert!(status.contains("the NIC of /proc/") && status.contains(":nic0"), "{status}");
-    rig.ask(&["stop"]);
-    rig.daemon_ends();
+    rig.stop();
     let is_there = room.within(|| Interface::find("nic0").is_ok());
     assert!(!is_there, "it ends with the last who has it");
 }

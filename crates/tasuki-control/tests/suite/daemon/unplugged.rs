@@ -44,8 +44,7 @@ fn a_card_whose_server_is_gone_is_said_to_be_gone_and_comes_back_when_all_is_sta
     assert!(said.contains("gone"), "{said}");
     assert!(lives(pid(&driver)), "{}", storm.rig.log());
     // Follow the advice in the sentence.
-    storm.rig.ask(&["stop"]);
-    storm.rig.daemon_ends();
+    storm.rig.stop();
     storm.plug_another(1000);
     storm.rig.start();
     storm.settle();
@@ -103,8 +102,7 @@ fn a_model_and_what_opens_a_card_are_confined() {
     assert!(users[0] != users[1] && !users.contains(&"0".to_owned()), "{users:?}");
     let nics = rig.json(&["nic", "list"]);
     assert!(nics.to_string().contains("its model is confined, and --tap is out of its reach"), "{nics}");
-    rig.ask(&["stop"]);
-    rig.daemon_ends();
+    rig.stop();
 }
 
 #[test]
@@ -125,10 +123,8 @@ fn a_model_of_the_daemon_that_dies_is_named_and_started_with_the_next_daemon() {
     let mut pids: Vec<u32> = rig.workers().iter().map(pid).collect();
     pids.push(rig.daemon_pid());
     nobody_spins(&rig, &pids);
-    rig.ask(&["stop"]);
-    rig.daemon_ends();
+    rig.stop();
     rig.start();
     rig.await_pair("red");
-    rig.ask(&["stop"]);
-    rig.daemon_ends();
+    rig.stop();
 }

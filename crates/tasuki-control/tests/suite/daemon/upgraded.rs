@@ -70,8 +70,7 @@ fn the_daemon_and_all_workers_are_replaced_one_after_the_other() {
     until(&rig, "the dead driver is reaped", || !lives(pid(&driver)) && unreaped(daemon).is_empty());
     let said = rig.json(&["upgrade", "--workers-only"]);
     assert_eq!((&said["daemon"], rig.daemon_pid()), (&Value::Null, daemon));
-    rig.ask(&["stop"]);
-    rig.daemon_ends();
+    rig.stop();
 }
 
 #[test]

@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use tasuki_tap::interface::Interface;
 use tasuki_testing::process;
 
-use super::rig::{Rig, lives, pid, signal, until};
+use super::rig::{Rig, pid, signal, until};
 use super::rooms::{BURST, Exchange, Room, deaths, is_impossible};
 use super::storm::{self, need_storm, state};
 
@@ -104,18 +104,8 @@ impl World {
     }
 
     fn kill_driver(&self) {
-        let (dead, _) = self.rig.await_pair("up");
-        signal(pid(&dead), Signal::KILL);
-        until(&self.rig, "another drives", || {
-            self.rig.worker("up", "drives").is_some_and(|now| now["pid"] != dead["pid"])
-        });
+        self.rig.kill_driver("up");
         self.settles();
-    }
-
-    /// Kills a worker, and waits until it is dead.
-    fn kill(&self, worker: &serde_json::Value) {
-        signal(pid(worker), Signal::KILL);
-        until(&self.rig, "it is dead", || !lives(pid(worker)));
     }
 
     /// Returns a stopped worker.
@@ -135,8 +125,7 @@ impl World {
     }
 
     fn end(mut self) {
-        self.rig.ask(&["stop"]);
-        self.rig.daemon_ends();
+        self.rig.stop();
     }
 }
 
@@ -270,7 +259,7 @@ fn an_upgrade_that_fails_half_way_leaves_no_uplink_with_two_workers() {
         let said = world.rig.refused(&["worker", "upgrade", "up"]);
         assert!(said.contains("has not prepared within 500 ms"), "{said}");
         if is_killed {
-            world.kill(&driver);
+            world.rig.kill(&driver);
         }
         signal(world.stopped().expect("it is stopped, and not long enough for a hang"), Signal::CONT);
         world.settles();
@@ -298,7 +287,7 @@ fn a_standby_that_hangs_when_it_is_ready_for_the_nic_only_keeps_nobody_else_from
     // On a slow machine it may be ended before it is seen.
     let is_over = || world.rig.log().contains("has not prepared in time");
     until(&world.rig, "it is stopped", || world.stopped().is_some() || is_over());
-    world.kill(&driver);
+    world.rig.kill(&driver);
     world.settles();
     world.end_after(exchange, 2 * BURST);
 }

@@ -11,12 +11,12 @@ use std::process::{Command, Stdio};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::net::{Shutdown, SocketAddrUnix};
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal, getrlimit, prlimit};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, getrlimit, prlimit};
 use tasuki_testing::Program;
 
 use super::captures::Capture;
 use super::real::released;
-use super::rig::{lives, pid, signal, until};
+use super::rig::{pid, until};
 use super::vnis::{self, SHOP, World};
 
 /// How often a guest's driver starts while its workers are killed, and how many of them each time.
@@ -48,8 +48,7 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
             let pinging = scope.spawn(|| world.ping(2000, "0.005", "192.0.2.77"));
             for _ in 0..3 {
                 world.rig.ask(&["worker", "upgrade", "vm"]);
-                world.rig.await_pair("vm");
-                world.kill_driver("vm");
+                world.rig.kill_driver("vm");
             }
             pinging.join().expect("all are answered");
         });
@@ -61,10 +60,7 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     assert!(answers(&world), "no daemon is needed");
     world.rig.start();
     let (driver, standby) = world.rig.await_pair("vm");
-    for worker in [&standby, &driver] {
-        signal(pid(worker), Signal::KILL);
-        until(&world.rig, "it is dead", || !lives(pid(worker)));
-    }
+    [&standby, &driver].into_iter().for_each(|worker| world.rig.kill(worker));
     world.rig.await_pair("vm");
     until(&world.rig, "it answers", || answers(&world));
     // The next machine is served as well, with packed rings.
@@ -175,6 +171,26 @@ fn echoed(world: &World, seed: u64, meanwhile: impl FnOnce()) {
     });
 }
 
+/// Has long segments echoed, each time while its worker is killed and replaced.
+fn echoed_while_replaced(world: &World, seeds: std::ops::Range<u64>) {
+    for seed in seeds {
+        echoed(world, seed, || {
+            world.rig.kill_driver("vm");
+            world.rig.await_pair("vm");
+            world.rig.ask(&["worker", "upgrade", "vm"]);
+        });
+    }
+}
+
+/// Has `count` echo requests answered, each once, while its workers are killed.
+fn pinged_while_killed(world: &World, count: usize, kills: u32) {
+    std::thread::scope(|scope| {
+        let pinging = scope.spawn(|| world.ping(count, "0.002", GUEST));
+        (0..kills).for_each(|_| world.rig.kill_driver("vm"));
+        pinging.join().expect("all are answered");
+    });
+}
+
 #[test]
 fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
     let Some(mut world) = World::new() else { return };
@@ -199,31 +215,14 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
         println!("skipped: needs QEMU and a kernel: cargo xtask test");
         return world.end();
     };
-    let ping = |count| world.ping(count, "0.002", GUEST);
     until(&world.rig, "it answers", || world.is_answered(GUEST));
     // Its driver has taken a pair of queues for each virtual CPU.
     let counts = world.rig.json(&["nic", "counts", "vm@lan"]);
     let count =
         |name: &str| counts["counts"].as_array().and_then(|all| all.iter().find(|one| one[0] == name)?[1].as_u64());
     assert_eq!(count("queue_pairs"), Some(two_cpus().split(',').count() as u64), "{counts}");
-    // Frames of echo requests, each once there and once back, while workers die.
-    std::thread::scope(|scope| {
-        let pinging = scope.spawn(|| ping(3000));
-        for _ in 0..8 {
-            world.rig.await_pair("vm");
-            world.kill_driver("vm");
-        }
-        pinging.join().expect("all are answered");
-    });
-    // Long segments both ways.
-    for seed in 0..3 {
-        echoed(&world, seed, || {
-            world.rig.await_pair("vm");
-            world.kill_driver("vm");
-            world.rig.await_pair("vm");
-            world.rig.ask(&["worker", "upgrade", "vm"]);
-        });
-    }
+    pinged_while_killed(&world, 3000, 8);
+    echoed_while_replaced(&world, 0..3);
     // The guest takes its card away and back: the device is reset, and starts anew, while its workers are killed.
     for _ in 0..ROUNDS {
         let mut shell = world.shop.within(|| TcpStream::connect((GUEST, 10)).expect("the guest serves a shell"));
@@ -232,8 +231,7 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
                         ip address add 192.0.2.9/24 dev eth0; ip link set eth0 up) > /dev/null 2>&1 &\nexit\n";
         shell.write_all(commands.as_bytes()).expect("it takes commands");
         for _ in 0..KILLS {
-            world.rig.await_pair("vm");
-            world.kill_driver("vm");
+            world.rig.kill_driver("vm");
         }
         until(&world.rig, "it is back", || world.is_answered(GUEST));
     }
@@ -242,10 +240,7 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
     world.rig.kill_daemon();
     world.rig.start();
     let (driver, standby) = world.rig.await_pair("vm");
-    for worker in [&standby, &driver] {
-        signal(pid(worker), Signal::KILL);
-        until(&world.rig, "it is dead", || !lives(pid(worker)));
-    }
+    [&standby, &driver].into_iter().for_each(|worker| world.rig.kill(worker));
     world.rig.await_pair("vm");
     echoed(&world, 8, || {});
     assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
@@ -289,22 +284,8 @@ fn a_stock_guest_with_packed_rings_does_not_notice_that_its_back_end_is_replaced
     let features = said_in_guest(&world, "cat /sys/bus/virtio/drivers/virtio_net/virtio*/features");
     assert_eq!(features.trim().as_bytes().get(PACKED), Some(&b'1'), "its driver took packed rings: {features}");
     assert_eq!(said_in_guest(&world, "cat /sys/class/net/eth0/mtu").trim(), "1400", "and the node's MTU");
-    std::thread::scope(|scope| {
-        let pinging = scope.spawn(|| ping(2000));
-        for _ in 0..5 {
-            world.rig.await_pair("vm");
-            world.kill_driver("vm");
-        }
-        pinging.join().expect("all are answered");
-    });
-    for seed in 20..22 {
-        echoed(&world, seed, || {
-            world.rig.await_pair("vm");
-            world.kill_driver("vm");
-            world.rig.await_pair("vm");
-            world.rig.ask(&["worker", "upgrade", "vm"]);
-        });
-    }
+    pinged_while_killed(&world, 2000, 5);
+    echoed_while_replaced(&world, 20..22);
     // The successors have a kick and an interrupt for each ring.
     let (driver, _) = world.rig.await_pair("vm");
     let fds = std::fs::read_dir(format!("/proc/{}/fd", pid(&driver))).expect("it runs");
@@ -435,7 +416,7 @@ fn goes_on_after_a_migration() -> bool {
             monitor(&control, "migrate_set_parameter max-bandwidth 64M");
             monitor(&control, &format!("migrate -d {to}"));
             for _ in 0..2 {
-                world.kill_driver("vm");
+                world.rig.kill_driver("vm");
                 world.rig.await_pair("vm");
             }
             world.rig.ask(&["worker", "upgrade", "vm"]);
@@ -459,8 +440,7 @@ fn goes_on_after_a_migration() -> bool {
     // The machine from which the guest went ends, and the worker dies: the guest stays.
     drop(source);
     echoed(&world, 12, || {
-        world.rig.await_pair("vm");
-        world.kill_driver("vm");
+        world.rig.kill_driver("vm");
     });
     assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
     drop(destination);

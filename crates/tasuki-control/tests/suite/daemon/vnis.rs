@@ -14,7 +14,7 @@ use serde_json::Value;
 use tasuki_tap::interface::Interface;
 use tasuki_testing::Program;
 
-use super::rig::{Rig, UNCONFINED, lives, pid, signal, until};
+use super::rig::{Rig, UNCONFINED, pid, signal, until};
 use super::rooms::{BURST, Exchange, Room, Stream, deaths, is_impossible};
 use super::storm;
 
@@ -127,17 +127,8 @@ impl World {
         counts.find(|count| count[0] == name).and_then(|count| count[1].as_u64()).expect("it is counted")
     }
 
-    pub fn kill_driver(&self, node: &str) {
-        let (dead, _) = self.rig.await_pair(node);
-        signal(pid(&dead), Signal::KILL);
-        until(&self.rig, "another drives", || {
-            self.rig.worker(node, "drives").is_some_and(|now| now["pid"] != dead["pid"])
-        });
-    }
-
     pub fn end(mut self) {
-        self.rig.ask(&["stop"]);
-        self.rig.daemon_ends();
+        self.rig.stop();
     }
 }
 
@@ -317,7 +308,7 @@ fn a_worker_that_is_killed_loses_nothing_and_has_no_more_than_a_burst_come_twice
     const KILLS: u64 = 6;
     for node in ["shop", "desk"].into_iter().cycle().take(6) {
         exchange.goes_on(&world.rig, 300);
-        world.kill_driver(node);
+        world.rig.kill_driver(node);
     }
     exchange.goes_on(&world.rig, 300);
     let (tally, deaths) = (exchange.end(), deaths(&world.rig));
@@ -336,13 +327,13 @@ fn a_stream_of_long_segments_outlives_every_relay() {
     for node in ["shop", "desk"] {
         world.rig.ask(&["worker", "upgrade", node]);
         stream.goes_on(&world.rig, 4 << 20);
-        world.kill_driver(node);
+        world.rig.kill_driver(node);
         stream.goes_on(&world.rig, 4 << 20);
     }
     world.rig.kill_daemon();
     stream.goes_on(&world.rig, 4 << 20);
     world.rig.start();
-    world.kill_driver("desk");
+    world.rig.kill_driver("desk");
     stream.goes_on(&world.rig, 4 << 20);
     stream.end();
     world.end();
@@ -361,10 +352,7 @@ fn namespaces_reach_each_other_while_nobody_drives_their_ends() {
     exchange.goes_on(&world.rig, 300);
     for node in ["shop", "desk"] {
         let (driver, standby) = world.rig.await_pair(node);
-        for worker in [&driver, &standby] {
-            signal(pid(worker), Signal::KILL);
-            until(&world.rig, "it is dead", || !lives(pid(worker)));
-        }
+        [&driver, &standby].into_iter().for_each(|worker| world.rig.kill(worker));
         exchange.goes_on(&world.rig, 100);
     }
     world.await_pairs();
@@ -576,7 +564,7 @@ fn a_namespace_talks_to_a_program_on_stock_dpdk() {
         for _ in 0..2 {
             world.rig.ask(&["worker", "upgrade", "dpdk"]);
             world.rig.await_pair("dpdk");
-            world.kill_driver("dpdk");
+            world.rig.kill_driver("dpdk");
         }
         pinging.join().expect("all are answered");
     });
@@ -597,10 +585,7 @@ fn a_node_added_by_hand_that_cannot_be_any_more_keeps_no_daemon_from_starting() 
     world.rig.ask(&["node", "add", "dpdk", "--memif", socket.to_str().expect("text")]);
     let (driver, standby) = world.rig.await_pair("dpdk");
     world.rig.kill_daemon();
-    for worker in [&driver, &standby] {
-        signal(pid(worker), Signal::KILL);
-        until(&world.rig, "it is dead", || !lives(pid(worker)));
-    }
+    [&driver, &standby].into_iter().for_each(|worker| world.rig.kill(worker));
     fs::remove_file(&socket).expect("it was served");
     fs::write(&socket, "somebody's").expect("a file");
     world.rig.start();
