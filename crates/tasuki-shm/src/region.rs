@@ -270,7 +270,6 @@ impl<T: Shared> Deref for Span<T> {
 pub struct Region {
     mapping: Arc<Mapping>,
     memory: OwnedFd,
-    huge: bool,
 }
 
 impl Region {
@@ -304,7 +303,7 @@ impl Region {
             .map_err(|e| RegionError::from_errno("sealing shared memory", len, e))?;
         match Mapping::new(memory.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE) {
             Err(RegionError::NoMemory { .. }) if huge => Err(RegionError::NoHugePages { need: len / page }),
-            mapping => Ok(Region { mapping: Arc::new(mapping?), memory, huge }),
+            mapping => Ok(Region { mapping: Arc::new(mapping?), memory }),
         }
     }
 
@@ -314,7 +313,7 @@ impl Region {
     pub fn adopt(memory: OwnedFd) -> Result<Self, RegionError> {
         let len = kept_len(memory.as_fd())?;
         let mapping = Mapping::new(memory.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE)?;
-        Ok(Region { mapping: Arc::new(mapping), memory, huge: false })
+        Ok(Region { mapping: Arc::new(mapping), memory })
     }
 
     /// Makes our mapping the last one that can write: from now on no process, ours included, can map this memory
@@ -359,11 +358,6 @@ impl Region {
     /// Whether the region has no bytes: always false.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
-    }
-
-    /// Whether the region lies on 2 MiB pages.
-    pub fn is_huge(&self) -> bool {
-        self.huge
     }
 
     /// Returns the address of the first byte, for kernel interfaces that need one. It stays the same while the

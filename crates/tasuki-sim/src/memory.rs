@@ -142,12 +142,6 @@ impl Memory {
         self.fault_count
     }
 
-    /// Removes the faults and resets their count.
-    pub fn clear_faults(&mut self) {
-        self.faults.clear();
-        self.fault_count = 0;
-    }
-
     /// Returns the mapping that contains `at`, the offset in its words, and how many of `len` bytes lie in it.
     #[inline]
     fn find(&mut self, at: u64, len: usize, write: bool) -> Result<(&Span<AtomicU64>, usize, usize), Unmapped> {

@@ -8,19 +8,19 @@ use crate::model::{Host, Interrupt};
 const CONFIG_LEN: usize = 4096;
 
 pub const COMMAND: usize = 0x04;
-pub const COMMAND_MEMORY: u16 = 1 << 1;
-pub const COMMAND_MASTER: u16 = 1 << 2;
-pub const COMMAND_NO_INTX: u16 = 1 << 10;
+const COMMAND_MEMORY: u16 = 1 << 1;
+const COMMAND_MASTER: u16 = 1 << 2;
+const COMMAND_NO_INTX: u16 = 1 << 10;
 pub const STATUS: usize = 0x06;
-pub const STATUS_INTX: u16 = 1 << 3;
+const STATUS_INTX: u16 = 1 << 3;
 /// The function has a capability list.
 pub const STATUS_CAPABILITIES: u16 = 1 << 4;
 /// A request by the card was answered with "no such address".
 pub const STATUS_RECEIVED_MASTER_ABORT: u16 = 1 << 13;
 
 /// Bits of the control word of the MSI-X capability.
-pub const MSIX_ENABLE: u16 = 1 << 15;
-pub const MSIX_MASK_ALL: u16 = 1 << 14;
+const MSIX_ENABLE: u16 = 1 << 15;
+const MSIX_MASK_ALL: u16 = 1 << 14;
 
 /// The bytes of a configuration space.
 #[derive(Debug)]
@@ -91,26 +91,72 @@ struct Vector {
     masked: bool,
 }
 
-/// The table of MSI-X vectors, and their pending bits.
+const UNSET: Vector = Vector { address: 0, data: 0, masked: true };
+
+/// A function's configuration space, and its MSI-X vectors with their pending bits.
 #[derive(Debug)]
-pub struct Table<const N: usize> {
+pub struct Function<const N: usize> {
+    pub space: Space,
+    /// Offset of the MSI-X capability.
+    msix: usize,
+    /// Offset of the pending bits, in the BAR that begins with the table.
+    pending_at: u32,
     vectors: [Vector; N],
     pending: u32,
 }
 
-impl<const N: usize> Table<N> {
-    pub fn new() -> Self {
-        Table { vectors: [Vector { address: 0, data: 0, masked: true }; N], pending: 0 }
+impl<const N: usize> Function<N> {
+    pub fn new(msix: usize, pending_at: u32) -> Self {
+        Function { space: Space::new(), msix, pending_at, vectors: [UNSET; N], pending: 0 }
     }
 
-    pub fn mask(&mut self, vector: usize, masked: bool) {
+    /// Resets to the power-on state. The BARs are unassigned.
+    pub fn reset(&mut self) {
+        self.space.reset();
+        self.space.set16(STATUS, STATUS_CAPABILITIES);
+        (self.vectors, self.pending) = ([UNSET; N], 0);
+    }
+
+    /// Returns whether the registers answer.
+    pub fn memory_on(&self) -> bool {
+        self.space.get16(COMMAND) & COMMAND_MEMORY != 0
+    }
+
+    /// Returns whether the card may access memory.
+    pub fn master(&self) -> bool {
+        self.space.get16(COMMAND) & COMMAND_MASTER != 0
+    }
+
+    pub fn set_intx(&mut self, level: bool) {
+        let status = self.space.get16(STATUS) & !STATUS_INTX;
+        self.space.set16(STATUS, if level { status | STATUS_INTX } else { status });
+    }
+
+    pub fn intx_allowed(&self) -> bool {
+        self.space.get16(COMMAND) & COMMAND_NO_INTX == 0
+    }
+
+    /// Returns the control word of the MSI-X capability.
+    fn control(&self) -> u16 {
+        self.space.get16(self.msix + 2)
+    }
+
+    pub fn msix(&self) -> bool {
+        self.control() & MSIX_ENABLE != 0
+    }
+
+    /// Switches MSI-X on or off and unmasks or masks every vector, as a system does when a driver asks for
+    /// interrupts.
+    pub fn enable_msix(&mut self, on: bool) {
+        let control = self.control() & !(MSIX_ENABLE | MSIX_MASK_ALL) | if on { MSIX_ENABLE } else { 0 };
+        self.space.set16(self.msix + 2, control);
+        self.vectors.iter_mut().for_each(|vector| vector.masked = !on);
+    }
+
+    pub fn mask_vector(&mut self, vector: usize, masked: bool) {
         if let Some(vector) = self.vectors.get_mut(vector) {
             vector.masked = masked;
         }
-    }
-
-    pub fn mask_all(&mut self, masked: bool) {
-        self.vectors.iter_mut().for_each(|vector| vector.masked = masked);
     }
 
     pub fn pending(&self) -> u32 {
@@ -121,10 +167,9 @@ impl<const N: usize> Table<N> {
         self.pending &= !bits;
     }
 
-    /// Sends the message of `vector` or, if it is masked, sets its pending bit; `control` is the capability's
-    /// control word.
-    pub fn fire(&mut self, vector: usize, control: u16, host: &mut impl Host) {
-        if self.vectors[vector].masked || control & MSIX_MASK_ALL != 0 {
+    /// Sends the message of `vector` or, if it is masked, sets its pending bit.
+    pub fn fire(&mut self, vector: usize, host: &mut impl Host) {
+        if self.vectors[vector].masked || self.control() & MSIX_MASK_ALL != 0 {
             self.pending |= 1 << vector;
         } else {
             self.pending &= !(1 << vector);
@@ -133,11 +178,11 @@ impl<const N: usize> Table<N> {
     }
 
     /// Sends the pending messages whose vectors are no longer masked.
-    pub fn fire_pending(&mut self, control: u16, host: &mut impl Host) {
-        if self.pending != 0 && control & MSIX_ENABLE != 0 {
+    pub fn fire_pending(&mut self, host: &mut impl Host) {
+        if self.pending != 0 && self.msix() {
             for vector in 0..N {
                 if self.pending >> vector & 1 != 0 {
-                    self.fire(vector, control, host);
+                    self.fire(vector, host);
                 }
             }
         }
@@ -148,8 +193,9 @@ impl<const N: usize> Table<N> {
         self.vectors.get(vector).map(|vector| (vector.address, vector.data))
     }
 
-    pub fn read(&self, offset: u32) -> u32 {
+    pub fn table_read(&self, offset: u32) -> u32 {
         match (self.vectors.get(offset as usize / 16), offset % 16) {
+            _ if offset == self.pending_at => self.pending,
             (Some(vector), 0) => vector.address as u32,
             (Some(vector), 4) => (vector.address >> 32) as u32,
             (Some(vector), 8) => vector.data,
@@ -158,7 +204,7 @@ impl<const N: usize> Table<N> {
         }
     }
 
-    pub fn write(&mut self, offset: u32, value: u32) {
+    pub fn table_write(&mut self, offset: u32, value: u32) {
         let Some(vector) = self.vectors.get_mut(offset as usize / 16) else { return };
         match offset % 16 {
             0 => vector.address = vector.address & !0xffff_ffff | u64::from(value & !3),

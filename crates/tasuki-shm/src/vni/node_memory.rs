@@ -23,7 +23,7 @@
 //! | 128 to 255               | the set of nodes that it talks to: only these nodes look at its rings to them          |
 //! | 2048 on                  | the generations of the pool's pages, 4 bytes each                                      |
 //! | next page, 64 for a node | the line of each node: how far its ring to us was read, and the counters between us    |
-//! | next page, a page a node | the ring to each node: [`RING_PLACES`] messages of 16 bytes                              |
+//! | next page, a page a node | the ring to each node: 256 messages of 16 bytes                                        |
 //! | next page                | the ledger, for a successor: the progress of a native node's program, of a memif node in its client's rings, or of a namespace in reading its TAP |
 //! | next [`JOURNAL_PAGES`]   | the journal, for a successor: completions in the packed rings of a node that is a virtual machine, a page a ring; and the counts of each queue |
 //! | last page                | more of the ledger: how far the further rings of such a node are |
@@ -42,10 +42,7 @@ use crate::line::{Claims, LINE_LEN, LINE_WORDS, Line};
 use crate::pool::{PeerPool, Pool, generation_lines};
 use crate::region::{PAGE_LEN, Pages, PeerRegion, Region, RegionError, Span};
 
-/// Number of messages that the ring from one node to another holds.
-pub const RING_PLACES: u32 = 256;
-
-/// Lines of such a ring: one page.
+/// Lines of the ring from one node to another: one page.
 const RING_LINES: usize = PAGE_LEN / LINE_LEN;
 
 /// Number of lines in the ledger: one page.

@@ -64,7 +64,7 @@ impl Device {
     /// Sets causes in ICR and, with MSI-X, OTHER for those that belong to no queue.
     pub(super) fn raise(&mut self, causes: u32) {
         self.irq.cause |= causes;
-        if causes & icr::OTHERS != 0 && self.pci.msix() {
+        if causes & icr::OTHERS != 0 && self.pci.function.msix() {
             self.irq.cause |= icr::OTHER;
         }
     }
@@ -72,7 +72,7 @@ impl Device {
     /// Returns the cause of receive queue (`RXQ0`) or transmit queue (`TXQ0`) `queue`; without MSI-X there is none,
     /// and the result is 0.
     pub(super) fn of_queue(&self, first: u32, queue: usize) -> u32 {
-        if self.pci.msix() { first << queue } else { 0 }
+        if self.pci.function.msix() { first << queue } else { 0 }
     }
 
     /// Reads ICR. The read clears it only if all causes are masked or an interrupt is asserted (§10.2.4.1).
@@ -117,14 +117,14 @@ impl Device {
             self.raise(late);
         }
         let due = self.irq.cause & self.irq.mask & !self.irq.signalled;
-        if due == 0 && self.pci.pending() == 0 && !self.irq.intx {
+        if due == 0 && self.pci.function.pending() == 0 && !self.irq.intx {
             return;
         }
-        if !self.pci.master() && (self.pci.msix() || self.pci.msi()) {
+        if !self.pci.master() && (self.pci.function.msix() || self.pci.msi()) {
             // A message is a write to memory, for which the card must be bus master.
             return;
         }
-        match (self.pci.msix(), self.pci.msi()) {
+        match (self.pci.function.msix(), self.pci.msi()) {
             (true, _) => self.signal_msix(host),
             (false, msi) => self.signal_one(msi, host),
         }
@@ -132,10 +132,10 @@ impl Device {
 
     fn signal_msix(&mut self, host: &mut impl Host) {
         self.set_intx(false, host);
-        if self.lose(self.pci.pending() != 0) {
-            self.pci.clear_pending(u32::MAX);
+        if self.lose(self.pci.function.pending() != 0) {
+            self.pci.function.clear_pending(u32::MAX);
         }
-        self.pci.fire_pending(host);
+        self.pci.function.fire_pending(host);
         for vector in 0..VECTORS {
             let due = self.irq.cause & self.irq.mask & !self.irq.signalled & self.causes_of(vector);
             // OTHER needs one of the causes it stands for, unmasked.
@@ -148,7 +148,7 @@ impl Device {
             self.irq.next_at[vector] = self.now + u64::from(self.get(regs::EITR.nth(vector))) * THROTTLE_NS;
             self.count(regs::IAC, 1);
             if !self.lose(true) {
-                self.pci.fire(vector, host);
+                self.pci.function.fire(vector, host);
             }
             // Auto-clear and auto-mask, as the message leaves (§10.2.4.7, CTRL_EXT.EIAME).
             let cleared = due & self.get(regs::EIAC);
@@ -178,13 +178,13 @@ impl Device {
         if std::mem::take(&mut self.irq.released) {
             self.set_intx(false, host);
         }
-        self.set_intx(!msi && self.irq.signalled != 0 && self.pci.intx_allowed(), host);
+        self.set_intx(!msi && self.irq.signalled != 0 && self.pci.function.intx_allowed(), host);
     }
 
     fn set_intx(&mut self, level: bool, host: &mut impl Host) {
         if level != self.irq.intx {
             self.irq.intx = level;
-            self.pci.set_intx(level);
+            self.pci.function.set_intx(level);
             if !(level && self.lose(true)) {
                 host.interrupt(Interrupt::IntX(level));
             }

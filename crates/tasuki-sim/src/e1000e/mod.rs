@@ -235,17 +235,17 @@ impl Device {
     /// Switches MSI-X on and unmasks its vectors, or off and masks them, as a system does for a driver that uses
     /// MSI-X.
     pub fn enable_msix(&mut self, on: bool) {
-        self.pci.enable_msix(on);
+        self.pci.function.enable_msix(on);
     }
 
     /// Masks or unmasks one MSI-X vector, as its table entry does.
     pub fn mask_vector(&mut self, vector: usize, masked: bool) {
-        self.pci.mask_vector(vector, masked);
+        self.pci.function.mask_vector(vector, masked);
     }
 
     /// Returns address and data of an MSI-X vector's message, as the table holds them.
     pub fn message(&self, vector: usize) -> Option<(u64, u32)> {
-        self.pci.message(vector)
+        self.pci.function.message(vector)
     }
 
     /// Reads `width` (1, 2 or 4) bytes of the configuration space.
@@ -279,7 +279,7 @@ impl Device {
                 }
                 self.read_register(offset & !3) >> shift & ones(width)
             }
-            (Bar::MsiX, _) => self.pci.table_read(offset & !3) >> shift & ones(width),
+            (Bar::MsiX, _) => self.pci.function.table_read(offset & !3) >> shift & ones(width),
             (Bar::Ports, 0) => self.io_address,
             (Bar::Ports, 4) => self.read_register(self.io_address & !3),
             (Bar::Ports, _) => 0,
@@ -301,7 +301,7 @@ impl Device {
                 self.journal.note(Class::OddAccess, self.now, offset.into(), value.into());
             }
             (Bar::Registers, _) => self.write_register(offset, value),
-            (Bar::MsiX, _) => self.pci.table_write(offset, value),
+            (Bar::MsiX, _) => self.pci.function.table_write(offset, value),
             (Bar::Ports, 0) => self.io_address = value,
             (Bar::Ports, 4) => self.write_register(self.io_address & !3, value),
             (Bar::Ports, _) => {}
@@ -533,7 +533,7 @@ impl Device {
             regs::ICS => self.raise(value & icr::ALL),
             regs::IMS => self.irq.mask |= value & icr::ALL,
             regs::IMC => self.mask_causes(value),
-            regs::PBACL => self.pci.clear_pending(value),
+            regs::PBACL => self.pci.function.clear_pending(value),
             regs::RCTL => self.write_rctl(value),
             regs::RFCTL | regs::MRQC => {
                 if value != self.get(reg) && self.get(regs::RCTL) & rctl::EN != 0 {

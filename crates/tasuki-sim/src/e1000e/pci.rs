@@ -2,11 +2,7 @@
 //!
 //! Offsets: 82574 datasheet §9 (PCIe programming interface); PCI Local Bus Specification 3.0, 6.1 and 6.8.
 
-use crate::model::Host;
-use crate::pci::{
-    COMMAND, COMMAND_MASTER, COMMAND_MEMORY, COMMAND_NO_INTX, MSIX_ENABLE, MSIX_MASK_ALL, STATUS, STATUS_CAPABILITIES,
-    STATUS_INTX, STATUS_RECEIVED_MASTER_ABORT, Space, Table,
-};
+use crate::pci::{COMMAND, Function, STATUS, STATUS_RECEIVED_MASTER_ABORT};
 
 /// Number of MSI-X vectors.
 pub const VECTORS: usize = 5;
@@ -34,31 +30,30 @@ pub enum Effect {
 
 #[derive(Debug)]
 pub struct Pci {
-    space: Space,
-    table: Table<VECTORS>,
+    pub function: Function<VECTORS>,
 }
 
 impl Pci {
     pub fn new(mac: [u8; 6]) -> Self {
-        let mut pci = Pci { space: Space::new(), table: Table::new() };
+        let mut pci = Pci { function: Function::new(MSIX, PBA_AT) };
         pci.header();
         pci.capabilities();
         let [a, b, c, d, e, f] = mac;
         pci.put(AER, &[0x01, 0x00, 0x01, 0x14], &[0; 4]);
         pci.put(SERIAL, &[0x03, 0x00, 0x01, 0x00, f, e, d, 0xff, 0xff, c, b, a], &[0; 12]);
-        pci.space.put_clears(AER + 4, &[0xff; 4]);
+        pci.function.space.put_clears(AER + 4, &[0xff; 4]);
         pci
     }
 
     fn put(&mut self, at: usize, bytes: &[u8], writable: &[u8]) {
-        self.space.put(at, bytes, writable);
+        self.function.space.put(at, bytes, writable);
     }
 
     fn header(&mut self) {
         self.put(0x00, &[0x86, 0x80, 0xd3, 0x10], &[]);
         // Command; the status says that the function has a capability list.
         self.put(COMMAND, &[0, 0, 0x10, 0], &[0x47, 0x05]);
-        self.space.put_clears(STATUS + 1, &[0xf9]);
+        self.function.space.put_clears(STATUS + 1, &[0xf9]);
         // Revision 0, an Ethernet controller.
         self.put(0x08, &[0x00, 0x00, 0x00, 0x02], &[]);
         self.put(0x0c, &[0, 0, 0, 0], &[0xff]);
@@ -75,7 +70,7 @@ impl Pci {
     fn capabilities(&mut self) {
         // Power management: D0 and D3hot; leaving D3hot resets.
         self.put(PM, &[0x01, MSI as u8, 0x22, 0xc8, 0, 0x20], &[0, 0, 0, 0, 0x03, 0x1f]);
-        self.space.put_clears(PM + 5, &[0x80]);
+        self.function.space.put_clears(PM + 5, &[0x80]);
         // MSI: one message, 64-bit address.
         self.put(
             MSI,
@@ -89,116 +84,56 @@ impl Pci {
             &[0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0x7f],
         );
         self.put(PCIE + 12, &[0x11, 0x1c, 0x07, 0x00, 0x00, 0x00, 0x11, 0x10], &[0, 0, 0, 0, 0xdb]);
-        self.space.put_clears(PCIE + 10, &[0x0f]);
+        self.function.space.put_clears(PCIE + 10, &[0x0f]);
         // MSI-X: five vectors, table at the start of BAR 3, pending bits at 0x2000 of it.
         self.put(MSIX, &[0x11, 0, VECTORS as u8 - 1, 0, 3, 0, 0, 0, 3, 0x20, 0, 0], &[0, 0, 0, 0xc0]);
     }
 
     /// Resets to the power-on state. The BARs are unassigned.
     pub fn reset(&mut self) {
-        self.space.reset();
+        self.function.reset();
         self.put(0x18, &[1], &[]);
-        self.space.set16(STATUS, STATUS_CAPABILITIES);
         self.put(PCIE + 8, &[0x10, 0x28, 0, 0], &[]);
-        self.table = Table::new();
     }
 
     /// Reads `width` bytes (1, 2 or 4).
     pub fn read(&self, offset: u32, width: u8) -> u32 {
-        self.space.read(offset, width)
+        self.function.space.read(offset, width)
     }
 
     /// Writes `width` bytes (1, 2 or 4).
     pub fn write(&mut self, offset: u32, width: u8, value: u32) -> Effect {
         let before = self.power_state();
-        self.space.write(offset, width, value);
+        self.function.space.write(offset, width, value);
         if before == 3 && self.power_state() == 0 { Effect::PowerUp } else { Effect::None }
     }
 
     fn power_state(&self) -> u8 {
-        self.space.get8(PM + 4) & 3
+        self.function.space.get8(PM + 4) & 3
     }
 
     /// Returns whether the registers answer.
     pub fn memory_on(&self) -> bool {
-        self.space.get16(COMMAND) & COMMAND_MEMORY != 0 && self.power_state() == 0
+        self.function.memory_on() && self.power_state() == 0
     }
 
     /// Returns whether the card may access memory.
     pub fn master(&self) -> bool {
-        self.space.get16(COMMAND) & COMMAND_MASTER != 0 && self.power_state() == 0
+        self.function.master() && self.power_state() == 0
     }
 
     /// Records that a read by the card reached no memory.
     pub fn master_abort(&mut self) {
-        self.space.set16(STATUS, self.space.get16(STATUS) | STATUS_RECEIVED_MASTER_ABORT);
+        self.function.space.set16(STATUS, self.function.space.get16(STATUS) | STATUS_RECEIVED_MASTER_ABORT);
     }
 
     /// Records an access to a register that does not answer.
     pub fn unsupported_request(&mut self) {
         let at = PCIE + 10;
-        self.space.set16(at, self.space.get16(at) | DEVICE_STATUS_UR);
-    }
-
-    pub fn set_intx(&mut self, level: bool) {
-        let status = self.space.get16(STATUS) & !STATUS_INTX;
-        self.space.set16(STATUS, if level { status | STATUS_INTX } else { status });
-    }
-
-    pub fn intx_allowed(&self) -> bool {
-        self.space.get16(COMMAND) & COMMAND_NO_INTX == 0
+        self.function.space.set16(at, self.function.space.get16(at) | DEVICE_STATUS_UR);
     }
 
     pub fn msi(&self) -> bool {
-        self.space.get8(MSI + 2) & 1 != 0
-    }
-
-    pub fn msix(&self) -> bool {
-        self.space.get16(MSIX + 2) & MSIX_ENABLE != 0
-    }
-
-    /// Switches MSI-X on or off and unmasks or masks every vector, as a system does when a driver asks for
-    /// interrupts.
-    pub fn enable_msix(&mut self, on: bool) {
-        self.space.set16(
-            MSIX + 2,
-            self.space.get16(MSIX + 2) & !(MSIX_ENABLE | MSIX_MASK_ALL) | if on { MSIX_ENABLE } else { 0 },
-        );
-        self.table.mask_all(!on);
-    }
-
-    pub fn mask_vector(&mut self, vector: usize, masked: bool) {
-        self.table.mask(vector, masked);
-    }
-
-    pub fn pending(&self) -> u32 {
-        self.table.pending()
-    }
-
-    pub fn clear_pending(&mut self, bits: u32) {
-        self.table.clear_pending(bits);
-    }
-
-    /// Sends the message of `vector` or, if it is masked, sets its pending bit.
-    pub fn fire(&mut self, vector: usize, host: &mut impl Host) {
-        self.table.fire(vector, self.space.get16(MSIX + 2), host);
-    }
-
-    /// Sends the pending messages whose vectors are no longer masked.
-    pub fn fire_pending(&mut self, host: &mut impl Host) {
-        self.table.fire_pending(self.space.get16(MSIX + 2), host);
-    }
-
-    /// Returns address and data of a vector's message, as the driver set them.
-    pub fn message(&self, vector: usize) -> Option<(u64, u32)> {
-        self.table.message(vector)
-    }
-
-    pub fn table_read(&self, offset: u32) -> u32 {
-        if offset == PBA_AT { self.table.pending() } else { self.table.read(offset) }
-    }
-
-    pub fn table_write(&mut self, offset: u32, value: u32) {
-        self.table.write(offset, value);
+        self.function.space.get8(MSI + 2) & 1 != 0
     }
 }

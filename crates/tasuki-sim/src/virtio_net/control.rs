@@ -27,15 +27,7 @@ impl Device {
             return false;
         }
         let mut count = 0;
-        while count < COMMANDS {
-            match self.take_chain(place, host) {
-                Ok(true) => {}
-                Ok(false) => break,
-                Err(trouble) => {
-                    self.fail(trouble);
-                    break;
-                }
-            }
+        while count < COMMANDS && self.has_chain(place, host) {
             self.serve_command(host);
             count += 1;
         }

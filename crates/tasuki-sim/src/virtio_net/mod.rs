@@ -247,7 +247,7 @@ impl Device {
         let mut device = Device {
             journal: Journal::default(),
             faults: Faults::default(),
-            pci: Pci::new(),
+            pci: pci::function(),
             common: Common::default(),
             queues: Default::default(),
             filter: Filter::new(options.mac),
@@ -378,7 +378,7 @@ impl Device {
         {
             return self.read(bar, at, width, now);
         }
-        self.pci.read(offset, width)
+        self.pci.space.read(offset, width)
     }
 
     /// Writes `width` (1, 2 or 4) bytes of the configuration space.
@@ -392,13 +392,13 @@ impl Device {
         {
             return self.write(bar, at, width, value & ones(width), now);
         }
-        self.pci.write(offset, width, value);
+        self.pci.space.write(offset, width, value);
     }
 
     /// Returns BAR, offset and width in bytes to which the configuration space's window points. A driver must not
     /// use the window while it points nowhere.
     fn window(&mut self) -> Option<(Bar, u32, u8)> {
-        let (bar, at, len) = self.pci.window();
+        let (bar, at, len) = pci::window(&self.pci);
         let inside = matches!(len, 1 | 2 | 4) && at % len == 0 && at < pci::STRUCTURES_LEN;
         if bar != 0 || !inside {
             self.journal.note(Class::OddAccess, self.now, at.into(), len.into());

@@ -43,15 +43,7 @@ impl Device {
             return false;
         }
         let mut count = 0;
-        while count < FRAMES {
-            match self.take_chain(place, host) {
-                Ok(true) => {}
-                Ok(false) => break,
-                Err(trouble) => {
-                    self.fail(trouble);
-                    break;
-                }
-            }
+        while count < FRAMES && self.has_chain(place, host) {
             self.send(pair, host, wire);
             self.queues[place].finish(0);
             count += 1;
@@ -60,9 +52,17 @@ impl Device {
         count > 0
     }
 
-    /// Reads the next chain of a queue into `chain`; returns whether there is one.
+    /// Reads the next chain of a queue into `chain`; returns whether there is one. Fails the device if it is no chain.
     #[inline]
-    pub(super) fn take_chain(&mut self, place: usize, host: &mut impl Host) -> Result<bool, Trouble> {
+    pub(super) fn has_chain(&mut self, place: usize, host: &mut impl Host) -> bool {
+        self.take_chain(place, host).unwrap_or_else(|trouble| {
+            self.fail(trouble);
+            false
+        })
+    }
+
+    #[inline]
+    fn take_chain(&mut self, place: usize, host: &mut impl Host) -> Result<bool, Trouble> {
         let queue = &mut self.queues[place];
         let Some(head) = queue.next(host)? else { return Ok(false) };
         self.chain.read(queue, head, host)?;
@@ -175,13 +175,8 @@ impl Device {
         if !self.queues[place].is_on() || self.faults.stuck_receive[pair] || !self.runs() {
             return Fate::NoBuffer;
         }
-        match self.take_chain(place, host) {
-            Ok(true) => {}
-            Ok(false) => return Fate::NoBuffer,
-            Err(trouble) => {
-                self.fail(trouble);
-                return Fate::NoBuffer;
-            }
+        if !self.has_chain(place, host) {
+            return Fate::NoBuffer;
         }
         let room = self.chain.writable_len;
         if self.chain.readable_len > 0 {

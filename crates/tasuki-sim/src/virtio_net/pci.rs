@@ -1,10 +1,6 @@
 //! The configuration space, which locates the structures (§4.1.2, §4.1.4).
 
-use crate::model::Host;
-use crate::pci::{
-    COMMAND, COMMAND_MASTER, COMMAND_MEMORY, COMMAND_NO_INTX, MSIX_ENABLE, MSIX_MASK_ALL, STATUS, STATUS_CAPABILITIES,
-    STATUS_INTX, Space, Table,
-};
+use crate::pci::{COMMAND, Function, STATUS, STATUS_CAPABILITIES, Space};
 
 /// Number of MSI-X vectors: one per queue, and one for the configuration.
 pub const VECTORS: usize = 6;
@@ -35,121 +31,57 @@ const CAP_WINDOW: (u8, usize) = (5, 0x94);
 /// Offset of the window's data, which accesses the place set in the last capability.
 pub const WINDOW_DATA: u32 = CAP_WINDOW.1 as u32 + 16;
 
-#[derive(Debug)]
-pub struct Pci {
-    space: Space,
-    table: Table<VECTORS>,
+/// The function as the driver finds it.
+pub type Pci = Function<VECTORS>;
+
+/// Creates the function in its power-on state.
+pub fn function() -> Pci {
+    let mut pci = Pci::new(MSIX, PBA_AT);
+    let space = &mut pci.space;
+    // A virtio 1 network device (1), class Ethernet controller; a non-transitional one has revision 1 or higher.
+    space.put(0x00, &[0xf4, 0x1a, 0x41, 0x10], &[]);
+    space.put(COMMAND, &[0, 0, STATUS_CAPABILITIES as u8, 0], &[0x46, 0x05]);
+    space.put_clears(STATUS + 1, &[0xf9]);
+    space.put(0x08, &[0x01, 0x00, 0x00, 0x02], &[]);
+    space.put(0x0c, &[0, 0, 0, 0], &[0xff]);
+    // BAR 0: the structures. BAR 1: MSI-X.
+    space.put(0x10, &[0; 4], &[0x00, 0xc0, 0xff, 0xff]);
+    space.put(0x14, &[0; 4], &[0x00, 0xf0, 0xff, 0xff]);
+    space.put(0x2c, &[0xf4, 0x1a, 0x00, 0x11], &[]);
+    space.put(0x34, &[MSIX as u8], &[]);
+    // Interrupt line and pin A.
+    space.put(0x3c, &[0, 1], &[0xff]);
+    let table = [0x11, CAP_COMMON.1 as u8, VECTORS as u8 - 1, 0, 1, 0, 0, 0, 1, (PBA_AT >> 8) as u8, 0, 0];
+    space.put(MSIX, &table, &[0, 0, 0, 0xc0]);
+    structure(space, CAP_COMMON, CAP_NOTIFY.1, COMMON, COMMON_LEN, &[], &[]);
+    structure(space, CAP_NOTIFY, CAP_ISR.1, NOTIFY, NOTIFY_LEN, &NOTIFY_STEP.to_le_bytes(), &[]);
+    structure(space, CAP_ISR, CAP_DEVICE.1, ISR, 1, &[], &[]);
+    structure(space, CAP_DEVICE, CAP_WINDOW.1, DEVICE, DEVICE_LEN, &[], &[]);
+    // The driver may write BAR, offset, length and data of this one.
+    let mut writable = [0xff; 20];
+    writable[..4].fill(0);
+    writable[5..8].fill(0);
+    structure(space, CAP_WINDOW, 0, 0, 0, &[0; 4], &writable);
+    pci
 }
 
-impl Pci {
-    pub fn new() -> Self {
-        let mut pci = Pci { space: Space::new(), table: Table::new() };
-        let space = &mut pci.space;
-        // A virtio 1 network device (1), class Ethernet controller; a non-transitional one has revision 1 or higher.
-        space.put(0x00, &[0xf4, 0x1a, 0x41, 0x10], &[]);
-        space.put(COMMAND, &[0, 0, STATUS_CAPABILITIES as u8, 0], &[0x46, 0x05]);
-        space.put_clears(STATUS + 1, &[0xf9]);
-        space.put(0x08, &[0x01, 0x00, 0x00, 0x02], &[]);
-        space.put(0x0c, &[0, 0, 0, 0], &[0xff]);
-        // BAR 0: the structures. BAR 1: MSI-X.
-        space.put(0x10, &[0; 4], &[0x00, 0xc0, 0xff, 0xff]);
-        space.put(0x14, &[0; 4], &[0x00, 0xf0, 0xff, 0xff]);
-        space.put(0x2c, &[0xf4, 0x1a, 0x00, 0x11], &[]);
-        space.put(0x34, &[MSIX as u8], &[]);
-        // Interrupt line and pin A.
-        space.put(0x3c, &[0, 1], &[0xff]);
-        let table = [0x11, CAP_COMMON.1 as u8, VECTORS as u8 - 1, 0, 1, 0, 0, 0, 1, (PBA_AT >> 8) as u8, 0, 0];
-        space.put(MSIX, &table, &[0, 0, 0, 0xc0]);
-        pci.structure(CAP_COMMON, CAP_NOTIFY.1, COMMON, COMMON_LEN, &[], &[]);
-        pci.structure(CAP_NOTIFY, CAP_ISR.1, NOTIFY, NOTIFY_LEN, &NOTIFY_STEP.to_le_bytes(), &[]);
-        pci.structure(CAP_ISR, CAP_DEVICE.1, ISR, 1, &[], &[]);
-        pci.structure(CAP_DEVICE, CAP_WINDOW.1, DEVICE, DEVICE_LEN, &[], &[]);
-        // The driver may write BAR, offset, length and data of this one.
-        let mut writable = [0xff; 20];
-        writable[..4].fill(0);
-        writable[5..8].fill(0);
-        pci.structure(CAP_WINDOW, 0, 0, 0, &[0; 4], &writable);
-        pci
-    }
+/// Puts a `struct virtio_pci_cap` and the bytes `more` after it into the configuration space.
+fn structure(
+    space: &mut Space,
+    (kind, at): (u8, usize),
+    next: usize,
+    offset: u32,
+    len: u32,
+    more: &[u8],
+    writable: &[u8],
+) {
+    let head = [0x09, next as u8, 16 + more.len() as u8, kind, 0, 0, 0, 0];
+    let bytes = [&head[..], &offset.to_le_bytes(), &len.to_le_bytes(), more].concat();
+    space.put(at, &bytes, writable);
+}
 
-    /// Puts a `struct virtio_pci_cap` and the bytes `more` after it into the configuration space.
-    fn structure(&mut self, (kind, at): (u8, usize), next: usize, offset: u32, len: u32, more: &[u8], writable: &[u8]) {
-        let head = [0x09, next as u8, 16 + more.len() as u8, kind, 0, 0, 0, 0];
-        let bytes = [&head[..], &offset.to_le_bytes(), &len.to_le_bytes(), more].concat();
-        self.space.put(at, &bytes, writable);
-    }
-
-    /// Resets to the power-on state. The BARs are unassigned.
-    pub fn reset(&mut self) {
-        self.space.reset();
-        self.space.set16(STATUS, STATUS_CAPABILITIES);
-        self.table = Table::new();
-    }
-
-    pub fn read(&self, offset: u32, width: u8) -> u32 {
-        self.space.read(offset, width)
-    }
-
-    pub fn write(&mut self, offset: u32, width: u8, value: u32) {
-        self.space.write(offset, width, value);
-    }
-
-    /// Returns BAR, offset and length in bytes to which the driver set the window.
-    pub fn window(&self) -> (u8, u32, u32) {
-        let at = CAP_WINDOW.1 as u32;
-        (self.space.get8(CAP_WINDOW.1 + 4), self.space.read(at + 8, 4), self.space.read(at + 12, 4))
-    }
-
-    /// Returns whether the registers answer.
-    pub fn memory_on(&self) -> bool {
-        self.space.get16(COMMAND) & COMMAND_MEMORY != 0
-    }
-
-    /// Returns whether the card may access memory.
-    pub fn master(&self) -> bool {
-        self.space.get16(COMMAND) & COMMAND_MASTER != 0
-    }
-
-    pub fn set_intx(&mut self, level: bool) {
-        let status = self.space.get16(STATUS) & !STATUS_INTX;
-        self.space.set16(STATUS, if level { status | STATUS_INTX } else { status });
-    }
-
-    pub fn intx_allowed(&self) -> bool {
-        self.space.get16(COMMAND) & COMMAND_NO_INTX == 0
-    }
-
-    fn control(&self) -> u16 {
-        self.space.get16(MSIX + 2)
-    }
-
-    pub fn msix(&self) -> bool {
-        self.control() & MSIX_ENABLE != 0
-    }
-
-    /// Switches MSI-X on or off and unmasks or masks every vector, as a system does when a driver asks for
-    /// interrupts.
-    pub fn enable_msix(&mut self, on: bool) {
-        let control = self.control() & !(MSIX_ENABLE | MSIX_MASK_ALL) | if on { MSIX_ENABLE } else { 0 };
-        self.space.set16(MSIX + 2, control);
-        self.table.mask_all(!on);
-    }
-
-    /// Sends the message of `vector` or, if it is masked, sets its pending bit.
-    pub fn fire(&mut self, vector: usize, host: &mut impl Host) {
-        self.table.fire(vector, self.control(), host);
-    }
-
-    /// Sends the pending messages whose vectors are no longer masked.
-    pub fn fire_pending(&mut self, host: &mut impl Host) {
-        self.table.fire_pending(self.control(), host);
-    }
-
-    pub fn table_read(&self, offset: u32) -> u32 {
-        if offset == PBA_AT { self.table.pending() } else { self.table.read(offset) }
-    }
-
-    pub fn table_write(&mut self, offset: u32, value: u32) {
-        self.table.write(offset, value);
-    }
+/// Returns BAR, offset and length in bytes to which the driver set the window.
+pub fn window(pci: &Pci) -> (u8, u32, u32) {
+    let at = CAP_WINDOW.1 as u32;
+    (pci.space.get8(CAP_WINDOW.1 + 4), pci.space.read(at + 8, 4), pci.space.read(at + 12, 4))
 }
