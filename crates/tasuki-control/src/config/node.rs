@@ -190,7 +190,7 @@ impl Node {
         match self.spoof {
             Some(Spoof::Allow) => true,
             Some(Spoof::Check) => false,
-            None => self.work == Work::Uplink || self.endpoint().is_some_and(Kind::has_others),
+            None => self.work == Work::Uplink || self.endpoint().is_some(),
         }
     }
 

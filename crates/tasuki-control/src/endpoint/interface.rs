@@ -57,11 +57,6 @@ impl Kind for Interface {
         })
     }
 
-    /// There is a network behind it.
-    fn has_others(&self) -> bool {
-        true
-    }
-
     fn make(&self) -> Result<OwnedFd> {
         packet::open(&self.place(), &self.name)
             .with_context(|| format!("the interface {} cannot be used", self.label()))

@@ -2,7 +2,7 @@
 //! every worker of the node the descriptor. The driver of the node's end of its VNI accepts clients.
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use rustix::net::SocketType;
@@ -11,7 +11,7 @@ use serde_json::json;
 use utoipa::ToSchema;
 
 use super::Kind;
-use super::socket::{listen, mark, odd};
+use super::socket::{listen, odd};
 
 /// Bytes of memif's secret.
 const SECRET_MAX: usize = 23;
@@ -42,6 +42,10 @@ impl Kind for Memif {
         self.socket.display().to_string()
     }
 
+    fn socket(&self) -> Option<&Path> {
+        Some(&self.socket)
+    }
+
     fn shown(&self) -> String {
         format!("memif at {}", self.label())
     }
@@ -59,24 +63,7 @@ impl Kind for Memif {
         })
     }
 
-    /// A client chooses its addresses itself.
-    fn has_others(&self) -> bool {
-        true
-    }
-
-    fn has_clients(&self) -> bool {
-        true
-    }
-
     fn make(&self) -> Result<OwnedFd> {
         listen(&self.socket, SocketType::SEQPACKET)
-    }
-
-    fn mark(&self) -> Option<String> {
-        mark(&self.socket)
-    }
-
-    fn remove(&self) {
-        let _ = std::fs::remove_file(&self.socket);
     }
 }

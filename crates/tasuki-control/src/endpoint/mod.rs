@@ -10,10 +10,12 @@ pub mod vm;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 
 use anyhow::Result;
 
-/// The settings of one endpoint.
+/// The settings of one endpoint. There may be several stations behind each kind, with addresses of their own: a client and
+/// a guest choose theirs, and an interface has a network behind it.
 pub trait Kind: fmt::Debug {
     /// Returns the name of the kind, for workers.
     fn kind(&self) -> &'static str;
@@ -35,12 +37,10 @@ pub trait Kind: fmt::Debug {
     /// Returns the fault of the settings, if there is one.
     fn odd(&self) -> Option<String>;
 
-    /// Returns whether there may be several stations behind it, with addresses of their own.
-    fn has_others(&self) -> bool;
-
-    /// Returns whether programs connect here that must not notice when a worker is replaced.
-    fn has_clients(&self) -> bool {
-        false
+    /// Returns the path of the socket at which programs connect, if they do: these must not notice when a worker is
+    /// replaced.
+    fn socket(&self) -> Option<&Path> {
+        None
     }
 
     /// Makes the endpoint. Every worker of the node gets the descriptor.
@@ -51,8 +51,14 @@ pub trait Kind: fmt::Debug {
 
     /// Returns a mark that tells this endpoint from another of the same name, if it exists: a descriptor that an
     /// earlier daemon made is of use only while that has not changed.
-    fn mark(&self) -> Option<String>;
+    fn mark(&self) -> Option<String> {
+        socket::mark(self.socket()?)
+    }
 
     /// Removes the parts that do not go with its descriptors.
-    fn remove(&self) {}
+    fn remove(&self) {
+        if let Some(socket) = self.socket() {
+            let _ = std::fs::remove_file(socket);
+        }
+    }
 }

@@ -2,7 +2,7 @@
 //! worker of the node the descriptor. The driver of the node's end of its VNI is the back end.
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use rustix::net::SocketType;
@@ -11,7 +11,7 @@ use serde_json::json;
 use utoipa::ToSchema;
 
 use super::Kind;
-use super::socket::{listen, mark, odd};
+use super::socket::{listen, odd};
 
 /// The socket at which a machine's front end connects: QEMU's vhost-user, or any other.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -40,6 +40,10 @@ impl Kind for Vm {
         self.socket.display().to_string()
     }
 
+    fn socket(&self) -> Option<&Path> {
+        Some(&self.socket)
+    }
+
     fn shown(&self) -> String {
         format!("virtual machine at {}", self.label())
     }
@@ -57,24 +61,7 @@ impl Kind for Vm {
         odd("vm", &self.socket).or_else(is_short)
     }
 
-    /// A guest chooses its address itself.
-    fn has_others(&self) -> bool {
-        true
-    }
-
-    fn has_clients(&self) -> bool {
-        true
-    }
-
     fn make(&self) -> Result<OwnedFd> {
         listen(&self.socket, SocketType::STREAM)
-    }
-
-    fn mark(&self) -> Option<String> {
-        mark(&self.socket)
-    }
-
-    fn remove(&self) {
-        let _ = std::fs::remove_file(&self.socket);
     }
 }

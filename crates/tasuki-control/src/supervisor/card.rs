@@ -281,6 +281,16 @@ pub struct Card {
 }
 
 impl Card {
+    /// Drops the card, as no process holds a connection to it any more, and ends its model: at once if that is late.
+    pub fn let_go(&mut self, is_late: bool) {
+        self.kept = None;
+        match &self.model {
+            Some(model) if is_late => model.kill(),
+            Some(model) => model.ask_to_end(),
+            None => {}
+        }
+    }
+
     /// Creates a NIC that is not open.
     pub fn new(number: u32, config: config::Nic) -> Result<Self, RegionError> {
         Ok(Card {

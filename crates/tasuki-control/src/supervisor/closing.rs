@@ -70,13 +70,7 @@ impl Supervisor {
                 }
             }
             let Some(card) = self.cards.get_mut(&nic).filter(|_| !has_workers) else { continue };
-            // No process holds a connection to it any more.
-            card.kept = None;
-            match &card.model {
-                Some(model) if is_late => model.kill(),
-                Some(model) => model.ask_to_end(),
-                None => {}
-            }
+            card.let_go(is_late);
             if card.model.is_some() || matches!(card.opening, Opening::Opener(_)) {
                 continue;
             }

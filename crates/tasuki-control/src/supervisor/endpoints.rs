@@ -185,7 +185,7 @@ impl Supervisor {
         let node = &self.workers.get(&number)?.record.node;
         let is_its = |card: &Card| card.vni().is_some() && card.config.node == *node;
         self.cards.get(&nic).filter(|card| is_its(card))?;
-        let label = self.config.node(node)?.endpoint().filter(|kind| kind.has_clients())?.label();
+        let label = self.config.node(node)?.endpoint().filter(|kind| kind.socket().is_some())?.label();
         self.endpoints.get_mut(&label)
     }
 

@@ -352,13 +352,7 @@ impl Supervisor {
             if let Opening::Opener(opener) = &card.opening {
                 opener.process.kill();
             }
-            // No process holds a connection to it any more.
-            card.kept = None;
-            match &card.model {
-                Some(model) if is_late => model.kill(),
-                Some(model) => model.ask_to_end(),
-                None => {}
-            }
+            card.let_go(is_late);
         }
     }
 }
