@@ -4,40 +4,44 @@
 //! names the epoch to release. Then follow [`Action::WriteDriverState`] (in place: the cursors) and [`Action::Pass`]
 //! (one compare-and-swap).
 
-use crate::table::{All, Row, Then::*};
+use crate::table::{Row, Then::*, listed};
 
-/// State of a giver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum State {
-    /// It holds the lease and drives the device.
-    Driving,
-    /// It ends its burst, and has the card stop where the method wants that.
-    Stopping,
-    /// It has stopped, and passes the lease.
-    Passing,
-    /// It has passed the lease. From here on it is a taker that is ready.
-    Passed,
-    /// It was replaced, and no longer touches the device.
-    Out,
+listed! {
+    /// State of a giver.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum State {
+        /// It holds the lease and drives the device.
+        Driving,
+        /// It ends its burst, and has the card stop where the method wants that.
+        Stopping,
+        /// It has stopped, and passes the lease.
+        Passing,
+        /// It has passed the lease. From here on it is a taker that is ready.
+        Passed,
+        /// It was replaced, and no longer touches the device.
+        Out,
+    }
 }
 
-/// Event at a giver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Event {
-    /// The arbiter orders it to release the epoch that it holds.
-    Release,
-    /// The arbiter takes that order back.
-    Recall,
-    /// The burst has ended and the card is in the state that the method wants.
-    Stopped,
-    /// The card does not stop.
-    Stuck,
-    /// Its compare-and-swap succeeded.
-    Won,
-    /// Its compare-and-swap failed.
-    Lost,
-    /// The lease word names another epoch than its own.
-    Replaced,
+listed! {
+    /// Event at a giver.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Event {
+        /// The arbiter orders it to release the epoch that it holds.
+        Release,
+        /// The arbiter takes that order back.
+        Recall,
+        /// The burst has ended and the card is in the state that the method wants.
+        Stopped,
+        /// The card does not stop.
+        Stuck,
+        /// Its compare-and-swap succeeded.
+        Won,
+        /// Its compare-and-swap failed.
+        Lost,
+        /// The lease word names another epoch than its own.
+        Replaced,
+    }
 }
 
 /// Action of a giver.
@@ -59,17 +63,6 @@ pub enum Action {
     SayKept,
     /// Tell the arbiter that it was replaced.
     SayReplaced,
-}
-
-impl All for State {
-    const ALL: &'static [Self] = &[State::Driving, State::Stopping, State::Passing, State::Passed, State::Out];
-}
-
-impl All for Event {
-    const ALL: &'static [Self] = {
-        use Event::*;
-        &[Release, Recall, Stopped, Stuck, Won, Lost, Replaced]
-    };
 }
 
 /// The giver's table.

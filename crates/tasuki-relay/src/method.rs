@@ -10,23 +10,21 @@
 
 use std::ops::RangeInclusive;
 
-use crate::table::All;
+use crate::table::{All, listed};
 
-/// A way for a NIC to change hands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Method {
-    /// Only the right to drive moves.
-    Keep,
-    /// Make before break: the new owner's queue is up before traffic is steered to it.
-    Mbb,
-    /// The ring bases, the cursors and the interrupt are written anew, and nothing else.
-    Repoint,
-    /// Reset and start.
-    Cold,
-}
-
-impl All for Method {
-    const ALL: &'static [Self] = &[Method::Keep, Method::Mbb, Method::Repoint, Method::Cold];
+listed! {
+    /// A way for a NIC to change hands.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Method {
+        /// Only the right to drive moves.
+        Keep,
+        /// Make before break: the new owner's queue is up before traffic is steered to it.
+        Mbb,
+        /// The ring bases, the cursors and the interrupt are written anew, and nothing else.
+        Repoint,
+        /// Reset and start.
+        Cold,
+    }
 }
 
 impl std::fmt::Display for Method {

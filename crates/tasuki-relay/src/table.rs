@@ -32,6 +32,21 @@ pub trait All: Copy + Eq + Debug + 'static {
     const ALL: &'static [Self];
 }
 
+/// Defines an enum, and the list of all its values.
+macro_rules! listed {
+    ($(#[$of_type:meta])* pub enum $name:ident { $($(#[$of_value:meta])* $value:ident,)* }) => {
+        $(#[$of_type])*
+        pub enum $name {
+            $($(#[$of_value])* $value,)*
+        }
+
+        impl $crate::table::All for $name {
+            const ALL: &'static [Self] = &[$($name::$value),*];
+        }
+    };
+}
+pub(crate) use listed;
+
 /// An event that was refused in a state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("refused: {because}")]

@@ -4,60 +4,64 @@
 //! While it waits it reads one word, the lease word: it spins if it has a core of its own, and sleeps if it shares
 //! the giver's.
 
-use crate::table::{All, Row, Then::*};
+use crate::table::{Row, Then::*, listed};
 
-/// State of a taker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum State {
-    /// It has started and has received no order.
-    Idle,
-    /// It maps the memory and the registers, and checks that it reads the driver state's kind and version.
-    Preparing,
-    /// It could go on at once.
-    Ready,
-    /// It was ordered to take, and waits until the lease word is the word that the order named.
-    Waiting,
-    /// It has tried the compare-and-swap.
-    Taking,
-    /// It holds the lease, and reads the driver state.
-    Reading,
-    /// It drives. From here on it is a giver.
-    Driving,
-    /// It cannot go on from the driver state, and passes the lease back.
-    Returning,
-    /// It cannot take this device.
-    Failed,
-    /// It was ordered to leave.
-    Left,
+listed! {
+    /// State of a taker.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum State {
+        /// It has started and has received no order.
+        Idle,
+        /// It maps the memory and the registers, and checks that it reads the driver state's kind and version.
+        Preparing,
+        /// It could go on at once.
+        Ready,
+        /// It was ordered to take, and waits until the lease word is the word that the order named.
+        Waiting,
+        /// It has tried the compare-and-swap.
+        Taking,
+        /// It holds the lease, and reads the driver state.
+        Reading,
+        /// It drives. From here on it is a giver.
+        Driving,
+        /// It cannot go on from the driver state, and passes the lease back.
+        Returning,
+        /// It cannot take this device.
+        Failed,
+        /// It was ordered to leave.
+        Left,
+    }
 }
 
-/// Event at a taker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Event {
-    /// The arbiter orders it to prepare.
-    Prepare,
-    /// Everything is mapped and understood.
-    Prepared,
-    /// Something is missing or not understood.
-    Unfit,
-    /// The arbiter orders it to take the lease from a certain word.
-    Take,
-    /// The lease word is that word.
-    Free,
-    /// The lease word is neither that word nor the one before it.
-    Moved,
-    /// Its compare-and-swap succeeded.
-    Won,
-    /// Its compare-and-swap failed.
-    Lost,
-    /// The driver state is whole and matches the card.
-    Sound,
-    /// The driver state is damaged or does not match the card.
-    Broken,
-    /// The arbiter orders it to stop waiting.
-    StandDown,
-    /// The arbiter needs it no more.
-    Leave,
+listed! {
+    /// Event at a taker.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Event {
+        /// The arbiter orders it to prepare.
+        Prepare,
+        /// Everything is mapped and understood.
+        Prepared,
+        /// Something is missing or not understood.
+        Unfit,
+        /// The arbiter orders it to take the lease from a certain word.
+        Take,
+        /// The lease word is that word.
+        Free,
+        /// The lease word is neither that word nor the one before it.
+        Moved,
+        /// Its compare-and-swap succeeded.
+        Won,
+        /// Its compare-and-swap failed.
+        Lost,
+        /// The driver state is whole and matches the card.
+        Sound,
+        /// The driver state is damaged or does not match the card.
+        Broken,
+        /// The arbiter orders it to stop waiting.
+        StandDown,
+        /// The arbiter needs it no more.
+        Leave,
+    }
 }
 
 /// Action of a taker.
@@ -87,20 +91,6 @@ pub enum Action {
     SayLost,
     /// Tell the arbiter that it has held the lease and given it back, and why.
     SayFailed,
-}
-
-impl All for State {
-    const ALL: &'static [Self] = {
-        use State::*;
-        &[Idle, Preparing, Ready, Waiting, Taking, Reading, Driving, Returning, Failed, Left]
-    };
-}
-
-impl All for Event {
-    const ALL: &'static [Self] = {
-        use Event::*;
-        &[Prepare, Prepared, Unfit, Take, Free, Moved, Won, Lost, Sound, Broken, StandDown, Leave]
-    };
 }
 
 /// The taker's table.

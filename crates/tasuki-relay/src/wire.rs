@@ -18,7 +18,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use crate::After;
 use crate::message::Inflight;
 use crate::method::Method;
-use crate::table::All;
+use crate::table::{All, listed};
 
 /// Version of the packets.
 pub const VERSION: u16 = 1;
@@ -38,32 +38,27 @@ pub enum Use {
     Handover,
 }
 
-/// Kind of a descriptor, as a [`Reason`] names it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Position {
-    /// The lease page.
-    Lease,
-    /// The memory of the driver state.
-    DriverState,
-    /// The device, or the connection to its server.
-    Device,
-    /// The descriptor that gives the device its view of memory.
-    Iommu,
-    /// The memory of the card's rings.
-    Rings,
-    /// The arena of frames.
-    Arena,
-    /// The eventfd that rings for received frames.
-    Bell,
-    /// The end of a pipe that closes with the daemon.
-    Life,
-}
-
-impl All for Position {
-    const ALL: &'static [Self] = {
-        use Position::*;
-        &[Lease, DriverState, Device, Iommu, Rings, Arena, Bell, Life]
-    };
+listed! {
+    /// Kind of a descriptor, as a [`Reason`] names it.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Position {
+        /// The lease page.
+        Lease,
+        /// The memory of the driver state.
+        DriverState,
+        /// The device, or the connection to its server.
+        Device,
+        /// The descriptor that gives the device its view of memory.
+        Iommu,
+        /// The memory of the card's rings.
+        Rings,
+        /// The arena of frames.
+        Arena,
+        /// The eventfd that rings for received frames.
+        Bell,
+        /// The end of a pipe that closes with the daemon.
+        Life,
+    }
 }
 
 /// Reason why a worker cannot carry out an order, or did not.
@@ -222,26 +217,21 @@ impl Reason {
     }
 }
 
-/// A worker's standing, as it reports it to a daemon that does not know it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Standing {
-    /// The worker has received no order.
-    Idle,
-    /// The worker could go on at once.
-    Ready,
-    /// The worker waits for the lease.
-    Waiting,
-    /// The worker holds the lease.
-    Holding,
-    /// The worker cannot take this device.
-    Unfit,
-}
-
-impl All for Standing {
-    const ALL: &'static [Self] = {
-        use Standing::*;
-        &[Idle, Ready, Waiting, Holding, Unfit]
-    };
+listed! {
+    /// A worker's standing, as it reports it to a daemon that does not know it.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Standing {
+        /// The worker has received no order.
+        Idle,
+        /// The worker could go on at once.
+        Ready,
+        /// The worker waits for the lease.
+        Waiting,
+        /// The worker holds the lease.
+        Holding,
+        /// The worker cannot take this device.
+        Unfit,
+    }
 }
 
 /// Order from the daemon to a worker.

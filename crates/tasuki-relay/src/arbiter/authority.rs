@@ -3,30 +3,32 @@
 //! worker that was never given the device is a breach.
 
 use super::Is;
-use crate::table::All;
+use crate::table::listed;
 use crate::wire::Report;
 
-/// Kind of a report.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Says {
-    /// Its standing.
-    Hello,
-    /// It could go on at once.
-    Ready,
-    /// It cannot take the device.
-    Unfit,
-    /// It has passed the lease.
-    Released,
-    /// It keeps the lease.
-    Kept,
-    /// It has won the lease and drives.
-    Taken,
-    /// It waits for the lease no more.
-    Lost,
-    /// It has held the lease and passed it back.
-    Failed,
-    /// It was replaced while it held the lease.
-    Replaced,
+listed! {
+    /// Kind of a report.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Says {
+        /// Its standing.
+        Hello,
+        /// It could go on at once.
+        Ready,
+        /// It cannot take the device.
+        Unfit,
+        /// It has passed the lease.
+        Released,
+        /// It keeps the lease.
+        Kept,
+        /// It has won the lease and drives.
+        Taken,
+        /// It waits for the lease no more.
+        Lost,
+        /// It has held the lease and passed it back.
+        Failed,
+        /// It was replaced while it held the lease.
+        Replaced,
+    }
 }
 
 impl Says {
@@ -44,13 +46,6 @@ impl Says {
             Report::Replaced { .. } => Says::Replaced,
         }
     }
-}
-
-impl All for Says {
-    const ALL: &'static [Self] = {
-        use Says::*;
-        &[Hello, Ready, Unfit, Released, Kept, Taken, Lost, Failed, Replaced]
-    };
 }
 
 /// Verdict on a report.
@@ -139,6 +134,8 @@ pub const AUTHORITY: &[Rule] = {
 /// pairs.
 #[cfg(test)]
 pub fn gaps(rules: &[Rule]) -> Vec<(Is, Says, usize)> {
+    use crate::table::All;
+
     let pairs = Is::ALL.iter().flat_map(|&is| Says::ALL.iter().map(move |&says| (is, says)));
     let counted = pairs.map(|(is, says)| {
         let of = rules.iter().filter(|rule| rule.says == says).flat_map(|rule| rule.of);

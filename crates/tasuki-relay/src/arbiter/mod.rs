@@ -15,7 +15,7 @@ pub use authority::{AUTHORITY, Rule, Says, Verdict, to_markdown as authority_to_
 pub use table::{Action, Event, State, TABLE};
 
 use crate::method::Method;
-use crate::table::{All, Refused, Row, step};
+use crate::table::{Refused, Row, listed, step};
 use crate::wire::{Order, Reason, Report, Use};
 use crate::{ARBITER, After, Party, Tenure};
 
@@ -50,33 +50,35 @@ const MOVED_MOST: u8 = 8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Node(pub u32);
 
-/// Condition of a worker, as far as the arbiter knows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Is {
-    /// It had the device under an earlier arbiter, and has not reported its standing.
-    Unheard,
-    /// It was given the device bundle, and has not reported that it could go on.
-    Given,
-    /// It could go on at once.
-    Ready,
-    /// It was ordered to take, and waits.
-    Waiting,
-    /// It holds the lease.
-    Holding,
-    /// It has not taken the lease by the deadline.
-    Late,
-    /// It cannot take this device.
-    Unfit,
-    /// It was ordered to leave the device. It may have kept the descriptors that it was given.
-    Left,
-    /// Its heartbeat is missing.
-    Silent,
-    /// It is recorded as fenced; whether the fence is up is not known.
-    Condemned,
-    /// It is kept from the device, for good.
-    Fenced,
-    /// Its process has ended, or its exit mark says that it has.
-    Dead,
+listed! {
+    /// Condition of a worker, as far as the arbiter knows.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Is {
+        /// It had the device under an earlier arbiter, and has not reported its standing.
+        Unheard,
+        /// It was given the device bundle, and has not reported that it could go on.
+        Given,
+        /// It could go on at once.
+        Ready,
+        /// It was ordered to take, and waits.
+        Waiting,
+        /// It holds the lease.
+        Holding,
+        /// It has not taken the lease by the deadline.
+        Late,
+        /// It cannot take this device.
+        Unfit,
+        /// It was ordered to leave the device. It may have kept the descriptors that it was given.
+        Left,
+        /// Its heartbeat is missing.
+        Silent,
+        /// It is recorded as fenced; whether the fence is up is not known.
+        Condemned,
+        /// It is kept from the device, for good.
+        Fenced,
+        /// Its process has ended, or its exit mark says that it has.
+        Dead,
+    }
 }
 
 impl Is {
@@ -89,13 +91,6 @@ impl Is {
     fn is_harmless(self) -> bool {
         matches!(self, Is::Fenced | Is::Dead)
     }
-}
-
-impl All for Is {
-    const ALL: &'static [Self] = {
-        use Is::*;
-        &[Unheard, Given, Ready, Waiting, Holding, Late, Unfit, Left, Silent, Condemned, Fenced, Dead]
-    };
 }
 
 /// A worker that drives a device, or may drive it.

@@ -1,96 +1,100 @@
 //! The arbiter's table.
 
-use crate::table::{All, Row, Then::*};
+use crate::table::{Row, Then::*, listed};
 
-/// State of the arbiter of one device. The *giver* is the worker that held the lease last; the *next* is the worker
-/// that is to have it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum State {
-    /// The arbiter has started, and asks all workers for their identities.
-    Finding,
-    /// A worker holds the lease, and no order is under way.
-    Steady,
-    /// The next maps and checks.
-    Preparing,
-    /// The giver was ordered to release the lease, and no worker to take it: the giver is fenced first.
-    Letting,
-    /// The giver was ordered to release the lease, and the next to take it.
-    Passing,
-    /// The giver was ordered to keep the lease after all.
-    Recalling,
-    /// The next was ordered to stop waiting.
-    Clearing,
-    /// A worker that had the lease is being kept from the device.
-    Fencing,
-    /// The arbiter tries to win the lease itself.
-    Seizing,
-    /// The arbiter holds the lease, and looks for a worker to give it to.
-    Choosing,
-    /// The arbiter has passed the lease, and the next was ordered to take it.
-    Granting,
-    /// The arbiter holds the lease for lack of a worker, and has said so.
-    Parked,
+listed! {
+    /// State of the arbiter of one device. The *giver* is the worker that held the lease last; the *next* is the worker
+    /// that is to have it.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum State {
+        /// The arbiter has started, and asks all workers for their identities.
+        Finding,
+        /// A worker holds the lease, and no order is under way.
+        Steady,
+        /// The next maps and checks.
+        Preparing,
+        /// The giver was ordered to release the lease, and no worker to take it: the giver is fenced first.
+        Letting,
+        /// The giver was ordered to release the lease, and the next to take it.
+        Passing,
+        /// The giver was ordered to keep the lease after all.
+        Recalling,
+        /// The next was ordered to stop waiting.
+        Clearing,
+        /// A worker that had the lease is being kept from the device.
+        Fencing,
+        /// The arbiter tries to win the lease itself.
+        Seizing,
+        /// The arbiter holds the lease, and looks for a worker to give it to.
+        Choosing,
+        /// The arbiter has passed the lease, and the next was ordered to take it.
+        Granting,
+        /// The arbiter holds the lease for lack of a worker, and has said so.
+        Parked,
+    }
 }
 
-/// Event at the arbiter, as far as the lease is concerned.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Event {
-    /// Every worker has answered, or is dead or silent.
-    Heard,
-    /// A person or a policy asks for an upgrade or a handover.
-    Asked,
-    /// A person or a policy asks for the upgrade for which a worker was staged.
-    AskedStaged,
-    /// The next could go on at once.
-    Ready,
-    /// The next could go on, and the giver must be fenced before it does.
-    ReadyBehindFence,
-    /// The next cannot take this device.
-    Unfit,
-    /// The giver has passed the lease.
-    Released,
-    /// The giver keeps the lease.
-    Kept,
-    /// The giver keeps the lease, and the next waits for nothing.
-    KeptAlone,
-    /// The next drives.
-    Taken,
-    /// The next waits for the lease no more.
-    Lost,
-    /// The next held the lease and passed it back.
-    Failed,
-    /// The giver is dead.
-    GiverGone,
-    /// The giver's heartbeat is missing, or the giver committed a breach.
-    GiverSilent,
-    /// The next is dead or silent.
-    NextGone,
-    /// A worker other than the next could go on at once.
-    SpareReady,
-    /// The deadline is over.
-    Deadline,
-    /// No store of a worker that we fenced reaches the device any more.
-    Fenced,
-    /// The arbiter holds the lease.
-    Seized,
-    /// The arbiter does not hold the lease; it is free, or its holder is dead or fenced.
-    FreeNow,
-    /// The giver holds the lease, and lives.
-    HeldByGiver,
-    /// The next holds the lease, and lives.
-    HeldByNext,
-    /// The holder of the lease is silent or unknown.
-    HeldBySilent,
-    /// A worker is left that can take the lease: it is the next from now on.
-    Chosen,
-    /// As `Chosen`, but workers of nodes that the next does not trust are alive and must be fenced before.
-    ChosenBehindFence,
-    /// The lease word holds a value that no honest worker writes.
-    Forged,
-    /// No worker is left that can take the lease.
-    NobodyLeft,
-    /// The arbiter has passed the lease.
-    PassedOn,
+listed! {
+    /// Event at the arbiter, as far as the lease is concerned.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Event {
+        /// Every worker has answered, or is dead or silent.
+        Heard,
+        /// A person or a policy asks for an upgrade or a handover.
+        Asked,
+        /// A person or a policy asks for the upgrade for which a worker was staged.
+        AskedStaged,
+        /// The next could go on at once.
+        Ready,
+        /// The next could go on, and the giver must be fenced before it does.
+        ReadyBehindFence,
+        /// The next cannot take this device.
+        Unfit,
+        /// The giver has passed the lease.
+        Released,
+        /// The giver keeps the lease.
+        Kept,
+        /// The giver keeps the lease, and the next waits for nothing.
+        KeptAlone,
+        /// The next drives.
+        Taken,
+        /// The next waits for the lease no more.
+        Lost,
+        /// The next held the lease and passed it back.
+        Failed,
+        /// The giver is dead.
+        GiverGone,
+        /// The giver's heartbeat is missing, or the giver committed a breach.
+        GiverSilent,
+        /// The next is dead or silent.
+        NextGone,
+        /// A worker other than the next could go on at once.
+        SpareReady,
+        /// The deadline is over.
+        Deadline,
+        /// No store of a worker that we fenced reaches the device any more.
+        Fenced,
+        /// The arbiter holds the lease.
+        Seized,
+        /// The arbiter does not hold the lease; it is free, or its holder is dead or fenced.
+        FreeNow,
+        /// The giver holds the lease, and lives.
+        HeldByGiver,
+        /// The next holds the lease, and lives.
+        HeldByNext,
+        /// The holder of the lease is silent or unknown.
+        HeldBySilent,
+        /// A worker is left that can take the lease: it is the next from now on.
+        Chosen,
+        /// As `Chosen`, but workers of nodes that the next does not trust are alive and must be fenced before.
+        ChosenBehindFence,
+        /// The lease word holds a value that no honest worker writes.
+        Forged,
+        /// No worker is left that can take the lease.
+        NobodyLeft,
+        /// The arbiter has passed the lease.
+        PassedOn,
+    }
 }
 
 /// Action of the arbiter.
@@ -122,52 +126,6 @@ pub enum Action {
     Settle,
     /// Tell the requester the outcome, and the reason.
     Say,
-}
-
-impl All for State {
-    const ALL: &'static [Self] = {
-        use State::*;
-        &[
-            Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Choosing, Granting,
-            Parked,
-        ]
-    };
-}
-
-impl All for Event {
-    const ALL: &'static [Self] = {
-        use Event::*;
-        &[
-            Heard,
-            Asked,
-            AskedStaged,
-            Ready,
-            ReadyBehindFence,
-            Unfit,
-            Released,
-            Kept,
-            KeptAlone,
-            Taken,
-            Lost,
-            Failed,
-            GiverGone,
-            GiverSilent,
-            NextGone,
-            SpareReady,
-            Deadline,
-            Fenced,
-            Seized,
-            FreeNow,
-            HeldByGiver,
-            HeldByNext,
-            HeldBySilent,
-            Chosen,
-            ChosenBehindFence,
-            Forged,
-            NobodyLeft,
-            PassedOn,
-        ]
-    };
 }
 
 /// The table.
