@@ -49,6 +49,8 @@ pub struct Channel {
 impl Channel {
     /// Talks to the front end behind `socket`, which must not block.
     pub fn new(socket: OwnedFd) -> Self {
+        // A byte out of band would stay in the socket, and wake the thread again and again.
+        let _ = rustix::net::sockopt::set_socket_oobinline(&socket, true);
         Channel {
             socket,
             bytes: [0; HEAD_LEN + BODY_MAX],

@@ -2,6 +2,7 @@
 
 use std::os::fd::AsFd;
 
+use rustix::net::SendFlags;
 use theirs::{connect, eventfd, message, send, state};
 
 use super::migration::{LOG_LEN, destination, exchange, right};
@@ -53,6 +54,26 @@ fn a_second_machine_that_has_left_wakes_nobody() {
     assert!(net.guest().is_running());
     drop(first);
     assert!(!is_awake(&mut net), "the worker never sleeps again");
+}
+
+/// Such a byte (MSG_OOB) stays in the socket of a reader that does not ask for it.
+#[test]
+fn bytes_out_of_band_are_bytes_of_a_message_and_wake_nobody_for_long() {
+    let mut net = Net::new(2);
+    let first = net.machine(ALL, 64);
+    let second = destination(&mut net, ALL, 64);
+    let bytes = message(1, 0, &[]);
+    for machine in [&first, &second] {
+        for at in [0, 5, bytes.len() - 1] {
+            for part in [0..at, at..at + 1, at + 1..bytes.len()].map(|range| &bytes[range]) {
+                let flags = if part.len() == 1 { SendFlags::OOB } else { SendFlags::empty() };
+                assert_eq!(rustix::net::send(&machine.socket, part, flags), Ok(part.len()));
+                assert!(!is_awake(&mut net), "the worker never sleeps again");
+            }
+            assert!(theirs::answer(&machine.socket).is_some(), "byte {at}");
+        }
+    }
+    assert_eq!(net.guest().trouble(), None);
 }
 
 #[test]
