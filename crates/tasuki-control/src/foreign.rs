@@ -10,8 +10,8 @@ use std::time::Duration;
 use rustix::fs::SealFlags;
 use tasuki_shm::wake::is_eventfd;
 
-/// Batches that may wait for the thread that closes.
-const BATCHES_MAX: usize = 256;
+/// Batches that may wait for the thread that closes: more than a worker may bring at once.
+const BATCHES_MAX: usize = 1024;
 /// Threads that may wait for a close.
 const WAITING_MAX: usize = 64;
 /// How long the thread that closes waits if all of those wait. Then descriptors stay open until one of the threads has

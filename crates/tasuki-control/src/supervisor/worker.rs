@@ -100,9 +100,14 @@ pub enum Stage {
 const TELLS: u32 = 50;
 const TELLS_EVERY: Duration = Duration::from_millis(500);
 
+/// Reports of its node's client that a worker may make at once: as many as it makes in a row (`AHEAD` in its `client.rs`), and
+/// those for which its socket has room. These come at once from a daemon that has not read for a while: 277 in 212,992
+/// bytes, of which the kernel counts 768 or more for each.
+const CLIENTS: u32 = 64 + 320;
+
 /// Limits a worker's reports of its node's client: each has descriptors, which take time to close.
 pub fn clients(now: Duration) -> Bucket {
-    Bucket::new(64, Duration::from_millis(10), now)
+    Bucket::new(CLIENTS, Duration::from_millis(10), now)
 }
 
 /// Returns the allowance of a worker that has said nothing yet.

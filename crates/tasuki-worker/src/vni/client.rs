@@ -22,8 +22,8 @@ const AGAIN: Duration = Duration::from_millis(20);
 /// is reported, no successor can go on after it.
 const AHEAD: Duration = Duration::from_millis(16 * 20);
 
-/// How far those may be ahead for which a client waits, which are counted apart: the daemon takes 64 reports in a row, and
-/// then one in 10 ms. A machine needs some four for each pair of queues that it sets up.
+/// How far those may be ahead for which a client waits, which are counted apart: the daemon takes 64 reports in a row
+/// beside those that waited for it, and then one in 10 ms. A machine needs some four for each pair of queues that it sets up.
 const AWAITED_AHEAD: Duration = Duration::from_millis(44 * 20);
 
 /// Least time between two reports of which the second waits for nothing else. Each costs every worker of the node, the

@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::net::{Shutdown, SocketAddrUnix};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, getrlimit, prlimit};
@@ -89,6 +89,33 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     endures(&world);
     world.rig.ask(&["node", "remove", "vm"]);
     assert!(!socket.exists(), "nobody serves there any more");
+    world.end();
+}
+
+/// A daemon that stood still hears at once what a worker has said meanwhile, and that is not too often.
+#[test]
+fn a_worker_is_not_ended_for_what_it_said_while_the_daemon_stood_still() {
+    /// GET_VRING_BASE of ring 0, a change of the device that has an answer: both are as long.
+    const STOP: [u32; 5] = [11, 1, 8, 0, 0];
+    let Some(world) = World::new() else { return };
+    let socket = world.rig.path("vm.sock");
+    world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
+    let (driver, _) = world.rig.await_pair("vm");
+    let mut machine = UnixStream::connect(&socket).expect("it is served");
+    let mut change_for = |time: Duration| {
+        let begun = Instant::now();
+        while begun.elapsed() < time {
+            machine.write_all(&STOP.map(u32::to_ne_bytes).concat()).expect("it is served");
+            machine.read_exact(&mut [0; 20]).expect("an answer");
+        }
+    };
+    let daemon = world.rig.daemon_pid();
+    signal(daemon, Signal::STOP);
+    change_for(Duration::from_secs(2));
+    signal(daemon, Signal::CONT);
+    change_for(Duration::from_secs(1));
+    let drives = world.rig.worker("vm", "drives").expect("it drives");
+    assert_eq!(pid(&drives), pid(&driver), "{}", world.rig.log());
     world.end();
 }
 
