@@ -40,7 +40,9 @@ pub const NAME_LEN: usize = 16;
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
     /// The kernel allows no such interface name.
-    #[error("{0:?} cannot be the name of an interface; it must have 1 to 15 bytes, without blanks, slashes and colons")]
+    #[error(
+        "{0:?} cannot be the name of an interface; it must have 1 to 15 bytes, without blanks, slashes, colons and %, and not be \"all\" or \"default\""
+    )]
     Name(String),
     /// This process may not create TAP devices.
     #[error("a TAP device needs CAP_NET_ADMIN; run as root, or in a user and network namespace of your own")]
@@ -132,8 +134,11 @@ impl TapError {
 
 /// Returns whether the kernel allows `name` for an interface.
 pub fn is_name(name: &str) -> bool {
-    let is_odd = |byte: u8| byte == b'/' || byte == b':' || byte == 0 || byte.is_ascii_whitespace() || byte == 0x0b;
-    (1..NAME_LEN).contains(&name.len()) && name != "." && name != ".." && !name.bytes().any(is_odd)
+    // With a % it would be a pattern, from which the kernel makes another name.
+    let is_odd = |byte: u8| b"/:%\0\x0b".contains(&byte) || byte.is_ascii_whitespace();
+    // The last two are folders beside those of interfaces, in /proc/sys/net.
+    let is_taken = [".", "..", "all", "default"].contains(&name);
+    (1..NAME_LEN).contains(&name.len()) && !is_taken && !name.bytes().any(is_odd)
 }
 
 /// An IP address with the prefix length of its network.
@@ -260,7 +265,11 @@ mod tests {
     #[test]
     fn names_are_those_that_the_kernel_takes() {
         assert!(["tap0", "a", "tasuki-wire", "fifteen-bytes-x"].iter().all(|name| is_name(name)));
-        assert!(!["", ".", "..", "sixteen-bytes-xx", "a b", "a/b", "a:b", "a\u{b}b"].iter().any(|name| is_name(name)));
+        assert!(
+            !["", ".", "..", "sixteen-bytes-xx", "a b", "a/b", "a:b", "a\u{b}b", "eth%d", "all", "default"]
+                .iter()
+                .any(|name| is_name(name))
+        );
     }
 
     #[test]

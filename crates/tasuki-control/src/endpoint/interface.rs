@@ -53,7 +53,7 @@ impl Kind for Interface {
     fn odd(&self) -> Option<String> {
         let name = &self.name;
         (!is_name(name)).then(|| {
-            format!("interface: {name:?} cannot be the name of one; it has 1 to 15 bytes, without blanks, slashes and colons")
+            format!("interface: {name:?} cannot be the name of one; it has 1 to 15 bytes, without blanks, slashes, colons and %")
         })
     }
 
