@@ -23,6 +23,7 @@ pub use daemon::{Confine, Daemon, Restart, Uids};
 pub use limits::{Limit, Limits};
 pub use nic::{Device, Nic};
 pub use node::{Bounds, Node, Spoof, StationAddress};
+pub use sense::CONTAINER_MAX;
 pub use tap::{Route, Tap};
 pub use work::{Answer, Program, Queue, Source, Work};
 

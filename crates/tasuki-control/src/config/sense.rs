@@ -27,7 +27,7 @@ const SETTINGS_MAX: usize = 64;
 /// Longer than that, programs would notice.
 const LATENCY_US_MAX: u32 = 10_000;
 /// Bytes of the name of a node's container, at most.
-const CONTAINER_MAX: usize = 256;
+pub const CONTAINER_MAX: usize = 256;
 
 impl Config {
     /// Returns the first contradiction.
@@ -43,7 +43,12 @@ impl Config {
                 () if !is_name(name) => Some(format!(
                     "{kind} {name:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
                 )),
-                () if !seen.insert(name) => Some(format!("two {kind}s are called {name:?}; give one another name")),
+                () if !seen.insert(name) => {
+                    let of = self.node.iter().filter(|node| node.name == *name).find_map(Node::queue_of);
+                    let why = of.filter(|_| kind == "node");
+                    let why = why.map(|of| format!(" (with cpus, further queues of node {of} are called {of}-1 and so on)"));
+                    Some(format!("two {kind}s are called {name:?}; give one another name{}", why.unwrap_or_default()))
+                }
                 () => None,
             })
         };

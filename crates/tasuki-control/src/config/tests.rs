@@ -258,6 +258,10 @@ fn what_means_nothing_is_refused_by_line() {
         ),
         (tap("red", "name = \"t\", queues = 9") + "vni = \"lan\"\n", &["queues = 9 is not in the range 1 to 8"]),
         (tap("red", "name = \"t\", queues = 2"), &["queues is a setting of a node's end of a VNI"]),
+        (
+            tap("red", "name = \"t\"") + "vni = \"lan\"\ncpus = [0, 1]\n" + &queue("red-1", "red", ""),
+            &["two nodes are called \"red-1\"; give one another name (with cpus, further queues of node red are called red-1 and so on)"],
+        ),
         (tap("red", "name = \"t\"") + "cpus = [0, 1]\n", &["node \"red\": only a network namespace on a VNI has workers on several CPUs so far"]),
         (
             tap("red", "name = \"t\"") + "vni = \"lan\"\ncpu = 0\ncpus = [0, 1]\n",
