@@ -260,15 +260,19 @@ fn setup(netns: String, connection: &Connection) -> Result<Value, Failure> {
     network.mac = mac.map(|mac| StationAddress::try_from(mac.to_lowercase())).transpose().map_err(refused)?;
     let assigned = configuration.assigned(options.static_ips.as_deref().unwrap_or_default())?;
     let node = network.node(&its, &keys, &assigned)?;
-    let (namespace, daemon) = (its.free_namespace()?, Daemon::of(&network));
+    let daemon = Daemon::of(&network);
+    let namespace = its.free_namespace(&daemon)?;
     remove_left(&daemon, &its)?;
     prepare(&namespace, &assigned);
-    daemon.add(&node).inspect_err(|_| drop(daemon.remove(&its.key())))?;
+    daemon.add(&node).map_err(|not| not.failure)?;
     if let Some(port) = connection.port_mappings.iter().flatten().next() {
-        // podman shows it. Its own drivers but the bridge say nothing.
-        eprintln!(
+        // podman shows it, if it listens. Its own drivers but the bridge say nothing.
+        let _ = writeln!(
+            std::io::stderr(),
             "network {}: no port of the host leads to it (-p {}:{}); make the host a node, and have it forward (docs/users/containers.md)",
-            its.network, port.host_port, port.container_port
+            its.network,
+            port.host_port,
+            port.container_port
         );
     }
     let subnets = assigned.ips.iter().map(|ip| json!({ "ipnet": ip.address.to_string(), "gateway": ip.gateway }));

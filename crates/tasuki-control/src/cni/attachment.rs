@@ -3,8 +3,10 @@
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::{Namespace, Unnamed};
 
+use super::daemon::Daemon;
 use super::ipam::Assigned;
 use super::{Failure, code};
+use crate::config::CONTAINER_MAX;
 
 /// What asks for an attachment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -61,6 +63,22 @@ impl Attachment {
         format!("{before}-{shown}-{:07x}", crc32c::crc32c(self.key().as_bytes()) & 0x0fff_ffff)
     }
 
+    /// Returns why no node can have its key, if so.
+    pub fn odd_key(&self) -> Option<String> {
+        let (key, ifname) = (self.key(), &self.ifname);
+        if !ifname.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Some(format!(
+                "{ifname:?} cannot be the name of a container's interface; write visible characters of ASCII"
+            ));
+        }
+        (key.len() > CONTAINER_MAX).then(|| {
+            format!(
+                "the names of network, container and interface have {} characters together, and may have {CONTAINER_MAX}; shorten one",
+                key.len()
+            )
+        })
+    }
+
     /// Opens the container's namespace, which may not be this process's own: that is the machine's.
     pub fn namespace(&self) -> Result<Namespace, Failure> {
         let namespace = Namespace::named(&self.netns);
@@ -87,16 +105,31 @@ impl Attachment {
 
     /// Opens the container's namespace, in which there may be no interface of this name yet: the daemon would take a TAP
     /// that nobody holds.
-    pub fn free_namespace(&self) -> Result<Namespace, Failure> {
+    pub fn free_namespace(&self, daemon: &Daemon) -> Result<Namespace, Failure> {
         let namespace = self.namespace()?;
         match namespace.within(|| Interface::if_there(&self.ifname)) {
             Ok(None) => Ok(namespace),
-            Ok(Some(_)) => {
-                let sentence = format!("the container has an interface {} already; name another", self.ifname);
-                Err(Failure::new(code::ENVIRONMENT, sentence))
-            }
+            // It may be of a call before, which was killed.
+            Ok(Some(_)) => Err(match daemon.node_of(&self.key()) {
+                Ok(Some(node)) => self.is_there(&node.name),
+                _ => {
+                    let sentence = format!("the container has an interface {} already; name another", self.ifname);
+                    Failure::new(code::ENVIRONMENT, sentence)
+                }
+            }),
             Err(error) => Err(Failure::new(code::OTHER, error.to_string())),
         }
+    }
+
+    /// Returns that a node is this interface already.
+    pub fn is_there(&self, node: &str) -> Failure {
+        let before = match self.front {
+            Front::Cni => "DEL, or ",
+            Front::Netavark => "",
+        };
+        let key = self.key();
+        let sentence = format!("{key} is on the network already; remove it first ({before}tasuki node remove {node})");
+        Failure::new(code::OTHER, sentence)
     }
 }
 

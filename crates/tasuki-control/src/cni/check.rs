@@ -66,7 +66,7 @@ pub fn check(call: &Call) -> Result<(), Failure> {
     if let Some(trouble) = node.trouble {
         return Err(Failure::new(code::OTHER, format!("node {} does not work: {trouble}", node.name)));
     }
-    daemon.await_worker(&node.name)?;
+    daemon.await_worker(&node.name).map_err(|not| not.failure)?;
     let namespace = call.its.namespace()?;
     let read = |its: Interface| Ok((its.read()?, its.is_up()?));
     let found = namespace.within(|| Interface::if_there(&call.its.ifname)?.map(read).transpose());

@@ -35,6 +35,20 @@ pub struct Daemon {
     until: Instant,
 }
 
+/// Why a node was not added.
+#[derive(Debug)]
+pub struct NotAdded {
+    pub failure: Failure,
+    /// Whether it is certain that it is not there. Otherwise its addresses are not free.
+    pub is_gone: bool,
+}
+
+impl From<Failure> for NotAdded {
+    fn from(failure: Failure) -> Self {
+        NotAdded { failure, is_gone: false }
+    }
+}
+
 /// Returns the failure with the code for it.
 fn failure(error: &anyhow::Error) -> Failure {
     if let Some(NotThere { .. }) = error.downcast_ref() {
@@ -128,21 +142,35 @@ impl Daemon {
         Ok(self.nodes()?.into_iter().find(|node| node.container.as_deref() == Some(container)))
     }
 
-    /// Adds a node, and waits until its worker is at work.
-    pub fn add(&self, node: &Node) -> Result<(), Failure> {
+    /// Adds the node of a container's interface, and waits until its worker is at work. If that fails, takes it away again.
+    pub fn add(&self, node: &Node) -> Result<(), NotAdded> {
         let body = serde_json::to_value(node).expect("plain data");
-        self.ask(&Method::POST, "/v1/nodes", Some(&body)).map_err(|error| failure(&error))?;
-        self.await_worker(&node.name)
+        if let Err(error) = self.ask(&Method::POST, "/v1/nodes", Some(&body)) {
+            // One that is there all the same is another call's.
+            let is_gone = error.is::<Refusal>() || error.is::<NotThere>();
+            return Err(self.take_away(node, NotAdded { failure: failure(&error), is_gone }));
+        }
+        self.await_worker(&node.name).map_err(|why| self.take_away(node, why))
+    }
+
+    fn take_away(&self, node: &Node, NotAdded { failure, is_gone }: NotAdded) -> NotAdded {
+        let is_removed = || node.container.as_ref().is_some_and(|container| self.remove(container).is_ok());
+        NotAdded { failure, is_gone: is_gone || is_removed() }
     }
 
     /// Waits until a worker drives the node's end of its VNI.
-    pub fn await_worker(&self, node: &str) -> Result<(), Failure> {
+    pub fn await_worker(&self, node: &str) -> Result<(), NotAdded> {
         let until = self.end_of(WORKS_WITHIN);
         loop {
             let ends: Vec<NicView> = self.get("/v1/nics")?;
             let its = ends.into_iter().find(|end| end.node == node);
             if its.as_ref().is_some_and(|end| end.worker.is_some()) {
                 return Ok(());
+            }
+            if its.is_none() && self.nodes()?.iter().all(|it| it.name != node) {
+                let sentence =
+                    format!("node {node} was removed before it was at work; call again if it is still wanted");
+                return Err(NotAdded { failure: Failure::new(code::AGAIN, sentence), is_gone: true });
             }
             if Instant::now() > until {
                 let trouble = self.nodes()?.into_iter().find(|it| it.name == node);
@@ -153,7 +181,7 @@ impl Daemon {
                 let seconds = WORKS_WITHIN.as_secs();
                 let sentence =
                     format!("node {node} is not at work after {seconds} s: {why}; the events (tasuki events) say more");
-                return Err(Failure::new(code::AGAIN, sentence));
+                return Err(Failure::new(code::AGAIN, sentence).into());
             }
             std::thread::sleep(TRY_EVERY);
         }

@@ -31,7 +31,7 @@ use serde_json::{Value, json};
 use crate::config::StationAddress;
 use attachment::prepare;
 use call::{Call, Command, VERSIONS};
-use daemon::Daemon;
+use daemon::{Daemon, NotAdded};
 use ipam::{Assigned, Ipam};
 use network::Network;
 
@@ -115,11 +115,10 @@ fn add(call: &Call) -> Result<Value, Failure> {
         return Err(Failure::new(code::CONFIGURATION, sentence));
     }
     network.node(&call.its, &call.input, &Assigned::default())?;
-    let namespace = call.its.free_namespace()?;
+    let namespace = call.its.free_namespace(&daemon)?;
     // Nothing is assigned while no daemon is at work.
-    if daemon.node_of(&container)?.is_some() {
-        let sentence = format!("container {container} is on the network already; remove it (DEL) first");
-        return Err(Failure::new(code::OTHER, sentence));
+    if let Some(node) = daemon.node_of(&container)? {
+        return Err(call.its.is_there(&node.name));
     }
     let ipam = Ipam::of(call)?;
     let assigned = match &ipam {
@@ -127,14 +126,13 @@ fn add(call: &Call) -> Result<Value, Failure> {
         None => Assigned::of_runtime(&network.ips)?,
     };
     prepare(&namespace, &assigned);
-    let made = network.node(&call.its, &call.input, &assigned).and_then(|node| daemon.add(&node).map(|()| node));
+    let node = network.node(&call.its, &call.input, &assigned).map_err(|failure| NotAdded { failure, is_gone: true });
+    let made = node.and_then(|node| daemon.add(&node).map(|()| node));
     match made {
         Ok(node) => Ok(result(call, &network, &assigned, node.mac())),
-        Err(failure) => {
+        Err(NotAdded { failure, is_gone }) => {
             // While the node may be there, its address is not free. The runtime asks for DEL in any case (§3).
-            if daemon.remove(&container).is_ok() {
-                ipam.iter().for_each(|ipam| drop(ipam.ask("DEL")));
-            }
+            ipam.iter().filter(|_| is_gone).for_each(|ipam| drop(ipam.ask("DEL")));
             Err(failure)
         }
     }

@@ -151,6 +151,9 @@ impl Network {
 
     /// Returns the node for a container's interface with these addresses, and with what the network's keys say.
     pub fn node(&self, its: &Attachment, keys: &Map<String, Value>, assigned: &Assigned) -> Result<Node, Failure> {
+        if let Some(odd) = its.odd_key() {
+            return Err(refused(format!("network {}: {odd}", its.network)));
+        }
         let mut text = json!({
             "name": its.node_name(),
             "container": its.key(),
@@ -260,6 +263,10 @@ mod tests {
             let failure = node(more).expect_err(more);
             assert!(failure.code == code && failure.msg.contains(part), "{more}: {failure:?}");
         }
+        let odd = Attachment { ifname: "\u{e9}th0".to_owned(), ..call(r#""mtu": 1500"#).its };
+        let said =
+            Network::to_clean_up("lan", &Map::new()).expect("a network").node(&odd, &Map::new(), &Assigned::default());
+        assert!(said.expect_err("odd").details.contains("write visible characters of ASCII"));
         let keys = call(r#""vin": "lan", "mtu": "x""#).input;
         assert!(Network::to_clean_up("lan", &keys).is_ok(), "a node has to go all the same");
     }

@@ -202,7 +202,10 @@ fn a_container_has_its_interface_as_its_network_says() {
     }
     reaches_desk(rig, shop);
     let twice = runtime.ask("ADD", ONE, Some(shop), &network).expect_err("it is there");
-    assert!(twice.said.contains("has an interface eth0 already"), "{twice:?}");
+    assert!(
+        twice.said.contains("is on the network already; remove it first (DEL, or tasuki node remove cni-"),
+        "{twice:?}"
+    );
     [ONE, OTHER].iter().for_each(|id| runtime.ends("DEL", id, &network));
     runtime.world.end();
 }

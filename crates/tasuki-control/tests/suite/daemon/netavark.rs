@@ -98,7 +98,8 @@ fn podman_has_containers_on_a_vni_and_they_go_on_while_workers_and_daemon_are_re
     }
     reaches_desk(rig, shop);
     let twice = podman.call("setup", shop, &podman.web).expect_err("it is there");
-    assert_eq!(twice, "the container has an interface eth0 already; name another");
+    let way_out = format!("is on the network already; remove it first (tasuki node remove {})", nodes(rig)[0].1);
+    assert!(twice.ends_with(&way_out), "{twice}");
     let exchange = Exchange::begin([(shop, SHOP), (&podman.world.desk, DESK)]);
     exchange.goes_on(rig, 200);
     let [(container, node), _] = &nodes(rig)[..] else { panic!("two nodes") };
@@ -145,6 +146,42 @@ fn what_ended_while_no_daemon_was_at_work_starts_again_and_leaves_no_address_beh
     podman.world.end();
 }
 
+/// podman asks for one at a time, unless it was killed and begins anew.
+#[test]
+fn of_two_calls_for_one_interface_none_takes_the_others_away_and_none_waits_in_vain() {
+    let Some(podman) = Podman::new() else { return };
+    let shop = &podman.world.shop;
+    for _ in 0..4 {
+        let ended = std::thread::scope(|scope| {
+            let calls: Vec<_> = (0..3).map(|_| scope.spawn(|| podman.call("setup", shop, &podman.web))).collect();
+            calls.into_iter().map(|call| call.join().expect("an end")).collect::<Vec<_>>()
+        });
+        assert!(ended.iter().any(Result::is_ok), "{ended:?}");
+        let odd = ended.iter().filter_map(|it| it.as_ref().err()).find(|why| why.contains("is not at work after"));
+        assert_eq!(odd, None, "{}", podman.world.rig.log());
+        assert_eq!((nodes(&podman.world.rig).len(), has_eth0(shop)), (1, true), "{ended:?}");
+        podman.teardown(shop, &podman.web);
+    }
+    podman.world.end();
+}
+
+#[test]
+fn a_caller_that_does_not_listen_to_what_is_noted_has_its_answer() {
+    let Some(podman) = Podman::new() else { return };
+    let (ours, theirs) = rustix::pipe::pipe().expect("a pipe");
+    drop(ours);
+    let mut plugin = Command::new(PLUGIN);
+    plugin.args(["setup", &podman.world.shop.path()]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(theirs);
+    let mut plugin = plugin.spawn().expect("a program");
+    let input = podman.web.to_string();
+    plugin.stdin.take().expect("a pipe").write_all(input.as_bytes()).expect("it reads");
+    let output = plugin.wait_with_output().expect("an end");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("02:00:00:00:00:05"), "{}: {said}", output.status);
+    podman.teardown(&podman.world.shop, &podman.web);
+    podman.world.end();
+}
+
 /// row: T131
 #[test]
 fn what_podman_cannot_have_meant_is_refused_in_a_sentence_and_nothing_happens() {
@@ -169,6 +206,14 @@ fn what_podman_cannot_have_meant_is_refused_in_a_sentence_and_nothing_happens() 
         ("/network/name", json!("a/b"), "\"a/b\" is no name of a network"),
         ("/network_options/interface_name", json!("../x"), "../x"),
         ("/network_options/interface_name", json!("lo"), "has an interface lo already"),
+        ("/network_options/interface_name", json!("eth%d"), "\"eth%d\" cannot be the name of an interface"),
+        ("/network_options/interface_name", json!("all"), "\"all\" cannot be the name of an interface"),
+        (
+            "/network_options/interface_name",
+            json!("\u{e9}th0"),
+            "\"\u{e9}th0\" cannot be the name of a container's interface; ",
+        ),
+        ("/container_id", json!("a".repeat(300)), "have 318 characters together"),
         ("/network_options/static_mac", json!("01:00:00:00:00:01"), "01:00:00:00:00:01"),
         ("/network_options/static_ips", json!(["203.0.113.1"]), "no subnet of it has the address 203.0.113.1"),
         ("/network_options/options", json!({ "host_interface_name": "x" }), "host_interface_name=x of a container"),
