@@ -37,6 +37,9 @@ pub(super) struct Machine {
     /// Whether the daemon has its parts: a worker that dies leaves them to its successor.
     is_kept: bool,
     set_up: Option<SetUp>,
+    /// When a set-up was over. What comes soon after that is of the same one: its front end was not scheduled, or waited for
+    /// room in the socket.
+    was_set_up_at: Option<Instant>,
 }
 
 /// A front end that changes its device: each message leaves its socket once the daemon has heard what it led to, so a
@@ -48,11 +51,13 @@ struct SetUp {
     runs_until: Option<Instant>,
     /// Since when the front end waits for the daemon to hear of it.
     due_since: Option<Instant>,
+    /// Whether more than one message is expected.
+    is_long: bool,
 }
 
 impl SetUp {
     fn new() -> Self {
-        SetUp { heard_at: Instant::now(), runs_until: None, due_since: None }
+        SetUp { heard_at: Instant::now(), runs_until: None, due_since: None, is_long: true }
     }
 
     /// Returns whether nothing more is expected, of a device that runs.
@@ -68,7 +73,7 @@ impl SetUp {
 impl Machine {
     /// Serves the front end behind `channel`.
     pub(super) fn new(channel: Channel, device: Device) -> Self {
-        Machine { channel, device, silent: Some(Instant::now()), is_kept: false, set_up: None }
+        Machine { channel, device, silent: Some(Instant::now()), is_kept: false, set_up: None, was_set_up_at: None }
     }
 
     /// Goes on with the front end of a predecessor.
@@ -100,8 +105,9 @@ impl Machine {
         }
         let now = Instant::now();
         // A device that runs is seldom changed more than once.
-        let is_change = runs && self.set_up.is_none();
-        let it = self.set_up.get_or_insert_with(SetUp::new);
+        let goes_on = self.was_set_up_at.is_some_and(|at| now.saturating_duration_since(at) < SET_UP_MAX);
+        let is_change = runs && self.set_up.is_none() && !goes_on;
+        let it = self.set_up.get_or_insert_with(|| SetUp { is_long: !is_change, ..SetUp::new() });
         it.runs_until = it.runs_until.or(Some(if is_change { now } else { now + SET_UP_MAX })).filter(|_| runs);
         let is_over = it.is_over(now) || held > 0 && it.is_still(now);
         let is_due = is_over || self.channel.is_asked() || self.device.has_closed || held == HELD_MAX;
@@ -133,7 +139,9 @@ impl Machine {
         self.device.has_closed = false;
         if let Some(it) = &mut self.set_up {
             it.due_since = None;
-            self.set_up.take_if(|it| it.is_over(Instant::now()));
+            let now = Instant::now();
+            let over = self.set_up.take_if(|it| it.is_over(now));
+            self.was_set_up_at = over.filter(|it| it.is_long).map(|_| now).or(self.was_set_up_at);
         }
         if self.channel.held() == 0 {
             return Ok(());

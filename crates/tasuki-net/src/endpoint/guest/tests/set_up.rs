@@ -201,3 +201,31 @@ fn a_front_end_goes_on_though_the_daemon_hears_no_more_of_it() {
     check(&crossed, 7, "");
     assert!(!machine.is_hung_up());
 }
+
+/// A worker may report 62 changes in a row, and a front end may wait for room in its socket, or for a CPU.
+#[test]
+fn a_front_end_that_pauses_amid_its_set_up_costs_no_report_for_each_message_after_that() {
+    let reports = || {
+        let mut net = Net::new(2);
+        let path = net.folder.path().join("vm.sock");
+        let (mut reports, mut has_paused) = (0, false);
+        Machine::start_with(&path, ALL, 64, 3, || {
+            if net.guest().is_running() && !std::mem::replace(&mut has_paused, net.guest().is_running()) {
+                let until = Instant::now() + Duration::from_millis(1);
+                while Instant::now() < until {
+                    net.turn();
+                }
+            }
+            let before = net.known.as_ref().map(|known| known.version);
+            net.turn();
+            if before.is_none() && net.guest().machine.is_some() {
+                net.known = Some(net.parts());
+            }
+            let now = net.known.as_ref().map(|known| known.version);
+            reports += usize::from(has_paused && now != before);
+        });
+        reports
+    };
+    // Each of two pairs takes twelve messages. On a busy machine all of them may be far apart.
+    assert!((0..20).any(|_| reports() < 12));
+}
