@@ -11,12 +11,12 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::net::{Shutdown, SocketAddrUnix};
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, getrlimit, prlimit};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal, getrlimit, prlimit};
 use tasuki_testing::Program;
 
 use super::captures::Capture;
 use super::real::released;
-use super::rig::{pid, until};
+use super::rig::{pid, signal, until};
 use super::vnis::{self, SHOP, World};
 
 /// How often a guest's driver starts while its workers are killed, and how many of them each time.
