@@ -32,7 +32,7 @@ const LOOKS: u32 = 8;
 const GAP: Duration = Duration::from_micros(2);
 
 /// The lowest and the highest number of waits for which a worker leaves the CPU to other threads.
-const CROWDED: [u32; 2] = [4, 1 << 16];
+const CROWDED: [u32; 2] = [4, 256];
 
 /// What a worker does while it waits for work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
