@@ -43,14 +43,19 @@ fn shells_and_manuals_know_all_commands() {
     assert!(page.contains("Give a NIC to another node"), "{page}");
 }
 
-/// Types keys into `tasuki top` on a terminal of its own, one after 300 ms each; returns what it drew, and whether it
-/// ended well. Calls `before_last` before the last key.
+/// Types keys into `tasuki top` on a terminal of its own once it has drawn its first picture, one after 300 ms each; returns
+/// what it drew, and whether it ended well. Calls `before_last` before the last key.
 fn on_a_terminal(rig: &Rig, words: &str, keys: &[&str], before_last: impl FnOnce()) -> (String, bool) {
     let top = format!("stty cols 100 rows 20; exec {} --dir {} top {words}", super::rig::TASUKI, rig.dir().display());
     let mut command = std::process::Command::new("script");
     command.args(["--quiet", "--return", "--command", &top, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut script = Program::start(&mut command);
     let mut typed = script.0.stdin.take().expect("a pipe");
+    let mut shown = BufReader::new(script.0.stdout.take().expect("a pipe"));
+    let mut drawn = Vec::new();
+    // A picture begins at the top left.
+    let is_drawn = |drawn: &[u8]| drawn.windows(3).any(|part| part == b"\x1b[H");
+    while !is_drawn(&drawn) && shown.read_until(b'H', &mut drawn).expect("it is read") > 0 {}
     let (last, first) = keys.split_last().expect("a key ends it");
     let mut types = |key: &str| {
         std::thread::sleep(std::time::Duration::from_millis(300));
@@ -59,9 +64,8 @@ fn on_a_terminal(rig: &Rig, words: &str, keys: &[&str], before_last: impl FnOnce
     first.iter().for_each(|key| types(key));
     before_last();
     types(last);
-    let mut drawn = String::new();
-    script.0.stdout.take().expect("a pipe").read_to_string(&mut drawn).expect("text");
-    (drawn, script.0.wait().expect("a child").success())
+    shown.read_to_end(&mut drawn).expect("it is read");
+    (String::from_utf8(drawn).expect("text"), script.0.wait().expect("a child").success())
 }
 
 #[test]
