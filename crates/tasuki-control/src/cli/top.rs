@@ -26,8 +26,8 @@ use terminal::{Key, Terminal};
 /// How to look.
 #[derive(Debug, Args)]
 pub struct Top {
-    /// Milliseconds between two looks, at least 100.
-    #[arg(long, value_name = "MS", default_value_t = 1000, value_parser = clap::value_parser!(u64).range(100..))]
+    /// Milliseconds between two looks: 100 to an hour.
+    #[arg(long, value_name = "MS", default_value_t = 1000, value_parser = clap::value_parser!(u64).range(100..=3_600_000))]
     pub every_ms: u64,
     /// Show what `tasuki top --json` wrote to this file, instead of the daemon.
     #[arg(long, value_name = "FILE")]

@@ -101,8 +101,8 @@ const TELLS: u32 = 50;
 const TELLS_EVERY: Duration = Duration::from_millis(500);
 
 /// Reports of its node's client that a worker may make at once: as many as it makes in a row (`AHEAD` in its `client.rs`), and
-/// those for which its socket has room. These come at once from a daemon that has not read for a while: 277 in 212,992
-/// bytes, of which the kernel counts 768 or more for each.
+/// those for which its socket has room. A daemon that has not read for a while finds these at once: by
+/// default 277 in the 212,992 bytes of `net.core.wmem_default`, of which the kernel counts 768 or more for each.
 const CLIENTS: u32 = 64 + 320;
 
 /// Limits a worker's reports of its node's client: each has descriptors, which take time to close.
