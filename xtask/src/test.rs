@@ -148,8 +148,9 @@ fn released(checkout: &Checkout) -> anyhow::Result<PathBuf> {
     let unpacked = stream::succeeds(Command::new("tar").arg("-xf").arg(&archive).arg("-C").arg(&source))?;
     ensure!(unpacked, "tar cannot unpack {}", archive.display());
     let mut build = checkout.cargo("build");
-    // In our own target folder, so that no other package is built twice.
+    // In our own target folder and by our own profile, so that no other package is built twice.
     build.current_dir(&source).env("CARGO_TARGET_DIR", &checkout.target).args(["--locked", "--bins"]);
+    build.arg("--config").arg(checkout.root.join("Cargo.toml"));
     ensure!(
         stream::succeeds(build.args(["--package", "tasuki-control", "--package", "tasuki-worker"]))?,
         "the last release does not build"

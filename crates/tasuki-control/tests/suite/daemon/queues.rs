@@ -11,7 +11,7 @@ use super::rooms::{BURST, Exchange, Tally, deaths};
 use super::storm::beside;
 use super::vnis::{DESK, SHOP, World};
 
-/// Flows enough that each queue carries some.
+/// Number of flows that begin. Of 128 times, all go by one queue once; then more begin.
 const FLOWS: usize = 8;
 
 /// Makes both namespaces, and starts the flows between them. Both queues carry some.
@@ -21,9 +21,15 @@ fn begin(world: &World) -> Vec<Exchange> {
     world.rig.ask(&["node", "add", "shop-1", "--queue-of", "shop"]);
     world.await_pairs();
     world.rig.await_pair("shop-1");
-    let flows: Vec<_> = (0..FLOWS).map(|_| world.exchange()).collect();
-    all_go_on(world, &flows, 100);
-    both_carry(world);
+    let mut flows: Vec<_> = (0..FLOWS).map(|_| world.exchange()).collect();
+    while {
+        let before = counts(world);
+        all_go_on(world, &flows, 100);
+        !all_more(before, counts(world))
+    } {
+        assert!(flows.len() < 8 * FLOWS, "a queue carries nothing\n{}", world.rig.log());
+        flows.push(world.exchange());
+    }
     flows
 }
 
@@ -31,11 +37,19 @@ fn all_go_on(world: &World, flows: &[Exchange], count: u64) {
     flows.iter().for_each(|flow| flow.goes_on(&world.rig, count));
 }
 
+/// Numbers of frames that each queue has given and taken.
+fn counts(world: &World) -> [u64; 4] {
+    [("shop", "given"), ("shop", "taken"), ("shop-1", "given"), ("shop-1", "taken")]
+        .map(|(node, way)| world.count(node, way))
+}
+
+fn all_more(before: [u64; 4], now: [u64; 4]) -> bool {
+    before.iter().zip(now).all(|(before, now)| now > *before)
+}
+
 fn both_carry(world: &World) {
-    let counts = || ["shop", "shop-1"].map(|node| ["given", "taken"].map(|way| world.count(node, way)));
-    let before = counts();
-    let is_more = || counts().as_flattened().iter().zip(before.as_flattened()).all(|(now, before)| now > before);
-    until(&world.rig, "both queues carry frames, both ways", is_more);
+    let before = counts(world);
+    until(&world.rig, "both queues carry frames, both ways", || all_more(before, counts(world)));
 }
 
 fn sum(flows: Vec<Exchange>) -> Tally {
