@@ -1,8 +1,9 @@
 //! The keeper: a process that holds descriptors and does nothing else, so that they outlive the daemon and all
 //! workers. Each comes with a text that only the daemon reads.
 //!
-//! The daemon starts it (`tasukid keep`) with a listening socket of its directory as standard input. It serves one
-//! daemon at a time: the next one is let in when the connection to the one before it has ended.
+//! The daemon starts it (`tasukid keep`) with a listening socket of its directory as standard input, and a connection
+//! to itself as standard output: what the daemon says is kept even if it dies before the keeper has begun. The keeper
+//! serves one daemon at a time: the next one is let in when the connection to the one before it has ended.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -57,12 +58,23 @@ pub fn run(folder: &Path) -> Result<()> {
     // The daemon writes to it while a NIC changes hands, and must not lose its CPU to it then.
     let _ = rustix::process::nice(10);
     let mut kept = BTreeMap::new();
-    while let Some(daemon) = await_daemon(&listener, folder)? {
+    let mut next = Some(own_daemon().context("standard output is not a connection; tasukid starts this")?);
+    while let Some(daemon) = next {
         if serve(&daemon, &mut kept)? {
             break;
         }
+        drop(daemon);
+        next = await_daemon(&listener, folder)?;
     }
     Ok(())
+}
+
+/// Takes the connection to the daemon that started this process off standard output.
+fn own_daemon() -> std::io::Result<OwnedFd> {
+    let daemon = std::io::stdout().as_fd().try_clone_to_owned()?;
+    // The daemon sees that the keeper lets go of it only if no other descriptor is the connection.
+    rustix::stdio::dup2_stdout(std::fs::File::open("/dev/null")?)?;
+    Ok(daemon)
 }
 
 /// Waits for the next daemon: a process of the same user that has the directory's lock.

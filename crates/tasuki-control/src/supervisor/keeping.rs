@@ -123,12 +123,12 @@ impl Way {
 
     fn start(folder: &std::path::Path, path: &std::path::Path) -> Result<Self> {
         let listener = channel::listen(path).with_context(|| format!("{} cannot be listened at", path.display()))?;
+        let (socket, theirs) = channel::pair().context("it is not to be reached")?;
         // This works even if a newer file has replaced the daemon's own meanwhile.
         let mut command = Command::new("/proc/self/exe");
         command.arg0("tasukid").arg("keep").arg(folder);
-        command.stdin(Stdio::from(listener)).stdout(Stdio::null()).stderr(Stdio::null());
+        command.stdin(Stdio::from(listener)).stdout(Stdio::from(theirs)).stderr(Stdio::null());
         let process = Process::spawn(&mut command).context("its process does not start")?;
-        let socket = channel::connect(path).context("it is not to be reached")?;
         Ok(Way { socket, process })
     }
 
