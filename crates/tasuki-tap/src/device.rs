@@ -5,18 +5,20 @@
 //! - **T1** `Request` has the layout of `struct ifreq` in `<linux/if.h>`, of which TUNSETIFF reads the name and the
 //!   flags, and TUNSETQUEUE the flags.
 //! - **T2** TUNSETOFFLOAD takes a number where others take an address.
-//! - **T3** TUNGETDEVNETNS takes no argument, and returns a new descriptor that has no other owner.
+//! - **T3** TUNSETSTEERINGEBPF takes an `int`, and keeps no address.
+//! - **T4** TUNGETDEVNETNS takes no argument, and returns a new descriptor that has no other owner.
 #![allow(unsafe_code, reason = "the ioctls that make a descriptor a TAP device, which rustix lacks")]
 
 use std::ffi::c_void;
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::ioctl::{IntegerSetter, Ioctl, IoctlOutput, Opcode, Updater, opcode};
+use rustix::ioctl::{IntegerSetter, Ioctl, IoctlOutput, Opcode, Setter, Updater, opcode};
 
 use crate::interface::Interface;
 use crate::namespace::Unnamed;
+use crate::program::Program;
 use crate::{NAME_LEN, TapError, is_name};
 
 /// TAP mode, and no packet information before frames.
@@ -52,6 +54,9 @@ const TUNGETIFF: Opcode = opcode::read::<u32>(b'T', 210);
 
 /// Returns the network namespace of the interface (since Linux 5.8).
 const TUNGETDEVNETNS: Opcode = opcode::none(b'T', 227);
+
+/// Takes the descriptor of a program, or -1 (since Linux 4.16). The number says that the kernel writes it.
+const TUNSETSTEERINGEBPF: Opcode = opcode::read::<i32>(b'T', 224);
 
 /// Takes a number.
 const TUNSETOFFLOAD: Opcode = opcode::write::<u32>(b'T', 208);
@@ -131,6 +136,17 @@ pub fn give_flows(queue: BorrowedFd<'_>, gets_some: bool) -> Result<(), Errno> {
     unsafe { rustix::ioctl::ioctl(queue, updater) }
 }
 
+/// Has the kernel give all flows of an interface to the queue that was opened first, or spread them over all queues. `queue`
+/// is any of them.
+pub fn give_first_queue_all(queue: BorrowedFd<'_>, gets_all: bool) -> Result<(), Errno> {
+    let program = gets_all.then(Program::first_queue).transpose()?;
+    let number = program.as_ref().map_or(-1, |program| program.as_fd().as_raw_fd());
+    // SAFETY: the request takes this number (T3).
+    let setter = unsafe { Setter::<{ TUNSETSTEERINGEBPF }, i32>::new(number) };
+    // SAFETY: the kernel refuses other kinds of descriptors, and holds the program by itself (T3).
+    unsafe { rustix::ioctl::ioctl(queue, setter) }
+}
+
 /// Opens `name` as a TAP device with `flags` besides those that each has.
 fn open_with(name: &str, before: Before, flags: u16) -> Result<OwnedFd, TapError> {
     let header = if before == Before::Offload { IFF_VNET_HDR } else { 0 };
@@ -202,7 +218,7 @@ fn name_and_flags(device: BorrowedFd<'_>) -> Result<(String, u16), Errno> {
 /// Returns the network namespace of a TAP device's interface. The caller may be in any namespace.
 pub fn namespace_of(device: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
     struct Ask;
-    // SAFETY: the request takes no argument, and returns a descriptor (T3).
+    // SAFETY: the request takes no argument, and returns a descriptor (T4).
     unsafe impl Ioctl for Ask {
         type Output = OwnedFd;
         const IS_MUTATING: bool = false;
@@ -216,10 +232,10 @@ pub fn namespace_of(device: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
         }
 
         unsafe fn output_from_ptr(output: IoctlOutput, _: *mut c_void) -> Result<OwnedFd, Errno> {
-            // SAFETY: the kernel has just made it, for us alone (T3).
+            // SAFETY: the kernel has just made it, for us alone (T4).
             Ok(unsafe { OwnedFd::from_raw_fd(output) })
         }
     }
-    // SAFETY: the kernel refuses other kinds of descriptors (T3).
+    // SAFETY: the kernel refuses other kinds of descriptors (T4).
     unsafe { rustix::ioctl::ioctl(device, Ask) }
 }

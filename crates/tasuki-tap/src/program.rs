@@ -26,6 +26,7 @@ const PROGRAM_LOAD: c_long = 5;
 const HASH: u32 = 1;
 const ARRAY: u32 = 2;
 const CLASSIFIER: u32 = 3;
+const SOCKET_FILTER: u32 = 1;
 
 /// Kernel functions that a classifier may call.
 const LOOKUP: i32 = 1;
@@ -265,10 +266,10 @@ impl AsFd for Program {
 }
 
 impl Program {
-    fn load(code: &[Instruction]) -> Result<Self, Errno> {
+    fn load(kind: u32, code: &[Instruction]) -> Result<Self, Errno> {
         let license = c"Apache-2.0 OR MIT";
         let mut attribute = ProgramLoad {
-            kind: CLASSIFIER,
+            kind,
             instructions: u32::try_from(code.len()).expect("a few dozen"),
             code: address_of(code),
             license: address_of(license.to_bytes_with_nul()),
@@ -282,13 +283,18 @@ impl Program {
     /// Loads the program for the interface where frames of the node with the address `mac` arrive. A frame with this
     /// source address and a destination in `ways` goes there; all others go to `otherwise`, an interface index.
     pub fn sorter(mac: [u8; 6], sender: &Sender, ways: &Ways, otherwise: u32) -> Result<Self, Errno> {
-        Self::load(&sorter(mac, sender.0.as_raw_fd(), ways.0.as_raw_fd(), number(otherwise)))
+        Self::load(CLASSIFIER, &sorter(mac, sender.0.as_raw_fd(), ways.0.as_raw_fd(), number(otherwise)))
     }
 
     /// Loads the program for an interface whose received frames all go to the namespace of the peer of `interface`,
     /// a veth end.
     pub fn forwarder(interface: u32) -> Result<Self, Errno> {
-        Self::load(&[set(R1, number(interface)), set(R2, 0), call(REDIRECT_PEER), EXIT])
+        Self::load(CLASSIFIER, &[set(R1, number(interface)), set(R2, 0), call(REDIRECT_PEER), EXIT])
+    }
+
+    /// Loads the program for a TAP with several queues that has all frames go by the queue that was opened first.
+    pub fn first_queue() -> Result<Self, Errno> {
+        Self::load(SOCKET_FILTER, &[set(R0, 0), EXIT])
     }
 }
 

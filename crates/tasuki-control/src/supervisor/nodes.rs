@@ -7,6 +7,7 @@ use tasuki_relay::message::ToWorker;
 use super::door::{Answer, No, why};
 use super::endpoints::Endpoint;
 use super::keeping::Key;
+use super::queues::Draining;
 use super::taps::TapEnd;
 use super::worker::Stage;
 use super::{About, Node, Supervisor, now};
@@ -19,6 +20,8 @@ use crate::registry::{Change, NodeRecord};
 pub struct Leaving {
     node: String,
     answer: Option<Answer<Removed>>,
+    /// The queue that it drives. Its workers end when that is empty.
+    draining: Option<Draining>,
 }
 
 impl Supervisor {
@@ -190,11 +193,20 @@ impl Supervisor {
         }
     }
 
-    /// Has a node's workers end; the answer comes when they have.
+    /// Has a node's workers end once its queue, if it drives one, is empty; the answer comes when they have.
     pub(super) fn begin_removing(&mut self, name: &str, answer: Answer<Removed>) {
         if let Err(no) = self.may_be_removed(name) {
             return drop(answer.send(Err(no)));
         }
+        let draining = self.begin_draining(name);
+        let is_drained = draining.is_none();
+        self.leaving.push(Leaving { node: name.to_owned(), answer: Some(answer), draining });
+        if is_drained {
+            self.end_workers(name);
+        }
+    }
+
+    fn end_workers(&mut self, name: &str) {
         let ends: Vec<u32> = self
             .cards
             .values()
@@ -207,7 +219,6 @@ impl Supervisor {
             worker.stage = Stage::Leaving(now());
             let _ = worker.write(&ToWorker::End, &[]);
         }
-        self.leaving.push(Leaving { node: name.to_owned(), answer: Some(answer) });
     }
 
     pub(super) fn may_be_removed(&self, name: &str) -> Result<(), No> {
@@ -245,12 +256,23 @@ impl Supervisor {
         self.leaving.iter().any(|leaving| leaving.node == name)
     }
 
-    /// Removes the nodes whose workers have ended.
+    /// Ends the workers of the nodes whose queues are empty, and removes the nodes whose workers have ended.
     pub(super) fn go_on_removing(&mut self) {
-        let has_workers = |leaving: &Leaving| self.workers.values().any(|worker| worker.record.node == leaving.node);
-        let (rest, gone): (Vec<_>, Vec<_>) = std::mem::take(&mut self.leaving).into_iter().partition(has_workers);
+        for at in 0..self.leaving.len() {
+            let Some(mut draining) = self.leaving[at].draining.take() else { continue };
+            let name = self.leaving[at].node.clone();
+            if self.is_drained(&name, &mut draining) {
+                self.end_workers(&name);
+            } else {
+                self.leaving[at].draining = Some(draining);
+            }
+        }
+        let stays = |leaving: &Leaving| {
+            leaving.draining.is_some() || self.workers.values().any(|worker| worker.record.node == leaving.node)
+        };
+        let (rest, gone): (Vec<_>, Vec<_>) = std::mem::take(&mut self.leaving).into_iter().partition(stays);
         self.leaving = rest;
-        for Leaving { node: name, answer } in gone {
+        for Leaving { node: name, answer, .. } in gone {
             let ends = self.cards.values().filter(|card| card.node == name && card.vni().is_some());
             for nic in ends.map(|card| card.number).collect::<Vec<_>>() {
                 self.cards.remove(&nic);

@@ -3,13 +3,18 @@
 //! address is that of the interface: in the VNI's directory both nodes share it, and each gets other flows.
 //!
 //! A queue that nobody drives would swallow its flows. If no worker comes, they go by the other queues until one does.
+//!
+//! No frame is lost as a queue comes or goes. The kernel gives all flows of the interface to the first queue until a new
+//! one has a worker whose address the directory has. Before one goes away, the kernel does the same, and then the other
+//! nodes give theirs to the rest; each time its worker passes on what is in it.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_relay::message;
-use tasuki_tap::device::{another_queue, give_flows, is_gone};
+use tasuki_tap::device::{another_queue, give_first_queue_all, give_flows, is_gone};
 
 use super::card::Card;
 use super::keeping::{Found, Key};
@@ -19,21 +24,49 @@ use crate::config::{Config, Node};
 /// How long a node in trouble drives its queue, or does not, before that counts: its workers may die one after the other.
 const STAYS: Duration = Duration::from_secs(2);
 
+/// How long nothing moves in a queue that is empty, and in one that is not by its counters, which a worker's death can
+/// leave different for good.
+const QUIET: Duration = Duration::from_millis(20);
+const STUCK: Duration = Duration::from_millis(200);
+
+/// How long a worker drives a queue until flows go by it: it may have yet to hear of a new directory.
+const SETTLES: Duration = Duration::from_millis(100);
+
+/// How long a queue is given to drain, each time.
+const DRAINS: Duration = Duration::from_secs(1);
+
 /// One more queue of an interface.
 #[derive(Debug)]
 pub struct Queue {
     pub device: OwnedFd,
     /// Whether its flows go by it.
     has_flows: bool,
+    /// Whether the kernel gives all flows of the interface to the first queue meanwhile: it is new, or about to go.
+    is_spared: bool,
     /// Whether a worker drives it, and since when that is so.
     is_driven: bool,
     since: Duration,
 }
 
 impl Queue {
-    /// The kernel gives it flows at once: frames wait in it for its first worker.
-    fn of(device: OwnedFd) -> Self {
-        Queue { device, has_flows: true, is_driven: false, since: now() }
+    fn of(device: OwnedFd, is_spared: bool) -> Self {
+        Queue { device, has_flows: true, is_spared, is_driven: false, since: now() }
+    }
+}
+
+/// A queue that is to go away, once its worker has passed on what is in it.
+#[derive(Debug)]
+pub struct Draining {
+    /// Whether the other nodes give it nothing more. Before that the kernel does not.
+    is_hidden: bool,
+    since: Duration,
+    /// Number of frames that it has passed on the way that is being drained, and since when it is that.
+    moved: (u64, Duration),
+}
+
+impl Draining {
+    fn begin(is_hidden: bool, moved: u64) -> Self {
+        Draining { is_hidden, since: now(), moved: (moved, now()) }
     }
 }
 
@@ -52,7 +85,8 @@ impl Supervisor {
             let queue = queue.filter(|queue| living.contains(&node.name) || !is_gone(queue.as_fd()));
             // It has none if nobody drove it. Otherwise that is refused.
             let _ = queue.as_ref().map(|queue| give_flows(queue.as_fd(), true));
-            self.queues.extend(queue.map(|queue| (node.name.clone(), Queue::of(queue))));
+            // The last daemon may have died as it spared it: that ends as for a new one.
+            self.queues.extend(queue.map(|queue| (node.name.clone(), Queue::of(queue, true))));
         }
     }
 
@@ -63,12 +97,20 @@ impl Supervisor {
             !self.leaves(of),
             "node {of} is being removed, and its interface with it; add both again when it is gone"
         );
-        // Once it is open, the kernel gives it flows.
+        // Once it is open, the kernel may give it flows.
         node.vni.as_ref().map_or(Ok(()), |vni| self.all_know_sharing(vni))?;
         let (_, first) = self.tap_for(of)?.with_context(|| format!("node {of} has no interface"))?;
+        // If the kernel refuses, frames wait in the new queue for its first worker.
+        let is_spared = give_first_queue_all(first.as_fd(), true).is_ok();
         let queue = another_queue(first.as_fd())
-            .with_context(|| format!("the interface of node {of} has no queue for node {}", node.name))?;
-        self.queues.insert(node.name.clone(), Queue::of(queue));
+            .with_context(|| format!("the interface of node {of} has no queue for node {}", node.name));
+        match queue {
+            Ok(queue) => _ = self.queues.insert(node.name.clone(), Queue::of(queue, is_spared)),
+            Err(error) => {
+                self.fit_first_queue(of, first.as_fd());
+                return Err(error);
+            }
+        }
         Ok(())
     }
 
@@ -91,9 +133,60 @@ impl Supervisor {
         }
     }
 
-    /// Has the flows of a queue that goes away go by the others.
+    /// Begins to drain the queue that a node drives. Returns `None` if there is none, or nobody drives it, or the kernel
+    /// refuses: then the frames that are in it are lost.
+    pub(super) fn begin_draining(&mut self, node: &str) -> Option<Draining> {
+        let queue = self.queues.get_mut(node).filter(|queue| queue.has_flows && queue.is_driven)?;
+        give_first_queue_all(queue.device.as_fd(), true).ok()?;
+        queue.is_spared = true;
+        Some(Draining::begin(false, 0))
+    }
+
+    /// Goes on to drain a node's queue. Returns whether nothing is left to do.
+    pub(super) fn is_drained(&mut self, node: &str, it: &mut Draining) -> bool {
+        let end = self.cards.values().find(|card| card.node == node && card.vni().is_some()).map(|card| card.number);
+        let Some((end, queue)) = end.zip(self.queues.get(node)) else { return true };
+        let Some([out, into]) = self.traffic_of(end) else { return true };
+        // As long as the other nodes give it frames, it does not stand still that way.
+        let traffic = if it.is_hidden { into } else { out };
+        if it.moved.0 != traffic.received {
+            it.moved = (traffic.received, now());
+        }
+        let mut poll = [PollFd::new(&queue.device, PollFlags::IN)];
+        let waits =
+            traffic.waits || rustix::event::poll(&mut poll, Some(&Timespec::default())).is_ok_and(|some| some > 0);
+        let stays = now().saturating_sub(it.moved.1);
+        let is_quiet = stays >= if waits { STUCK } else { QUIET } || now().saturating_sub(it.since) >= DRAINS;
+        if is_quiet && !it.is_hidden {
+            // Frames from a node whose address the directory does not have are taken for forged: it had to send all first.
+            self.show_address(end, false);
+            *it = Draining::begin(true, into.received);
+            return false;
+        }
+        is_quiet
+    }
+
+    /// Has the kernel give the flows of a queue that goes away to the others.
     pub(super) fn divert(&mut self, node: &str) {
         let _ = self.queues.get(node).map(|queue| give_flows(queue.device.as_fd(), false));
+        self.spare_no_more(node);
+    }
+
+    fn spare_no_more(&mut self, node: &str) {
+        let of = self.config.node(node).and_then(Node::queue_of).map(str::to_owned);
+        let Some((of, queue)) = of.zip(self.queues.get_mut(node).filter(|queue| queue.is_spared)) else { return };
+        queue.is_spared = false;
+        if let Some(queue) = self.queues.get(node) {
+            self.fit_first_queue(&of, queue.device.as_fd());
+        }
+    }
+
+    /// Has the kernel give all flows of a node's interface to its first queue while one of the others is spared. `queue` is
+    /// any of them. If the interface is gone, it has no flows.
+    fn fit_first_queue(&self, of: &str, queue: BorrowedFd<'_>) {
+        let is_its = |name: &str| self.config.node(name).and_then(Node::queue_of) == Some(of);
+        let is_any = self.queues.iter().any(|(name, queue)| queue.is_spared && is_its(name));
+        let _ = give_first_queue_all(queue, is_any);
     }
 
     /// Has the flows of each queue go by it while a worker drives it, or is about to.
@@ -124,15 +217,24 @@ impl Supervisor {
             };
             if queue.has_flows != gets_some {
                 queue.has_flows = gets_some;
+                // The kernel gives it flows only while its address is shown: its worker takes others for forged.
+                if gets_some {
+                    self.show_address(end, true);
+                }
                 // It fails if the interface is gone, and no flow with it is left.
-                let _ = give_flows(queue.device.as_fd(), gets_some);
-                self.show_address(end, gets_some);
+                let _ = self.queues.get(&name).map(|queue| give_flows(queue.device.as_fd(), gets_some));
+                if !gets_some {
+                    self.show_address(end, false);
+                }
                 let what = if gets_some {
                     "its flows go by it again"
                 } else {
                     "no worker drives its queue, and the flows of that go by the other queues until one does"
                 };
                 self.note(About::node(&name), format!("node {name}: {what}"));
+            }
+            if is_driven && stays >= SETTLES || !gets_some {
+                self.spare_no_more(&name);
             }
         }
     }

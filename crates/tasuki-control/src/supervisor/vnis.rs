@@ -407,6 +407,24 @@ impl Supervisor {
         }
     }
 
+    /// Returns the traffic from a node's end to all others, and from them to it. It comes from their node memories, which
+    /// workers write, so it may be wrong.
+    pub(super) fn traffic_of(&self, nic: u32) -> Option<[Traffic; 2]> {
+        let (net, number, member) = self.membership(nic)?;
+        let (ours, _) = PeerNodeMemory::map(&member.node_memory).ok()?;
+        let mut traffic = [Traffic::default(); 2];
+        for (other, its) in net.members.iter().filter(|(other, _)| **other != number) {
+            let (theirs, _) = PeerNodeMemory::map(&its.node_memory).ok()?;
+            let [received, sent] = [1, 2].map(|word| ours.line_of(*other).load(0, word));
+            let [received_there, sent_there] = [1, 2].map(|word| theirs.line_of(number).load(0, word));
+            for (way, sent, received) in [(0, sent, received_there), (1, sent_there, received)] {
+                traffic[way].received = traffic[way].received.wrapping_add(received);
+                traffic[way].waits |= sent != received;
+            }
+        }
+        Some(traffic)
+    }
+
     fn net_by_name(&self, name: &str) -> Result<&Net, No> {
         self.vnis.get(name).ok_or_else(|| {
             let there = there_are(self.vnis.keys());
@@ -507,6 +525,15 @@ fn queue_view(queue: usize, counts: [u64; QUEUE_COUNTS.len()]) -> QueueView {
         drops_length,
         drops_other,
     }
+}
+
+/// Traffic between a node's end and others, one way.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Traffic {
+    /// Number of frames.
+    pub received: u64,
+    /// Whether more were sent than were received.
+    pub waits: bool,
 }
 
 impl Card {
