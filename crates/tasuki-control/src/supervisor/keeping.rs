@@ -23,6 +23,8 @@ use crate::process::Process;
 
 /// Time a keeper may take to list its entries.
 const SAYS_WITHIN: Duration = Duration::from_secs(10);
+/// Pause between two looks whether a keeper has begun.
+const BEGINS: Duration = Duration::from_millis(10);
 /// Pause between two attempts to start a keeper.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -110,15 +112,31 @@ impl Way {
     /// # Errors
     /// That cannot be known: this process may open no more descriptors.
     fn find(path: &std::path::Path) -> Result<Option<Self>> {
-        let socket = match channel::connect(path) {
-            Ok(socket) => socket,
-            Err(error) if channel::lacks(&error) => return Err(error).context(FEWER),
-            Err(_) => return Ok(None),
-        };
-        let Ok(peer) = rustix::net::sockopt::socket_peercred(&socket) else { return Ok(None) };
-        let process = Process::by_pid(peer.pid).context(FEWER)?;
-        let process = process.filter(|_| peer.uid == rustix::process::geteuid());
-        Ok(process.map(|process| Way { socket, process }))
+        let until = now() + SAYS_WITHIN;
+        loop {
+            match channel::connect(path) {
+                Ok(socket) => {
+                    let peer = rustix::net::sockopt::socket_peercred(&socket).ok();
+                    let Some(peer) = peer.filter(|peer| peer.uid == rustix::process::geteuid()) else {
+                        return Ok(None);
+                    };
+                    let process = Process::by_pid(peer.pid).context(FEWER)?;
+                    if let Some(process) = process.filter(|process| process.name().pid != std::process::id()) {
+                        return Ok(Some(Way { socket, process }));
+                    }
+                }
+                Err(error) if channel::lacks(&error) => return Err(error).context(FEWER),
+                // As many as may have called before.
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                Err(_) => return Ok(None),
+            }
+            // The keeper has yet to begin: until then the kernel names the daemon that started it, which is dead, or went on
+            // as this one. It has what that daemon said.
+            if now() >= until {
+                return Ok(None);
+            }
+            std::thread::sleep(BEGINS);
+        }
     }
 
     fn start(folder: &std::path::Path, path: &std::path::Path) -> Result<Self> {

@@ -14,7 +14,7 @@ use serde_json::Value;
 use tasuki_tap::interface::Interface;
 use tasuki_testing::Program;
 
-use super::rig::{Rig, UNCONFINED, pid, signal, until};
+use super::rig::{Rig, UNCONFINED, lives, pid, signal, until};
 use super::rooms::{BURST, Exchange, Room, Stream, deaths, is_impossible};
 use super::storm;
 
@@ -595,5 +595,40 @@ fn a_node_added_by_hand_that_cannot_be_any_more_keeps_no_daemon_from_starting() 
     fs::remove_file(&socket).expect("a file");
     world.rig.await_worker("dpdk", "drives");
     world.rig.ask(&["node", "remove", "dpdk"]);
+    world.end();
+}
+
+/// It dies within milliseconds of its first keeper, which a busy machine starts late. The kernel names the dead daemon as
+/// the process that listens there until the keeper has begun.
+#[test]
+fn a_daemon_that_begins_before_the_keeper_of_a_dead_one_waits_for_it() {
+    let Some(mut world) = World::new() else { return };
+    if let Err(error) = Command::new("strace").arg("--version").stdout(Stdio::null()).status() {
+        return println!("skipped: needs strace ({error})");
+    }
+    world.rig.stop();
+    for (name, room, address) in [("shop", &world.shop, SHOP), ("desk", &world.desk, DESK)] {
+        let tap = format!("{{ netns = {:?}, name = \"lan\", address = \"{address}/24\" }}", room.path());
+        world.rig.configure(|text| format!("{text}[[node]]\nname = {name:?}\nvni = \"lan\"\nwork.tap = {tap}\n"));
+    }
+    let tasukid = world.rig.tasukid();
+    // strace plays the busy machine.
+    let mut traced = Command::new("strace");
+    traced.args(["-f", "-qq", "-o"]).arg(world.rig.path("trace"));
+    // The first of each process: that of the daemon, before it starts the keeper, and that of the keeper.
+    traced.args(["-e", "trace=listen", "-e", "inject=listen:delay_enter=2000000:when=1"]);
+    traced.arg(tasukid.get_program()).args(tasukid.get_args()).stdin(Stdio::null()).stdout(Stdio::null());
+    traced.envs(tasukid.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    traced.env_remove("NOTIFY_SOCKET").env("RUST_LOG", "off").env("TASUKI_CRASH", "daemon.worker-told:2");
+    let _traced = Program::start(&mut traced);
+    // The second worker is told of after the daemon has said all to the keeper.
+    let lock = world.rig.dir().join("tasukid.lock");
+    let of_before = fs::read_to_string(&lock).unwrap_or_default();
+    let is_its = |text: &String| *text != of_before;
+    let daemon = || fs::read_to_string(&lock).ok().filter(is_its)?.trim().parse::<u32>().ok();
+    until(&world.rig, "it dies", || daemon().is_some_and(|daemon| !lives(daemon)));
+    world.rig.start();
+    world.await_pairs();
+    until(&world.rig, "it answers", || world.is_answered(DESK));
     world.end();
 }
