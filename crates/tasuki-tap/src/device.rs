@@ -136,6 +136,11 @@ pub fn give_flows(queue: BorrowedFd<'_>, gets_some: bool) -> Result<(), Errno> {
     unsafe { rustix::ioctl::ioctl(queue, updater) }
 }
 
+/// Returns whether the kernel gives a queue no flows ([`give_flows`]).
+pub fn is_detached(queue: BorrowedFd<'_>) -> bool {
+    name_and_flags(queue).is_ok_and(|(_, flags)| flags & IFF_DETACH_QUEUE != 0)
+}
+
 /// Has the kernel give all flows of an interface to the queue that was opened first, or spread them over all queues. `queue`
 /// is any of them.
 pub fn give_first_queue_all(queue: BorrowedFd<'_>, gets_all: bool) -> Result<(), Errno> {

@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_relay::message;
-use tasuki_tap::device::{another_queue, give_first_queue_all, give_flows, is_gone};
+use tasuki_tap::device::{another_queue, give_first_queue_all, give_flows, is_detached, is_gone};
 
 use super::card::Card;
 use super::keeping::{Found, Key};
@@ -83,10 +83,10 @@ impl Supervisor {
         for node in self.config.node.iter().filter(|node| node.queue_of().is_some()) {
             let queue = found.remove(&Key::Queue(node.name.clone())).and_then(|(_, fds)| fds.into_iter().next());
             let queue = queue.filter(|queue| living.contains(&node.name) || !is_gone(queue.as_fd()));
-            // It has none if nobody drove it. Otherwise that is refused.
-            let _ = queue.as_ref().map(|queue| give_flows(queue.as_fd(), true));
-            // The last daemon may have died as it spared it: that ends as for a new one.
-            self.queues.extend(queue.map(|queue| (node.name.clone(), Queue::of(queue, true))));
+            // It has none if nobody drove it, and gets some when a worker does. The last daemon may have died as it spared
+            // it: that ends as for a new one.
+            let adopted = |queue: OwnedFd| Queue { has_flows: !is_detached(queue.as_fd()), ..Queue::of(queue, true) };
+            self.queues.extend(queue.map(|queue| (node.name.clone(), adopted(queue))));
         }
     }
 
@@ -128,9 +128,13 @@ impl Supervisor {
 
     /// Closes a node's queue, if it drives one: its flows go by the others.
     pub(super) fn forget_queue(&mut self, node: &Node) {
-        if self.queues.remove(&node.name).is_some() {
-            self.keep(Key::Queue(node.name.clone()));
+        let Some(queue) = self.queues.remove(&node.name) else { return };
+        // Its node could not be made.
+        if let Some(of) = node.queue_of().filter(|_| queue.is_spared) {
+            let _ = give_flows(queue.device.as_fd(), false);
+            self.fit_first_queue(of, queue.device.as_fd());
         }
+        self.keep(Key::Queue(node.name.clone()));
     }
 
     /// Begins to drain the queue that a node drives. Returns `None` if there is none, or nobody drives it, or the kernel
@@ -181,12 +185,23 @@ impl Supervisor {
         }
     }
 
-    /// Has the kernel give all flows of a node's interface to its first queue while one of the others is spared. `queue` is
+    /// Has the kernel spread the flows of a node's interface over all its queues again, if none of them is spared. `queue` is
     /// any of them. If the interface is gone, it has no flows.
     fn fit_first_queue(&self, of: &str, queue: BorrowedFd<'_>) {
         let is_its = |name: &str| self.config.node(name).and_then(Node::queue_of) == Some(of);
-        let is_any = self.queues.iter().any(|(name, queue)| queue.is_spared && is_its(name));
-        let _ = give_first_queue_all(queue, is_any);
+        if !self.queues.iter().any(|(name, queue)| queue.is_spared && is_its(name)) {
+            let _ = give_first_queue_all(queue, false);
+        }
+    }
+
+    /// Returns whether the other nodes give a node flows: all do, but one whose queue has none.
+    pub(super) fn gets_flows(&self, node: &str) -> bool {
+        self.queues.get(node).is_none_or(|queue| queue.has_flows)
+    }
+
+    /// Returns whether the kernel gives all flows of an interface to its first queue meanwhile.
+    pub(super) fn is_sparing(&self) -> bool {
+        self.queues.values().any(|queue| queue.is_spared)
     }
 
     /// Has the flows of each queue go by it while a worker drives it, or is about to.

@@ -550,6 +550,7 @@ impl Supervisor {
             || self.workers.values().any(|worker| !worker.serves())
             || !self.jobs.is_empty()
             || !self.leaving.is_empty()
+            || self.is_sparing()
             || self.stopping.is_some();
         let soon = (busy || self.is_opening() || self.is_depositing()).then(|| now() + Duration::from_millis(20));
         let ahead = self.ahead.iter().map(|it| it.since);

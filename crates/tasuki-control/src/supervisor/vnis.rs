@@ -268,6 +268,7 @@ impl Supervisor {
         // Map it as its neighbours will: memory that cannot be read does not join.
         PeerNodeMemory::map(&node_memory).context("its node memory cannot be read")?;
         let bell = copy(BELL)?;
+        let is_shown = self.gets_flows(&node);
         let net = self.net(&vni)?;
         let directory = net.directory_to_read()?;
         // One more is open while each of the others is told of it, and those that miss it are ended.
@@ -277,7 +278,11 @@ impl Supervisor {
         );
         // From here on nothing fails but the address.
         let shares = net.members.values().any(|member| member.lead == lead);
-        let added = if shares { net.directory.share(mac, number) } else { net.directory.add(mac, number) };
+        let added = match shares {
+            _ if !is_shown => Ok(()),
+            true => net.directory.share(mac, number),
+            false => net.directory.add(mac, number),
+        };
         added.map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
         net.next = net.next.max((number + 1) % NODES_MAX);
         net.members.insert(number, Member { node, lead, nic, mac, addresses, is_uplink, node_memory, bell });
@@ -400,7 +405,7 @@ impl Supervisor {
         let net = self.cards.get(&nic).and_then(|card| self.vnis.get_mut(card.vni()?));
         let Some((net, (number, mac))) = net.zip(at) else { return };
         if is_shown {
-            // It had its place there before.
+            // As many can have a place there as an interface has queues.
             let _ = net.directory.share(mac, number);
         } else {
             net.directory.remove(mac, number);
@@ -414,7 +419,8 @@ impl Supervisor {
         let (ours, _) = PeerNodeMemory::map(&member.node_memory).ok()?;
         let mut traffic = [Traffic::default(); 2];
         for (other, its) in net.members.iter().filter(|(other, _)| **other != number) {
-            let (theirs, _) = PeerNodeMemory::map(&its.node_memory).ok()?;
+            // The others' frames count, too.
+            let Ok((theirs, _)) = PeerNodeMemory::map(&its.node_memory) else { continue };
             let [received, sent] = [1, 2].map(|word| ours.line_of(*other).load(0, word));
             let [received_there, sent_there] = [1, 2].map(|word| theirs.line_of(number).load(0, word));
             for (way, sent, received) in [(0, sent, received_there), (1, sent_there, received)] {

@@ -3,7 +3,7 @@
 use std::net::UdpSocket;
 use std::path::Path;
 
-use rustix::process::Signal;
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 
 use super::real::released;
 use super::rig::{pid, signal, until};
@@ -15,8 +15,8 @@ use super::vnis::{DESK, SHOP, World};
 const FLOWS: usize = 8;
 
 /// Makes both namespaces, and starts the flows between them. Both queues carry some.
-fn begin(world: &World) -> Vec<Exchange> {
-    world.add("shop", &world.shop, SHOP, &["--no-shortcut", "--queues", "2"]);
+fn begin(world: &World, queues: u32) -> Vec<Exchange> {
+    world.add("shop", &world.shop, SHOP, &["--no-shortcut", "--queues", &queues.to_string()]);
     world.add("desk", &world.desk, DESK, &["--no-shortcut"]);
     world.rig.ask(&["node", "add", "shop-1", "--queue-of", "shop"]);
     world.await_pairs();
@@ -66,7 +66,7 @@ fn sum(flows: Vec<Exchange>) -> Tally {
 #[test]
 fn flows_over_two_queues_lose_nothing_while_the_workers_of_both_and_the_daemon_are_replaced() {
     let Some(mut world) = World::new() else { return };
-    let flows = begin(&world);
+    let flows = begin(&world, 2);
     for node in ["shop-1", "shop", "desk"] {
         world.rig.ask(&["worker", "upgrade", node]);
         world.rig.await_pair(node);
@@ -96,7 +96,7 @@ fn flows_over_two_queues_lose_nothing_while_the_workers_of_both_and_the_daemon_a
 #[test]
 fn a_queue_comes_and_goes_while_flows_go_on_and_its_interface_stays_as_long() {
     let Some(world) = World::new() else { return };
-    let flows = begin(&world);
+    let flows = begin(&world, 2);
     let refused = world.rig.refused(&["node", "remove", "shop"]);
     assert!(refused.contains("drives a queue") && refused.contains("tasuki node remove shop-1"), "{refused}");
     let add = ["node", "add", "shop-2", "--queue-of", "shop"];
@@ -186,22 +186,27 @@ fn of_three_queues_the_middle_one_comes_and_goes_and_a_daemon_dies_meanwhile() {
 /// A queue that nobody drives would swallow its flows, if the kernel and the other nodes still gave it some.
 #[test]
 fn flows_of_a_queue_that_gets_no_worker_go_by_the_others_until_it_has_one() {
-    let Some(world) = World::of_scripts() else { return };
+    let Some(mut world) = World::of_scripts() else { return };
     let program = world.rig.path("worker");
     let stock = beside("tasuki-worker").expect("looked for before");
     world.rig.configure(|text| text.replace(&format!("{stock:?}"), &format!("{program:?}")));
+    let aside = world.rig.path("aside");
     let becomes = |target: &Path| {
-        let aside = world.rig.path("aside");
         std::os::unix::fs::symlink(target, &aside).expect("a link");
         std::fs::rename(&aside, &program).expect("a name");
     };
     becomes(&stock);
     world.rig.ask(&["apply"]);
-    let flows = begin(&world);
+    let flows = begin(&world, 2);
     world.rig.ask(&["node", "remove", "shop-1"]);
     becomes(Path::new("/bin/false"));
     world.rig.ask(&["node", "add", "shop-1", "--queue-of", "shop"]);
     world.rig.await_event("node shop-1: no worker drives its queue");
+    all_go_on(&world, &flows, 50);
+    // The next daemon finds it as it is.
+    world.rig.kill_daemon();
+    world.rig.start();
+    world.await_pairs();
     all_go_on(&world, &flows, 50);
     becomes(&stock);
     world.rig.ask(&["worker", "upgrade", "shop-1"]);
@@ -209,7 +214,38 @@ fn flows_of_a_queue_that_gets_no_worker_go_by_the_others_until_it_has_one() {
     all_go_on(&world, &flows, 50);
     both_carry(&world);
     let tally = sum(flows);
-    assert_eq!(tally.twice + tally.twice_there, 0, "{tally:?}");
+    println!("{tally:?}");
+    assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
+    world.end();
+}
+
+/// All flows would go by the first queue for good, if they still did when the new one is gone.
+#[test]
+fn flows_go_by_all_queues_after_one_more_could_not_be_added() {
+    let Some(world) = World::new() else { return };
+    let flows = begin(&world, 3);
+    let daemon = i32::try_from(world.rig.daemon_pid()).ok().and_then(Pid::from_raw);
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    let limit = |current| prlimit(daemon, Resource::Nofile, Rlimit { current, maximum }).expect("a limit");
+    let open = std::fs::read_dir(format!("/proc/{}/fd", world.rig.daemon_pid())).expect("descriptors").count() as u64;
+    // It has too few descriptors for each step of the work, one after the other.
+    let mut refused = 0;
+    for more in 2.. {
+        let was = limit(Some(open + more));
+        let said = world.rig.tasuki(&["node", "add", "shop-2", "--queue-of", "shop"]);
+        limit(was.current);
+        if said.status.success() {
+            break;
+        }
+        refused += 1;
+        both_carry(&world);
+    }
+    assert!(refused > 0, "it had enough");
+    world.rig.await_pair("shop-2");
+    both_carry(&world);
+    let tally = sum(flows);
+    println!("{tally:?} after {refused} refusals");
+    assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
     world.end();
 }
 
