@@ -23,7 +23,7 @@ use crate::process::Process;
 
 /// Time a keeper may take to list its entries.
 const SAYS_WITHIN: Duration = Duration::from_secs(10);
-/// Pause between two looks whether a keeper has begun.
+/// Pause between two looks whether a keeper has begun, of which the kernel tells no other process.
 const BEGINS: Duration = Duration::from_millis(10);
 /// Pause between two attempts to start a keeper.
 const RETRY: Duration = Duration::from_secs(1);

@@ -14,6 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_relay::message;
+use tasuki_shm::crash;
 use tasuki_tap::device::{another_queue, give_first_queue_all, give_flows, is_detached, is_gone};
 
 use super::card::Card;
@@ -164,6 +165,7 @@ impl Supervisor {
         if is_quiet && !it.is_hidden {
             // Frames from a node whose address the directory does not have are taken for forged: it had to send all first.
             self.show_address(end, false);
+            crash::point("daemon.hidden");
             *it = Draining::begin(true, into.received);
             return false;
         }
