@@ -271,10 +271,7 @@ fn main() -> ExitCode {
     match &arguments.verb {
         None => {}
         Some(Verb::Keep { folder }) => {
-            return match tasuki_control::keeper::run(folder) {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(_) => ExitCode::FAILURE,
-            };
+            return exit_code(tasuki_control::keeper::run(folder));
         }
         Some(Verb::Man { folder }) => {
             let written = clap_mangen::generate_to(Arguments::command(), folder);
