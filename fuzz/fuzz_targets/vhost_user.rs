@@ -141,14 +141,15 @@ impl Attack {
     fn leave(&mut self) {
         self.machine = None;
         self.raw.clear();
+        // One whose own socket came with half a message has not left yet: each tick sends one away.
+        for _ in 0..=CONNECTIONS {
+            (0..70).for_each(|_| self.turn());
+            self.tick(Duration::from_secs(6));
+        }
         let (mut turns, mut idle) = (0, 0);
         while idle < 3 {
             self.turn();
             turns += 1;
-            if turns == 100 {
-                // One whose own socket came with half a message has not left yet.
-                self.tick(Duration::from_secs(6));
-            }
             assert!(turns < 100_000, "a node without a machine sleeps");
             let is_idle = self.node.arm() == Armed::Idle && !self.node.end.is_running();
             idle = if is_idle { idle + 1 } else { 0 };

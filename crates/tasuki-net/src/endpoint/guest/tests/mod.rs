@@ -500,6 +500,20 @@ fn a_front_end_that_says_nothing_or_half_a_message_is_gone_after_a_while() {
     assert!(net.guest().is_running());
     let said = tick(&mut net);
     assert!(said.contains("it began a message"), "{said}");
+    // Two of the kind take both places.
+    for _ in 0..2 {
+        let machine = net.machine(ALL, 64);
+        machine.ask(11, &theirs::state(0, 0), &mut || net.turn());
+        machine.ask(11, &theirs::state(1, 0), &mut || net.turn());
+        assert!(theirs::send(&machine.socket, &theirs::message(12, 0, &[0; 8])[..5], &[machine.socket.as_fd()]));
+        net.settle();
+    }
+    let third = theirs::connect(&path);
+    net.settle();
+    let said = net.trouble();
+    assert!(said.contains("a third front end connected"), "{said}");
+    drop(third);
+    (0..2).for_each(|_| _ = tick(&mut net));
     net.machine(ALL, 64);
     assert!(net.guest().is_running());
 }
