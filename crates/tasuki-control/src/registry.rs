@@ -132,6 +132,9 @@ pub struct NodeRecord {
     /// count once it is made anew.
     #[serde(default)]
     pub made: Option<serde_json::Value>,
+    /// It is being removed, and its neighbours may have heard of that.
+    #[serde(default)]
+    pub leaves: bool,
 }
 
 impl NodeRecord {

@@ -52,7 +52,10 @@ fn is_killed(socket: &OwnedFd, path: &Path) -> Option<u32> {
 
 impl Supervisor {
     /// Makes nodes and cards as the configuration has them, and asks the workers that still run.
-    pub(super) fn adopt(&mut self, known: Known, mut found: Found) -> Result<()> {
+    pub(super) fn adopt(&mut self, mut known: Known, mut found: Found) -> Result<()> {
+        // No other gets the number of a NIC that a worker has yet.
+        let mut numbers: BTreeSet<u32> = known.nics.iter().map(|record| record.number).collect();
+        let leaving = self.end_removals_of_before(&mut known, &mut found);
         let Known { workers, nics, nodes, added, fenced, events, .. } = known;
         self.events = events;
         let mut alive: Vec<(WorkerRecord, Process)> = Vec::new();
@@ -64,7 +67,8 @@ impl Supervisor {
             self.go_by_what_was_made(&nodes);
         }
         self.add_nodes_of_before(added);
-        let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
+        let nodes_of = |(record, _): &(WorkerRecord, Process)| record.node.clone();
+        let living: Vec<String> = alive.iter().map(nodes_of).filter(|node| !leaving.contains(node)).collect();
         self.begin_queues(&living, &mut found);
         self.begin_taps(&living, &mut found)?;
         self.begin_endpoints(&living, &mut found);
@@ -86,7 +90,6 @@ impl Supervisor {
         // A node of one of these names that comes later is another.
         let gone = nodes.into_iter().filter(|(name, _)| !self.nodes.contains_key(name));
         self.changes.extend(gone.map(|(name, _)| Change::Removed(name)));
-        let mut numbers: BTreeSet<u32> = nics.iter().map(|record| record.number).collect();
         for config in self.config.nic.clone() {
             let record = nics.iter().find(|record| record.name == config.name);
             let number =
@@ -137,7 +140,11 @@ impl Supervisor {
         for (record, process) in alive {
             let is_fenced = fenced.contains(&record.party);
             let its = found.remove(&Key::Worker(record.party));
+            let (number, leaves) = (record.party, leaving.contains(&record.node));
             self.adopt_worker(record, process, is_fenced, its)?;
+            if leaves {
+                self.condemn(number, "is of a node that the last tasukid was removing".to_owned());
+            }
         }
         self.adopting = true;
         Ok(())

@@ -2,18 +2,21 @@
 //! are removed, or until the daemon stops everything and starts anew with no worker to adopt. The configuration
 //! counts more.
 
+use std::collections::BTreeSet;
+
 use tasuki_relay::message::ToWorker;
+use tasuki_shm::crash;
 
 use super::door::{Answer, No, why};
 use super::endpoints::Endpoint;
-use super::keeping::Key;
+use super::keeping::{Found, Key};
 use super::queues::Draining;
 use super::taps::TapEnd;
 use super::worker::Stage;
 use super::{About, Node, Supervisor, now};
 use crate::api::types::{NodeView, Removed};
 use crate::config::{self, Config};
-use crate::registry::{Change, NodeRecord};
+use crate::registry::{Change, Known, NodeRecord};
 
 /// A node being removed: it is gone once its workers have ended.
 #[derive(Debug)]
@@ -69,6 +72,35 @@ impl Supervisor {
                 }
             }
         }
+    }
+
+    /// Takes out of the records what the last daemon was removing, with nodes that were added by hand. Returns the names: their
+    /// workers are to end.
+    pub(super) fn end_removals_of_before(&mut self, known: &mut Known, found: &mut Found) -> BTreeSet<String> {
+        let Known { nodes, nics, added, .. } = known;
+        let leaving: BTreeSet<String> =
+            nodes.extract_if(.., |(_, record)| record.leaves).map(|(name, _)| name).collect();
+        for name in &leaving {
+            self.changes.push(Change::Removed(name.clone()));
+            found.remove(&Key::ProgramState(name.clone()));
+        }
+        for end in nics.extract_if(.., |nic| nic.number_on_vni.is_some() && leaving.contains(&nic.node)) {
+            self.changes.push(Change::NoNic(end.number));
+        }
+        let by_hand = added.extract_if(.., |node| leaving.contains(&node.name));
+        for node in by_hand.collect::<Vec<_>>() {
+            if let Some((label, mut end)) = Endpoint::of(&node) {
+                if let Some((mark, fds)) = found.remove(&Key::Endpoint(label)) {
+                    end.adopt(mark, fds.into_iter().next());
+                }
+                end.close();
+            }
+            self.note(About::node(&node.name), format!("node {} is gone: the last tasukid was removing it", node.name));
+        }
+        for node in self.config.node.iter().filter(|node| leaving.contains(&node.name)) {
+            node.endpoint().into_iter().for_each(|kind| drop(found.remove(&Key::Client(kind.label()))));
+        }
+        leaving
     }
 
     /// Returns the configuration with one more node.
@@ -156,7 +188,7 @@ impl Supervisor {
     }
 
     fn make_node(&mut self, node: &config::Node) -> anyhow::Result<()> {
-        let number = self.next_nic(&std::collections::BTreeSet::new()).unwrap_or(u32::MAX);
+        let number = self.next_nic(&BTreeSet::new()).unwrap_or(u32::MAX);
         let end = self.end_of(node, number)?;
         let record = NodeRecord::of(node);
         self.nodes.insert(node.name.clone(), Node::new(record.clone())?);
@@ -207,6 +239,12 @@ impl Supervisor {
     }
 
     fn end_workers(&mut self, name: &str) {
+        if let Some(node) = self.nodes.get_mut(name) {
+            node.record.leaves = true;
+            self.changes.push(Change::Node(name.to_owned(), node.record.clone()));
+        }
+        // The neighbours forget it. A daemon that adopted it would have it talk where nobody listens.
+        self.flush();
         let ends: Vec<u32> = self
             .cards
             .values()
@@ -214,6 +252,7 @@ impl Supervisor {
             .map(|card| card.number)
             .collect();
         ends.into_iter().for_each(|nic| self.leave(nic));
+        crash::point("daemon.left");
         self.divert(name);
         for worker in self.workers.values_mut().filter(|worker| worker.record.node == name) {
             worker.stage = Stage::Leaving(now());

@@ -16,7 +16,7 @@ use tasuki_testing::Program;
 
 use super::rig::{Rig, UNCONFINED, lives, pid, signal, until};
 use super::rooms::{BURST, Exchange, Room, Stream, deaths, is_impossible};
-use super::storm;
+use super::storm::{self, need_storm};
 
 /// Addresses for documentation (RFC 5737).
 pub const SHOP: &str = "192.0.2.1";
@@ -173,6 +173,50 @@ fn a_node_whose_workers_died_before_they_heard_that_another_left_talks_to_the_ne
     world.await_pairs();
     let tally = talk(&world);
     assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
+    world.end();
+}
+
+/// Its neighbours have forgotten it, and it not them.
+#[test]
+fn a_removal_that_its_daemon_does_not_live_to_end_is_ended_by_the_next_one() {
+    need_storm!();
+    let Some(mut world) = World::with_both_by_workers() else { return };
+    let third = Room::new();
+    const THIRD: &str = "192.0.2.3";
+    let tap = format!("{{ netns = {:?}, name = \"lan\", address = \"{THIRD}/24\", shortcut = false }}", third.path());
+    world.rig.configure(|text| format!("{text}[[node]]\nname = \"third\"\nvni = \"lan\"\nwork.tap = {tap}\n"));
+    world.rig.ask(&["apply"]);
+    let talk = |world: &World, to: &Room, address| {
+        let flow = Exchange::begin([(&world.shop, SHOP), (to, address)]);
+        // More than a ring holds.
+        flow.goes_on(&world.rig, 300);
+        let tally = flow.end();
+        assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
+    };
+    let is_there = |world: &World, name: &str| {
+        world.rig.json(&["node", "list"]).as_array().expect("nodes").iter().any(|node| node["name"] == name)
+    };
+    for (name, to, address, is_configured) in [("desk", &world.desk, DESK, false), ("third", &third, THIRD, true)] {
+        world.rig.await_pair(name);
+        talk(&world, to, address);
+        world.rig.kill_daemon();
+        world.rig.start_to_die(Some("daemon.left:1".to_owned()));
+        until(&world.rig, "tasukid serves", || world.rig.tasuki(&["status"]).status.success());
+        ["shop", "desk", "third"].iter().for_each(|node| _ = world.rig.await_pair(node));
+        let (driver, _) = world.rig.await_pair(name);
+        assert!(!world.rig.tasuki(&["node", "remove", name]).status.success());
+        world.rig.daemon_ends();
+        world.rig.start();
+        until(&world.rig, "its workers have ended", || !lives(pid(&driver)));
+        // The file has the one, and not the other.
+        assert_eq!(is_there(&world, name), is_configured, "{}", world.rig.log());
+        if !is_configured {
+            assert!(to.within(|| Interface::find("lan").is_err()), "its interface is gone with it");
+            world.add(name, to, address, &["--no-shortcut"]);
+        }
+        world.rig.await_pair(name);
+        talk(&world, to, address);
+    }
     world.end();
 }
 
