@@ -59,6 +59,9 @@ const ASIDE: &str = "tasukid";
 /// An empty group of another daemon is left over once it is older than this.
 const LEFT_FOR: Duration = Duration::from_secs(60);
 
+/// Number of attempts to make a group beside a daemon that removes the one around it.
+const TRIES: u32 = 1000;
+
 /// A mounted hierarchy, and the place of the daemon's groups in it.
 #[derive(Debug, Clone)]
 struct Hierarchy {
@@ -117,9 +120,17 @@ fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
     found
 }
 
-/// Makes the group for the daemon's nodes in this one; returns whether it is there.
-fn make(group: &Path, id: &str) -> bool {
-    fs::create_dir_all(of(group, id)).is_ok()
+/// Makes the group for the daemon's nodes in this one, and returns it.
+fn make(group: &Path, id: &str) -> io::Result<PathBuf> {
+    let made = of(group, id);
+    // A daemon that ends meanwhile removes the group around it, as long as that is empty.
+    for _ in 1..TRIES {
+        match fs::create_dir_all(&made) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            tried => return tried.map(|()| made),
+        }
+    }
+    fs::create_dir_all(&made).map(|()| made)
 }
 
 /// Returns the group for the daemon's nodes in this one.
@@ -148,14 +159,18 @@ impl Groups {
         for it in all.iter_mut().filter(|it| it.is_v2) {
             if let Some(named) = named.filter(|named| named.join("cgroup.controllers").exists()) {
                 it.own = named.to_owned();
-            } else if !of(&it.own, id).exists() && is_shared(&it.own) && !has_type(&it.mount) && make(&it.mount, id) {
+            } else if !of(&it.own, id).exists()
+                && is_shared(&it.own)
+                && !has_type(&it.mount)
+                && make(&it.mount, id).is_ok()
+            {
                 it.own = it.mount.clone();
             }
             let there = read(&it.own.join("cgroup.controllers"));
             it.controllers = there.split_whitespace().map(str::to_owned).collect();
         }
         all.retain(|it| it.is_v2 || CONTROLLERS.iter().any(|name| it.has(name)));
-        all.retain(|it| make(&it.own, id));
+        all.retain(|it| make(&it.own, id).is_ok());
         Groups { hierarchies: all, id: id.to_owned() }
     }
 
@@ -196,8 +211,7 @@ impl Groups {
         let mut group = Group { places: Vec::new(), freezer: None };
         let any_v2 = self.hierarchies.iter().any(|it| it.is_v2);
         for it in self.hierarchies.iter().filter(|it| is_of_use(it, bounds, any_v2)) {
-            let parent = it.own.join("tasuki").join(&self.id);
-            fs::create_dir_all(&parent)?;
+            let parent = make(&it.own, &self.id)?;
             if it.is_v2 {
                 let asked: Vec<_> = wanted(bounds).into_iter().filter(|name| it.has(name)).collect();
                 enable(&it.own, &parent, &asked)?;
@@ -497,6 +511,9 @@ impl Group {
 #[cfg(test)]
 mod tests {
     use std::process::{Child, Command, Stdio};
+    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::Ordering::Relaxed;
+    use std::thread;
     use std::time::Instant;
 
     use super::*;
@@ -519,6 +536,22 @@ mod tests {
         assert!(found[0].has("memory") && found[1].has("cpu") && !found[0].has("cpu"));
         let aside = hierarchies(mounts, &of_us.replace(".service", ".service/tasukid"));
         assert_eq!(aside[2].own, found[2].own, "one that is aside from its beginning has the same group");
+    }
+
+    #[test]
+    fn a_daemon_begins_beside_others_that_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let (around, is_over) = (folder.path().join("tasuki"), AtomicBool::new(false));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Relaxed) {
+                    let _ = fs::remove_dir(&around);
+                }
+            });
+            let made = (0..2000).map(|_| make(folder.path(), "id").and_then(fs::remove_dir)).collect::<Result<(), _>>();
+            is_over.store(true, Relaxed);
+            made.unwrap();
+        });
     }
 
     /// Groups of this machine of one version, which go when the test ends. `find` returns `None` where there are
