@@ -219,22 +219,11 @@ impl Memif {
     /// Reads the client's messages, and accepts new connections.
     fn hear(&mut self) {
         self.must_hear = false;
-        if let Some(client) = &mut self.client {
-            let was_attached = client.attached.is_some();
-            match client.hear(&self.terms) {
-                Ok(()) if !was_attached && client.attached.is_some() => {
-                    self.ledger.iter_mut().for_each(Ledger::begin);
-                    // The client may ring from the start: do not write into its rings before it has put something
-                    // there.
-                    self.serve(Some(false));
-                    self.clients.attached += 1;
-                }
-                Ok(()) => {}
-                Err(end) => self.end(end),
-            }
-        }
+        self.hear_client();
         for _ in 0..ACCEPTS {
             let Some(socket) = self.listener.accept() else { return };
+            // A program that begins anew may have left a moment ago.
+            self.hear_client();
             if self.client.is_some() {
                 self.note(Refusal::Busy(self.terms.id));
                 dismiss(&socket, Refusal::Busy(self.terms.id));
@@ -244,6 +233,21 @@ impl Memif {
                 Ok(client) if self.listener.watch(client.socket()).is_ok() => self.client = Some(Box::new(client)),
                 _ => self.clients.left += 1,
             }
+        }
+    }
+
+    fn hear_client(&mut self) {
+        let Some(client) = &mut self.client else { return };
+        let was_attached = client.attached.is_some();
+        match client.hear(&self.terms) {
+            Ok(()) if !was_attached && client.attached.is_some() => {
+                self.ledger.iter_mut().for_each(Ledger::begin);
+                // The client may ring from the start: do not write into its rings before it has put something there.
+                self.serve(Some(false));
+                self.clients.attached += 1;
+            }
+            Ok(()) => {}
+            Err(end) => self.end(end),
         }
     }
 

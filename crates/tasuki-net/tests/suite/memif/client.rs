@@ -71,6 +71,13 @@ pub fn eventfd() -> OwnedFd {
 /// The control channel.
 pub struct Channel(pub OwnedFd);
 
+impl Drop for Channel {
+    /// A process that another test starts just now has the socket open, too, until it runs its program.
+    fn drop(&mut self) {
+        let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
+    }
+}
+
 impl Channel {
     pub fn connect(path: &Path) -> Self {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
