@@ -1,7 +1,7 @@
 //! The real worker and the model of a card, under traffic that the model numbers and checks.
 
 use std::path::PathBuf;
-use std::sync::MutexGuard;
+use std::sync::RwLockWriteGuard;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -16,7 +16,7 @@ pub const ENDLESS: &str = "18446744073709551615";
 const QUIET: Duration = Duration::from_secs(5);
 
 /// A model, alone on the machine.
-pub struct Model(storm::Model, #[expect(dead_code, reason = "held until the end")] MutexGuard<'static, ()>);
+pub struct Model(storm::Model, #[expect(dead_code, reason = "held until the end")] RwLockWriteGuard<'static, ()>);
 
 impl Model {
     /// Kills it, and with it the card.

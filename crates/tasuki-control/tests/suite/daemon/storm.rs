@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdout, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use hyper::Method;
@@ -47,12 +47,17 @@ const SETTLED_WITHIN: Duration = Duration::from_secs(30);
 /// Nice value of a model.
 const URGENT: i32 = -10;
 
-/// Held by one test at a time: each model keeps a processor busy.
-static ONE: Mutex<()> = Mutex::new(());
+/// Held by a test that counts frames.
+static COUNTS: RwLock<()> = RwLock::new(());
 
-/// Lets one frame-counting test run at a time: each fills the machine.
-pub fn alone() -> MutexGuard<'static, ()> {
-    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+/// Lets no other frame-counting test run: a model or a virtual machine keeps a processor busy.
+pub fn alone() -> RwLockWriteGuard<'static, ()> {
+    COUNTS.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Lets frame-counting tests run that wait most of the time: workers and programs sleep between two frames.
+pub fn beside_others() -> RwLockReadGuard<'static, ()> {
+    COUNTS.read().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the options that bring the model's link up quickly, unless `words` say when. A virtio device's link needs
@@ -159,7 +164,7 @@ pub struct Storm {
     killed: u32,
     /// Longest time until all was settled again.
     pub longest: Duration,
-    _one: MutexGuard<'static, ()>,
+    _one: RwLockWriteGuard<'static, ()>,
 }
 
 impl Storm {

@@ -4,7 +4,7 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Command, Stdio};
-use std::sync::MutexGuard;
+use std::sync::RwLockWriteGuard;
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -25,7 +25,7 @@ struct World {
     near: Room,
     far: Room,
     _model: storm::Model,
-    _one: MutexGuard<'static, ()>,
+    _one: RwLockWriteGuard<'static, ()>,
 }
 
 fn nodes(tap: &str) -> String {

@@ -4,7 +4,7 @@
 
 use std::net::UdpSocket;
 use std::process::Command;
-use std::sync::MutexGuard;
+use std::sync::RwLockWriteGuard;
 
 use rustix::process::Signal;
 use tasuki_tap::interface::Interface;
@@ -25,7 +25,7 @@ struct World {
     far: Room,
     shop: Room,
     _model: storm::Model,
-    _one: MutexGuard<'static, ()>,
+    _one: RwLockWriteGuard<'static, ()>,
 }
 
 impl World {

@@ -36,7 +36,7 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     if !has("dpdk-testpmd") || !has("ping") {
         return println!("skipped: needs dpdk-testpmd and ping: apt-get install dpdk-dev iputils-ping");
     }
-    let Some(mut world) = World::new() else { return };
+    let Some(mut world) = World::alone() else { return };
     world.add("shop", &world.shop, SHOP, &[]);
     let socket = world.rig.path("vm.sock");
     world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
@@ -97,7 +97,7 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
 fn a_worker_is_not_ended_for_what_it_said_while_the_daemon_stood_still() {
     /// GET_VRING_BASE of ring 0, a change of the device that has an answer: both are as long.
     const STOP: [u32; 5] = [11, 1, 8, 0, 0];
-    let Some(world) = World::new() else { return };
+    let Some(world) = World::alone() else { return };
     let socket = world.rig.path("vm.sock");
     world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
     let (driver, _) = world.rig.await_pair("vm");
@@ -220,7 +220,7 @@ fn pinged_while_killed(world: &World, count: usize, kills: u32) {
 
 #[test]
 fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
-    let Some(mut world) = World::new() else { return };
+    let Some(mut world) = World::alone() else { return };
     world.add("shop", &world.shop, SHOP, &[]);
     let socket = world.rig.path("vm.sock");
     // The machine's card has the node's address, so the guest may send from it.
@@ -294,7 +294,7 @@ const PACKED: usize = 34;
 
 #[test]
 fn a_stock_guest_with_packed_rings_does_not_notice_that_its_back_end_is_replaced_and_killed() {
-    let Some(world) = World::new() else { return };
+    let Some(world) = World::alone() else { return };
     world.add("shop", &world.shop, SHOP, &[]);
     let socket = world.rig.path("vm.sock");
     let said = world.rig.refused(&["node", "add", "vm", "--mtu", "60", "--vm", socket.to_str().expect("text")]);
@@ -368,7 +368,7 @@ fn cut(world: &World, socket: &Path) {
 #[test]
 fn a_stock_guest_whose_front_end_is_cut_off_goes_on_when_it_has_connected_again() {
     for rings in [&["--packed"][..], &[]] {
-        let Some(world) = World::new() else { return };
+        let Some(world) = World::alone() else { return };
         world.add("shop", &world.shop, SHOP, &[]);
         let socket = world.rig.path("vm.sock");
         let add = || world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
@@ -420,7 +420,7 @@ fn a_stock_guest_migrates_live_while_its_back_end_is_killed_and_replaced() {
 /// into the guest's memory arrives with it: bytes that are under way are the same afterwards. Returns false if the guest's
 /// kernel says that its CPU stands still.
 fn goes_on_after_a_migration() -> bool {
-    let Some(world) = World::new() else { return true };
+    let Some(world) = World::alone() else { return true };
     world.add("shop", &world.shop, SHOP, &[]);
     let socket = world.rig.path("vm.sock");
     world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);

@@ -2,7 +2,7 @@
 //! traffic. [`Who`] lists the processes that can be killed.
 
 use std::collections::BTreeMap;
-use std::sync::MutexGuard;
+use std::sync::RwLockWriteGuard;
 use std::time::{Duration, Instant};
 
 use hyper::Method;
@@ -132,7 +132,7 @@ pub struct Field {
     /// Exchanges between namespaces that may take the shortcut, and between namespaces that go by workers.
     talks: Vec<Exchange>,
     has_shortcut: bool,
-    _one: MutexGuard<'static, ()>,
+    _one: RwLockWriteGuard<'static, ()>,
 }
 
 /// Outcome of each path.
