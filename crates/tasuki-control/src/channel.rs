@@ -126,15 +126,14 @@ pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, No
         }
     }
     let fds = Foreign::new(fds);
-    // The kernel sets the same flag for a message that is too long and for a reader that may have no more
-    // descriptors.
-    if got.flags.contains(ReturnFlags::CTRUNC)
-        && let Err(Errno::MFILE | Errno::NFILE) = rustix::io::fcntl_dupfd_cloexec(socket, 0)
-    {
-        return Err(Nothing::Lack(room[..got.bytes].to_vec()));
-    }
-    if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+    // The kernel sets the same flag for more descriptors than there is room for, and for a reader that may open no more. To
+    // try whether it may proves nothing: another thread closes descriptors.
+    let is_cut = got.flags.contains(ReturnFlags::CTRUNC);
+    if got.flags.contains(ReturnFlags::TRUNC) || is_cut && fds.len() >= FDS_MAX {
         return Err(Nothing::TooLong);
+    }
+    if is_cut {
+        return Err(Nothing::Lack(room[..got.bytes].to_vec()));
     }
     if got.bytes == 0 && fds.is_empty() {
         return Err(Nothing::Closed);
@@ -154,6 +153,14 @@ pub fn lend(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
 
 #[cfg(test)]
 mod tests {
+    use std::panic::{self, AssertUnwindSafe};
+    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::Ordering::Relaxed;
+    use std::thread;
+
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    use tasuki_testing::alone;
+
     use super::*;
 
     #[test]
@@ -173,6 +180,33 @@ mod tests {
         assert_eq!(rustix::event::poll(&mut end, Some(&limit)), Ok(1));
         assert!(matches!(receive(ours.as_fd(), &mut room), Err(Nothing::Closed)));
     }
+    #[test]
+    fn who_may_open_no_more_is_known_though_others_close_some() {
+        if !alone(who_may_open_no_more_is_known_though_others_close_some) {
+            return;
+        }
+        let (ours, theirs) = pair().unwrap();
+        let (mut room, is_over) = (Vec::new(), AtomicBool::new(false));
+        let maximum = getrlimit(Resource::Nofile).maximum;
+        let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+        setrlimit(Resource::Nofile, Rlimit { current: Some(open + 2), maximum }).unwrap();
+        let lacks = |room: &mut Vec<u8>| {
+            send(theirs.as_fd(), b"many", &[ours.as_fd(); 16]).unwrap();
+            let got = receive(ours.as_fd(), room);
+            assert!(matches!(&got, Err(Nothing::Lack(bytes)) if bytes == b"many"), "{got:?}");
+        };
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Relaxed) {
+                    drop(ours.try_clone());
+                }
+            });
+            let tried = panic::catch_unwind(AssertUnwindSafe(|| (0..20_000).for_each(|_| lacks(&mut room))));
+            is_over.store(true, Relaxed);
+            tried.unwrap();
+        });
+    }
+
     #[test]
     fn a_worker_that_reads_nothing_yet_is_told_of_all_nodes_of_a_vni() {
         use tasuki_relay::message::ToWorker;

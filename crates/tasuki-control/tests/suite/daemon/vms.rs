@@ -1,6 +1,7 @@
 //! Virtual machines as nodes: their front ends keep their connection and their guests lose nothing while workers and
 //! daemon are replaced and killed. Needs root.
 
+use std::cell::Cell;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
@@ -17,7 +18,7 @@ use tasuki_testing::Program;
 use super::captures::Capture;
 use super::real::released;
 use super::rig::{pid, signal, until};
-use super::vnis::{self, SHOP, World};
+use super::vnis::{self, SHOP, World, fds};
 
 /// How often a guest's driver starts while its workers are killed, and how many of them each time.
 const ROUNDS: usize = 4;
@@ -70,10 +71,15 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     let (driver, _) = world.rig.await_pair("vm");
     let capture = Capture::begin(&world.rig, "vm.pcapng", &["vm"]);
     let daemon = Pid::from_raw(i32::try_from(world.rig.daemon_pid()).expect("a process"));
-    let open = std::fs::read_dir(format!("/proc/{}/fd", world.rig.daemon_pid())).expect("descriptors").count();
+    let open = Cell::new(0);
+    until(&world.rig, "those of the last machine are closed", || {
+        let before = open.replace(fds(world.rig.daemon_pid()));
+        std::thread::sleep(Duration::from_millis(300));
+        open.get() == before
+    });
     let maximum = getrlimit(Resource::Nofile).maximum;
     let limit = |current| prlimit(daemon, Resource::Nofile, Rlimit { current, maximum }).expect("a limit");
-    let was = limit(Some(open as u64 + 2));
+    let was = limit(Some(open.get() as u64 + 2));
     let _program = echoing(&socket, "packed_vq=1,in_order=1");
     let lacks =
         |world: &World| world.rig.ask(&["status"]).contains("lacks those of the program that is connected to node vm");
