@@ -26,6 +26,8 @@ const CALM: Traffic = Traffic { card: "82574l", nic: "800", native: "800", rest:
 const FEW: usize = 30;
 /// Number of single faults on one field, before a fresh field.
 const A_FIELD: usize = 250;
+/// A node that nobody drives for about as long loses what waits for it: its neighbours take their memory back after a second.
+const OVERDUE: Duration = Duration::from_millis(900);
 /// Time after which the pause before the next worker no longer counts a death.
 const QUIET: Duration = Duration::from_millis(10_100);
 
@@ -140,7 +142,9 @@ fn storm(field: &mut Field, count: usize) -> Times {
         {
             field.kill(Who::Keeper, "", keeper);
         }
-        times.0.push(double_fault(field, victim));
+        let took = double_fault(field, victim);
+        field.overdue += u64::from(took >= OVERDUE);
+        times.0.push(took);
     }
     times
 }
