@@ -26,6 +26,7 @@ use super::worker::{Stage, Words, Worker, clients, tells};
 use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, now, watch};
 use crate::channel;
 use crate::config::{self, Device};
+use crate::foreign::Foreign;
 use crate::process::Process;
 use crate::registry::{Change, Known, NodeRecord, WorkerRecord};
 
@@ -52,10 +53,7 @@ fn is_killed(socket: &OwnedFd, path: &Path) -> Option<u32> {
 
 impl Supervisor {
     /// Makes nodes and cards as the configuration has them, and asks the workers that still run.
-    pub(super) fn adopt(&mut self, mut known: Known, mut found: Found) -> Result<()> {
-        // No other gets the number of a NIC that a worker has yet.
-        let mut numbers: BTreeSet<u32> = known.nics.iter().map(|record| record.number).collect();
-        let leaving = self.end_removals_of_before(&mut known, &mut found);
+    pub(super) fn adopt(&mut self, known: Known, mut found: Found) -> Result<()> {
         let Known { workers, nics, nodes, added, fenced, events, .. } = known;
         self.events = events;
         let mut alive: Vec<(WorkerRecord, Process)> = Vec::new();
@@ -67,15 +65,15 @@ impl Supervisor {
             self.go_by_what_was_made(&nodes);
         }
         self.add_nodes_of_before(added);
-        let nodes_of = |(record, _): &(WorkerRecord, Process)| record.node.clone();
-        let living: Vec<String> = alive.iter().map(nodes_of).filter(|node| !leaving.contains(node)).collect();
+        let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
         self.begin_queues(&living, &mut found);
         self.begin_taps(&living, &mut found)?;
         self.begin_endpoints(&living, &mut found);
         let (is_used, goes_on) = (!alive.is_empty(), !alive.is_empty() || !found.is_empty());
         for node in self.config.node.clone() {
             let record = nodes.iter().find(|(name, _)| *name == node.name).map(|(_, record)| record.clone());
-            let record = record.filter(|_| goes_on).unwrap_or_default();
+            let leaves = record.as_ref().is_some_and(|record| record.leaves);
+            let record = NodeRecord { leaves, ..record.filter(|_| goes_on).unwrap_or_default() };
             let record =
                 if record.made.is_some() { record } else { NodeRecord { made: NodeRecord::of(&node).made, ..record } };
             self.changes.push(Change::Node(node.name.clone(), record.clone()));
@@ -90,6 +88,7 @@ impl Supervisor {
         // A node of one of these names that comes later is another.
         let gone = nodes.into_iter().filter(|(name, _)| !self.nodes.contains_key(name));
         self.changes.extend(gone.map(|(name, _)| Change::Removed(name)));
+        let mut numbers: BTreeSet<u32> = nics.iter().map(|record| record.number).collect();
         for config in self.config.nic.clone() {
             let record = nics.iter().find(|record| record.name == config.name);
             let number =
@@ -140,12 +139,12 @@ impl Supervisor {
         for (record, process) in alive {
             let is_fenced = fenced.contains(&record.party);
             let its = found.remove(&Key::Worker(record.party));
-            let (number, leaves) = (record.party, leaving.contains(&record.node));
             self.adopt_worker(record, process, is_fenced, its)?;
-            if leaves {
-                self.condemn(number, "is of a node that the last tasukid was removing".to_owned());
-            }
         }
+        self.begin_removals_of_before();
+        // A stranger's: to close one may take long.
+        let clients = found.into_iter().filter(|(key, _)| matches!(key, Key::Client(_)));
+        clients.for_each(|(_, (_, fds))| drop(Foreign::new(fds)));
         self.adopting = true;
         Ok(())
     }
@@ -400,6 +399,7 @@ impl Supervisor {
         if let Err(error) = self.shortcuts.sweep() {
             self.note(About::default(), format!("interfaces of former nodes may remain in their namespaces: {error}"));
         }
+        self.end_removals_of_before();
         crash::point("daemon.adopted");
         self.answer_requests();
     }

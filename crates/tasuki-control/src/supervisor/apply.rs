@@ -269,7 +269,7 @@ impl Supervisor {
 
     /// Takes the steps that an earlier daemon did not come to.
     pub(super) fn apply_the_rest(&mut self) {
-        if self.adopting || !std::mem::take(&mut self.current.resumes) {
+        if self.adopting || !self.leaving.is_empty() || !std::mem::take(&mut self.current.resumes) {
             return;
         }
         let (desired, generation) = (self.current.desired.clone(), self.current.record.generation);

@@ -120,7 +120,7 @@ impl Endpoint {
     }
 
     /// Adopts the descriptor of an earlier daemon, unless it is of no use any more.
-    pub(super) fn adopt(&mut self, mark: String, fd: Option<OwnedFd>) {
+    fn adopt(&mut self, mark: String, fd: Option<OwnedFd>) {
         let now = self.work.endpoint().and_then(|kind| kind.mark());
         self.fd = fd.filter(|_| now.as_ref() == Some(&mark));
         self.mark = Some(mark);

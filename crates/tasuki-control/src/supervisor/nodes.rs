@@ -2,21 +2,19 @@
 //! are removed, or until the daemon stops everything and starts anew with no worker to adopt. The configuration
 //! counts more.
 
-use std::collections::BTreeSet;
-
 use tasuki_relay::message::ToWorker;
 use tasuki_shm::crash;
 
 use super::door::{Answer, No, why};
 use super::endpoints::Endpoint;
-use super::keeping::{Found, Key};
+use super::keeping::Key;
 use super::queues::Draining;
 use super::taps::TapEnd;
 use super::worker::Stage;
 use super::{About, Node, Supervisor, now};
 use crate::api::types::{NodeView, Removed};
 use crate::config::{self, Config};
-use crate::registry::{Change, Known, NodeRecord};
+use crate::registry::{Change, NodeRecord};
 
 /// A node being removed: it is gone once its workers have ended.
 #[derive(Debug)]
@@ -74,33 +72,16 @@ impl Supervisor {
         }
     }
 
-    /// Takes out of the records what the last daemon was removing, with nodes that were added by hand. Returns the names: their
-    /// workers are to end.
-    pub(super) fn end_removals_of_before(&mut self, known: &mut Known, found: &mut Found) -> BTreeSet<String> {
-        let Known { nodes, nics, added, .. } = known;
-        let leaving: BTreeSet<String> =
-            nodes.extract_if(.., |(_, record)| record.leaves).map(|(name, _)| name).collect();
-        for name in &leaving {
-            self.changes.push(Change::Removed(name.clone()));
-            found.remove(&Key::ProgramState(name.clone()));
-        }
-        for end in nics.extract_if(.., |nic| nic.number_on_vni.is_some() && leaving.contains(&nic.node)) {
-            self.changes.push(Change::NoNic(end.number));
-        }
-        let by_hand = added.extract_if(.., |node| leaving.contains(&node.name));
-        for node in by_hand.collect::<Vec<_>>() {
-            if let Some((label, mut end)) = Endpoint::of(&node) {
-                if let Some((mark, fds)) = found.remove(&Key::Endpoint(label)) {
-                    end.adopt(mark, fds.into_iter().next());
-                }
-                end.close();
-            }
-            self.note(About::node(&node.name), format!("node {} is gone: the last tasukid was removing it", node.name));
-        }
-        for node in self.config.node.iter().filter(|node| leaving.contains(&node.name)) {
-            node.endpoint().into_iter().for_each(|kind| drop(found.remove(&Key::Client(kind.label()))));
-        }
-        leaving
+    /// Goes on with the removals that the last daemon did not live to end: their nodes are as they were, and on no VNI.
+    pub(super) fn begin_removals_of_before(&mut self) {
+        let leaving = self.nodes.iter().filter(|(_, node)| node.record.leaves);
+        self.leaving.extend(leaving.map(|(name, _)| Leaving { node: name.clone(), answer: None, draining: None }));
+    }
+
+    /// Ends the workers of those nodes.
+    pub(super) fn end_removals_of_before(&mut self) {
+        let leaving: Vec<String> = self.leaving.iter().map(|leaving| leaving.node.clone()).collect();
+        leaving.iter().for_each(|name| self.end_workers(name));
     }
 
     /// Returns the configuration with one more node.
@@ -188,7 +169,7 @@ impl Supervisor {
     }
 
     fn make_node(&mut self, node: &config::Node) -> anyhow::Result<()> {
-        let number = self.next_nic(&BTreeSet::new()).unwrap_or(u32::MAX);
+        let number = self.next_nic(&std::collections::BTreeSet::new()).unwrap_or(u32::MAX);
         let end = self.end_of(node, number)?;
         let record = NodeRecord::of(node);
         self.nodes.insert(node.name.clone(), Node::new(record.clone())?);
@@ -297,6 +278,9 @@ impl Supervisor {
 
     /// Ends the workers of the nodes whose queues are empty, and removes the nodes whose workers have ended.
     pub(super) fn go_on_removing(&mut self) {
+        if self.adopting {
+            return;
+        }
         for at in 0..self.leaving.len() {
             let Some(mut draining) = self.leaving[at].draining.take() else { continue };
             let name = self.leaving[at].node.clone();

@@ -195,41 +195,50 @@ fn a_removal_that_its_daemon_does_not_live_to_end_is_ended_by_the_next_one() {
     need_storm!();
     let Some(mut world) = World::with_both_by_workers() else { return };
     let third = Room::new();
-    const THIRD: &str = "192.0.2.3";
-    let tap = format!("{{ netns = {:?}, name = \"lan\", address = \"{THIRD}/24\", shortcut = false }}", third.path());
+    const THIRD: [&str; 2] = ["192.0.2.3", "192.0.2.33"];
+    let [before, _] = THIRD;
+    let tap = format!("{{ netns = {:?}, name = \"lan\", address = \"{before}/24\", shortcut = false }}", third.path());
     world.rig.configure(|text| format!("{text}[[node]]\nname = \"third\"\nvni = \"lan\"\nwork.tap = {tap}\n"));
     world.rig.ask(&["apply"]);
-    let talk = |world: &World, to: &Room, address| {
+    let talk = |world: &World, name: &str, address| {
+        world.rig.await_pair(name);
+        let to = if name == "desk" { &world.desk } else { &third };
         let flow = Exchange::begin([(&world.shop, SHOP), (to, address)]);
         // More than a ring holds.
         flow.goes_on(&world.rig, 300);
         let tally = flow.end();
         assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
     };
-    let is_there = |world: &World, name: &str| {
-        world.rig.json(&["node", "list"]).as_array().expect("nodes").iter().any(|node| node["name"] == name)
-    };
-    for (name, to, address, is_configured) in [("desk", &world.desk, DESK, false), ("third", &third, THIRD, true)] {
-        world.rig.await_pair(name);
-        talk(&world, to, address);
+    let die_amid = |world: &mut World, words: &[&str]| {
         world.rig.kill_daemon();
         world.rig.start_to_die(Some("daemon.left:1".to_owned()));
         until(&world.rig, "tasukid serves", || world.rig.tasuki(&["status"]).status.success());
         ["shop", "desk", "third"].iter().for_each(|node| _ = world.rig.await_pair(node));
-        let (driver, _) = world.rig.await_pair(name);
-        assert!(!world.rig.tasuki(&["node", "remove", name]).status.success());
+        assert!(!world.rig.tasuki(words).status.success());
         world.rig.daemon_ends();
         world.rig.start();
-        until(&world.rig, "its workers have ended", || !lives(pid(&driver)));
-        // The file has the one, and not the other.
-        assert_eq!(is_there(&world, name), is_configured, "{}", world.rig.log());
-        if !is_configured {
-            assert!(to.within(|| Interface::find("lan").is_err()), "its interface is gone with it");
-            world.add(name, to, address, &["--no-shortcut"]);
-        }
-        world.rig.await_pair(name);
-        talk(&world, to, address);
-    }
+    };
+    let is_gone = |world: &World, name: &str| {
+        let nodes = world.rig.json(&["node", "list"]);
+        nodes.as_array().expect("nodes").iter().all(|node| node["name"] != name)
+    };
+    talk(&world, "desk", DESK);
+    die_amid(&mut world, &["node", "remove", "desk"]);
+    until(&world.rig, "it is gone", || is_gone(&world, "desk"));
+    assert!(world.desk.within(|| Interface::find("lan").is_err()), "its interface is gone with it");
+    world.add("desk", &world.desk, DESK, &["--no-shortcut"]);
+    talk(&world, "desk", DESK);
+    // One of the file comes back with that, and with its new settings if it is made anew.
+    talk(&world, "third", before);
+    die_amid(&mut world, &["node", "remove", "third"]);
+    until(&world.rig, "it is gone", || is_gone(&world, "third"));
+    world.rig.ask(&["apply"]);
+    talk(&world, "third", before);
+    let [before, after] = THIRD;
+    world.rig.configure(|text| text.replace(&format!("{before}/24"), &format!("{after}/24")));
+    die_amid(&mut world, &["apply"]);
+    until(&world.rig, "it has its new address", || world.is_answered(after));
+    talk(&world, "third", after);
     world.end();
 }
 
