@@ -180,9 +180,10 @@ mod tests {
         assert_eq!(rustix::event::poll(&mut end, Some(&limit)), Ok(1));
         assert!(matches!(receive(ours.as_fd(), &mut room), Err(Nothing::Closed)));
     }
+
     #[test]
-    fn who_may_open_no_more_is_known_though_others_close_some() {
-        if !alone(who_may_open_no_more_is_known_though_others_close_some) {
+    fn a_lack_of_descriptors_is_known_though_another_thread_closes_some() {
+        if !alone(a_lack_of_descriptors_is_known_though_another_thread_closes_some) {
             return;
         }
         let (ours, theirs) = pair().unwrap();

@@ -78,7 +78,7 @@ impl Supervisor {
         self.leaving.extend(leaving.map(|(name, _)| Leaving { node: name.clone(), answer: None, draining: None }));
     }
 
-    /// Ends the workers of those nodes.
+    /// Ends the workers of the nodes of those removals, once all workers have answered or are dead.
     pub(super) fn end_removals_of_before(&mut self) {
         let leaving: Vec<String> = self.leaving.iter().map(|leaving| leaving.node.clone()).collect();
         leaving.iter().for_each(|name| self.end_workers(name));

@@ -1,7 +1,6 @@
 //! Virtual machines as nodes: their front ends keep their connection and their guests lose nothing while workers and
 //! daemon are replaced and killed. Needs root.
 
-use std::cell::Cell;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
@@ -23,6 +22,13 @@ use super::vnis::{self, SHOP, World, fds};
 /// How often a guest's driver starts while its workers are killed, and how many of them each time.
 const ROUNDS: usize = 4;
 const KILLS: usize = 10;
+
+/// Returns the number of eventfds that tasukid has open.
+fn eventfds(world: &World) -> usize {
+    let open = std::fs::read_dir(format!("/proc/{}/fd", world.rig.daemon_pid())).expect("descriptors").flatten();
+    let is_eventfd = |path: &Path| std::fs::read_link(path).is_ok_and(|what| what.ends_with("anon_inode:[eventfd]"));
+    open.filter(|entry| is_eventfd(&entry.path())).count()
+}
 
 /// Starts a program on stock DPDK that answers `ping`, behind DPDK's front end of vhost-user with rings of this kind.
 fn echoing(socket: &Path, rings: &str) -> Program {
@@ -54,6 +60,7 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
             pinging.join().expect("all are answered");
         });
     };
+    let without = eventfds(&world);
     let program = echoing(&socket, "packed_vq=0");
     endures(&world);
     // Without a daemon, and with both workers dead: the next ones get what the daemon kept.
@@ -71,15 +78,12 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     let (driver, _) = world.rig.await_pair("vm");
     let capture = Capture::begin(&world.rig, "vm.pcapng", &["vm"]);
     let daemon = Pid::from_raw(i32::try_from(world.rig.daemon_pid()).expect("a process"));
-    let open = Cell::new(0);
-    until(&world.rig, "those of the last machine are closed", || {
-        let before = open.replace(fds(world.rig.daemon_pid()));
-        std::thread::sleep(Duration::from_millis(300));
-        open.get() == before
-    });
+    // A thread of tasukid closes those of the last machine.
+    until(&world.rig, "it has no eventfd of a machine", || eventfds(&world) == without);
+    let open = fds(world.rig.daemon_pid());
     let maximum = getrlimit(Resource::Nofile).maximum;
     let limit = |current| prlimit(daemon, Resource::Nofile, Rlimit { current, maximum }).expect("a limit");
-    let was = limit(Some(open.get() as u64 + 2));
+    let was = limit(Some(open as u64 + 2));
     let _program = echoing(&socket, "packed_vq=1,in_order=1");
     let lacks =
         |world: &World| world.rig.ask(&["status"]).contains("lacks those of the program that is connected to node vm");
