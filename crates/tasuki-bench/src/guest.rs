@@ -12,6 +12,7 @@ mod front;
 mod idle;
 pub mod load;
 mod machine;
+mod pktgen;
 mod queues;
 mod relays;
 mod stock;

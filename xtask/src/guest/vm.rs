@@ -33,6 +33,9 @@ echo 'guest: ready'
 wait
 ";
 
+/// The kernel's own maker of frames. The bench's guest loads it when it is to send some: its thread never rests.
+const PKTGEN: &str = "pktgen";
+
 /// Runs the daemon's tests of virtual machines. They are part of the suite, too.
 pub fn run(checkout: &Checkout) -> anyhow::Result<Tally> {
     let files = prepare(checkout)?;
@@ -82,12 +85,15 @@ fn begin(checkout: &Checkout) -> anyhow::Result<(PathBuf, System)> {
 fn pack(place: &Path, system: &System, name: &str, program: Option<&Path>) -> anyhow::Result<PathBuf> {
     let mut archive = system::begin(system, COMMANDS)?;
     archive.add("net", 0o040_755, &[]);
+    let read = |module: &str| {
+        system::read(&system.module(module)?.with_context(|| format!("the kernel has no module {module}"))?)
+    };
     for (number, module) in MODULES.iter().enumerate() {
-        let file = system.module(module)?.with_context(|| format!("the kernel has no module {module}"))?;
-        archive.add(&format!("net/{number}-{module}.ko"), 0o100_644, &system::read(&file)?);
+        archive.add(&format!("net/{number}-{module}.ko"), 0o100_644, &read(module)?);
     }
     if let Some(program) = program {
         archive.add("program", 0o100_755, &system::read(program)?);
+        archive.add(&format!("{PKTGEN}.ko"), 0o100_644, &read(PKTGEN)?);
     }
     let file = place.join(name);
     fs::write(&file, archive.finish()).with_context(|| format!("cannot write {}", file.display()))?;

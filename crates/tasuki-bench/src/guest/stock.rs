@@ -11,8 +11,9 @@ use anyhow::{Context, Result, ensure};
 use super::cpu::{Party, Reading, Shares, Threads, watch};
 use super::idle;
 use super::machine::{GUEST, HOST, Link, Machine};
+use super::pktgen::{self, Flood};
 use crate::interrupt::Interrupt;
-use crate::papers::VM;
+use crate::papers::{VM, VM_SIZES};
 use crate::relay::guest::Recipe;
 use crate::report::{Kind, Row};
 use crate::sample::{Sample, median};
@@ -73,7 +74,8 @@ pub fn names() -> impl Iterator<Item = String> {
     let trips = SIZES.into_iter().map(|size| format!("rtt-{size}"));
     let ways =
         WAYS.into_iter().flat_map(|(_, way)| [format!("host-cpu-{way}"), format!("interrupts-per-packet-{way}")]);
-    trips.chain(ways).chain([idle::ONE, idle::MANY].map(str::to_owned))
+    let floods = VM_SIZES.into_iter().map(|size| format!("pktgen-{size}"));
+    trips.chain(ways).chain(floods).chain([idle::ONE, idle::MANY].map(str::to_owned))
 }
 
 /// Both systems, with their guests up.
@@ -126,6 +128,12 @@ fn rows_of_both(
         let case = format!("interrupts-per-packet-{name}");
         if is_wanted(&case) {
             rows.extend(interrupts(&case, way, &both, effort, interrupt)?);
+        }
+    }
+    for size in VM_SIZES {
+        let case = format!("pktgen-{size}");
+        if is_wanted(&case) {
+            rows.extend(floods(&case, size as usize, &both, effort, interrupt)?);
         }
     }
     if is_wanted(idle::ONE) {
@@ -414,6 +422,50 @@ fn interrupts(case: &str, way: Way, both: &Both, effort: Effort, interrupt: &Int
     Ok(vec![row, rate, cpu])
 }
 
+/// Share of the slower system's highest rate at which the CPU time of both is compared, as the paper did (S3, Figure 12).
+const NEAR: f64 = 0.8;
+
+/// Measures the frames of the guest's pktgen that arrive, and then the host's CPU time at a rate near the limit of the
+/// slower system.
+fn floods(case: &str, size: usize, both: &Both, effort: Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
+    let parties = parties(both)?;
+    let idle = watch(&parties, effort.watched)?;
+    let measure =
+        |rate| in_turns(both, effort, interrupt, |it| pktgen::flood(it, size, rate, effort.watched, &parties));
+    let middle = |floods: &[Flood], of: &dyn Fn(&Flood) -> f64| {
+        let all: Vec<_> = floods.iter().map(of).collect();
+        median(&all).context("there was no round")
+    };
+    let lost = |floods: &[Vec<Flood>; 2]| {
+        let [ours, theirs] = floods.each_ref().map(|floods| floods.iter().map(|flood| flood.lost).sum::<u64>());
+        format!("{ours} lost, by QEMU's TAP {theirs}")
+    };
+    let highest = measure(None)?;
+    let [ours, theirs] = [middle(&highest[0], &|flood| flood.rate)?, middle(&highest[1], &|flood| flood.rate)?];
+    eprintln!("{case} · {:.1} kpps, QEMU's TAP {:.1}; {}", ours / 1e3, theirs / 1e3, lost(&highest));
+    let paper = VM.best("pps").context("the paper has a rate")?;
+    let row = Row::higher(case, "pps", "frames/s", ours).against(PEER, Kind::Peer, theirs);
+    let mut pps = row.against("paper", Kind::Paper, paper);
+    pps.note = Some(format!("as fast as TCG lets the guest go; {}", lost(&highest)));
+
+    let rate = NEAR * ours.min(theirs);
+    let paced = measure(Some(rate))?;
+    let host = |flood: &Flood| cost(&idle, &flood.shares).host * 100.0;
+    let [ours, theirs] = [middle(&paced[0], &host)?, middle(&paced[1], &host)?];
+    let rates = paced.each_ref().map(|floods| middle(floods, &|flood| flood.rate / 1e3).unwrap_or_default());
+    let note = format!("{rate:.0} frames/s; {}; all but the virtual CPUs", lost(&paced));
+    eprintln!("{case} · {ours:.1} % of a core at {:.1} kpps, {theirs:.1} % at {:.1}; {note}", rates[0], rates[1]);
+    for (name, flood) in ["ours", "theirs"].iter().zip(&paced).filter_map(|(name, floods)| Some((name, floods.last()?)))
+    {
+        let cost = cost(&idle, &flood.shares);
+        eprintln!("{case} · {name} · {}", told(&parties, cost.host, &cost.parts));
+    }
+    let row = Row::lower(case, "host_cpu", "% of a core", ours).against(PEER, Kind::Peer, theirs);
+    let mut cpu = row.bar(0.5, PEER)?;
+    cpu.note = Some(note);
+    Ok(vec![pps, cpu])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -421,7 +473,7 @@ mod tests {
     #[test]
     fn a_name_means_one_case() {
         let names: std::collections::BTreeSet<_> = names().collect();
-        assert_eq!(names.len(), SIZES.len() + 2 * WAYS.len() + 2);
+        assert_eq!(names.len(), SIZES.len() + 2 * WAYS.len() + VM_SIZES.len() + 2);
     }
 
     #[test]
