@@ -17,6 +17,8 @@ mod serial;
 mod traffic;
 #[path = "guest/unit.rs"]
 mod unit;
+#[path = "guest/uplink.rs"]
+mod uplink;
 
 use std::fs;
 use std::path::Path;

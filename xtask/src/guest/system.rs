@@ -15,7 +15,7 @@ use crate::stream;
 const INIT: &str = include_str!("../guest-init.sh");
 
 /// Kernel modules that the guest loads, in this order.
-const MODULES: [&str; 15] = [
+const MODULES: [&str; 16] = [
     "irqbypass",
     "vfio_virqfd",
     "vfio",
@@ -31,6 +31,7 @@ const MODULES: [&str; 15] = [
     "virtio_pci_legacy_dev",
     "virtio_pci",
     "virtio_console",
+    "tun",
 ];
 
 /// Text that the guest prints at its end, before the status of its commands.

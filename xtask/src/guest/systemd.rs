@@ -114,11 +114,11 @@ pub fn pack(checkout: &Checkout, place: &Path, system: &System) -> anyhow::Resul
     Ok(archive.finish())
 }
 
-/// Fetches systemd, dpkg, the shell and all their dependencies, unless a previous call did. apt-get resolves the
+/// Fetches systemd, dpkg, iproute2, the shell and all their dependencies, unless a previous call did. apt-get resolves the
 /// dependencies as if no package were installed. The guest's dpkg takes them for installed.
 fn fetch(place: &Path) -> anyhow::Result<PathBuf> {
-    let root = place.join("with-dpkg");
-    let complete = place.join("with-dpkg.complete");
+    let root = place.join("with-ip");
+    let complete = place.join("with-ip.complete");
     if !complete.exists() {
         let packages = place.join("packages");
         for folder in [&root, &packages.join("partial")] {
@@ -127,8 +127,8 @@ fn fetch(place: &Path) -> anyhow::Result<PathBuf> {
         let mut download = Command::new("apt-get");
         download.args(["--yes", "--download-only", "--no-install-recommends", "-o", "Dir::State::status=/dev/null"]);
         download.args(["-o", &format!("Dir::Cache::archives={}", packages.display()), "-o", "Debug::NoLocking=1"]);
-        // Its scripts need deb-systemd-helper, and dpkg needs ldconfig.
-        download.args(["install", "systemd", "busybox-static", "dpkg", "init-system-helpers", "libc-bin"]);
+        // Its scripts need deb-systemd-helper, and dpkg needs ldconfig. Tests make namespaces by `ip netns`.
+        download.args(["install", "systemd", "busybox-static", "dpkg", "init-system-helpers", "libc-bin", "iproute2"]);
         ensure!(stream::succeeds(&mut download)?, "apt-get did not download systemd");
         let mut status = String::new();
         for package in fs::read_dir(&packages)?.flatten().map(|entry| entry.path()) {

@@ -1,4 +1,5 @@
-//! Numbered frames that a card's partner sends, and expects back.
+//! Numbered frames that a card's partner sends, and expects back: plain ones of the card, or datagrams of a station
+//! behind it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -7,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::serial::Wire;
+use crate::wait::until;
 
 /// Most unanswered frames. They all have room in a card's ring, so the card holds those under way while no worker
 /// drives it.
@@ -42,13 +44,22 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Starts traffic on a card's wire, and waits for the first frame that comes back.
+    /// Starts traffic with the worker of a card, and waits for the first frame that comes back.
     pub fn begin(wire: &'static str) -> Traffic {
+        Self::start(wire, None)
+    }
+
+    /// Starts traffic with a station that is reached through a card, and waits for the first frame that comes back.
+    pub fn to(wire: &'static str, station: Station) -> Traffic {
+        Self::start(wire, Some(station))
+    }
+
+    fn start(wire: &'static str, station: Option<Station>) -> Traffic {
         let stop = Arc::new(AtomicBool::new(false));
         let (back, first) = channel();
         let told = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
-            run(Wire::of(wire), &told, || {
+            run(Wire::of(wire), station.as_ref(), &told, || {
                 let _ = back.send(());
             })
         });
@@ -69,8 +80,9 @@ impl Traffic {
     }
 }
 
-fn run(wire: &Wire, stop: &AtomicBool, mut first: impl FnMut()) -> Outcome {
+fn run(wire: &Wire, station: Option<&Station>, stop: &AtomicBool, mut first: impl FnMut()) -> Outcome {
     wire.clear();
+    let frame = |number| station.map_or_else(|| frame(number), |station| station.datagram(number));
     let mut times: Vec<u32> = Vec::new();
     let (mut back, mut again, mut foreign, mut gap, mut last) = (0, 0, 0, Duration::ZERO, Instant::now());
     loop {
@@ -86,12 +98,14 @@ fn run(wire: &Wire, stop: &AtomicBool, mut first: impl FnMut()) -> Outcome {
         let patience =
             Duration::from_millis(if u32::try_from(times.len()).expect("few") - back < UNANSWERED { 0 } else { 5 });
         while let Some(frame) = wire.take(patience) {
-            if frame.get(12..14) != Some(&[0x88, 0xb5]) {
-                foreign += u32::from(back >= 100);
+            let (kind, at) = if station.is_some() { (IPV4, 42) } else { (EXPERIMENT, 14) };
+            if frame.get(12..14) != Some(&kind) {
+                // A station asks for its partner's address from time to time.
+                let is_answered = station.is_some_and(|_| answer(&frame).is_some_and(|answer| wire.try_send(&answer)));
+                foreign += u32::from(back >= 100 && station.is_none() && !is_answered);
                 continue;
             }
-            let number =
-                frame.get(14..18).and_then(|bytes| bytes.first_chunk()).map(|bytes| u32::from_le_bytes(*bytes));
+            let number = frame.get(at..).and_then(|bytes| bytes.first_chunk()).map(|bytes| u32::from_le_bytes(*bytes));
             // Frames of an earlier test may come late.
             let Some(times) = number.and_then(|number| times.get_mut(number as usize)) else { continue };
             *times += 1;
@@ -113,9 +127,69 @@ fn run(wire: &Wire, stop: &AtomicBool, mut first: impl FnMut()) -> Outcome {
     }
 }
 
-/// Makes the frame with this number, of an EtherType for experiments (IEEE 802, local).
+/// EtherTypes: of experiments (IEEE 802, local), of ARP and of IPv4.
+const EXPERIMENT: [u8; 2] = [0x88, 0xb5];
+const ARP: [u8; 2] = [0x08, 0x06];
+const IPV4: [u8; 2] = [0x08, 0x00];
+
+/// Addresses of the partner; the second is for documentation (RFC 5737).
+const PARTNER: [u8; 6] = [0x02, 0, 0, 0, 0, 1];
+const PARTNERS_IP: [u8; 4] = [192, 0, 2, 1];
+
+/// Makes the frame with this number.
 fn frame(number: u32) -> Vec<u8> {
-    let mut bytes = [&CARD[..], &[0x02, 0, 0, 0, 0, 1, 0x88, 0xb5], &number.to_le_bytes()].concat();
+    let mut bytes = [&CARD[..], &PARTNER, &EXPERIMENT, &number.to_le_bytes()].concat();
     bytes.resize(60 + number as usize % 1000, 0);
     bytes
+}
+
+/// A program behind a card that sends datagrams back.
+pub struct Station {
+    mac: [u8; 6],
+    ip: [u8; 4],
+    port: u16,
+}
+
+impl Station {
+    /// Asks for the station's address by ARP until it answers.
+    pub fn find(wire: &Wire, ip: [u8; 4], port: u16) -> Station {
+        let mac = until("the station answers ARP", || {
+            wire.send(&arp(1, [0xff; 6], [0; 6], ip));
+            let frame = wire.take(Duration::from_millis(200))?;
+            let is_its = frame.get(12..14) == Some(&ARP) && frame.get(20..22) == Some(&[0, 2]);
+            frame.get(22..28).filter(|_| is_its && frame.get(28..32) == Some(&ip))?.try_into().ok()
+        });
+        Station { mac, ip, port }
+    }
+
+    /// Makes the datagram with this number: Ethernet, IPv4 (RFC 791) and UDP without a checksum (RFC 768).
+    fn datagram(&self, number: u32) -> Vec<u8> {
+        let payload = 18 + number % 1000;
+        let len = u16::try_from(28 + payload).expect("a frame's length");
+        let mut ip =
+            [&[0x45, 0], &len.to_be_bytes()[..], &[0, 0, 0x40, 0, 64, 17, 0, 0], &PARTNERS_IP, &self.ip].concat();
+        let sum: u32 = ip.chunks(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
+        let sum = [(); 2].iter().fold(sum, |sum, ()| (sum & 0xffff) + (sum >> 16));
+        let sum = u16::try_from(sum).expect("few words");
+        ip[10..12].copy_from_slice(&(!sum).to_be_bytes());
+        let udp = [self.port, self.port, len - 20, 0].map(u16::to_be_bytes).concat();
+        let mut bytes = [&self.mac[..], &PARTNER, &IPV4, &ip, &udp, &number.to_le_bytes()].concat();
+        bytes.resize(14 + usize::from(len), 0);
+        bytes
+    }
+}
+
+/// Makes an ARP message of the partner (RFC 826): a request (1) or a reply (2).
+fn arp(operation: u8, to: [u8; 6], mac: [u8; 6], ip: [u8; 4]) -> Vec<u8> {
+    let fixed = [0, 1, 8, 0, 6, 4, 0, operation];
+    let mut bytes = [&to[..], &PARTNER, &ARP, &fixed, &PARTNER, &PARTNERS_IP, &mac, &ip].concat();
+    bytes.resize(60, 0);
+    bytes
+}
+
+/// Returns the partner's answer to an ARP request for its address.
+fn answer(frame: &[u8]) -> Option<Vec<u8>> {
+    let is_for_it = frame.get(12..14)? == ARP && frame.get(20..22)? == [0, 1] && frame.get(38..42)? == PARTNERS_IP;
+    let (mac, ip) = (frame.get(22..28)?.try_into().ok()?, frame.get(28..32)?.try_into().ok()?);
+    is_for_it.then(|| arp(2, mac, mac, ip))
 }

@@ -85,11 +85,16 @@ pub struct Unit;
 impl Unit {
     /// Starts the unit with these nodes and one NIC a card: eth0 and eth1, both red's.
     pub fn begin(nodes: &str) -> Unit {
+        Self::with(nodes, ["red"; 2])
+    }
+
+    /// Starts the unit with these nodes, and eth0 and eth1 for these owners.
+    pub fn with(nodes: &str, owners: [&str; 2]) -> Unit {
         stop_all();
         let mut text = format!("[daemon]\nhang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\n{nodes}\n");
-        for (number, card) in CARDS.into_iter().enumerate() {
+        for (number, (card, owner)) in CARDS.into_iter().zip(owners).enumerate() {
             let address = bound(card);
-            text += &format!("[[nic]]\nname = \"eth{number}\"\ndevice = \"vfio:{address}\"\nnode = \"red\"\n");
+            text += &format!("[[nic]]\nname = \"eth{number}\"\ndevice = \"vfio:{address}\"\nnode = {owner:?}\n");
         }
         fs::write("/etc/tasuki.toml", text).expect("a file");
         run("systemctl", &["start", UNIT]);
@@ -129,6 +134,16 @@ impl Unit {
         let workers = ask(&["worker", "list"]);
         let of_node = workers.as_array().expect("workers").iter().filter(|worker| worker["node"] == node);
         of_node.map(|worker| u32::try_from(worker["pid"].as_u64().expect("a number")).expect("a pid")).collect()
+    }
+
+    /// Returns the process that drives a NIC.
+    pub fn driver(&self, nic: &str) -> u32 {
+        let nics = ask(&["nic", "list"]);
+        let nic = nics.as_array().expect("NICs").iter().find(|it| it["name"] == nic).expect("it is there");
+        let workers = ask(&["worker", "list"]);
+        let mut workers = workers.as_array().expect("workers").iter();
+        let driver = workers.find(|worker| worker["worker"] == nic["worker"]).expect("it is driven");
+        u32::try_from(driver["pid"].as_u64().expect("a number")).expect("a pid")
     }
 
     /// Returns the process of the keeper.
