@@ -266,6 +266,8 @@ pub struct Card {
     pub past: Option<LeasePage>,
     /// Plan of the relay under way, if its giver is to be fenced.
     pub plan: Option<tasuki_relay::wire::Plan>,
+    /// When this daemon found its driver dead, in ns of `CLOCK_MONOTONIC`, if that died while no daemon was there.
+    pub found_dead: Option<u64>,
     /// Why no worker drives it, or why the last relay failed.
     pub trouble: Option<String>,
     /// Whether its node is lost.
@@ -322,6 +324,7 @@ impl Card {
             lost: failover::Watch::default(),
             fail_over: None,
             by_hand: None,
+            found_dead: None,
             waits: None,
             routed: None,
         })

@@ -12,7 +12,7 @@ use tasuki_shm::crash;
 
 use super::keeping::Key;
 use super::worker::Stage;
-use super::{About, Supervisor, now};
+use super::{About, Supervisor, now, now_ns};
 use crate::cgroup::Group;
 use crate::registry::Change;
 
@@ -347,6 +347,9 @@ impl Supervisor {
             card.node = node;
             card.renewals = 0;
         }
+        if let Some(found) = card.found_dead.take_if(|_| holder.is_some()) {
+            card.lease_page.words.store(lease_page::STOPPED_AT, found);
+        }
         let (name, node) = (card.name().to_owned(), card.node.clone());
         let tenure = card.lease_page.tenure();
         let pause = card.lease_page.pause_ns().filter(|_| card.lease_page.words.load(lease_page::RELAYS) > 1);
@@ -398,7 +401,7 @@ impl Supervisor {
     pub(super) fn stamp_death(&self, nic: u32, number: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
         if card.holder() == Some(number) {
-            card.lease_page.words.store(lease_page::STOPPED_AT, u64::try_from(now().as_nanos()).unwrap_or(u64::MAX));
+            card.lease_page.words.store(lease_page::STOPPED_AT, now_ns());
         }
     }
 }

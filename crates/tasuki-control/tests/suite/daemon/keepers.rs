@@ -5,6 +5,26 @@ use rustix::process::Signal;
 
 use super::rig::{NODES, Rig, lives, pid, signal, until};
 
+/// A daemon that did not see a driver die counts from when it found it dead, not from the last relay before.
+#[test]
+fn the_pause_of_a_nic_whose_driver_died_without_a_daemon_begins_after_that() {
+    let mut rig = Rig::new();
+    rig.await_pair("red");
+    rig.ask(&["worker", "upgrade", "red"]);
+    let (driver, standby) = rig.await_pair("red");
+    rig.kill_daemon();
+    let before = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let before = u64::try_from(before.tv_sec * 1_000_000_000 + before.tv_nsec).expect("after the boot");
+    for worker in [&driver, &standby] {
+        signal(pid(worker), Signal::KILL);
+    }
+    rig.start();
+    rig.await_pair("red");
+    let nic = &rig.json(&["nic", "list"])[0];
+    let [driving, pause] = ["driving_at_ns", "pause_ns"].map(|name| nic[name].as_u64().expect("it is driven"));
+    assert!(driving - pause > before, "the pause begins {} ns before the death", before - (driving - pause));
+}
+
 /// Returns how often eth0 was opened.
 fn opened(rig: &Rig) -> usize {
     rig.ask(&["events"]).matches("is open").count()
