@@ -12,7 +12,7 @@ use crate::wait::until;
 
 /// Most unanswered frames. They all have room in a card's ring, so the card holds those under way while no worker
 /// drives it.
-const UNANSWERED: u32 = 128;
+pub const UNANSWERED: u32 = 128;
 
 /// Time within which a frame comes back, or never.
 const QUIET: Duration = Duration::from_secs(10);

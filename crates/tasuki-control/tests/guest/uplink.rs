@@ -10,7 +10,7 @@ use std::time::Duration;
 use tasuki_tap::namespace::Namespace;
 
 use crate::serial::Wire;
-use crate::traffic::{Station, Traffic};
+use crate::traffic::{Station, Traffic, UNANSWERED};
 use crate::unit::{self, Unit, ask, kill, lives, log, property, run};
 use crate::wait::until;
 use crate::{BURST, WIRES, assert_none_lost, cards_of, finish};
@@ -55,14 +55,10 @@ impl Shop {
     }
 }
 
-/// Both cards with an uplink each, and a second uplink on each VNI that may take the card.
+/// Both cards with an uplink each, on a VNI of its own.
 fn nodes() -> String {
-    let node = |name: &str, number: usize, trusts: &str| {
-        format!(
-            "[[node]]\nname = \"{name}{number}\"\nvni = \"lan{number}\"\nwork = \"uplink\"\ntrusts = [\"{trusts}{number}\"]\n"
-        )
-    };
-    (0..WIRES.len()).map(|number| node("up", number, "spare") + &node("spare", number, "up")).collect()
+    let node = |number| format!("[[node]]\nname = \"up{number}\"\nvni = \"lan{number}\"\nwork = \"uplink\"\n");
+    (0..WIRES.len()).map(node).collect()
 }
 
 /// Waits until one worker of the node drives the card and the node's end, and another stands by.
@@ -88,7 +84,7 @@ fn traffic() -> Vec<Traffic> {
 }
 
 /// All that is done to an uplink while its namespace and the station behind the card's wire talk: workers are upgraded
-/// and killed, tasukid is started anew, all are killed together, and the card goes to another uplink and back.
+/// and killed, tasukid is started anew, and all are killed together.
 #[test]
 fn namespaces_behind_cards_lose_nothing_while_uplinks_are_replaced() {
     let unit = Unit::with(&nodes(), ["up0", "up1"]);
@@ -136,37 +132,12 @@ fn namespaces_behind_cards_lose_nothing_while_uplinks_are_replaced() {
     });
     uplinks.into_iter().for_each(is_whole);
     all[0].for_a_while();
-    assert_none_lost("the death of both uplinks and tasukid", &finish(all), 2 * BURST);
-    shops.into_iter().for_each(Shop::close);
-}
-
-/// A card goes from one uplink to another of the same VNI and back, by each method.
-#[test]
-fn a_card_goes_from_uplink_to_uplink_and_its_station_is_found_there() {
-    let unit = Unit::with(&nodes(), ["up0", "up1"]);
-    ["up0", "up1"].into_iter().for_each(is_whole);
-    let shops = [Shop::open("shop0", "lan0"), Shop::open("shop1", "lan1")];
-    for (number, wire) in WIRES.into_iter().enumerate() {
-        let nic = format!("eth{number}");
-        for method in ["keep", "repoint", "cold"] {
-            for to in ["spare", "up"] {
-                let to = format!("{to}{number}");
-                unit.has_a_worker(&to);
-                let relay = ask(&["nic", "give", &nic, "--to", &to, "--method", method])["relays"][0].clone();
-                assert_eq!((&relay["done"], &relay["method"]), (&true.into(), &method.into()), "{relay}\n{}", log());
-                is_whole(&to);
-                let one = Traffic::to(wire, Station::find(Wire::of(wire), SHOP.octets(), PORT));
-                one.for_a_while();
-                let outcome = one.finish();
-                println!("{nic} at {to} by {method}: {outcome:?}");
-                assert_eq!((outcome.lost, outcome.again), (0, 0), "{nic} at {to} by {method}: {outcome:?}\n{}", log());
-            }
-        }
+    let outcomes = finish(all);
+    println!("the death of both uplinks and tasukid: {outcomes:?}");
+    for outcome in outcomes {
+        // A neighbour takes back what waits for a node that nobody drives for a second (docs/design/vni.md).
+        let most = if outcome.gap > Duration::from_secs(1) { UNANSWERED } else { 0 };
+        assert!(outcome.lost <= most && outcome.again <= 2 * BURST, "all died: {outcome:?}\n{}", log());
     }
     shops.into_iter().for_each(Shop::close);
-    let faults = run("journalctl", &["--dmesg", "--no-pager", "--output", "cat"]);
-    let is_ours =
-        |line: &&str| line.contains("DMAR:") && line.contains("fault addr") && !line.contains("fault addr 0x0 ");
-    let faults: Vec<_> = faults.lines().filter(is_ours).collect();
-    println!("{} faults of the IOMMU in all tests so far", faults.len());
 }
