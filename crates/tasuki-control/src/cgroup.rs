@@ -6,7 +6,7 @@
 //! bounds none in it: the nodes' groups lie beneath the root of all groups instead.
 //!
 //! ```text
-//! let groups = Groups::find("a name that stays over restarts", None);
+//! let groups = Groups::find("a name that stays over restarts", None);   // removes what earlier daemons have left
 //! let node = groups.node("red", &bounds)?;      // made, or that of a daemon before us
 //! let worker = node.child("worker-7")?;
 //! spawn::start(&program, worker.birthplace())?; // and the process writes 0 into each of worker.doors(); or worker.add(pid)
@@ -28,7 +28,6 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use rustix::process::{Pid, Signal};
 use rustix::thread::CpuSet;
@@ -56,14 +55,11 @@ const CONTROLLERS: &[&str] = &["memory", "pids", "cpu", "cpuset", "freezer"];
 /// no process of their own.
 const ASIDE: &str = "tasukid";
 
-/// An empty group of another daemon is left over once it is older than this.
-const LEFT_FOR: Duration = Duration::from_secs(60);
-
-/// Number of attempts to make a group beside a daemon that removes the one around it.
+/// Number of attempts to make a group beside a daemon that removes it, or the one around it.
 const TRIES: u32 = 1000;
 
 /// A mounted hierarchy, and the place of the daemon's groups in it.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct Hierarchy {
     /// The group that has those of nodes: the daemon's own, unless other processes are in it.
     own: PathBuf,
@@ -81,10 +77,12 @@ impl Hierarchy {
 }
 
 /// The hierarchies of this machine.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Groups {
     hierarchies: Vec<Hierarchy>,
     id: String,
+    /// The daemon's group in each, locked: no other daemon removes it, nor a node's in it that has no process just now.
+    _held: Vec<File>,
 }
 
 /// Returns the usable hierarchies, by the lines of mountinfo and of /proc/self/cgroup.
@@ -120,17 +118,20 @@ fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
     found
 }
 
-/// Makes the group for the daemon's nodes in this one, and returns it.
-fn make(group: &Path, id: &str) -> io::Result<PathBuf> {
+/// Makes the group for the daemon's nodes in this one, and locks it: no other daemon removes it while the file is open.
+fn make(group: &Path, id: &str) -> io::Result<File> {
     let made = of(group, id);
-    // A daemon that ends meanwhile removes the group around it, as long as that is empty.
-    for _ in 1..TRIES {
-        match fs::create_dir_all(&made) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            tried => return tried.map(|()| made),
+    let mut tries = 1..TRIES;
+    loop {
+        let is_last = tries.next().is_none();
+        // A daemon that ends meanwhile removes the group around it, as long as that is empty.
+        match fs::create_dir_all(&made).and_then(|()| File::open(&made)) {
+            // Any user who may read it can lock it as well, which bars no daemon.
+            Ok(folder) if is_last || folder.try_lock_shared().is_ok() && made.exists() => return Ok(folder),
+            Err(error) if is_last || error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
         }
     }
-    fs::create_dir_all(&made).map(|()| made)
 }
 
 /// Returns the group for the daemon's nodes in this one.
@@ -170,8 +171,11 @@ impl Groups {
             it.controllers = there.split_whitespace().map(str::to_owned).collect();
         }
         all.retain(|it| it.is_v2 || CONTROLLERS.iter().any(|name| it.has(name)));
-        all.retain(|it| make(&it.own, id).is_ok());
-        Groups { hierarchies: all, id: id.to_owned() }
+        let mut groups = Groups { hierarchies: all, id: id.to_owned(), _held: Vec::new() };
+        groups.sweep();
+        let Groups { hierarchies, _held, .. } = &mut groups;
+        hierarchies.retain(|it| make(&it.own, id).map(|folder| _held.push(folder)).is_ok());
+        groups
     }
 
     /// Moves the daemon aside before it starts any process. Processes it starts would otherwise be where it was, and
@@ -211,13 +215,13 @@ impl Groups {
         let mut group = Group { places: Vec::new(), freezer: None };
         let any_v2 = self.hierarchies.iter().any(|it| it.is_v2);
         for it in self.hierarchies.iter().filter(|it| is_of_use(it, bounds, any_v2)) {
-            let parent = make(&it.own, &self.id)?;
+            let parent = of(&it.own, &self.id);
+            let path = parent.join(format!("node-{name}"));
+            fs::create_dir_all(&path)?;
             if it.is_v2 {
                 let asked: Vec<_> = wanted(bounds).into_iter().filter(|name| it.has(name)).collect();
                 enable(&it.own, &parent, &asked)?;
             }
-            let path = parent.join(format!("node-{name}"));
-            fs::create_dir_all(&path)?;
             if !it.is_v2 && it.has("cpuset") {
                 furnish(&it.own, &path)?;
             }
@@ -229,12 +233,12 @@ impl Groups {
         Ok(group)
     }
 
-    /// Removes groups without processes that daemons have left: this daemon's, and others' that have not just begun.
+    /// Removes groups without processes: this daemon's, and those of others that have ended.
     pub fn sweep(&self) {
         for it in &self.hierarchies {
             for entry in fs::read_dir(it.own.join("tasuki")).into_iter().flatten().flatten() {
-                let age = entry.metadata().and_then(|meta| meta.modified()).ok().and_then(|made| made.elapsed().ok());
-                if *entry.file_name() == *self.id || age.is_some_and(|age| age > LEFT_FOR) {
+                let Ok(folder) = File::open(entry.path()) else { continue };
+                if *entry.file_name() == *self.id || folder.try_lock().is_ok() {
                     remove_empty(&entry.path(), 3);
                 }
             }
@@ -514,7 +518,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::sync::atomic::Ordering::Relaxed;
     use std::thread;
-    use std::time::Instant;
+    use std::time::{Duration, Instant, SystemTime};
 
     use super::*;
 
@@ -548,7 +552,8 @@ mod tests {
                     let _ = fs::remove_dir(&around);
                 }
             });
-            let made = (0..2000).try_for_each(|_| make(folder.path(), "id").and_then(fs::remove_dir));
+            let again = || make(folder.path(), "id").and_then(|_| fs::remove_dir(of(folder.path(), "id")));
+            let made = (0..2000).try_for_each(|_| again());
             is_over.store(true, Relaxed);
             made.unwrap();
         });
@@ -640,6 +645,28 @@ mod tests {
         until("its end", || other.0.try_wait().expect("a child of ours").is_some());
         node.remove();
         assert!(node.places.iter().all(|place| !place.path.exists()), "{node:?} is there still");
+    }
+
+    /// Between two workers of a node, nobody is in its group.
+    #[test]
+    fn a_node_keeps_its_group_without_processes_as_long_as_its_daemon_lives() {
+        for is_v2 in [false, true] {
+            let Some(mut ours) = Ours::find(if is_v2 { "kept2" } else { "kept1" }, is_v2) else { continue };
+            let node = ours.0.node("red", &Bounds { pids: Some(100), ..Bounds::default() }).expect("a group");
+            let are_there = || node.places.iter().all(|place| place.path.exists());
+            for it in &ours.0.hierarchies {
+                // Its age does not count.
+                let folder = File::open(of(&it.own, &ours.0.id)).expect("a group");
+                folder.set_modified(SystemTime::UNIX_EPOCH).expect("ours");
+            }
+            let other = Groups::find(&format!("other-{}", std::process::id()), None);
+            assert!(are_there(), "another daemon that begins has removed {node:?}");
+            other.sweep();
+            assert!(are_there(), "another daemon that ends has removed {node:?}");
+            ours.0._held.clear();
+            other.sweep();
+            assert!(!are_there(), "what a dead daemon has left stays: {node:?}");
+        }
     }
 
     #[test]

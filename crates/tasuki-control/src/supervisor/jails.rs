@@ -163,7 +163,6 @@ impl Supervisor {
     pub(super) fn find_groups(&mut self, named: Option<PathBuf>) {
         let id = format!("{:08x}", crc32c::crc32c(self.place.folder().as_os_str().as_encoded_bytes()));
         let groups = self.groups.insert(Groups::find(&id, named.as_deref()));
-        groups.sweep();
         if self.config.daemon.confine != Confine::Off && named.is_none() {
             groups.go_aside();
         }
