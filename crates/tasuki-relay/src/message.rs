@@ -295,7 +295,7 @@ pub enum ToWorker {
         socket: u64,
     },
     /// The driver state that the giver stored, for the next order to take. Beside it: a memfd with its bytes, in an
-    /// envelope.
+    /// envelope; none if the daemon could not receive it, and the ledger says where to go on.
     DriverState {
         /// Number of the NIC.
         nic: u32,

@@ -55,8 +55,9 @@ fn file_of(stat: &Stat) -> (u64, u64) {
 
 impl Supervisor {
     /// Handles the memory that a NIC will lie in once this worker drives it. A worker may change nothing else of a
-    /// NIC: the opener alone provides the connection to the card.
-    pub(super) fn has_memory(&mut self, number: u32, nic: u32, layout: String, fds: Foreign) {
+    /// NIC: the opener alone provides the connection to the card. If the daemon may not open the descriptors, the NIC
+    /// stays where it is: a driver whose memory no other process has would take the NIC along when it dies.
+    pub(super) fn has_memory(&mut self, number: u32, nic: u32, layout: String, fds: Option<Foreign>) {
         let Some(worker) = self.workers.get(&number) else { return };
         let end = self.cards.get(&nic).is_some_and(|card| card.vni().is_some());
         if end || !worker.given.contains(&nic) {
@@ -68,7 +69,16 @@ impl Supervisor {
             return;
         };
         let Some(kept) = &card.kept else { return };
-        if let Some(odd) = self.odd_memory(kept, worker.process.fs_uid(), &layout, &fds) {
+        // It lives: without descriptors the kernel cannot be asked for its user either.
+        let Some((fds, uid)) = fds.zip(worker.process.fs_uid()) else {
+            let why = format!(
+                "tasukid may open no more descriptors, and lacks those of the memory that worker {number} made for {}; raise LimitNOFILE= of tasukid (ulimit -Hn)",
+                card.name()
+            );
+            let job = self.jobs.iter_mut().find(|job| job.target == number && job.is_about(nic));
+            return job.into_iter().for_each(|job| job.lacks(why.clone()));
+        };
+        if let Some(odd) = self.odd_memory(kept, uid, &layout, &fds) {
             let name = card.name().to_owned();
             return self.condemn(number, format!("sent unusable memory for {name} ({odd})"));
         }
@@ -81,7 +91,7 @@ impl Supervisor {
     }
 
     /// Returns the fault of memory that a worker of this user has made, if there is one.
-    fn odd_memory(&self, kept: &Kept, uid: Option<u32>, layout: &str, fds: &[OwnedFd]) -> Option<&'static str> {
+    fn odd_memory(&self, kept: &Kept, uid: u32, layout: &str, fds: &[OwnedFd]) -> Option<&'static str> {
         if fds.len() != kept.bundle.memory {
             return Some("it has not as many descriptors as the NIC's memory");
         }
@@ -98,7 +108,7 @@ impl Supervisor {
         if bytes > MEMORY_MAX || stats.iter().any(|stat| stat.st_size <= 0) {
             return Some("it is too large, or empty");
         }
-        if stats.len() != fds.len() || stats.iter().any(|stat| Some(stat.st_uid) != uid) {
+        if stats.len() != fds.len() || stats.iter().any(|stat| stat.st_uid != uid) {
             return Some("another process made it");
         }
         let mut files: Vec<_> = stats.iter().map(file_of).collect();

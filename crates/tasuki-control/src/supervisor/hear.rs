@@ -42,11 +42,19 @@ impl Supervisor {
                 Ok(message) => self.worker_said(number, message),
                 Err(Nothing::Yet) => return,
                 Err(Nothing::Closed) => return self.deaf(number),
-                Err(Nothing::Lack(bytes)) if let Ok(ToDaemon::Client { nic, .. }) = serde_json::from_slice(&bytes) => {
-                    self.has_no_room_for_client(number, nic);
-                }
+                Err(Nothing::Lack(bytes)) if let Ok(said) = serde_json::from_slice(&bytes) => self.lacks(number, said),
                 Err(broken) => return self.condemn(number, format!("cannot be heard ({broken})")),
             }
+        }
+    }
+
+    /// Handles a message whose descriptors this daemon may not open, which is not the worker's fault.
+    fn lacks(&mut self, number: u32, said: ToDaemon) {
+        match said {
+            ToDaemon::Client { nic, .. } => self.has_no_room_for_client(number, nic),
+            ToDaemon::Memory { nic, layout } => self.has_memory(number, nic, layout, None),
+            ToDaemon::DriverState { nic } => self.forward_driver_state(number, nic, None),
+            _ => self.condemn(number, "sent descriptors beside a message to which none belong".to_owned()),
         }
     }
 
@@ -127,11 +135,11 @@ impl Supervisor {
                 self.has_begun(number, protocol_version, reads, unconfined)
             }
             ToDaemon::Mine { party, node, nics } => self.says_who_it_is(number, party, &node, &nics),
-            ToDaemon::Memory { nic, layout } => self.has_memory(number, nic, layout, fds),
+            ToDaemon::Memory { nic, layout } => self.has_memory(number, nic, layout, Some(fds)),
             ToDaemon::DeviceBundle { .. } => {
                 self.condemn(number, "sent a device bundle, which only an opener may send".to_owned());
             }
-            ToDaemon::DriverState { nic } => self.forward_driver_state(number, nic, &fds),
+            ToDaemon::DriverState { nic } => self.forward_driver_state(number, nic, Some(&fds)),
             ToDaemon::Client { nic, client } => self.has_client(number, nic, client, fds),
             ToDaemon::NoClient { nic, socket } => self.has_client_no_more(number, nic, socket),
             ToDaemon::Counts { nic, counts } => self.counted(number, nic, &counts),
@@ -203,21 +211,29 @@ impl Supervisor {
     }
 
     /// Forwards the driver state that a giver stored to the taker, once for each time the daemon asked this worker
-    /// for it. The taker checks the memory.
-    fn forward_driver_state(&mut self, number: u32, nic: u32, fds: &Foreign) {
+    /// for it. The taker checks the memory. If the daemon may not open it, the taker goes on without it.
+    fn forward_driver_state(&mut self, number: u32, nic: u32, fds: Option<&Foreign>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let Some(at) = worker.asked.driver_states.iter().position(|asked| *asked == nic) else {
             return self.was_not_asked(number, &format!("the driver state of NIC {nic}"));
         };
         worker.asked.driver_states.swap_remove(at);
-        if fds.len() != 1 {
+        if let Some(fds) = fds.filter(|fds| fds.len() != 1) {
             return self.condemn(number, format!("sent a driver state of {} descriptors, which is one", fds.len()));
         }
         // The relay may be over meanwhile.
         let Some(target) = self.jobs.iter().find(|job| job.asked() == Some(nic)).map(|job| job.target) else { return };
         let Some(worker) = self.workers.get(&target) else { return };
-        if let Err(errno) = worker.write(&ToWorker::DriverState { nic }, &channel::lend(fds)) {
+        let lent = fds.map(|fds| channel::lend(fds)).unwrap_or_default();
+        if let Err(errno) = worker.write(&ToWorker::DriverState { nic }, &lent) {
             self.condemn(target, format!("does not take messages ({errno})"));
+        }
+        if let (None, Some(card)) = (fds, self.cards.get(&nic)) {
+            let name = card.name().to_owned();
+            let sentence = format!(
+                "tasukid may open no more descriptors, and the driver state of {name} is lost: worker {target} goes on from the ledger; raise LimitNOFILE= of tasukid (ulimit -Hn)"
+            );
+            self.note(About { node: None, nic: Some(&name), worker: Some(target) }, sentence);
         }
     }
 

@@ -83,6 +83,8 @@ pub struct Job {
     refused: Option<(Method, Reason)>,
     /// The driver of the card that was refused.
     gave: Option<u32>,
+    /// Why it cannot go on.
+    lacks: Option<String>,
     since: Duration,
     /// Since when the job has looked for a worker to give the NIC to.
     looks_since: Duration,
@@ -109,6 +111,7 @@ impl Job {
             late: 0,
             refused: None,
             gave: None,
+            lacks: None,
             since: now(),
             looks_since: now(),
             answer: None,
@@ -145,6 +148,11 @@ impl Job {
     /// Returns whether the NIC goes to its stand-by node by itself.
     pub fn fails_over(&self) -> bool {
         self.purpose == Purpose::FailOver
+    }
+
+    /// Has the job fail with this sentence, unless its relay is under way.
+    pub fn lacks(&mut self, why: String) {
+        self.lacks = Some(why).filter(|_| self.asked.is_none());
     }
 
     /// Lets the taker have the NIC.

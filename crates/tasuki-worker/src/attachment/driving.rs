@@ -89,6 +89,11 @@ where
     }
 
     fn stored(&mut self, memory: Option<OwnedFd>) {
+        if memory.is_none() {
+            // It will not come. The ledger says where to go on.
+            self.awaits_driver_state = None;
+            self.plan.iter_mut().for_each(|plan| plan.store = None);
+        }
         self.stored = memory;
     }
 

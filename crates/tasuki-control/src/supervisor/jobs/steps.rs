@@ -52,6 +52,9 @@ impl Supervisor {
     }
 
     fn step(&mut self, at: usize) -> Step {
+        if let Some(why) = self.jobs[at].lacks.take() {
+            return Step::Fail(why);
+        }
         let job = &self.jobs[at];
         let (target, purpose) = (job.target, job.purpose);
         if target == NOBODY {

@@ -9,11 +9,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
+use hyper::Method;
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::rig::{NODES, Rig, lives, pid, signal, until};
+use super::storm::{Storm, need_storm};
 
 /// A small separate disk for filling. It is unmounted however the test ends.
 struct Disk(TempDir);
@@ -266,6 +268,42 @@ fn a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() {
     rig.start();
     let pids = |(driver, standby): (Value, Value)| (pid(&driver), pid(&standby));
     assert_eq!(pids(rig.await_pair("red")), pids((driver, standby)), "its workers go on");
+}
+
+/// A worker sends its driver state, or its memory, at the moment at which tasukid may open no more descriptors.
+#[test]
+fn a_worker_is_not_ended_where_tasukid_lacks_descriptors_for_what_it_sends_in_a_relay() {
+    need_storm!();
+    let mut storm = Storm::new(1000, false, &[]);
+    let daemon = storm.rig.daemon_pid();
+    let (process, maximum) = (i32::try_from(daemon).ok().and_then(Pid::from_raw), getrlimit(Resource::Nofile).maximum);
+    let limit = |current| prlimit(process, Resource::Nofile, Rlimit { current, maximum }).expect("a limit");
+    let api = storm.rig.dir().join("api.sock").display().to_string();
+    // It has too few for each step of the relay, one after the other.
+    for (stages, lacks) in [(true, "the driver state of eth0 is lost"), (false, "lacks those of the memory")] {
+        for more in 1..=9 {
+            if stages {
+                storm.ask(Method::POST, "/v1/nodes/red/stage", Some(&json!({}))).expect("a staged worker");
+            }
+            // The connection for that is closed, too.
+            until(&storm.rig, "only the listening socket is left", || {
+                let sockets = fs::read_to_string("/proc/net/unix").expect("the kernel's list");
+                sockets.lines().filter(|line| line.ends_with(&*api)).count() == 1
+            });
+            let is_open = |fd: &u64| Path::new(&format!("/proc/{daemon}/fd/{fd}")).is_symlink();
+            let was = limit((0..).filter(|fd| !is_open(fd)).nth(more));
+            let said = if stages { storm.upgrade("red", true) } else { storm.give("blue", Some("repoint")) };
+            limit(was.current);
+            let _ = storm.ask(Method::DELETE, "/v1/nodes/red/stage", None);
+            storm.settle();
+            if said.is_ok() && !stages {
+                break;
+            }
+        }
+        assert!(storm.rig.log().contains(lacks), "{}", storm.rig.log());
+    }
+    assert!(!storm.rig.log().contains(": it is ended"), "{}", storm.rig.log());
+    storm.nothing_is_lost();
 }
 
 #[test]
