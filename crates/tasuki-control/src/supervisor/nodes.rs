@@ -276,6 +276,11 @@ impl Supervisor {
         self.leaving.iter().any(|leaving| leaving.node == name)
     }
 
+    /// Returns whether a node is being removed, and has no queue to drain: its workers end.
+    pub(super) fn ends(&self, name: &str) -> bool {
+        self.leaving.iter().any(|leaving| leaving.node == name && leaving.draining.is_none())
+    }
+
     /// Ends the workers of the nodes whose queues are empty, and removes the nodes whose workers have ended.
     pub(super) fn go_on_removing(&mut self) {
         if self.adopting {

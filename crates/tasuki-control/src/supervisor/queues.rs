@@ -14,6 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_relay::message;
+use tasuki_relay::wire::Order;
 use tasuki_shm::crash;
 use tasuki_tap::device::{another_queue, give_first_queue_all, give_flows, is_detached, is_gone};
 
@@ -58,16 +59,21 @@ impl Queue {
 /// A queue that is to go away, once its worker has passed on what is in it.
 #[derive(Debug)]
 pub struct Draining {
+    begun: Duration,
     /// Whether the other nodes give it nothing more. Before that the kernel does not.
     is_hidden: bool,
-    since: Duration,
+    /// The worker that drives it, and since when it drains it that way.
+    driver: (Option<u32>, Duration),
     /// Number of frames that it has passed on the way that is being drained, and since when it is that.
     moved: (u64, Duration),
+    /// Whether the worker was asked for an answer since nothing moves.
+    was_asked: bool,
 }
 
 impl Draining {
-    fn begin(is_hidden: bool, moved: u64) -> Self {
-        Draining { is_hidden, since: now(), moved: (moved, now()) }
+    /// Begins to drain it the other way, or by another worker.
+    fn begin(&mut self, driver: Option<u32>, moved: u64) {
+        (self.driver, self.moved, self.was_asked) = ((driver, now()), (moved, now()), false);
     }
 }
 
@@ -138,38 +144,64 @@ impl Supervisor {
         self.keep(Key::Queue(node.name.clone()));
     }
 
-    /// Begins to drain the queue that a node drives. Returns `None` if there is none, or nobody drives it, or the kernel
-    /// refuses: then the frames that are in it are lost.
+    /// Begins to drain the queue that a node drives. Returns `None` if there is none, or it has no flows, for nobody
+    /// drives it, or the kernel refuses: then the frames that are in it are lost.
     pub(super) fn begin_draining(&mut self, node: &str) -> Option<Draining> {
-        let queue = self.queues.get_mut(node).filter(|queue| queue.has_flows && queue.is_driven)?;
+        let queue = self.queues.get_mut(node).filter(|queue| queue.has_flows)?;
         give_first_queue_all(queue.device.as_fd(), true).ok()?;
         queue.is_spared = true;
-        Some(Draining::begin(false, 0))
+        let (begun, driver, moved) = (now(), (None, now()), (0, now()));
+        Some(Draining { begun, is_hidden: false, driver, moved, was_asked: false })
     }
 
-    /// Goes on to drain a node's queue. Returns whether nothing is left to do.
+    /// Goes on to drain a node's queue. Returns whether nothing is left to do. A worker that is dead or hangs is waited
+    /// for until another drives, and not for ever.
     pub(super) fn is_drained(&mut self, node: &str, it: &mut Draining) -> bool {
-        let end = self.cards.values().find(|card| card.node == node && card.vni().is_some()).map(|card| card.number);
+        let end = self.cards.values().find(|card| card.node == node && card.vni().is_some());
         let Some((end, queue)) = end.zip(self.queues.get(node)) else { return true };
+        let (driver, end) = (end.holder().filter(|_| end.is_settled() && self.is_held(end.number)), end.number);
         let Some([out, into]) = self.traffic_of(end) else { return true };
         // As long as the other nodes give it frames, it does not stand still that way.
         let traffic = if it.is_hidden { into } else { out };
-        if it.moved.0 != traffic.received {
+        if it.driver.0 != driver {
+            it.begin(driver, traffic.received);
+        } else if it.moved.0 != traffic.received {
             it.moved = (traffic.received, now());
         }
         let mut poll = [PollFd::new(&queue.device, PollFlags::IN)];
         let waits =
             traffic.waits || rustix::event::poll(&mut poll, Some(&Timespec::default())).is_ok_and(|some| some > 0);
-        let stays = now().saturating_sub(it.moved.1);
-        let is_quiet = stays >= if waits { STUCK } else { QUIET } || now().saturating_sub(it.since) >= DRAINS;
-        if is_quiet && !it.is_hidden {
+        let [stays, drains, lasts] = [it.moved.1, it.driver.1, it.begun].map(|since| now().saturating_sub(since));
+        let is_over = match driver {
+            Some(driver) => {
+                let is_quiet = stays >= if waits { STUCK } else { QUIET } || drains >= DRAINS;
+                let asks = is_quiet && !std::mem::replace(&mut it.was_asked, is_quiet);
+                is_quiet && self.has_answered(driver, end, asks)
+            }
+            None => drains >= if self.trouble_of(node).is_some() { STAYS } else { PATIENCE },
+        };
+        if !is_over && lasts < PATIENCE + self.config.daemon.hang_after() {
+            return false;
+        }
+        if !it.is_hidden {
             // Frames from a node whose address the directory does not have are taken for forged: it had to send all first.
             self.show_address(end, false);
             crash::point("daemon.hidden");
-            *it = Draining::begin(true, into.received);
+            it.is_hidden = true;
+            it.begin(driver, into.received);
             return false;
         }
-        is_quiet
+        true
+    }
+
+    /// Returns whether a worker has answered since it was asked, which it is now if it is to be: one that hangs has not.
+    fn has_answered(&mut self, number: u32, nic: u32, asks: bool) -> bool {
+        let Some(worker) = self.workers.get_mut(&number) else { return false };
+        if asks && worker.probe.is_none() {
+            worker.probe = Some(now());
+            let _ = worker.order(nic, Order::Who);
+        }
+        worker.probe.is_none()
     }
 
     /// Has the kernel give the flows of a queue that goes away to the others.

@@ -65,7 +65,7 @@ impl Supervisor {
         if self.adopting || self.stopping.is_some() {
             return;
         }
-        let names: Vec<String> = self.nodes.keys().filter(|name| !self.leaves(name)).cloned().collect();
+        let names: Vec<String> = self.nodes.keys().filter(|name| !self.ends(name)).cloned().collect();
         for name in &names {
             self.attach_to_nics(name);
             self.retire_surplus(name);

@@ -1,6 +1,8 @@
 //! A namespace whose interface has two queues: one of its node, and one of a node beside it. Needs root.
 
+use std::cell::RefCell;
 use std::net::UdpSocket;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
@@ -214,6 +216,71 @@ fn flows_of_a_queue_that_gets_no_worker_go_by_the_others_until_it_has_one() {
     all_go_on(&world, &flows, 50);
     both_carry(&world);
     nothing_is_lost(&world, flows);
+    world.end();
+}
+
+/// Its next worker has to pass on what waits in the queue, before that goes.
+#[test]
+fn what_is_in_a_queue_that_goes_is_passed_on_though_its_worker_is_dead_or_hangs() {
+    const FRAMES: u64 = 128;
+    let Some(world) = World::of_scripts() else { return };
+    let stock = beside("tasuki-worker").expect("looked for before");
+    // Workers begin once this file is gone.
+    let closed = world.rig.path("closed");
+    let gate =
+        format!("#!/bin/sh\nwhile [ -e {} ]; do sleep 0.01; done\nexec {} \"$@\"\n", closed.display(), stock.display());
+    let program = world.rig.path("gate");
+    std::fs::write(&program, gate).expect("a file");
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).expect("a mode");
+    world.rig.configure(|text| text.replace(&format!("{stock:?}"), &format!("{program:?}")));
+    let rooms = [world.shop.path(), world.desk.path()];
+    let node = |name: &str, netns: &str, address: &str| {
+        format!(
+            "[[node]]\nname = {name:?}\nvni = \"lan\"\nwork.tap = {{ netns = {netns:?}, name = \"lan\", address = \"{address}/24\", shortcut = false, queues = 2 }}\n"
+        )
+    };
+    world.rig.configure(|text| format!("{text}{}{}", node("shop", &rooms[0], SHOP), node("desk", &rooms[1], DESK)));
+    let queue = "[[node]]\nname = \"shop-1\"\nvni = \"lan\"\nwork = { queue = { of = \"shop\" } }\n";
+    for (generation, hangs) in [(3, false), (5, true)] {
+        world.rig.configure(|text| text + queue);
+        world.rig.ask(&["apply"]);
+        world.await_pairs();
+        let (driver, stands_by) = world.rig.await_pair("shop-1");
+        let programs: Vec<_> =
+            world.shop.within(|| (0..32).map(|_| UdpSocket::bind((SHOP, 0)).expect("a port")).collect());
+        let desk = world.desk.within(|| UdpSocket::bind((DESK, 7)).expect("a port"));
+        desk.set_nonblocking(true).expect("a socket");
+        let taken = world.count("shop-1", "taken");
+        until(&world.rig, "the queue carries frames", || {
+            programs.iter().for_each(|program| drop(program.send_to(b"anybody?", (DESK, 9))));
+            world.count("shop-1", "taken") > taken
+        });
+        if hangs {
+            signal(pid(&driver), Signal::STOP);
+        } else {
+            std::fs::write(&closed, "").expect("a file");
+            [&stands_by, &driver].into_iter().for_each(|worker| world.rig.kill(worker));
+        }
+        // Those of half of the programs wait in the queue.
+        for (number, program) in (0..FRAMES).zip(programs.iter().cycle()) {
+            program.send_to(&number.to_le_bytes(), (DESK, 7)).expect("room");
+        }
+        world.rig.configure(|text| text.replace(queue, ""));
+        std::thread::scope(|scope| {
+            let removal = scope.spawn(|| world.rig.ask(&["apply"]));
+            world.rig.await_event(&format!("configuration {generation}, "));
+            let _ = std::fs::remove_file(&closed);
+            removal.join().expect("it is gone");
+        });
+        let came = RefCell::new(Vec::new());
+        until(&world.rig, "all come", || {
+            let mut bytes = [0; 8];
+            while desk.recv(&mut bytes).is_ok() {
+                came.borrow_mut().push(u64::from_le_bytes(bytes));
+            }
+            came.borrow().len() as u64 >= FRAMES
+        });
+    }
     world.end();
 }
 
