@@ -141,10 +141,10 @@ pub fn is_detached(queue: BorrowedFd<'_>) -> bool {
     name_and_flags(queue).is_ok_and(|(_, flags)| flags & IFF_DETACH_QUEUE != 0)
 }
 
-/// Has the kernel give all flows of an interface to the queue that was opened first, or spread them over all queues. `queue`
-/// is any of them.
-pub fn give_first_queue_all(queue: BorrowedFd<'_>, gets_all: bool) -> Result<(), Errno> {
-    let program = gets_all.then(Program::first_queue).transpose()?;
+/// Has the kernel give all flows of an interface to one of its queues, or spread them over all. Queue 0 is the one that was
+/// opened first, and 1 another one that has flows, if there is one. `queue` is any of them.
+pub fn give_one_queue_all(queue: BorrowedFd<'_>, which: Option<u8>) -> Result<(), Errno> {
+    let program = which.map(Program::one_queue).transpose()?;
     let number = program.as_ref().map_or(-1, |program| program.as_fd().as_raw_fd());
     // SAFETY: the request takes this number (T3).
     let setter = unsafe { Setter::<{ TUNSETSTEERINGEBPF }, i32>::new(number) };

@@ -292,9 +292,9 @@ impl Program {
         Self::load(CLASSIFIER, &[set(R1, number(interface)), set(R2, 0), call(REDIRECT_PEER), EXIT])
     }
 
-    /// Loads the program for a TAP with several queues that has all frames go by the queue that was opened first.
-    pub fn first_queue() -> Result<Self, Errno> {
-        Self::load(SOCKET_FILTER, &[set(R0, 0), EXIT])
+    /// Loads the program for a TAP with several queues that has all frames go by this one.
+    pub fn one_queue(which: u8) -> Result<Self, Errno> {
+        Self::load(SOCKET_FILTER, &[set(R0, which.into()), EXIT])
     }
 }
 

@@ -257,6 +257,8 @@ pub struct Supervisor {
     taps: BTreeMap<String, taps::TapEnd>,
     /// Queues of TAPs that nodes drive beside the first, by node.
     queues: BTreeMap<String, queues::Queue>,
+    /// The flows of the first queues of their interfaces, by the interfaces' nodes.
+    leads: BTreeMap<String, queues::Flows>,
     shortcuts: shortcuts::Shortcuts,
     veth_ends_looked_at: Duration,
     vnis: BTreeMap<String, vnis::Net>,
@@ -364,6 +366,7 @@ impl Supervisor {
             nodes: BTreeMap::new(),
             taps: BTreeMap::new(),
             queues: BTreeMap::new(),
+            leads: BTreeMap::new(),
             shortcuts: shortcuts::Shortcuts::default(),
             veth_ends_looked_at: Duration::ZERO,
             vnis: BTreeMap::new(),

@@ -2,12 +2,14 @@
 //! and the descriptor outlives workers; the queue's node has workers, a CPU and an end of the VNI of its own. Its station
 //! address is that of the interface: in the VNI's directory both nodes share it, and each gets other flows.
 //!
-//! A queue that nobody drives would swallow its flows. If no worker comes, they go by the other queues until one does.
+//! A queue that nobody drives would swallow its flows. If no worker comes, they go by the other queues until one does. So
+//! do those of the interface's own node, and what is for all.
 //!
 //! No frame is lost as a queue comes or goes. The kernel gives all flows of the interface to the first queue until a new
 //! one has a worker whose address the directory has. Before one goes away, the kernel does the same, and then the other
 //! nodes give theirs to the rest; each time its worker passes on what is in it.
 
+use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
@@ -16,7 +18,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_relay::message;
 use tasuki_relay::wire::Order;
 use tasuki_shm::crash;
-use tasuki_tap::device::{another_queue, give_first_queue_all, give_flows, is_detached, is_gone};
+use tasuki_tap::device::{another_queue, give_flows, give_one_queue_all, is_detached, is_gone};
 
 use super::card::Card;
 use super::keeping::{Found, Key};
@@ -41,18 +43,36 @@ const DRAINS: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct Queue {
     pub device: OwnedFd,
-    /// Whether its flows go by it.
-    has_flows: bool,
-    /// Whether the kernel gives all flows of the interface to the first queue meanwhile: it is new, or about to go.
+    flows: Flows,
+    /// Whether the kernel gives all flows of the interface to one other queue meanwhile: it is new, or about to go.
     is_spared: bool,
+}
+
+/// The flows of a queue, also of an interface's first one.
+#[derive(Debug)]
+pub struct Flows {
+    /// Whether they go by it.
+    are_its: bool,
     /// Whether a worker drives it, and since when that is so.
     is_driven: bool,
     since: Duration,
 }
 
-impl Queue {
-    fn of(device: OwnedFd, is_spared: bool) -> Self {
-        Queue { device, has_flows: true, is_spared, is_driven: false, since: now() }
+impl Flows {
+    fn of(are_its: bool) -> Self {
+        Flows { are_its, is_driven: false, since: now() }
+    }
+
+    /// Looks whether a worker drives it. Returns whether its flows are to go by it.
+    fn look(&mut self, is_driven: bool, is_troubled: bool) -> bool {
+        if self.is_driven != is_driven {
+            (self.is_driven, self.since) = (is_driven, now());
+        }
+        let stays = now().saturating_sub(self.since);
+        match is_driven {
+            true => self.are_its || !is_troubled || stays >= STAYS,
+            false => self.are_its && stays < if is_troubled { STAYS } else { PATIENCE },
+        }
     }
 }
 
@@ -92,7 +112,14 @@ impl Supervisor {
             let queue = queue.filter(|queue| living.contains(&node.name) || !is_gone(queue.as_fd()));
             // It has none if nobody drove it, and gets some when a worker does. The last daemon may have died as it spared
             // it: that ends as for a new one.
-            let adopted = |queue: OwnedFd| Queue { has_flows: !is_detached(queue.as_fd()), ..Queue::of(queue, true) };
+            let adopted = |queue: OwnedFd| Queue {
+                flows: Flows::of(!is_detached(queue.as_fd())),
+                device: queue,
+                is_spared: true,
+            };
+            let of = node.queue_of().filter(|_| queue.is_some()).map(str::to_owned);
+            // The last daemon has taken those of a first queue that nobody drives, if this one does not find a worker.
+            self.leads.extend(of.map(|of| (of.clone(), Flows::of(living.contains(&of)))));
             self.queues.extend(queue.map(|queue| (node.name.clone(), adopted(queue))));
         }
     }
@@ -108,13 +135,16 @@ impl Supervisor {
         node.vni.as_ref().map_or(Ok(()), |vni| self.all_know_sharing(vni))?;
         let (_, first) = self.tap_for(of)?.with_context(|| format!("node {of} has no interface"))?;
         // If the kernel refuses, frames wait in the new queue for its first worker.
-        let is_spared = give_first_queue_all(first.as_fd(), true).is_ok();
+        let is_spared = give_one_queue_all(first.as_fd(), Some(self.other_than(of))).is_ok();
         let queue = another_queue(first.as_fd())
             .with_context(|| format!("the interface of node {of} has no queue for node {}", node.name));
         match queue {
-            Ok(queue) => _ = self.queues.insert(node.name.clone(), Queue::of(queue, is_spared)),
+            Ok(device) => {
+                self.queues.insert(node.name.clone(), Queue { device, flows: Flows::of(true), is_spared });
+                self.leads.entry(of.to_owned()).or_insert_with(|| Flows::of(true));
+            }
             Err(error) => {
-                self.fit_first_queue(of, first.as_fd());
+                self.steer(of, first.as_fd());
                 return Err(error);
             }
         }
@@ -135,11 +165,12 @@ impl Supervisor {
 
     /// Closes a node's queue, if it drives one: its flows go by the others.
     pub(super) fn forget_queue(&mut self, node: &Node) {
+        self.leads.remove(&node.name);
         let Some(queue) = self.queues.remove(&node.name) else { return };
         // Its node could not be made.
         if let Some(of) = node.queue_of().filter(|_| queue.is_spared) {
             let _ = give_flows(queue.device.as_fd(), false);
-            self.fit_first_queue(of, queue.device.as_fd());
+            self.steer(of, queue.device.as_fd());
         }
         self.keep(Key::Queue(node.name.clone()));
     }
@@ -147,8 +178,10 @@ impl Supervisor {
     /// Begins to drain the queue that a node drives. Returns `None` if there is none, or it has no flows, for nobody
     /// drives it, or the kernel refuses: then the frames that are in it are lost.
     pub(super) fn begin_draining(&mut self, node: &str) -> Option<Draining> {
-        let queue = self.queues.get_mut(node).filter(|queue| queue.has_flows)?;
-        give_first_queue_all(queue.device.as_fd(), true).ok()?;
+        let of = self.config.node(node).and_then(Node::queue_of)?;
+        let other = self.other_than(of);
+        let queue = self.queues.get_mut(node).filter(|queue| queue.flows.are_its)?;
+        give_one_queue_all(queue.device.as_fd(), Some(other)).ok()?;
         queue.is_spared = true;
         let (begun, driver, moved) = (now(), (None, now()), (0, now()));
         Some(Draining { begun, is_hidden: false, driver, moved, was_asked: false })
@@ -215,22 +248,33 @@ impl Supervisor {
         let Some((of, queue)) = of.zip(self.queues.get_mut(node).filter(|queue| queue.is_spared)) else { return };
         queue.is_spared = false;
         if let Some(queue) = self.queues.get(node) {
-            self.fit_first_queue(&of, queue.device.as_fd());
+            self.steer(&of, queue.device.as_fd());
         }
     }
 
-    /// Has the kernel spread the flows of a node's interface over all its queues again, if none of them is spared. `queue` is
-    /// any of them. If the interface is gone, it has no flows.
-    fn fit_first_queue(&self, of: &str, queue: BorrowedFd<'_>) {
-        let is_its = |name: &str| self.config.node(name).and_then(Node::queue_of) == Some(of);
-        if !self.queues.iter().any(|(name, queue)| queue.is_spared && is_its(name)) {
-            let _ = give_first_queue_all(queue, false);
-        }
+    /// Returns the queue that gets all flows of a node's interface while another is spared: the first one, if that has some.
+    fn other_than(&self, of: &str) -> u8 {
+        u8::from(!self.gets_flows(of))
+    }
+
+    /// Has the kernel spread the flows of a node's interface over all its queues, if none of them is spared, and the first
+    /// one has some. `queue` is any of them. If the interface is gone, it has no flows.
+    fn steer(&self, of: &str, queue: BorrowedFd<'_>) {
+        let spares = self.queues_of_interface(of).any(|queue| queue.is_spared);
+        let other = Some(self.other_than(of)).filter(|other| spares || *other > 0);
+        let _ = give_one_queue_all(queue, other);
+    }
+
+    /// Returns the queues of a node's interface but the first one.
+    fn queues_of_interface<'a>(&'a self, of: &'a str) -> impl Iterator<Item = &'a Queue> {
+        let is_its = move |name: &str| self.config.node(name).and_then(Node::queue_of) == Some(of);
+        self.queues.iter().filter(move |(name, _)| is_its(name)).map(|(_, queue)| queue)
     }
 
     /// Returns whether the other nodes give a node flows: all do, but one whose queue has none.
     pub(super) fn gets_flows(&self, node: &str) -> bool {
-        self.queues.get(node).is_none_or(|queue| queue.has_flows)
+        let flows = self.queues.get(node).map(|queue| &queue.flows).or_else(|| self.leads.get(node));
+        flows.is_none_or(|flows| flows.are_its)
     }
 
     /// Returns whether the kernel gives all flows of an interface to its first queue meanwhile.
@@ -242,36 +286,42 @@ impl Supervisor {
     pub(super) fn fit_queues(&mut self) {
         if self.adopting {
             // The workers have yet to say what they drive.
-            return self.queues.values_mut().for_each(|queue| queue.since = now());
+            let all = self.queues.values_mut().map(|queue| &mut queue.flows).chain(self.leads.values_mut());
+            return all.for_each(|flows| flows.since = now());
         }
         // Each queue's node has one end.
-        let is_its =
-            |card: &&Card| card.vni().is_some() && self.queues.contains_key(&card.node) && !self.leaves(&card.node);
+        let has_flows = |name: &String| self.queues.contains_key(name) || self.leads.contains_key(name);
+        let is_its = |card: &&Card| card.vni().is_some() && has_flows(&card.node) && !self.leaves(&card.node);
         let look = |card: &Card| {
             let is_driven = self.is_member(card) && self.is_held(card.number);
             let is_troubled = card.kept.is_none() || self.trouble_of(&card.node).is_some();
             (card.node.clone(), card.number, is_driven, is_troubled)
         };
         let looks: Vec<_> = self.cards.values().filter(is_its).map(look).collect();
+        // The flows of a first queue go by another that is driven, if there is one.
+        let others = looks.iter().filter(|(name, _, is_driven, _)| *is_driven && self.gets_flows(name));
+        let led: BTreeSet<String> =
+            others.filter_map(|(name, ..)| self.config.node(name)?.queue_of().map(str::to_owned)).collect();
         for (name, end, is_driven, is_troubled) in looks {
-            let Some(queue) = self.queues.get_mut(&name) else { continue };
-            if queue.is_driven != is_driven {
-                (queue.is_driven, queue.since) = (is_driven, now());
-            }
-            let stays = now().saturating_sub(queue.since);
-            let gets_some = if is_driven {
-                queue.has_flows || !is_troubled || stays >= STAYS
-            } else {
-                queue.has_flows && stays < if is_troubled { STAYS } else { PATIENCE }
-            };
-            if queue.has_flows != gets_some {
-                queue.has_flows = gets_some;
+            let may_lose = self.queues.contains_key(&name) || led.contains(&name);
+            let flows = self.queues.get_mut(&name).map(|queue| &mut queue.flows).or_else(|| self.leads.get_mut(&name));
+            let Some(flows) = flows else { continue };
+            let gets_some = flows.look(is_driven, is_troubled) || !may_lose;
+            let stays = now().saturating_sub(flows.since);
+            if flows.are_its != gets_some {
+                flows.are_its = gets_some;
                 // The kernel gives it flows only while its address is shown: its worker takes others for forged.
                 if gets_some {
                     self.show_address(end, true);
                 }
                 // It fails if the interface is gone, and no flow with it is left.
-                let _ = self.queues.get(&name).map(|queue| give_flows(queue.device.as_fd(), gets_some));
+                match self.queues.get(&name) {
+                    Some(queue) => _ = give_flows(queue.device.as_fd(), gets_some),
+                    None => {
+                        let any = self.queues_of_interface(&name).take(1);
+                        any.for_each(|queue| self.steer(&name, queue.device.as_fd()));
+                    }
+                }
                 if !gets_some {
                     self.show_address(end, false);
                 }
@@ -286,5 +336,8 @@ impl Supervisor {
                 self.spare_no_more(&name);
             }
         }
+        // One whose last queue has gone has all flows again by now.
+        let leads: BTreeSet<&str> = self.queues.keys().filter_map(|it| self.config.node(it)?.queue_of()).collect();
+        self.leads.retain(|name, flows| leads.contains(&name[..]) || !flows.are_its);
     }
 }

@@ -57,6 +57,8 @@ struct Member {
     lead: String,
     nic: u32,
     mac: [u8; 6],
+    /// Whether the directory has it.
+    is_shown: bool,
     /// Its IP addresses, if they are known.
     addresses: Vec<IpAddr>,
     /// Stations may lie behind it, whose addresses are learnt.
@@ -92,9 +94,14 @@ impl Net {
     /// Publishes the nodes and uplinks in the directory.
     fn publish(&mut self) {
         let mut nodes = NodeSet::default();
-        // What is for all goes once to each interface.
-        let leads = self.members.iter().filter(|(_, member)| member.lead == member.node);
-        leads.for_each(|(number, _)| nodes.insert(*number));
+        // What is for all goes once to each interface: by its own node, unless nobody drives that.
+        let mut hear = BTreeMap::new();
+        for (number, member) in &self.members {
+            let how_well = (member.is_shown, member.lead == member.node);
+            let best = hear.entry(&member.lead).or_insert((how_well, *number));
+            *best = (how_well, *number).max(*best);
+        }
+        hear.into_values().for_each(|(_, number)| nodes.insert(number));
         self.directory.set_nodes(&nodes);
         let mut uplinks = NodeSet::default();
         let are = self.members.iter().filter(|(_, member)| member.is_uplink);
@@ -285,7 +292,7 @@ impl Supervisor {
         };
         added.map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
         net.next = net.next.max((number + 1) % NODES_MAX);
-        net.members.insert(number, Member { node, lead, nic, mac, addresses, is_uplink, node_memory, bell });
+        net.members.insert(number, Member { node, lead, nic, mac, is_shown, addresses, is_uplink, node_memory, bell });
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
         // The trouble was the failure to join, which is over.
         card.trouble = None;
@@ -410,6 +417,8 @@ impl Supervisor {
         } else {
             net.directory.remove(mac, number);
         }
+        net.members.entry(number).and_modify(|member| member.is_shown = is_shown);
+        net.publish();
     }
 
     /// Returns the traffic from a node's end to all others, and from them to it. It comes from their node memories, which

@@ -4,12 +4,13 @@ use std::cell::RefCell;
 use std::net::UdpSocket;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::process::Command;
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 
 use super::real::released;
 use super::rig::{pid, signal, until};
-use super::rooms::{BURST, Exchange, Tally, deaths};
+use super::rooms::{BURST, Exchange, Room, Tally, deaths};
 use super::storm::{beside, need_storm};
 use super::vnis::{DESK, SHOP, World};
 
@@ -213,6 +214,46 @@ fn flows_of_a_queue_that_gets_no_worker_go_by_the_others_until_it_has_one() {
     becomes(&stock);
     world.rig.ask(&["worker", "upgrade", "shop-1"]);
     world.rig.await_event("node shop-1: its flows go by it again");
+    all_go_on(&world, &flows, 50);
+    both_carry(&world);
+    nothing_is_lost(&world, flows);
+    world.end();
+}
+
+/// What is for all, as the question for its address, would go to the node that nobody drives; and so would some flows.
+#[test]
+fn an_interface_whose_own_node_gets_no_worker_is_found_and_reached_by_its_other_queue() {
+    let Some(mut world) = World::of_scripts() else { return };
+    let program = world.rig.path("worker");
+    let stock = beside("tasuki-worker").expect("looked for before");
+    world.rig.configure(|text| text.replace(&format!("{stock:?}"), &format!("{program:?}")));
+    let aside = world.rig.path("aside");
+    let becomes = |target: &Path| {
+        std::os::unix::fs::symlink(target, &aside).expect("a link");
+        std::fs::rename(&aside, &program).expect("a name");
+    };
+    becomes(&stock);
+    world.rig.ask(&["apply"]);
+    let flows = begin(&world, 2);
+    nothing_is_lost(&world, flows);
+    let (driver, stands_by) = world.rig.await_pair("shop");
+    becomes(Path::new("/bin/false"));
+    [&stands_by, &driver].into_iter().for_each(|worker| world.rig.kill(worker));
+    world.rig.await_event("node shop: no worker drives its queue");
+    let forgets = |room: &Room| {
+        room.within(|| Command::new("ip").args(["neigh", "flush", "dev", "lan"]).status().expect("ip"));
+    };
+    [&world.shop, &world.desk].into_iter().for_each(forgets);
+    let flows: Vec<_> = (0..FLOWS).map(|_| world.exchange()).collect();
+    all_go_on(&world, &flows, 50);
+    // The next daemon finds it as it is.
+    world.rig.kill_daemon();
+    world.rig.start();
+    ["shop-1", "desk"].into_iter().for_each(|node| _ = world.rig.await_pair(node));
+    all_go_on(&world, &flows, 50);
+    becomes(&stock);
+    world.rig.ask(&["worker", "upgrade", "shop"]);
+    world.rig.await_event("node shop: its flows go by it again");
     all_go_on(&world, &flows, 50);
     both_carry(&world);
     nothing_is_lost(&world, flows);
