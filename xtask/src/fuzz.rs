@@ -1,9 +1,9 @@
 //! `fuzz`: libFuzzer over the targets in `fuzz/`, on the stable toolchain.
 //!
-//! cargo-fuzz needs a nightly toolchain only for AddressSanitizer. Coverage feedback is a pass of LLVM's own, which
-//! stable rustc runs if flags tell it to. So the usual run has libFuzzer's feedback, debug assertions and overflow
-//! checks, but no AddressSanitizer: it finds a wild access that faults, and misses one that hits mapped memory.
-//! `--asan` adds AddressSanitizer if a nightly toolchain is present.
+//! Coverage feedback is a pass of LLVM's own, which stable rustc runs if flags tell it to. The usual run has libFuzzer's
+//! feedback, debug assertions and overflow checks. It finds a wild access that faults, and misses one that hits mapped
+//! memory. `--asan` adds AddressSanitizer ([`asan`]), which finds that one in memory of the heap and
+//! the stack, and leaks.
 //!
 //! - `fuzz/regressions/TARGET/` holds inputs that once broke a target, and a few inputs that reach far at once. It
 //!   is in
@@ -20,9 +20,9 @@ use std::sync::{Mutex, PoisonError};
 use anyhow::{Context, bail, ensure};
 use serde_json::Value;
 
-use crate::checkout::{Checkout, cargo as our_cargo, host, metadata, output};
+use crate::checkout::{Checkout, host, metadata};
 use crate::tally::Tally;
-use crate::{needs, stream};
+use crate::{asan, needs, stream};
 
 /// Run time per target in `cargo xtask test`: long enough to see that a target works, and to find shallow mistakes.
 pub const SHORT_RUN_SECONDS: u32 = 9;
@@ -134,23 +134,15 @@ fn binaries(metadata: &Value) -> Option<Vec<String>> {
 
 /// Returns `cargo VERB` for the fuzz workspace, with the flags that each of its builds needs.
 pub fn cargo(checkout: &Checkout, verb: &str, sanitizer: Sanitizer) -> anyhow::Result<Command> {
-    let mut flags = COVERAGE.to_owned();
-    let mut command = match sanitizer {
-        Sanitizer::None => Command::new(our_cargo()),
-        Sanitizer::Address => {
-            flags.push_str(" -Zsanitizer=address");
-            let mut command = Command::new("rustup");
-            command.args(["run", "nightly", "cargo"]);
-            output(Command::new("rustup").args(["run", "nightly", "rustc", "--version"]))
-                .context("AddressSanitizer needs a nightly toolchain: rustup toolchain install nightly")?;
-            command
-        }
-    };
+    let mut command = checkout.cargo(verb);
+    match sanitizer {
+        Sanitizer::None => _ = command.env("RUSTFLAGS", COVERAGE).env_remove("CARGO_ENCODED_RUSTFLAGS"),
+        Sanitizer::Address => asan::instrument(&mut command, COVERAGE),
+    }
     // With an explicit platform, the flags do not apply to build scripts and procedural macros, which do not link
     // libFuzzer.
-    command.arg(verb).args(["--release", "--manifest-path", "fuzz/Cargo.toml", "--target", &host()?]);
-    command.current_dir(&checkout.root).env("CARGO_TARGET_DIR", target_dir(checkout, sanitizer));
-    command.env("RUSTFLAGS", flags).env_remove("CARGO_ENCODED_RUSTFLAGS");
+    command.args(["--release", "--manifest-path", "fuzz/Cargo.toml", "--target", &host()?]);
+    command.env("CARGO_TARGET_DIR", target_dir(checkout, sanitizer));
     Ok(command)
 }
 

@@ -1,5 +1,6 @@
 //! `cargo xtask`: one verb for everything that a developer or CI runs.
 
+mod asan;
 mod bench;
 mod campaign;
 mod checkout;
@@ -73,6 +74,8 @@ enum Verb {
     Tidy,
     /// Explore the loom models; a name selects the tests that contain it
     Loom { filter: Vec<OsString> },
+    /// Run the tests of five libraries under AddressSanitizer; a name selects the tests that contain it
+    Asan { filter: Vec<OsString> },
     /// Run the tests that need VFIO and an IOMMU in a guest that has both: those of the drivers, and those of the
     /// daemon under its systemd unit
     Guest {
@@ -89,7 +92,7 @@ enum Verb {
         /// Run the target once on this file and stop
         #[arg(long, requires = "target")]
         input: Option<PathBuf>,
-        /// Add AddressSanitizer (needs a nightly toolchain)
+        /// Add AddressSanitizer
         #[arg(long)]
         asan: bool,
         /// Further arguments for libFuzzer, after `--`, e.g. `-- -seed=7`
@@ -133,6 +136,7 @@ fn run(verb: Verb) -> anyhow::Result<bool> {
         }
         Verb::Tidy => tidy::run(&checkout),
         Verb::Loom { filter } => loom::run(&checkout, &filter),
+        Verb::Asan { filter } => asan::run(&checkout, &filter),
         Verb::Guest { only } => {
             needs::provide(&[needs::QEMU]);
             let tally = guest::run(&checkout, only)?;
