@@ -10,7 +10,7 @@
 //!   calls without it.
 #![allow(unsafe_code, reason = "a signal handler, and the mapping that it makes")]
 
-use std::sync::Once;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags};
@@ -33,6 +33,9 @@ const FREE: Guarded = Guarded { start: AtomicUsize::new(0), end: AtomicUsize::ne
 
 static GUARDS: [Guarded; GUARDS_MAX] = [FREE; GUARDS_MAX];
 
+/// The process's action on SIGBUS before ours: it may report the fault (a sanitizer, a fuzzer) or cope with it.
+static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
+
 /// Range that is taken while a guard is set up.
 const TAKEN: usize = usize::MAX;
 
@@ -43,8 +46,7 @@ pub struct Guard(usize);
 impl Guard {
     /// Guards a mapping.
     pub(super) fn on(mapping: &Mapping) -> Result<Self, RegionError> {
-        static HANDLER: Once = Once::new();
-        HANDLER.call_once(install);
+        BEFORE.get_or_init(install);
         let take =
             |guard: &&Guarded| guard.start.compare_exchange(0, TAKEN, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         let at = GUARDS.iter().position(|guard| take(&guard));
@@ -68,13 +70,16 @@ impl Drop for Guard {
     }
 }
 
-fn install() {
+/// Installs the handler. Returns the action that was there.
+fn install() -> libc::sigaction {
     // SAFETY: zero is a value of this structure of integers (G2).
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = on_sigbus as *const () as usize;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+    let mut before = action;
     // SAFETY: the handler has the type that SA_SIGINFO asks for, and keeps to G2.
-    unsafe { libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut()) };
+    unsafe { libc::sigaction(libc::SIGBUS, &raw const action, &raw mut before) };
+    before
 }
 
 extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
@@ -97,7 +102,46 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
             return;
         }
     }
-    // It is no memory of ours: let the access fail again, as it would without a handler.
-    // SAFETY: sets the default action (G2).
-    unsafe { libc::signal(signal, libc::SIG_DFL) };
+    // It is no memory of ours: let the access fail again, as it would without this handler.
+    if let Some(before) = BEFORE.get() {
+        // SAFETY: sets the action that the kernel said was set before (G2).
+        unsafe { libc::sigaction(signal, before, std::ptr::null_mut()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::process::Command;
+
+    use super::*;
+    use crate::region::CommonRegion;
+
+    extern "C" fn end(_: libc::c_int) {
+        // SAFETY: ends the process; a signal handler may (G2).
+        unsafe { libc::_exit(42) }
+    }
+
+    #[test]
+    fn a_fault_outside_all_guards_goes_to_the_handler_that_was_there() {
+        const ALONE: &str = "TASUKI_ALONE";
+        let name = "region::guard::tests::a_fault_outside_all_guards_goes_to_the_handler_that_was_there";
+        if std::env::var_os(ALONE).is_none() {
+            let mut alone = Command::new(std::env::current_exe().unwrap());
+            let status = alone.args(["--exact", name]).env(ALONE, name).status().unwrap();
+            assert_eq!(status.code(), Some(42), "{status}");
+            return;
+        }
+        // SAFETY: the handler has the type that signal(2) asks for (G2).
+        unsafe { libc::signal(libc::SIGBUS, end as *const () as usize) };
+        let memory = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&memory, 4096).unwrap();
+        let guarded = CommonRegion::map_guarded(memory.as_fd(), 4096).unwrap();
+        let unguarded = Mapping::new(memory.as_fd(), 4096, ProtFlags::READ).unwrap();
+        rustix::fs::ftruncate(&memory, 0).unwrap();
+        guarded.copy_to(0, &mut [0]).unwrap();
+        assert!(guarded.is_gone());
+        // SAFETY: a byte of a mapping (M1); it is gone, and the handler ends the process.
+        unsafe { unguarded.base.read_volatile() };
+    }
 }
