@@ -15,29 +15,45 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags};
 
-use super::{Mapping, RegionError};
+use super::{Mapping, PAGE_LEN, RegionError};
 
 /// Maximum number of guarded mappings of a process.
 pub const GUARDS_MAX: usize = 64;
 
 struct Guarded {
-    /// First address; 0 if the guard is free.
-    start: AtomicUsize,
-    end: AtomicUsize,
+    /// The range ([`word`]); 0 if the guard is free. One word, so that the handler never mixes two ranges while another
+    /// thread changes the guard.
+    range: AtomicUsize,
     /// The memory went away.
     is_gone: AtomicBool,
 }
 
 #[expect(clippy::declare_interior_mutable_const, reason = "the initial value of each element")]
-const FREE: Guarded = Guarded { start: AtomicUsize::new(0), end: AtomicUsize::new(0), is_gone: AtomicBool::new(false) };
+const FREE: Guarded = Guarded { range: AtomicUsize::new(0), is_gone: AtomicBool::new(false) };
+
+/// Bits of a range's word that count its pages: up to 1 TiB. The others number its first page, of 2^36: no mapping has a
+/// higher address unless it asks for one.
+const LEN_BITS: u32 = 28;
+const _: () = assert!(usize::BITS == 64);
+
+impl Guarded {
+    /// Returns first address and length; a free guard has a length of 0.
+    fn range(&self) -> (usize, usize) {
+        let word = self.range.load(Ordering::Acquire);
+        ((word >> LEN_BITS) * PAGE_LEN, (word & ((1 << LEN_BITS) - 1)) * PAGE_LEN)
+    }
+}
+
+/// Returns a mapping's range as one word; `None` if it is too long.
+fn word(start: usize, len: usize) -> Option<usize> {
+    let (first, pages) = (start / PAGE_LEN, len.div_ceil(PAGE_LEN));
+    (pages >> LEN_BITS == 0).then_some(first << LEN_BITS | pages)
+}
 
 static GUARDS: [Guarded; GUARDS_MAX] = [FREE; GUARDS_MAX];
 
 /// The process's action on SIGBUS before ours: it may report the fault (a sanitizer, a fuzzer) or cope with it.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
-
-/// Range that is taken while a guard is set up.
-const TAKEN: usize = usize::MAX;
 
 /// A guard on a mapping. Dropping it ends the guard.
 #[derive(Debug)]
@@ -47,15 +63,11 @@ impl Guard {
     /// Guards a mapping.
     pub(super) fn on(mapping: &Mapping) -> Result<Self, RegionError> {
         BEFORE.get_or_init(install);
+        let refused = RegionError::NoMemory { doing: "guarding a mapping", len: mapping.len };
+        let Some(range) = word(mapping.base.as_ptr().addr(), mapping.len) else { return Err(refused) };
         let take =
-            |guard: &&Guarded| guard.start.compare_exchange(0, TAKEN, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-        let at = GUARDS.iter().position(|guard| take(&guard));
-        let at = at.ok_or(RegionError::NoMemory { doing: "guarding a mapping", len: mapping.len })?;
-        let guard = &GUARDS[at];
-        guard.is_gone.store(false, Ordering::Relaxed);
-        guard.end.store(mapping.base.as_ptr().addr() + mapping.len, Ordering::Relaxed);
-        guard.start.store(mapping.base.as_ptr().addr(), Ordering::Release);
-        Ok(Guard(at))
+            |guard: &Guarded| guard.range.compare_exchange(0, range, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        GUARDS.iter().position(take).map(Guard).ok_or(refused)
     }
 
     /// Returns whether the memory went away. It holds zeroes then.
@@ -66,7 +78,8 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        GUARDS[self.0].start.store(0, Ordering::Release);
+        GUARDS[self.0].is_gone.store(false, Ordering::Relaxed);
+        GUARDS[self.0].range.store(0, Ordering::Release);
     }
 }
 
@@ -88,9 +101,8 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
     // SAFETY: SIGBUS has an address (G2; sigaction(2)).
     let address = unsafe { info.si_addr() }.addr();
     for guard in &GUARDS {
-        let start = guard.start.load(Ordering::Acquire);
-        let end = guard.end.load(Ordering::Relaxed);
-        if start == 0 || start == TAKEN || !(start..end).contains(&address) {
+        let (start, len) = guard.range();
+        if !(start..start + len).contains(&address) {
             continue;
         }
         guard.is_gone.store(true, Ordering::Relaxed);
@@ -98,7 +110,7 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         // SAFETY: replaces the guarded mapping and nothing else (G1).
-        if unsafe { rustix::mm::mmap_anonymous(at, end - start, protection, flags) }.is_ok() {
+        if unsafe { rustix::mm::mmap_anonymous(at, len, protection, flags) }.is_ok() {
             return;
         }
     }
@@ -143,5 +155,26 @@ mod tests {
         assert!(guarded.is_gone());
         // SAFETY: a byte of a mapping (M1); it is gone, and the handler ends the process.
         unsafe { unguarded.base.read_volatile() };
+    }
+
+    /// A mixture of two ranges has the handler replace memory that nobody guards.
+    #[test]
+    fn ranges_that_change_in_one_thread_are_never_mixed_up_in_another() {
+        let (one, other) = ((0x7fff_f000_0000, 0x2000), (0x1000, 0x7000_0000));
+        let (guard, changes) = (FREE, AtomicBool::new(true));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for at in 0..2_000_000 {
+                    let (start, len) = if at % 2 == 0 { one } else { other };
+                    guard.range.store(word(start, len).unwrap(), Ordering::Release);
+                    guard.range.store(0, Ordering::Release);
+                }
+                changes.store(false, Ordering::Release);
+            });
+            while changes.load(Ordering::Acquire) {
+                assert!([one, other, (0, 0)].contains(&guard.range()), "{:x?}", guard.range());
+            }
+        });
+        assert_eq!(word(0x1000, 1 << 40), None);
     }
 }
