@@ -14,7 +14,7 @@ pub fn demo(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
         needs::provide(&[needs::PING, needs::IP, needs::IPERF3]);
     }
     println!(
-        "xtask: builds the daemon, the worker, the card's model and the demonstration; from nothing that takes a minute or two"
+        "xtask: builds the daemon, the worker, the card's model and the demonstration; from nothing that takes two or three minutes on two cores"
     );
     let report = ["--report".into(), checkout.target.join("report").into_os_string()];
     become_tasuki_bench(checkout, Build::Demo, &[&["demo".into()], args, &report].concat())
