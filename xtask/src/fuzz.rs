@@ -2,8 +2,8 @@
 //!
 //! Coverage feedback is a pass of LLVM's own, which stable rustc runs if flags tell it to. The usual run has libFuzzer's
 //! feedback, debug assertions and overflow checks. It finds a wild access that faults, and misses one that hits mapped
-//! memory. `--asan` adds AddressSanitizer ([`asan`]), which finds that one in memory of the heap and
-//! the stack, and leaks.
+//! memory. `--asan` adds AddressSanitizer ([`asan`]), which finds that one in the heap and on the
+//! stack, and finds leaks.
 //!
 //! - `fuzz/regressions/TARGET/` holds inputs that once broke a target, and a few inputs that reach far at once. It
 //!   is in

@@ -6,7 +6,7 @@
 //! bounds none in it: the nodes' groups lie beneath the root of all groups instead.
 //!
 //! ```text
-//! let groups = Groups::find("a name that stays over restarts", None);   // removes what earlier daemons have left
+//! let groups = Groups::find("a name that stays over restarts", None);   // removes the empty groups of earlier daemons
 //! let node = groups.node("red", &bounds)?;      // made, or that of a daemon before us
 //! let worker = node.child("worker-7")?;
 //! spawn::start(&program, worker.birthplace())?; // and the process writes 0 into each of worker.doors(); or worker.add(pid)
@@ -28,6 +28,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal};
 use rustix::thread::CpuSet;
@@ -126,10 +127,12 @@ fn make(group: &Path, id: &str) -> io::Result<File> {
         let is_last = tries.next().is_none();
         // A daemon that ends meanwhile removes the group around it, as long as that is empty.
         match fs::create_dir_all(&made).and_then(|()| File::open(&made)) {
-            // Any user who may read it can lock it as well, which bars no daemon.
+            // Any user who may read it can lock it as well. The daemon goes on then, and another one may sweep its groups.
             Ok(folder) if is_last || folder.try_lock_shared().is_ok() && made.exists() => return Ok(folder),
             Err(error) if is_last || error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
+            // Another daemon looks whether it is left over.
+            Ok(_) => std::thread::sleep(Duration::from_millis(1)),
+            Err(_) => {}
         }
     }
 }
@@ -518,7 +521,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::sync::atomic::Ordering::Relaxed;
     use std::thread;
-    use std::time::{Duration, Instant, SystemTime};
+    use std::time::{Instant, SystemTime};
 
     use super::*;
 

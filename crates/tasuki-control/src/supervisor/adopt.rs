@@ -23,7 +23,7 @@ use super::deeds::party;
 use super::keeping::{FEWER, Found, Key};
 use super::lines::Lines;
 use super::worker::{Stage, Words, Worker, clients, tells};
-use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, now, now_ns, watch};
+use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, nanoseconds, now, watch};
 use crate::channel;
 use crate::config::{self, Device};
 use crate::foreign::Foreign;
@@ -366,7 +366,8 @@ impl Supervisor {
             // If the lease page belongs to the node that the NIC was going to, that node is its home.
             let home = if page.contains(&home) { home } else { page.first().copied().unwrap_or(home) };
             let is_dead = |card: &Card| card.holder().is_some_and(|holder| !self.workers.contains_key(&holder));
-            let found_dead = is_dead(&self.cards[&nic]).then(now_ns);
+            // One that died later has its own stamp.
+            let found_dead = Some(nanoseconds(self.since)).filter(|_| is_dead(&self.cards[&nic]));
             // A worker that only won the lease has not pointed the card at its memory.
             let settle = |card: &mut Card| card.lease_page.pause_ns().is_some() && card.settle_memory();
             let has_driven = self.cards.get_mut(&nic).is_some_and(settle);

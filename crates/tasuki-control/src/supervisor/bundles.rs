@@ -2,6 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
+use rustix::event::Timespec;
 use rustix::fs::{SealFlags, Stat};
 use tasuki_relay::message::{DeviceBundle, FDS_MAX, LAYOUT_MAX, MESSAGE_MAX, ToDaemon, ToWorker};
 
@@ -69,7 +70,11 @@ impl Supervisor {
             return;
         };
         let Some(kept) = &card.kept else { return };
-        // It lives: without descriptors the kernel cannot be asked for its user either.
+        if worker.process.ends_within(&Timespec::default()) {
+            // Its end fails the job.
+            return;
+        }
+        // Without descriptors the kernel cannot be asked for its user either.
         let Some((fds, uid)) = fds.zip(worker.process.fs_uid()) else {
             let why = format!(
                 "tasukid may open no more descriptors, and lacks those of the memory that worker {number} made for {}; raise LimitNOFILE= of tasukid (ulimit -Hn)",

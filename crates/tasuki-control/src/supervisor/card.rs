@@ -266,7 +266,7 @@ pub struct Card {
     pub past: Option<LeasePage>,
     /// Plan of the relay under way, if its giver is to be fenced.
     pub plan: Option<tasuki_relay::wire::Plan>,
-    /// When this daemon found its driver dead, in ns of `CLOCK_MONOTONIC`, if that died while no daemon was there.
+    /// When this daemon began, in ns of `CLOCK_MONOTONIC`, if its driver died before that.
     pub found_dead: Option<u64>,
     /// Why no worker drives it, or why the last relay failed.
     pub trouble: Option<String>,

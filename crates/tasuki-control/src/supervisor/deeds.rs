@@ -12,7 +12,7 @@ use tasuki_shm::crash;
 
 use super::keeping::Key;
 use super::worker::Stage;
-use super::{About, Supervisor, now, now_ns};
+use super::{About, Supervisor, nanoseconds, now};
 use crate::cgroup::Group;
 use crate::registry::Change;
 
@@ -348,7 +348,8 @@ impl Supervisor {
             card.renewals = 0;
         }
         if let Some(found) = card.found_dead.take_if(|_| holder.is_some()) {
-            card.lease_page.words.store(lease_page::STOPPED_AT, found);
+            let stopped = card.lease_page.words.load(lease_page::STOPPED_AT).max(found);
+            card.lease_page.words.store(lease_page::STOPPED_AT, stopped);
         }
         let (name, node) = (card.name().to_owned(), card.node.clone());
         let tenure = card.lease_page.tenure();
@@ -401,7 +402,7 @@ impl Supervisor {
     pub(super) fn stamp_death(&self, nic: u32, number: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
         if card.holder() == Some(number) {
-            card.lease_page.words.store(lease_page::STOPPED_AT, now_ns());
+            card.lease_page.words.store(lease_page::STOPPED_AT, nanoseconds(now()));
         }
     }
 }

@@ -176,7 +176,7 @@ impl Card {
             return true;
         }
         let (from, to, why) = (from.to_owned(), to.to_owned(), why.to_owned());
-        let met_ns = u64::try_from(met.as_nanos()).unwrap_or(u64::MAX);
+        let met_ns = super::nanoseconds(met);
         self.fail_over = Some(FailOver { from, to, why, at_ms: super::ms_since_1970(), met_ns, took_ns: None });
         false
     }

@@ -343,7 +343,10 @@ impl Supervisor {
                 (text(&worker.given), vec![worker.heartbeat.as_ref()?.region().fd()])
             }
             Key::Tap(label) => (String::new(), vec![self.taps.get(label)?.fd()?]),
-            Key::Queue(node) => (String::new(), vec![self.queues.get(node)?.device.as_fd()]),
+            Key::Queue(node) => {
+                let (text, queue) = self.queue_to_keep(node)?;
+                (text, vec![queue])
+            }
             Key::Endpoint(label) => self.endpoints.get(label)?.to_keep()?,
             Key::Client(label) => self.endpoints.get(label)?.client_to_keep()?,
         })

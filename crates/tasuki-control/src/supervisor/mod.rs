@@ -104,9 +104,9 @@ pub fn now() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// The same in nanoseconds, as in a lease page.
-fn now_ns() -> u64 {
-    u64::try_from(now().as_nanos()).unwrap_or(u64::MAX)
+/// Returns a time in nanoseconds, as in a lease page.
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 fn ms_since_1970() -> u64 {

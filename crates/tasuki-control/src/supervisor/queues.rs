@@ -39,6 +39,9 @@ const SETTLES: Duration = Duration::from_millis(100);
 /// How long a queue is given to drain, each time.
 const DRAINS: Duration = Duration::from_secs(1);
 
+/// What the keeper has beside a queue while the first one of its interface has no flows.
+const FIRST_HAS_NONE: &str = "the first queue has no flows";
+
 /// One more queue of an interface.
 #[derive(Debug)]
 pub struct Queue {
@@ -108,8 +111,11 @@ impl Supervisor {
     /// Adopts the queues of an earlier daemon: of interfaces that are gone, only those that nodes in `living` have.
     pub(super) fn begin_queues(&mut self, living: &[String], found: &mut Found) {
         for node in self.config.node.iter().filter(|node| node.queue_of().is_some()) {
-            let queue = found.remove(&Key::Queue(node.name.clone())).and_then(|(_, fds)| fds.into_iter().next());
-            let queue = queue.filter(|queue| living.contains(&node.name) || !is_gone(queue.as_fd()));
+            let kept = found.remove(&Key::Queue(node.name.clone()));
+            let kept = kept.and_then(|(text, fds)| Some((text, fds.into_iter().next()?)));
+            let (text, queue) = kept
+                .filter(|(_, queue)| living.contains(&node.name) || !is_gone(queue.as_fd()))
+                .map_or((String::new(), None), |(text, queue)| (text, Some(queue)));
             // It has none if nobody drove it, and gets some when a worker does. The last daemon may have died as it spared
             // it: that ends as for a new one.
             let adopted = |queue: OwnedFd| Queue {
@@ -118,8 +124,9 @@ impl Supervisor {
                 is_spared: true,
             };
             let of = node.queue_of().filter(|_| queue.is_some()).map(str::to_owned);
-            // The last daemon has taken those of a first queue that nobody drives, if this one does not find a worker.
-            self.leads.extend(of.map(|of| (of.clone(), Flows::of(living.contains(&of)))));
+            // Of the first queue the kernel does not say whether it has some.
+            let has_first = living.iter().any(|name| Some(name) == of.as_ref()) || text != FIRST_HAS_NONE;
+            self.leads.extend(of.map(|of| (of, Flows::of(has_first))));
             self.queues.extend(queue.map(|queue| (node.name.clone(), adopted(queue))));
         }
     }
@@ -175,13 +182,14 @@ impl Supervisor {
         self.keep(Key::Queue(node.name.clone()));
     }
 
-    /// Begins to drain the queue that a node drives. Returns `None` if there is none, or it has no flows, for nobody
-    /// drives it, or the kernel refuses: then the frames that are in it are lost.
+    /// Begins to drain the queue that a node drives. Returns `None` if there is nothing to drain, or no way to: it has no
+    /// queue, or the queue has no flows, or those of the first queue go by one of the others, which may be this one, or the
+    /// kernel refuses. The frames that are in it are lost then.
     pub(super) fn begin_draining(&mut self, node: &str) -> Option<Draining> {
         let of = self.config.node(node).and_then(Node::queue_of)?;
-        let other = self.other_than(of);
-        let queue = self.queues.get_mut(node).filter(|queue| queue.flows.are_its)?;
-        give_one_queue_all(queue.device.as_fd(), Some(other)).ok()?;
+        let has_first = self.other_than(of) == 0;
+        let queue = self.queues.get_mut(node).filter(|queue| queue.flows.are_its && has_first)?;
+        give_one_queue_all(queue.device.as_fd(), Some(0)).ok()?;
         queue.is_spared = true;
         let (begun, driver, moved) = (now(), (None, now()), (0, now()));
         Some(Draining { begun, is_hidden: false, driver, moved, was_asked: false })
@@ -208,8 +216,8 @@ impl Supervisor {
         let is_over = match driver {
             Some(driver) => {
                 let is_quiet = stays >= if waits { STUCK } else { QUIET } || drains >= DRAINS;
-                let asks = is_quiet && !std::mem::replace(&mut it.was_asked, is_quiet);
-                is_quiet && self.has_answered(driver, end, asks)
+                let was_asked = std::mem::replace(&mut it.was_asked, is_quiet);
+                is_quiet && self.has_answered(driver, end, !was_asked)
             }
             None => drains >= if self.trouble_of(node).is_some() { STAYS } else { PATIENCE },
         };
@@ -252,6 +260,14 @@ impl Supervisor {
         }
     }
 
+    /// Returns the queue of a node and a text for the keeper.
+    pub(super) fn queue_to_keep(&self, node: &str) -> Option<(String, BorrowedFd<'_>)> {
+        let of = self.config.node(node).and_then(Node::queue_of);
+        let has_none = of.is_some_and(|of| !self.gets_flows(of));
+        let text = if has_none { FIRST_HAS_NONE } else { "" };
+        Some((text.to_owned(), self.queues.get(node)?.device.as_fd()))
+    }
+
     /// Returns the queue that gets all flows of a node's interface while another is spared: the first one, if that has some.
     fn other_than(&self, of: &str) -> u8 {
         u8::from(!self.gets_flows(of))
@@ -277,7 +293,7 @@ impl Supervisor {
         flows.is_none_or(|flows| flows.are_its)
     }
 
-    /// Returns whether the kernel gives all flows of an interface to its first queue meanwhile.
+    /// Returns whether the kernel gives all flows of an interface to one queue for now.
     pub(super) fn is_sparing(&self) -> bool {
         self.queues.values().any(|queue| queue.is_spared)
     }
@@ -298,14 +314,26 @@ impl Supervisor {
             (card.node.clone(), card.number, is_driven, is_troubled)
         };
         let looks: Vec<_> = self.cards.values().filter(is_its).map(look).collect();
-        // The flows of a first queue go by another that is driven, if there is one.
-        let others = looks.iter().filter(|(name, _, is_driven, _)| *is_driven && self.gets_flows(name));
-        let led: BTreeSet<String> =
-            others.filter_map(|(name, ..)| self.config.node(name)?.queue_of().map(str::to_owned)).collect();
+        // The flows of a first queue go by another once that is driven, and stay there while one has flows.
+        let interfaces_of = |is_of: &dyn Fn(&String, bool) -> bool| -> BTreeSet<String> {
+            let are = looks.iter().filter(|(name, _, is_driven, _)| is_of(name, *is_driven));
+            are.filter_map(|(name, ..)| self.config.node(name)?.queue_of().map(str::to_owned)).collect()
+        };
+        let driven = interfaces_of(&|name, is_driven| is_driven && self.gets_flows(name));
+        let with_flows = interfaces_of(&|name, _| self.gets_flows(name));
+        // One that is about to go may be the one that would get them.
+        let leaving = self.queues.keys().filter(|name| self.leaves(name));
+        let drained: BTreeSet<String> =
+            leaving.filter_map(|name| self.config.node(name)?.queue_of().map(str::to_owned)).collect();
         for (name, end, is_driven, is_troubled) in looks {
-            let may_lose = self.queues.contains_key(&name) || led.contains(&name);
+            let is_first = !self.queues.contains_key(&name);
             let flows = self.queues.get_mut(&name).map(|queue| &mut queue.flows).or_else(|| self.leads.get_mut(&name));
             let Some(flows) = flows else { continue };
+            let may_lose = match (is_first, flows.are_its) {
+                (false, _) => true,
+                (true, true) => driven.contains(&name) && !drained.contains(&name),
+                (true, false) => with_flows.contains(&name),
+            };
             let gets_some = flows.look(is_driven, is_troubled) || !may_lose;
             let stays = now().saturating_sub(flows.since);
             if flows.are_its != gets_some {
@@ -320,15 +348,24 @@ impl Supervisor {
                     None => {
                         let any = self.queues_of_interface(&name).take(1);
                         any.for_each(|queue| self.steer(&name, queue.device.as_fd()));
+                        // The next daemon has to know.
+                        let is_its = |node: &&Node| node.queue_of() == Some(&name);
+                        let its = self.config.node.iter().filter(is_its).map(|node| node.name.clone());
+                        its.collect::<Vec<_>>().into_iter().for_each(|queue| self.keep(Key::Queue(queue)));
                     }
                 }
                 if !gets_some {
                     self.show_address(end, false);
                 }
-                let what = if gets_some {
-                    "its flows go by it again"
-                } else {
-                    "no worker drives its queue, and the flows of that go by the other queues until one does"
+                let what = match (gets_some, is_driven, is_first) {
+                    (true, true, _) => "its flows go by it again",
+                    (true, false, _) => "no worker drives any queue of its interface, and its flows wait in its own",
+                    (false, _, false) => {
+                        "no worker drives its queue, and the flows of that go by the other queues until one does"
+                    }
+                    (false, _, true) => {
+                        "no worker drives its queue, and all flows of its interface go by another one until one does"
+                    }
                 };
                 self.note(About::node(&name), format!("node {name}: {what}"));
             }

@@ -114,7 +114,8 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
             return;
         }
     }
-    // It is no memory of ours: let the access fail again, as it would without this handler.
+    // It is no memory of ours: let the access fail again, as it would without this handler. No guard works from here on: a
+    // process whose own handler goes on after that must do so without them.
     if let Some(before) = BEFORE.get() {
         // SAFETY: sets the action that the kernel said was set before (G2).
         unsafe { libc::sigaction(signal, before, std::ptr::null_mut()) };

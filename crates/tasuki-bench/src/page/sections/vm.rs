@@ -148,7 +148,7 @@ fn rates(desk: &Desk<'_>) -> String {
         row("DPDK's vhost: it receives", dpdk("h2g")),
         row("here, from machine to machine: none of these is lost", carried),
         row("here: a translated guest's kernel sends (pktgen)", of_kernel),
-        row("QEMU's TAP: it sends", of_kernel_by_tap),
+        row("QEMU's TAP: it sends (pktgen)", of_kernel_by_tap),
         row("here: a program in a translated guest sends", [stock("g2h")]),
         row("QEMU's TAP: it sends", [tap("g2h")]),
         row("here: a translated guest receives", [stock("h2g")]),
