@@ -28,6 +28,8 @@ pub fn run(checkout: &Checkout, filter: &[OsString]) -> anyhow::Result<bool> {
     let status = stream::run_showing(&mut command, |line| reader.line(line))?;
     let tally = reader.finish(status.success());
     println!("{tally}");
+    let count = tally.passed + tally.failed + tally.skipped;
+    anyhow::ensure!(count > 0, "no test of {} has such a name", CRATES.join(", "));
     Ok(tally.failed == 0)
 }
 

@@ -562,6 +562,17 @@ mod tests {
         });
     }
 
+    /// row: T137
+    #[test]
+    fn a_lock_of_another_program_keeps_no_daemon_from_beginning() {
+        let folder = tempfile::tempdir().unwrap();
+        let group = of(folder.path(), "id");
+        fs::create_dir_all(&group).unwrap();
+        let other = File::open(&group).unwrap();
+        other.lock().unwrap();
+        make(folder.path(), "id").unwrap();
+    }
+
     /// Groups of this machine of one version, which go when the test ends. `find` returns `None` where there are
     /// none.
     struct Ours(Groups);

@@ -73,6 +73,21 @@ fn nothing_is_lost(world: &World, flows: Vec<Exchange>) {
     assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
 }
 
+/// Names a program of the test's own in the configuration, to be applied. Returns what chooses whether it is the usual
+/// worker, as at first, or one that ends at once.
+fn switch(world: &World) -> impl Fn(bool) + use<> {
+    let (program, aside) = (world.rig.path("worker"), world.rig.path("aside"));
+    let stock = beside("tasuki-worker").expect("looked for before");
+    world.rig.configure(|text| text.replace(&format!("{stock:?}"), &format!("{program:?}")));
+    let choose = move |begins| {
+        let target = if begins { &*stock } else { Path::new("/bin/false") };
+        std::os::unix::fs::symlink(target, &aside).expect("a link");
+        std::fs::rename(&aside, &program).expect("a name");
+    };
+    choose(true);
+    choose
+}
+
 #[test]
 fn flows_over_two_queues_lose_nothing_while_the_workers_of_both_and_the_daemon_are_replaced() {
     let Some(mut world) = World::new() else { return };
@@ -190,19 +205,11 @@ fn of_three_queues_the_middle_one_comes_and_goes_and_a_daemon_dies_meanwhile() {
 #[test]
 fn flows_of_a_queue_that_gets_no_worker_go_by_the_others_until_it_has_one() {
     let Some(mut world) = World::of_scripts() else { return };
-    let program = world.rig.path("worker");
-    let stock = beside("tasuki-worker").expect("looked for before");
-    world.rig.configure(|text| text.replace(&format!("{stock:?}"), &format!("{program:?}")));
-    let aside = world.rig.path("aside");
-    let becomes = |target: &Path| {
-        std::os::unix::fs::symlink(target, &aside).expect("a link");
-        std::fs::rename(&aside, &program).expect("a name");
-    };
-    becomes(&stock);
+    let workers_begin = switch(&world);
     world.rig.ask(&["apply"]);
     let flows = begin(&world, 2);
     world.rig.ask(&["node", "remove", "shop-1"]);
-    becomes(Path::new("/bin/false"));
+    workers_begin(false);
     world.rig.ask(&["node", "add", "shop-1", "--queue-of", "shop"]);
     world.rig.await_event("node shop-1: no worker drives its queue");
     all_go_on(&world, &flows, 50);
@@ -211,7 +218,7 @@ fn flows_of_a_queue_that_gets_no_worker_go_by_the_others_until_it_has_one() {
     world.rig.start();
     world.await_pairs();
     all_go_on(&world, &flows, 50);
-    becomes(&stock);
+    workers_begin(true);
     world.rig.ask(&["worker", "upgrade", "shop-1"]);
     world.rig.await_event("node shop-1: its flows go by it again");
     all_go_on(&world, &flows, 50);
@@ -224,20 +231,12 @@ fn flows_of_a_queue_that_gets_no_worker_go_by_the_others_until_it_has_one() {
 #[test]
 fn an_interface_whose_own_node_gets_no_worker_is_found_and_reached_by_its_other_queue() {
     let Some(mut world) = World::of_scripts() else { return };
-    let program = world.rig.path("worker");
-    let stock = beside("tasuki-worker").expect("looked for before");
-    world.rig.configure(|text| text.replace(&format!("{stock:?}"), &format!("{program:?}")));
-    let aside = world.rig.path("aside");
-    let becomes = |target: &Path| {
-        std::os::unix::fs::symlink(target, &aside).expect("a link");
-        std::fs::rename(&aside, &program).expect("a name");
-    };
-    becomes(&stock);
+    let workers_begin = switch(&world);
     world.rig.ask(&["apply"]);
     let flows = begin(&world, 2);
     nothing_is_lost(&world, flows);
     let (driver, stands_by) = world.rig.await_pair("shop");
-    becomes(Path::new("/bin/false"));
+    workers_begin(false);
     [&stands_by, &driver].into_iter().for_each(|worker| world.rig.kill(worker));
     world.rig.await_event("node shop: no worker drives its queue");
     let forgets = |room: &Room| {
@@ -251,7 +250,7 @@ fn an_interface_whose_own_node_gets_no_worker_is_found_and_reached_by_its_other_
     world.rig.start();
     ["shop-1", "desk"].into_iter().for_each(|node| _ = world.rig.await_pair(node));
     all_go_on(&world, &flows, 50);
-    becomes(&stock);
+    workers_begin(true);
     world.rig.ask(&["worker", "upgrade", "shop"]);
     world.rig.await_event("node shop: its flows go by it again");
     all_go_on(&world, &flows, 50);
