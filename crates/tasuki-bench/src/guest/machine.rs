@@ -38,8 +38,8 @@ pub const DESK: &str = "desk";
 /// What connects the two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Link {
-    /// Two nodes of a daemon, by vhost-user and through a TAP.
-    Tasuki,
+    /// Two nodes of a daemon, by vhost-user and through a TAP. A frame of the guest waits for others for so many µs at most.
+    Tasuki { latency_us: u32 },
     /// QEMU's own TAP back end.
     Tap,
 }
@@ -75,10 +75,10 @@ impl Machine {
         let socket = place.directory().join("vm.sock");
         let address = HOST.map(|byte| byte.to_string()).join(".");
         let (mut command, system) = match link {
-            Link::Tasuki => {
+            Link::Tasuki { latency_us } => {
                 let tap = format!("{{ netns = \"{}\", name = \"{INTERFACE}\", address = \"{address}/24\" }}", room.0);
                 let desk = format!("[[node]]\nname = \"{DESK}\"\nvni = \"lan\"\nwork = {{ tap = {tap} }}\n\n");
-                let nodes = desk + &node(NODE, &socket);
+                let nodes = desk + &node(NODE, &socket) + &format!("latency_us = {latency_us}\n");
                 let system = System::configured(place.directory(), &nodes)?;
                 system.await_pair(NODE)?;
                 system.await_pair(DESK)?;

@@ -57,6 +57,10 @@ enum Way {
 
 const WAYS: [(Way, &str); 2] = [(Way::ToGuest, "h2g"), (Way::ToHost, "g2h")];
 
+fn flood_name(size: u32) -> String {
+    format!("pktgen-{size}")
+}
+
 /// How much to measure.
 #[derive(Debug, Clone, Copy)]
 struct Effort {
@@ -74,14 +78,19 @@ pub fn names() -> impl Iterator<Item = String> {
     let trips = SIZES.into_iter().map(|size| format!("rtt-{size}"));
     let ways =
         WAYS.into_iter().flat_map(|(_, way)| [format!("host-cpu-{way}"), format!("interrupts-per-packet-{way}")]);
-    let floods = VM_SIZES.into_iter().map(|size| format!("pktgen-{size}"));
+    let floods = VM_SIZES.into_iter().map(flood_name);
     trips.chain(ways).chain(floods).chain([idle::ONE, idle::MANY].map(str::to_owned))
 }
+
+/// Longest time in µs that a frame waits for others: by default, and where CPU time counts more.
+const LATENCIES_US: [u32; 2] = [250, 1000];
 
 /// Both systems, with their guests up.
 struct Both {
     ours: Machine,
     theirs: Machine,
+    /// A second system of ours, with the longer latency.
+    patient: Option<Machine>,
 }
 
 /// Measures the cases that `is_wanted` chooses.
@@ -108,9 +117,16 @@ fn rows_of_both(
     is_wanted: impl Fn(&str) -> bool,
     interrupt: &Interrupt,
 ) -> Result<Vec<Row>> {
-    let mut both = Both { ours: Machine::start(recipe, Link::Tasuki)?, theirs: Machine::start(recipe, Link::Tap)? };
+    let [ours, patient] = LATENCIES_US.map(|latency_us| Link::Tasuki { latency_us });
+    let sends = VM_SIZES.into_iter().any(|size| is_wanted(&flood_name(size)));
+    let mut both = Both {
+        ours: Machine::start(recipe, ours)?,
+        theirs: Machine::start(recipe, Link::Tap)?,
+        patient: sends.then(|| Machine::start(recipe, patient)).transpose()?,
+    };
     both.ours.await_boot(interrupt)?;
     both.theirs.await_boot(interrupt)?;
+    both.patient.iter_mut().try_for_each(|machine| machine.await_boot(interrupt))?;
     let mut rows = Vec::new();
     for size in SIZES {
         let case = format!("rtt-{size}");
@@ -131,7 +147,7 @@ fn rows_of_both(
         }
     }
     for size in VM_SIZES {
-        let case = format!("pktgen-{size}");
+        let case = flood_name(size);
         if is_wanted(&case) {
             rows.extend(floods(&case, size as usize, &both, effort, interrupt)?);
         }
@@ -147,15 +163,26 @@ fn in_turns<T>(
     both: &Both,
     effort: Effort,
     interrupt: &Interrupt,
-    mut measure: impl FnMut(&Machine) -> Result<T>,
+    measure: impl FnMut(&Machine) -> Result<T>,
 ) -> Result<[Vec<T>; 2]> {
-    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    rounds([&both.ours, &both.theirs], effort, interrupt, measure)
+}
+
+/// Runs `measure` for each machine, once a round, in turns.
+fn rounds<T, const N: usize>(
+    machines: [&Machine; N],
+    effort: Effort,
+    interrupt: &Interrupt,
+    mut measure: impl FnMut(&Machine) -> Result<T>,
+) -> Result<[Vec<T>; N]> {
+    let mut all = [const { Vec::new() }; N];
     for _ in 0..effort.rounds {
-        interrupt.check()?;
-        ours.push(measure(&both.ours)?);
-        theirs.push(measure(&both.theirs)?);
+        for (machine, measured) in machines.into_iter().zip(&mut all) {
+            interrupt.check()?;
+            measured.push(measure(machine)?);
+        }
     }
-    Ok([ours, theirs])
+    Ok(all)
 }
 
 /// Measures round trips of datagrams from the namespace to the guest and back, one at a time.
@@ -331,16 +358,19 @@ fn receive(socket: UdpSocket, count: &AtomicU64) -> Result<u64> {
     Ok(came)
 }
 
-/// Returns the parties of both systems, and of the traffic: the virtual CPUs first.
+/// Returns the parties of all systems, and of the traffic.
 fn parties(both: &Both) -> Result<Vec<Party>> {
     let mut all = Vec::new();
-    for (name, machine) in [("ours", &both.ours), ("theirs", &both.theirs)] {
+    let patient = both.patient.as_ref().map(|machine| ("patient", machine));
+    for (name, machine) in [("ours", &both.ours), ("theirs", &both.theirs)].into_iter().chain(patient) {
         let qemu = |what: &str, threads| Party { name: format!("{name}: {what}"), pid: machine.qemu(), threads };
         all.extend([qemu("vcpu", Threads::Vcpus), qemu("QEMU", Threads::NoVcpus)]);
+        if let Some(system) = &machine.system {
+            let its = |party: Party| Party { name: format!("{name}: {}", party.name), ..party };
+            all.extend(idle::daemon(system)?.into_iter().map(its));
+        }
     }
-    let pid = std::process::id();
-    all.push(Party { name: "the traffic's program".to_owned(), pid, threads: Threads::All });
-    all.extend(idle::daemon(both.ours.system.as_ref().context("a daemon runs")?)?);
+    all.push(Party { name: "the traffic's program".to_owned(), pid: std::process::id(), threads: Threads::All });
     Ok(all)
 }
 
@@ -352,10 +382,13 @@ struct Cost {
     parts: Vec<f64>,
 }
 
-fn cost(idle: &Shares, busy: &Shares) -> Cost {
+fn cost(parties: &[Party], idle: &Shares, busy: &Shares) -> Cost {
     let parts: Vec<_> = busy.parties.iter().zip(&idle.parties).map(|(busy, idle)| busy - idle).collect();
-    let host = busy.machine - idle.machine - parts[0] - parts[2];
-    Cost { host, system: host - parts[4], parts }
+    let of = |is: &dyn Fn(&Party) -> bool| -> f64 {
+        parties.iter().zip(&parts).filter(|(party, _)| is(party)).map(|(_, part)| part).sum()
+    };
+    let host = busy.machine - idle.machine - of(&|party| party.threads == Threads::Vcpus);
+    Cost { host, system: host - of(&|party| party.pid == std::process::id()), parts }
 }
 
 /// Says who used how much of a core.
@@ -373,7 +406,7 @@ fn host_cpu(case: &str, way: Way, both: &Both, effort: Effort, interrupt: &Inter
     let costs = in_turns(both, effort, interrupt, |machine| {
         let traffic = traffic(machine, way, RATE, effort.watched, &parties)?;
         let lost = traffic.sent.saturating_sub(traffic.came);
-        let cost = cost(&idle, &traffic.shares);
+        let cost = cost(&parties, &idle, &traffic.shares);
         eprintln!("{case} · {} sent, {lost} lost · {}", traffic.sent, told(&parties, cost.host, &cost.parts));
         Ok((cost, lost))
     })?;
@@ -405,7 +438,7 @@ fn interrupts(case: &str, way: Way, both: &Both, effort: Effort, interrupt: &Int
         ensure!(traffic.frames > 0, "{case}: no frame crossed");
         let rate = traffic.frames as f64 / (watched + MORE).as_secs_f64();
         let share = traffic.interrupts as f64 / traffic.frames as f64;
-        let cost = cost(&idle, &traffic.shares);
+        let cost = cost(&parties, &idle, &traffic.shares);
         let used = told(&parties, cost.host, &cost.parts);
         eprintln!("{case} · one in {:.0} at {:.1} kpps · {used}", 1.0 / share, rate / 1e3);
         Ok([share, rate, cost.host / rate * 1e9])
@@ -422,6 +455,10 @@ fn interrupts(case: &str, way: Way, both: &Both, effort: Effort, interrupt: &Int
     Ok(vec![row, rate, cpu])
 }
 
+fn middle_of(floods: &[Flood], of: impl Fn(&Flood) -> f64) -> Result<f64> {
+    median(&floods.iter().map(of).collect::<Vec<_>>()).context("there was no round")
+}
+
 /// Share of the slower system's highest rate at which the CPU time of both is compared, as the paper did (S3, Figure 12).
 const NEAR: f64 = 0.8;
 
@@ -432,16 +469,12 @@ fn floods(case: &str, size: usize, both: &Both, effort: Effort, interrupt: &Inte
     let idle = watch(&parties, effort.watched)?;
     let measure =
         |rate| in_turns(both, effort, interrupt, |it| pktgen::flood(it, size, rate, effort.watched, &parties));
-    let middle = |floods: &[Flood], of: &dyn Fn(&Flood) -> f64| {
-        let all: Vec<_> = floods.iter().map(of).collect();
-        median(&all).context("there was no round")
-    };
     let lost = |floods: &[Vec<Flood>; 2]| {
         let [ours, theirs] = floods.each_ref().map(|floods| floods.iter().map(|flood| flood.lost).sum::<u64>());
         format!("{ours} lost, by QEMU's TAP {theirs}")
     };
     let highest = measure(None)?;
-    let [ours, theirs] = [middle(&highest[0], &|flood| flood.rate)?, middle(&highest[1], &|flood| flood.rate)?];
+    let [ours, theirs] = [middle_of(&highest[0], |flood| flood.rate)?, middle_of(&highest[1], |flood| flood.rate)?];
     eprintln!("{case} · {:.1} kpps, QEMU's TAP {:.1}; {}", ours / 1e3, theirs / 1e3, lost(&highest));
     let paper = VM.best("pps").context("the paper has a rate")?;
     let row = Row::higher(case, "pps", "frames/s", ours).against(PEER, Kind::Peer, theirs);
@@ -449,21 +482,32 @@ fn floods(case: &str, size: usize, both: &Both, effort: Effort, interrupt: &Inte
     pps.note = Some(format!("as fast as TCG lets the guest go; {}", lost(&highest)));
 
     let rate = NEAR * ours.min(theirs);
-    let paced = measure(Some(rate))?;
-    let host = |flood: &Flood| cost(&idle, &flood.shares).host * 100.0;
-    let [ours, theirs] = [middle(&paced[0], &host)?, middle(&paced[1], &host)?];
-    let rates = paced.each_ref().map(|floods| middle(floods, &|flood| flood.rate / 1e3).unwrap_or_default());
-    let note = format!("{rate:.0} frames/s; {}; all but the virtual CPUs", lost(&paced));
-    eprintln!("{case} · {ours:.1} % of a core at {:.1} kpps, {theirs:.1} % at {:.1}; {note}", rates[0], rates[1]);
-    for (name, flood) in ["ours", "theirs"].iter().zip(&paced).filter_map(|(name, floods)| Some((name, floods.last()?)))
-    {
-        let cost = cost(&idle, &flood.shares);
-        eprintln!("{case} · {name} · {}", told(&parties, cost.host, &cost.parts));
+    let patient = both.patient.as_ref().context("a system with the longer latency runs")?;
+    let machines = [&both.ours, patient, &both.theirs];
+    let send = |it: &Machine| pktgen::flood(it, size, Some(rate), effort.watched, &parties);
+    let paced = rounds(machines, effort, interrupt, send)?;
+    let [at, latest] = LATENCIES_US;
+    let names = [format!("latency_us = {at}"), format!("latency_us = {latest}"), "QEMU's TAP".to_owned()];
+    let mut shares = [0.0; 3];
+    for ((name, floods), share) in names.iter().zip(&paced).zip(&mut shares) {
+        *share = middle_of(floods, |flood| cost(&parties, &idle, &flood.shares).host * 100.0)?;
+        let lost: u64 = floods.iter().map(|flood| flood.lost).sum();
+        let at = middle_of(floods, |flood| flood.rate / 1e3)?;
+        eprintln!("{case} · {name} · {share:.1} % of a core at {at:.1} kpps, {lost} lost");
+        if let Some(flood) = floods.last() {
+            let cost = cost(&parties, &idle, &flood.shares);
+            eprintln!("{case} · {name} · {}", told(&parties, cost.host, &cost.parts));
+        }
     }
-    let row = Row::lower(case, "host_cpu", "% of a core", ours).against(PEER, Kind::Peer, theirs);
-    let mut cpu = row.bar(0.5, PEER)?;
-    cpu.note = Some(note);
-    Ok(vec![pps, cpu])
+    let [ours, patient, theirs] = shares;
+    let cpu = |metric: &'static str, at: u32, ours: f64, paced: &Vec<Flood>| -> Result<Row> {
+        let row = Row::lower(case, metric, "% of a core", ours).against(PEER, Kind::Peer, theirs);
+        let lost: u64 = paced.iter().map(|flood| flood.lost).sum();
+        let note = format!("latency_us = {at}; {rate:.0} frames/s, {lost} lost; all but the virtual CPUs");
+        Ok(Row { note: Some(note), ..row.bar(0.5, PEER)? })
+    };
+    let cpus = [cpu("host_cpu", at, ours, &paced[0])?, cpu("host_cpu_patient", latest, patient, &paced[1])?];
+    Ok([pps].into_iter().chain(cpus).collect())
 }
 
 #[cfg(test)]
@@ -478,10 +522,14 @@ mod tests {
 
     #[test]
     fn the_virtual_cpus_and_what_was_there_before_are_no_cost() {
+        let party = |pid, threads| Party { name: String::new(), pid, threads };
+        let vm = |pid| [party(pid, Threads::Vcpus), party(pid, Threads::NoVcpus)];
+        let traffic = party(std::process::id(), Threads::All);
+        let parties = [vm(1), vm(2), [traffic, party(3, Threads::All)]].concat();
         let shares = |machine, parties: [f64; 6]| Shares { machine, parties: parties.to_vec() };
         let idle = shares(0.1, [0.02, 0.01, 0.02, 0.01, 0.0, 0.01]);
         let busy = shares(1.5, [0.92, 0.11, 0.03, 0.01, 0.2, 0.11]);
-        let cost = cost(&idle, &busy);
+        let cost = cost(&parties, &idle, &busy);
         assert!((cost.host - 0.49).abs() < 1e-9 && (cost.system - 0.29).abs() < 1e-9, "{} {}", cost.host, cost.system);
     }
 }
