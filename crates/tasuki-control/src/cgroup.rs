@@ -25,6 +25,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::io::ErrorKind::{AlreadyExists, NotFound};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -129,7 +130,7 @@ fn make(group: &Path, id: &str) -> io::Result<File> {
         match fs::create_dir_all(&made).and_then(|()| File::open(&made)) {
             // Any user who may read it can lock it as well. The daemon goes on then, and another one may sweep its groups.
             Ok(folder) if is_last || folder.try_lock_shared().is_ok() && made.exists() => return Ok(folder),
-            Err(error) if is_last || error.kind() != io::ErrorKind::NotFound => return Err(error),
+            Err(error) if is_last || error.kind() != NotFound => return Err(error),
             // Another daemon looks whether it is left over.
             Ok(_) => std::thread::sleep(Duration::from_millis(1)),
             Err(_) => {}
@@ -234,6 +235,20 @@ impl Groups {
         }
         group.open_freezer()?;
         Ok(group)
+    }
+
+    /// Returns the group `child` in that of a node. If `group`, which the node had so far, is gone, for somebody has removed
+    /// it, it is made anew with its bounds.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn child(&self, group: &mut Option<Group>, name: &str, bounds: &Bounds, child: &str) -> io::Result<Group> {
+        match group.as_ref().map(|group| group.child(child)) {
+            Some(Err(error)) if error.kind() == NotFound => {}
+            Some(made) => return made,
+            None => {}
+        }
+        group.insert(self.node(name, bounds)?).child(child)
     }
 
     /// Removes groups without processes: this daemon's, and those of others that have ended.
@@ -411,12 +426,13 @@ impl Group {
     /// Returns a group in this one, bounded as this one is.
     ///
     /// # Errors
-    /// The kernel refuses.
+    /// The kernel refuses, or this group is gone (`NotFound`).
     pub fn child(&self, name: &str) -> io::Result<Group> {
         let places = self.places.iter().map(|place| {
             // A hierarchy that bounds alone needs no group of its own.
             let path = if place.freezes { place.path.join(name) } else { place.path.clone() };
-            fs::create_dir_all(&path)?;
+            let made = if place.freezes { fs::create_dir(&path) } else { fs::metadata(&path).map(drop) };
+            made.or_else(|error| if error.kind() == AlreadyExists { Ok(()) } else { Err(error) })?;
             Ok(Place { path, is_its: place.freezes, ..*place })
         });
         let mut group = Group { places: places.collect::<io::Result<_>>()?, freezer: None };
@@ -630,6 +646,27 @@ mod tests {
             assert!(Instant::now() < end, "waited in vain for {what}");
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    #[test]
+    fn a_group_that_somebody_has_removed_is_made_anew_with_its_bounds() {
+        let mut ours = Groups::find(&format!("test-anew-{}", std::process::id()), None);
+        ours.hierarchies.retain(|it| it.has("pids") || it.is_v2 || it.has("freezer"));
+        let ours = Ours(ours);
+        let bounds = Bounds { pids: Some(7), ..Bounds::default() };
+        let mut node = None;
+        ours.0.child(&mut node, "red", &bounds, "worker-1").expect("a group");
+        let folders: Vec<_> = node.iter().flat_map(|node| &node.places).map(|place| place.path.clone()).collect();
+        folders.iter().for_each(|folder| remove_empty(folder, 2));
+        assert!(!folders.is_empty() && folders.iter().all(|folder| !folder.exists()));
+        ours.0.child(&mut node, "red", &bounds, "worker-2").expect("a group");
+        let kept = |folder: &PathBuf| fs::read_to_string(folder.join("pids.max")).ok();
+        let kept: Vec<_> = folders.iter().filter_map(kept).collect();
+        if !ours.0.hierarchies.iter().any(|it| it.has("pids")) {
+            println!("skipped: this machine has no control group for numbers of processes, or not for us");
+            return;
+        }
+        assert_eq!(kept, ["7\n"]);
     }
 
     fn is_frozen_and_killed(is_v2: bool) {

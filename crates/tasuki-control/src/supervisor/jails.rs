@@ -198,10 +198,7 @@ impl Supervisor {
         };
         let groups = self.groups.as_ref().ok_or_else(none)?;
         let ward = &mut self.nodes.get_mut(name).ok_or_else(none)?.ward;
-        if ward.group.is_none() {
-            ward.group = Some(groups.node(name, &bounds)?);
-        }
-        ward.group.as_ref().ok_or_else(none)?.child(&format!("worker-{number}"))
+        groups.child(&mut ward.group, name, &bounds, &format!("worker-{number}"))
     }
 
     /// Puts an earlier daemon's worker into its group, unless it is there already.
