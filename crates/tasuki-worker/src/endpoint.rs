@@ -8,6 +8,8 @@ use tasuki_net::endpoint::rate::{Limit, Rate, Rates};
 use tasuki_net::endpoint::{self, Parts};
 use tasuki_relay::message::{self, Client};
 
+use crate::lease_page::ProgramState;
+
 /// The daemon's description of an endpoint, and its descriptor. The worker keeps them to its end, also when
 /// the node's end of the VNI is taken from it.
 #[derive(Debug)]
@@ -44,13 +46,15 @@ impl Endpoint {
         self.description.latency_us.map_or(endpoint::LATENCY, |us| Duration::from_micros(us.into()))
     }
 
-    /// Returns the rates at which its programs may send and receive, as if they had done neither so far.
-    pub fn rates(&self) -> Rates {
-        let [sends, receives] = self.description.limits.map(|limit| {
+    /// Returns the rates at which its programs may send and receive, after all that they did by other workers.
+    pub fn rates(&self, program_state: &ProgramState) -> Rates {
+        let [its, others] = self.description.limits;
+        let [sends, receives] = program_state.dues();
+        let rate = |limit: message::Limit, dues| {
             let burst = Duration::from_millis(limit.burst_ms.into());
-            Rate::of(Limit { bits: limit.bits, frames: limit.frames, burst })
-        });
-        Rates { sends, receives }
+            Rate::of(Limit { bits: limit.bits, frames: limit.frames, burst }, dues)
+        };
+        Rates { sends: rate(its, sends), receives: rate(others, receives) }
     }
 }
 

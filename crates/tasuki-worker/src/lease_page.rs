@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
+use tasuki_net::endpoint::rate;
 use tasuki_net::nic::Left;
 use tasuki_relay::message::{heartbeat, lease_page};
 use tasuki_relay::{Party, Tenure};
@@ -183,9 +184,13 @@ impl Heartbeat {
 /// Program state of a node: memory that outlives workers, for state that its work must keep. The stock worker's
 /// works have two lines for each NIC, by its number. Behind these, a program of the user's own has [`STATE_PAGE`]
 /// words for each NIC.
+///
+/// Of a node with an endpoint, which has no such work, the first two lines have the times of its limits: of what its programs
+/// send, and of what they receive. The nodes of all queues of an interface have the program state of the interface's node.
 #[derive(Debug)]
 pub struct ProgramState {
     words: Span<AtomicU64>,
+    dues: [Span<AtomicU64>; 2],
 }
 
 /// Words of the program state that one NIC has: two copies of [`COPY`] words.
@@ -228,7 +233,13 @@ impl ProgramState {
     /// Maps the program state that the daemon has made.
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
         let region = adopt(memory, PROGRAM_STATE_LEN)?;
-        Ok(ProgramState { words: region.span(0, PROGRAM_STATE_LEN / 8)? })
+        let dues = [region.span(0, rate::WORDS)?, region.span(64, rate::WORDS)?];
+        Ok(ProgramState { words: region.span(0, PROGRAM_STATE_LEN / 8)?, dues })
+    }
+
+    /// Returns the times of the limits of a node with an endpoint.
+    pub fn dues(&self) -> [Span<AtomicU64>; 2] {
+        self.dues.clone()
     }
 
     /// Reads one copy of a program's state for a NIC. Returns nothing if there is no room for so many NICs.

@@ -372,7 +372,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         vni.settle();
         let mut bridge = Bridge::new(endpoint, vni, switch);
         if let Some(endpoint) = &common.endpoint {
-            bridge.set_rates(endpoint.rates());
+            bridge.set_rates(endpoint.rates(&common.program_state));
             bridge.set_latency(endpoint.latency());
         }
         self.news_waits();

@@ -189,6 +189,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             Some(_) => _ = self.turn_as_a_whole(),
             None => self.flush(),
         }
+        self.rates.settle();
     }
 
     /// Takes one turn in each direction. Returns the number of frames that moved.
@@ -196,6 +197,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         self.end.attend();
         self.rates.look();
         let moved = self.turn_both_ways();
+        self.rates.settle();
         self.waits.rate = self.rates.sends.as_ref().and_then(Rate::opens_in);
         moved
     }

@@ -3,7 +3,12 @@
 //! A frame that a node sends waits in the node's own ring or queue until its turn comes. A frame for a node is dropped:
 //! it would hold a ring of its sender, and the sender's frames to others behind it.
 
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+use tasuki_shm::region::Span;
 
 /// A limit on one direction. Each 0 stands for none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -16,62 +21,146 @@ pub struct Limit {
     pub burst: Duration,
 }
 
+/// Number of words that a rate has in shared memory.
+pub const WORDS: usize = 2;
+
+/// A time further ahead, in ns, is nobody's that keeps a limit, and counts as now. Where eight queues each begin the
+/// longest segment at once, at the lowest limit, the time is 4.2 s ahead.
+const AHEAD_MAX: u64 = 10_000_000_000;
+
+/// The part of what may go at once that a worker takes in advance, and of a burst that a sleeper waits for.
+const PARTS: u64 = 8;
+
+/// How often a worker tries to move a time that others move meanwhile.
+const TRIES: usize = 64;
+
+/// Picoseconds in a nanosecond.
+const PS: u64 = 1000;
+
 /// The generic cell rate algorithm (ITU-T I.371, annex A). Bytes and frames each have a time: that at which all frames so
 /// far would have gone at exactly this rate. Frames go while neither time lies ahead, so one frame of any length may
 /// exceed a burst.
+///
+/// The times lie in memory that all workers share which carry frames of the node: those of all queues of its interface, and
+/// those that come after them. A worker moves a time before it needs that, further than for one frame, and back by
+/// [`settle`](Self::settle) at the end of its turn: what a killed one had left does not go. All of them may write
+/// anything there. So each time is loaded once and checked, and a lie changes the rate of this node alone.
 #[derive(Debug)]
 pub struct Rate {
-    began: Instant,
-    /// Time of the last [`look`](Self::look), and the two times of the algorithm, in ps.
-    now: u128,
-    dues: [u128; 2],
-    /// Cost of a byte, and of a frame, in ps.
-    costs: [u64; 2],
-    burst: u128,
+    /// The two times, in ns of `CLOCK_MONOTONIC`.
+    dues: Span<AtomicU64>,
+    /// Time at which the turn [began](Rates::look).
+    now: u64,
+    /// What was taken in advance, in ps. What is less than 1 ns stays from turn to turn.
+    taken: [u64; WORDS],
+    /// Whether this turn has taken some. The first time it takes no more than it needs: most turns of some loads have one frame.
+    takes: [bool; WORDS],
+    /// Cost of a byte, and of a frame, in ps; 0 if there is no limit.
+    costs: [u64; WORDS],
+    burst: u64,
+}
+
+/// Reads the clock.
+fn now() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
+}
+
+fn ns(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl Rate {
-    /// Returns the rate of a limit, or `None` if there is none.
-    pub fn of(limit: Limit) -> Option<Self> {
+    /// Returns the rate of a limit whose times are [`WORDS`] `dues`, or `None` if there is none.
+    ///
+    /// # Panics
+    /// If there are fewer words.
+    pub fn of(limit: Limit, dues: Span<AtomicU64>) -> Option<Self> {
+        assert!(dues.len() >= WORDS, "each kind of limit has a time");
         let Limit { bits, frames, burst } = limit;
         let cost = |unit: u64, rate: u64| unit.checked_div(rate).unwrap_or(0);
-        let burst = burst.as_nanos() * 1000;
         let costs = [cost(8_000_000_000_000, bits), cost(1_000_000_000_000, frames)];
-        // The clock begins late enough for a whole burst at once.
-        let rate = Rate { began: Instant::now(), now: burst, dues: [0; 2], costs, burst };
-        (costs != [0; 2]).then_some(rate)
+        let rate = Rate { dues, now: now(), taken: [0; WORDS], takes: [false; WORDS], costs, burst: ns(burst) };
+        (costs != [0; WORDS]).then_some(rate)
     }
 
-    /// Reads the clock.
-    pub fn look(&mut self) {
-        self.now = self.burst + self.began.elapsed().as_nanos() * 1000;
+    /// Returns the rate of a limit with times of its own.
+    #[cfg(test)]
+    pub(crate) fn alone(limit: Limit) -> Option<Self> {
+        use tasuki_shm::region::{Pages, Region};
+        let memory = Region::create("tasuki test", 4096, Pages::Small).expect("memory");
+        Self::of(limit, memory.span(0, WORDS).expect("a page"))
+    }
+
+    /// Returns a time as it counts.
+    #[inline]
+    fn checked(&self, due: u64) -> u64 {
+        if due > self.now.saturating_add(AHEAD_MAX) { self.now } else { due }
+    }
+
+    /// Returns how far ahead the later time is, or 0.
+    #[inline]
+    fn ahead(&self) -> u64 {
+        let [bytes, frames] = [0, 1].map(|kind| {
+            // Of a kind without a limit, the time says nothing.
+            let is_paid = self.taken[kind] >= PS || self.costs[kind] == 0;
+            if is_paid { 0 } else { self.checked(self.dues[kind].load(Relaxed)).saturating_sub(self.now) }
+        });
+        bytes.max(frames)
     }
 
     /// Returns whether a frame may go.
     #[inline]
     pub fn is_open(&self) -> bool {
-        self.due() <= self.now
-    }
-
-    fn due(&self) -> u128 {
-        self.dues[0].max(self.dues[1])
+        self.ahead() == 0
     }
 
     /// Counts a frame of `len` bytes that went.
     #[inline]
     pub fn charge(&mut self, len: usize) {
-        let amounts = [len as u64, 1];
-        for ((due, cost), amount) in self.dues.iter_mut().zip(self.costs).zip(amounts) {
-            *due = (*due).max(self.now - self.burst) + u128::from(amount) * u128::from(cost);
+        let costs = [len as u64 * self.costs[0], self.costs[1]];
+        for (kind, cost) in costs.into_iter().enumerate() {
+            self.taken[kind] = match self.taken[kind].checked_sub(cost) {
+                Some(left) => left,
+                None => self.take(kind, cost - self.taken[kind]),
+            };
+        }
+    }
+
+    /// Moves a time by `least` ps, or by more if that may go now and several frames go. Returns what is left of it.
+    fn take(&mut self, kind: usize, least: u64) -> u64 {
+        let parts = if self.takes[kind] { PARTS } else { u64::MAX };
+        self.takes[kind] = true;
+        let word = &self.dues[kind];
+        let mut due = word.load(Relaxed);
+        for _ in 0..TRIES {
+            let from = self.checked(due).max(self.now.saturating_sub(self.burst));
+            let ns = least.div_ceil(PS).max(self.now.saturating_sub(from) / parts);
+            match word.compare_exchange_weak(due, from + ns, Relaxed, Relaxed) {
+                Ok(_) => return ns * PS - least,
+                Err(is) => due = is,
+            }
+        }
+        // Somebody writes there without end. No worker waits for that.
+        0
+    }
+
+    /// Gives back what was taken in advance: the node's other workers may need it.
+    #[inline]
+    pub(super) fn settle(&mut self) {
+        self.takes = [false; WORDS];
+        for (taken, due) in self.taken.iter_mut().zip(self.dues.iter()) {
+            if *taken >= PS {
+                due.fetch_sub(*taken / PS, Relaxed);
+                *taken %= PS;
+            }
         }
     }
 
     /// Returns how long to wait if no frame may go: until several may, so that a sleeper is not woken for each.
     pub fn opens_in(&self) -> Option<Duration> {
-        (!self.is_open()).then(|| {
-            let ns = (self.due() - self.now + self.burst / 8) / 1000;
-            Duration::from_nanos(u64::try_from(ns).unwrap_or(u64::MAX))
-        })
+        let ahead = Some(self.ahead()).filter(|ahead| *ahead > 0)?;
+        Some(Duration::from_nanos(ahead + self.burst / PARTS))
     }
 }
 
@@ -85,25 +174,41 @@ pub struct Rates {
 }
 
 impl Rates {
+    fn each(&mut self) -> impl Iterator<Item = &mut Rate> {
+        [&mut self.sends, &mut self.receives].into_iter().flatten()
+    }
+
     /// Reads the clock, if a rate needs it.
     #[inline]
     pub(super) fn look(&mut self) {
-        for rate in [&mut self.sends, &mut self.receives].into_iter().flatten() {
-            rate.look();
+        if self.sends.is_some() || self.receives.is_some() {
+            let now = now();
+            self.each().for_each(|rate| rate.now = now);
         }
+    }
+
+    /// Ends a turn.
+    #[inline]
+    pub(super) fn settle(&mut self) {
+        self.each().for_each(Rate::settle);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use tasuki_shm::region::{Pages, Region};
+
     use super::*;
 
-    /// Sends frames of `len` bytes as fast as may be for `time`; returns their number.
+    /// Sends frames of `len` bytes as fast as may be for `time`, several in a turn; returns their number.
     fn sent(rate: &mut Rate, len: usize, time: Duration) -> u64 {
-        let (mut count, end) = (0, rate.now + time.as_nanos() * 1000);
+        let (mut count, end) = (0, rate.now + ns(time));
         while rate.now <= end {
             match rate.opens_in() {
-                Some(left) => rate.now += left.as_nanos() * 1000,
+                Some(left) => {
+                    rate.settle();
+                    rate.now += ns(left);
+                }
                 None => {
                     rate.charge(len);
                     count += 1;
@@ -113,15 +218,36 @@ mod tests {
         count
     }
 
+    fn at_once(rate: &mut Rate) -> u64 {
+        let mut count = 0;
+        while rate.is_open() {
+            rate.charge(60);
+            count += 1;
+        }
+        count
+    }
+
     const SECOND: Duration = Duration::from_secs(1);
     const BURST: Duration = Duration::from_millis(10);
+    /// A burst of ten frames.
+    const THOUSAND: Limit = Limit { bits: 0, frames: 1000, burst: BURST };
+
+    /// Returns the rates of the workers of a node.
+    fn of_workers<const N: usize>(limit: Limit) -> [Rate; N] {
+        let memory = Region::create("tasuki test", 4096, Pages::Small).expect("memory");
+        let mut rates = [(); N].map(|()| Rate::of(limit, memory.span(0, WORDS).expect("a page")).expect("a limit"));
+        let now = rates[0].now;
+        rates.iter_mut().for_each(|rate| rate.now = now);
+        rates
+    }
 
     #[test]
     fn a_second_carries_what_the_rate_says_and_a_burst() {
         for (bits, frames, len, expected) in [
             (8_000_000, 0, 1000, 1000),
             (8_000_000_000, 0, 1000, 1_000_000),
-            (100_000_000_000, 0, 60, 208_333_333),
+            // A frame takes less than a nanosecond.
+            (1_000_000_000_000, 0, 60, 2_083_333_333),
             (0, 5000, 60, 5000),
             // The tighter of the two holds.
             (8_000_000, 5000, 1000, 1000),
@@ -129,34 +255,91 @@ mod tests {
             // A segment is longer than what goes within a burst.
             (8_000_000, 0, 65_000, 15),
         ] {
-            let mut rate = Rate::of(Limit { bits, frames, burst: BURST }).expect("a limit");
-            let sent = sent(&mut rate, len, SECOND);
+            let mut rate = Rate::alone(Limit { bits, frames, burst: BURST }).expect("a limit");
             let burst = expected / 100;
-            assert!((expected - burst - 1..=expected + 2 * burst + 1).contains(&sent), "{bits} {frames} {len}: {sent}");
+            // Of very many frames, a hundredth does.
+            let (expected, time) = if expected > 1_000_000_000 { (burst, BURST) } else { (expected, SECOND) };
+            let sent = sent(&mut rate, len, time);
+            assert!(
+                (expected - burst..=expected + 2 * burst + 2).contains(&(sent + 1)),
+                "{bits} {frames} {len}: {sent}"
+            );
         }
     }
 
     #[test]
     fn a_pause_is_worth_one_burst_however_long_it_was() {
-        let mut rate = Rate::of(Limit { bits: 0, frames: 1000, burst: BURST }).expect("a limit");
-        let at_once = |rate: &mut Rate| {
-            let mut count = 0;
-            while rate.is_open() {
-                rate.charge(60);
-                count += 1;
-            }
-            count
-        };
+        let [mut rate] = of_workers(THOUSAND);
         assert_eq!(at_once(&mut rate), 11);
-        rate.now += 3_600_000_000_000_000;
+        rate.now += 3_600_000_000_000;
         assert_eq!(at_once(&mut rate), 11);
-        rate.now += 1_000_000_000;
+        rate.now += 1_000_000;
         assert_eq!(at_once(&mut rate), 1);
         assert!(rate.opens_in().is_some_and(|left| left > Duration::from_millis(1)), "not for each frame");
     }
 
     #[test]
     fn no_limit_is_no_rate() {
-        assert!(Rate::of(Limit { burst: BURST, ..Limit::default() }).is_none());
+        assert!(Rate::alone(Limit { burst: BURST, ..Limit::default() }).is_none());
+    }
+
+    #[test]
+    fn the_workers_of_a_node_have_one_burst_and_one_rate_together() {
+        let [mut one, mut other] = of_workers(THOUSAND);
+        (0..2).for_each(|_| one.charge(60));
+        assert!(one.taken[1] > 0, "it takes more than it needs");
+        one.settle();
+        assert_eq!(at_once(&mut other), 9, "what one did not need is the other's");
+        assert!(!one.is_open(), "the burst is spent");
+        // A second later: whichever sends, and also if one dies after each frame and another comes in its place.
+        let mut count = 0;
+        let end = one.now + ns(SECOND);
+        while one.now < end {
+            for rate in [&mut one, &mut other] {
+                if rate.is_open() {
+                    rate.charge(60);
+                    count += 1;
+                    rate.taken = [0; WORDS];
+                }
+                rate.now += 100_000;
+            }
+        }
+        assert!((800..=1001).contains(&count), "{count}");
+    }
+
+    #[test]
+    fn workers_that_send_at_the_same_time_have_one_burst_together() {
+        let limit = Limit { frames: 1_000_000, ..THOUSAND };
+        let mut rates: [Rate; 4] = of_workers(limit);
+        let sent: Vec<u64> = std::thread::scope(|scope| {
+            let all: Vec<_> = rates.iter_mut().map(|rate| scope.spawn(|| at_once(rate))).collect();
+            all.into_iter().map(|one| one.join().expect("a number")).collect()
+        });
+        let sum: u64 = sent.iter().sum();
+        assert!((10_000..=10_004).contains(&sum), "{sent:?}");
+    }
+
+    #[test]
+    fn a_worker_that_lies_keeps_no_other_from_sending_for_long() {
+        let [mut rate, liar] = of_workers(THOUSAND);
+        for lie in [u64::MAX, rate.now + AHEAD_MAX + 1, 1 << 63] {
+            liar.dues[1].store(lie, Relaxed);
+            assert!(rate.is_open(), "{lie}");
+            assert_eq!(at_once(&mut rate), 1, "{lie}: it counts as now, and the frame puts it right");
+        }
+        liar.dues[1].store(rate.now + AHEAD_MAX, Relaxed);
+        assert!(!rate.is_open());
+        rate.now += AHEAD_MAX;
+        assert!(rate.is_open(), "it says so once");
+        // What is in the past is a pause; and what it takes back is no more than that.
+        liar.dues[1].store(0, Relaxed);
+        rate.charge(60);
+        liar.dues[1].store(0, Relaxed);
+        rate.settle();
+        assert!(rate.is_open() && at_once(&mut rate) <= 11);
+        // Of a kind without a limit nobody looks at the time.
+        liar.dues[0].store(rate.now + AHEAD_MAX, Relaxed);
+        rate.now += ns(BURST);
+        assert!(rate.is_open());
     }
 }

@@ -157,7 +157,7 @@ fn a_flood_wakes_no_worker_and_the_first_frame_after_it_does() {
 }
 
 fn a_hundred_a_second() -> Option<Rate> {
-    Rate::of(Limit { bits: 0, frames: 100, burst: Duration::from_millis(10) })
+    Rate::alone(Limit { bits: 0, frames: 100, burst: Duration::from_millis(10) })
 }
 
 #[test]

@@ -704,7 +704,7 @@ fn wherever_a_worker_is_killed_a_front_end_that_asks_is_answered_or_sent_away() 
 
 #[test]
 fn a_limited_guest_keeps_its_frames_and_loses_those_for_it() {
-    let rate = || Rate::of(Limit { bits: 0, frames: 100, burst: Duration::from_millis(10) });
+    let rate = || Rate::alone(Limit { bits: 0, frames: 100, burst: Duration::from_millis(10) });
     let mut net = Net::new(2);
     let mut machine = net.machine(ALL, 64);
     net.node.as_mut().unwrap().set_rates(Rates { sends: rate(), receives: rate() });

@@ -232,7 +232,7 @@ fn pairs_share_what_the_guest_may_send() {
     let mut net = Net::new(2);
     let mut machine = machine(&mut net);
     let limit = Limit { bits: 0, frames: 1000, burst: Duration::from_millis(1) };
-    net.node.as_mut().unwrap().set_rates(Rates { sends: Rate::of(limit), receives: None });
+    net.node.as_mut().unwrap().set_rates(Rates { sends: Rate::alone(limit), receives: None });
     let (mut sent, began) = ([0; PAIRS], Instant::now());
     // Each pair has more to send than the guest may.
     while sent.iter().any(|count| *count < 3) {
@@ -329,7 +329,7 @@ fn a_frame_that_waits_for_a_buffer_is_counted_once_against_the_limit() {
     let mut machine = Machine::start(&path, ALL, 64, || net.turn());
     // 1 Mbit/s: a burst of 30 of these frames, and one in 8 ms.
     let limit = Limit { bits: 1_000_000, frames: 0, burst: Duration::from_millis(240) };
-    net.node.as_mut().unwrap().set_rates(Rates { sends: None, receives: Rate::of(limit) });
+    net.node.as_mut().unwrap().set_rates(Rates { sends: None, receives: Rate::alone(limit) });
     let give = |net: &mut Net, count: u16| {
         for number in 0..count {
             net.others[0].send(US, &[&udp(US, OTHER, 1, number)[..], &[0; 940]].concat()).unwrap();
