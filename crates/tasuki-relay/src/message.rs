@@ -232,7 +232,7 @@ pub enum Inflight {
 pub enum ToWorker {
     /// The worker's description. Beside it: the worker's heartbeat (see
     /// [`heartbeat`](mod@crate::message::heartbeat)), the node's program state (memory for state that its work must
-    /// keep), and a listening socket to which a later daemon connects. For [`Work::Tap`] and
+    /// keep; of a node that drives a queue of another's interface, that of the other), and a listening socket to which a later daemon connects. For [`Work::Tap`] and
     /// [`Work::Bridge`] the endpoint's descriptor comes last.
     Begin(Begin),
     /// A NIC that the worker may be ordered to prepare. Beside it: the NIC's lease page (see [`lease_page`]), and
@@ -417,9 +417,12 @@ pub mod vni {
     /// The same while the node's machine has more descriptors than [`NARROW_FDS_MAX`](super::NARROW_FDS_MAX): a worker that
     /// does not read this version cannot hear of the machine, and refuses to get ready.
     pub const WIDE_VERSION: u32 = 3;
-    /// The last version of which a worker says that it reads it: its switch knows nodes that share an address. No end has this
+    /// A worker that says that it reads this version has a switch that knows nodes that share an address. No end has this
     /// version. A worker from before would take frames of such nodes for forged, or know only one of them.
     pub const SHARING_VERSION: u32 = 4;
+    /// The last version of which a worker says that it reads it: it keeps the node's limits together with the node's other
+    /// workers, in the program state. No end has this version. Each worker from before would keep them alone.
+    pub const LIMITS_VERSION: u32 = 5;
     /// Number of descriptors of a device bundle.
     pub const FDS: usize = 6;
     /// Position of the directory among them.

@@ -387,9 +387,7 @@ async fn replace(
         Err(no) => return Answered(Err(no)),
     };
     match checked {
-        Ok(Ok((with, version, is_wide))) => {
-            ask(&door, |answer| Request::Replace { with, version, is_wide, answer }).await
-        }
+        Ok(Ok((with, version, says))) => ask(&door, |answer| Request::Replace { with, version, says, answer }).await,
         Ok(Err(sentence)) => Answered(Err(No::Wrong(sentence))),
         Err(_) => Answered(Err(No::now("tasukid has no thread left to look at the program; ask again"))),
     }

@@ -119,9 +119,10 @@ pub struct Bounds {
 }
 
 impl Node {
-    /// Returns a number that differs if its workers have to begin anew: of all settings but those that count at once.
-    pub fn settings(&self) -> u32 {
-        let its = Node { trusts: Vec::new(), standby: true, bounds: None, ..self.clone() };
+    /// Returns a number that differs if its workers have to begin anew: of all settings but those that count at once. Its
+    /// interface is that of `lead`.
+    pub fn settings(&self, lead: &Node) -> u32 {
+        let its = Node { trusts: Vec::new(), standby: true, bounds: None, limits: lead.limits, ..self.clone() };
         crc32c::crc32c(&serde_json::to_vec(&its).expect("plain data"))
     }
 

@@ -175,13 +175,20 @@ impl Present<'_> {
     pub fn steps_to(&self, desired: &Config) -> Vec<Step> {
         let (mut adjusts, mut renews, mut gone, mut remade) = (Vec::new(), Vec::new(), Vec::new(), BTreeSet::new());
         let old_node = |name: &str| self.config.node(name);
+        let new_node =
+            |name: &str| desired.node(name).or_else(|| old_node(name).filter(|_| self.by_hand.contains(name)));
+        // The limits of an interface are those of all its queues.
+        let with_limits =
+            |node: &Node, lead: Option<&Node>| Node { limits: lead.unwrap_or(node).limits, ..node.clone() };
         for node in &self.config.node {
             let name = node.name.clone();
-            let Some(new) = desired.node(&name) else {
-                gone.extend((!self.by_hand.contains(&name)).then_some((name, Keys::new())));
+            let Some(new) = new_node(&name) else {
+                gone.push((name, Keys::new()));
                 continue;
             };
-            let Difference { adjusted, mut renewed, remade: mut whole } = Difference::between(node, new);
+            let old = with_limits(node, node.queue_of().and_then(old_node));
+            let new = with_limits(new, new.queue_of().and_then(new_node));
+            let Difference { adjusted, mut renewed, remade: mut whole } = Difference::between(&old, &new);
             if !adjusted.is_empty() {
                 adjusts.push(Step::Adjust(name.clone(), adjusted));
             }
@@ -201,6 +208,10 @@ impl Present<'_> {
         let with_them: Vec<String> =
             self.config.node.iter().filter(stays).filter(loses).map(|node| node.name.clone()).collect();
         renews.retain(|step| !matches!(step, Step::Renew(name, _) if with_them.contains(name)));
+        // Its workers begin with the limits that the interface has by then.
+        renews.sort_by_key(
+            |step| matches!(step, Step::Renew(name, _) if old_node(name).is_some_and(|node| node.queue_of().is_some())),
+        );
         gone.extend(with_them.iter().map(|name| (name.clone(), vec!["its interface"])));
         remade.extend(with_them);
         gone.sort_by_key(|(name, _)| old_node(name).is_none_or(|node| node.queue_of().is_none()));
@@ -428,6 +439,7 @@ mod tests {
             1 => Just("work = { vm = { socket = \"/run/vm.sock\" } }\nvni = \"lan\"\nlatency_us = 5"),
             1 => Just("work = \"sink\"\nvni = \"dmz\""),
             2 => Just("work = { tap = { name = \"t\", queues = 2 } }\nvni = \"lan\""),
+            1 => Just("work = { tap = { name = \"t\", queues = 2 } }\nvni = \"lan\"\nlimits = { send = { mbit = 1 } }"),
             1 => Just("work = { tap = { name = \"t\", queues = 2, mtu = 1400 } }\nvni = \"lan\""),
             3 => Just("work = { queue = { of = \"blue\" } }\nvni = \"lan\""),
         ];
@@ -601,6 +613,33 @@ mod tests {
         let goes = "changes, so it is removed and added again: frames from and to it are lost meanwhile";
         let [blue, red] = ["node blue is added", "node red is added"].map(str::to_owned);
         assert_eq!(said, [format!("node blue: its interface {goes}"), format!("node red: work {goes}"), red, blue]);
+    }
+
+    #[test]
+    fn the_limits_of_an_interface_change_for_the_workers_of_its_queues_after_its_own() {
+        let parse = |limits: &str| -> Config {
+            let queue = |name: &str| {
+                format!("[[node]]\nname = {name:?}\nvni = \"lan\"\nwork = {{ queue = {{ of = \"red\" }} }}\n")
+            };
+            let red = "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = { tap = { name = \"t0\", queues = 3 } }\n";
+            toml::from_str(&[&queue("blue"), red, limits, &queue("mine")].concat()).expect("a configuration")
+        };
+        let (one, by_hand) = (parse(""), BTreeSet::from(["mine".to_owned()]));
+        let (owners, failed_over, none) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
+        let present =
+            Present { config: &one, by_hand: &by_hand, owners: &owners, failed_over: &failed_over, stale: &none };
+        let mut desired = parse("limits = { send = { mbit = 5 } }\n");
+        desired.node.retain(|node| node.name != "mine");
+        let said: Vec<_> = present.steps_to(&desired).iter().map(ToString::to_string).collect();
+        let renewed = ["red", "blue", "mine"]
+            .map(|name| format!("node {name}: limits changes; a fresh worker takes over while packets flow"));
+        assert_eq!(said, renewed);
+        // An earlier worker of the queue has other limits.
+        let [with, without] = [&desired, &one].map(|config| {
+            let blue = config.node("blue").expect("a node");
+            blue.settings(config.lead_of(blue))
+        });
+        assert_ne!(with, without);
     }
 
     #[test]

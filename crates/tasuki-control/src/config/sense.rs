@@ -260,12 +260,6 @@ impl Config {
             if !QUEUES.contains(&queues) {
                 return named(format!("queues = {queues} is not in the range {least} to {most}"));
             }
-            if queues > 1 && node.limits.is_some() {
-                return named(
-                    "one worker keeps the limits of a node, and with several queues it has not all frames; leave limits out, or give it one queue"
-                        .to_owned(),
-                );
-            }
             if queues > 1 && node.has_others() {
                 return named(
                     "of stations behind it, whose addresses are learnt, all frames go by one queue; leave spoof out, or give it one queue"

@@ -280,12 +280,8 @@ fn what_means_nothing_is_refused_by_line() {
             &["called abcdefghijklmnopqrstuvw-1 and so on, and a name has 24 characters at most; give it a shorter one"],
         ),
         (
-            tap("red", "name = \"t\"") + "vni = \"lan\"\ncpus = [0, 1]\nlimits = { send = { mbit = 1 } }\n",
-            &["leave limits out, or give it one queue"],
-        ),
-        (
-            tap("red", "name = \"t\", queues = 2") + "vni = \"lan\"\nlimits = { send = { mbit = 1 } }\n",
-            &["leave limits out, or give it one queue"],
+            tap("blue", "name = \"t\", queues = 2") + "vni = \"lan\"\n" + &queue("red", "blue", "limits = { send = { mbit = 1 } }\n"),
+            &["limits is a setting of the whole interface; set it for node \"blue\""],
         ),
         (tap("red", "name = \"t\", queues = 2") + "vni = \"lan\"\nspoof = \"allow\"\n", &["leave spoof out, or give it one queue"]),
     ];

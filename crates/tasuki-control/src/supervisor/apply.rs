@@ -195,7 +195,7 @@ impl Supervisor {
     /// Returns the nodes that have workers which began with other settings.
     fn stale_nodes(&self) -> BTreeSet<String> {
         let is_stale = |name: &&String| {
-            let settings = self.config.node(name).map(config::Node::settings);
+            let settings = self.config.node(name).map(|node| node.settings(self.config.lead_of(node)));
             self.staff_of(name).iter().any(|number| {
                 let began_with = self.workers.get(number).and_then(|worker| worker.record.settings);
                 began_with.is_some() && began_with != settings
@@ -436,8 +436,9 @@ impl Supervisor {
                 self.set_standby(name, nic.standby.clone());
             }
             Step::Renew(name, keys) => {
-                let new = desired.node(name).ok_or(No::Ending)?;
-                self.set_up_anew(new, keys.contains(&"work")).map_err(failed)?;
+                // The interface of one that was added by hand is in the file.
+                let new = desired.node(name).or_else(|| self.config.node(name)).ok_or(No::Ending)?.clone();
+                self.set_up_anew(&new, keys.contains(&"work")).map_err(failed)?;
                 // A staged worker has begun with the old settings. If there is none, that is as well.
                 let _ = self.unstage(name);
                 let (answer, answered) = oneshot::channel();

@@ -160,8 +160,8 @@ pub enum Request {
     Replace {
         with: PathBuf,
         version: String,
-        /// Whether it keeps machines that have more descriptors than earlier ones did.
-        is_wide: bool,
+        /// What it says of itself: what earlier ones did not know.
+        says: String,
         answer: Answer<Replaced>,
     },
     Stop(Answer<Stopped>),

@@ -8,11 +8,13 @@ use super::door::{Answer, No};
 use super::worker::Stage;
 use super::{About, Ended, PATIENCE, Supervisor, now};
 use crate::api::types::{Replaced, Stopped};
+use crate::config;
 use crate::registry::Change;
+use crate::successor;
 
 impl Supervisor {
     /// Ends the loop, for another program to go on.
-    pub(super) fn replace(&mut self, with: PathBuf, version: String, is_wide: bool) -> Result<Replaced, No> {
+    pub(super) fn replace(&mut self, with: PathBuf, version: String, says: &str) -> Result<Replaced, No> {
         if self.stopping.is_some() || self.ended.is_some() {
             return Err(No::Ending);
         }
@@ -24,10 +26,19 @@ impl Supervisor {
         if let Some(why) = self.current.has_changed() {
             return Err(No::now(why));
         }
-        if let Some(label) = self.wide_client().filter(|_| !is_wide) {
+        if let Some(label) = self.wide_client().filter(|_| !says.contains(successor::WIDE)) {
             return Err(No::now(format!(
                 "{} is from before machines of more than 8 pairs of queues, and the one at {label} has more; end it, or start it with less",
                 with.display()
+            )));
+        }
+        // It would take a node that was added by hand away, with its interface.
+        let is_new = |node: &&config::Node| node.tap().is_some() && self.config.shares_limits(node);
+        if let Some(node) = self.config.node.iter().find(is_new).filter(|_| !says.contains(successor::LIMITS)) {
+            return Err(No::now(format!(
+                "{} is from before an interface with several queues could have limits, and that of node {} has some; remove it, or add it without limits",
+                with.display(),
+                node.name
             )));
         }
         // The next one knows what is written and kept, and no more. A disk that is full shows when it is written to.

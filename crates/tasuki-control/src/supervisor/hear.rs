@@ -191,6 +191,10 @@ impl Supervisor {
         worker.record.reads = reads.into_iter().take(READS_MAX).collect();
         worker.record.unconfined = worker.lacks.iter().cloned().chain(says).collect();
         let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
+        if !worker.shares_limits() && self.config.node(&node).is_some_and(|node| self.config.shares_limits(node)) {
+            let sentence = "is from before an interface with several queues could have limits, and its node has both; leave limits out, or name a later program (tasuki worker upgrade --with)";
+            return self.condemn(number, sentence.to_owned());
+        }
         self.hears_orders(number);
         self.note(About::worker(&node, number), format!("worker {number} of node {node} has begun ({binary})"));
     }

@@ -105,6 +105,12 @@ impl Config {
     pub fn lead_of<'a>(&'a self, node: &'a Node) -> &'a Node {
         node.queue_of().and_then(|of| self.node(of)).unwrap_or(node)
     }
+
+    /// Returns whether the workers of several nodes keep this one's limits together.
+    pub fn shares_limits(&self, node: &Node) -> bool {
+        let lead = self.lead_of(node);
+        lead.limits.is_some() && lead.tap().is_some_and(|tap| tap.queues() > 1)
+    }
 }
 
 impl Supervisor {

@@ -64,8 +64,8 @@ impl Supervisor {
             Request::Capture { of, snap, answer } => drop(answer.send(self.begin_capture(of, snap))),
             Request::EndCapture { number, answer } => drop(answer.send(self.end_capture(number))),
             Request::CaptureOver { number, frames, missed } => self.capture_over(number, frames, missed),
-            Request::Replace { with, version, is_wide, answer } => {
-                drop(answer.send(self.replace(with, version, is_wide)));
+            Request::Replace { with, version, says, answer } => {
+                drop(answer.send(self.replace(with, version, &says)));
             }
             Request::Stop(answer) => self.begin_stopping(answer),
             Request::Note(sentence) => self.note(About::default(), sentence),

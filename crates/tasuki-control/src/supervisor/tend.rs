@@ -264,13 +264,14 @@ impl Supervisor {
                 None => self.endpoint_for(name)?,
             },
         };
-        let node = self.nodes.get(name).context("there is no such node")?;
         let binary = self.program_of(name, binary);
         // A name without a path is looked up in `PATH`.
         if let Some(why) = not_startable(&binary).filter(|_| binary.is_absolute()) {
             anyhow::bail!("{} {why}", binary.display());
         }
-        let program_state = node.program_state.region().fd().try_clone_to_owned()?;
+        // The limits of an interface are those of all its queues.
+        let lead = self.nodes.get(&self.config.lead_of(&config).name).context("there is no such node")?;
+        let program_state = lead.program_state.region().fd().try_clone_to_owned()?;
         let heartbeat = Words::create("tasuki heartbeat", heartbeat::LEN)?;
         let file = jail::open_program(&binary).with_context(|| format!("{} does not start", binary.display()))?;
         let cell = self.process_for(name, &binary)?;
@@ -287,7 +288,7 @@ impl Supervisor {
             generation,
             unconfined: Vec::new(),
             staged: None,
-            settings: Some(config.settings()),
+            settings: Some(config.settings(self.config.lead_of(&config))),
             reads: Vec::new(),
         };
         // Record the worker before telling it anything: a later daemon must find every worker that can drive.

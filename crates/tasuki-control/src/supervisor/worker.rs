@@ -195,16 +195,21 @@ impl Worker {
     /// Returns whether it can hear of clients with many descriptors. One that began while no daemon was there to hear of
     /// its versions is asked, and refuses by itself.
     pub fn takes_wide(&self) -> bool {
-        self.record.reads.is_empty()
-            || self.versions(message::vni::KIND).is_some_and(|versions| versions.contains(&message::vni::WIDE_VERSION))
+        self.record.reads.is_empty() || self.reads_ends(message::vni::WIDE_VERSION)
     }
 
     /// Returns whether its switch knows nodes that share an address, as far as it has said.
     pub fn knows_sharing(&self) -> bool {
-        self.record.reads.is_empty()
-            || self
-                .versions(message::vni::KIND)
-                .is_some_and(|versions| versions.contains(&message::vni::SHARING_VERSION))
+        self.record.reads.is_empty() || self.reads_ends(message::vni::SHARING_VERSION)
+    }
+
+    /// Returns whether it has said that it keeps limits together with the node's other workers.
+    pub fn shares_limits(&self) -> bool {
+        self.reads_ends(message::vni::LIMITS_VERSION)
+    }
+
+    fn reads_ends(&self, version: u32) -> bool {
+        self.versions(message::vni::KIND).is_some_and(|versions| versions.contains(&version))
     }
 
     /// Returns whether it accepts orders and is not ending.

@@ -5,6 +5,10 @@ use std::net::UdpSocket;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 
@@ -349,6 +353,143 @@ fn flows_go_by_all_queues_after_one_more_could_not_be_added() {
     world.rig.await_pair("shop-2");
     both_carry(&world);
     nothing_is_lost(&world, flows);
+    world.end();
+}
+
+/// Datagrams of many flows from a room to another, more than may go, until it is dropped.
+struct Flood {
+    came: Arc<AtomicU64>,
+    over: Arc<AtomicBool>,
+}
+
+impl Flood {
+    fn begin([(room, address), (other, to)]: [(&Room, &str); 2]) -> Self {
+        let to = other.within(|| UdpSocket::bind((to, 0)).expect("a port"));
+        let socket = || {
+            let socket = UdpSocket::bind((address, 0)).expect("a port");
+            socket.connect(to.local_addr().expect("an address")).expect("a way");
+            socket
+        };
+        let from = room.within(|| (0..32).map(|_| socket()).collect::<Vec<_>>());
+        from.iter().chain([&to]).for_each(|socket| socket.set_nonblocking(true).expect("a socket"));
+        let flood = Flood { came: Arc::default(), over: Arc::default() };
+        let (came, over) = (flood.came.clone(), flood.over.clone());
+        std::thread::spawn(move || {
+            while !over.load(Relaxed) {
+                from.iter().for_each(|socket| _ = socket.send(b"more than may go"));
+                while to.recv(&mut [0; 64]).is_ok() {
+                    came.fetch_add(1, Relaxed);
+                }
+                // At the rate of a program, not at full speed.
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        });
+        flood
+    }
+}
+
+impl Drop for Flood {
+    fn drop(&mut self) {
+        self.over.store(true, Relaxed);
+    }
+}
+
+/// Each queue's worker keeps the limits of the node, and not limits of its own.
+#[test]
+fn the_limits_of_a_node_hold_for_all_its_queues_together_whichever_workers_die() {
+    const KILLS: usize = 4;
+    let Some(mut world) = World::new() else { return };
+    let before = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("a file");
+    let rooms = [world.shop.path(), world.desk.path()];
+    let tap = |name: &str, netns: &str, address: &str, more: &str| {
+        format!(
+            "[[node]]\nname = {name:?}\nvni = \"lan\"\nwork.tap = {{ netns = {netns:?}, name = \"lan\", address = \"{address}/24\", shortcut = false{more} }}\n"
+        )
+    };
+    let apply = |world: &World, kpps: u32| {
+        let limits = format!("limits = {{ send = {{ kpps = {kpps} }}, receive = {{ kpps = {kpps} }} }}\n");
+        let shop = tap("shop", &rooms[0], SHOP, ", queues = 2") + &limits;
+        let queue = "[[node]]\nname = \"shop-1\"\nvni = \"lan\"\nwork = { queue = { of = \"shop\" } }\n";
+        world.rig.configure(|_| [&before[..], &shop, queue, &tap("desk", &rooms[1], DESK, "")].concat());
+        let said = world.rig.ask(&["apply"]);
+        ["shop", "shop-1", "desk"].into_iter().for_each(|node| _ = world.rig.await_pair(node));
+        said
+    };
+    apply(&world, 4);
+    let ways = [(&world.shop, SHOP), (&world.desk, DESK)];
+    let stations = ways.map(|(room, _)| {
+        let said = room.within(|| Command::new("ip").args(["-o", "link", "show", "lan"]).output().expect("ip"));
+        let said = String::from_utf8(said.stdout).expect("text");
+        said.split(' ').skip_while(|word| *word != "link/ether").nth(1).expect("an address").to_owned()
+    });
+    // What asks for an address finds no room in a full queue either. The next daemon has the kernel forget addresses.
+    let know_each_other = || {
+        for (near, far) in [(0, 1), (1, 0)] {
+            let words = ["neigh", "replace", ways[far].1, "lladdr", &stations[far], "dev", "lan", "nud", "permanent"];
+            assert!(ways[near].0.within(|| Command::new("ip").args(words).status().expect("ip")).success());
+        }
+    };
+    let floods = [Flood::begin(ways), Flood::begin([ways[1], ways[0]])];
+    let all_came = || floods.each_ref().map(|flood| flood.came.load(Relaxed));
+    // Until each way has carried frames by both queues.
+    let go_on = |world: &World| {
+        let (before, came) = (counts(world), all_came());
+        until(&world.rig, "both queues carry frames, both ways", || {
+            know_each_other();
+            all_came().iter().zip(came).all(|(now, came)| *now >= came + 500) && all_more(before, counts(world))
+        });
+    };
+    go_on(&world);
+    let said = apply(&world, 1);
+    assert!(said.contains("node shop-1: limits changes; a fresh worker takes over"), "{said}");
+    go_on(&world);
+    let (came, began) = (all_came(), Instant::now());
+    for node in ["shop", "shop-1"].into_iter().cycle().take(KILLS) {
+        world.rig.kill_driver(node);
+        world.rig.await_pair(node);
+        go_on(&world);
+    }
+    for node in ["shop-1", "shop"] {
+        world.rig.ask(&["worker", "upgrade", node]);
+        world.rig.await_pair(node);
+        go_on(&world);
+    }
+    world.rig.kill_daemon();
+    world.rig.start();
+    ["shop", "shop-1", "desk"].into_iter().for_each(|node| _ = world.rig.await_pair(node));
+    go_on(&world);
+    let came = all_came().into_iter().zip(came).map(|(now, came)| now - came).collect::<Vec<_>>();
+    let lasted = began.elapsed();
+    println!("{came:?} in {lasted:?}");
+    // Frames that a killed worker had handled may come twice.
+    let more = 2 * BURST * KILLS as u64;
+    for (came, burst_ms) in came.into_iter().zip([10, 200]) {
+        let most = u64::try_from(lasted.as_millis()).expect("a number") + burst_ms + more;
+        assert!(came <= most, "{came} came in {lasted:?}, where {most} may\n{}", world.rig.log());
+    }
+    world.end();
+}
+
+/// It would keep limits of its own, beside those of the other queues' workers.
+#[test]
+fn a_worker_from_before_queues_with_limits_is_none_for_them() {
+    let Some(folder) = released() else { return };
+    let Some(world) = World::new() else { return };
+    let old = folder.join("tasuki-worker");
+    world.add("shop", &world.shop, SHOP, &["--no-shortcut", "--queues", "2", "--send-kpps", "100"]);
+    world.add("desk", &world.desk, DESK, &["--no-shortcut", "--send-kpps", "100"]);
+    world.await_pairs();
+    let upgrade = |node| world.rig.tasuki(&["worker", "upgrade", node, "--with", old.to_str().expect("a path")]);
+    let refused = upgrade("shop");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(said.contains("is from before an interface with several queues could have limits"), "{said}");
+    assert!(!refused.status.success());
+    world.await_pairs();
+    let daemon = world.rig.refused(&["upgrade", "--with", folder.to_str().expect("a path")]);
+    assert!(daemon.contains("is from before an interface with several queues could have limits"), "{daemon}");
+    // One that has them alone is as good as before.
+    assert!(upgrade("desk").status.success(), "{}", world.rig.log());
+    until(&world.rig, "it answers", || world.is_answered(DESK));
     world.end();
 }
 
