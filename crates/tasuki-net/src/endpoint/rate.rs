@@ -43,7 +43,7 @@ const PS: u64 = 1000;
 ///
 /// The times lie in memory that all workers share which carry frames of the node: those of all queues of its interface, and
 /// those that come after them. A worker moves a time before it needs that, further than for one frame, and back by
-/// [`settle`](Self::settle) at the end of its turn: what a killed one had left does not go. All of them may write
+/// `settle` at the end of its turn: what a killed one had left does not go. All of them may write
 /// anything there. So each time is loaded once and checked, and a lie changes the rate of this node alone.
 #[derive(Debug)]
 pub struct Rate {
