@@ -648,6 +648,7 @@ mod tests {
         }
     }
 
+    /// row: T137
     #[test]
     fn a_group_that_somebody_has_removed_is_made_anew_with_its_bounds() {
         let mut ours = Groups::find(&format!("test-anew-{}", std::process::id()), None);

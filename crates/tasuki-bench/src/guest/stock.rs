@@ -85,7 +85,7 @@ pub fn names() -> impl Iterator<Item = String> {
 /// Longest time in µs that a frame waits for others: by default, and where CPU time counts more.
 const LATENCIES_US: [u32; 2] = [250, 1000];
 
-/// Both systems, with their guests up.
+/// The systems that are compared, with their guests up.
 struct Both {
     ours: Machine,
     theirs: Machine,
@@ -455,6 +455,10 @@ fn interrupts(case: &str, way: Way, both: &Both, effort: Effort, interrupt: &Int
     Ok(vec![row, rate, cpu])
 }
 
+fn lost_of(floods: &[Flood]) -> u64 {
+    floods.iter().map(|flood| flood.lost).sum()
+}
+
 fn middle_of(floods: &[Flood], of: impl Fn(&Flood) -> f64) -> Result<f64> {
     median(&floods.iter().map(of).collect::<Vec<_>>()).context("there was no round")
 }
@@ -470,7 +474,7 @@ fn floods(case: &str, size: usize, both: &Both, effort: Effort, interrupt: &Inte
     let measure =
         |rate| in_turns(both, effort, interrupt, |it| pktgen::flood(it, size, rate, effort.watched, &parties));
     let lost = |floods: &[Vec<Flood>; 2]| {
-        let [ours, theirs] = floods.each_ref().map(|floods| floods.iter().map(|flood| flood.lost).sum::<u64>());
+        let [ours, theirs] = floods.each_ref().map(|floods| lost_of(floods));
         format!("{ours} lost, by QEMU's TAP {theirs}")
     };
     let highest = measure(None)?;
@@ -486,27 +490,26 @@ fn floods(case: &str, size: usize, both: &Both, effort: Effort, interrupt: &Inte
     let machines = [&both.ours, patient, &both.theirs];
     let send = |it: &Machine| pktgen::flood(it, size, Some(rate), effort.watched, &parties);
     let paced = rounds(machines, effort, interrupt, send)?;
-    let [at, latest] = LATENCIES_US;
-    let names = [format!("latency_us = {at}"), format!("latency_us = {latest}"), "QEMU's TAP".to_owned()];
+    let [usual, longer] = LATENCIES_US;
+    let names = [format!("latency_us = {usual}"), format!("latency_us = {longer}"), "QEMU's TAP".to_owned()];
     let mut shares = [0.0; 3];
     for ((name, floods), share) in names.iter().zip(&paced).zip(&mut shares) {
         *share = middle_of(floods, |flood| cost(&parties, &idle, &flood.shares).host * 100.0)?;
-        let lost: u64 = floods.iter().map(|flood| flood.lost).sum();
-        let at = middle_of(floods, |flood| flood.rate / 1e3)?;
-        eprintln!("{case} · {name} · {share:.1} % of a core at {at:.1} kpps, {lost} lost");
+        let rate = middle_of(floods, |flood| flood.rate / 1e3)?;
+        eprintln!("{case} · {name} · {share:.1} % of a core at {rate:.1} kpps, {} lost", lost_of(floods));
         if let Some(flood) = floods.last() {
             let cost = cost(&parties, &idle, &flood.shares);
             eprintln!("{case} · {name} · {}", told(&parties, cost.host, &cost.parts));
         }
     }
     let [ours, patient, theirs] = shares;
-    let cpu = |metric: &'static str, at: u32, ours: f64, paced: &Vec<Flood>| -> Result<Row> {
+    let cpu = |metric: &'static str, latency: u32, ours: f64, paced: &[Flood]| -> Result<Row> {
         let row = Row::lower(case, metric, "% of a core", ours).against(PEER, Kind::Peer, theirs);
-        let lost: u64 = paced.iter().map(|flood| flood.lost).sum();
-        let note = format!("latency_us = {at}; {rate:.0} frames/s, {lost} lost; all but the virtual CPUs");
+        let lost = lost_of(paced);
+        let note = format!("latency_us = {latency}; {rate:.0} frames/s, {lost} lost; all but the virtual CPUs");
         Ok(Row { note: Some(note), ..row.bar(0.5, PEER)? })
     };
-    let cpus = [cpu("host_cpu", at, ours, &paced[0])?, cpu("host_cpu_patient", latest, patient, &paced[1])?];
+    let cpus = [cpu("host_cpu", usual, ours, &paced[0])?, cpu("host_cpu_patient", longer, patient, &paced[1])?];
     Ok([pps].into_iter().chain(cpus).collect())
 }
 
