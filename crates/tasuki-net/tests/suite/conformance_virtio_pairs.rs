@@ -2,6 +2,7 @@
 //! wire is a TAP with two queues.
 
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::process::Output;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -95,6 +96,11 @@ impl Kernel {
     }
 }
 
+/// Returns whether an interface is up, by its line of ip(8).
+fn is_up(shown: &Output) -> bool {
+    String::from_utf8_lossy(&shown.stdout).contains(" state UP ")
+}
+
 /// QEMU's model with two pairs of queues, with event indices or without.
 struct Pairs<const EVENT_IDX: bool, const STEERS: bool = true> {
     // Dropped first, so that the machine ends before its wire.
@@ -119,6 +125,9 @@ impl<const EVENT_IDX: bool, const STEERS: bool> Pairs<EVENT_IDX, STEERS> {
             format!("mac={},disable-legacy=on,host_mtu=9000,mq=on,rss=on,event_idx={EVENT_IDX}", Self::MAC);
         let regions: Vec<_> = memories.iter().flat_map(|memory| regions(memory)).collect();
         let machine = Machine::start_on_tap(&place.0, QUEUES, "virtio-net-pci", &properties, &regions)?;
+        // The kernel drops all frames, and says that it sent them, until it has heard that the TAP has a reader. `ip` waits
+        // for the lock under which it hears that.
+        polled("the TAP to be up", || place.command("ip").args(["link", "show", "nic0"]).output().ok().filter(is_up));
         Some(Pairs { machine, kernel, _place: place })
     }
 }
