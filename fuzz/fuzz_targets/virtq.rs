@@ -77,7 +77,7 @@ impl Setup {
         let places = match choices.below(12) {
             // Anywhere, so that parts may overlap; or not at all.
             0 => PLACES.map(|_| GUEST + u64::from(choices.short())),
-            // At the end of a stretch, or a little behind.
+            // At the end of a region, or a little behind.
             1 => {
                 let count = u64::from(size);
                 let lengths = if is_packed { [16 * count, 4, 4] } else { [16 * count, 6 + 2 * count, 6 + 8 * count] };

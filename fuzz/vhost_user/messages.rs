@@ -122,12 +122,12 @@ pub fn body(choices: &mut Choices<'_>, machine: Option<&Machine>, request: u32, 
         }),
         5 => {
             let count = if choices.below(8) == 0 { choices.below(10) } else { choices.below(4) };
-            let stretches: Vec<_> = match count {
+            let regions: Vec<_> = match count {
                 1 => vec![[GUEST, LEN, USER, 0]],
                 2 => vec![[GUEST, LEN / 2, USER, 0], [GUEST + LEN / 2, LEN / 2, USER + LEN / 2, LEN / 2]],
-                _ => (0..count).map(|_| stretch(choices)).collect(),
+                _ => (0..count).map(|_| region(choices)).collect(),
             };
-            table(&stretches)
+            table(&regions)
         }
         6 => match choices.below(6) {
             0 => words(choices, 2),
@@ -158,7 +158,7 @@ pub fn body(choices: &mut Choices<'_>, machine: Option<&Machine>, request: u32, 
         }),
         18 => state(index, u32::from(choices.below(4) > 0)).to_vec(),
         19 | 20 => number(if choices.below(2) == 0 { choices.word() } else { 1500 }),
-        37 | 38 => [0].into_iter().chain(stretch(choices)).flat_map(u64::to_ne_bytes).collect(),
+        37 | 38 => [0].into_iter().chain(region(choices)).flat_map(u64::to_ne_bytes).collect(),
         39 => number(u64::from(choices.below(16))),
         _ => Vec::new(),
     }
@@ -191,8 +191,8 @@ pub fn fds<'a>(
     }
 }
 
-/// Chooses a stretch of memory: its guest's address, length, front end's address, and offset.
-fn stretch(choices: &mut Choices<'_>) -> [u64; 4] {
+/// Chooses a region of memory: its guest's address, length, front end's address, and offset.
+fn region(choices: &mut Choices<'_>) -> [u64; 4] {
     let page = u64::from(choices.byte()) << 12;
     match choices.below(6) {
         0 => [choices.word(), choices.word(), choices.word(), choices.word()],

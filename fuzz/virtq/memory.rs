@@ -3,23 +3,23 @@
 use std::os::fd::AsFd;
 
 use rustix::fs::MemfdFlags;
-use tasuki_net::virtq::{DriverMemory, Piece, Stretch};
+use tasuki_net::virtq::{DriverMemory, Piece, MemoryRegion};
 use tasuki_shm::region::CommonRegion;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
-/// Addresses of the first of two stretches, of the guest and of the front end. The guest's follow each other, so a buffer
+/// Addresses of the first of two regions, of the guest and of the front end. The guest's follow each other, so a buffer
 /// may lie in both; the front end has a gap between the two.
 pub const GUEST: u64 = 0x1_0000;
 const USER: u64 = 0x7f00_0000_0000;
 const USER_NEXT: u64 = 0x10_0000;
-/// Length of a stretch in bytes, and its offset in its file.
+/// Length of a region in bytes, and its offset in its file.
 pub const LEN: u64 = 0x8000;
 const OFFSET: u64 = 0x1000;
-pub const STRETCHES: u64 = 2;
+pub const REGIONS: u64 = 2;
 /// First address of the guest behind all memory.
-pub const END: u64 = GUEST + STRETCHES * LEN;
+pub const END: u64 = GUEST + REGIONS * LEN;
 
-/// Bytes of a stretch's file: there are some before and behind the stretch that nobody may write.
+/// Bytes of a region's file: there are some before and behind the region that nobody may write.
 const FILE_LEN: usize = 0xa000;
 
 /// Pieces of the driver's memory: the address of each, and its length in bytes.
@@ -27,7 +27,7 @@ pub type Places = Vec<(u64, usize)>;
 
 pub struct Memory {
     /// The driver's own mappings of the files that our end has.
-    files: [CommonRegion; STRETCHES as usize],
+    files: [CommonRegion; REGIONS as usize],
     pub ours: DriverMemory,
     pub theirs: GuestMemoryMmap,
 }
@@ -41,16 +41,16 @@ impl Memory {
             // Whole pages are mapped, which may be more than was announced.
             let map = || CommonRegion::map_guarded(file.as_fd(), FILE_LEN).expect("it has as much");
             let (guest, user) = (GUEST + number as u64 * LEN, USER + number as u64 * USER_NEXT);
-            ours.stretches.push(Stretch { guest, user, len: LEN, region: map(), offset: OFFSET });
+            ours.regions.push(MemoryRegion { guest, user, len: LEN, mapped: map(), offset: OFFSET });
             map()
         });
-        let ranges = [(GuestAddress(GUEST), (LEN * STRETCHES / 2) as usize), (GuestAddress(GUEST + LEN), LEN as usize)];
+        let ranges = [(GuestAddress(GUEST), (LEN * REGIONS / 2) as usize), (GuestAddress(GUEST + LEN), LEN as usize)];
         let theirs = GuestMemoryMmap::from_ranges(&ranges).expect("memory for the judge");
         Memory { files, ours, theirs }
     }
 
     pub fn clear(&self) {
-        self.write(GUEST, &[0; (STRETCHES * LEN) as usize]);
+        self.write(GUEST, &[0; (REGIONS * LEN) as usize]);
     }
 
     /// Writes as the driver does. Leaves out what lies behind all memory.
@@ -77,7 +77,7 @@ impl Memory {
         USER + at / LEN * USER_NEXT + at % LEN
     }
 
-    /// Returns whether these bytes are there, and all in one stretch.
+    /// Returns whether these bytes are there, and all in one region.
     pub fn is_in_one(at: u64, len: u64) -> bool {
         (GUEST..END).contains(&at) && (at - GUEST) % LEN + len <= LEN
     }
@@ -87,7 +87,7 @@ impl Memory {
         self.theirs.check_range(GuestAddress(at), len as usize)
     }
 
-    /// Puts the pieces of a descriptor into `places`, as they lie in the stretches. A descriptor without bytes lies nowhere.
+    /// Puts the pieces of a descriptor into `places`, as they lie in the regions. A descriptor without bytes lies nowhere.
     pub fn add_to(&self, places: &mut Places, (mut address, len): (u64, u32)) -> Result<(), ()> {
         if len > 0 && !self.is_there(address, len) {
             return Err(());
@@ -105,11 +105,11 @@ impl Memory {
     pub fn places(&self, pieces: &[Piece]) -> Places {
         let place = |piece: &Piece| {
             let (region, offset) = self.ours.place_of(*piece);
-            let stretch = self.ours.stretches.iter().find(|it| std::ptr::eq(&raw const it.region, region));
-            let stretch = stretch.expect("each piece lies in a stretch");
-            let at = (offset as u64).checked_sub(stretch.offset).expect("nothing before the stretch");
-            assert!(at + piece.len as u64 <= stretch.len, "a piece goes beyond its stretch");
-            (stretch.guest + at, piece.len)
+            let region = self.ours.regions.iter().find(|it| std::ptr::eq(&raw const it.mapped, region));
+            let region = region.expect("each piece lies in a region");
+            let at = (offset as u64).checked_sub(region.offset).expect("nothing before the region");
+            assert!(at + piece.len as u64 <= region.len, "a piece goes beyond its region");
+            (region.guest + at, piece.len)
         };
         pieces.iter().map(place).collect()
     }
@@ -134,19 +134,19 @@ impl Memory {
         }
     }
 
-    /// Checks that both ends left the same bytes, and that ours wrote none outside the stretches.
+    /// Checks that both ends left the same bytes, and that ours wrote none outside the regions.
     pub fn check(&self) {
         for (number, file) in (0..).zip(&self.files) {
             let (mut ours, mut theirs) = ([0; FILE_LEN], [0; LEN as usize]);
             file.copy_to(0, &mut ours).expect("all of it");
             self.theirs.read_slice(&mut theirs, GuestAddress(GUEST + number * LEN)).expect("all of it");
             let (before, rest) = ours.split_at(OFFSET as usize);
-            let (stretch, behind) = rest.split_at(LEN as usize);
-            assert!(before.iter().chain(behind).all(|byte| *byte == 0), "a byte outside a stretch was written");
-            if stretch != theirs {
-                let at = stretch.iter().zip(&theirs).position(|(ours, theirs)| ours != theirs).expect("one of them");
+            let (region, behind) = rest.split_at(LEN as usize);
+            assert!(before.iter().chain(behind).all(|byte| *byte == 0), "a byte outside a region was written");
+            if region != theirs {
+                let at = region.iter().zip(&theirs).position(|(ours, theirs)| ours != theirs).expect("one of them");
                 let place = number * LEN + at as u64;
-                panic!("our end left {:#x} at byte {place:#x}, and the judge {:#x}", stretch[at], theirs[at]);
+                panic!("our end left {:#x} at byte {place:#x}, and the judge {:#x}", region[at], theirs[at]);
             }
         }
     }

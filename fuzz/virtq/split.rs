@@ -10,7 +10,7 @@
 //! - **D2** Ours refuses a descriptor that names a table and has a successor: no driver may make one (2.7.5.3.1).
 //! - **D3** Ours refuses a table of more descriptors than the queue: no driver may make one (2.7.5.3.1).
 //! - **D4** Ours wants all of a table in the memory, also what lies behind the last descriptor of the chain.
-//! - **D5** Ours wants each part of a ring in one stretch, by the front end's addresses.
+//! - **D5** Ours wants each part of a ring in one region, by the front end's addresses.
 //! - **D6** Ours asks for no kicks, where the driver names a place, by a place that it has passed. The judge leaves the last
 //!   one there.
 //! - **D7** Ours goes by the driver's flag for interrupts. The judge does not know it.

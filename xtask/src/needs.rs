@@ -72,12 +72,12 @@ pub const TSHARK: Need = Need {
 pub const ETHTOOL: Need = Need {
     program: "ethtool",
     package: "ethtool",
-    serves: "tests of check sums between namespaces will skip themselves",
+    serves: "tests of checksums between namespaces will skip themselves",
 };
 
 /// Fetches files from a web server in the same tests.
 pub const CURL: Need =
-    Need { program: "curl", package: "curl", serves: "tests of check sums between namespaces will skip themselves" };
+    Need { program: "curl", package: "curl", serves: "tests of checksums between namespaces will skip themselves" };
 
 /// Checks documents against a JSON Schema.
 pub const JSONSCHEMA: Need = Need {

@@ -16,7 +16,7 @@ use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType, netdevice};
 use crate::namespace::Namespace;
 use crate::{TapError, is_name};
 
-/// Bytes of received frames that the kernel keeps for the socket: a burst of 64 KiB segments.
+/// Bytes of received frames that the kernel keeps for the socket: a burst of GSO packets of 64 KiB.
 const ROOM: i32 = 8 << 20;
 
 /// Opens a raw, non-blocking packet socket for the interface `name` of a namespace. Each frame has an offload header

@@ -177,7 +177,7 @@ fn address_of<T: ?Sized>(what: &T) -> u64 {
 pub struct Way {
     /// Index of the interface in its namespace.
     pub interface: u64,
-    /// Number of frames; a segment of up to 64 KiB counts as one.
+    /// Number of frames; a GSO packet of up to 64 KiB counts as one.
     pub frames: u64,
 }
 

@@ -67,7 +67,7 @@ pub struct VethEnd {
     may_open: bool,
 }
 
-/// Frames of a namespace that bypassed the workers; a segment of up to 64 KiB counts as one.
+/// Frames of a namespace that bypassed the workers; a GSO packet of up to 64 KiB counts as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Crossed {
     /// Number of frames sent.

@@ -85,8 +85,8 @@ impl Front {
         say(&socket, request::SET_PROTOCOL_FEATURES, (offered & taken).as_bytes(), None)?;
         say(&socket, request::NET_SET_MTU, MTU.as_bytes(), None)?;
         ensure!(ask(&mut socket, request::GET_QUEUE_NUM)? >= pairs as u64, "the back end has fewer queues");
-        let stretch = Region { guest: GUEST, len: len as u64, user: USER, offset: 0 };
-        let table = [&1_u64.to_ne_bytes()[..], stretch.as_bytes()].concat();
+        let table = Region { guest: GUEST, len: len as u64, user: USER, offset: 0 };
+        let table = [&1_u64.to_ne_bytes()[..], table.as_bytes()].concat();
         say(&socket, request::SET_MEM_TABLE, &table, Some(memory.as_fd()))?;
         let (available, used) = (zeroes.clone(), zeroes);
         Ok(Front { socket, region, size, buffer, kicks, calls, kicked: 0, heads, available, used })

@@ -4,7 +4,7 @@
 //! By a worker, the kernel copies a frame twice: out of the sender's TAP into shared memory, and out of that into the
 //! receiver's TAP. Each is a system call of its own. No other copy is made, except of the offload header and the
 //! addresses (22 bytes). Here, too, each frame takes a `read` and a `write` between the same TAPs, with segments of up to
-//! 64 KiB and check sums left undone, and lies in shared memory between. There is no address, no check, no note for a
+//! 64 KiB and checksums left undone, and lies in shared memory between. There is no address, no check, no note for a
 //! successor, and neither side survives the other. A sleeper is woken by the first frame: our workers let the frames of a
 //! flood gather, and may so be faster than this.
 

@@ -15,7 +15,7 @@ use tasuki_shm::region::Span;
 pub struct Limit {
     /// Bits a second, of whole frames without check sequence.
     pub bits: u64,
-    /// Frames a second. A segment of up to 64 KiB counts as one.
+    /// Frames a second. A GSO packet of up to 64 KiB counts as one.
     pub frames: u64,
     /// How long a node that has sent nothing may send as fast as it can, as if it had spread that over this time.
     pub burst: Duration,
@@ -25,7 +25,7 @@ pub struct Limit {
 pub const WORDS: usize = 2;
 
 /// A time further ahead, in ns, is nobody's that keeps a limit, and counts as now. Where eight queues each begin the
-/// longest segment at once, at the lowest limit, the time is 4.2 s ahead.
+/// longest GSO packet at once, at the lowest limit, the time is 4.2 s ahead.
 const AHEAD_MAX: u64 = 10_000_000_000;
 
 /// The part of what may go at once that a worker takes in advance, and of a burst that a sleeper waits for.
@@ -252,7 +252,7 @@ mod tests {
             // The tighter of the two holds.
             (8_000_000, 5000, 1000, 1000),
             (8_000_000, 500, 1000, 500),
-            // A segment is longer than what goes within a burst.
+            // A GSO packet is longer than what goes within a burst.
             (8_000_000, 0, 65_000, 15),
         ] {
             let mut rate = Rate::alone(Limit { bits, frames, burst: BURST }).expect("a limit");

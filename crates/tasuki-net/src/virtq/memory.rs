@@ -8,12 +8,12 @@ use tasuki_shm::region::{CommonRegion, RegionError, Span};
 
 use super::{Broken, Layout, PIECES_MAX, Place};
 
-/// Maximum number of stretches of a driver's memory.
-pub const STRETCHES_MAX: usize = 8;
+/// Maximum number of regions of a driver's memory.
+pub const REGIONS_MAX: usize = 8;
 
-/// A stretch of a driver's memory.
+/// A region of a driver's memory.
 #[derive(Debug)]
-pub struct Stretch {
+pub struct MemoryRegion {
     /// First address, as descriptors have it.
     pub guest: u64,
     /// First address, as the front end has it.
@@ -21,8 +21,8 @@ pub struct Stretch {
     /// Length in bytes.
     pub len: u64,
     /// The memory that holds it.
-    pub region: CommonRegion,
-    /// Offset of the stretch in that memory, in bytes.
+    pub mapped: CommonRegion,
+    /// Offset of the region in that memory, in bytes.
     pub offset: u64,
 }
 
@@ -66,17 +66,17 @@ impl Log {
 /// All memory of a driver.
 #[derive(Debug, Default)]
 pub struct DriverMemory {
-    /// Stretches, in the order of their announcement: a [`Piece`] counts on it.
-    pub stretches: ArrayVec<Stretch, STRETCHES_MAX>,
+    /// Regions, in the order of their announcement: a [`Piece`] counts on it.
+    pub regions: ArrayVec<MemoryRegion, REGIONS_MAX>,
     /// Where we note the pages that we write, while the machine is copied to another place.
     pub log: Option<Log>,
 }
 
-/// Bytes that lie within a stretch (Q3).
+/// Bytes that lie within a region (Q3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    stretch: u8,
-    /// Offset in the memory of the stretch.
+    region: u8,
+    /// Offset in the memory of the region.
     offset: usize,
     /// Number of bytes.
     pub len: usize,
@@ -86,7 +86,7 @@ impl DriverMemory {
     /// Returns whether any of it was taken away.
     pub fn is_gone(&self) -> bool {
         let log = self.log.iter().map(|log| &log.region);
-        self.stretches.iter().map(|stretch| &stretch.region).chain(log).any(CommonRegion::is_gone)
+        self.regions.iter().map(|region| &region.mapped).chain(log).any(CommonRegion::is_gone)
     }
 
     /// Has the pages of a queue mapped before they are needed.
@@ -100,19 +100,19 @@ impl DriverMemory {
 
     /// Returns where a part of a queue lies, with its front end's address and its length in bytes.
     pub(super) fn lend(&self, (address, len): (u64, usize)) -> Result<(&CommonRegion, usize), Broken> {
-        let lies = self.stretches.iter().find_map(|stretch| {
-            let offset = address.checked_sub(stretch.user)?;
-            let fits = offset.checked_add(len as u64)? <= stretch.len;
-            fits.then_some((&stretch.region, usize::try_from(stretch.offset + offset).ok()?))
+        let lies = self.regions.iter().find_map(|region| {
+            let offset = address.checked_sub(region.user)?;
+            let fits = offset.checked_add(len as u64)? <= region.len;
+            fits.then_some((&region.mapped, usize::try_from(region.offset + offset).ok()?))
         });
         lies.ok_or(Broken::Ring)
     }
 
-    /// Returns the number of the stretch that has this address of the front end, and the driver's address of it.
+    /// Returns the number of the region that has this address of the front end, and the driver's address of it.
     pub fn lies(&self, user: u64) -> Option<(usize, u64)> {
-        let offset_in = |stretch: &Stretch| user.checked_sub(stretch.user).filter(|offset| *offset < stretch.len);
-        let mut stretches = self.stretches.iter().enumerate();
-        stretches.find_map(|(number, stretch)| Some((number, stretch.guest.checked_add(offset_in(stretch)?)?)))
+        let offset_in = |region: &MemoryRegion| user.checked_sub(region.user).filter(|offset| *offset < region.len);
+        let mut regions = self.regions.iter().enumerate();
+        regions.find_map(|(number, region)| Some((number, region.guest.checked_add(offset_in(region)?)?)))
     }
 
     /// Returns the driver's address of what has this address of the front end.
@@ -120,13 +120,13 @@ impl DriverMemory {
         self.lies(user).map(|(_, address)| address)
     }
 
-    /// Returns as much of `len` bytes at the driver's address `address` as lies in one stretch.
+    /// Returns as much of `len` bytes at the driver's address `address` as lies in one region.
     #[inline]
     pub(super) fn piece(&self, address: u64, len: usize) -> Option<Piece> {
-        (0_u8..).zip(&self.stretches).find_map(|(at, stretch)| {
-            let offset = address.checked_sub(stretch.guest).filter(|offset| *offset < stretch.len)?;
-            let len = usize::try_from(stretch.len - offset).map_or(len, |rest| rest.min(len));
-            Some(Piece { stretch: at, offset: usize::try_from(stretch.offset + offset).ok()?, len })
+        (0_u8..).zip(&self.regions).find_map(|(at, region)| {
+            let offset = address.checked_sub(region.guest).filter(|offset| *offset < region.len)?;
+            let len = usize::try_from(region.len - offset).map_or(len, |rest| rest.min(len));
+            Some(Piece { region: at, offset: usize::try_from(region.offset + offset).ok()?, len })
         })
     }
 
@@ -148,9 +148,9 @@ impl DriverMemory {
     }
 
     fn at(&self, address: u64) -> Option<(&CommonRegion, usize)> {
-        let stretch = self.stretches.iter().find(|it| address.wrapping_sub(it.guest) < it.len)?;
-        let offset = stretch.offset.wrapping_add(address - stretch.guest);
-        Some((&stretch.region, usize::try_from(offset).ok()?))
+        let region = self.regions.iter().find(|it| address.wrapping_sub(it.guest) < it.len)?;
+        let offset = region.offset.wrapping_add(address - region.guest);
+        Some((&region.mapped, usize::try_from(offset).ok()?))
     }
 
     /// Brings `len` bytes at the driver's address `address` nearer, to be read soon.
@@ -179,13 +179,13 @@ impl DriverMemory {
     #[inline]
     pub fn note(&self, piece: Piece, len: usize) {
         if let Some(log) = &self.log {
-            let stretch = &self.stretches[usize::from(piece.stretch)];
-            log.note((piece.offset as u64).wrapping_sub(stretch.offset).wrapping_add(stretch.guest), len);
+            let region = &self.regions[usize::from(piece.region)];
+            log.note((piece.offset as u64).wrapping_sub(region.offset).wrapping_add(region.guest), len);
         }
     }
 
     fn region(&self, piece: Piece) -> &CommonRegion {
-        &self.stretches[usize::from(piece.stretch)].region
+        &self.regions[usize::from(piece.region)].mapped
     }
 
     /// Copies bytes from the pieces, from byte `from` on, as many as `into` has. Returns whether there were as many.

@@ -20,7 +20,7 @@
 
 use arrayvec::ArrayVec;
 
-pub use memory::{DriverMemory, Log, Piece, STRETCHES_MAX, Stretch};
+pub use memory::{DriverMemory, Log, MemoryRegion, Piece, REGIONS_MAX};
 pub use packed::{COMPLETIONS_MAX, Packed};
 pub use split::Split;
 
@@ -170,7 +170,7 @@ pub trait Ring {
     fn address_ahead(&mut self, ahead: u16) -> Option<u64>;
 
     /// Returns the head of the next chain and its piece, if it is plain: one descriptor with at least `len` bytes for us
-    /// to write, in one stretch. Does not take it: [`complete_next`](Self::complete_next) does.
+    /// to write, in one region. Does not take it: [`complete_next`](Self::complete_next) does.
     fn next_plain(&mut self, memory: &DriverMemory, len: usize) -> Result<Option<(Head, Piece)>, Broken>;
 
     /// Takes the next chain, which has this head, and [completes](Self::complete) it.

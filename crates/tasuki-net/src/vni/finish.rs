@@ -1,5 +1,5 @@
-//! Finishes frames for receivers that take only finished ones: computes the check sum, and cuts a segment of up to 64
-//! KiB into frames of the length that its sender stated.
+//! Finishes frames for receivers that take only finished ones: computes the checksum, and segments a GSO packet of up to
+//! 64 KiB into frames of the length that its sender stated.
 //!
 //! These are pure functions on a private copy. The header is its sender's claim: a frame that contradicts it is
 //! [`Malformed`], and no part of it goes anywhere.
@@ -10,7 +10,7 @@
 
 use super::offload::{NEEDS_CSUM, Offload};
 
-/// `gso_type`: the frame is not to be cut.
+/// `gso_type`: the frame is no GSO packet.
 pub const GSO_NONE: u8 = 0;
 /// `gso_type`: TCP over IPv4.
 pub const GSO_TCPV4: u8 = 1;
@@ -18,12 +18,12 @@ pub const GSO_TCPV4: u8 = 1;
 pub const GSO_TCPV6: u8 = 4;
 /// `gso_type`: UDP datagrams, each with a header of its own.
 pub const GSO_UDP_L4: u8 = 5;
-/// Bit of `gso_type`: the segment has an ECN mark. The TCP header holds the bits that matter.
-const GSO_ECN: u8 = 0x80;
+/// Bit of `gso_type`: the packet has an ECN mark. The TCP header holds the bits that matter.
+pub const GSO_ECN: u8 = 0x80;
 
-/// Maximum number of frames that a segment is cut into: 64 KiB in pieces of 256 bytes. No real path needs smaller
-/// pieces, and they cost us more than their sender.
-pub const CUTS_MAX: usize = 256;
+/// Maximum number of segments of a GSO packet: 64 KiB in pieces of 256 bytes. No real path needs smaller pieces, and they
+/// cost us more than their sender.
+pub const GSO_SEGMENTS_MAX: usize = 256;
 
 /// Maximum number of header bytes before the payload.
 const HEADERS_MAX: usize = 256;
@@ -31,7 +31,7 @@ const HEADERS_MAX: usize = 256;
 const ETHERNET_LEN: usize = 14;
 const TCP: u8 = 6;
 const UDP: u8 = 17;
-/// Offset in bytes of the check sum in a UDP header.
+/// Offset in bytes of the checksum in a UDP header.
 const UDP_CHECK_AT: u16 = 6;
 
 /// The frame contradicts its offload header.
@@ -62,7 +62,7 @@ pub fn finish(offload: &Offload, frame: &mut [u8], mut each: impl FnMut(&[u8], &
     Ok(1)
 }
 
-/// Computes the check sum from `csum_start` on. The check sum field already holds the sum of the bytes that are not in
+/// Computes the checksum from `csum_start` on. The checksum field already holds the sum of the bytes that are not in
 /// the frame.
 fn compute(offload: &Offload, frame: &mut [u8]) -> Result<(), Malformed> {
     let start = usize::from(offload.csum_start.get());
@@ -71,14 +71,14 @@ fn compute(offload: &Offload, frame: &mut [u8]) -> Result<(), Malformed> {
         return Err(Malformed);
     }
     let check = !fold(sum(&frame[start..]));
-    // RFC 768: this arithmetic has two equal zeroes, and in UDP one of them means that there is no check sum. For other
+    // RFC 768: this arithmetic has two equal zeroes, and in UDP one of them means that there is no checksum. For other
     // protocols it is the right one (RFC 1624), though Linux (`skb_checksum_help`) writes the other for them too.
     let is_udp = offload.csum_offset.get() == UDP_CHECK_AT;
     put(frame, at, if check == 0 && is_udp { u16::MAX } else { check });
     Ok(())
 }
 
-/// How to cut a segment.
+/// How to cut a GSO packet.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
     /// Offset of the IP header.
@@ -120,7 +120,10 @@ impl Cut {
         }
         let len = if is_tcp { usize::from(frame[transport + 12] >> 4) * 4 } else { 8 };
         let payload = transport + len;
-        if len < least || payload > frame.len().min(HEADERS_MAX) || (frame.len() - payload).div_ceil(size) > CUTS_MAX {
+        if len < least
+            || payload > frame.len().min(HEADERS_MAX)
+            || (frame.len() - payload).div_ceil(size) > GSO_SEGMENTS_MAX
+        {
             return Err(Malformed);
         }
         Ok(Cut { network, is_v4, transport, is_tcp, payload, size })
@@ -176,7 +179,7 @@ impl Cut {
         }
     }
 
-    /// Writes the check sum of TCP or UDP.
+    /// Writes the checksum of TCP or UDP.
     fn check(self, headers: &mut [u8], part: &[u8]) {
         let addresses =
             if self.is_v4 { self.network + 12..self.network + 20 } else { self.network + 8..self.network + 40 };

@@ -203,7 +203,7 @@ impl<F: FnMut(Incoming<'_>)> Reader for F {
 pub(super) struct Inbox {
     ring: Consumer<Span<Line>, Span<Line>, 1>,
     pool: PeerPool,
-    /// Index of a message, and how many of its parts a predecessor handled; a segment is cut into parts.
+    /// Index of a message, and how many of its parts a predecessor handled; a GSO packet is cut into parts.
     begun: (u32, u32),
     /// IP addresses of the node.
     pub(super) own: Own,

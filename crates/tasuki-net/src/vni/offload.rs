@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 /// Length of the header in bytes.
 pub const HEADER_LEN: usize = 10;
 
-/// `flags`: the check sum must be computed from `csum_start` on and stored at `csum_start + csum_offset`.
+/// `flags`: the checksum must be computed from `csum_start` on and stored at `csum_start + csum_offset`.
 pub const NEEDS_CSUM: u8 = 1;
 
 /// Work that is left to do on a frame.
@@ -17,15 +17,15 @@ pub const NEEDS_CSUM: u8 = 1;
 pub struct Offload {
     /// [`NEEDS_CSUM`], and other flags of virtio.
     pub flags: u8,
-    /// Kind of frames that a segment is to be cut into.
+    /// Kind of frames that a GSO packet is to be cut into.
     pub gso_type: u8,
     /// Length in bytes of all headers, with which each segment begins.
     pub hdr_len: U16,
     /// Payload bytes in each segment.
     pub gso_size: U16,
-    /// First byte that the check sum covers, counted from the start of the frame.
+    /// First byte that the checksum covers, counted from the start of the frame.
     pub csum_start: U16,
-    /// Place of the check sum, in bytes from `csum_start`.
+    /// Place of the checksum, in bytes from `csum_start`.
     pub csum_offset: U16,
 }
 

@@ -3,7 +3,7 @@
 //!
 //! The port copies a received frame from its sender's pool into a slot of its own. The sender must keep the frame until
 //! the turn that handled it is over. The port copies a sent frame into its own pool; no peer sees it before that. A
-//! program gets finished frames: the port computes missing check sums and cuts segments.
+//! program gets finished frames: the port computes missing checksums and cuts GSO packets.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -18,7 +18,7 @@ use tasuki_shm::region::{Pages, Region, RegionError};
 use tasuki_shm::slots::table_lines;
 use tasuki_shm::vni::node_memory::NodeMemory;
 
-use super::finish::{CUTS_MAX, GSO_NONE, finish, is_finished};
+use super::finish::{GSO_NONE, GSO_SEGMENTS_MAX, finish, is_finished};
 use super::ledger::{HEADS_MAX, Handled, Ledger, point};
 use super::{Incoming, PATIENCE, PeerDescriptor, Vni};
 use crate::capture::{Captures, Direction};
@@ -32,9 +32,9 @@ use crate::switch::Switch;
 /// Length of a slot in bytes; no frame of a program is longer. Only pages that are touched cost memory.
 const SLOT_LEN: u32 = 16 * 1024;
 
-/// Number of slots: enough for the parts of a segment and some bursts.
+/// Number of slots: enough for the parts of a GSO packet and some bursts.
 const SLOTS: u32 = 512;
-const _: () = assert!(SLOTS as usize >= CUTS_MAX + 8 * BURST_MAX);
+const _: () = assert!(SLOTS as usize >= GSO_SEGMENTS_MAX + 8 * BURST_MAX);
 
 /// Maximum number of received frames that are not committed as handled.
 const OPEN_MAX: usize = HEADS_MAX;
@@ -59,11 +59,11 @@ struct Open {
 pub struct Frames {
     arena: Arena,
     open: ArrayVec<Open, OPEN_MAX>,
-    /// Parts of a segment that found no room in a burst.
+    /// Parts of a GSO packet that found no room in a burst.
     cut: VecDeque<(Open, Frame)>,
     /// Number of frames that the burst may hold in this call.
     full: usize,
-    /// Copy of a segment that is being cut.
+    /// Copy of a GSO packet that is being cut.
     copy: Box<[u8]>,
 }
 
@@ -253,7 +253,7 @@ impl Frames {
         let table = table.span(0, table_lines(SLOTS))?;
         let geometry = Geometry { slot_len: SLOT_LEN, count: SLOTS };
         let arena = Arena::create("tasuki-vni-frames", geometry, table, Detach::Move)?;
-        let cut = VecDeque::with_capacity(CUTS_MAX);
+        let cut = VecDeque::with_capacity(GSO_SEGMENTS_MAX);
         let copy = vec![0; super::PIECE_MAX].into_boxed_slice();
         Ok(Frames { arena, open: ArrayVec::new(), cut, full: BURST_MAX, copy })
     }
@@ -292,7 +292,7 @@ impl Frames {
         handled
     }
 
-    /// Moves parts of a segment into the burst, as far as there is room.
+    /// Moves parts of a GSO packet into the burst, as far as there is room.
     fn give_cut(&mut self, burst: &mut Burst) {
         while burst.len() < self.full && !self.open.is_full() {
             let Some((open, frame)) = self.cut.pop_front() else { return };
@@ -311,7 +311,7 @@ impl Frames {
         dropped: &mut Dropped,
         mut may_be: impl FnMut(&[u8]) -> bool,
     ) -> bool {
-        // The program gets all parts of a segment before any later frame.
+        // The program gets all parts of a GSO packet before any later frame.
         if burst.len() >= self.full || self.open.is_full() || !self.cut.is_empty() {
             return false;
         }
@@ -350,7 +350,7 @@ impl Frames {
         true
     }
 
-    /// Like [`take`](Self::take), for a segment. A predecessor may have `handled` some of its parts.
+    /// Like [`take`](Self::take), for a GSO packet. A predecessor may have `handled` some of its parts.
     #[cold]
     fn cut(
         &mut self,

@@ -422,7 +422,7 @@ fn on_qemu(options: &NicOptions) -> Option<(Machine, E1000e<QtestBus>)> {
 fn two_queues_are_both_used() {
     let options = NicOptions { queues: 2, ring: 64, ..NicOptions::default() };
     let Some((machine, mut nic)) = on_qemu(&options) else { return };
-    // TCP over IPv4 from different ports; RSS does not look at the check sums.
+    // TCP over IPv4 from different ports; RSS does not look at the checksums.
     for port in 0..32_u8 {
         let mut frame = vec![0x52, 0x54, 0x00, 0x12, 0x34, 0x57, 2, 0, 0, 0, 0, 1, 8, 0];
         frame.extend([0x45, 0, 0, 46, 0, 0, 0, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0x80, port, 0, 80]);

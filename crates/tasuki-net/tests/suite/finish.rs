@@ -3,14 +3,14 @@
 
 use proptest::prelude::*;
 use smoltcp::wire::{IpAddress, Ipv4Packet, Ipv6Packet, TcpPacket, UdpPacket};
-use tasuki_net::vni::finish::{CUTS_MAX, finish};
+use tasuki_net::vni::finish::{GSO_SEGMENTS_MAX, finish};
 use tasuki_net::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use zerocopy::FromBytes;
 
 const TCP: u8 = 6;
 const UDP: u8 = 17;
 
-/// A segment as a kernel hands it over: its check sum is that of the pseudo header alone.
+/// A segment as a kernel hands it over: its checksum is that of the pseudo header alone.
 #[derive(Debug, Clone)]
 struct Segment {
     is_v4: bool,
@@ -68,7 +68,7 @@ impl Segment {
         frame.extend([8, 0, 0x40 | u8::try_from(5 + self.ip_options).unwrap(), 0]);
         frame.extend(len.to_be_bytes());
         frame.extend(self.id.to_be_bytes());
-        // A wrong check sum: the code must compute it anew for each frame.
+        // A wrong checksum: the code must compute it anew for each frame.
         frame.extend([0x40, 0, 64, self.protocol, 0xab, 0xcd, 192, 0, 2, 1, 192, 0, 2, 2]);
         frame.extend(vec![1; 4 * self.ip_options]);
     }
@@ -219,7 +219,7 @@ proptest! {
     ) {
         let offload = Offload::read_from_bytes(&header).unwrap();
         if let Some(frames) = finished(&offload, &bytes) {
-            prop_assert!(frames.len() <= CUTS_MAX);
+            prop_assert!(frames.len() <= GSO_SEGMENTS_MAX);
         }
     }
 
@@ -241,7 +241,7 @@ proptest! {
         for (at, value) in spoilt_header { header[at] = value; }
         let offload = Offload::read_from_bytes(&header).unwrap();
         if let Some(frames) = finished(&offload, &frame) {
-            prop_assert!(frames.len() <= CUTS_MAX);
+            prop_assert!(frames.len() <= GSO_SEGMENTS_MAX);
             let (longest, whole) = (frames.iter().map(Vec::len).max(), frame.len());
             prop_assert!(longest.is_none_or(|longest| longest <= whole));
         }
@@ -263,7 +263,7 @@ fn plain(protocol: u8) -> Segment {
     }
 }
 
-/// Wireshark calls TCP's other zero wrong (RFC 1624), and UDP's first zero no check sum (RFC 768).
+/// Wireshark calls TCP's other zero wrong (RFC 1624), and UDP's first zero no checksum (RFC 768).
 #[test]
 fn a_check_sum_of_zero_is_the_zero_that_its_protocol_has() {
     for (protocol, zero) in [(TCP, 0), (UDP, 0xffff)] {
@@ -292,7 +292,7 @@ fn what_is_not_cut_here_is_refused() {
     refused(Offload { gso_type: 3, ..offload }, &frame, "fragments of UDP");
     refused(Offload { gso_type: 4, ..offload }, &frame, "it is not IPv6");
     refused(Offload { gso_type: 5, ..offload }, &frame, "it is not UDP");
-    refused(Offload { flags: 0, ..offload }, &frame, "its check sum is not left");
+    refused(Offload { flags: 0, ..offload }, &frame, "its checksum is not left");
     refused(Offload { gso_size: 0.into(), ..offload }, &frame, "pieces of nothing");
     refused(Offload { gso_size: 11.into(), ..offload }, &frame, "more pieces than are made");
     refused(Offload { csum_start: 35.into(), ..offload }, &frame, "TCP begins elsewhere");

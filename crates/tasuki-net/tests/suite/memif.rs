@@ -190,7 +190,7 @@ fn a_client_gets_finished_frames_alone() {
         let tcp = smoltcp::wire::TcpPacket::new_checked(ip.payload()).unwrap();
         ip.verify_checksum() && tcp.verify_checksum(&ip.src_addr().into(), &ip.dst_addr().into())
     };
-    assert!(came.iter().all(|frame| summed(frame)), "all check sums are right");
+    assert!(came.iter().all(|frame| summed(frame)), "all checksums are right");
     // Not segmented, but without checksum: the field has that of the pseudo header.
     let mut small = segment(1000);
     let pseudo = [0xc000_u32, 0x0201, 0xc000, 0x0202, 6, 1020].iter().sum::<u32>();

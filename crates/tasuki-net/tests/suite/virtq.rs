@@ -6,27 +6,29 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use proptest::prelude::*;
 use rustix::fs::MemfdFlags;
-use tasuki_net::virtq::{Broken, Chain, DriverMemory, Head, PIECES_MAX, Packed, Place, Ring, Split, Stretch, len_of};
+use tasuki_net::virtq::{
+    Broken, Chain, DriverMemory, Head, MemoryRegion, PIECES_MAX, Packed, Place, Ring, Split, len_of,
+};
 use tasuki_shm::region::CommonRegion;
 
 mod packed;
 
-/// Addresses of the two stretches, of the guest and of the front end. The guest's follow each other, so a buffer may lie
+/// Addresses of the two regions, of the guest and of the front end. The guest's follow each other, so a buffer may lie
 /// in both.
 const GUEST: u64 = 0x1_0000;
 const USER: u64 = 0x7f00_0000_0000;
-/// Length of a stretch in bytes, and its offset in its file.
+/// Length of a region in bytes, and its offset in its file.
 const LEN: u64 = 0x1_0000;
 const OFFSET: u64 = 0x1000;
-const STRETCHES: u64 = 2;
+const REGIONS: u64 = 2;
 
-/// Where everything lies, counted from the first stretch.
+/// Where everything lies, counted from the first region.
 const DESCRIPTORS: u64 = 0;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
 const TABLES: u64 = 0x3000;
 const BUFFERS: u64 = 0x8000;
-/// Bytes of buffers for each descriptor. The last buffers lie in the second stretch, and one in both.
+/// Bytes of buffers for each descriptor. The last buffers lie in the second region, and one in both.
 const BUFFER: u64 = 0x700;
 const SIZE_MAX: u16 = 32;
 
@@ -36,18 +38,24 @@ struct Memory {
 
 impl Memory {
     fn new() -> (Self, DriverMemory) {
-        let files = (0..STRETCHES).map(|_| {
+        let files = (0..REGIONS).map(|_| {
             let file = rustix::fs::memfd_create("driver", MemfdFlags::CLOEXEC).unwrap();
             rustix::fs::ftruncate(&file, OFFSET + LEN).unwrap();
             file
         });
         let memory = Memory { files: files.collect() };
         let mut ours = DriverMemory::default();
-        for (number, file) in (0..STRETCHES).zip(&memory.files) {
+        for (number, file) in (0..REGIONS).zip(&memory.files) {
             let region = CommonRegion::map_guarded(file.as_fd(), usize::try_from(OFFSET + LEN).unwrap()).unwrap();
             // The front end has a gap between the two.
             let user = USER + number * 0x10_0000;
-            ours.stretches.push(Stretch { guest: GUEST + number * LEN, user, len: LEN, region, offset: OFFSET });
+            ours.regions.push(MemoryRegion {
+                guest: GUEST + number * LEN,
+                user,
+                len: LEN,
+                mapped: region,
+                offset: OFFSET,
+            });
         }
         (memory, ours)
     }
@@ -82,7 +90,7 @@ impl Memory {
         self.but(USED, 4 + 8 * usize::from(size) + 2)
     }
 
-    /// Returns all bytes, and zeroes in place of some of the first stretch.
+    /// Returns all bytes, and zeroes in place of some of the first region.
     fn but(&self, at: u64, len: usize) -> Vec<Vec<u8>> {
         let mut all: Vec<Vec<u8>> = self
             .files
@@ -372,7 +380,7 @@ proptest! {
 
 /// The short way for frames refuses no chain, and takes none that the long way refuses.
 #[test]
-fn a_chain_that_is_taken_as_plain_lies_in_one_stretch_with_all_its_bytes() {
+fn a_chain_that_is_taken_as_plain_lies_in_one_region_with_all_its_bytes() {
     fn check(memory: &Memory, ours: &DriverMemory, mut ring: impl Ring, last: [u16; 2]) {
         let mut chain = Chain::default();
         let mut describe = |address: u64, len: u32| {
@@ -383,9 +391,9 @@ fn a_chain_that_is_taken_as_plain_lies_in_one_stretch_with_all_its_bytes() {
             came.iter().for_each(|_| ring.put_back(chain.head));
             (plain, came.map(|_| chain.writable.iter().map(|piece| piece.len).collect::<Vec<_>>()))
         };
-        let end = GUEST + STRETCHES * LEN;
+        let end = GUEST + REGIONS * LEN;
         assert_eq!(describe(end - 64, 64), (Some(64), Ok(vec![64])));
-        assert_eq!(describe(GUEST + LEN - 64, 100), (None, Ok(vec![64, 36])), "in two stretches");
+        assert_eq!(describe(GUEST + LEN - 64, 100), (None, Ok(vec![64, 36])), "in two regions");
         assert_eq!(describe(end - 64, 65), (None, Err(Broken::Outside)), "beyond its end");
         assert_eq!(describe(end - 64, u32::MAX), (None, Err(Broken::Outside)));
     }
@@ -418,7 +426,7 @@ enum Change {
 /// Returns addresses, lengths and flags of descriptors: mostly sound ones. Of `tables + 9` addresses, `tables` are those of
 /// the tables.
 fn parts(tables: u32) -> (impl Strategy<Value = u64>, impl Strategy<Value = u32>, impl Strategy<Value = u16>) {
-    let end = GUEST + STRETCHES * LEN;
+    let end = GUEST + REGIONS * LEN;
     let address = prop_oneof![6 => GUEST..end, tables => Just(GUEST + TABLES), 1 => end - 64..end + 64, 1 => GUEST - 64..GUEST + 64, 1 => any::<u64>()];
     let len = prop_oneof![4 => 0_u32..300, 4 => (0_u32..40).prop_map(|count| 16 * count), 1 => 0_u32..0x2_0000, 1 => any::<u32>()];
     let flags = prop_oneof![12 => Just(0_u16), 6 => Just(1_u16), 4 => Just(2_u16), 3 => Just(3_u16), 6 => Just(4_u16), 1 => 0_u16..8];
@@ -473,7 +481,7 @@ fn expected(memory: &Memory, size: u16, next: u16) -> Result<Option<Expected>, (
     let head = memory.half(AVAILABLE + 4 + 2 * u64::from(next % size));
     let is_there = |address: u64, len: u32| {
         let end = address.checked_add(len.into());
-        len == 0 || (address >= GUEST && end.is_some_and(|end| end <= GUEST + STRETCHES * LEN))
+        len == 0 || (address >= GUEST && end.is_some_and(|end| end <= GUEST + REGIONS * LEN))
     };
     let (mut table, mut count, mut at, mut steps, mut is_nested) =
         (DESCRIPTORS, u32::from(size), u32::from(head), 0, false);

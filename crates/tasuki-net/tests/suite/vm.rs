@@ -163,9 +163,9 @@ pub fn state(index: u32, number: u32) -> [u8; 8] {
 }
 
 /// Builds the body of SET_MEM_TABLE.
-pub fn table(stretches: &[[u64; 4]]) -> Vec<u8> {
-    let count = u64::try_from(stretches.len()).unwrap();
-    let words = stretches.iter().flatten().flat_map(|word| word.to_ne_bytes());
+pub fn table(regions: &[[u64; 4]]) -> Vec<u8> {
+    let count = u64::try_from(regions.len()).unwrap();
+    let words = regions.iter().flatten().flat_map(|word| word.to_ne_bytes());
     count.to_ne_bytes().into_iter().chain(words).collect()
 }
 

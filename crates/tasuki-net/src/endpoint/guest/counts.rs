@@ -16,7 +16,7 @@ use crate::endpoint::Dropped;
 pub enum Count {
     /// Frames that the guest got or sent, also those that were then dropped on their way.
     Packets,
-    /// The same in bytes, from the Ethernet header on; a segment is counted before it is cut.
+    /// The same in bytes, from the Ethernet header on; a GSO packet is counted before it is cut.
     Bytes,
     /// How often a kick woke the worker.
     Kicks,

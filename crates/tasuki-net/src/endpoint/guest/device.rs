@@ -16,7 +16,7 @@ use super::interrupt::Interrupt;
 use super::journal::{Identity, Journal, Left, Ran};
 use super::wire::{FDS_MAX, LOG_USED, LogBase, NO_FD, Region, RingAddress, RingState, feature, protocol, request};
 use crate::endpoint::{MARKS_MAX, Marks};
-use crate::virtq::{Broken, DriverMemory, Layout, Log, Packed, Place, Queue, STRETCHES_MAX, Split, Stretch};
+use crate::virtq::{Broken, DriverMemory, Layout, Log, MemoryRegion, Packed, Place, Queue, REGIONS_MAX, Split};
 use crate::vni::ledger::point;
 
 /// Index, in a pair, of the ring by which the guest receives.
@@ -123,9 +123,9 @@ pub enum Refusal {
     /// A log that cannot be written.
     #[error("the log that it gives for written pages cannot be used: {0}")]
     Log(String),
-    /// More stretches of memory than we have room for.
-    #[error("its memory comes in more than {STRETCHES_MAX} stretches")]
-    Stretches,
+    /// More regions of memory than we have room for.
+    #[error("its memory comes in more than {REGIONS_MAX} regions")]
+    Regions,
     /// A rule of a virtqueue.
     #[error(transparent)]
     Queue(#[from] Broken),
@@ -214,12 +214,14 @@ pub struct Text {
     /// none.
     #[serde(default)]
     mtu: u16,
-    /// Number of the device's state, which grows with each change: marks of another state do not count.
-    session: u32,
+    /// Version of the device's state, which grows with each change: marks of another version do not count.
+    #[serde(rename = "session")]
+    version: u32,
     /// As many as the front end has spoken of, in pairs.
     rings: Vec<RingText>,
-    /// Stretches: guest address, front end's address, length, offset.
-    stretches: Vec<(u64, u64, u64, u64)>,
+    /// Regions: guest address, front end's address, length, offset.
+    #[serde(rename = "stretches")]
+    regions: Vec<(u64, u64, u64, u64)>,
     /// Length and offset of the log of written pages.
     log: Option<(u64, u64)>,
 }
@@ -228,7 +230,7 @@ pub struct Text {
 #[derive(Debug)]
 pub struct Device {
     text: Text,
-    files: ArrayVec<OwnedFd, STRETCHES_MAX>,
+    files: ArrayVec<OwnedFd, REGIONS_MAX>,
     kicks: [Option<OwnedFd>; RINGS_MAX],
     /// Bits of the rings whose eventfd for kicks came where there was none: it is to be watched.
     pub kicks_came: Rings,
@@ -257,7 +259,7 @@ pub struct Device {
     held: Rings,
     /// Whether one of the rings that run has no eventfd for kicks.
     polls: bool,
-    /// As they were at the end of the last turn, and the session that they are of.
+    /// As they were at the end of the last turn, and the version that they are of.
     marks: Marks,
     marked: u32,
 }
@@ -294,19 +296,19 @@ fn body<T: FromBytes>(request: u32, bytes: &[u8]) -> Result<T, Refusal> {
 }
 
 impl Device {
-    /// Makes the device of a new front end. `session` is the last one of the front end before.
-    pub fn new(session: u32, journal: Option<Journal>) -> Self {
-        Device { text: Text { session: session.wrapping_add(1), ..Text::default() }, journal, ..Device::default() }
+    /// Makes the device of a new front end. `version` is the last one of the front end before.
+    pub fn new(version: u32, journal: Option<Journal>) -> Self {
+        Device { text: Text { version: version.wrapping_add(1), ..Text::default() }, journal, ..Device::default() }
     }
 
-    /// Returns the number of its state.
-    pub fn session(&self) -> u32 {
-        self.text.session
+    /// Returns the version of its state.
+    pub fn version(&self) -> u32 {
+        self.text.version
     }
 
-    /// Goes on after the device with this number of its state.
-    pub fn follow(&mut self, session: u32) {
-        self.text.session = session.wrapping_add(1);
+    /// Goes on after the device with this version of its state.
+    pub fn follow(&mut self, version: u32) {
+        self.text.version = version.wrapping_add(1);
     }
 
     /// Returns whether the rings of the first pair are started and enabled.
@@ -352,7 +354,7 @@ impl Device {
                 | request::SET_OWNER
         );
         if !asks {
-            self.text.session = self.text.session.wrapping_add(1);
+            self.text.version = self.text.version.wrapping_add(1);
         }
         let number = |number: u64| Ok(Some(number.as_bytes().to_vec()));
         let has_protocol = |bit| self.text.protocol_features & bit != 0;
@@ -402,14 +404,14 @@ impl Device {
             request::SET_MEM_TABLE => self.set_memory(bytes, fds)?,
             request::GET_QUEUE_NUM if has_protocol(protocol::MQ) => return number(self.room() as u64 / 2),
             request::GET_MAX_MEM_SLOTS if has_protocol(protocol::CONFIGURE_MEM_SLOTS) => {
-                return number(STRETCHES_MAX as u64);
+                return number(REGIONS_MAX as u64);
             }
             request::ADD_MEM_REG if has_protocol(protocol::CONFIGURE_MEM_SLOTS) => {
                 let region = bytes.get(8..).unwrap_or_default();
                 let region: Region = body(request, region)?;
                 let count = fds.len();
                 let file = fds.pop().filter(|_| count == 1).ok_or(Refusal::Descriptors(request, count))?;
-                // QEMU 7.2 tells of each stretch once for each pair.
+                // QEMU 7.2 tells of each region once for each pair.
                 if !self.knows(region, &file) {
                     self.add(region, file)?;
                     self.open_queues()?;
@@ -554,8 +556,8 @@ impl Device {
     fn set_memory(&mut self, bytes: &[u8], fds: ArrayVec<OwnedFd, FDS_MAX>) -> Result<(), Refusal> {
         let count = bytes.first_chunk().map_or(0, |count| u32::from_ne_bytes(*count)) as usize;
         let regions = bytes.get(8..).unwrap_or_default();
-        if count > STRETCHES_MAX {
-            return Err(Refusal::Stretches);
+        if count > REGIONS_MAX {
+            return Err(Refusal::Regions);
         }
         if regions.len() < count * size_of::<Region>() {
             return Err(Refusal::Length(request::SET_MEM_TABLE, bytes.len()));
@@ -564,18 +566,18 @@ impl Device {
             return Err(Refusal::Descriptors(request::SET_MEM_TABLE, fds.len()));
         }
         self.keep_places();
-        (self.text.stretches, self.files) = (Vec::new(), ArrayVec::new());
-        self.memory.stretches.clear();
+        (self.text.regions, self.files) = (Vec::new(), ArrayVec::new());
+        self.memory.regions.clear();
         for (bytes, file) in regions.chunks_exact(size_of::<Region>()).zip(fds) {
             self.add(body(request::SET_MEM_TABLE, bytes)?, file)?;
         }
         self.open_queues()
     }
 
-    /// Returns whether a stretch, of this file, was announced already.
+    /// Returns whether a region, of this file, was announced already.
     fn knows(&self, region: Region, file: &OwnedFd) -> bool {
         let Region { guest, len, user, offset } = region;
-        let known = self.text.stretches.iter().position(|known| *known == (guest, user, len, offset));
+        let known = self.text.regions.iter().position(|known| *known == (guest, user, len, offset));
         let number = |file: &OwnedFd| rustix::fs::fstat(file).ok().map(|stat| (stat.st_dev, stat.st_ino));
         known.is_some_and(|at| number(&self.files[at]) == number(file))
     }
@@ -585,14 +587,14 @@ impl Device {
         let odd = |why: String| Refusal::Memory(why);
         let whole = offset.checked_add(len).filter(|_| guest.checked_add(len).is_some() && len > 0);
         let whole = whole.and_then(|whole| usize::try_from(whole).ok());
-        let whole = whole.ok_or_else(|| odd("a stretch of it has no end".to_owned()))?;
+        let whole = whole.ok_or_else(|| odd("a region of it has no end".to_owned()))?;
         if self.files.is_full() {
-            return Err(Refusal::Stretches);
+            return Err(Refusal::Regions);
         }
         let mapped = CommonRegion::map_guarded(file.as_fd(), whole).map_err(|error| odd(error.to_string()))?;
-        self.memory.stretches.push(Stretch { guest, user, len, region: mapped, offset });
+        self.memory.regions.push(MemoryRegion { guest, user, len, mapped, offset });
         self.files.push(file);
-        self.text.stretches.push((guest, user, len, offset));
+        self.text.regions.push((guest, user, len, offset));
         Ok(())
     }
 
@@ -610,7 +612,7 @@ impl Device {
     fn can_note(&self) -> bool {
         let layout = self.layout();
         let end_of = |ring: &RingText| ring.log?.checked_add(ring.place.logged_len(layout) as u64);
-        let ends = self.text.stretches.iter().map(|(guest, _, len, _)| guest + len);
+        let ends = self.text.regions.iter().map(|(guest, _, len, _)| guest + len);
         let mut ends = ends.chain(self.text.rings.iter().filter_map(end_of));
         let Some(log) = &self.memory.log else { return !self.has(feature::LOG_ALL) };
         ends.all(|end| log.covers(end))
@@ -618,10 +620,10 @@ impl Device {
 
     fn remove(&mut self, region: Region) {
         let is_it = |it: &(u64, u64, u64, u64)| (it.0, it.1, it.2) == (region.guest, region.user, region.len);
-        if let Some(at) = self.text.stretches.iter().position(is_it) {
+        if let Some(at) = self.text.regions.iter().position(is_it) {
             self.keep_places();
-            self.text.stretches.remove(at);
-            self.memory.stretches.remove(at);
+            self.text.regions.remove(at);
+            self.memory.regions.remove(at);
             self.files.remove(at);
         }
     }
@@ -638,7 +640,7 @@ impl Device {
             // Another back end goes on, which does not know of it.
             self.interrupts[at].flush();
             (self.text.rings[at].base, self.text.rings[at].done) = queue.positions();
-            let ran = Ran { session: self.text.session, stated: self.text.rings[at].stated, runs: false };
+            let ran = Ran { version: self.text.version, stated: self.text.rings[at].stated, runs: false };
             self.journal.iter().for_each(|journal| journal.change(at, ran));
             self.has_closed = true;
             self.count_pairs();
@@ -651,7 +653,7 @@ impl Device {
         let can_note = self.can_note();
         for at in 0..self.text.rings.len() {
             let ring = &self.text.rings[at];
-            let is_described = ring.is_described() && !self.memory.stretches.is_empty();
+            let is_described = ring.is_described() && !self.memory.regions.is_empty();
             if !ring.may_run(has_protocol) || !can_note {
                 self.close(at);
                 continue;
@@ -671,7 +673,7 @@ impl Device {
             }
             let ring = &mut self.text.rings[at];
             ((ring.base, ring.done), ring.has_run) = (queue.positions(), true);
-            let ran = Ran { session: self.text.session, stated: ring.stated, runs: true };
+            let ran = Ran { version: self.text.version, stated: ring.stated, runs: true };
             let position = ring.done;
             self.queues[at] = Some(queue);
             if let Some((journal, identity)) = self.journal.as_ref().zip(self.identity(at)) {
@@ -700,7 +702,7 @@ impl Device {
         };
         let mut ring = self.packed(at, left.position)?;
         // The last turn was shown if the connection was ended by a worker that lived.
-        let noted = journal.noted(at, left.session).unwrap_or_default();
+        let noted = journal.noted(at, left.version).unwrap_or_default();
         ring.show_again(noted.first, &noted.completions);
         Ok(ring)
     }
@@ -730,8 +732,8 @@ impl Device {
 
     /// Returns which ring it is, for the next connection.
     fn identity(&self, at: usize) -> Option<Identity> {
-        let (stretch, address) = self.memory.lies(self.text.rings[at].place.descriptors)?;
-        let file = rustix::fs::fstat(self.files.get(stretch)?).ok()?.st_ino;
+        let (region, address) = self.memory.lies(self.text.rings[at].place.descriptors)?;
+        let file = rustix::fs::fstat(self.files.get(region)?).ok()?.st_ino;
         Some(Identity { file, address })
     }
 
@@ -749,7 +751,7 @@ impl Device {
     fn leaving(&self, at: usize, marks: Option<&Marks>) -> Option<Left> {
         let ring = &self.text.rings[at];
         let may_run = ring.may_run(self.has(feature::PROTOCOL_FEATURES));
-        let ran = marks.and_then(|marks| self.ran(at, session_of(marks)));
+        let ran = marks.and_then(|marks| self.ran(at, version_of(marks)));
         let (stated, ran) = ran.unwrap_or((ring.stated, may_run));
         let of_marks = || marks.filter(|_| ran).and_then(|marks| done_of(marks, at));
         let position = self.queues[at].as_ref().map(|queue| queue.positions().1).or_else(of_marks)?;
@@ -758,15 +760,15 @@ impl Device {
             // The used index, which the driver's memory has.
             Layout::Split => self.split(at, ring.base, None).ok()?.positions().1,
         };
-        let session = marks.map_or(self.text.session, session_of);
-        Some(Left { session, stated, position, ring: self.identity(at)? })
+        let version = marks.map_or(self.text.version, version_of);
+        Some(Left { version, stated, position, ring: self.identity(at)? })
     }
 
-    /// Returns the position that the front end knew of a ring, and whether the ring ran in the state with this number, which
+    /// Returns the position that the front end knew of a ring, and whether the ring ran in this version of the state, which
     /// may be later than the description. Nothing is known of a ring that an earlier worker opened.
-    fn ran(&self, at: usize, session: u32) -> Option<(u16, bool)> {
-        let (Ran { session: since, stated, runs }, ring) = self.journal.as_ref()?.ran(at)?;
-        let is_committed = session.wrapping_sub(since) < 1 << 31;
+    fn ran(&self, at: usize, version: u32) -> Option<(u16, bool)> {
+        let (Ran { version: since, stated, runs }, ring) = self.journal.as_ref()?.ran(at)?;
+        let is_committed = version.wrapping_sub(since) < 1 << 31;
         Some((stated, runs == is_committed && Some(ring) == self.identity(at)))
     }
 
@@ -810,7 +812,7 @@ impl Device {
 
     /// Notes that the messages that led to this state leave the front end's socket, and whether it waits for an answer.
     pub fn let_go(&self, is_asked: bool) {
-        self.journal.iter().for_each(|journal| journal.let_go(self.text.session, is_asked));
+        self.journal.iter().for_each(|journal| journal.let_go(self.text.version, is_asked));
     }
 
     /// Returns whether the guest's driver takes no feature, by what the front end says.
@@ -818,7 +820,7 @@ impl Device {
         self.text.features & !feature::PROTOCOL_FEATURES == 0
     }
 
-    /// Returns the length in bytes of the longest frame that the guest's driver takes: one that is no segment (5.1.4.1).
+    /// Returns the length in bytes of the longest frame that the guest's driver takes: one that is no GSO packet (5.1.4.1).
     #[inline]
     pub fn longest(&self) -> usize {
         match self.text.mtu {
@@ -898,20 +900,20 @@ impl Device {
             let Some(Queue::Packed(ring)) = &self.queues[at] else { continue };
             let (first, completions) = ring.completions();
             if !completions.is_empty() {
-                journal.note(at, self.text.session, first, completions);
+                journal.note(at, self.text.version, first, completions);
             }
         }
     }
 
-    /// Returns how far the rings of each pair are, with the session to which that belongs.
+    /// Returns how far the rings of each pair are, with the version to which that belongs.
     #[inline]
     pub fn marks(&mut self) -> &[u64] {
-        let session = u64::from(self.text.session) << 32;
-        if self.marked != self.text.session || self.marks.is_empty() {
-            self.marked = self.text.session;
+        let version = u64::from(self.text.version) << 32;
+        if self.marked != self.text.version || self.marks.is_empty() {
+            self.marked = self.text.version;
             self.marks.clear();
-            // A front end that has said nothing of rings has a session all the same.
-            self.marks.extend(std::iter::repeat_n(session, (self.text.rings.len() / 2).max(1)));
+            // A front end that has said nothing of rings has a version all the same.
+            self.marks.extend(std::iter::repeat_n(version, (self.text.rings.len() / 2).max(1)));
             self.touched = Rings::MAX;
         }
         let done = |at: usize| match (&self.queues[at], self.text.rings.get(at)) {
@@ -922,7 +924,7 @@ impl Device {
         for (pair, mark) in self.marks.iter_mut().enumerate() {
             if touched & 3 != 0 {
                 let [to, from] = [TO_GUEST, FROM_GUEST].map(|side| u64::from(done(2 * pair + side)));
-                *mark = session | to << 16 | from;
+                *mark = version | to << 16 | from;
             }
             touched >>= 2;
         }
@@ -944,7 +946,7 @@ impl Device {
         let older = "rebuild the older of daemon and worker";
         let mut text: Text = serde_json::from_str(text)
             .map_err(|error| format!("the description of a virtual machine is not understood ({error}); {older}"))?;
-        let stretches = std::mem::take(&mut text.stretches);
+        let regions = std::mem::take(&mut text.regions);
         // An earlier worker's description still has the kick of a ring that was stopped.
         text.rings.iter_mut().for_each(|ring| ring.has_kick &= ring.is_started);
         if text.rings.len() > RINGS_MAX || !text.rings.len().is_multiple_of(2) {
@@ -954,7 +956,7 @@ impl Device {
             ));
         }
         let flags = text.rings.iter().map(|ring| usize::from(ring.has_kick) + usize::from(ring.has_call));
-        let (count, expected) = (fds.len(), stretches.len() + flags.sum::<usize>() + usize::from(text.log.is_some()));
+        let (count, expected) = (fds.len(), regions.len() + flags.sum::<usize>() + usize::from(text.log.is_some()));
         if count != expected {
             return Err(format!(
                 "{count} descriptors came with a virtual machine, and {expected} belong to it; {older}"
@@ -962,7 +964,7 @@ impl Device {
         }
         let mut device = Device { text, ..Device::default() };
         let mut fds = fds.into_iter();
-        for (guest, user, len, offset) in stretches {
+        for (guest, user, len, offset) in regions {
             let file = fds.next().expect("they were counted");
             device.add(Region { guest, len, user, offset }, file).map_err(|refusal| refusal.to_string())?;
         }
@@ -990,10 +992,10 @@ impl Device {
     /// # Errors
     /// The mark is of a later state than the description, or an answer may be missing, or a ring is broken.
     pub fn go_on(&mut self, marks: Option<&Marks>, has_more: impl FnOnce() -> bool) -> Result<bool, Refusal> {
-        let session = marks.map(session_of);
-        let heard_more = session.is_some_and(|session| is_later(session, self.text.session));
+        let version = marks.map(version_of);
+        let heard_more = version.is_some_and(|version| is_later(version, self.text.version));
         let let_go = self.journal.as_ref().and_then(Journal::has_let_go);
-        let has_all = let_go.is_some_and(|(session, _)| !is_later(session, self.text.session));
+        let has_all = let_go.is_some_and(|(version, _)| !is_later(version, self.text.version));
         // A front end that waits for an answer says nothing more.
         let is_asked = let_go.is_some_and(|(_, is_asked)| is_asked);
         if heard_more && !has_all || (heard_more || is_asked) && !has_more() {
@@ -1002,11 +1004,11 @@ impl Device {
         if self.text.rings.len() > self.room() {
             return Err(Refusal::Ring { ring: self.text.rings.len() as u64 - 1, rings: self.room() });
         }
-        let marks = marks.filter(|_| heard_more || session == Some(self.text.session));
+        let marks = marks.filter(|_| heard_more || version == Some(self.text.version));
         self.leave_opened();
         if let Some(marks) = marks.filter(|_| heard_more) {
             // No number comes twice.
-            self.follow(session_of(marks));
+            self.follow(version_of(marks));
         }
         let has_protocol = self.has(feature::PROTOCOL_FEATURES);
         let can_note = self.can_note();
@@ -1024,7 +1026,7 @@ impl Device {
             match &mut queue {
                 Queue::Split(ring) => ring.show_again(),
                 Queue::Packed(ring) => {
-                    let noted = self.journal.as_ref().and_then(|journal| journal.noted(at, self.text.session));
+                    let noted = self.journal.as_ref().and_then(|journal| journal.noted(at, self.text.version));
                     let noted = noted.unwrap_or_default();
                     ring.show_again(noted.first, &noted.completions);
                 }
@@ -1041,23 +1043,23 @@ impl Device {
     fn leave_opened(&self) {
         let Some(journal) = &self.journal else { return };
         // A page for each ring is much to look at while frames wait.
-        if journal.opened_in().is_none_or(|session| !is_later(session, self.text.session)) {
+        if journal.opened_in().is_none_or(|version| !is_later(version, self.text.version)) {
             return;
         }
         for at in 0..self.room() {
-            if let Some((Ran { session, stated, runs: true }, ring)) = journal.ran(at)
-                && is_later(session, self.text.session)
+            if let Some((Ran { version, stated, runs: true }, ring)) = journal.ran(at)
+                && is_later(version, self.text.version)
                 && let Some(position) = journal.opened_at(at)
             {
-                journal.leave(at, Left { session: journal.noted_in(at).max(1), stated, position, ring });
+                journal.leave(at, Left { version: journal.noted_in(at).max(1), stated, position, ring });
             }
         }
     }
 }
 
-/// Returns whether a session is later than another.
-fn is_later(session: u32, than: u32) -> bool {
-    (1..1 << 31).contains(&session.wrapping_sub(than))
+/// Returns whether a version is later than another.
+fn is_later(version: u32, than: u32) -> bool {
+    (1..1 << 31).contains(&version.wrapping_sub(than))
 }
 
 /// Returns the position of a ring's next completion, by the mark of its pair.
@@ -1066,7 +1068,7 @@ fn done_of(marks: &Marks, at: usize) -> Option<u16> {
     Some(u16::try_from(marks.get(at / 2)? >> shift & 0xffff).expect("two bytes"))
 }
 
-/// Returns the session to which marks belong.
-pub fn session_of(marks: &Marks) -> u32 {
+/// Returns the version to which marks belong.
+pub fn version_of(marks: &Marks) -> u32 {
     marks.first().map_or(0, |mark| u32::try_from(mark >> 32).expect("four bytes"))
 }

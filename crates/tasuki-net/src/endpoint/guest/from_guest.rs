@@ -5,17 +5,38 @@ use super::*;
 /// Number of frames taken from the guest before the node turns to frames for it.
 const TAKES: usize = 32;
 
+/// Which of the rings by which the guest sends a turn looks at.
+#[derive(Debug, Default)]
+pub(super) struct Polling {
+    /// Bits of the pairs that had nothing to send after their driver was asked to kick. A turn looks at one of them, and at
+    /// the others once they kick.
+    pub(super) idle: Pairs,
+    /// Bits of the pairs whose driver was told that it need not kick.
+    kicks_off: Pairs,
+    /// Bits of the pairs that have sent since a turn checked whether they are idle.
+    sent: Pairs,
+    /// The pair from which the next turn takes first.
+    first: usize,
+}
+
+impl Polling {
+    /// Has the next turn look at all rings.
+    pub(super) fn look_at_all(&mut self) {
+        (self.idle, self.kicks_off) = (0, 0);
+    }
+}
+
 impl Guest {
     /// Returns the number of frames taken, also before the guest broke a rule. Each pair is the first in its turn.
     pub(super) fn take_from_guest(&mut self, egress: &mut Egress<'_>) -> usize {
-        let Some(machine) = &self.machine else { return 0 };
-        let (pairs, running) = (machine.device.pairs, machine.device.running);
+        let Some(front_end) = &self.front_end else { return 0 };
+        let (pairs, running) = (front_end.device.pairs, front_end.device.running);
         if pairs == 0 {
             return 0;
         }
-        let (mut count, mut goes_on, first) = (0, true, self.first);
+        let (mut count, mut goes_on, first) = (0, true, self.polling.first);
         let also = self.turns as usize % pairs;
-        let (bits, below) = (running & !self.calm | 1 << also, (1 << first) - 1);
+        let (bits, below) = (running & !self.polling.idle | 1 << also, (1 << first) - 1);
         for pair in numbers((bits & !below).into()).chain(numbers((bits & below).into())) {
             if !goes_on || count >= TAKES {
                 break;
@@ -23,46 +44,46 @@ impl Guest {
             let took;
             (took, goes_on) = self.take_from_pair(pair, TAKES - count, egress);
             if count == 0 && took > 0 {
-                self.first = (pair + 1) % PAIRS_MAX;
+                self.polling.first = (pair + 1) % PAIRS_MAX;
             }
             count += took;
             if egress.waits.for_room() {
-                // That frame is the next one: how long a frame waits is counted for one at a time.
-                self.first = pair;
+                // `Waits` times one frame alone: it is the next one.
+                self.polling.first = pair;
             }
         }
         let bit = 1 << also;
-        if pairs > 1 && goes_on && self.sent & bit == 0 && self.calm & bit == 0 {
-            self.calm(bit);
+        if pairs > 1 && goes_on && (self.polling.sent | self.polling.idle) & bit == 0 {
+            self.is_idle(bit);
         }
-        self.sent &= !bit;
+        self.polling.sent &= !bit;
         count
     }
 
-    /// Asks the drivers of these pairs to kick when they send. Those of which none has sent meanwhile are calm. Returns
-    /// whether all are, or are to be looked at without a kick.
-    pub(super) fn calm(&mut self, bits: Pairs) -> bool {
-        let Some(machine) = &mut self.machine else { return true };
-        let mut calm = 0;
+    /// Asks the drivers of these pairs to kick when they send, and looks once more: pairs without a frame are idle. Returns
+    /// false if one has a frame.
+    pub(super) fn is_idle(&mut self, bits: Pairs) -> bool {
+        let Some(front_end) = &mut self.front_end else { return true };
+        let mut idle = 0;
         for pair in numbers(bits.into()) {
-            let Some(queue) = machine.device.queue_of(2 * pair + FROM_GUEST) else { continue };
+            let Some(queue) = front_end.device.queue_of(2 * pair + FROM_GUEST) else { continue };
             queue.want_kicks(true);
-            self.hushed &= !(1 << pair);
+            self.polling.kicks_off &= !(1 << pair);
             if queue.look() != Ok(false) {
                 return false;
             }
-            calm |= Pairs::from(machine.device.kicks_for(pair)) << pair;
+            idle |= Pairs::from(front_end.device.kicks_for(pair)) << pair;
         }
-        self.calm |= calm;
+        self.polling.idle |= idle;
         true
     }
 
     /// Takes up to `most` frames that the guest sends by a pair. Returns their number, and whether more can be sent.
     fn take_from_pair(&mut self, pair: usize, most: usize, egress: &mut Egress<'_>) -> (usize, bool) {
-        let Self { machine, chain, calm, hushed, sent, broken, counts, .. } = self;
-        let Some(machine) = machine else { return (0, false) };
-        let header = header_len(&machine.device);
-        let Device { memory, queues, touched, .. } = &mut machine.device;
+        let Self { front_end, chain, polling, broken, counts, .. } = self;
+        let Some(front_end) = front_end else { return (0, false) };
+        let header = header_len(&front_end.device);
+        let Device { memory, queues, touched, .. } = &mut front_end.device;
         let ring = 2 * pair + FROM_GUEST;
         let Some(queue) = &mut queues[ring] else { return (0, true) };
         match queue.look() {
@@ -74,9 +95,9 @@ impl Guest {
             }
         }
         let bit = 1 << pair;
-        (*calm, *sent, *touched) = (*calm & !bit, *sent | bit, *touched | 1 << ring);
-        if *hushed & bit == 0 {
-            *hushed |= bit;
+        (polling.idle, polling.sent, *touched) = (polling.idle & !bit, polling.sent | bit, *touched | 1 << ring);
+        if polling.kicks_off & bit == 0 {
+            polling.kicks_off |= bit;
             queue.want_kicks(false);
         }
         let before = counts::lost(egress.dropped);

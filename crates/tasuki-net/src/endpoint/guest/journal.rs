@@ -8,15 +8,15 @@
 //!
 //! | words | contents                                                                                             |
 //! |-------|------------------------------------------------------------------------------------------------------|
-//! | 0     | session (32 bits), position of the first completion, number of completions (0 while they are written) |
+//! | 0     | version (32 bits), position of the first completion, number of completions (0 while they are written) |
 //! | 1..   | completions, as the ring has them                                                                     |
 //! | 496.. | [counts](super::counts) of the queue, of either layout                                              |
 //! | 504   | on the first page: number of pairs that have run, of which there are counts                          |
-//! | 505   | on the first page: session up to which messages may have left the front end's socket; whether the last of them may be unanswered (2); 1 if both are known |
+//! | 505   | on the first page: version up to which messages may have left the front end's socket; whether the last of them may be unanswered (2); 1 if both are known |
 //! | 506   | where the ring stood when it was opened last: position of the next completion, and 1 << 16 if it is known |
-//! | 507   | on the first page: session in which a ring was opened last; 1 if it is known |
-//! | 508   | what last changed of the ring ([`Ran`]): session (32 bits; 0 if nothing is known), position that the front end knew, whether it runs since then; which ring it is stands in the last two words |
-//! | 509.. | where the ring stood when its front end's connection ended ([`Left`]): session (32 bits; 0 if none is known), position that the front end knows, position; file of the memory; address |
+//! | 507   | on the first page: version in which a ring was opened last; 1 if it is known |
+//! | 508   | what last changed of the ring ([`Ran`]): version (32 bits; 0 if nothing is known), position that the front end knew, whether it runs since then; which ring it is stands in the last two words |
+//! | 509.. | where the ring stood when its front end's connection ended ([`Left`]): version (32 bits; 0 if none is known), position that the front end knows, position; file of the memory; address |
 //!
 //! Stores become visible in program order, even those of a worker that dies (V5 of `vni/ledger.rs`).
 //!
@@ -59,7 +59,7 @@ pub struct Noted {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Left {
     /// Session of the ring's last completions.
-    pub session: u32,
+    pub version: u32,
     /// The position that the front end knows.
     pub stated: u16,
     /// Position of the next chain, and of the next used descriptor.
@@ -72,7 +72,7 @@ pub struct Left {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ran {
     /// Session in which that was.
-    pub session: u32,
+    pub version: u32,
     /// The position that the front end knew.
     pub stated: u16,
     /// Whether it was opened.
@@ -106,7 +106,7 @@ impl Journal {
 
     /// Notes the completions of a turn in a ring, of which `first` is the position of the first.
     #[inline]
-    pub fn note(&self, ring: usize, session: u32, first: u16, completions: &[u64]) {
+    pub fn note(&self, ring: usize, version: u32, first: u16, completions: &[u64]) {
         self.word(ring, 0).store(0, Relaxed);
         fence(Release);
         for (completion, at) in completions.iter().zip(1..) {
@@ -114,19 +114,19 @@ impl Journal {
         }
         point("guest.noting");
         let count = u64::try_from(completions.len()).expect("a page has few words");
-        self.word(ring, 0).store(u64::from(session) << 32 | u64::from(first) << 16 | count, Release);
+        self.word(ring, 0).store(u64::from(version) << 32 | u64::from(first) << 16 | count, Release);
     }
 
-    /// Returns what a predecessor noted last for a ring, if that was in this session.
-    pub fn noted(&self, ring: usize, session: u32) -> Option<Noted> {
+    /// Returns what a predecessor noted last for a ring, if that was in this version.
+    pub fn noted(&self, ring: usize, version: u32) -> Option<Noted> {
         let head = self.word(ring, 0).load(Acquire);
         let [count, first] = [0, 16].map(|shift| u16::try_from(head >> shift & 0xffff).expect("two bytes"));
-        let is_known = head >> 32 == u64::from(session) && usize::from(count) <= COMPLETIONS_MAX;
+        let is_known = head >> 32 == u64::from(version) && usize::from(count) <= COMPLETIONS_MAX;
         let words = (1..=usize::from(count)).map(|at| self.word(ring, at).load(Relaxed));
         is_known.then(|| Noted { first, completions: words.collect() })
     }
 
-    /// Returns the session in which a predecessor noted completions of a ring last.
+    /// Returns the version in which a predecessor noted completions of a ring last.
     pub fn noted_in(&self, ring: usize) -> u32 {
         u32::try_from(self.word(ring, 0).load(Acquire) >> 32).expect("four bytes")
     }
@@ -148,12 +148,12 @@ impl Journal {
         usize::try_from(self.word(0, PAIRS).load(Relaxed)).map_or(0, |pairs| pairs.min(self.room() / 2))
     }
 
-    /// Notes that messages leave the front end's socket that led to this session, and whether it waits for an answer.
-    pub fn let_go(&self, session: u32, is_asked: bool) {
-        self.word(0, LET_GO).store(u64::from(session) << 32 | u64::from(is_asked) << 1 | 1, Release);
+    /// Notes that messages leave the front end's socket that led to this version, and whether it waits for an answer.
+    pub fn let_go(&self, version: u32, is_asked: bool) {
+        self.word(0, LET_GO).store(u64::from(version) << 32 | u64::from(is_asked) << 1 | 1, Release);
     }
 
-    /// Returns the session up to which messages may have left the front end's socket, and whether it may wait for an answer
+    /// Returns the version up to which messages may have left the front end's socket, and whether it may wait for an answer
     /// to one that has. An earlier worker notes nothing.
     pub fn has_let_go(&self) -> Option<(u32, bool)> {
         let word = self.word(0, LET_GO).load(Acquire);
@@ -178,9 +178,9 @@ impl Journal {
     /// Notes where a ring stands whose front end's connection ends.
     pub fn leave(&self, ring: usize, left: Left) {
         self.forget(ring);
-        let Left { session, stated, position, ring: identity } = left;
+        let Left { version, stated, position, ring: identity } = left;
         self.identify(ring, identity);
-        let word = u64::from(session) << 32 | u64::from(stated) << 16 | u64::from(position);
+        let word = u64::from(version) << 32 | u64::from(stated) << 16 | u64::from(position);
         self.word(ring, LEFT).store(word, Release);
     }
 
@@ -188,8 +188,8 @@ impl Journal {
     pub fn left(&self, ring: usize) -> Option<Left> {
         let word = self.word(ring, LEFT).load(Acquire);
         let [position, stated] = [0, 16].map(|shift| u16::try_from(word >> shift & 0xffff).expect("two bytes"));
-        let session = u32::try_from(word >> 32).expect("four bytes");
-        (session != 0).then_some(Left { session, stated, position, ring: self.identity(ring) })
+        let version = u32::try_from(word >> 32).expect("four bytes");
+        (version != 0).then_some(Left { version, stated, position, ring: self.identity(ring) })
     }
 
     fn identify(&self, ring: usize, Identity { file, address }: Identity) {
@@ -205,7 +205,7 @@ impl Journal {
 
     /// Notes that this ring is opened at a position, and forgets where it stood when an earlier connection ended.
     pub fn open(&self, ring: usize, ran: Ran, identity: Identity, position: u16) {
-        self.word(0, OPENED_IN).store(u64::from(ran.session) << 32 | 1, Relaxed);
+        self.word(0, OPENED_IN).store(u64::from(ran.version) << 32 | 1, Relaxed);
         if self.identity(ring) != identity {
             self.forget(ring);
             self.word(ring, RAN).store(0, Relaxed);
@@ -216,7 +216,7 @@ impl Journal {
         self.forget(ring);
     }
 
-    /// Returns the session in which a ring was opened last.
+    /// Returns the version in which a ring was opened last.
     pub fn opened_in(&self) -> Option<u32> {
         let word = self.word(0, OPENED_IN).load(Acquire);
         (word & 1 == 1).then(|| u32::try_from(word >> 32).expect("four bytes"))
@@ -229,17 +229,17 @@ impl Journal {
     }
 
     /// Notes that the ring is opened or closed.
-    pub fn change(&self, ring: usize, Ran { session, stated, runs }: Ran) {
-        let word = u64::from(session) << 32 | u64::from(stated) << 16 | u64::from(runs);
+    pub fn change(&self, ring: usize, Ran { version, stated, runs }: Ran) {
+        let word = u64::from(version) << 32 | u64::from(stated) << 16 | u64::from(runs);
         self.word(ring, RAN).store(word, Release);
     }
 
     /// Returns when a ring was opened or closed last, and which it was.
     pub fn ran(&self, ring: usize) -> Option<(Ran, Identity)> {
         let word = self.word(ring, RAN).load(Acquire);
-        let session = u32::try_from(word >> 32).expect("four bytes");
+        let version = u32::try_from(word >> 32).expect("four bytes");
         let stated = u16::try_from(word >> 16 & 0xffff).expect("two bytes");
-        (session != 0).then(|| (Ran { session, stated, runs: word & 1 == 1 }, self.identity(ring)))
+        (version != 0).then(|| (Ran { version, stated, runs: word & 1 == 1 }, self.identity(ring)))
     }
 
     /// Forgets where a ring stood: it runs, or its front end knows.

@@ -1,8 +1,8 @@
 //! A node that is a virtual machine: the back end of its virtio-net device, by vhost-user. The guest needs nothing but
-//! its stock driver, and the machine a front end: QEMU, Cloud Hypervisor, or DPDK's virtio-user.
+//! its stock driver. A front end connects to the node's socket: QEMU, Cloud Hypervisor, or DPDK's virtio-user.
 //!
-//! The memory between us is the machine's: it hands it over, and the guest and the front end can write all of it at any
-//! time. One copy takes a frame from the guest's memory into the node's pool; one copy takes a frame from its sender's
+//! The memory between us is the front end's: it sends the descriptors, and the guest and the front end can write all of it
+//! at any time. One copy takes a frame from the guest's memory into the node's pool; one copy takes a frame from its sender's
 //! pool into the guest's buffers. Offload headers cross as they are; a frame that the guest's driver would not take
 //! unfinished is [finished](crate::vni::finish) in a private copy.
 //!
@@ -15,7 +15,7 @@
 //! | `from_guest`  | the way of a frame out of the guest's memory      |
 //! | `interrupt`   | when an interrupt goes, and when it waits         |
 //! | [`journal`]   | completions in packed rings, for a successor      |
-//! | `machines`    | connections, and a guest that migrates            |
+//! | `front_ends`  | connections, and a guest that migrates            |
 //! | `peek`        | a look at what waits in the socket                |
 //! | `to_guest`    | the way of a frame into the guest's buffers       |
 //!
@@ -29,9 +29,9 @@ pub mod channel;
 pub mod counts;
 pub mod device;
 mod from_guest;
+mod front_ends;
 mod interrupt;
 pub mod journal;
-mod machines;
 mod peek;
 mod to_guest;
 pub mod wire;
@@ -54,15 +54,16 @@ use crate::flow::{self, flow_of};
 use crate::port::Armed;
 use crate::switch::{Addresses, Front};
 use crate::virtq::{Broken, COMPLETIONS_MAX, Chain, DriverMemory, Head, PIECES_MAX, Piece, Queue, Ring, len_of};
-use crate::vni::finish::{GSO_NONE, finish};
+use crate::vni::finish::{GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, finish};
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use crate::vni::{Incoming, PIECE_MAX};
 use channel::Channel;
 use counts::{Count, Counts};
-use device::{Device, FROM_GUEST, PAIRS_MAX, Pairs, Refusal, TO_GUEST, numbers, session_of};
+use device::{Device, FROM_GUEST, PAIRS_MAX, Pairs, Refusal, TO_GUEST, numbers, version_of};
+use from_guest::Polling;
+use front_ends::FrontEnd;
 use journal::Journal;
-use machines::Machine;
-use to_guest::{Room, away, header_len};
+use to_guest::{Room, Shortage, away, header_len};
 use wire::feature;
 
 /// Number of frames whose bytes are on their way from the guest's cache while one is copied.
@@ -78,7 +79,7 @@ const ATTEND_EVERY: u32 = 64;
 /// (VIRTIO 1.2, 5.1.6).
 const LONG_HEADER: usize = 12;
 
-/// How long frames wait for a guest that is on its way from one machine to another. QEMU's own limit is 300 ms.
+/// How long frames wait for a guest that migrates from one front end to the other. QEMU's own limit is 300 ms.
 const MOVE: Duration = Duration::from_secs(1);
 
 /// How long a turn before a handover waits for the rest of a message.
@@ -95,7 +96,7 @@ pub struct Clients {
     pub interrupts: u64,
 }
 
-/// Opens the socket at which a machine's front end connects.
+/// Opens the socket at which front ends connect.
 pub(super) fn open(listener: OwnedFd, _: &str, _: &str) -> Result<Box<dyn Endpoint>, String> {
     if rustix::net::sockopt::socket_type(&listener) != Ok(SocketType::STREAM) {
         let sentence = "what the daemon sent as the socket of the node's machine is none; rebuild the older of the two";
@@ -105,69 +106,55 @@ pub(super) fn open(listener: OwnedFd, _: &str, _: &str) -> Result<Box<dyn Endpoi
     Ok(Box::new(guest))
 }
 
-/// The back end of a machine's network card.
+/// The back end of a virtual machine's network card.
 #[derive(Debug)]
 pub struct Guest {
     listener: Listener,
     /// The least time between two interrupts of each ring.
     interrupt_every: [Duration; 2],
-    machine: Option<Box<Machine>>,
-    /// A second machine: the one to which the guest migrates, and afterwards the one from which it came. Of the two, the
-    /// machine whose device runs is served.
-    other: Option<Box<Machine>>,
-    /// Since when the guest is on its way from one machine to the other.
+    front_end: Option<Box<FrontEnd>>,
+    /// A second front end: of the machine to which the guest migrates, and afterwards of the one from which it came. Of the
+    /// two, the one whose device runs is served.
+    other: Option<Box<FrontEnd>>,
+    /// Since when the guest is on its way from one front end to the other.
     moves: Option<Instant>,
-    /// The machine of a predecessor, until the endpoint begins to serve.
-    inherited: Option<Box<Machine>>,
+    /// The front end of a predecessor, until the endpoint begins to serve.
+    inherited: Option<Box<FrontEnd>>,
     serves: bool,
-    /// A machine whose description is older than the mark: a newer one may be on its way.
-    stale: Option<(Box<Machine>, Instant)>,
+    /// A front end whose device's description is older than the mark: a newer one may be on its way.
+    stale: Option<(Box<FrontEnd>, Instant)>,
     /// How far the rings were when a predecessor committed last.
     marks: Option<Marks>,
     /// The node's journal, once the endpoint serves.
     journal: Option<Journal>,
-    /// The last state of a device of this node.
-    session: u32,
+    /// The last version of the state of this node's device.
+    version: u32,
     has_news: bool,
     /// What the daemon's user must know.
     trouble: Option<String>,
     /// Counts of the front ends so far.
     pub clients: Clients,
-    /// What each queue has carried in this turn, and the pair whose guest had no buffer for a frame last.
+    /// The packets and bytes of each queue in this turn.
     counts: Counts,
-    short: usize,
     copy: Box<[u8]>,
     chain: Box<Chain>,
     room: Box<Room>,
     turns: u32,
     must_hear: bool,
-    /// A connection may wait. To ask for one costs the kernel a socket each time, so it is asked for when the listener says so;
-    /// also a few times a second, and always while there is no machine, for a worker that never sleeps does not hear that.
+    /// A connection may wait. accept(2) costs the kernel a socket each time. So it is called when the listener is readable, a
+    /// few times a second, and always while there is no front end: a worker that never sleeps does not poll the listener.
     must_accept: bool,
-    /// Descriptors may be watched that are not to be.
+    /// The set of watched descriptors may have some that are closed here and open elsewhere: it is made anew.
     must_watch: bool,
-    /// It goes on after a predecessor, which may have ended before it interrupted the guest. With an event index, no further
-    /// frame would.
+    /// A predecessor may have died before it interrupted the guest. With an event index, no further frame would: the second
+    /// turn interrupts for all rings.
     must_ring: bool,
-    /// The machine's front end said something in this turn. No frame moves in it: a successor that cannot go on after the
-    /// change has then nothing to repeat that it does not know of.
+    /// The front end sent a message in this turn, so no frame moves in it. A successor that does not know of the change has
+    /// no frame of this turn to repeat.
     heard: bool,
-    /// Bits of the pairs that had nothing to send after their driver was asked to kick: a turn looks at none of them but one,
-    /// until it kicks.
-    calm: Pairs,
-    /// Bits of the pairs whose driver was told that it need not kick.
-    hushed: Pairs,
-    /// Bits of the pairs that have sent since a turn looked whether they are calm.
-    sent: Pairs,
-    /// The pair from which the next turn takes first.
-    first: usize,
-    /// Bits of the pairs whose ring had no buffer for a frame in this turn.
-    starved: Pairs,
-    /// Since when a ring has had no buffer, for each of several pairs: frames for the others go on.
-    shortages: [Option<Instant>; PAIRS_MAX],
-    /// Bits of the pairs whose driver was asked to kick when it posts a buffer.
-    awaited: Pairs,
-    /// The mark while there is no machine.
+    polling: Polling,
+    shortage: Shortage,
+    /// The mark while there is no front end.
     mark: u64,
     broken: Option<Refusal>,
 }
@@ -181,7 +168,7 @@ impl Guest {
         Ok(Guest {
             interrupt_every: interrupt::EVERY,
             listener: Listener::new(listener)?,
-            machine: None,
+            front_end: None,
             other: None,
             moves: None,
             inherited: None,
@@ -189,12 +176,11 @@ impl Guest {
             stale: None,
             marks: None,
             journal: None,
-            session: 0,
+            version: 0,
             has_news: false,
             trouble: None,
             clients: Clients::default(),
             counts: Counts::default(),
-            short: 0,
             copy: vec![0; PIECE_MAX - HEADER_LEN].into(),
             chain: Box::default(),
             room: Box::default(),
@@ -204,13 +190,8 @@ impl Guest {
             must_watch: false,
             must_ring: false,
             heard: false,
-            calm: 0,
-            hushed: 0,
-            sent: 0,
-            first: 0,
-            starved: 0,
-            shortages: [None; PAIRS_MAX],
-            awaited: 0,
+            polling: Polling::default(),
+            shortage: Shortage::default(),
             mark: 0,
             broken: None,
         })
@@ -218,18 +199,15 @@ impl Guest {
 
     /// Returns whether a guest runs its device.
     pub fn is_running(&self) -> bool {
-        self.machine.as_ref().is_some_and(|machine| machine.device.is_running())
+        self.front_end.as_ref().is_some_and(|front_end| front_end.device.is_running())
     }
 
     /// Tells the VNI where a guest is now that came from another place. Returns whether it did.
     fn announce(&mut self, egress: &mut Egress<'_>) -> bool {
-        let Some(announced) = self.machine.as_mut().map(|machine| &mut machine.device.announced) else { return false };
+        let Some(announced) = self.front_end.as_mut().map(|front_end| &mut front_end.device.announced) else {
+            return false;
+        };
         announced.take_if(|address| egress.send_bytes(&announcement(*address))).is_some()
-    }
-
-    /// Has the next turn look at all rings.
-    fn look_at_all(&mut self) {
-        (self.calm, self.hushed) = (0, 0);
     }
 }
 
@@ -249,40 +227,40 @@ impl Endpoint for Guest {
     }
 
     fn resume(&mut self, marks: Option<Marks>, journal: Span<Line>) {
-        self.session = marks.as_ref().map_or(0, session_of);
+        self.version = marks.as_ref().map_or(0, version_of);
         (self.marks, self.journal, self.serves) = (marks, Some(Journal::over(journal)), true);
-        self.inherited.take().into_iter().for_each(|machine| self.go_on_now(machine));
+        self.inherited.take().into_iter().for_each(|front_end| self.go_on_now(front_end));
     }
 
     fn marks(&mut self) -> &[u64] {
-        match &mut self.machine {
-            Some(machine) => machine.device.marks(),
+        match &mut self.front_end {
+            Some(front_end) => front_end.device.marks(),
             None => {
-                self.mark = u64::from(self.session) << 32;
+                self.mark = u64::from(self.version) << 32;
                 std::slice::from_ref(&self.mark)
             }
         }
     }
 
     fn note(&mut self) {
-        if let Some(machine) = &self.machine {
-            machine.device.note();
+        if let Some(front_end) = &self.front_end {
+            front_end.device.note();
         }
     }
 
     fn attend(&mut self) {
         self.end_stale();
-        (self.heard, self.starved) = (false, 0);
+        (self.heard, self.shortage.rings) = (false, 0);
         self.turns = self.turns.wrapping_add(1);
         if self.turns > 1 && std::mem::take(&mut self.must_ring) {
             self.must_hear = true;
-            self.machine.iter().flat_map(|machine| machine.device.calls()).for_each(ring);
+            self.front_end.iter().flat_map(|front_end| front_end.device.calls()).for_each(ring);
         }
-        let in_set_up = self.machine.as_ref().is_some_and(|it| !it.device.is_running() || it.is_amid_set_up());
+        let in_set_up = self.front_end.as_ref().is_some_and(|it| !it.device.is_running() || it.is_amid_set_up());
         if self.must_hear || in_set_up || self.turns.is_multiple_of(ATTEND_EVERY) {
             self.hear();
-            self.heard |= self.machine.as_mut().is_some_and(|machine| machine.look_at_set_up());
-            if self.machine.as_ref().is_some_and(|machine| machine.device.memory.is_gone()) {
+            self.heard |= self.front_end.as_mut().is_some_and(|front_end| front_end.look_at_set_up());
+            if self.front_end.as_ref().is_some_and(|front_end| front_end.device.memory.is_gone()) {
                 self.end(&Broken::Gone.into());
             }
         }
@@ -305,7 +283,7 @@ impl Endpoint for Guest {
     }
 
     fn gave_up(&mut self) {
-        self.counts.add(2 * self.short + TO_GUEST, Count::NoRoom, 1);
+        self.counts.add(2 * self.shortage.last + TO_GUEST, Count::NoRoom, 1);
     }
 
     fn take(&mut self, egress: &mut Egress<'_>) -> usize {
@@ -323,11 +301,11 @@ impl Endpoint for Guest {
         {
             self.refuse_other(&other, &refusal);
         }
-        if let Some(machine) = &mut self.machine {
-            if let Err(refusal) = machine.commit() {
+        if let Some(front_end) = &mut self.front_end {
+            if let Err(refusal) = front_end.commit() {
                 self.broken.get_or_insert(refusal);
             }
-            self.clients.interrupts += machine.device.show(self.interrupt_every, &mut self.counts);
+            self.clients.interrupts += front_end.device.show(self.interrupt_every, &mut self.counts);
         }
         self.journal.iter().for_each(|journal| self.counts.flush(journal));
         if let Some(refusal) = self.broken.take() {
@@ -336,7 +314,7 @@ impl Endpoint for Guest {
     }
 
     fn arm(&mut self, waits: bool) -> Armed {
-        if self.must_hear || self.machine.as_ref().is_some_and(|machine| machine.is_amid_set_up()) {
+        if self.must_hear || self.front_end.as_ref().is_some_and(|front_end| front_end.is_amid_set_up()) {
             // More of the same may be there, and each message brings other descriptors to watch.
             return Armed::Busy;
         }
@@ -344,30 +322,32 @@ impl Endpoint for Guest {
         if self.must_ring {
             return Armed::Busy;
         }
-        let Some(machine) = self.machine.as_ref().filter(|_| !waits) else { return Armed::Idle };
+        let Some(front_end) = self.front_end.as_ref().filter(|_| !waits) else { return Armed::Idle };
         // Only rings from which a turn takes.
-        let bits = machine.device.running & !self.calm;
-        if self.calm(bits) { Armed::Idle } else { Armed::Busy }
+        let bits = front_end.device.running & !self.polling.idle;
+        if self.is_idle(bits) { Armed::Idle } else { Armed::Busy }
     }
 
     fn await_room(&mut self) -> bool {
-        let Some(machine) = self.machine.as_mut().filter(|machine| !machine.device.must_poll()) else { return false };
-        let starved = std::mem::take(&mut self.starved);
-        self.awaited |= starved;
+        let Some(front_end) = self.front_end.as_mut().filter(|front_end| !front_end.device.must_poll()) else {
+            return false;
+        };
+        let short = std::mem::take(&mut self.shortage.rings);
+        self.shortage.kicks_on |= short;
         // A driver kicks for the next buffer only. If there are some, and too few for a frame, it kicks no more.
-        numbers(starved.into()).fold(starved != 0, |will, pair| {
-            let Some(queue) = machine.device.queue_of(2 * pair + TO_GUEST) else { return will };
+        numbers(short.into()).fold(short != 0, |will, pair| {
+            let Some(queue) = front_end.device.queue_of(2 * pair + TO_GUEST) else { return will };
             queue.want_kicks(true);
             will & (queue.look() == Ok(false))
         })
     }
 
     fn wake(&mut self) {
-        let Self { listener, counts, calm, .. } = self;
+        let Self { listener, counts, polling, .. } = self;
         let heard = listener.hear(|ring| {
             counts.add(ring, Count::Kicks, 1);
             if ring % 2 == FROM_GUEST {
-                *calm &= !(1 << (ring / 2));
+                polling.idle &= !(1 << (ring / 2));
             }
         });
         match heard {
@@ -375,12 +355,12 @@ impl Endpoint for Guest {
                 self.must_accept |= socket;
                 self.must_hear |= socket || others;
             }
-            None => (self.must_hear, self.must_accept, self.calm) = (true, true, 0),
+            None => (self.must_hear, self.must_accept, self.polling.idle) = (true, true, 0),
         }
-        let awaited = std::mem::take(&mut self.awaited);
-        if let Some(machine) = self.machine.as_mut().filter(|_| awaited != 0) {
-            for pair in numbers(awaited.into()) {
-                machine.device.queue_of(2 * pair + TO_GUEST).into_iter().for_each(|queue| queue.want_kicks(false));
+        let kicks_on = std::mem::take(&mut self.shortage.kicks_on);
+        if let Some(front_end) = self.front_end.as_mut().filter(|_| kicks_on != 0) {
+            for pair in numbers(kicks_on.into()) {
+                front_end.device.queue_of(2 * pair + TO_GUEST).into_iter().for_each(|queue| queue.want_kicks(false));
             }
         }
     }
@@ -394,7 +374,7 @@ impl Endpoint for Guest {
     }
 
     fn again_in(&self) -> Option<Duration> {
-        let device = &self.machine.as_ref()?.device;
+        let device = &self.front_end.as_ref()?.device;
         let polls = device.must_poll().then_some(ROOM_AGAIN);
         polls.into_iter().chain(device.interrupts_in(self.interrupt_every)).min()
     }
@@ -403,17 +383,17 @@ impl Endpoint for Guest {
         (self.must_hear, self.must_accept) = (true, true);
         self.listener.tick();
         self.end_silent(now);
-        let is_silent = self.machine.iter().chain(&self.other).any(|machine| machine.is_silent());
-        is_silent || self.machine.is_some() && (self.must_watch || !self.is_running())
+        let is_silent = self.front_end.iter().chain(&self.other).any(|front_end| front_end.is_silent());
+        is_silent || self.front_end.is_some() && (self.must_watch || !self.is_running())
     }
 
     /// Reads the rest of a message that has begun, and sends a front end away if it does not come.
     fn finish(&mut self) {
         let until = Instant::now() + LAST_WORD;
-        while self.machine.as_ref().is_some_and(|machine| machine.channel.is_within()) && Instant::now() < until {
+        while self.front_end.as_ref().is_some_and(|front_end| front_end.channel.is_within()) && Instant::now() < until {
             self.hear();
         }
-        if self.machine.as_ref().is_some_and(|machine| machine.channel.is_within()) {
+        if self.front_end.as_ref().is_some_and(|front_end| front_end.channel.is_within()) {
             self.dismiss(Dismissal::Moved);
         }
     }
@@ -423,19 +403,19 @@ impl Endpoint for Guest {
         // It connects again, to the successor.
         self.other.take().into_iter().for_each(|other| other.channel.hang_up());
         // Another worker may serve it meanwhile: it is not ours to send away.
-        self.inherited = self.stale.take().map(|(machine, _)| machine);
-        if let Some(mut machine) = self.machine.take() {
-            self.session = machine.device.session();
-            machine.device.forget_queues();
+        self.inherited = self.stale.take().map(|(front_end, _)| front_end);
+        if let Some(mut front_end) = self.front_end.take() {
+            self.version = front_end.device.version();
+            front_end.device.forget_queues();
             // It is ours again if the successor gives the lease back.
-            self.inherited = Some(machine);
+            self.inherited = Some(front_end);
         }
         self.must_watch = true;
     }
 
     fn counts(&self) -> Vec<(&'static str, u64)> {
         let Clients { attached, refused, interrupts } = self.clients;
-        let pairs = self.machine.as_ref().map_or(0, |machine| machine.device.pairs);
+        let pairs = self.front_end.as_ref().map_or(0, |front_end| front_end.device.pairs);
         let mut counts = vec![
             ("clients_attached", attached),
             ("clients_refused", refused),

@@ -2,9 +2,6 @@
 
 use super::*;
 
-/// Bit of `gso_type`: the segment has an ECN mark.
-const ECN: u8 = 0x80;
-
 /// Maximum number of buffers that one frame is merged from.
 const MERGED_MAX: usize = 64;
 
@@ -16,6 +13,19 @@ pub(super) struct Room {
     pieces: ArrayVec<Piece, PIECES_MAX>,
 }
 
+/// Which of the rings by which the guest receives lack buffers.
+#[derive(Debug, Default)]
+pub(super) struct Shortage {
+    /// Bits of the pairs whose ring had no buffer for a frame in this turn.
+    pub(super) rings: Pairs,
+    /// Bits of the pairs whose driver was asked to kick when it posts a buffer.
+    pub(super) kicks_on: Pairs,
+    /// Since when a ring has had no buffer, for each of several pairs: frames for the others go on.
+    pub(super) since: [Option<Instant>; PAIRS_MAX],
+    /// The pair whose ring had no buffer last.
+    pub(super) last: usize,
+}
+
 impl Guest {
     pub(super) fn give_to_guest(
         &mut self,
@@ -23,7 +33,7 @@ impl Guest {
         front: &Front,
         dropped: &mut Dropped,
     ) -> Result<Given, Broken> {
-        let pairs = self.machine.as_ref().map_or(0, |machine| machine.device.pairs);
+        let pairs = self.front_end.as_ref().map_or(0, |front_end| front_end.device.pairs);
         let pair = if pairs < 2 { 0 } else { pair_of(incoming, pairs) };
         let too_long = dropped.too_long;
         let given = self.give_to_pair(pair, incoming, front, dropped)?;
@@ -36,14 +46,14 @@ impl Guest {
                 counts.add(ring, Count::Packets, count as u64);
                 counts.add(ring, Count::Bytes, if count > 0 { incoming.len() as u64 } else { 0 });
             }
-            Given::NoRoom | Given::Later => self.short = pair,
+            Given::NoRoom | Given::Later => self.shortage.last = pair,
         }
         if pairs < 2 {
             return Ok(given);
         }
-        let shortage = &mut self.shortages[pair];
-        match (given, *shortage) {
-            (Given::NoRoom, None) => *shortage = Some(Instant::now()),
+        let short_since = &mut self.shortage.since[pair];
+        match (given, *short_since) {
+            (Given::NoRoom, None) => *short_since = Some(Instant::now()),
             // The bridge bounds how long a node's frames wait; here it is the ring that keeps those for others waiting.
             (Given::NoRoom, Some(since)) if since.elapsed() >= WAIT => {
                 dropped.no_buffer += 1;
@@ -51,7 +61,7 @@ impl Guest {
                 return Ok(Given::Taken(0));
             }
             (Given::NoRoom, Some(_)) | (Given::Taken(0) | Given::Later, _) => {}
-            (Given::Taken(_), _) => *shortage = None,
+            (Given::Taken(_), _) => *short_since = None,
         }
         Ok(given)
     }
@@ -64,8 +74,8 @@ impl Guest {
         front: &Front,
         dropped: &mut Dropped,
     ) -> Result<Given, Broken> {
-        let Self { machine, copy, chain, room, starved, .. } = self;
-        let Some(machine) = machine else { return Ok(away(dropped)) };
+        let Self { front_end, copy, chain, room, shortage, .. } = self;
+        let Some(front_end) = front_end else { return Ok(away(dropped)) };
         let offload = if incoming.is_finished() {
             Offload::default()
         } else {
@@ -76,14 +86,14 @@ impl Guest {
             };
             offload
         };
-        if incoming.len() > machine.device.longest() && offload.gso_type == GSO_NONE {
+        if incoming.len() > front_end.device.longest() && offload.gso_type == GSO_NONE {
             dropped.too_long += 1;
             return Ok(Given::Taken(0));
         }
-        let is_fit = takes(&machine.device, &offload);
-        let header = header_len(&machine.device);
-        let merges = machine.device.has(feature::MRG_RXBUF);
-        let Device { memory, queues, touched, .. } = &mut machine.device;
+        let is_fit = takes(&front_end.device, &offload);
+        let header = header_len(&front_end.device);
+        let merges = front_end.device.has(feature::MRG_RXBUF);
+        let Device { memory, queues, touched, .. } = &mut front_end.device;
         let Some(queue) = &mut queues[2 * pair + TO_GUEST] else { return Ok(away(dropped)) };
         *touched |= 1 << (2 * pair + TO_GUEST);
         let frame = Frame { incoming, front, offload: &offload };
@@ -94,7 +104,7 @@ impl Guest {
             Queue::Packed(ring) => Buffers { memory, ring, chain, room, header, merges }.cut(frame, copy, dropped),
         }?;
         if given == Given::NoRoom {
-            *starved |= 1 << pair;
+            shortage.rings |= 1 << pair;
         }
         Ok(given)
     }
@@ -139,8 +149,8 @@ pub(super) fn header_len(device: &Device) -> usize {
     if is_long { LONG_HEADER } else { HEADER_LEN }
 }
 
-/// Returns the header of a frame of `len` bytes with nothing in it but what the guest's driver is to go by, or nothing if
-/// it contradicts the frame: another node may have written anything.
+/// Returns a copy of the header with only the fields that the guest's driver needs. Returns `None` if a field contradicts
+/// the frame of `len` bytes: another node may have written anything.
 fn sound(offload: Offload, len: usize) -> Option<Offload> {
     const DATA_VALID: u8 = 2;
     let Offload { flags, gso_type, hdr_len, gso_size, csum_start, csum_offset } = offload;
@@ -151,7 +161,7 @@ fn sound(offload: Offload, len: usize) -> Option<Offload> {
         (sound.csum_start, sound.csum_offset) = (csum_start, csum_offset);
     }
     if gso_type != GSO_NONE {
-        let is_known = matches!(gso_type & !ECN, 1 | 4 | 5);
+        let is_known = matches!(gso_type & !GSO_ECN, GSO_TCPV4 | GSO_TCPV6 | GSO_UDP_L4);
         let fits = gso_size.get() > 0 && usize::from(hdr_len.get()) <= len && flags & NEEDS_CSUM != 0;
         (is_known && fits).then_some(())?;
         (sound.hdr_len, sound.gso_size) = (hdr_len, gso_size);
@@ -162,16 +172,16 @@ fn sound(offload: Offload, len: usize) -> Option<Offload> {
 /// Returns whether the guest's driver takes a frame with this work left to do.
 fn takes(device: &Device, offload: &Offload) -> bool {
     let needs_csum = offload.flags & NEEDS_CSUM != 0;
-    let cuts = match offload.gso_type & !ECN {
+    let cuts = match offload.gso_type & !GSO_ECN {
         GSO_NONE => true,
-        1 => device.has(feature::GUEST_TSO4),
-        4 => device.has(feature::GUEST_TSO6),
-        5 => device.has(feature::GUEST_USO4) && device.has(feature::GUEST_USO6),
+        GSO_TCPV4 => device.has(feature::GUEST_TSO4),
+        GSO_TCPV6 => device.has(feature::GUEST_TSO6),
+        GSO_UDP_L4 => device.has(feature::GUEST_USO4) && device.has(feature::GUEST_USO6),
         _ => false,
     };
     (!needs_csum || device.has(feature::GUEST_CSUM))
         && cuts
-        && (offload.gso_type & ECN == 0 || device.has(feature::GUEST_ECN))
+        && (offload.gso_type & GSO_ECN == 0 || device.has(feature::GUEST_ECN))
 }
 
 /// Whether the guest has buffers for a frame.
@@ -184,6 +194,15 @@ enum Found {
     Later,
     /// No buffer, or no number of merged ones, holds the frame.
     TooLong,
+}
+
+/// What became of a frame for one buffer.
+enum Plain {
+    Given,
+    /// Its sender took it back while it was copied.
+    TakenBack,
+    /// No single buffer holds it.
+    DoesNotFit,
 }
 
 impl Found {
@@ -225,8 +244,10 @@ impl<R: Ring> Buffers<'_, R> {
         if let Some(address) = self.ring.address_ahead(AHEAD) {
             self.memory.prefetch_to_write(address, FETCHED);
         }
-        if let Some(given) = self.give_plain(frame)? {
-            return Ok(given.unwrap_or_else(|| too_late(dropped)));
+        match self.give_plain(frame)? {
+            Plain::Given => return Ok(Given::Taken(1)),
+            Plain::TakenBack => return Ok(too_late(dropped)),
+            Plain::DoesNotFit => {}
         }
         let Frame { incoming, front, offload } = frame;
         let (header, len) = (self.header, incoming.len());
@@ -286,23 +307,24 @@ impl<R: Ring> Buffers<'_, R> {
         }
     }
 
-    /// Gives a frame that the next buffer holds alone, as nearly all do. Returns nothing if it does not, and within it
-    /// nothing if the sender took the frame back.
+    /// Gives a frame that the next buffer holds alone, as nearly all do.
     #[inline]
-    fn give_plain(&mut self, frame: Frame<'_>) -> Result<Option<Option<Given>>, Broken> {
+    fn give_plain(&mut self, frame: Frame<'_>) -> Result<Plain, Broken> {
         let Frame { incoming, front, offload } = frame;
         let len = LONG_HEADER + incoming.len();
-        let Some(addresses) = Addresses::of(front).filter(|_| self.header == LONG_HEADER) else { return Ok(None) };
-        let Some((head, piece)) = self.ring.next_plain(self.memory, len)? else { return Ok(None) };
+        let Some(addresses) = Addresses::of(front).filter(|_| self.header == LONG_HEADER) else {
+            return Ok(Plain::DoesNotFit);
+        };
+        let Some((head, piece)) = self.ring.next_plain(self.memory, len)? else { return Ok(Plain::DoesNotFit) };
         let (region, at) = self.memory.place_of(piece);
         let put = incoming.copy_to_common(0, incoming.len(), region, at + LONG_HEADER);
         put.and_then(|()| region.put_words(at, words_of(offload, addresses))).expect("the piece was checked");
         if !incoming.is_whole() {
-            return Ok(Some(None));
+            return Ok(Plain::TakenBack);
         }
         self.memory.note(piece, len);
         self.ring.complete_next(head, u32::try_from(len).expect("no longer than a frame"));
-        Ok(Some(Some(Given::Taken(1))))
+        Ok(Plain::Given)
     }
 
     /// Takes buffers for `len` bytes. Takes none if they are too few.

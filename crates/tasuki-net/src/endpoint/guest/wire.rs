@@ -14,7 +14,7 @@ pub const HEAD_LEN: usize = size_of::<Head>();
 /// Length in bytes of the longest body that a front end may send: the memory table is the longest that we know.
 pub const BODY_MAX: usize = 512;
 
-/// Maximum number of descriptors beside a message: one for each stretch of memory.
+/// Maximum number of descriptors beside a message: one for each region of memory.
 pub const FDS_MAX: usize = 8;
 
 /// Head of a message.
@@ -141,7 +141,7 @@ pub struct LogBase {
     pub offset: u64,
 }
 
-/// A stretch of memory.
+/// A region of memory.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Region {

@@ -3,7 +3,7 @@
 //! We are memif's server, so the memory between us is the client's: it makes it, hands it over, and can write all of it
 //! at any time. docs/design/vni.md says what that may and may not do to us. A node serves one client at a time, and any
 //! number in succession. One copy takes a frame from the client's memory into the node's pool; one copy takes a frame
-//! from its sender's pool into the client's buffers. Clients know neither missing check sums nor segments to be cut, so
+//! from its sender's pool into the client's buffers. Clients know neither missing checksums nor GSO packets to be cut, so
 //! the node [finishes](crate::vni::finish) unfinished frames in a private copy.
 //!
 //! | module      | contents                                         |
@@ -314,7 +314,7 @@ impl Endpoint for Memif {
         }
     }
 
-    /// A segment makes dozens of frames, and several arrive at once: a ring that is short of buffers is not filled to
+    /// A GSO packet makes dozens of frames, and several arrive at once: a ring that is short of buffers is not filled to
     /// the brim. Without a client, frames are dropped.
     fn is_ready(&mut self) -> bool {
         let Some(attached) = self.attached() else { return true };

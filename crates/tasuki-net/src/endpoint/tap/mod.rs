@@ -1,6 +1,6 @@
 //! A node that is a network namespace: a TAP, whose frames carry the offload work that is still undone.
 //!
-//! The kernel behind the TAP sends and accepts segments of up to 64 KiB without computed check sums; they cross the VNI
+//! The kernel behind the TAP sends and accepts GSO packets of up to 64 KiB without computed checksums; they cross the VNI
 //! as they are. The sending node's kernel copies a frame from the namespace into the node's pool. The receiving node's
 //! kernel copies it from that pool into its namespace. No other copy is made.
 

@@ -273,7 +273,7 @@ fn a_program_gets_finished_frames_and_a_successor_the_rest_of_a_segment() {
         let sum = |words: &[u8]| words.chunks(2).map(|two| u32::from(two[0]) << 8 | u32::from(two[1])).sum::<u32>();
         let pseudo = sum(&bytes[26..34]) + 17 + u32::try_from(bytes.len() - 34).unwrap();
         let all = pseudo + sum(&bytes[34..]);
-        assert_eq!((all & 0xffff) + (all >> 16), 0xffff, "its check sum is right");
+        assert_eq!((all & 0xffff) + (all >> 16), 0xffff, "its checksum is right");
     }
 }
 

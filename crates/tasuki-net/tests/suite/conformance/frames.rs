@@ -38,7 +38,7 @@ pub fn number_of(frame: &[u8]) -> u32 {
 
 /// Makes a packet over IPv4 of flow `flow`, with this number.
 pub fn ipv4(to: Mac, flow: u8, number: u32) -> Vec<u8> {
-    // 80 bytes of packet, 64 hops, an experimental protocol; the check sum follows below.
+    // 80 bytes of packet, 64 hops, an experimental protocol; the checksum follows below.
     let mut header = [0x45, 0, 0, 80, 0, 0, 0, 0, 64, 253, 0, 0, 10, 0, 0, flow, 10, 0, 1, 1];
     let sum: u32 = header.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
     let folded = u16::try_from((sum & 0xffff) + (sum >> 16)).expect("ten words of small numbers carry once at most");

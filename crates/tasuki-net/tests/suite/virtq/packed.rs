@@ -352,7 +352,7 @@ fn expected(memory: &Memory, size: u16, next: Position, left: usize) -> Result<O
     let (mut readable, mut writable) = (Vec::new(), 0);
     let mut read = |address: u64, len: u32, flags: u16| {
         let end = address.checked_add(len.into());
-        if len > 0 && !(address >= GUEST && end.is_some_and(|end| end <= GUEST + STRETCHES * LEN)) {
+        if len > 0 && !(address >= GUEST && end.is_some_and(|end| end <= GUEST + REGIONS * LEN)) {
             return Err(());
         }
         match flags & 2 {
@@ -378,7 +378,7 @@ fn expected(memory: &Memory, size: u16, next: Position, left: usize) -> Result<O
             _ => {
                 // The table's own bytes are there.
                 let end = address.checked_add(len.into()).ok_or(())?;
-                if address < GUEST || end > GUEST + STRETCHES * LEN {
+                if address < GUEST || end > GUEST + REGIONS * LEN {
                     return Err(());
                 }
                 for i in 0..u64::from(len / 16) {

@@ -110,7 +110,7 @@ fn an_eventfd_of_a_stopped_ring_wakes_nobody() {
     let Machine { kicks, socket, .. } = machine;
     drop(socket);
     net.settle();
-    assert!(net.guest().machine.is_none());
+    assert!(net.guest().front_end.is_none());
     let node = net.node.as_mut().unwrap();
     let _ = node.arm();
     let mut polled = [PollFd::from_borrowed_fd(node.source().unwrap(), PollFlags::IN)];
@@ -279,7 +279,7 @@ fn a_machine_whose_memory_was_sealed_meanwhile_is_told_that_it_is_gone() {
     assert!(machine.is_hung_up(), "{went:?}: the front end waits for ever");
 }
 
-/// QEMU's first stretch on huge pages: 640 KiB of a file with pages of 2 MiB.
+/// QEMU's first region on huge pages: 640 KiB of a file with pages of 2 MiB.
 #[test]
 fn memory_on_huge_pages_is_unmapped_when_the_machine_leaves() {
     if std::fs::read_to_string("/proc/sys/vm/nr_hugepages").is_ok_and(|count| count.trim() == "0") {
@@ -294,14 +294,13 @@ fn memory_on_huge_pages_is_unmapped_when_the_machine_leaves() {
     let mut net = Net::new(2);
     let socket = connect(&net.folder.path().join("vm.sock"));
     net.settle();
-    let stretches =
-        [[0, 0xa_0000, theirs::USER, 0], [0xc_0000, (4 << 20) - 0xc_0000, theirs::USER + 0xc_0000, 0xc_0000]];
-    assert!(send(&socket, &message(5, 0, &table(&stretches)), &[memory.as_fd(), memory.as_fd()]));
+    let regions = [[0, 0xa_0000, theirs::USER, 0], [0xc_0000, (4 << 20) - 0xc_0000, theirs::USER + 0xc_0000, 0xc_0000]];
+    assert!(send(&socket, &message(5, 0, &table(&regions)), &[memory.as_fd(), memory.as_fd()]));
     net.settle();
     assert_eq!((mapped(), trouble(&mut net)), (2, None));
     drop(socket);
     net.settle();
-    assert!(net.guest().machine.is_none());
+    assert!(net.guest().front_end.is_none());
     assert_eq!(mapped(), 0, "mappings of a machine that has left");
 }
 
@@ -377,7 +376,7 @@ fn await_nobody(net: &mut Net) {
     while turns < 70 {
         net.turn();
         let guest = net.guest();
-        let is_empty = guest.machine.is_none() && guest.other.is_none() && guest.stale.is_none();
+        let is_empty = guest.front_end.is_none() && guest.other.is_none() && guest.stale.is_none();
         turns = if is_empty { turns + 1 } else { 0 };
     }
 }
@@ -478,7 +477,7 @@ fn fuzz_messages_and_rings() {
                     let mut body = match request {
                         5 => {
                             let count = if dice.below(30) == 0 { dice.below(10) } else { 1 + dice.below(3) } as usize;
-                            let stretches: Vec<_> = (0..count)
+                            let regions: Vec<_> = (0..count)
                                 .map(|_| {
                                     if dice.below(40) > 0 {
                                         [theirs::GUEST, theirs::LEN, theirs::USER, 0]
@@ -487,7 +486,7 @@ fn fuzz_messages_and_rings() {
                                     }
                                 })
                                 .collect();
-                            table(&stretches)
+                            table(&regions)
                         }
                         37 | 38 => {
                             let words = if dice.below(20) > 0 {
@@ -661,7 +660,7 @@ fn fuzz_messages_and_rings() {
                 }
                 // A death, or a handover, perhaps with a liar's text.
                 10 if dice.below(4) == 0 => {
-                    let parts = net.guest().machine.is_some().then(|| net.parts());
+                    let parts = net.guest().front_end.is_some().then(|| net.parts());
                     let mut node = net.node.take().unwrap();
                     let places = dice.below(30) as u32;
                     if dice.below(2) == 0 {

@@ -42,7 +42,7 @@ pub(super) fn cut(net: &mut Net, machine: &mut Machine, end: End) {
             rustix::net::shutdown(&machine.socket, Shutdown::Both).unwrap();
         }
     }
-    assert!(net.guest().machine.is_none());
+    assert!(net.guest().front_end.is_none());
 }
 
 fn connect_again(net: &mut Net, machine: &mut Machine) {

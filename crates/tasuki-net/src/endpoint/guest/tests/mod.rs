@@ -4,7 +4,7 @@
 use theirs::{CSUM, EVENT_IDX, GUEST_CSUM, GUEST_TSO4, IN_ORDER, INDIRECT, MRG_RXBUF, Machine};
 use theirs::{PACKED, PROTOCOL, VERSION_1};
 
-use super::machines::LATE_NEWS;
+use super::front_ends::LATE_NEWS;
 use super::*;
 use crate::endpoint::Bridge;
 use crate::endpoint::rate::{Limit, Rate, Rates};
@@ -531,7 +531,7 @@ fn a_front_end_that_asks_for_what_was_not_offered_is_told() {
         (message(2, 0, &[0; 4]), 0, "a body of 4 bytes, which is not its length"),
         (message(5, 0, &table(&[[0, 4096, 0, 0]])), 0, "0 descriptors came with its request 5"),
         (message(5, 0, &table(&[[0, 4096, 0, 1 << 40]])), 1, "its memory cannot be shared"),
-        (message(5, 0, &table(&[[1, u64::MAX, 0, 0]])), 1, "a stretch of it has no end"),
+        (message(5, 0, &table(&[[1, u64::MAX, 0, 0]])), 1, "a region of it has no end"),
         (message(8, 0, &state(0, 70_000)), 0, "a queue of 70000 descriptors is none"),
         (message(8, 0, &state(64, 8)), 0, "it speaks of ring 64, and there are 64"),
         (message(12, 0, &0_u64.to_ne_bytes()), 1, "what it sent as the eventfd of ring 0 is none"),
@@ -624,7 +624,7 @@ fn a_description_from_before_a_change_is_not_gone_by() {
     // A front end that connects meanwhile waits until it is known that the place is free.
     let _other = theirs::connect(&net.folder.path().join("vm.sock"));
     net.settle();
-    assert!(net.guest().machine.is_none());
+    assert!(net.guest().front_end.is_none());
     std::thread::sleep(LATE_NEWS);
     net.settle();
     assert!(!net.guest().is_running());

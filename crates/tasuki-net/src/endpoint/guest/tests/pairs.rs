@@ -445,11 +445,11 @@ fn a_turn_looks_at_no_ring_whose_driver_kicks() {
     let node = net.node.as_mut().unwrap();
     node.wake();
     while node.turn() > 0 || node.arm() == Armed::Busy {}
-    assert_eq!(node.end.calm, Pairs::MAX);
+    assert_eq!(node.end.polling.idle, Pairs::MAX);
     // Pair 5 keeps it awake. All others stay as they are.
     assert!(machine.send_by_pair(5, &udp(OTHER, US, 1, 0)));
     node.wake();
-    assert_eq!(node.end.calm, Pairs::MAX & !(1 << 5));
+    assert_eq!(node.end.polling.idle, Pairs::MAX & !(1 << 5));
     // Also after the front end has changed something, and the worker does not sleep.
     assert!(send(&machine.socket, &message(18, 0, &state(6, 1)), &[]));
     for _ in 0..4 * MANY {
@@ -459,7 +459,7 @@ fn a_turn_looks_at_no_ring_whose_driver_kicks() {
         node.turn();
         received(&mut net.others[0]);
     }
-    assert_eq!(net.guest().calm, Pairs::MAX & !(1 << 5));
+    assert_eq!(net.guest().polling.idle, Pairs::MAX & !(1 << 5));
 }
 
 #[test]
@@ -489,10 +489,10 @@ fn no_front_end_makes_a_description_that_is_too_long() {
     assert_eq!(net.parts().fds.len(), 2 + 4 * MANY);
     let log = theirs::memory(1 << 17);
     assert!(send(&machine.socket, &message(6, 0, &[(1_u64 << 17).to_ne_bytes(), [0; 8]].concat()), &[log.as_fd()]));
-    let stretch = |number: u64| [u64::MAX - (number << 40), 4096, u64::MAX, theirs::LEN - 4096];
-    let stretches: Vec<_> = (1..=8).map(stretch).collect();
+    let region = |number: u64| [u64::MAX - (number << 40), 4096, u64::MAX, theirs::LEN - 4096];
+    let regions: Vec<_> = (1..=8).map(region).collect();
     let files = [machine.memory.as_fd(); 8];
-    assert!(send(&machine.socket, &message(5, 0, &theirs::table(&stretches)), &files));
+    assert!(send(&machine.socket, &message(5, 0, &theirs::table(&regions)), &files));
     for ring in 0..2 * u32::try_from(MANY).unwrap() {
         let address = [&state(ring, 1)[..], &[0xff; 32]].concat();
         for (request, body) in [(8, state(ring, 65535).to_vec()), (10, state(ring, 65535).to_vec()), (9, address)] {
@@ -501,7 +501,7 @@ fn no_front_end_makes_a_description_that_is_too_long() {
         }
     }
     net.settle();
-    let text = net.guest().machine.as_ref().expect("it may say so").device.text();
+    let text = net.guest().front_end.as_ref().expect("it may say so").device.text();
     assert!(text.matches("18446744073709551615").count() > 4 * 2 * MANY, "{text}");
     assert!(text.len() <= 8192, "{} bytes", text.len());
 }
@@ -522,7 +522,7 @@ fn a_front_end_may_tell_of_its_memory_once_for_each_pair() {
     net.settle();
     assert!(!machine.is_hung_up(), "{:?}", net.guest().trouble());
     assert_eq!((received(&mut net.others[0]).len(), net.parts().fds.len()), (MANY, fds));
-    // Another file at the same place is another stretch.
+    // Another file at the same place is another region.
     let other = theirs::memory(len);
     assert!(send(&machine.socket, &message(37, 0, &body), &[other.as_fd()]));
     net.settle();

@@ -104,7 +104,7 @@ fn a_machine_whose_description_is_stale_takes_no_number_of_a_state_back() {
     net.replace(stale);
     net.await_news();
     net.settle();
-    assert!(machine.is_hung_up() || net.guest().machine.is_none());
+    assert!(machine.is_hung_up() || net.guest().front_end.is_none());
     let after = net.guest().marks()[0] >> 32;
     assert!(after > before, "{after} after {before}");
     drop(calls);

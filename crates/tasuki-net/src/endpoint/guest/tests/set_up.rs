@@ -37,7 +37,7 @@ impl Fate {
         if net.known.is_none() {
             net.turn();
             // The daemon is told of a connection at once.
-            if net.guest().machine.is_some() {
+            if net.guest().front_end.is_some() {
                 net.known = Some(net.parts());
             }
             return;
@@ -65,7 +65,7 @@ impl Fate {
 
 /// Waits until the device runs and its frames do not wait for its set-up.
 fn await_running(net: &mut Net) {
-    while !net.guest().is_running() || net.guest().heard || net.guest().machine.as_ref().unwrap().is_amid_set_up() {
+    while !net.guest().is_running() || net.guest().heard || net.guest().front_end.as_ref().unwrap().is_amid_set_up() {
         net.turn();
     }
 }
@@ -189,11 +189,11 @@ fn a_front_end_goes_on_though_the_daemon_hears_no_more_of_it() {
         let node = net.node.as_mut().unwrap();
         node.rest(Duration::ZERO);
         node.turn();
-        if net.known.is_none() && net.guest().machine.is_some() {
+        if net.known.is_none() && net.guest().front_end.is_some() {
             net.known = Some(net.parts());
         }
     });
-    while !net.guest().is_running() || net.guest().heard || net.guest().machine.as_ref().unwrap().is_amid_set_up() {
+    while !net.guest().is_running() || net.guest().heard || net.guest().front_end.as_ref().unwrap().is_amid_set_up() {
         net.node.as_mut().unwrap().turn();
     }
     let mut crossed = Crossed::default();
@@ -218,7 +218,7 @@ fn a_front_end_that_pauses_amid_its_set_up_costs_no_report_for_each_message_afte
             }
             let before = net.known.as_ref().map(|known| known.version);
             net.turn();
-            if before.is_none() && net.guest().machine.is_some() {
+            if before.is_none() && net.guest().front_end.is_some() {
                 net.known = Some(net.parts());
             }
             let now = net.known.as_ref().map(|known| known.version);

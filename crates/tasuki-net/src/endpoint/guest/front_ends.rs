@@ -1,5 +1,5 @@
-//! The machines that are connected: one that is served, and a second for a guest that migrates. And how they go to a
-//! successor.
+//! The front ends that are connected: the one that is served, and a second one for a guest that migrates. And how they go
+//! to a successor.
 
 use super::channel::HELD_MAX;
 use super::*;
@@ -7,20 +7,20 @@ use super::*;
 /// Maximum number of connections that are accepted in one turn.
 const ACCEPTS: usize = 4;
 
-/// How long a description may be on its way that is newer than the one that a successor has.
+/// How long a successor waits for a newer description of the device than it has.
 pub(super) const LATE_NEWS: Duration = Duration::from_millis(100);
 
 /// How long a front end may say nothing after it has connected, or within a message.
 const SILENCE: Duration = Duration::from_secs(5);
 
-/// How long nothing comes from a front end that has set its device up. QEMU's messages are microseconds apart.
-const PAUSE: Duration = Duration::from_micros(500);
+/// How long a front end says nothing until its set-up counts as over. QEMU's messages are microseconds apart.
+const SET_UP_QUIET: Duration = Duration::from_micros(500);
 
-/// How long a device that runs counts as one that is set up: its frames wait meanwhile.
+/// How long the set-up of a device that runs lasts at most: its frames wait meanwhile.
 const SET_UP_MAX: Duration = Duration::from_millis(10);
 
-/// How long a front end waits for a daemon that takes no message: QEMU's main loop waits with it.
-const PATIENCE: Duration = Duration::from_millis(1);
+/// How long a message waits until the daemon has heard of the change that it makes. QEMU's main loop waits with it.
+const DAEMON_TIMEOUT: Duration = Duration::from_millis(1);
 
 /// QEMU 7.2 keeps the features of a driver that starts while there is no connection for itself.
 const FORGOTTEN: &str = "the machine's front end names no feature that the guest's driver takes, as QEMU does if its \
@@ -28,28 +28,28 @@ const FORGOTTEN: &str = "the machine's front end names no feature that the guest
 
 /// A front end, from its connection on.
 #[derive(Debug)]
-pub(super) struct Machine {
+pub(super) struct FrontEnd {
     pub(super) channel: Channel,
     pub(super) device: Device,
-    /// When it connected, until it has said something; or when a message began whose rest has yet to come. What came with
-    /// that part may keep the connection open after the front end has gone: its own socket.
+    /// When it connected, until it has said something; or when a message began whose rest has yet to come. A front end may
+    /// have sent its own socket with the first part: then the connection does not end with it.
     silent: Option<Instant>,
     /// Whether the daemon has its parts: a worker that dies leaves them to its successor.
     is_kept: bool,
     set_up: Option<SetUp>,
-    /// When a set-up was over. What comes soon after that is of the same one: its front end was not scheduled, or waited for
-    /// room in the socket.
+    /// When a set-up was over. A message soon after that is of the same set-up: the front end was not scheduled, or waited
+    /// for room in the socket.
     was_set_up_at: Option<Instant>,
 }
 
-/// A front end that changes its device: each message leaves its socket once the daemon has heard what it led to, so a
-/// successor hears the others. A front end that is sent away amid a set-up may forget what its guest's driver wants.
+/// A set-up that goes on. A message stays in the socket until the daemon has the state that it led to, so a successor reads
+/// the rest again. A front end that is sent away amid a set-up may forget what its guest's driver wants.
 #[derive(Debug)]
 struct SetUp {
     heard_at: Instant,
     /// Until when more is expected, if the device runs.
     runs_until: Option<Instant>,
-    /// Since when the front end waits for the daemon to hear of it.
+    /// Since when the front end's messages wait for the daemon to hear of the state.
     due_since: Option<Instant>,
     /// Whether more than one message is expected.
     is_long: bool,
@@ -66,20 +66,20 @@ impl SetUp {
     }
 
     fn is_still(&self, now: Instant) -> bool {
-        now.saturating_duration_since(self.heard_at) >= PAUSE
+        now.saturating_duration_since(self.heard_at) >= SET_UP_QUIET
     }
 }
 
-impl Machine {
+impl FrontEnd {
     /// Serves the front end behind `channel`.
     pub(super) fn new(channel: Channel, device: Device) -> Self {
-        Machine { channel, device, silent: Some(Instant::now()), is_kept: false, set_up: None, was_set_up_at: None }
+        FrontEnd { channel, device, silent: Some(Instant::now()), is_kept: false, set_up: None, was_set_up_at: None }
     }
 
-    /// Goes on with the front end of a predecessor.
+    /// Serves the front end of a predecessor.
     fn again(channel: Channel, device: Device) -> Self {
         let silent = device.has_heard_nothing().then(Instant::now);
-        Machine { silent, is_kept: true, ..Machine::new(channel, device) }
+        FrontEnd { silent, is_kept: true, ..FrontEnd::new(channel, device) }
     }
 
     /// Handles the front end's next message. Returns whether there was one: another may be behind it.
@@ -130,7 +130,7 @@ impl Machine {
     /// Answers what was handled in this turn, which is committed; amid a set-up only once the daemon has heard of it, or will
     /// not.
     pub(super) fn commit(&mut self) -> Result<(), Refusal> {
-        let is_ripe = |it: &SetUp| it.due_since.is_some_and(|since| since.elapsed() >= PATIENCE);
+        let is_ripe = |it: &SetUp| it.due_since.is_some_and(|since| since.elapsed() >= DAEMON_TIMEOUT);
         if self.set_up.as_ref().is_none_or(is_ripe) { self.let_go() } else { Ok(()) }
     }
 
@@ -172,14 +172,14 @@ impl Guest {
     pub(super) fn hear(&mut self) {
         self.must_hear = false;
         let running =
-            |guest: &Self| guest.machine.as_ref().filter(|_| guest.is_running()).map(|it| it.channel.number());
+            |guest: &Self| guest.front_end.as_ref().filter(|_| guest.is_running()).map(|it| it.channel.number());
         let was_running = running(self);
-        if let Some(machine) = &mut self.machine {
-            let before = machine.device.session();
-            let heard = machine.hear();
-            if machine.device.session() != before {
+        if let Some(front_end) = &mut self.front_end {
+            let before = front_end.device.version();
+            let heard = front_end.hear();
+            if front_end.device.version() != before {
                 self.has_news = true;
-                self.look_at_all();
+                self.polling.look_at_all();
             }
             match heard {
                 Ok(heard) => (self.heard, self.must_hear) = (heard, self.must_hear || heard),
@@ -190,8 +190,8 @@ impl Guest {
         let runs = running(self);
         if runs.is_some() && runs != was_running {
             self.clients.attached += 1;
-            self.shortages = Default::default();
-            if self.machine.as_ref().is_some_and(|machine| machine.device.takes_nothing()) {
+            self.shortage.since = Default::default();
+            if self.front_end.as_ref().is_some_and(|front_end| front_end.device.takes_nothing()) {
                 self.trouble = Some(FORGOTTEN.to_owned());
             }
             // The last interrupt by another back end, or by the machine from which the guest came, may have been lost.
@@ -206,7 +206,7 @@ impl Guest {
             // The place may be taken or free: it is known soon, and a new front end waits for it.
             return;
         }
-        if !self.must_accept && self.machine.is_some() {
+        if !self.must_accept && self.front_end.is_some() {
             return;
         }
         for _ in 0..ACCEPTS {
@@ -223,12 +223,12 @@ impl Guest {
                 continue;
             }
             if self.listener.watch(socket.as_fd()).is_ok() {
-                let device = Device::new(self.session, self.journal.clone());
-                let machine = Some(Box::new(Machine::new(Channel::new(socket), device)));
-                if self.machine.is_none() {
-                    (self.machine, self.has_news) = (machine, true);
+                let device = Device::new(self.version, self.journal.clone());
+                let front_end = Some(Box::new(FrontEnd::new(Channel::new(socket), device)));
+                if self.front_end.is_none() {
+                    (self.front_end, self.has_news) = (front_end, true);
                 } else {
-                    self.other = machine;
+                    self.other = front_end;
                 }
             }
         }
@@ -247,7 +247,7 @@ impl Guest {
                     .to_owned(),
             ),
             (Ok(()), true, false) => {
-                self.other = self.machine.take();
+                self.other = self.front_end.take();
                 self.serve(other);
             }
             (Ok(()), false, _) => self.other = Some(other),
@@ -256,7 +256,7 @@ impl Guest {
     }
 
     /// Sends away the front end of the second machine, which was taken out.
-    pub(super) fn refuse_other(&mut self, other: &Machine, refusal: &Refusal) {
+    pub(super) fn refuse_other(&mut self, other: &FrontEnd, refusal: &Refusal) {
         if *refusal == Refusal::Left {
             self.hang_up_other(other);
         } else {
@@ -264,12 +264,12 @@ impl Guest {
         }
     }
 
-    fn end_other(&mut self, other: &Machine, sentence: String) {
+    fn end_other(&mut self, other: &FrontEnd, sentence: String) {
         self.hang_up_other(other);
         self.refuse(sentence);
     }
 
-    fn hang_up_other(&mut self, other: &Machine) {
+    fn hang_up_other(&mut self, other: &FrontEnd) {
         other.channel.hang_up();
         // Other processes may have the socket: it was served, perhaps.
         self.must_watch = true;
@@ -281,33 +281,33 @@ impl Guest {
     }
 
     /// Serves another machine from now on.
-    fn serve(&mut self, mut machine: Box<Machine>) {
-        machine.device.follow(self.session());
-        self.machine = Some(machine);
+    fn serve(&mut self, mut front_end: Box<FrontEnd>) {
+        front_end.device.follow(self.version());
+        self.front_end = Some(front_end);
         // The daemon has not heard of it: as after a message, no frame moves in this turn.
         (self.has_news, self.must_hear, self.heard) = (true, true, true);
         self.must_watch = true;
-        self.look_at_all();
+        self.polling.look_at_all();
     }
 
     /// Returns the number of the state of the device that is served, or was last.
-    fn session(&self) -> u32 {
-        self.machine.as_ref().or(self.other.as_ref()).map_or(self.session, |machine| machine.device.session())
+    fn version(&self) -> u32 {
+        self.front_end.as_ref().or(self.other.as_ref()).map_or(self.version, |front_end| front_end.device.version())
     }
 
     /// Ends the connection of the machine that is served.
     pub(super) fn end(&mut self, refusal: &Refusal) {
-        let Some(mut machine) = self.machine.take() else { return };
+        let Some(mut front_end) = self.front_end.take() else { return };
         // The guest may wait for what the next back end takes for given.
-        machine.device.flush();
-        machine.device.leave(self.marks.as_ref().filter(|_| *refusal == Refusal::Stale));
+        front_end.device.flush();
+        front_end.device.leave(self.marks.as_ref().filter(|_| *refusal == Refusal::Stale));
         self.has_news = true;
         // A description of this machine does not count any more.
-        self.session = machine.device.session().wrapping_add(1);
+        self.version = front_end.device.version().wrapping_add(1);
         if *refusal != Refusal::Left {
             self.refuse(format!("the machine's front end was sent away: {refusal}"));
         }
-        machine.channel.hang_up();
+        front_end.channel.hang_up();
         match self.other.take() {
             Some(other) => self.serve(other),
             None => self.must_watch = true,
@@ -316,10 +316,10 @@ impl Guest {
 
     /// Ends the connection of a machine of which no newer description has come.
     pub(super) fn end_stale(&mut self) {
-        if let Some((mut machine, _)) = self.stale.take_if(|(_, since)| since.elapsed() >= LATE_NEWS) {
+        if let Some((mut front_end, _)) = self.stale.take_if(|(_, since)| since.elapsed() >= LATE_NEWS) {
             // The mark is of a later state: no number comes twice.
-            machine.device.follow(self.session);
-            self.machine = Some(machine);
+            front_end.device.follow(self.version);
+            self.front_end = Some(front_end);
             self.end(&Refusal::Stale);
             self.must_hear = true;
         }
@@ -327,7 +327,7 @@ impl Guest {
 
     /// Ends the connections of front ends that have said nothing for too long.
     pub(super) fn end_silent(&mut self, now: Instant) {
-        if let Some(refusal) = self.machine.as_ref().and_then(|machine| machine.silence(now)) {
+        if let Some(refusal) = self.front_end.as_ref().and_then(|front_end| front_end.silence(now)) {
             self.end(&refusal);
         }
         if let Some(refusal) = self.other.as_ref().and_then(|other| other.silence(now))
@@ -339,7 +339,7 @@ impl Guest {
 
     /// Watches what has come since the last sleep, and nothing that has gone.
     pub(super) fn watch_news(&mut self) {
-        if let Some(Machine { device, .. }) = self.machine.as_deref_mut() {
+        if let Some(FrontEnd { device, .. }) = self.front_end.as_deref_mut() {
             let (bits, has_gone) = (std::mem::take(&mut device.kicks_came), std::mem::take(&mut device.has_kick_gone));
             let mut came = device.numbered_kicks().filter(|(ring, _)| bits >> ring & 1 == 1);
             // Without memory for one, all are watched anew.
@@ -350,7 +350,7 @@ impl Guest {
             });
             self.must_watch |= has_gone || !all_watched;
             if bits != 0 {
-                (self.calm, self.hushed) = (0, 0);
+                self.polling.look_at_all();
             }
         }
         if self.must_watch {
@@ -361,9 +361,9 @@ impl Guest {
     /// Watches the listener, both sockets, and the eventfds that the machine has now, if others may be watched: the front
     /// end may have those open, too. Nobody reads those of the second machine.
     fn watch_anew(&mut self) {
-        self.look_at_all();
-        let sockets = self.machine.iter().chain(&self.other).map(|machine| machine.channel.socket());
-        let kicks = || self.machine.iter().flat_map(|machine| machine.device.numbered_kicks());
+        self.polling.look_at_all();
+        let sockets = self.front_end.iter().chain(&self.other).map(|front_end| front_end.channel.socket());
+        let kicks = || self.front_end.iter().flat_map(|front_end| front_end.device.numbered_kicks());
         // A kick of before wakes nobody: the rings are looked at next.
         kicks().for_each(|(_, kick)| tasuki_shm::wake::drain(kick));
         // Without a descriptor for that, the next sleep tries again: a tick ends the present one.
@@ -371,35 +371,35 @@ impl Guest {
     }
 
     /// Goes on with the machine of a predecessor.
-    pub(super) fn go_on_now(&mut self, mut machine: Box<Machine>) {
-        let mut ours = self.machine.iter().chain(&self.other).map(|ours| ours.channel.number());
-        if ours.any(|number| number == machine.channel.number()) {
+    pub(super) fn go_on_now(&mut self, mut front_end: Box<FrontEnd>) {
+        let mut ours = self.front_end.iter().chain(&self.other).map(|ours| ours.channel.number());
+        if ours.any(|number| number == front_end.channel.number()) {
             return;
         }
-        if self.machine.is_some() {
+        if self.front_end.is_some() {
             // It came too late, and nobody else serves it.
-            machine.channel.hang_up();
+            front_end.channel.hang_up();
             return;
         }
         // The daemon hears from us when this machine leaves only if it has heard of it from us before.
         self.has_news = true;
-        machine.device.journal = self.journal.clone();
-        let Machine { channel, device, .. } = &mut *machine;
+        front_end.device.journal = self.journal.clone();
+        let FrontEnd { channel, device, .. } = &mut *front_end;
         channel.take_over();
         let went = device.go_on(self.marks.as_ref(), || channel.has_more());
         if went == Err(Refusal::Stale) {
-            self.stale = Some((machine, Instant::now()));
+            self.stale = Some((front_end, Instant::now()));
             return;
         }
         self.stale = None;
         let is_amid = went == Ok(true);
         if is_amid {
-            machine.set_up = Some(SetUp::new());
+            front_end.set_up = Some(SetUp::new());
         }
         // The first turn is for frames.
-        (self.machine, self.must_hear, self.must_ring) = (Some(machine), is_amid, true);
+        (self.front_end, self.must_hear, self.must_ring) = (Some(front_end), is_amid, true);
         self.must_watch = true;
-        self.look_at_all();
+        self.polling.look_at_all();
         if let Err(refusal) = went {
             self.end(&refusal);
         }
@@ -417,13 +417,13 @@ impl Connection for Guest {
     }
 
     fn waits(&self) -> bool {
-        self.machine.as_ref().is_some_and(|machine| machine.waits())
+        self.front_end.as_ref().is_some_and(|front_end| front_end.waits())
     }
 
     fn told(&mut self) {
-        if let Some(machine) = &mut self.machine {
-            machine.is_kept = true;
-            if let Err(refusal) = machine.let_go() {
+        if let Some(front_end) = &mut self.front_end {
+            front_end.is_kept = true;
+            if let Err(refusal) = front_end.let_go() {
                 self.end(&refusal);
             }
         }
@@ -431,13 +431,13 @@ impl Connection for Guest {
 
     fn parts(&mut self) -> io::Result<Option<Parts>> {
         self.has_news = false;
-        let Some(machine) = self.machine.as_ref().or(self.inherited.as_ref()) else { return Ok(None) };
-        let fds = [machine.channel.socket()].into_iter().chain(machine.device.fds());
+        let Some(front_end) = self.front_end.as_ref().or(self.inherited.as_ref()) else { return Ok(None) };
+        let fds = [front_end.channel.socket()].into_iter().chain(front_end.device.fds());
         Ok(Some(Parts {
             name: "a virtual machine".to_owned(),
-            number: machine.channel.number(),
-            version: machine.device.session().into(),
-            text: machine.device.text(),
+            number: front_end.channel.number(),
+            version: front_end.device.version().into(),
+            text: front_end.device.text(),
             fds: fds.map(OwnedFd::try_clone).collect::<io::Result<_>>()?,
         }))
     }
@@ -451,17 +451,17 @@ impl Connection for Guest {
         let channel = Channel::new(socket);
         // A front end that no successor can serve has to connect again.
         let device = Device::again(&text, fds).inspect_err(|_| channel.hang_up())?;
-        let machine = Box::new(Machine::again(channel, device));
+        let front_end = Box::new(FrontEnd::again(channel, device));
         if self.serves {
-            self.go_on_now(machine);
+            self.go_on_now(front_end);
         } else {
-            self.inherited = Some(machine);
+            self.inherited = Some(front_end);
         }
         Ok(())
     }
 
     fn forget(&mut self, number: u64) {
-        self.inherited.take_if(|machine| machine.channel.number() == number);
+        self.inherited.take_if(|front_end| front_end.channel.number() == number);
     }
 
     fn dismiss(&mut self, _: Dismissal) {
