@@ -64,7 +64,7 @@ impl Attack {
     fn leave(&mut self) {
         (self.client, self.channel, self.step) = (None, None, 0);
         self.world.turn();
-        assert!(self.world.node.end.client().is_none(), "who has left is gone");
+        assert!(self.world.node.endpoint.client().is_none(), "who has left is gone");
     }
 
     /// Sends a message, in its turn or not, with its proper descriptors or others.

@@ -134,7 +134,7 @@ impl Attack {
         self.machine = Some(Machine::start_with(&path, features, size, pairs, || turn(node)));
         // The buffers for received frames are a whole lap.
         self.next = [0, 0x8000];
-        assert!(self.node.end.is_running(), "a front end that behaves is served");
+        assert!(self.node.endpoint.is_running(), "a front end that behaves is served");
     }
 
     /// Ends all connections. The node notices that, and sleeps.
@@ -151,7 +151,7 @@ impl Attack {
             self.turn();
             turns += 1;
             assert!(turns < 100_000, "a node without a machine sleeps");
-            let is_idle = self.node.arm() == Armed::Idle && !self.node.end.is_running();
+            let is_idle = self.node.arm() == Armed::Idle && !self.node.endpoint.is_running();
             idle = if is_idle { idle + 1 } else { 0 };
         }
     }
@@ -255,16 +255,16 @@ impl Attack {
         if told {
             self.node.finish();
         }
-        let was_running = self.node.end.is_running();
-        let parts = self.node.end.parts().expect("descriptors are left");
-        self.node.end.told();
+        let was_running = self.node.endpoint.is_running();
+        let parts = self.node.endpoint.parts().expect("descriptors are left");
+        self.node.endpoint.told();
         self.node = node(&self.listener, &mut self.net, &self.lines);
         let Some(parts) = parts else { return };
-        let went = self.node.end.go_on(parts);
-        let trouble = self.node.end.trouble();
+        let went = self.node.endpoint.go_on(parts);
+        let trouble = self.node.endpoint.trouble();
         trouble.iter().chain(went.as_ref().err()).for_each(|why| check_sentence(why));
         assert!(went.is_ok() || self.is_cut, "a successor gets what it needs: {went:?}");
-        let goes_on = self.node.end.is_running() || went.is_err() || trouble.is_some();
+        let goes_on = self.node.endpoint.is_running() || went.is_err() || trouble.is_some();
         assert!(goes_on || !was_running, "a device goes on to run, or its front end is told");
     }
 
@@ -274,7 +274,7 @@ impl Attack {
         let _ = self.look();
         let (path, node) = (self.path(), &mut self.node);
         let mut honest = Machine::start(&path, ALL, 16, || turn(node));
-        assert!(self.node.end.is_running(), "the next front end is served");
+        assert!(self.node.endpoint.is_running(), "the next front end is served");
         assert!(honest.send(&frame_to(WITNESS, PORT, 7, 3000)));
         let (there, back) = (frame_to(WITNESS, PORT, 7, 3000), frame_to(PORT, OTHER, 8, 3000));
         let (mut came, mut turns) = ([false; 2], 0);
@@ -331,11 +331,11 @@ fn say(
 fn turn(node: &mut Bridge<Guest>) {
     node.rest(Duration::ZERO);
     node.turn();
-    if node.end.has_news() || node.end.waits() {
-        node.end.parts().expect("descriptors are left");
-        node.end.told();
+    if node.endpoint.has_news() || node.endpoint.waits() {
+        node.endpoint.parts().expect("descriptors are left");
+        node.endpoint.told();
     }
-    node.end.trouble().iter().for_each(|why| check_sentence(why));
+    node.endpoint.trouble().iter().for_each(|why| check_sentence(why));
 }
 
 /// Returns the numbers of descriptors and of mappings of this process.

@@ -403,7 +403,7 @@ fn serve(listener: OwnedFd, way: Way, len: usize, (count, is_over): (&AtomicU64,
     let frame = [&ADDRESSES[0][..], &ADDRESSES[1], &[8, 0], &[0x45; HEADERS - 14]].concat();
     let mut looks = 0_u32;
     while !is_over.load(Ordering::Relaxed) {
-        if way == Way::HostToGuest && bridge.end.is_running() {
+        if way == Way::HostToGuest && bridge.endpoint.is_running() {
             for _ in 0..32 {
                 let Ok(room) = other.draft(GUEST, len) else { break };
                 room[..frame.len()].copy_from_slice(&frame);
@@ -419,7 +419,7 @@ fn serve(listener: OwnedFd, way: Way, len: usize, (count, is_over): (&AtomicU64,
             count.store(bridge.taken, Ordering::Relaxed);
         }
         looks = looks.wrapping_add(1);
-        if !bridge.end.is_running() {
+        if !bridge.endpoint.is_running() {
             bridge.rest(Duration::from_millis(1));
         } else if looks.is_multiple_of(1 << 14) {
             bridge.tick(Instant::now());

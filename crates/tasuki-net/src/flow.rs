@@ -2,7 +2,7 @@
 
 /// Number of first bytes of a frame that say which flow it belongs to: two VLAN tags, IPv6 and ports, or IPv4 with the
 /// most options.
-pub const FRONT: usize = 14 + 8 + 60 + 4;
+pub const FLOW_PREFIX: usize = 14 + 8 + 60 + 4;
 
 /// Returns a number that all frames of a flow share. `front` begins a frame; it may say anything.
 pub fn flow_of(front: &[u8]) -> u32 {

@@ -9,7 +9,7 @@
 //! | reverse ARP; a frame that is cut off or malformed | never |
 //! | any other | always: it says nothing about IP |
 //!
-//! The same holds behind VLAN tags. A frame whose chain of headers exceeds [`FRONT_MAX`] bytes counts as cut off: the
+//! The same holds behind VLAN tags. A frame whose chain of headers exceeds [`CHECKED_MAX`] bytes counts as cut off: the
 //! chain would hide what follows it.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -17,7 +17,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use tasuki_shm::vni::directory::Mac;
 
 /// Maximum number of first bytes that the check reads of a frame.
-pub const FRONT_MAX: usize = 256;
+pub const CHECKED_MAX: usize = 256;
 
 /// EtherTypes.
 const IPV4: u16 = 0x0800;
@@ -82,7 +82,7 @@ impl Own {
         self.v4.is_empty() && self.v6.is_empty()
     }
 
-    /// Returns whether the node may have sent the frame that begins with `front`, of at most [`FRONT_MAX`] bytes.
+    /// Returns whether the node may have sent the frame that begins with `front`, of at most [`CHECKED_MAX`] bytes.
     pub fn may_send(&self, front: &[u8]) -> bool {
         self.is_empty() || self.is_true(front).unwrap_or(false)
     }
@@ -294,7 +294,7 @@ mod tests {
             ("a short one", vec![0; 13], false),
         ];
         for (what, frame, passes) in table {
-            let front = |frame: &[u8]| own().may_send(&frame[..frame.len().min(FRONT_MAX)]);
+            let front = |frame: &[u8]| own().may_send(&frame[..frame.len().min(CHECKED_MAX)]);
             assert_eq!(front(&frame), passes, "{what}: {frame:02x?}");
             assert!(Own::default().may_send(&frame), "{what}: nothing is known");
             if frame.len() >= 14 {
@@ -322,7 +322,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_comes_is_answered(frame in prop_oneof![nearly(), prop::collection::vec(any::<u8>(), 0..FRONT_MAX)]) {
+        fn whatever_comes_is_answered(frame in prop_oneof![nearly(), prop::collection::vec(any::<u8>(), 0..CHECKED_MAX)]) {
             let may = own().may_send(&frame);
             // A frame that passes as IPv4 or ARP states no address of another node.
             if let Some([8, 0]) = frame.get(12..14).filter(|_| may) {

@@ -24,7 +24,7 @@ use tasuki_shm::region::Span;
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::{Lookup, Mac, NodeSet, OWNERS_MAX};
 
-use crate::own::FRONT_MAX;
+use crate::own::CHECKED_MAX;
 use crate::vni::Incoming;
 
 /// How long a node remembers a learnt address after it last saw it, from IEEE 802.1Q-2018, 8.8.3.
@@ -95,12 +95,12 @@ pub struct Switch<M = Span<Line>> {
     is_uplink: bool,
     /// For each node, the address that the directory last confirmed as the node's own, as a [number](number_of).
     own: Box<[u64]>,
-    /// For each uplink, the address behind it that was learnt, or let pass if the uplink is this node, last. Forgotten
+    /// For each uplink, the source address that was accepted last; for this node, the one that it sent from last. Forgotten
     /// when addresses are [aged](Self::age), so that `learnt` knows which are still seen.
     passing: Box<[u64]>,
     learnt: HashMap<Mac, (u16, Instant)>,
     /// First bytes of the frame that was admitted last.
-    front: Box<[u8; FRONT_MAX]>,
+    front: Box<[u8; CHECKED_MAX]>,
 }
 
 /// Number of an address that no node owns: a group address.
@@ -119,10 +119,10 @@ fn address_of(number: u64) -> Mac {
 }
 
 /// Number of first bytes of a frame that hold its two addresses.
-pub const FRONT: usize = 12;
+pub const ADDRESSES_LEN: usize = 12;
 
-/// The two addresses of a frame, as they were read: never in memory, from which a CPU could not load them again in other
-/// parts without a wait (`tasuki_shm::region::copy`).
+/// The two addresses of a frame, as they were read, in registers: a load of another width would stall the CPU's store
+/// forwarding (`tasuki_shm::region::copy`).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Addresses {
     /// Bytes 0 to 7, little-endian.
@@ -134,9 +134,9 @@ pub(crate) struct Addresses {
 impl Addresses {
     /// Takes the addresses out of checked bytes, if they are no more than those.
     #[inline]
-    pub(crate) fn of(front: &Front) -> Option<Self> {
+    pub(crate) fn of(front: &CheckedPrefix) -> Option<Self> {
         let (first, rest) = front.split_first_chunk()?;
-        let rest = <[u8; FRONT - 8]>::try_from(rest).ok()?;
+        let rest = <[u8; ADDRESSES_LEN - 8]>::try_from(rest).ok()?;
         Some(Addresses { first: u64::from_le_bytes(*first), rest: u32::from_le_bytes(rest) })
     }
 
@@ -146,8 +146,8 @@ impl Addresses {
     }
 }
 
-/// First bytes of a frame, as the receiver checked them: the sender can still change the frame in its own memory.
-pub type Front = [u8];
+/// The first bytes of a frame, in the receiver's memory, where it checked them: the sender can still change its own.
+pub type CheckedPrefix = [u8];
 
 impl<M: Deref<Target = [Line]>> Switch<M> {
     /// Makes the switch of node `us`.
@@ -168,7 +168,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
             own,
             passing,
             learnt,
-            front: Box::new([0; FRONT_MAX]),
+            front: Box::new([0; CHECKED_MAX]),
         };
         switch.look();
         switch
@@ -240,7 +240,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     /// Returns the first bytes of a received frame if its sender may send it (W3), and learns its source address. The
     /// caller passes these bytes on, not the ones in the sender's memory.
     #[inline]
-    pub fn admits(&mut self, incoming: &Incoming<'_>) -> Option<&Front> {
+    pub fn admits(&mut self, incoming: &Incoming<'_>) -> Option<&CheckedPrefix> {
         let addresses = incoming.front()?;
         if !incoming.own.is_empty() {
             return self.admits_by_ip(incoming);
@@ -249,13 +249,13 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
             return None;
         }
         self.front[..8].copy_from_slice(&addresses.first.to_le_bytes());
-        self.front[8..FRONT].copy_from_slice(&addresses.rest.to_le_bytes());
-        Some(&self.front[..FRONT])
+        self.front[8..ADDRESSES_LEN].copy_from_slice(&addresses.rest.to_le_bytes());
+        Some(&self.front[..ADDRESSES_LEN])
     }
 
     /// Like [`admits`](Self::admits), for a node whose IP addresses are known.
     #[cold]
-    fn admits_by_ip(&mut self, incoming: &Incoming<'_>) -> Option<&Front> {
+    fn admits_by_ip(&mut self, incoming: &Incoming<'_>) -> Option<&CheckedPrefix> {
         // Copy the checked bytes once, and only those: the source must not change between the check and the use.
         let len = incoming.copy_front(&mut self.front[..]);
         let from = number_of(source(self.front.first_chunk().expect("it has room for more")));
@@ -267,7 +267,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     #[inline]
     pub fn admits_copy(&mut self, frame: &[u8], incoming: &Incoming<'_>) -> bool {
         frame.first_chunk().is_some_and(|front| self.may_be_from(number_of(source(front)), incoming.from))
-            && incoming.own.may_send(&frame[..frame.len().min(FRONT_MAX)])
+            && incoming.own.may_send(&frame[..frame.len().min(CHECKED_MAX)])
     }
 
     /// Returns whether the programs of this node may send from this address (W3). A malicious worker skips this check;
@@ -344,7 +344,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
 
 /// Returns the source address that a frame states.
 #[inline]
-fn source(front: &[u8; FRONT]) -> Mac {
+fn source(front: &[u8; ADDRESSES_LEN]) -> Mac {
     let [.., a, b, c, d, e, f] = *front;
     [a, b, c, d, e, f]
 }

@@ -541,7 +541,7 @@ impl<D: FrameHandler> Attached<D> for VniAttachment<D> {
 
     fn now_and_then(&mut self, common: &mut Common) {
         if let (Some(End::Bridge(bridge)), Some(endpoint), false) = (&self.end, &common.endpoint, self.is_gone)
-            && bridge.end.fd().is_none()
+            && bridge.endpoint.fd().is_none()
         {
             self.is_gone = true;
             let sentence = format!(
@@ -551,7 +551,7 @@ impl<D: FrameHandler> Attached<D> for VniAttachment<D> {
             common.channel.tell(None, sentence);
         }
         if let Some(End::Bridge(bridge)) = &mut self.end
-            && let Some(trouble) = bridge.end.trouble()
+            && let Some(trouble) = bridge.endpoint.trouble()
         {
             common.channel.tell(Some(self.given.number), trouble);
         }

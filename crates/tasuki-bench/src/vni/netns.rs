@@ -323,7 +323,7 @@ fn drive(node: &mut Bridge<tap::Tap>) -> Result<()> {
             node.tick(ticked);
         }
         if node.arm() == Armed::Idle {
-            ensure!(node.end.fd().is_some(), "the namespace is gone");
+            ensure!(node.endpoint.fd().is_some(), "the namespace is gone");
             node.rest(TICK);
         }
         in_vain = 0;

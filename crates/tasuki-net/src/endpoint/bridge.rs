@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::egress::{Egress, ROOM_AGAIN, WAIT, Waits};
 use super::gather::{Gather, LATENCY, Side};
-use super::notes::{FRONT_LEN, Notes, len_of};
+use super::notes::{NOTED_LEN, Notes, len_of};
 use super::rate::{Rate, Rates};
 use super::{Dropped, Endpoint, Given, Recovery};
 use crate::port::Armed;
@@ -49,25 +49,25 @@ pub struct Bridge<E: ?Sized = dyn Endpoint> {
     pub taken: u64,
     /// Frames that did not cross, in either direction.
     pub dropped: Dropped,
-    /// The endpoint.
-    pub end: Box<E>,
+    /// Where the programs behind it send and receive.
+    pub endpoint: Box<E>,
 }
 
 impl<E: Endpoint + ?Sized> Bridge<E> {
-    /// Connects the programs behind `end` to a VNI. The caller has added all neighbours to `vni`, which it has made for
+    /// Connects the programs behind `endpoint` to a VNI. The caller has added all neighbours to `vni`, which it has made for
     /// the endpoint's [`Recovery`]. Sends the frames that a predecessor had read and not published.
     ///
     /// # Panics
     /// If `vni` was not made for such an endpoint.
-    pub fn new(mut end: Box<E>, mut vni: Vni, switch: Switch) -> Self {
+    pub fn new(mut endpoint: Box<E>, mut vni: Vni, switch: Switch) -> Self {
         let page = vni.notes();
-        let recovery = end.recovery();
+        let recovery = endpoint.recovery();
         let notes = (recovery == Recovery::Notes).then(|| Notes::over(page.clone()));
         let ledger = vni.ledger.take();
         assert_eq!(ledger.is_some(), recovery == Recovery::Exact, "the end was made for another kind of endpoint");
         match &ledger {
-            Some(ledger) => end.resume(ledger.marks(), vni.journal()),
-            None => end.begin(page),
+            Some(ledger) => endpoint.resume(ledger.marks(), vni.journal()),
+            None => endpoint.begin(page),
         }
         let mut bridge = Bridge {
             vni,
@@ -84,7 +84,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             given: 0,
             taken: 0,
             dropped: Dropped::default(),
-            end,
+            endpoint,
         };
         bridge.send_left();
         bridge
@@ -102,8 +102,8 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
 
     /// Ends the bridge and returns the endpoint, without its programs: a successor serves them.
     pub fn into_end(mut self) -> Box<E> {
-        self.end.release();
-        self.end
+        self.endpoint.release();
+        self.endpoint
     }
 
     /// Sends the frames that a predecessor had read.
@@ -113,10 +113,10 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         let mut frames = Vec::new();
         for (page, len) in notes.left() {
             let was_read = len.is_none();
-            let len = len.or_else(|| len_of(&self.vni.left_at(page, FRONT_LEN)?));
+            let len = len.or_else(|| len_of(&self.vni.left_at(page, NOTED_LEN)?));
             let Some(mut frame) = len.and_then(|len| self.vni.left_at(page, len)) else { continue };
             if let Some(all) = self.vni.left_at(page, PIECE_MAX + BESIDE).filter(|_| was_read) {
-                self.end.mend(&mut frame, &all[PIECE_MAX..]);
+                self.endpoint.mend(&mut frame, &all[PIECE_MAX..]);
             }
             frames.push(frame);
         }
@@ -135,7 +135,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     }
 
     fn split(&mut self) -> (Egress<'_>, &mut E) {
-        let Self { vni, switch, notes, waits, rates, taken, dropped, end, .. } = self;
+        let Self { vni, switch, notes, waits, rates, taken, dropped, endpoint, .. } = self;
         let rate = rates.sends.as_mut();
         let most = if self.ledger.is_some() { MESSAGES_MAX } else { usize::MAX };
         let notes = notes.as_mut();
@@ -152,20 +152,20 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             taken,
             dropped,
         };
-        (egress, end)
+        (egress, endpoint)
     }
 
     /// Publishes the frames taken, and then commits them: drops the notes on them, and lets the endpoint have them back.
     #[inline]
     fn flush(&mut self) {
-        let Self { vni, notes, waits, end, .. } = self;
+        let Self { vni, notes, waits, endpoint, .. } = self;
         let staged = waits.staged().and_then(|len| Some((vni.staging_page()?, len)));
         vni.flush_with(|| {
             point("endpoint.published");
             if let Some(notes) = notes {
                 notes.published(staged);
             }
-            end.commit();
+            endpoint.commit();
         });
     }
 
@@ -183,7 +183,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// find it.
     pub fn finish(&mut self) {
         while !self.split().0.send_waiting() {}
-        self.end.finish();
+        self.endpoint.finish();
         match self.ledger {
             // What the endpoint has heard last is committed, too.
             Some(_) => _ = self.turn_as_a_whole(),
@@ -194,7 +194,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
 
     /// Takes one turn in each direction. Returns the number of frames that moved.
     pub fn turn(&mut self) -> usize {
-        self.end.attend();
+        self.endpoint.attend();
         self.rates.look();
         let moved = self.turn_both_ways();
         self.rates.settle();
@@ -206,9 +206,9 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         if self.ledger.is_some() {
             return self.turn_as_a_whole();
         }
-        let came = if self.end.is_ready() { self.give() } else { 0 };
-        let (mut egress, end) = self.split();
-        let went = if egress.send_waiting() && egress.is_open() { end.take(&mut egress) } else { 0 };
+        let came = if self.endpoint.is_ready() { self.give() } else { 0 };
+        let (mut egress, endpoint) = self.split();
+        let went = if egress.send_waiting() && egress.is_open() { endpoint.take(&mut egress) } else { 0 };
         self.flush();
         came + went
     }
@@ -216,24 +216,24 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Takes a turn in both directions that is committed by one store: a successor carries it out, or finds that it did
     /// not happen.
     fn turn_as_a_whole(&mut self) -> usize {
-        let handled = if self.end.is_ready() { self.give_and_keep() } else { ArrayVec::new() };
+        let handled = if self.endpoint.is_ready() { self.give_and_keep() } else { ArrayVec::new() };
         let taken = self.taken;
-        let (mut egress, end) = self.split();
-        let went = if egress.send_waiting() && egress.is_open() { end.take(&mut egress) } else { 0 };
+        let (mut egress, endpoint) = self.split();
+        let went = if egress.send_waiting() && egress.is_open() { endpoint.take(&mut egress) } else { 0 };
         let sent = self.taken - taken;
         let came: u64 = handled.iter().map(|it| it.count).sum();
-        let Self { vni, ledger: Some(ledger), last_marks, end, .. } = self else { return 0 };
-        if came == 0 && went == 0 && last_marks.starts_with(end.marks()) {
-            end.commit();
+        let Self { vni, ledger: Some(ledger), last_marks, endpoint, .. } = self else { return 0 };
+        if came == 0 && went == 0 && last_marks.starts_with(endpoint.marks()) {
+            endpoint.commit();
             return 0;
         }
-        end.note();
-        let marks = end.marks();
+        endpoint.note();
+        let marks = endpoint.marks();
         ledger.commit(&handled, vni.staged(), sent, marks);
         last_marks.clear();
         last_marks.try_extend_from_slice(marks).expect("the ledger has a place for each");
         vni.flush_with(|| {
-            end.commit();
+            endpoint.commit();
             point("endpoint.committed");
         });
         for it in &handled {
@@ -247,7 +247,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Gives received frames to the endpoint. Their senders keep them. Returns how far the frames of each node are
     /// handled.
     fn give_and_keep(&mut self) -> ArrayVec<Handled, HEADS_MAX> {
-        let Self { vni, switch, rates, given, dropped, stalls, end, .. } = self;
+        let Self { vni, switch, rates, given, dropped, stalls, endpoint, .. } = self;
         let mut handled = ArrayVec::<Handled, HEADS_MAX>::new();
         let mut captures = vni.captures().take();
         vni.take_in(GIVES, |incoming, _| {
@@ -255,22 +255,10 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             if known.is_none() && handled.is_full() {
                 return false;
             }
-            let taken = match switch.admits(&incoming) {
-                None => {
-                    incoming.refuse(&mut dropped.forged, &mut dropped.too_late);
-                    Given::Taken(0)
-                }
-                Some(_) if is_over(rates.receives.as_ref()) => {
-                    dropped.over_rate += 1;
-                    Given::Taken(0)
-                }
-                Some(front) => end.give(&incoming, front, dropped),
-            };
-            match taken {
+            match give_admitted(&incoming, switch, &mut rates.receives, dropped, &mut **endpoint) {
                 Given::Taken(count) => {
                     *given += count as u64;
                     if count > 0 {
-                        charge(&mut rates.receives, incoming.len());
                         stalls.retain(|(from, _)| *from != incoming.from);
                     }
                 }
@@ -278,7 +266,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
                 Given::NoRoom if may_wait(stalls, incoming.from) => return false,
                 Given::NoRoom => {
                     dropped.no_buffer += 1;
-                    end.gave_up();
+                    endpoint.gave_up();
                 }
             }
             if let Some(captures) = &mut captures {
@@ -297,13 +285,13 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
 
     /// Gives received frames to the endpoint.
     fn give(&mut self) -> usize {
-        let Self { vni, switch, rates, given, dropped, end, .. } = self;
-        let mut giver = Giver { switch, rate: &mut rates.receives, given: 0, dropped, end: &mut **end };
+        let Self { vni, switch, rates, given, dropped, endpoint, .. } = self;
+        let mut giver = Giver { switch, rate: &mut rates.receives, given: 0, dropped, endpoint: &mut **endpoint };
         let came = vni.receive_by(&mut giver);
         let gave = giver.given;
         if gave > 0 {
             *given += gave as u64;
-            self.end.ring();
+            self.endpoint.ring();
         }
         came
     }
@@ -311,7 +299,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Returns whether frames gather until the node has [rested](Self::rest) for some time: so it is no use to look for them
     /// before. A node that rests next may call this once it has found nothing.
     pub fn gathers(&mut self) -> bool {
-        let is_free = !self.waits.any() && self.stalled().is_none() && self.end.is_ready();
+        let is_free = !self.waits.any() && self.stalled().is_none() && self.endpoint.is_ready();
         self.gathers = self.gathers.filter(|_| is_free);
         if is_free && self.gathers.is_none() {
             self.gathers = self.gather.nap(self.taken, self.given, Instant::now);
@@ -329,14 +317,14 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     pub fn arm(&mut self) -> Armed {
         let stalled = self.stalled();
         self.gathers();
-        if !self.gathers_of(Side::Programs) && self.end.arm(self.waits.any()) == Armed::Busy {
+        if !self.gathers_of(Side::Programs) && self.endpoint.arm(self.waits.any()) == Armed::Busy {
             return Armed::Busy;
         }
         // Do not look at frames that the endpoint does not take yet: it may need this very CPU to make room.
         self.naps = match stalled {
-            Some(left) if self.end.is_ready() && self.end.await_room() => Some(left),
+            Some(left) if self.endpoint.is_ready() && self.endpoint.await_room() => Some(left),
             Some(_) => Some(ROOM_AGAIN),
-            None => (!self.end.is_ready()).then_some(ROOM_AGAIN),
+            None => (!self.endpoint.is_ready()).then_some(ROOM_AGAIN),
         };
         if self.naps.is_some() || self.gathers_of(Side::Vni) {
             return Armed::Idle;
@@ -358,21 +346,21 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// their frames gather.
     pub fn source(&self) -> Option<BorrowedFd<'_>> {
         let is_heard =
-            self.waits.again_in().is_none() || self.waits.rate.is_some() && self.end.is_heard_while_limited();
-        self.end.fd().filter(|_| is_heard && !self.gathers_of(Side::Programs))
+            self.waits.again_in().is_none() || self.waits.rate.is_some() && self.endpoint.is_heard_while_limited();
+        self.endpoint.fd().filter(|_| is_heard && !self.gathers_of(Side::Programs))
     }
 
     /// Returns how soon an [armed](Self::arm) node must look again without a bell, or `None`.
     pub fn waits(&self) -> Option<Duration> {
         // What the endpoint would look for in between waits for the end of the nap, too.
         let gathers = self.gathers.map(|(_, long)| long);
-        gathers.or_else(|| [self.waits.again_in(), self.naps, self.end.again_in()].into_iter().flatten().min())
+        gathers.or_else(|| [self.waits.again_in(), self.naps, self.endpoint.again_in()].into_iter().flatten().min())
     }
 
     /// Marks an armed node as awake again.
     pub fn wake(&mut self) {
         (self.naps, self.gathers) = (None, None);
-        self.end.wake();
+        self.endpoint.wake();
         self.vni.wake();
     }
 
@@ -394,14 +382,14 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Does periodic work; call it a few times a second. Returns whether the next tick has work.
     pub fn tick(&mut self, now: Instant) -> bool {
         self.switch.age(now);
-        self.vni.tick(now) | self.end.tick(now)
+        self.vni.tick(now) | self.endpoint.tick(now)
     }
 
     /// Returns each count with its name.
     pub fn counts(&self) -> Vec<(&'static str, u64)> {
         let mut counts = vec![("given", self.given), ("taken", self.taken)];
         counts.extend(self.dropped.counts());
-        counts.extend(self.end.counts());
+        counts.extend(self.endpoint.counts());
         counts.push(("naps", self.gather.count));
         counts.push(("pages_left", self.vni.pages_left().into()));
         counts
@@ -419,18 +407,28 @@ fn may_wait(stalls: &mut ArrayVec<(u16, Instant), STALLS_MAX>, from: u16) -> boo
     }
 }
 
-/// Returns whether a frame is more than the node may receive now.
+/// Gives a frame to the endpoint, if its sender may send it (W3) and the node may receive it now.
 #[inline]
-fn is_over(rate: Option<&Rate>) -> bool {
-    rate.is_some_and(|rate| !rate.is_open())
-}
-
-/// Counts a frame of `len` bytes that the node received.
-#[inline]
-fn charge(rate: &mut Option<Rate>, len: usize) {
-    if let Some(rate) = rate {
-        rate.charge(len);
+fn give_admitted<E: Endpoint + ?Sized>(
+    incoming: &Incoming<'_>,
+    switch: &mut Switch,
+    rate: &mut Option<Rate>,
+    dropped: &mut Dropped,
+    endpoint: &mut E,
+) -> Given {
+    let Some(front) = switch.admits(incoming) else {
+        incoming.refuse(&mut dropped.forged, &mut dropped.too_late);
+        return Given::Taken(0);
+    };
+    if rate.as_ref().is_some_and(|rate| !rate.is_open()) {
+        dropped.over_rate += 1;
+        return Given::Taken(0);
     }
+    let given = endpoint.give(incoming, front, dropped);
+    if let (Given::Taken(1..), Some(rate)) = (given, rate) {
+        rate.charge(incoming.len());
+    }
+    given
 }
 
 /// Gives frames from the VNI to an endpoint.
@@ -439,28 +437,21 @@ struct Giver<'a, E: ?Sized> {
     rate: &'a mut Option<Rate>,
     given: usize,
     dropped: &'a mut Dropped,
-    end: &'a mut E,
+    endpoint: &'a mut E,
 }
 
 impl<E: Endpoint + ?Sized> Reader for Giver<'_, E> {
     #[inline]
     fn frame(&mut self, incoming: Incoming<'_>) {
-        match self.switch.admits(&incoming) {
-            Some(_) if is_over(self.rate.as_ref()) => self.dropped.over_rate += 1,
-            Some(front) => match self.end.give(&incoming, front, self.dropped) {
-                Given::Taken(count) => {
-                    charge(self.rate, incoming.len());
-                    self.given += count;
-                }
-                // Only a turn that is committed as a whole is followed by another with the same frame.
-                Given::NoRoom | Given::Later => self.dropped.no_buffer += 1,
-            },
-            None => incoming.refuse(&mut self.dropped.forged, &mut self.dropped.too_late),
+        match give_admitted(&incoming, self.switch, self.rate, self.dropped, self.endpoint) {
+            Given::Taken(count) => self.given += count,
+            // Only a turn that is committed as a whole is followed by another with the same frame.
+            Given::NoRoom | Given::Later => self.dropped.no_buffer += 1,
         }
     }
 
     #[inline]
     fn before_they_go(&mut self) {
-        self.end.show();
+        self.endpoint.show();
     }
 }

@@ -11,7 +11,7 @@ use super::notes::Notes;
 use super::rate::Rate;
 use super::slow::Slow;
 pub use super::slow::WAIT;
-use crate::flow::{FRONT, flow_of};
+use crate::flow::{FLOW_PREFIX, flow_of};
 use crate::switch::{Switch, To};
 use crate::vni::finish::is_finished;
 use crate::vni::ledger::point;
@@ -217,8 +217,8 @@ impl Egress<'_> {
     ) -> bool {
         let header = (!is_finished(offload)).then_some(offload.as_bytes());
         let flow = || {
-            let mut begin = [0; FRONT];
-            let begin = &mut begin[..len.min(FRONT)];
+            let mut begin = [0; FLOW_PREFIX];
+            let begin = &mut begin[..len.min(FLOW_PREFIX)];
             copy(begin);
             flow_of(begin)
         };
@@ -350,7 +350,7 @@ impl Egress<'_> {
 
 /// Returns the bytes of a frame that tell its flow.
 fn begin(frame: &[u8]) -> &[u8] {
-    &frame[..frame.len().min(FRONT)]
+    &frame[..frame.len().min(FLOW_PREFIX)]
 }
 
 /// Returns the two addresses at the head of a frame: destination and source.

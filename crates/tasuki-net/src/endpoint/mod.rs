@@ -37,7 +37,7 @@ use tasuki_shm::line::Line;
 use tasuki_shm::region::Span;
 
 use crate::port::Armed;
-use crate::switch::Front;
+use crate::switch::CheckedPrefix;
 use crate::vni::Incoming;
 pub use crate::vni::ledger::{MARKS_MAX, Marks};
 pub use bridge::Bridge;
@@ -118,8 +118,7 @@ pub enum Recovery {
     /// A frame is gone from the endpoint once it is read, as from a file descriptor. The bridge notes the frames that it
     /// has read and not published, and a successor sends them. Frames given may come twice: up to a burst.
     Notes,
-    /// The endpoint notes its own place. Frames that one side has seen and the other has not let go of come twice: up to
-    /// a burst each way.
+    /// The endpoint notes its own place. Frames that were delivered and not yet retired come twice: up to a burst each way.
     Own,
     /// The bridge commits each turn as a whole, with the endpoint's [marks](Endpoint::marks): each frame goes exactly once.
     Exact,
@@ -147,7 +146,7 @@ pub trait Endpoint: fmt::Debug {
     fn recovery(&self) -> Recovery;
 
     /// Copies a frame in, with the bytes `front` at its beginning, which were checked. Counts a frame that it drops.
-    fn give(&mut self, frame: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given;
+    fn give(&mut self, frame: &Incoming<'_>, front: &CheckedPrefix, dropped: &mut Dropped) -> Given;
 
     /// Hears that the frame for which it had no room last has waited long enough, and is dropped.
     fn gave_up(&mut self) {}

@@ -36,7 +36,7 @@ const FRAMES_MAX: usize = READS + 1;
 
 /// Number of first bytes, with the offload header, from which [`len_of`] can tell a frame's length: addresses, two
 /// tags, and the longest header part that states a length.
-pub(super) const FRONT_LEN: usize = HEADER_LEN + 14 + 2 * 4 + 8;
+pub(super) const NOTED_LEN: usize = HEADER_LEN + 14 + 2 * 4 + 8;
 
 /// The notes of a node.
 #[derive(Debug)]
@@ -103,7 +103,7 @@ impl Notes {
     }
 }
 
-/// Returns the length in bytes, with the offload header, of the frame that begins with these [`FRONT_LEN`] bytes.
+/// Returns the length in bytes, with the offload header, of the frame that begins with these [`NOTED_LEN`] bytes.
 /// `None` if the frame does not state its length, or if no frame was read there.
 pub(super) fn len_of(front: &[u8]) -> Option<usize> {
     let frame = front.get(HEADER_LEN..)?;
@@ -132,7 +132,7 @@ mod tests {
 
     fn front(behind_addresses: &[u8]) -> Vec<u8> {
         let mut front = [&[0; HEADER_LEN][..], &[2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2], behind_addresses].concat();
-        front.resize(FRONT_LEN, 0);
+        front.resize(NOTED_LEN, 0);
         front
     }
 
@@ -152,7 +152,7 @@ mod tests {
             front(&[0x88, 0xcc]),
             front(&[0x86, 0xdd, 0x60, 0, 0, 0, 0, 0]),
             front(&[&tags[..], &[0x81, 0], &ipv4].concat()),
-            vec![0; FRONT_LEN],
+            vec![0; NOTED_LEN],
             Vec::new(),
         ];
         let lens = lens.map(|front| len_of(&front).map(|len| len - HEADER_LEN));

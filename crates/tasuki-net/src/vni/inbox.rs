@@ -14,8 +14,8 @@ use super::halves;
 use super::ledger::point;
 use super::offload::{HEADER_LEN, Offload};
 use super::outbox::{WITH_HEADER, piece_of};
-use crate::own::{FRONT_MAX, Own};
-use crate::switch::{Addresses, FRONT, Front};
+use crate::own::{CHECKED_MAX, Own};
+use crate::switch::{ADDRESSES_LEN, Addresses, CheckedPrefix};
 
 /// Length in bytes of the offload header.
 #[expect(clippy::cast_possible_truncation, reason = "10")]
@@ -73,7 +73,7 @@ impl Incoming<'_> {
     #[inline]
     pub(crate) fn front(&self) -> Option<Addresses> {
         (self.len() >= 14).then(|| {
-            let [first, second] = [0, FRONT - 8].map(|at| u64::from_le(self.pool.word(self.frame(), at)));
+            let [first, second] = [0, ADDRESSES_LEN - 8].map(|at| u64::from_le(self.pool.word(self.frame(), at)));
             Addresses { first, rest: halves(second).1 }
         })
     }
@@ -147,8 +147,8 @@ impl Incoming<'_> {
     /// Writes the offload header and the frame behind it to a descriptor, in one call. The kernel copies the frame out
     /// of the sender's memory, except for `front`, which was checked.
     #[inline]
-    pub fn write_with_header(&self, fd: BorrowedFd<'_>, front: &Front) -> io::Result<usize> {
-        let mut before = [0; HEADER_LEN + FRONT_MAX];
+    pub fn write_with_header(&self, fd: BorrowedFd<'_>, front: &CheckedPrefix) -> io::Result<usize> {
+        let mut before = [0; HEADER_LEN + CHECKED_MAX];
         if self.header > 0 {
             self.pool.copy_to(self.piece, &mut before[..HEADER_LEN]);
         }

@@ -18,7 +18,7 @@ const SHAPE: Shape = Shape { log2: 6, buffer: 2048 };
 fn frames_cross_both_ways_whole_and_in_order() {
     let mut world = World::new(1);
     let mut client = world.connect(SHAPE);
-    assert_eq!(world.node.end.client().as_deref(), Some("a test's client"));
+    assert_eq!(world.node.endpoint.client().as_deref(), Some("a test's client"));
     for round in 0..40_u32 {
         // The positions go round the rings several times.
         let lens = (0..17).map(|i| 14 + (round as usize * 131 + i * 97) % 1600);
@@ -140,7 +140,7 @@ fn a_client_leaves_and_comes_back_as_often_as_it_likes() {
         assert!(world.send(OTHER, &frame_to(PORT, OTHER, round, 100)));
         world.settle();
     }
-    let clients = world.node.end.clients;
+    let clients = world.node.endpoint.clients;
     assert_eq!((clients.attached, clients.left, clients.refused), (20, 20, 0));
     assert_eq!(world.node.dropped.away, 20, "frames for a client that is not there are not kept");
     let now = Instant::now();
@@ -269,7 +269,7 @@ fn a_successor_goes_on_in_the_middle_of_the_rings_and_nobody_notices() {
         assert!(client.receive() == back, "round {round}");
     }
     assert!(client.channel.hear().is_none() && !client.channel.is_closed());
-    assert_eq!(world.node.end.client().as_deref(), Some("a test's client"));
+    assert_eq!(world.node.endpoint.client().as_deref(), Some("a test's client"));
     world.see_off(client);
 }
 

@@ -122,7 +122,7 @@ impl Driver {
                 node.rest(Duration::from_millis(20));
             }
             node.tick(Instant::now());
-            self.connected.store(node.end.client().is_some(), Ordering::Relaxed);
+            self.connected.store(node.endpoint.client().is_some(), Ordering::Relaxed);
         }
     }
 }
@@ -236,7 +236,7 @@ fn dpdk_sends_back_what_it_is_sent_and_nothing_is_lost_or_changed() {
     let mut other = world.net.take(OTHER.into());
     let serve = |world: &mut World, driver: &Driver| {
         driver.drive(&mut world.node, || driver.is_over());
-        (world.node.given, world.node.taken, world.node.dropped, world.node.end.clients)
+        (world.node.given, world.node.taken, world.node.dropped, world.node.endpoint.clients)
     };
     let (given, taken, dropped, clients) = beside(&mut world, serve, |driver, folder, path| {
         // It connects, leaves and connects again, with buffers and rings of another size.
@@ -295,7 +295,7 @@ fn dpdk_is_told_that_its_secret_is_wrong() {
     let mut world = World::new(1);
     let serve = |world: &mut World, driver: &Driver| {
         driver.drive(&mut world.node, || driver.is_over());
-        world.node.end.clients
+        world.node.endpoint.clients
     };
     let clients = beside(&mut world, serve, |_, folder, path| {
         let mut testpmd = Testpmd::start(folder, path, "another", "");

@@ -34,9 +34,9 @@ fn told(world: &mut World, steps: &[Step<'_>]) -> String {
         channel.send(message, with);
         world.turn();
     }
-    let reason = channel.reason().unwrap_or_else(|| panic!("it was not sent away: {:?}", world.node.end.clients));
+    let reason = channel.reason().unwrap_or_else(|| panic!("it was not sent away: {:?}", world.node.endpoint.clients));
     world.turn();
-    assert_eq!(world.node.end.clients.why.map(|why| why.to_string()).as_deref(), Some(reason.as_str()), "whole");
+    assert_eq!(world.node.endpoint.clients.why.map(|why| why.to_string()).as_deref(), Some(reason.as_str()), "whole");
     // The next client finds the server as it was.
     let next = Channel::connect(&world.path());
     world.turn();
@@ -178,7 +178,7 @@ fn who_connects_and_says_nothing_does_not_keep_others_out() {
     world.connect(SHAPE);
     // A client that has finished the handshake does not count as late.
     world.node.tick(Instant::now() + HANDSHAKE);
-    assert_eq!(world.node.end.clients.attached, 1);
+    assert_eq!(world.node.endpoint.clients.attached, 1);
 }
 
 /// Lets a connected client do something; returns the reason for which the server sends it away.
@@ -193,7 +193,7 @@ fn caught(what: impl FnOnce(&mut Client)) -> String {
     assert!(world.send(OTHER, &frame_to(PORT, OTHER, 1, 3000)));
     world.settle();
     let reason = client.channel.reason().expect("it is sent away");
-    assert_eq!(world.node.end.client(), None);
+    assert_eq!(world.node.endpoint.client(), None);
     // Except for the flags of the ring that the server reads.
     assert!(client.read(6, memory.len() - 6) == memory[6..], "something was written for it");
     // The next client is served, and frames sent before have arrived.
@@ -310,7 +310,7 @@ fn lied(lie: impl FnOnce(&Client)) -> Option<String> {
     world.succeed(false);
     world.settle();
     let reason = client.channel.reason();
-    assert_eq!(reason.is_some(), world.node.end.client().is_none());
+    assert_eq!(reason.is_some(), world.node.endpoint.client().is_none());
     assert_eq!(reason.is_some(), client.channel.is_closed(), "for whoever else has it, too");
     // Other nodes notice nothing, and the next client is served.
     let other = world.net.node(OTHER.into());
@@ -364,10 +364,10 @@ fn a_client_that_dies_in_its_handshake_leaves_nothing() {
         }));
         polled("the node notices", || {
             world.turn();
-            (world.node.end.clients.left == number).then_some(())
+            (world.node.endpoint.clients.left == number).then_some(())
         });
     }
-    assert_eq!((world.node.end.clients.left, world.node.end.clients.attached), (10, 0));
+    assert_eq!((world.node.endpoint.clients.left, world.node.endpoint.clients.attached), (10, 0));
     let channel = Channel::connect(&path);
     polled("a greeting", || {
         world.turn();

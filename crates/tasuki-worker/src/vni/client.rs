@@ -35,7 +35,7 @@ impl<D: FrameHandler> VniAttachment<D> {
     /// or not.
     pub(super) fn connection(&mut self) -> Option<&mut dyn Connection> {
         match &mut self.end {
-            Some(End::Bridge(bridge)) => bridge.end.connection(),
+            Some(End::Bridge(bridge)) => bridge.endpoint.connection(),
             Some(_) => None,
             None => self.endpoint.as_mut()?.connection(),
         }
@@ -58,7 +58,7 @@ impl<D: FrameHandler> VniAttachment<D> {
     #[inline]
     pub(super) fn tell_news_of_client(&mut self, common: &mut Common) {
         if let Some(End::Bridge(bridge)) = &mut self.end
-            && let Some(connection) = bridge.end.connection().filter(|it| it.has_news() || it.waits())
+            && let Some(connection) = bridge.endpoint.connection().filter(|it| it.has_news() || it.waits())
             && !common.channel.is_behind()
         {
             let now = Instant::now();

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use super::ring;
 
 /// The least time between two interrupts of each ring: for frames to the guest, and for those that it sent. The latter give
-/// the guest its buffers back: only a guest that has no more waits for them. Frames to the guest have gathered before they
-/// got here.
+/// the guest its buffers back, and it waits for these only when it has no free one. Frames to the guest were coalesced
+/// before they came here.
 pub const EVERY: [Duration; 2] = [Duration::ZERO, Duration::from_micros(500)];
 
 /// The interrupt of one ring.

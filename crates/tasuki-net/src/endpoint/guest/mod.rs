@@ -52,7 +52,7 @@ use super::listener::{Listener, Ready};
 use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Marks, Parts, Recovery};
 use crate::flow::{self, flow_of};
 use crate::port::Armed;
-use crate::switch::{Addresses, Front};
+use crate::switch::{Addresses, CheckedPrefix};
 use crate::virtq::{Broken, COMPLETIONS_MAX, Chain, DriverMemory, Head, PIECES_MAX, Piece, Queue, Ring, len_of};
 use crate::vni::finish::{GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, finish};
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
@@ -272,7 +272,7 @@ impl Endpoint for Guest {
     }
 
     #[inline]
-    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given {
+    fn give(&mut self, incoming: &Incoming<'_>, front: &CheckedPrefix, dropped: &mut Dropped) -> Given {
         if self.broken.is_some() {
             return away(dropped);
         }

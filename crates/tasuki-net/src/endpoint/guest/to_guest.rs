@@ -30,7 +30,7 @@ impl Guest {
     pub(super) fn give_to_guest(
         &mut self,
         incoming: &Incoming<'_>,
-        front: &Front,
+        front: &CheckedPrefix,
         dropped: &mut Dropped,
     ) -> Result<Given, Broken> {
         let pairs = self.front_end.as_ref().map_or(0, |front_end| front_end.device.pairs);
@@ -71,7 +71,7 @@ impl Guest {
         &mut self,
         pair: usize,
         incoming: &Incoming<'_>,
-        front: &Front,
+        front: &CheckedPrefix,
         dropped: &mut Dropped,
     ) -> Result<Given, Broken> {
         let Self { front_end, copy, chain, room, shortage, .. } = self;
@@ -112,7 +112,7 @@ impl Guest {
 
 /// Returns the pair, of several, by which the guest gets a frame.
 fn pair_of(incoming: &Incoming<'_>, pairs: usize) -> usize {
-    let mut front = [0; flow::FRONT];
+    let mut front = [0; flow::FLOW_PREFIX];
     let len = incoming.copy_front(&mut front);
     flow_of(&front[..len]) as usize % pairs
 }
@@ -223,7 +223,7 @@ impl Found {
 struct Frame<'a> {
     incoming: &'a Incoming<'a>,
     /// The bytes at its beginning that were checked; the sender may have changed its copy since.
-    front: &'a Front,
+    front: &'a CheckedPrefix,
     offload: &'a Offload,
 }
 

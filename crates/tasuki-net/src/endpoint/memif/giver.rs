@@ -5,7 +5,7 @@ use super::ledger::Ledger;
 use super::refusal::Refusal;
 use super::ring::{Chain, Room};
 use crate::endpoint::Dropped;
-use crate::switch::Front;
+use crate::switch::CheckedPrefix;
 use crate::vni::Incoming;
 use crate::vni::finish::{finish, is_finished};
 
@@ -22,7 +22,7 @@ pub(super) struct Giver<'a> {
 
 impl Giver<'_> {
     #[inline]
-    pub(super) fn give(&mut self, incoming: &Incoming<'_>, front: &Front) {
+    pub(super) fn give(&mut self, incoming: &Incoming<'_>, front: &CheckedPrefix) {
         match incoming.offload() {
             Err(_) => self.dropped.too_late += 1,
             Ok(offload) if is_finished(&offload) => self.give_finished(incoming, front),
@@ -41,7 +41,7 @@ impl Giver<'_> {
         }
     }
 
-    fn give_finished(&mut self, incoming: &Incoming<'_>, front: &Front) {
+    fn give_finished(&mut self, incoming: &Incoming<'_>, front: &CheckedPrefix) {
         if !self.has_room(incoming.len()) {
             return;
         }

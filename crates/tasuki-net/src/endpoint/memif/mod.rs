@@ -42,7 +42,7 @@ use super::egress::WAIT;
 use super::listener::Listener;
 use super::{Connection, Dismissal, Dropped, Egress, Endpoint, Given, Parts, Recovery};
 use crate::port::Armed;
-use crate::switch::Front;
+use crate::switch::CheckedPrefix;
 use crate::vni::ledger::point;
 use crate::vni::offload::HEADER_LEN;
 use crate::vni::{Incoming, PIECE_MAX};
@@ -332,7 +332,7 @@ impl Endpoint for Memif {
     }
 
     #[inline]
-    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given {
+    fn give(&mut self, incoming: &Incoming<'_>, front: &CheckedPrefix, dropped: &mut Dropped) -> Given {
         let Self { client, ledger, copy, chain, broken, .. } = self;
         match (client.as_mut().and_then(|client| client.attached.as_mut()), ledger) {
             (Some(attached), Some(ledger)) => {

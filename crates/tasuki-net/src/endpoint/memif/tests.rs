@@ -58,12 +58,12 @@ impl Net {
     fn replace(&mut self, parts: Parts) {
         self.node = None;
         let mut node = node(&self.listener, &self.nodes);
-        node.end.go_on(parts).unwrap();
+        node.endpoint.go_on(parts).unwrap();
         self.node = Some(node);
     }
 
     fn parts(&mut self) -> Parts {
-        self.node.as_mut().unwrap().end.parts().unwrap().expect("it is connected")
+        self.node.as_mut().unwrap().endpoint.parts().unwrap().expect("it is connected")
     }
 
     fn turn(&mut self) {
@@ -203,7 +203,7 @@ proptest! {
         prop_assert!(net.client.channel.hear().is_none(), "and it has heard nothing");
         let node = net.node.as_ref().unwrap();
         prop_assert_eq!(node.dropped, Dropped::default());
-        prop_assert_eq!(node.end.client(), Some("a test's client".to_owned()));
+        prop_assert_eq!(node.endpoint.client(), Some("a test's client".to_owned()));
     }
 }
 

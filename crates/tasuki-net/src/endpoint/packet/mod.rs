@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::notes::READS;
 use super::{Dropped, Egress, Endpoint, Given, Recovery};
-use crate::switch::Front;
+use crate::switch::CheckedPrefix;
 use crate::vni::Incoming;
 use crate::vni::ledger::point;
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
@@ -56,7 +56,7 @@ impl Endpoint for Packet {
         Recovery::Notes
     }
 
-    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given {
+    fn give(&mut self, incoming: &Incoming<'_>, front: &CheckedPrefix, dropped: &mut Dropped) -> Given {
         // As for a TAP: a frame that its sender takes back while the kernel copies it cannot be recalled.
         if !incoming.is_whole() {
             dropped.too_late += 1;

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use super::notes::READS;
 use super::{Dropped, Egress, Endpoint, Given, Recovery};
-use crate::switch::Front;
+use crate::switch::CheckedPrefix;
 use crate::vni::Incoming;
 use crate::vni::ledger::point;
 use crate::vni::offload::HEADER_LEN;
@@ -50,7 +50,7 @@ impl Tap {
     }
 
     /// Writes a frame to the TAP. Returns whether the frame was still whole once the kernel had copied it.
-    fn write(&self, incoming: &Incoming<'_>, front: &Front) -> io::Result<bool> {
+    fn write(&self, incoming: &Incoming<'_>, front: &CheckedPrefix) -> io::Result<bool> {
         // Drop a frame that its sender took back while this worker slept. A frame that is taken back while the kernel
         // copies it cannot be recalled.
         if !incoming.is_whole() {
@@ -66,7 +66,7 @@ impl Endpoint for Tap {
         Recovery::Notes
     }
 
-    fn give(&mut self, incoming: &Incoming<'_>, front: &Front, dropped: &mut Dropped) -> Given {
+    fn give(&mut self, incoming: &Incoming<'_>, front: &CheckedPrefix, dropped: &mut Dropped) -> Given {
         match self.write(incoming, front) {
             Ok(true) => return Given::Taken(1),
             Ok(false) => dropped.too_late += 1,

@@ -91,14 +91,14 @@ impl World {
 
     /// Replaces the worker, which is told to end, or killed between two turns.
     pub fn succeed(&mut self, told: bool) {
-        let parts = self.node.end.parts().unwrap();
+        let parts = self.node.endpoint.parts().unwrap();
         if told {
             self.node.finish();
         }
         self.net.replace(PORT.into());
         // The old one writes nothing when it goes.
         self.node = node(&self.listener, &self.terms, &mut self.net, &self.lines);
-        parts.into_iter().for_each(|parts| self.node.end.go_on(parts).unwrap());
+        parts.into_iter().for_each(|parts| self.node.endpoint.go_on(parts).unwrap());
     }
 
     pub fn path(&self) -> PathBuf {
@@ -116,7 +116,7 @@ impl World {
     pub fn see_off(&mut self, client: Client) {
         drop(client);
         let deadline = Instant::now() + Duration::from_secs(60);
-        while self.node.end.client().is_some() {
+        while self.node.endpoint.client().is_some() {
             self.turn();
             assert!(Instant::now() < deadline, "the node does not notice that its client has gone");
         }

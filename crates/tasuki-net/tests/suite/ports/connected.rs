@@ -115,7 +115,7 @@ impl<P: Program> Connected<P> {
             node.rest(Duration::ZERO);
             node.turn();
         });
-        assert!(P::is_served(&node.end));
+        assert!(P::is_served(&node.endpoint));
         Connected { node, program, listener, folder }
     }
 }
@@ -151,7 +151,7 @@ impl<P: Program> End for Connected<P> {
     }
 
     fn end(mut self: Box<Self>, told: bool) -> Box<dyn Rest> {
-        let parts = self.node.end.parts().expect("descriptors are left").expect("it is connected");
+        let parts = self.node.endpoint.parts().expect("descriptors are left").expect("it is connected");
         if told {
             self.node.finish();
         }
@@ -163,8 +163,8 @@ impl<P: Program> Rest for Kept<P> {
     fn succeed(self: Box<Self>, vni: Vni, switch: Switch) -> Box<dyn End> {
         let Kept { parts, program, listener, folder } = *self;
         let mut node = node::<P>(&listener, vni, switch);
-        node.end.go_on(parts).expect("parts of a program");
-        assert!(P::is_served(&node.end));
+        node.endpoint.go_on(parts).expect("parts of a program");
+        assert!(P::is_served(&node.endpoint));
         Box::new(Connected { node, program, listener, folder })
     }
 }

@@ -239,10 +239,10 @@ fn handover_there_and_back_keeps_the_place() {
         // Away and back: the same Guest.
         let mut node = net.node.take().unwrap();
         node.finish();
-        let parts = node.end.parts().unwrap().unwrap();
+        let parts = node.endpoint.parts().unwrap().unwrap();
         let kept = node.into_end();
         let mut second = net.worker();
-        second.end.go_on(parts).unwrap();
+        second.endpoint.go_on(parts).unwrap();
         net.node = Some(second);
         for number in 0..3 {
             assert!(machine.send(&frame(OTHER, US, number)));
@@ -272,7 +272,7 @@ fn a_machine_whose_memory_was_sealed_meanwhile_is_told_that_it_is_gone() {
     let mut node = net.worker();
     // The daemon has it, too.
     let _daemons = parts.fds[0].try_clone().unwrap();
-    let went = node.end.go_on(parts);
+    let went = node.endpoint.go_on(parts);
     net.node = Some(node);
     net.settle();
     assert!(went.is_err());
@@ -684,7 +684,7 @@ fn fuzz_messages_and_rings() {
                             }
                             parts.text = String::from_utf8(bytes).unwrap();
                         }
-                        match node.end.go_on(parts) {
+                        match node.endpoint.go_on(parts) {
                             Ok(()) => went_on += 1,
                             Err(_) => refused += 1,
                         }

@@ -65,11 +65,11 @@ fn copy_of(Parts { name, number, version, text, fds }: &Parts) -> Parts {
 fn turn_of(node: &mut Bridge<Guest>, known: &mut Option<Parts>) {
     node.rest(Duration::ZERO);
     node.turn();
-    if node.end.waits() {
+    if node.endpoint.waits() {
         point("worker.telling");
-        *known = node.end.parts().unwrap();
+        *known = node.endpoint.parts().unwrap();
         point("worker.told");
-        node.end.told();
+        node.endpoint.told();
     }
 }
 
@@ -111,7 +111,7 @@ impl Net {
     }
 
     fn guest(&mut self) -> &mut Guest {
-        &mut self.node.as_mut().unwrap().end
+        &mut self.node.as_mut().unwrap().endpoint
     }
 
     /// Returns what the worker tells the daemon.
@@ -131,7 +131,7 @@ impl Net {
     fn replace(&mut self, parts: Parts) {
         self.node = None;
         let mut node = self.worker();
-        node.end.go_on(parts).unwrap();
+        node.endpoint.go_on(parts).unwrap();
         self.node = Some(node);
     }
 

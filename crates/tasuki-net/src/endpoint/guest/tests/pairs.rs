@@ -445,17 +445,17 @@ fn a_turn_looks_at_no_ring_whose_driver_kicks() {
     let node = net.node.as_mut().unwrap();
     node.wake();
     while node.turn() > 0 || node.arm() == Armed::Busy {}
-    assert_eq!(node.end.polling.idle, Pairs::MAX);
+    assert_eq!(node.endpoint.polling.idle, Pairs::MAX);
     // Pair 5 keeps it awake. All others stay as they are.
     assert!(machine.send_by_pair(5, &udp(OTHER, US, 1, 0)));
     node.wake();
-    assert_eq!(node.end.polling.idle, Pairs::MAX & !(1 << 5));
+    assert_eq!(node.endpoint.polling.idle, Pairs::MAX & !(1 << 5));
     // Also after the front end has changed something, and the worker does not sleep.
     assert!(send(&machine.socket, &message(18, 0, &state(6, 1)), &[]));
     for _ in 0..4 * MANY {
         assert!(machine.send_by_pair(5, &udp(OTHER, US, 1, 0)));
         let node = net.node.as_mut().unwrap();
-        node.end.must_hear = true;
+        node.endpoint.must_hear = true;
         node.turn();
         received(&mut net.others[0]);
     }

@@ -263,7 +263,7 @@ fn wherever_a_worker_is_killed_as_two_machines_change_places_each_frame_crosses_
                     node.turn();
                 }
             });
-            let news = node.end.parts().unwrap().filter(|_| !was_killed);
+            let news = node.endpoint.parts().unwrap().filter(|_| !was_killed);
             drop(node);
             let before = source.read(0, theirs::LEN.try_into().unwrap());
             net.node = Some(net.worker());
