@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use common::Choices;
 use libfuzzer_sys::fuzz_target;
-use tasuki_shm::bell::{Bell, NO_CPU, Ringer};
+use tasuki_shm::bell::{Bell, NO_CPU, PeerBell};
 use tasuki_shm::line::{Claims, Line};
 use tasuki_shm::ring::{Broken, Consumer, MESSAGE_WORDS, Message, Producer, PushError};
 use tasuki_shm::sync::Relaxed;
@@ -36,7 +36,7 @@ fuzz_target!(|data: &[u8]| {
     their_head[0].word(0).store(start.into(), Relaxed);
     let mut tx: Producer<_, _> = Producer::new(Arc::clone(&our_lines), Claims::of(Arc::clone(&their_head)), start);
     let mut rx: Consumer<_, _> = Consumer::new(Claims::of(Arc::clone(&their_lines)), Arc::clone(&our_head), start);
-    let mut ringer = Ringer::new(Claims::of(Arc::clone(&their_bell)));
+    let mut peer_bell = PeerBell::new(Claims::of(Arc::clone(&their_bell)));
     let mut bell = Bell::new(lines(1), NO_CPU);
     let mut believed = start;
     while choices.are_left() {
@@ -104,8 +104,8 @@ fuzz_target!(|data: &[u8]| {
             }
             10 => {
                 their_bell[0].word(0).store(choices.word(), Relaxed);
-                if ringer.must_ring() {
-                    assert!(!ringer.must_ring(), "B3: once per nap");
+                if peer_bell.must_ring() {
+                    assert!(!peer_bell.must_ring(), "B3: once per nap");
                 }
             }
             11 => match choices.below(3) {

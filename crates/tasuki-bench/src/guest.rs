@@ -38,7 +38,7 @@ use tasuki_shm::line::{Claims, LINE_LEN};
 use tasuki_shm::region::{Pages, Region};
 use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
 use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, POOL_PAGES, PeerNodeMemory};
-use tasuki_shm::wake::Clapper;
+use tasuki_shm::wake::BellSender;
 
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
@@ -379,7 +379,7 @@ fn serve(listener: OwnedFd, way: Way, len: usize, (count, is_over): (&AtomicU64,
     let (ours, theirs) = (ours?, theirs?);
     let bells = (tasuki_shm::wake::bell_pipe()?, tasuki_shm::wake::bell_pipe()?);
     let peer = |number, memory: &NodeMemoryFds, bell: &OwnedFd| -> Result<PeerDescriptor> {
-        let (node_memory, bell) = (PeerNodeMemory::map(&memory.to_read()?)?, Clapper::from_peer(bell.try_clone()?));
+        let (node_memory, bell) = (PeerNodeMemory::map(&memory.to_read()?)?, BellSender::from_peer(bell.try_clone()?));
         Ok(PeerDescriptor { number, node_memory, bell, own: Default::default() })
     };
     let (to_guest, to_other) = (peer(GUEST, &ours, &bells.0.1)?, peer(OTHER, &theirs, &bells.1.1)?);

@@ -6,13 +6,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tasuki_shm::arena::{Arena, Detach, PeerArena, PeerSlot, Slot};
-use tasuki_shm::bell::{Bell, Ringer, State};
+use tasuki_shm::bell::{Bell, PeerBell, State};
 use tasuki_shm::crash;
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{PeerRegion, RegionError, Span};
 use tasuki_shm::ring::{Broken, Consumer, Message, Producer};
 use tasuki_shm::slots::Census;
-use tasuki_shm::wake::{Clapper, bell_pipe, drain, this_cpu};
+use tasuki_shm::wake::{BellSender, bell_pipe, drain, this_cpu};
 
 use super::message::{Cargo, FromClient, FromServer, Inline};
 use super::segment::{Layout, PeerSegment, Segment, SegmentError};
@@ -44,7 +44,7 @@ pub(crate) struct Peer {
 #[derive(Debug)]
 pub(crate) struct Desk {
     pub dropped: Mutex<Vec<(ClientId, Open)>>,
-    pub clapper: Clapper,
+    pub bell_sender: BellSender,
 }
 
 impl Desk {
@@ -87,7 +87,7 @@ pub(crate) struct Session {
     requests: Consumer<Span<Line>, Span<Line>>,
     results: Producer<Span<Line>, Span<Line>>,
     bell: Bell<Span<Line>>,
-    ringer: Ringer<Span<Line>>,
+    peer_bell: PeerBell<Span<Line>>,
     arena: Arc<PeerArena>,
     replies: Arena,
     /// Requests begun and not answered. The server reserves as many entries of the result ring for their answers.
@@ -102,7 +102,7 @@ pub(crate) struct Session {
     busy: bool,
     /// Time of the last request, as precise as the looks at the clock.
     last_active: Instant,
-    clapper: Clapper,
+    bell_sender: BellSender,
     pipe: OwnedFd,
 }
 
@@ -138,7 +138,7 @@ impl Session {
         let segment = Segment::create("tasuki-server", Layout { ring: hello.ring, slots: hello.replies.count })?;
         let replies = Arena::create("tasuki-replies", hello.replies, segment.table(), Detach::Move)?;
         let (pipe, ring_end) = bell_pipe()?;
-        let (sleep_end, clapper) = bell_pipe()?;
+        let (sleep_end, bell_sender) = bell_pipe()?;
         let mut bell = Bell::new(segment.bell(), this_cpu());
         // Cold until the client's first ring: an idle client costs nothing.
         bell.park(this_cpu());
@@ -147,7 +147,7 @@ impl Session {
             requests: Consumer::new(client.ring(), segment.head(), hello.first),
             results: Producer::new(segment.ring(), client.head(), 0),
             bell,
-            ringer: Ringer::new(client.bell()),
+            peer_bell: PeerBell::new(client.bell()),
             enforcer,
             arena,
             replies,
@@ -157,7 +157,7 @@ impl Session {
             hot: false,
             busy: false,
             last_active: Instant::now(),
-            clapper: Clapper::own(clapper),
+            bell_sender: BellSender::own(bell_sender),
             pipe,
             segment,
         };
@@ -221,7 +221,7 @@ impl Session {
 
     /// Whether the client last ran on `cpu`, according to its bell.
     pub fn is_on(&self, cpu: u32) -> bool {
-        self.ringer.published().cpu == cpu
+        self.peer_bell.published().cpu == cpu
     }
 
     /// Returns how many requests the server can begin: each begun request reserves an entry of the result ring for
@@ -275,7 +275,7 @@ impl Session {
         self.unanswered += 1;
         handler(Request { open: Open { call, method, body }, answered: false, session: self, desk, alone: false });
         // A sleeping client must not wait for the rest of the batch.
-        if self.unrung && self.ringer.published().state == State::Parked {
+        if self.unrung && self.peer_bell.published().state == State::Parked {
             self.flush();
         }
         Ok(())
@@ -323,8 +323,8 @@ impl Session {
     /// Wakes the client if it sleeps and has results.
     #[inline]
     pub fn flush(&mut self) {
-        if std::mem::take(&mut self.unrung) && self.ringer.must_ring() {
-            self.clapper.ring();
+        if std::mem::take(&mut self.unrung) && self.peer_bell.must_ring() {
+            self.bell_sender.ring();
             crash::point("server.return.rung");
         }
     }
@@ -521,7 +521,7 @@ impl Drop for Deferred {
     fn drop(&mut self) {
         if let Some(open) = self.open.take() {
             self.desk.dropped.lock().unwrap_or_else(PoisonError::into_inner).push((self.client, open));
-            self.desk.clapper.ring();
+            self.desk.bell_sender.ring();
         }
     }
 }

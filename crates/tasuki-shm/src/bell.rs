@@ -1,6 +1,6 @@
 //! A bell: wakes a waiting process, and costs no system call while that process is awake.
 //!
-//! A waiter publishes its state: running, spinning, or parked. A ringer that has put an entry into a ring looks at
+//! A waiter publishes its state: running, spinning, or parked. A sender that has put an entry into a ring looks at
 //! that word. It makes a system call only if the waiter is parked, and only once per nap. The waiter sleeps in the
 //! read end of a pipe, so the bell fits into any epoll. The death of the only writer wakes the sleeper too (end of
 //! file).
@@ -8,8 +8,8 @@
 //! # Rules
 //!
 //! - **B1** A waiter that publishes *parked* looks at its rings once more before it sleeps.
-//! - **B2** A ringer that has published an entry looks at the bell afterwards, with a full fence between.
-//! - **B3** A ringer rings a bell at most once per nap: the word counts the naps.
+//! - **B2** A sender that has published an entry looks at the bell afterwards, with a full fence between.
+//! - **B3** A sender rings a bell at most once per nap: the word counts the naps.
 //!
 //! B1 and B2 are the two halves of **DEKKER**: each side stores, fences, and loads the other's word, so at least one of
 //! them sees the other. That is why no wake-up is lost.
@@ -26,7 +26,7 @@ pub enum State {
     Running,
     /// Polling its rings all the time.
     Spinning,
-    /// Asleep, or about to sleep. A ringer must ring.
+    /// Asleep, or about to sleep. A sender must ring.
     Parked,
 }
 
@@ -131,17 +131,17 @@ impl<M: Deref<Target = [Line]>> Bell<M> {
     }
 }
 
-/// The ringer's side: decides whether to ring. `P` is the memory that holds the peer's bell.
+/// The sender's side: decides whether to ring. `P` is the memory that holds the peer's bell.
 #[derive(Debug)]
-pub struct Ringer<P> {
+pub struct PeerBell<P> {
     claims: Claims<P>,
     rung: u32,
 }
 
-impl<P: Deref<Target = [Line]>> Ringer<P> {
-    /// Creates a ringer of the bell in word 0 of line 0 of `claims`.
+impl<P: Deref<Target = [Line]>> PeerBell<P> {
+    /// Opens the bell in word 0 of line 0 of `claims`.
     pub fn new(claims: Claims<P>) -> Self {
-        Ringer { claims, rung: 0 }
+        PeerBell { claims, rung: 0 }
     }
 
     /// Whether the caller must ring the peer now, after putting an entry into its ring (B2). Returns true once per
@@ -173,33 +173,33 @@ mod tests {
 
     type Memory = Arc<[Line]>;
 
-    fn bell() -> (Bell<Memory>, Ringer<Memory>) {
+    fn bell() -> (Bell<Memory>, PeerBell<Memory>) {
         let line: Memory = Arc::new([Line::default()]);
-        (Bell::new(Arc::clone(&line), NO_CPU), Ringer::new(Claims::of(line)))
+        (Bell::new(Arc::clone(&line), NO_CPU), PeerBell::new(Claims::of(line)))
     }
 
     #[test]
     fn only_the_parked_are_rung_and_once_per_nap() {
-        let (mut bell, mut ringer) = bell();
-        assert!(!ringer.must_ring(), "running");
+        let (mut bell, mut peer_bell) = bell();
+        assert!(!peer_bell.must_ring(), "running");
         bell.spin(0);
-        assert!(!ringer.must_ring(), "spinning");
+        assert!(!peer_bell.must_ring(), "spinning");
         bell.park(1);
-        assert!(ringer.must_ring());
-        assert!(!ringer.must_ring(), "it is on its way already");
+        assert!(peer_bell.must_ring());
+        assert!(!peer_bell.must_ring(), "it is on its way already");
         bell.wake(0);
-        assert!(!ringer.must_ring());
+        assert!(!peer_bell.must_ring());
         bell.park(0);
-        assert!(ringer.must_ring(), "a new nap");
+        assert!(peer_bell.must_ring(), "a new nap");
     }
 
     #[test]
     fn what_is_published_is_what_is_read() {
-        let (mut bell, ringer) = bell();
+        let (mut bell, peer_bell) = bell();
         bell.park(3);
-        assert_eq!(ringer.published(), Published { state: State::Parked, cpu: 3, naps: 1 });
+        assert_eq!(peer_bell.published(), Published { state: State::Parked, cpu: 3, naps: 1 });
         bell.spin(NO_CPU);
-        assert_eq!(ringer.published(), Published { state: State::Spinning, cpu: NO_CPU, naps: 1 });
+        assert_eq!(peer_bell.published(), Published { state: State::Spinning, cpu: NO_CPU, naps: 1 });
     }
 
     #[test]

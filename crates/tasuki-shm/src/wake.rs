@@ -131,24 +131,24 @@ pub fn open_anew(bell: BorrowedFd<'_>) -> io::Result<OwnedFd> {
 
 /// Rings a bell: the write end of its pipe, which all clones share.
 #[derive(Debug, Clone)]
-pub struct Clapper {
+pub struct BellSender {
     pipe: Arc<OwnedFd>,
     /// Whether another process may hold this same open file and have made it blocking.
     shared: bool,
 }
 
-impl Clapper {
+impl BellSender {
     /// Uses an end that only we hold.
     pub fn own(pipe: OwnedFd) -> Self {
-        Clapper { pipe: Arc::new(pipe), shared: false }
+        BellSender { pipe: Arc::new(pipe), shared: false }
     }
 
     /// Uses an end that a peer made and passed to us. Opens it anew if the pipe's mode permits, so that it is ours
     /// alone.
     pub fn from_peer(pipe: OwnedFd) -> Self {
         match open_anew(pipe.as_fd()) {
-            Ok(own) => Clapper::own(own),
-            Err(_) => Clapper { pipe: Arc::new(pipe), shared: true },
+            Ok(own) => BellSender::own(own),
+            Err(_) => BellSender { pipe: Arc::new(pipe), shared: true },
         }
     }
 
@@ -196,7 +196,7 @@ fn measure_nap() -> Option<Duration> {
     let (there_sleeps, here_rings) = bell_pipe().ok()?;
     let (here_sleeps, there_rings) = bell_pipe().ok()?;
     let (mut here_sleeps, mut there_sleeps) = (Sleeper::new(here_sleeps).ok()?, Sleeper::new(there_sleeps).ok()?);
-    let (here_rings, there_rings) = (Clapper::own(here_rings), Clapper::own(there_rings));
+    let (here_rings, there_rings) = (BellSender::own(here_rings), BellSender::own(there_rings));
     let echo = std::thread::spawn(move || {
         let elsewhere = (0..cpus).filter(|&cpu| cpu != here).any(|cpu| {
             let mut one = CpuSet::new();
@@ -236,9 +236,9 @@ mod tests {
     fn a_ring_ends_a_sleep() {
         let (read, write) = bell_pipe().unwrap();
         let mut sleeper = Sleeper::new(read).unwrap();
-        let clapper = Clapper::own(write);
+        let bell_sender = BellSender::own(write);
         for _ in 0..3 {
-            clapper.ring();
+            bell_sender.ring();
             assert_eq!(sleeper.sleep(None).unwrap(), Woken::Rung);
         }
         assert_eq!(sleeper.sleep(Some(Instant::now())).unwrap(), Woken::TimedOut);
@@ -257,9 +257,9 @@ mod tests {
     fn more_naps_than_a_pipe_has_bytes() {
         let (read, write) = bell_pipe().unwrap();
         let mut sleeper = Sleeper::new(read).unwrap();
-        let clapper = Clapper { pipe: write.into(), shared: true };
+        let bell_sender = BellSender { pipe: write.into(), shared: true };
         for _ in 0..200_000 {
-            clapper.ring();
+            bell_sender.ring();
             assert_eq!(sleeper.sleep(Some(Instant::now() + Duration::from_secs(5))).unwrap(), Woken::Rung);
         }
     }
@@ -275,7 +275,7 @@ mod tests {
             println!("skipped: this kernel (before 6.4) has no per-call non-blocking pipes");
             return;
         }
-        Clapper { pipe: write.into(), shared: true }.ring();
+        BellSender { pipe: write.into(), shared: true }.ring();
     }
 
     #[test]

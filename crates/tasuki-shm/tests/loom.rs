@@ -21,7 +21,7 @@
 //! | R2: the producer does not wait for room                      | `what_is_popped_…`, `a_line_…`                                 |
 //! | R4: any stamp with a tag is taken for the next message       | `a_line_…`, `a_slot_…`, `batches_…`                            |
 //! | DEKKER: no fence in `Bell::park`                             | `no_wake_up_is_lost…`                                          |
-//! | DEKKER: no fence in `Ringer::must_ring`                      | `no_wake_up_is_lost…`                                          |
+//! | DEKKER: no fence in `PeerBell::must_ring`                      | `no_wake_up_is_lost…`                                          |
 //! | DEKKER: both fences AcqRel instead of SeqCst                 | `no_wake_up_is_lost…`                                          |
 //! | B1: no second look                                           | `no_wake_up_is_lost…`                                          |
 //! | B2: the bell is looked at before the message is pushed       | `no_wake_up_is_lost…`                                          |
@@ -52,7 +52,7 @@ mod tests {
     use loom::sync::{Condvar, Mutex};
     use loom::thread;
     use std::sync::atomic::Ordering::Relaxed;
-    use tasuki_shm::bell::{Bell, NO_CPU, Ringer};
+    use tasuki_shm::bell::{Bell, NO_CPU, PeerBell};
     use tasuki_shm::lease::Lease;
     use tasuki_shm::line::{Claims, Line};
     use tasuki_shm::pool::{Generations, PeerGenerations};
@@ -114,9 +114,9 @@ mod tests {
         Message { tag: NonZeroU32::MIN, words: [n; MESSAGE_WORDS] }
     }
 
-    fn bell() -> (Bell<Lines>, Ringer<Lines>) {
+    fn bell() -> (Bell<Lines>, PeerBell<Lines>) {
         let line = lines(1);
-        (Bell::new(Arc::clone(&line), NO_CPU), Ringer::new(Claims::of(line)))
+        (Bell::new(Arc::clone(&line), NO_CPU), PeerBell::new(Claims::of(line)))
     }
 
     fn wait_for_room(tx: &mut Tx) {
@@ -186,22 +186,22 @@ mod tests {
     /// The sending end: the ring that it writes, and its means of waking the reader.
     struct Mouth {
         tx: Tx,
-        ringer: Ringer<Lines>,
+        peer_bell: PeerBell<Lines>,
         pipe: Pipe,
     }
 
     impl Mouth {
         fn say(&mut self, message: &Message) {
             self.tx.push(message).unwrap();
-            if self.ringer.must_ring() {
+            if self.peer_bell.must_ring() {
                 self.pipe.ring();
             }
         }
     }
 
     fn line_of_speech(capacity: usize) -> (Mouth, BellReceiver) {
-        let ((tx, rx), (bell, ringer), pipe) = (ring(capacity, 0), bell(), Pipe::new());
-        (Mouth { tx, ringer, pipe: pipe.clone() }, BellReceiver { rx, bell, pipe })
+        let ((tx, rx), (bell, peer_bell), pipe) = (ring(capacity, 0), bell(), Pipe::new());
+        (Mouth { tx, peer_bell, pipe: pipe.clone() }, BellReceiver { rx, bell, pipe })
     }
 
     fn passes_through_a_ring_whole_and_in_order(capacity: usize, start: u32, count: u64) {

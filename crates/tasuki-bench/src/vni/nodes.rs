@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use anyhow::{Context, Result};
 use tasuki_net::vni::{PeerDescriptor, Vni};
 use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, POOL_PAGES, PeerNodeMemory};
-use tasuki_shm::wake::Clapper;
+use tasuki_shm::wake::BellSender;
 
 use crate::orders::Fds;
 
@@ -47,7 +47,7 @@ pub fn join(fds: &mut Fds, number: u16, others: impl IntoIterator<Item = u16>) -
         vni.add(PeerDescriptor {
             number,
             node_memory,
-            bell: Clapper::from_peer(fds.next()?),
+            bell: BellSender::from_peer(fds.next()?),
             own: Default::default(),
         })?;
     }

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::net::sockopt::Timeout;
 use tasuki_shm::arena::{Detach, Geometry, PeerArena};
-use tasuki_shm::bell::Ringer;
+use tasuki_shm::bell::PeerBell;
 use tasuki_shm::crash;
 use tasuki_shm::region::{PeerRegion, RegionError};
 use tasuki_shm::ring::{Consumer, Producer};
-use tasuki_shm::wake::{Clapper, Sleeper};
+use tasuki_shm::wake::{BellSender, Sleeper};
 
 use super::{Client, Link};
 use crate::enforce::{self, EnforceError, HandOver};
@@ -261,8 +261,8 @@ impl Client {
         Ok(Link {
             requests: Producer::new(self.segment.ring(), server.head(), self.next_request),
             results: Consumer::new(server.ring(), self.segment.head(), 0),
-            ringer: Ringer::new(server.bell()),
-            clapper: Clapper::from_peer(ring_end),
+            peer_bell: PeerBell::new(server.bell()),
+            bell_sender: BellSender::from_peer(ring_end),
             sleeper: Sleeper::new(sleep_end).map_err(kernel)?,
             replies: PeerArena::new(replies, welcome.replies)?,
             verdict: server.verdict(),

@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, Timespec};
 use tasuki_shm::arena::{Arena, Lent, PeerArena, Slot};
-use tasuki_shm::bell::{Bell, Ringer};
+use tasuki_shm::bell::{Bell, PeerBell};
 use tasuki_shm::crash;
 use tasuki_shm::line::{Claims, Line};
 use tasuki_shm::region::Span;
 use tasuki_shm::ring::{Consumer, Message, Producer, PushError};
 use tasuki_shm::slots::Census;
 use tasuki_shm::stats::{Counters, Histogram};
-use tasuki_shm::wake::{Clapper, Sleeper, Woken, nap_cost, this_cpu};
+use tasuki_shm::wake::{BellSender, Sleeper, Woken, nap_cost, this_cpu};
 
 use super::message::{Cargo, FromClient, FromServer, Inline};
 use super::pending::{Outcome, Pending};
@@ -64,8 +64,8 @@ enum Count {
 struct Link {
     requests: Producer<Span<Line>, Span<Line>>,
     results: Consumer<Span<Line>, Span<Line>>,
-    ringer: Ringer<Span<Line>>,
-    clapper: Clapper,
+    peer_bell: PeerBell<Span<Line>>,
+    bell_sender: BellSender,
     sleeper: Sleeper,
     replies: Arc<PeerArena>,
     verdict: Claims<Span<Line>>,
@@ -308,11 +308,11 @@ impl Client {
             return;
         }
         let Ok(link) = &mut self.link else { return };
-        self.rung = link.ringer.must_ring();
+        self.rung = link.peer_bell.must_ring();
         if self.rung {
             // The server that we wake may run on this CPU: publish ours first, so that it knows not to spin.
             self.bell.wake(this_cpu());
-            link.clapper.ring();
+            link.bell_sender.ring();
             self.counters.add(Count::Rings as usize, 1);
             crash::point("client.send.rung");
         }
@@ -472,7 +472,7 @@ impl Client {
     }
 
     fn server_is_on(&self, cpu: u32) -> bool {
-        self.link.as_ref().is_ok_and(|link| link.ringer.published().cpu == cpu)
+        self.link.as_ref().is_ok_and(|link| link.peer_bell.published().cpu == cpu)
     }
 
     /// Sleeps until the server rings, is gone, or the time is up.

@@ -16,7 +16,7 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 use tasuki_shm::lease::Tenure;
 use tasuki_shm::slots::Census;
-use tasuki_shm::wake::{Clapper, bell_pipe, drain, nap_cost, this_cpu};
+use tasuki_shm::wake::{BellSender, bell_pipe, drain, nap_cost, this_cpu};
 
 use super::Breach;
 use super::session::{Deferred, Desk, Request, Session};
@@ -189,7 +189,7 @@ impl Server {
         raise_descriptor_limit();
         let kernel = |source: io::Error| BindError::Kernel { doing: "setting up the server", source };
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|errno| kernel(errno.into()))?;
-        let (desk_pipe, clapper) = bell_pipe().map_err(kernel)?;
+        let (desk_pipe, bell_sender) = bell_pipe().map_err(kernel)?;
         let add = |fd: BorrowedFd<'_>, source: Source| {
             epoll::add(&epoll, fd, source.data(), EventFlags::IN).map_err(|errno| kernel(errno.into()))
         };
@@ -210,7 +210,7 @@ impl Server {
             service,
             tenure,
             giving: Giving::Serving,
-            desk: Arc::new(Desk { dropped: Vec::new().into(), clapper: Clapper::own(clapper) }),
+            desk: Arc::new(Desk { dropped: Vec::new().into(), bell_sender: BellSender::own(bell_sender) }),
             desk_pipe,
             handshakes: Vec::new(),
             next_handshake: 0,

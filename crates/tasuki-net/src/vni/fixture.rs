@@ -9,7 +9,7 @@ use tasuki_shm::pool::Pool;
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::vni::directory::{Directory, Lookup, Mac, NodeSet, directory_lines};
 use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, PeerNodeMemory};
-use tasuki_shm::wake::Clapper;
+use tasuki_shm::wake::BellSender;
 
 use super::{PeerDescriptor, Vni};
 use crate::switch::Switch;
@@ -73,7 +73,7 @@ impl Nodes {
         let peer = |(number, kept): (u16, &Kept)| PeerDescriptor {
             number,
             node_memory: PeerNodeMemory::map(&kept.node_memory.to_read().unwrap()).unwrap(),
-            bell: Clapper::from_peer(kept.bell.try_clone().unwrap()),
+            bell: BellSender::from_peer(kept.bell.try_clone().unwrap()),
             own: Default::default(),
         };
         others.map(peer).collect()

@@ -29,7 +29,7 @@ use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::node_memory::{LEDGER_LINES, NodeMemory};
 
 use super::halves;
-use super::neighbour::say_that_we_talk;
+use super::neighbour::set_announced;
 
 /// Maximum number of nodes whose frames one turn can handle.
 pub(crate) const HEADS_MAX: usize = 64;
@@ -185,7 +185,7 @@ impl Ledger {
             let (place, to) = halves(get(at));
             let Some(to) = node(to) else { continue };
             let Some(tag) = NonZeroU32::new(halves(get(at + 1)).0) else { continue };
-            say_that_we_talk(&node_memory.talks(), to, true);
+            set_announced(&node_memory.talks(), to, true);
             let message = Message { tag, words: [get(at + 2)] };
             Producer::<_, Span<Line>, 1>::push_again(&node_memory.ring_to(to), place, &message);
         }

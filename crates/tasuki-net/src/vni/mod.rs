@@ -40,7 +40,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
-use tasuki_shm::bell::{Bell, Ringer};
+use tasuki_shm::bell::{Bell, PeerBell};
 use tasuki_shm::line::{Claims, Line};
 use tasuki_shm::pool::{PAGE, PeerPool, Pool, Run};
 use tasuki_shm::region::{RegionError, Span};
@@ -48,7 +48,7 @@ use tasuki_shm::ring::{Consumer, Producer};
 use tasuki_shm::sync::Relaxed;
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::node_memory::{NodeMemory, PeerNodeMemory};
-use tasuki_shm::wake::{Clapper, this_cpu};
+use tasuki_shm::wake::{BellSender, this_cpu};
 
 use crate::capture::Captures;
 use crate::own::Own;
@@ -56,8 +56,8 @@ use crate::switch::Owners;
 use aside::Aside;
 use inbox::Inbox;
 pub use inbox::{Breach, Incoming, Reader, TakenBack};
+use neighbour::{Announcement, Neighbour, announces, name_of, set_announced};
 pub use neighbour::{Counts, IDLE};
-use neighbour::{Neighbour, Talk, name_of, say_that_we_talk, says_that_it_talks};
 use offload::HEADER_LEN;
 pub use outbox::NoRoom;
 use outbox::{LeftBehind, Outbox, SharedRun, SharedRuns, Stock, piece_of};
@@ -83,7 +83,7 @@ pub struct PeerDescriptor {
     /// Node memory of the other node, for reading, and the pool in it.
     pub node_memory: (PeerNodeMemory, PeerPool),
     /// Rings the other node's bell.
-    pub bell: Clapper,
+    pub bell: BellSender,
     /// IP addresses of the other node, if they are known: the receiver checks its frames against them.
     pub own: Own,
 }
@@ -214,7 +214,7 @@ impl Vni {
         let inbox = Inbox::new(Consumer::go_on(node_memory.ring_to(self.number), line.clone(), head), pool, parts, own);
         let mut left = self.left.remove(&number).unwrap_or_default();
         let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
-        let talks = says_that_it_talks(&Claims::of(self.node_memory.talks()), number);
+        let talks = announces(&Claims::of(self.node_memory.talks()), number);
         let ring = || Producer::go_on(self.node_memory.ring_to(number), node_memory.line_of(self.number));
         let ring = match talks.then(ring).flatten() {
             Some(ring) => ring,
@@ -226,25 +226,25 @@ impl Vni {
                 Producer::new(self.node_memory.ring_to(number), node_memory.line_of(self.number), head)
             }
         };
-        let outbox = Outbox::new(ring, Ringer::new(node_memory.bell()), left, &mut stock);
-        let talk = if talks { Talk::Known } else { Talk::Silent };
+        let outbox = Outbox::new(ring, PeerBell::new(node_memory.bell()), left, &mut stock);
+        let announcement = if talks { Announcement::Known } else { Announcement::Silent };
         let neighbour = Neighbour {
-            clapper: bell,
+            bell_sender: bell,
             outbox,
             inbox,
             counts: Counts::of(&line[0]),
             line,
             is_heard: false,
-            talk,
+            announcement,
             touched: false,
             breach: None,
             progress: None,
             quiet: (0, Instant::now()),
             talks: node_memory.talks(),
         };
-        if talk == Talk::Known {
+        if announcement == Announcement::Known {
             // A predecessor may have ended between the announcement and the bell.
-            neighbour.clapper.ring_as(&name_of(self.number));
+            neighbour.bell_sender.ring_as(&name_of(self.number));
         }
         self.neighbours[usize::from(number)] = Some(Box::new(neighbour));
         self.listen_to(number);
@@ -257,7 +257,7 @@ impl Vni {
         let Some(mut neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::take) else { return };
         let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
         neighbour.outbox.take_back(&mut stock);
-        say_that_we_talk(&self.node_memory.talks(), number, false);
+        set_announced(&self.node_memory.talks(), number, false);
         self.touched.retain(|touched| *touched != number);
         // Fails only if there is nothing to give back; then nothing is lost.
         let _ = self.node_memory.give_back_ring(number);
@@ -267,7 +267,7 @@ impl Vni {
     /// Frees what a predecessor sent to nodes that no longer exist. Call it once all existing nodes are added.
     pub fn settle(&mut self) {
         for (number, left) in self.left.drain() {
-            say_that_we_talk(&self.node_memory.talks(), number, false);
+            set_announced(&self.node_memory.talks(), number, false);
             // Fails only if there is nothing to give back.
             let _ = self.node_memory.give_back_ring(number);
             self.node_memory.line_of(number)[0].word(0).store(0, Relaxed);
@@ -300,7 +300,7 @@ impl Vni {
         let mut again = false;
         for (number, slot) in (0_u16..).zip(&mut self.neighbours) {
             let Some(neighbour) = slot else { continue };
-            if neighbour.talk == Talk::Silent && !neighbour.outbox.holds() {
+            if neighbour.announcement == Announcement::Silent && !neighbour.outbox.holds() {
                 continue;
             }
             let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
@@ -366,7 +366,7 @@ fn left_behind(node_memory: &NodeMemory, pool: &mut Pool, shared: &mut SharedRun
     let mut pages = HashMap::new();
     let mut left = HashMap::new();
     let talks = Claims::of(node_memory.talks());
-    for to in (0..NODES_MAX).filter(|&to| says_that_it_talks(&talks, to)) {
+    for to in (0..NODES_MAX).filter(|&to| announces(&talks, to)) {
         let messages = Producer::<_, Span<Line>, 1>::left_behind(&node_memory.ring_to(to));
         let of_node: &mut LeftBehind = left.entry(to).or_default();
         for (index, message) in messages {

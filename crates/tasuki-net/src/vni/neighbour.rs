@@ -6,7 +6,7 @@ use tasuki_shm::line::{Claims, Line};
 use tasuki_shm::region::Span;
 use tasuki_shm::sync::Relaxed;
 use tasuki_shm::vni::node_memory::NodeMemory;
-use tasuki_shm::wake::Clapper;
+use tasuki_shm::wake::BellSender;
 
 use super::inbox::{Breach, Inbox};
 use super::outbox::{NoRoom, Outbox, Stock};
@@ -37,7 +37,7 @@ pub struct Counts {
 pub(super) struct Neighbour {
     /// The nodes to which it announces that it talks.
     pub(super) talks: Claims<Span<Line>>,
-    pub(super) clapper: Clapper,
+    pub(super) bell_sender: BellSender,
     pub(super) outbox: Outbox,
     pub(super) inbox: Inbox,
     /// Our line for it; other processes read the counts there.
@@ -46,7 +46,7 @@ pub(super) struct Neighbour {
     /// Whether its ring is among those that we look at.
     pub(super) is_heard: bool,
     /// How far our announcement to it has come.
-    pub(super) talk: Talk,
+    pub(super) announcement: Announcement,
     /// Whether we sent it frames since we last rang its bell.
     pub(super) touched: bool,
     /// The rule that it broke; we no longer listen to it.
@@ -59,7 +59,7 @@ pub(super) struct Neighbour {
 
 /// Whether a node knows that we talk to it (V2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Talk {
+pub(super) enum Announcement {
     /// It does not look at our ring, which costs nothing.
     Silent,
     /// We have announced the ring, and not rung its bell yet.
@@ -97,9 +97,9 @@ impl Neighbour {
     /// Announces that we talk to it, before it can see any frame (V2).
     #[inline]
     pub(super) fn announce(&mut self, node_memory: &NodeMemory, number: u16) {
-        if matches!(self.talk, Talk::Silent | Talk::Ending) {
-            say_that_we_talk(&node_memory.talks(), number, true);
-            self.talk = Talk::Begun;
+        if matches!(self.announcement, Announcement::Silent | Announcement::Ending) {
+            set_announced(&node_memory.talks(), number, true);
+            self.announcement = Announcement::Begun;
         }
     }
 
@@ -119,24 +119,24 @@ impl Neighbour {
         }
         // Another node may need the run for its next frames.
         let _ = self.outbox.rest(stock);
-        match self.talk {
-            Talk::Silent => false,
-            Talk::Begun => {
+        match self.announcement {
+            Announcement::Silent => false,
+            Announcement::Begun => {
                 // There was no room for the one frame that it was to get.
-                say_that_we_talk(&node_memory.talks(), number, false);
-                self.talk = Talk::Silent;
+                set_announced(&node_memory.talks(), number, false);
+                self.announcement = Announcement::Silent;
                 false
             }
-            Talk::Known if now.saturating_duration_since(self.quiet.1) < IDLE => true,
-            Talk::Known => {
-                say_that_we_talk(&node_memory.talks(), number, false);
-                self.talk = Talk::Ending;
+            Announcement::Known if now.saturating_duration_since(self.quiet.1) < IDLE => true,
+            Announcement::Known => {
+                set_announced(&node_memory.talks(), number, false);
+                self.announcement = Announcement::Ending;
                 true
             }
-            Talk::Ending => {
+            Announcement::Ending => {
                 // Fails only if there is nothing to give back; then nothing is lost.
                 let _ = node_memory.give_back_ring(number);
-                self.talk = Talk::Silent;
+                self.announcement = Announcement::Silent;
                 false
             }
         }
@@ -178,12 +178,12 @@ fn bit_of(node: u16) -> (usize, usize, u64) {
     (word / 8, word % 8, 1 << (node % 64))
 }
 
-pub(super) fn says_that_it_talks(talks: &Claims<Span<Line>>, to: u16) -> bool {
+pub(super) fn announces(talks: &Claims<Span<Line>>, to: u16) -> bool {
     let (line, word, bit) = bit_of(to);
     talks.load(line, word) & bit != 0
 }
 
-pub(super) fn say_that_we_talk(talks: &Span<Line>, to: u16, yes: bool) {
+pub(super) fn set_announced(talks: &Span<Line>, to: u16, yes: bool) {
     let (line, word, bit) = bit_of(to);
     let word = talks[line].word(word);
     let others = word.load(Relaxed) & !bit;

@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 
 use arrayvec::ArrayVec;
 
-use tasuki_shm::bell::Ringer;
+use tasuki_shm::bell::PeerBell;
 use tasuki_shm::line::Line;
 use tasuki_shm::pool::{LINE, PAGE, Piece, Pool, Run};
 use tasuki_shm::region::Span;
@@ -152,7 +152,7 @@ pub enum NoRoom {
 #[derive(Debug)]
 pub(super) struct Outbox {
     ring: Producer<Span<Line>, Span<Line>, 1>,
-    pub(super) ringer: Ringer<Span<Line>>,
+    pub(super) peer_bell: PeerBell<Span<Line>>,
     stream: Option<Stream>,
     /// Bytes of the stream that are drafted and not posted yet.
     drafted: u32,
@@ -179,12 +179,12 @@ impl Outbox {
     /// Continues a ring in which a predecessor may have left frames, in the runs `left`.
     pub(super) fn new(
         ring: Producer<Span<Line>, Span<Line>, 1>,
-        ringer: Ringer<Span<Line>>,
+        peer_bell: PeerBell<Span<Line>>,
         mut left: LeftBehind,
         stock: &mut Stock<'_>,
     ) -> Self {
         let sent = VecDeque::with_capacity(64);
-        let mut outbox = Outbox { ring, ringer, stream: None, drafted: 0, sent, held: 0, staged: ArrayVec::new() };
+        let mut outbox = Outbox { ring, peer_bell, stream: None, drafted: 0, sent, held: 0, staged: ArrayVec::new() };
         let unread = outbox.ring.capacity() - outbox.ring.known_room();
         let head = outbox.ring.tail().wrapping_sub(unread);
         left.sort_by_key(|(index, _)| index.wrapping_sub(head));

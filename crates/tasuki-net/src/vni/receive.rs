@@ -7,7 +7,7 @@ use tasuki_shm::wake::this_cpu;
 
 use super::Vni;
 use super::inbox::{Inbox, Incoming, Reader};
-use super::neighbour::{Neighbour, number_of, says_that_it_talks};
+use super::neighbour::{Neighbour, announces, number_of};
 use crate::capture::Captures;
 use crate::port::Armed;
 
@@ -28,7 +28,7 @@ impl Vni {
     pub(super) fn listen_to(&mut self, number: u16) {
         let us = self.number;
         let Some(neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::as_mut) else { return };
-        if !neighbour.is_heard && says_that_it_talks(&neighbour.talks, us) && neighbour.breach.is_none() {
+        if !neighbour.is_heard && announces(&neighbour.talks, us) && neighbour.breach.is_none() {
             neighbour.is_heard = true;
             self.heard.push(number);
         }
@@ -208,7 +208,7 @@ impl Vni {
     /// Stops looking at a node that has withdrawn its announcement: the memory of its ring goes back to the kernel.
     fn drop_if_silent(&mut self, from: u16) {
         let neighbour = self.neighbours[usize::from(from)].as_ref();
-        if neighbour.is_none_or(|it| !says_that_it_talks(&it.talks, self.number)) {
+        if neighbour.is_none_or(|it| !announces(&it.talks, self.number)) {
             self.stop_listening_to(from);
         }
     }
@@ -226,7 +226,7 @@ impl Vni {
         self.bell.park(this_cpu());
         let neighbours = &self.neighbours;
         let us = self.number;
-        let talks_and_has = |it: &Neighbour| says_that_it_talks(&it.talks, us) && it.inbox.is_ready();
+        let talks_and_has = |it: &Neighbour| announces(&it.talks, us) && it.inbox.is_ready();
         let is_ready = |from: &u16| neighbours[usize::from(*from)].as_deref().is_some_and(talks_and_has);
         match self.heard.iter().find(|from| is_ready(from)) {
             Some(from) => {
@@ -280,5 +280,5 @@ impl<R: Reader> Reader for Captured<'_, R> {
 fn talker(neighbours: &mut [Option<Box<Neighbour>>], from: u16, us: u16) -> Option<&mut Neighbour> {
     let neighbour = neighbours[usize::from(from)].as_deref_mut();
     // V2: do not look at a ring without an announcement, for the look would cost memory.
-    neighbour.filter(|neighbour| says_that_it_talks(&neighbour.talks, us))
+    neighbour.filter(|neighbour| announces(&neighbour.talks, us))
 }

@@ -6,7 +6,7 @@ use tasuki_shm::ring::Message;
 
 use super::inbox::Breach;
 use super::ledger::point;
-use super::neighbour::{Talk, name_of};
+use super::neighbour::{Announcement, name_of};
 use super::offload::HEADER_LEN;
 use super::outbox::{NoRoom, SharedRun, Stock, WITH_HEADER, run_pages};
 use super::{BESIDE, PIECE_MAX, Vni};
@@ -332,9 +332,9 @@ impl Vni {
             let Some(neighbour) = self.neighbours[usize::from(to)].as_mut() else { continue };
             neighbour.touched = false;
             // V2: a node that hears of us for the first time must learn our number.
-            let is_new = std::mem::replace(&mut neighbour.talk, Talk::Known) != Talk::Known;
-            if neighbour.outbox.ringer.must_ring() || is_new {
-                neighbour.clapper.ring_as(&name_of(self.number));
+            let is_new = std::mem::replace(&mut neighbour.announcement, Announcement::Known) != Announcement::Known;
+            if neighbour.outbox.peer_bell.must_ring() || is_new {
+                neighbour.bell_sender.ring_as(&name_of(self.number));
             }
             neighbour.publish();
         }

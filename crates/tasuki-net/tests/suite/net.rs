@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use tasuki_net::vni::{PeerDescriptor, Vni};
 use tasuki_shm::pool::Pool;
 use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, POOL_PAGES, PeerNodeMemory};
-use tasuki_shm::wake::Clapper;
+use tasuki_shm::wake::BellSender;
 
 /// The descriptors that a daemon keeps for a node.
 struct Kept {
@@ -34,7 +34,7 @@ impl Kept {
         PeerDescriptor {
             number,
             node_memory: PeerNodeMemory::map(&self.node_memory.to_read().unwrap()).unwrap(),
-            bell: Clapper::from_peer(self.bell.try_clone().unwrap()),
+            bell: BellSender::from_peer(self.bell.try_clone().unwrap()),
             own: Default::default(),
         }
     }

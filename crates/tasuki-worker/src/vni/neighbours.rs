@@ -10,7 +10,7 @@ use tasuki_relay::message::vni;
 use tasuki_shm::region::RegionError;
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::node_memory::{NodeMemoryFds, PeerNodeMemory};
-use tasuki_shm::wake::Clapper;
+use tasuki_shm::wake::BellSender;
 
 use super::VniAttachment;
 use crate::attachment::Common;
@@ -45,7 +45,7 @@ impl<D: FrameHandler> VniAttachment<D> {
         let node_memory = PeerNodeMemory::map(&NodeMemoryFds { control, pool })
             .with_context(|| format!("node {number} of the VNI is left out"))?;
         // The daemon opened this descriptor for us alone.
-        let peer = PeerDescriptor { number, node_memory, bell: Clapper::own(bell), own };
+        let peer = PeerDescriptor { number, node_memory, bell: BellSender::own(bell), own };
         if let Some(end) = self.on_vni(common) {
             end.add(peer.clone())?;
         }

@@ -61,7 +61,7 @@ pub struct Attached {
     pub bell: OwnedFd,
     /// Ring with the client's buffers for the frames that it receives.
     pub to: Ring,
-    clapper: OwnedFd,
+    bell_sender: OwnedFd,
 }
 
 /// A client, from its first message on.
@@ -107,7 +107,7 @@ impl Client {
             to_client: RingText::of(attached.to.place()),
         };
         let memories = self.memories.iter().map(|(_, memory)| memory);
-        let fds = [&self.socket, &attached.bell, &attached.clapper].into_iter().chain(memories);
+        let fds = [&self.socket, &attached.bell, &attached.bell_sender].into_iter().chain(memories);
         Ok(Some(Parts {
             name: self.name(),
             number: name_of(self.socket()),
@@ -121,13 +121,13 @@ impl Client {
     fn map_again(
         name: &str,
         text: &Text,
-        [socket, bell, clapper]: [OwnedFd; 3],
+        [socket, bell, bell_sender]: [OwnedFd; 3],
         memories: Vec<OwnedFd>,
     ) -> Result<Self, (OwnedFd, Refusal)> {
         let regions = text.regions.iter().zip(memories).map(|(size, memory)| Handed::Region(*size, memory));
         let rings = [
             Handed::Ring(text.to_server.place(Way::ToServer), bell),
-            Handed::Ring(text.to_client.place(Way::ToClient), clapper),
+            Handed::Ring(text.to_client.place(Way::ToClient), bell_sender),
         ];
         let (control, deeds) = Control::again(name, regions.chain(rings));
         let mut client = Self::over(socket, control, Instant::now());
@@ -222,8 +222,8 @@ impl Client {
             Ring::new(&regions, place).map(|ring| (ring, bell))
         };
         let (from, bell) = ring(Way::ToServer)?;
-        let (to, clapper) = ring(Way::ToClient)?;
-        Ok(Attached { regions, from, bell, to, clapper })
+        let (to, bell_sender) = ring(Way::ToClient)?;
+        Ok(Attached { regions, from, bell, to, bell_sender })
     }
 
     fn say(&self, message: &Message) -> Result<(), End> {
@@ -247,10 +247,10 @@ impl Attached {
         if !self.to.wants_rings() {
             return;
         }
-        let mut polled = [PollFd::new(&self.clapper, PollFlags::OUT)];
+        let mut polled = [PollFd::new(&self.bell_sender, PollFlags::OUT)];
         let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
         if rustix::event::poll(&mut polled, Some(&at_once)) == Ok(1) && polled[0].revents().contains(PollFlags::OUT) {
-            let _ = rustix::io::write(&self.clapper, &1_u64.to_ne_bytes());
+            let _ = rustix::io::write(&self.bell_sender, &1_u64.to_ne_bytes());
         }
     }
 }

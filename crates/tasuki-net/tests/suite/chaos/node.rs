@@ -16,7 +16,7 @@ use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{PeerRegion, Span};
 use tasuki_shm::vni::directory::Lookup;
 use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, PeerNodeMemory};
-use tasuki_shm::wake::Clapper;
+use tasuki_shm::wake::BellSender;
 
 use super::lease_page::{Between, LeasePage, NUMBERS, Of, Tally};
 use super::orders::{Deed, Order};
@@ -175,7 +175,7 @@ impl Node {
             Deed::Add => {
                 let [control, pool, bell] = fds.try_into().expect("three descriptors");
                 let node_memory = PeerNodeMemory::map(&NodeMemoryFds { control, pool }).expect("it is mapped");
-                let bell = Clapper::from_peer(bell);
+                let bell = BellSender::from_peer(bell);
                 self.vni
                     .add(PeerDescriptor { number, node_memory, bell, own: Default::default() })
                     .expect("its ring is given back");
