@@ -467,7 +467,7 @@ impl Supervisor {
         if let Some(tap) = new.tap().and_then(|tap| self.taps.get_mut(&tap.label())) {
             tap.set(new);
         }
-        self.fit_detours();
+        self.reconcile_shortcuts();
         let node = self.nodes.get_mut(name).context("there is no such node")?;
         // It waits in a jail that was made for the old settings.
         node.ward.forget_cell();

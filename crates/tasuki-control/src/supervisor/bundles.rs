@@ -8,7 +8,7 @@ use tasuki_relay::message::{DeviceBundle, FDS_MAX, LAYOUT_MAX, MESSAGE_MAX, ToDa
 
 use super::card::{Kept, Memory};
 use super::keeping::Key;
-use super::worker::{Fit, Stage};
+use super::worker::{Readiness, Stage};
 use super::{About, Supervisor};
 use crate::foreign::{Foreign, seals};
 
@@ -150,7 +150,7 @@ impl Supervisor {
             }
             if let Some(worker) = self.workers.get_mut(&number) {
                 // For now: it reports its state when the arbiter asks.
-                worker.nics.insert(*nic, Fit::Ready);
+                worker.nics.insert(*nic, Readiness::Ready);
             }
         }
         self.adopted += 1;

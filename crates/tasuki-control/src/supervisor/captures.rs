@@ -123,8 +123,8 @@ impl Supervisor {
         self.captures.insert(number, capture);
         self.note(of.about(), format!("{} is being captured (capture {number})", of.name()));
         // A caller that hears it has begun counts on every frame from then on.
-        self.fit_detours();
-        self.fit_captures();
+        self.reconcile_shortcuts();
+        self.reconcile_captures();
         let told = self.captures.get(&number).map_or(0, |capture| capture.told.len());
         Ok(Begun { number, batches, missed, ports, told, snap, gone: Gone::new(self.door.clone(), number) })
     }
@@ -136,7 +136,7 @@ impl Supervisor {
         };
         capture.open = None;
         let sentence = format!("the capture of {} ends", capture.of.name());
-        self.fit_captures();
+        self.reconcile_captures();
         Ok(Ended { sentence })
     }
 
@@ -153,7 +153,7 @@ impl Supervisor {
     }
 
     /// Has the workers copy that have a captured port, and no others.
-    pub(super) fn fit_captures(&mut self) {
+    pub(super) fn reconcile_captures(&mut self) {
         let Supervisor { captures, cards, workers, nodes, .. } = self;
         for (number, capture) in captures {
             let is_there = match &capture.of {

@@ -15,7 +15,7 @@ use tasuki_shm::crash;
 
 use super::deeds::party;
 use super::keeping::Key;
-use super::worker::{Fit, Stage};
+use super::worker::{Readiness, Stage};
 use super::{About, PATIENCE, PROBE, Supervisor, bundles, now};
 use crate::api::types::Counts;
 use crate::channel::{self, Message, Nothing};
@@ -106,9 +106,9 @@ impl Supervisor {
             (_, Some((Verdict::Stale, _)) | None) => return,
             // The arbiter decides how to treat a breach.
             (_, Some((Verdict::Breach, _))) => {}
-            (Report::Ready, _) => _ = worker.nics.insert(nic, Fit::Ready),
+            (Report::Ready, _) => _ = worker.nics.insert(nic, Readiness::Ready),
             (Report::Unfit(reason) | Report::Failed { reason, .. }, _) => {
-                worker.nics.insert(nic, Fit::Unfit(reason));
+                worker.nics.insert(nic, Readiness::Unfit(reason));
                 let (node, name) = (worker.record.node.clone(), card.name().to_owned());
                 let about = About { node: Some(&node), nic: Some(&name), worker: Some(number) };
                 self.note(about, format!("worker {number} cannot take {name}: {reason}"));
@@ -116,10 +116,10 @@ impl Supervisor {
             // An earlier daemon gave the worker this NIC. It died before it had the worker prepare, or before it
             // heard that the worker cannot.
             (Report::Hello { standing: Standing::Idle | Standing::Unfit, .. }, _)
-                if worker.nics.get(&nic) == Some(&Fit::Ready) && worker.record.node == card.node =>
+                if worker.nics.get(&nic) == Some(&Readiness::Ready) && worker.record.node == card.node =>
             {
                 if let Some(prepare) = card.prepare(Use::Takeover, Method::Keep) {
-                    worker.nics.insert(nic, Fit::Preparing(now()));
+                    worker.nics.insert(nic, Readiness::Preparing(now()));
                     // If the worker is dead, its pidfd reports that.
                     let _ = worker.order(nic, prepare);
                 }

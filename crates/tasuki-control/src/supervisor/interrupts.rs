@@ -11,7 +11,7 @@ use crate::config::Device;
 impl Supervisor {
     /// Routes the interrupts of each card whose owner or whose owner's CPUs have changed. A node without a CPU of its
     /// own gets them on the CPUs that no node has.
-    pub(super) fn fit_interrupts(&mut self) {
+    pub(super) fn reconcile_interrupts(&mut self) {
         let all = if self.aside.is_empty() { &self.may_use } else { &self.aside };
         let mut news = Vec::new();
         for card in self.cards.values_mut() {

@@ -487,7 +487,7 @@ impl Supervisor {
             self.go_on_with_jobs();
             self.say_goodbye();
             self.go_on_opening();
-            self.fit_vnis();
+            self.reconcile_vnis();
             // The keeper must have the new ends before any worker does.
             self.deposit();
             self.fail_over();
@@ -498,16 +498,16 @@ impl Supervisor {
             self.go_on_closing();
             self.apply_the_rest();
             self.go_on_applying();
-            self.fit_trust();
+            self.reconcile_trust();
             self.go_on_with_jobs();
             self.say_goodbye();
             self.mend_keeper();
             self.deposit();
-            self.fit_taps();
-            self.fit_queues();
-            self.fit_detours();
-            self.fit_captures();
-            self.fit_interrupts();
+            self.reconcile_taps();
+            self.reconcile_queues();
+            self.reconcile_shortcuts();
+            self.reconcile_captures();
+            self.reconcile_interrupts();
         }
         self.flush();
         // Last: if the daemon dies while it ends them, registry and keeper already know which node has the NIC.

@@ -14,7 +14,7 @@ use tasuki_relay::wire::{Order, Reason};
 
 use super::card::{Card, Kept, LeasePage, Opener, Opening, Speech};
 use super::policy;
-use super::worker::{Fit, Worker};
+use super::worker::{Readiness, Worker};
 use super::{About, PATIENCE, Supervisor, Token, bundles, iova_of, now, watch};
 use crate::channel::{self, Nothing};
 use crate::config::{self, Confine, Device};
@@ -123,12 +123,12 @@ impl Supervisor {
             return None;
         }
         let of_node = self.workers.values().filter(|worker| worker.record.node == card.node && worker.counts());
-        let fits: Vec<Option<&Fit>> = of_node.map(|worker| worker.nics.get(&nic)).collect();
-        let lost = |fit: &Option<&Fit>| match fit {
-            Some(Fit::Unfit(reason)) if is_of_the_card(reason) => Some(*reason),
+        let readiness: Vec<Option<&Readiness>> = of_node.map(|worker| worker.nics.get(&nic)).collect();
+        let lost = |readiness: &Option<&Readiness>| match readiness {
+            Some(Readiness::Unfit(reason)) if is_of_the_card(reason) => Some(*reason),
             _ => None,
         };
-        fits.iter().map(lost).collect::<Option<Vec<Reason>>>()?.first().copied()
+        readiness.iter().map(lost).collect::<Option<Vec<Reason>>>()?.first().copied()
     }
 
     fn begin_opening(&mut self, nic: u32) -> Result<()> {

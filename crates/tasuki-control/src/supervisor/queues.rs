@@ -305,7 +305,7 @@ impl Supervisor {
     }
 
     /// Has the flows of each queue go by it while a worker drives it, or is about to.
-    pub(super) fn fit_queues(&mut self) {
+    pub(super) fn reconcile_queues(&mut self) {
         if self.adopting {
             // The workers have yet to say what they drive.
             let all = self.queues.values_mut().map(|queue| &mut queue.flows).chain(self.leads.values_mut());

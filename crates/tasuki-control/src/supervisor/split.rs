@@ -21,7 +21,7 @@ use tasuki_relay::arbiter::{Arbiter, State};
 
 use super::jobs::Job;
 use super::policy;
-use super::worker::{Fit, Worker};
+use super::worker::{Readiness, Worker};
 use super::{About, Supervisor, now};
 use crate::config::Work;
 
@@ -44,7 +44,7 @@ pub struct Hand {
     /// Whether it runs the node's present program.
     pub is_staff: bool,
     /// How far it has come with the NICs it was given.
-    pub fits: BTreeMap<u32, Fit>,
+    pub readiness: BTreeMap<u32, Readiness>,
 }
 
 impl Hand {
@@ -54,12 +54,12 @@ impl Hand {
 
     /// Returns whether it drives all sides, or could at once.
     fn can(&self, sides: &[Side]) -> bool {
-        sides.iter().all(|side| self.holds(side) || self.fits.get(&side.nic) == Some(&Fit::Ready))
+        sides.iter().all(|side| self.holds(side) || self.readiness.get(&side.nic) == Some(&Readiness::Ready))
     }
 
     /// Returns whether it has reported no side that it cannot take.
-    fn is_fit(&self, sides: &[Side]) -> bool {
-        !sides.iter().any(|side| matches!(self.fits.get(&side.nic), Some(Fit::Unfit(_))))
+    fn has_refused_none(&self, sides: &[Side]) -> bool {
+        !sides.iter().any(|side| matches!(self.readiness.get(&side.nic), Some(Readiness::Unfit(_))))
     }
 }
 
@@ -91,7 +91,7 @@ pub fn decide(sides: &[Side], hands: &[Hand]) -> Then {
         let able = of_program(is_staff).filter(|hand| hand.can(sides));
         able.max_by_key(|hand| (held(hand), Reverse(hand.worker)))
     };
-    let comes = || of_program(true).any(|hand| hand.is_fit(sides));
+    let comes = || of_program(true).any(|hand| hand.has_refused_none(sides));
     let to = match best(true) {
         None if comes() => return Then::Wait,
         staff => staff.or_else(|| best(false)),
@@ -102,9 +102,9 @@ pub fn decide(sides: &[Side], hands: &[Hand]) -> Then {
 /// Returns the worker that is to get the sides without a driver, as the first worker that is ready drives. It is a
 /// worker that drives a side already, unless it cannot drive the rest.
 pub fn joiner(sides: &[Side], hands: &[Hand]) -> Option<u32> {
-    let mut fit = hands.iter().filter(|hand| hand.is_fit(sides));
-    let holder = fit.clone().find(|hand| sides.iter().any(|side| hand.holds(side)));
-    holder.or_else(|| fit.next()).map(|hand| hand.worker)
+    let mut able = hands.iter().filter(|hand| hand.has_refused_none(sides));
+    let holder = able.clone().find(|hand| sides.iter().any(|side| hand.holds(side)));
+    holder.or_else(|| able.next()).map(|hand| hand.worker)
 }
 
 /// The attempts to mend a split uplink.
@@ -135,7 +135,7 @@ impl Supervisor {
         let hand = |worker: &Worker| Hand {
             worker: worker.party(),
             is_staff: staff.contains(&worker.party()),
-            fits: worker.nics.clone(),
+            readiness: worker.nics.clone(),
         };
         its.map(hand).collect()
     }
@@ -200,9 +200,9 @@ mod tests {
     const NIC: u32 = 0;
     const END: u32 = 1;
 
-    const READY: Fit = Fit::Ready;
-    const PREPARING: Fit = Fit::Preparing(Duration::ZERO);
-    const UNFIT: Fit = Fit::Unfit(Reason::CardGone);
+    const READY: Readiness = Readiness::Ready;
+    const PREPARING: Readiness = Readiness::Preparing(Duration::ZERO);
+    const UNFIT: Readiness = Readiness::Unfit(Reason::CardGone);
 
     /// Returns two sides held by these workers.
     fn sides(nic: u32, end: u32) -> [Side; 2] {
@@ -210,19 +210,19 @@ mod tests {
     }
 
     /// Returns a worker of the present program, and how far it is with NIC and end.
-    fn staff(worker: u32, fits: [Fit; 2]) -> Hand {
-        Hand { worker, is_staff: true, fits: [NIC, END].into_iter().zip(fits).collect() }
+    fn staff(worker: u32, readiness: [Readiness; 2]) -> Hand {
+        Hand { worker, is_staff: true, readiness: [NIC, END].into_iter().zip(readiness).collect() }
     }
 
     /// Returns a worker of another program.
-    fn old(worker: u32, fits: [Fit; 2]) -> Hand {
-        Hand { is_staff: false, ..staff(worker, fits) }
+    fn old(worker: u32, readiness: [Readiness; 2]) -> Hand {
+        Hand { is_staff: false, ..staff(worker, readiness) }
     }
 
     #[test]
     fn the_table() {
         let both = [READY, READY];
-        let one_is_on_its_way = Hand { fits: BTreeMap::new(), ..staff(5, both) };
+        let one_is_on_its_way = Hand { readiness: BTreeMap::new(), ..staff(5, both) };
         let cases: [(&str, [Side; 2], Vec<Hand>, Then); 12] = [
             ("one has both", sides(3, 3), vec![staff(3, both), staff(4, both)], Then::Whole),
             ("it came first", sides(3, 4), vec![staff(3, both), staff(4, both)], Then::To(3)),
@@ -298,18 +298,18 @@ mod tests {
     /// while one of the node's program can. If no worker can, none is chosen.
     #[test]
     fn who_is_to_have_both_can_drive_both() {
-        let fits = [READY, PREPARING, UNFIT];
-        let pairs: Vec<[Fit; 2]> = fits.iter().flat_map(|nic| fits.map(|end| [*nic, end])).collect();
+        let all = [READY, PREPARING, UNFIT];
+        let pairs: Vec<[Readiness; 2]> = all.iter().flat_map(|nic| all.map(|end| [*nic, end])).collect();
         let of_three =
             pairs.iter().flat_map(|one| pairs.iter().flat_map(|two| pairs.iter().map(|three| (*one, *two, *three))));
         let mut seen = BTreeMap::new();
-        for ((one, two, three), is_staff) in of_three.flat_map(|fits| [(fits, true), (fits, false)]) {
+        for ((one, two, three), is_staff) in of_three.flat_map(|three| [(three, true), (three, false)]) {
             let sides = sides(5, 3);
             let mut hands = [staff(3, one), staff(4, two), Hand { is_staff, ..staff(5, three) }];
             // A holder of a side was ready for it.
-            hands[2].fits.insert(NIC, READY);
-            hands[0].fits.insert(END, READY);
-            let both = |hand: &Hand| hand.fits.values().all(|fit| *fit == READY);
+            hands[2].readiness.insert(NIC, READY);
+            hands[0].readiness.insert(END, READY);
+            let both = |hand: &Hand| hand.readiness.values().all(|it| *it == READY);
             let able = |is_staff| hands.iter().any(|hand| hand.is_staff == is_staff && both(hand));
             let what = match decide(&sides, &hands) {
                 Then::To(worker) => {
@@ -320,7 +320,10 @@ mod tests {
                     "to one"
                 }
                 Then::Wait => {
-                    assert!(!able(true) && hands.iter().any(|hand| hand.is_staff && hand.is_fit(&sides)), "{hands:?}");
+                    assert!(
+                        !able(true) && hands.iter().any(|hand| hand.is_staff && hand.has_refused_none(&sides)),
+                        "{hands:?}"
+                    );
                     "wait"
                 }
                 Then::Nobody => {
@@ -339,7 +342,7 @@ mod tests {
         let side = |nic, holder| Side { nic, holder, is_steady: holder.is_some() };
         let parked = [side(NIC, Some(4)), side(END, None)];
         let none = [side(NIC, None), side(END, None)];
-        let fresh = |worker| Hand { fits: BTreeMap::new(), ..staff(worker, [READY, READY]) };
+        let fresh = |worker| Hand { readiness: BTreeMap::new(), ..staff(worker, [READY, READY]) };
         assert_eq!(joiner(&parked, &[fresh(3), staff(4, [READY, PREPARING])]), Some(4));
         assert_eq!(
             joiner(&parked, &[staff(4, [READY, UNFIT]), fresh(5)]),

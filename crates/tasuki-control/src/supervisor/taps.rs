@@ -224,7 +224,7 @@ impl Supervisor {
     }
 
     /// Sends all frames of a namespace that is captured, or may not take the shortcut, by way of its worker.
-    pub(super) fn fit_detours(&mut self) {
+    pub(super) fn reconcile_shortcuts(&mut self) {
         let nodes = self.config.node.iter().filter(|node| node.vni.is_some());
         let labels: Vec<(String, bool)> =
             nodes.filter_map(|node| Some((node.tap()?.label(), self.is_captured(&node.name)))).collect();
@@ -266,7 +266,7 @@ impl Supervisor {
     /// Gives every TAP the station address of the NIC that it stands for, or is about to. The address of a VNI end
     /// comes from the configuration, and never from a worker: while its veth end has it, no other node receives the
     /// frames sent there (W1).
-    pub(super) fn fit_taps(&mut self) {
+    pub(super) fn reconcile_taps(&mut self) {
         if self.taps.is_empty() {
             return;
         }

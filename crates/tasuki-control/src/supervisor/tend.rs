@@ -22,7 +22,7 @@ use super::door::why;
 use super::jails::{Cell, Unsaid};
 use super::keeping::Key;
 use super::policy::{self, Death, Trouble};
-use super::worker::{Fit, Stage, Words, Worker, clients, tells};
+use super::worker::{Readiness, Stage, Words, Worker, clients, tells};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, split, watch};
 use crate::config::{Device, Work};
 use crate::jail;
@@ -91,7 +91,7 @@ impl Supervisor {
         let is_soon = |since: Duration| now().saturating_sub(since) < SOON;
         let comes = |number: u32, nic: u32| match (self.workers[&number].stage, self.workers[&number].nics.get(&nic)) {
             (Stage::Starting(since) | Stage::Asked(since), _) => is_soon(since),
-            (_, Some(Fit::Preparing(since))) => is_soon(*since),
+            (_, Some(Readiness::Preparing(since))) => is_soon(*since),
             _ => false,
         };
         let staff = self.staff_of(name);
@@ -125,7 +125,8 @@ impl Supervisor {
         let Some(worker) = self.workers.get(&number).filter(|worker| worker.serves()) else { return false };
         let is_its = |card: &&super::card::Card| card.node == worker.record.node && card.closing.is_none();
         let of_node = self.cards.values().filter(is_its).filter(|card| card.kept.is_some());
-        { of_node }.all(|card| worker.nics.get(&card.number) == Some(&Fit::Ready) || card.holder() == Some(number))
+        { of_node }
+            .all(|card| worker.nics.get(&card.number) == Some(&Readiness::Ready) || card.holder() == Some(number))
     }
 
     /// Retires workers of an older program once enough of the present one are ready, and surplus workers.
@@ -428,7 +429,7 @@ impl Supervisor {
         let (bundle, count) = apart.unwrap_or_else(|| (kept.bundle.clone(), kept.fds.len()));
         let fenced = method != Method::Keep && !is_trusted;
         let message = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), fenced, bundle };
-        worker.has(nic, Fit::Preparing(now()));
+        worker.has(nic, Readiness::Preparing(now()));
         self.keep(Key::Worker(number));
         self.deposit();
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else {
@@ -520,10 +521,9 @@ impl Supervisor {
                 Stage::Leaving(since) if late(since, PATIENCE) => "was told to end and does not",
                 Stage::Begun
                     if !self.is_needed(*number)
-                        && worker
-                            .nics
-                            .values()
-                            .any(|fit| matches!(fit, Fit::Preparing(since) if late(*since, prepare))) =>
+                        && worker.nics.values().any(
+                            |readiness| matches!(readiness, Readiness::Preparing(since) if late(*since, prepare)),
+                        ) =>
                 {
                     "has not prepared in time"
                 }

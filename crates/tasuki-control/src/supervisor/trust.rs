@@ -20,7 +20,7 @@ impl Supervisor {
     }
 
     /// Takes NICs' lease pages from nodes that are not trusted any more: their workers that had the NIC end first.
-    pub(super) fn fit_trust(&mut self) {
+    pub(super) fn reconcile_trust(&mut self) {
         let is_still = |card: &Card| card.is_settled() || card.arbiter.is_none();
         let is_free = |card: &&Card| is_still(card) && !self.jobs.iter().any(|job| job.is_about(card.number));
         let shared = self.cards.values().filter(|card| self.has_strangers(card)).filter(is_free);
@@ -41,7 +41,7 @@ impl Supervisor {
         }
     }
 
-    /// Tells the arbiters which nodes do not trust each other any more, but where both have the page: see `fit_trust`.
+    /// Tells the arbiters which nodes do not trust each other any more, but where both have the page: see `reconcile_trust`.
     pub(super) fn estrange_those_apart(&mut self) {
         let names: Vec<String> = self.nodes.keys().cloned().collect();
         let pairs =

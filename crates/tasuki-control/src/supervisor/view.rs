@@ -4,7 +4,7 @@ use tasuki_relay::arbiter::State;
 use tasuki_relay::message::{heartbeat, lease_page};
 
 use super::card::{Card, Opening};
-use super::worker::{Fit, Stage, Worker};
+use super::worker::{Readiness, Stage, Worker};
 use super::{Supervisor, now};
 use crate::api::metrics::Metrics;
 use crate::api::types::{NicView, NodeView, Status, VmView, WorkerView};
@@ -74,9 +74,9 @@ impl Supervisor {
             Stage::Starting(_) | Stage::Asked(_) => "starting",
             Stage::Leaving(_) | Stage::Condemned => "leaves",
             _ if worker.deaf.is_some() => "leaves",
-            Stage::Begun if worker.nics.values().any(|fit| matches!(fit, Fit::Preparing(_))) => "prepares",
+            Stage::Begun if worker.nics.values().any(|it| matches!(it, Readiness::Preparing(_))) => "prepares",
             Stage::Begun if worker.record.staged.is_some() => "staged",
-            Stage::Begun if worker.nics.values().any(|fit| *fit == Fit::Ready) => "stands by",
+            Stage::Begun if worker.nics.values().any(|it| *it == Readiness::Ready) => "stands by",
             Stage::Begun => "idle",
         };
         let count = |word| worker.heartbeat.as_ref().map_or(0, |heartbeat| heartbeat.load(word));

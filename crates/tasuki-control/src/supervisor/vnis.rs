@@ -203,7 +203,7 @@ impl Supervisor {
 
     /// Makes every open end a member of its VNI. Ends that an earlier daemon made join together, so that no node is
     /// missing meanwhile.
-    pub(super) fn fit_vnis(&mut self) {
+    pub(super) fn reconcile_vnis(&mut self) {
         if self.adopting {
             return;
         }

@@ -72,7 +72,7 @@ impl Words {
 
 /// How far a worker has come with a NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fit {
+pub enum Readiness {
     /// It maps and checks, since this time.
     Preparing(Duration),
     /// It could drive at once.
@@ -132,7 +132,7 @@ pub struct Worker {
     pub heard: Duration,
     pub stage: Stage,
     /// The NICs that it has, by number.
-    pub nics: BTreeMap<u32, Fit>,
+    pub nics: BTreeMap<u32, Readiness>,
     /// Whether it has ever reported that it accepts orders.
     pub has_begun: bool,
     /// The NICs that it was ever given.
@@ -181,9 +181,9 @@ impl Worker {
     }
 
     /// Records how far it has come with a NIC.
-    pub fn has(&mut self, nic: u32, fit: Fit) {
+    pub fn has(&mut self, nic: u32, readiness: Readiness) {
         self.given.insert(nic);
-        self.nics.insert(nic, fit);
+        self.nics.insert(nic, readiness);
     }
 
     /// Returns the versions of driver states of this kind that it reads and writes, if it has said so.

@@ -8,7 +8,7 @@ use tasuki_relay::wire::{Plan, Reason, Use};
 use tasuki_shm::crash;
 
 use super::super::deeds::party;
-use super::super::worker::Fit;
+use super::super::worker::Readiness;
 use super::super::{About, Supervisor, now};
 use super::{NOBODY, Purpose, finding};
 
@@ -123,21 +123,21 @@ impl Supervisor {
                 // Other workers must let go of the NIC first.
                 false => Step::Wait,
             },
-            Some(Fit::Preparing(since)) if now().saturating_sub(*since) > limits.prepare() => {
+            Some(Readiness::Preparing(since)) if now().saturating_sub(*since) > limits.prepare() => {
                 Step::Fail(format!("worker {target} has not prepared within {} ms", limits.prepare_ms))
             }
-            Some(Fit::Preparing(_)) => Step::Wait,
-            Some(Fit::Unfit(reason)) => Step::Fail(reason.to_string()),
-            Some(Fit::Ready) if purpose == Purpose::Stage => {
+            Some(Readiness::Preparing(_)) => Step::Wait,
+            Some(Readiness::Unfit(reason)) => Step::Fail(reason.to_string()),
+            Some(Readiness::Ready) if purpose == Purpose::Stage => {
                 self.jobs[at].todo.pop_front();
                 Step::Again
             }
-            Some(Fit::Ready) if card.holder() == Some(target) => {
+            Some(Readiness::Ready) if card.holder() == Some(target) => {
                 // The driver died meanwhile, and the target took over as a stand-by.
                 self.note_outcome(at, nic, None);
                 Step::Again
             }
-            Some(Fit::Ready) => match card.arbiter.as_ref().map(|arbiter| arbiter.state()) {
+            Some(Readiness::Ready) => match card.arbiter.as_ref().map(|arbiter| arbiter.state()) {
                 Some(State::Steady) if self.others_are_cared_for(at, nic) => self.ask_arbiter(at, nic, choice.method),
                 // All workers of the old node that had the NIC are fenced, and its other workers do not get it
                 // meanwhile. Or it had no worker left before.
@@ -324,7 +324,7 @@ impl Supervisor {
                 worker.record.node == node
                     && worker.serves()
                     && !worker.given.contains(&nic)
-                    && worker.nics.get(&other) == Some(&Fit::Ready)
+                    && worker.nics.get(&other) == Some(&Readiness::Ready)
             })
         };
         self.others_of(node, nic).all(is_ready)
