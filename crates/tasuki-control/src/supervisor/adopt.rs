@@ -241,7 +241,7 @@ impl Supervisor {
         let peer = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
         let is_itself = !reached || peer == Some(process.name().pid);
         let socket = socket.unwrap_or(ours);
-        watch(&self.epoll, socket.as_fd(), Token::WorkerSays(number))?;
+        watch(&self.epoll, socket.as_fd(), Token::WorkerReadable(number))?;
         let asked = now();
         let its = its.and_then(|(given, fds)| {
             let heartbeat = Words::adopt(fds.into_iter().next()?, heartbeat::LEN).ok()?;
@@ -269,12 +269,12 @@ impl Supervisor {
             has_begun: true,
             lacks: Vec::new(),
             jailing: None,
-            unsaid: None,
+            first_message: None,
             group: None,
             lines,
             tells: tells(asked),
             clients: clients(asked),
-            deaf: None,
+            hung_up_since: None,
             is_adopted: true,
             asked: Default::default(),
             wanted,

@@ -58,7 +58,7 @@ impl Supervisor {
     /// Handles the memory that a NIC will lie in once this worker drives it. A worker may change nothing else of a
     /// NIC: the opener alone provides the connection to the card. If the daemon may not open the descriptors, the NIC
     /// stays where it is: a driver whose memory no other process has would take the NIC along when it dies.
-    pub(super) fn has_memory(&mut self, number: u32, nic: u32, layout: String, fds: Option<Foreign>) {
+    pub(super) fn on_memory(&mut self, number: u32, nic: u32, layout: String, fds: Option<Foreign>) {
         let Some(worker) = self.workers.get(&number) else { return };
         let end = self.cards.get(&nic).is_some_and(|card| card.vni().is_some());
         if end || !worker.given.contains(&nic) {
@@ -81,7 +81,7 @@ impl Supervisor {
                 card.name()
             );
             let job = self.jobs.iter_mut().find(|job| job.target == number && job.is_about(nic));
-            return job.into_iter().for_each(|job| job.lacks(why.clone()));
+            return job.into_iter().for_each(|job| job.fail_before_relay(why.clone()));
         };
         if let Some(odd) = self.odd_memory(kept, uid, &layout, &fds) {
             let name = card.name().to_owned();
@@ -127,7 +127,7 @@ impl Supervisor {
 
     /// Handles an adopted worker's statement of its number, its node, and the NICs that it has. The keeper has their
     /// device bundles.
-    pub(super) fn says_who_it_is(&mut self, number: u32, party: u32, node: &str, nics: &[u32]) {
+    pub(super) fn on_identity(&mut self, number: u32, party: u32, node: &str, nics: &[u32]) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         if std::mem::take(&mut worker.asked.again) {
             // It was asked for its client alone.
@@ -154,7 +154,7 @@ impl Supervisor {
             }
         }
         self.adopted += 1;
-        self.hears_orders(number);
+        self.mark_begun(number);
         let sentence = format!("worker {number} of node {node} ran on while no tasukid did, and is adopted");
         self.note(About::worker(node, number), sentence);
     }

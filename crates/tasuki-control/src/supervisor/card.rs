@@ -259,7 +259,7 @@ pub struct Card {
     /// Workers to keep from the NIC.
     pub condemned: BTreeSet<u32>,
     /// The last relay outcome, if no job has read it yet.
-    pub said: Option<RelayOutcome>,
+    pub last_outcome: Option<RelayOutcome>,
     /// Method of the relay under way.
     pub method: method::Method,
     /// The lease's previous page, while a relay is under way.
@@ -316,7 +316,7 @@ impl Card {
             arbiter: None,
             watch: None,
             condemned: BTreeSet::new(),
-            said: None,
+            last_outcome: None,
             method: method::Method::Keep,
             plan: None,
             past: None,
@@ -418,7 +418,7 @@ impl Card {
         self.renewals = self.renewals.saturating_add(1);
         (self.lease_page, self.page_of) = (lease_page, BTreeSet::from([self.node.clone()]));
         (self.kept, self.coming, self.coming_lease_page) = (None, None, None);
-        (self.arbiter, self.watch, self.said) = (None, None, None);
+        (self.arbiter, self.watch, self.last_outcome) = (None, None, None);
         self.condemned.clear();
     }
 

@@ -101,7 +101,7 @@ impl Supervisor {
             Do::Fence(party) => return self.fence(nic, party),
             Do::Breach(party, because) => self.breach(nic, party.0.get(), because),
             Do::Renew { node, word } => self.renew(nic, node, word),
-            Do::Say(told) => self.settled(nic, told),
+            Do::Say(outcome) => self.settled(nic, outcome),
         }
         None
     }
@@ -138,7 +138,7 @@ impl Supervisor {
                 worker.stage = Stage::Leaving(now());
             }
             // Its teardown keeps the worker and the CPU busy; the caller of the relay need not wait for that.
-            return self.goodbyes.push((party, nic, is_last));
+            return self.pending_leaves.push((party, nic, is_last));
         }
         let sent = worker.order(nic, order);
         match order {
@@ -152,8 +152,8 @@ impl Supervisor {
     }
 
     /// Sends the pending leave orders.
-    pub(super) fn say_goodbye(&mut self) {
-        for (party, nic, is_last) in std::mem::take(&mut self.goodbyes) {
+    pub(super) fn send_leaves(&mut self) {
+        for (party, nic, is_last) in std::mem::take(&mut self.pending_leaves) {
             let Some(worker) = self.workers.get_mut(&party) else { continue };
             let sent = worker.order(nic, Order::Leave);
             if is_last {
@@ -329,10 +329,10 @@ impl Supervisor {
     }
 
     /// Handles the end of a relay.
-    fn settled(&mut self, nic: u32, told: RelayOutcome) {
+    fn settled(&mut self, nic: u32, outcome: RelayOutcome) {
         let leaves = self.cards.get(&nic).is_some_and(|card| self.leaves(&card.node));
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        (card.said, card.plan) = (Some(told), None);
+        (card.last_outcome, card.plan) = (Some(outcome), None);
         card.watch = None;
         card.settle_memory();
         card.past = None;
@@ -340,7 +340,7 @@ impl Supervisor {
         let Some(card) = self.cards.get_mut(&nic) else { return };
         let holder = card.holder();
         // `NobodyLeft` is over once a worker drives.
-        let why = told.why.filter(|why| holder.is_none() || *why != Reason::NobodyLeft);
+        let why = outcome.why.filter(|why| holder.is_none() || *why != Reason::NobodyLeft);
         card.trouble = why.map(|why| why.to_string());
         if let Some(node) = holder.and_then(|holder| self.workers.get(&holder)).map(|worker| worker.record.node.clone())
         {

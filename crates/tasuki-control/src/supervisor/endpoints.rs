@@ -192,7 +192,7 @@ impl Supervisor {
     /// Handles a worker's report of a client that it serves, or has heard of: the node's other workers are to know
     /// the client, too. The driver's report counts more; a report from a worker that has just passed the lease goes
     /// to the worker that has it.
-    pub(super) fn has_client(&mut self, number: u32, nic: u32, client: message::Client, fds: Foreign) {
+    pub(super) fn on_client(&mut self, number: u32, nic: u32, client: message::Client, fds: Foreign) {
         let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.clients.take(now()));
         if is_often {
             return self.condemn(number, "reports its node's client too often".to_owned());
@@ -204,7 +204,7 @@ impl Supervisor {
         let Some(connected) = Connected::new(client, fds) else {
             return self.condemn(number, "sent descriptors that are not a client's".to_owned());
         };
-        self.has_room_for_client(number, nic);
+        self.clear_client_trouble(number, nic);
         let Some(end) = self.endpoint_of(number, nic) else { return };
         let knows = end.client.as_ref().is_some_and(|known| known.is(&connected));
         if knows {
@@ -225,7 +225,7 @@ impl Supervisor {
 
     /// Handles a report of a client whose descriptors this daemon may not open. It asks for it again: a worker that
     /// goes on without the client sends it away.
-    pub(super) fn has_no_room_for_client(&mut self, number: u32, nic: u32) {
+    pub(super) fn on_client_without_descriptors(&mut self, number: u32, nic: u32) {
         let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.clients.take(now()));
         if is_often || self.endpoint_of(number, nic).is_none() {
             return self.condemn(number, "reports a client too often, or at an end that is not its own".to_owned());
@@ -238,7 +238,7 @@ impl Supervisor {
         }
     }
 
-    fn has_room_for_client(&mut self, number: u32, nic: u32) {
+    fn clear_client_trouble(&mut self, number: u32, nic: u32) {
         let (Some(worker), Some(card)) = (self.workers.get_mut(&number), self.cards.get_mut(&nic)) else { return };
         worker.asked.client_at = None;
         card.trouble.take_if(|trouble| *trouble == no_room(&worker.record.node));
@@ -255,8 +255,8 @@ impl Supervisor {
     }
 
     /// Handles a worker's report that a client is gone.
-    pub(super) fn has_client_no_more(&mut self, number: u32, nic: u32, socket: u64) {
-        self.has_room_for_client(number, nic);
+    pub(super) fn on_client_gone(&mut self, number: u32, nic: u32, socket: u64) {
+        self.clear_client_trouble(number, nic);
         let Some(end) = self.endpoint_of(number, nic) else { return };
         if end.client.take_if(|client| client.socket == socket).is_none() {
             return;

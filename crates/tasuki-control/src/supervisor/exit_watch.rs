@@ -86,7 +86,7 @@ pub fn close(heartbeat: &Words) {
 impl Supervisor {
     /// Handles ended threads, reported by the kernel or by the workers themselves. A worker that claims it and lives
     /// is killed before the daemon acts on it.
-    pub(super) fn lives_ended(&mut self) {
+    pub(super) fn on_exit_marks(&mut self) {
         for number in self.exit_watch.take() {
             let Some(worker) = self.workers.get(&number) else { continue };
             worker.process.kill();

@@ -35,37 +35,39 @@ const READS_MAX: usize = 16;
 const COUNT_NAME_MAX: usize = 64;
 
 impl Supervisor {
-    pub(super) fn worker_says(&mut self, number: u32) {
+    pub(super) fn on_worker_readable(&mut self, number: u32) {
         for _ in 0..AT_ONCE {
             let Some(worker) = self.workers.get(&number) else { return };
             match channel::receive(worker.socket.as_fd(), &mut self.room) {
-                Ok(message) => self.worker_said(number, message),
+                Ok(message) => self.on_message(number, message),
                 Err(Nothing::Yet) => return,
-                Err(Nothing::Closed) => return self.deaf(number),
-                Err(Nothing::Lack(bytes)) if let Ok(said) = serde_json::from_slice(&bytes) => self.lacks(number, said),
+                Err(Nothing::Closed) => return self.on_hang_up(number),
+                Err(Nothing::Lack(bytes)) if let Ok(said) = serde_json::from_slice(&bytes) => {
+                    self.on_lost_descriptors(number, said)
+                }
                 Err(broken) => return self.condemn(number, format!("cannot be heard ({broken})")),
             }
         }
     }
 
     /// Handles a message whose descriptors this daemon may not open, which is not the worker's fault.
-    fn lacks(&mut self, number: u32, said: ToDaemon) {
+    fn on_lost_descriptors(&mut self, number: u32, said: ToDaemon) {
         match said {
-            ToDaemon::Client { nic, .. } => self.has_no_room_for_client(number, nic),
-            ToDaemon::Memory { nic, layout } => self.has_memory(number, nic, layout, None),
+            ToDaemon::Client { nic, .. } => self.on_client_without_descriptors(number, nic),
+            ToDaemon::Memory { nic, layout } => self.on_memory(number, nic, layout, None),
             ToDaemon::DriverState { nic } => self.forward_driver_state(number, nic, None),
             _ => self.condemn(number, "sent descriptors beside a message to which none belong".to_owned()),
         }
     }
 
     /// Handles a worker that has closed its end: it is ending, or ignores the daemon.
-    fn deaf(&mut self, number: u32) {
+    fn on_hang_up(&mut self, number: u32) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let _ = rustix::event::epoll::delete(&self.epoll, &worker.socket);
-        worker.deaf = Some(now());
+        worker.hung_up_since = Some(now());
     }
 
-    fn worker_said(&mut self, number: u32, message: Message) {
+    fn on_message(&mut self, number: u32, message: Message) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         worker.heard = now();
         worker.probe = None;
@@ -74,7 +76,7 @@ impl Supervisor {
                 return self.condemn(number, "sent descriptors beside a report, to which none belong".to_owned());
             }
             return match Report::parse(packet) {
-                Ok(report) => self.reported(number, nic, report),
+                Ok(report) => self.on_report(number, nic, report),
                 Err(broken) => self.condemn(number, format!("breaks the protocol ({broken})")),
             };
         }
@@ -84,7 +86,7 @@ impl Supervisor {
                     let came = message.fds.len();
                     self.condemn(number, format!("sent {came} descriptors beside a message to which {belong} belong"))
                 }
-                _ => self.wrote(number, said, message.fds),
+                _ => self.on_json_message(number, said, message.fds),
             },
             Err(broken) => self.condemn(
                 number,
@@ -93,7 +95,7 @@ impl Supervisor {
         }
     }
 
-    fn reported(&mut self, number: u32, nic: u32, report: Report) {
+    fn on_report(&mut self, number: u32, nic: u32, report: Report) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         if !worker.given.contains(&nic) {
             return self.condemn(number, format!("speaks of NIC {nic}, which it was not given"));
@@ -129,26 +131,26 @@ impl Supervisor {
         self.tell_arbiter(nic, Input::Report(party, report, word));
     }
 
-    fn wrote(&mut self, number: u32, message: ToDaemon, fds: Foreign) {
+    fn on_json_message(&mut self, number: u32, message: ToDaemon, fds: Foreign) {
         match message {
             ToDaemon::Begun { protocol_version, reads, unconfined } => {
-                self.has_begun(number, protocol_version, reads, unconfined)
+                self.on_begun(number, protocol_version, reads, unconfined)
             }
-            ToDaemon::Mine { party, node, nics } => self.says_who_it_is(number, party, &node, &nics),
-            ToDaemon::Memory { nic, layout } => self.has_memory(number, nic, layout, Some(fds)),
+            ToDaemon::Mine { party, node, nics } => self.on_identity(number, party, &node, &nics),
+            ToDaemon::Memory { nic, layout } => self.on_memory(number, nic, layout, Some(fds)),
             ToDaemon::DeviceBundle { .. } => {
                 self.condemn(number, "sent a device bundle, which only an opener may send".to_owned());
             }
             ToDaemon::DriverState { nic } => self.forward_driver_state(number, nic, Some(&fds)),
-            ToDaemon::Client { nic, client } => self.has_client(number, nic, client, fds),
-            ToDaemon::NoClient { nic, socket } => self.has_client_no_more(number, nic, socket),
-            ToDaemon::Counts { nic, counts } => self.counted(number, nic, &counts),
-            ToDaemon::Told { nic, sentence } => self.has_told(number, nic, &sentence),
+            ToDaemon::Client { nic, client } => self.on_client(number, nic, client, fds),
+            ToDaemon::NoClient { nic, socket } => self.on_client_gone(number, nic, socket),
+            ToDaemon::Counts { nic, counts } => self.on_counts(number, nic, &counts),
+            ToDaemon::Told { nic, sentence } => self.on_sentence(number, nic, &sentence),
         }
     }
 
     /// Passes a worker's sentence on to users. Sentences beyond the worker's limit are only counted.
-    fn has_told(&mut self, number: u32, nic: Option<u32>, sentence: &str) {
+    fn on_sentence(&mut self, number: u32, nic: Option<u32>, sentence: &str) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let node = worker.record.node.clone();
         let left_out = worker.tells.left_out(now());
@@ -173,7 +175,7 @@ impl Supervisor {
         self.note(about, format!("worker {number} says: {sentence}"));
     }
 
-    fn has_begun(&mut self, number: u32, protocol_version: u32, reads: Vec<(u32, u32, u32)>, unconfined: Vec<String>) {
+    fn on_begun(&mut self, number: u32, protocol_version: u32, reads: Vec<(u32, u32, u32)>, unconfined: Vec<String>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         if protocol_version != PROTOCOL_VERSION {
             let sentence = format!(
@@ -184,7 +186,7 @@ impl Supervisor {
         if !matches!(worker.stage, Stage::Starting(_)) {
             return;
         }
-        if worker.unsaid.is_some() {
+        if worker.first_message.is_some() {
             return self.condemn(number, "began before it had its description".to_owned());
         }
         let says = unconfined.iter().take(UNCONFINED_MAX).map(|sentence| plain(sentence, SENTENCE_MAX));
@@ -195,12 +197,12 @@ impl Supervisor {
             let sentence = "is from before an interface with several queues could have limits, and its node has both; leave limits out, or name a later program (tasuki worker upgrade --with)";
             return self.condemn(number, sentence.to_owned());
         }
-        self.hears_orders(number);
+        self.mark_begun(number);
         self.note(About::worker(&node, number), format!("worker {number} of node {node} has begun ({binary})"));
     }
 
     /// Marks a worker as one that accepts orders.
-    pub(super) fn hears_orders(&mut self, number: u32) {
+    pub(super) fn mark_begun(&mut self, number: u32) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         (worker.stage, worker.has_begun) = (Stage::Begun, true);
         worker.heart = Heartbeat::new(now());
@@ -219,7 +221,7 @@ impl Supervisor {
     fn forward_driver_state(&mut self, number: u32, nic: u32, fds: Option<&Foreign>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let Some(at) = worker.asked.driver_states.iter().position(|asked| *asked == nic) else {
-            return self.was_not_asked(number, &format!("the driver state of NIC {nic}"));
+            return self.on_unasked(number, &format!("the driver state of NIC {nic}"));
         };
         worker.asked.driver_states.swap_remove(at);
         if let Some(fds) = fds.filter(|fds| fds.len() != 1) {
@@ -242,9 +244,9 @@ impl Supervisor {
     }
 
     /// Sends a worker's counts to the callers that asked when it drove the NIC.
-    fn counted(&mut self, number: u32, nic: u32, counts: &[(String, u64)]) {
+    fn on_counts(&mut self, number: u32, nic: u32, counts: &[(String, u64)]) {
         if !self.workers.get(&number).is_some_and(|worker| worker.asked.counts) {
-            return self.was_not_asked(number, "counts");
+            return self.on_unasked(number, "counts");
         }
         let Some(name) = self.cards.get(&nic).map(|card| card.name().to_owned()) else { return };
         let is_its = |(of, asked, ..): &(u32, u32, _, _)| (*of, *asked) == (nic, number);
@@ -258,7 +260,7 @@ impl Supervisor {
 
     /// Handles a message that this daemon did not ask for. An earlier daemon may have asked an adopted worker: its
     /// message is dropped. Any other worker is ended.
-    fn was_not_asked(&mut self, number: u32, what: &str) {
+    fn on_unasked(&mut self, number: u32, what: &str) {
         let is_adopted = self.workers.get(&number).is_some_and(|worker| worker.is_adopted);
         if !is_adopted {
             self.condemn(number, format!("sent {what} unasked"));
@@ -269,10 +271,10 @@ impl Supervisor {
     /// that.
     pub(super) fn driver_ended(&mut self, number: u32) {
         // Read its last messages before handling its death.
-        self.worker_says(number);
+        self.on_worker_readable(number);
         if let Some(worker) = self.workers.get_mut(&number) {
             // Do not count on the worker while its process ends.
-            worker.deaf.get_or_insert(now());
+            worker.hung_up_since.get_or_insert(now());
         }
         let held = |card: &super::card::Card| card.holder() == Some(number) && !card.condemned.contains(&number);
         let nics: Vec<u32> = self.cards.iter().filter(|(_, card)| held(card)).map(|(nic, _)| *nic).collect();
@@ -291,9 +293,9 @@ impl Supervisor {
         }
         crash::point("daemon.death");
         // Read its last messages before handling its death.
-        self.jail_says(number);
-        self.worker_writes(number);
-        self.worker_says(number);
+        self.on_jail_readable(number);
+        self.on_stderr(number);
+        self.on_worker_readable(number);
         let Some(mut worker) = self.workers.remove(&number) else { return };
         worker.heartbeat.iter().for_each(super::exit_watch::close);
         let nics: Vec<u32> = self.cards.keys().copied().collect();
@@ -349,7 +351,7 @@ impl Supervisor {
     }
 
     /// Checks the heartbeats of drivers, and asks sleeping workers for an answer.
-    pub(super) fn look_at_hearts(&mut self) {
+    pub(super) fn check_heartbeats(&mut self) {
         let (now, limit) = (now(), self.config.daemon.hang_after());
         let mut silent = Vec::new();
         let mut ask = Vec::new();
@@ -381,10 +383,10 @@ impl Supervisor {
                 let _ = worker.order(nic, Order::Who);
             }
         }
-        silent.into_iter().for_each(|number| self.hangs(number, limit));
+        silent.into_iter().for_each(|number| self.on_hang(number, limit));
     }
 
-    fn hangs(&mut self, number: u32, limit: Duration) {
+    fn on_hang(&mut self, number: u32, limit: Duration) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         worker.probe = None;
         worker.heard = now();

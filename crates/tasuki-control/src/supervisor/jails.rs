@@ -31,7 +31,7 @@ const FURNISHED: Duration = Duration::from_secs(1);
 
 /// The messages a worker gets once it is confined.
 #[derive(Debug)]
-pub struct Unsaid {
+pub struct FirstMessage {
     /// The program its process is to become, if it is not that already, and the program's file.
     pub program: Option<(PathBuf, OwnedFd)>,
     /// The first message.
@@ -46,8 +46,8 @@ pub struct Unsaid {
 #[derive(Debug)]
 pub struct Jailing {
     /// Its standard output, until it becomes the program.
-    says: std::io::PipeReader,
-    said: Vec<u8>,
+    output: std::io::PipeReader,
+    received: Vec<u8>,
     terms: Terms,
     /// Set once the kernel has been asked about the terms: a sentence for each that does not hold.
     verified: Option<Vec<String>>,
@@ -309,10 +309,10 @@ impl Supervisor {
             return Ok(Start { command: (program.to_owned(), vec!["worker".into()]), stdout, jailing: None, group });
         }
         let (terms, group) = self.terms_for(name, number)?;
-        let (says, stdout) = std::io::pipe().context("the kernel has no pipes left")?;
-        rustix::io::ioctl_fionbio(&says, true).context("the kernel has no pipes left")?;
+        let (output, stdout) = std::io::pipe().context("the kernel has no pipes left")?;
+        rustix::io::ioctl_fionbio(&output, true).context("the kernel has no pipes left")?;
         let command = ("/proc/self/exe".into(), vec![jail::WORD.into(), serde_json::to_string(&terms)?.into()]);
-        let jailing = Some(Jailing { says, said: Vec::new(), terms, verified: None });
+        let jailing = Some(Jailing { output, received: Vec::new(), terms, verified: None });
         Ok(Start { command, stdout: stdout.into(), jailing, group })
     }
 
@@ -350,7 +350,7 @@ impl Supervisor {
         let memlock = self.memlock(process.name().pid);
         watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
         if let Some(jailing) = &jailing {
-            watch(&self.epoll, jailing.says.as_fd(), Token::JailSays(number))?;
+            watch(&self.epoll, jailing.output.as_fd(), Token::JailReadable(number))?;
         }
         Ok(Cell { number, process, socket, path, listener, lines, jailing, group, memlock })
     }
@@ -387,7 +387,7 @@ impl Supervisor {
     }
 
     /// Handles a jail that has said something, has become the program, or has ended.
-    pub(super) fn jail_says(&mut self, number: u32) {
+    pub(super) fn on_jail_readable(&mut self, number: u32) {
         let waiting = self.nodes.values_mut().filter_map(|node| node.ward.cell.as_mut());
         let cell = { waiting }.find(|cell| cell.number == number);
         let (jailing, pid) = match (cell, self.workers.get_mut(&number)) {
@@ -398,26 +398,26 @@ impl Supervisor {
         let Some(its) = jailing else { return };
         let is_over = its.read();
         if is_over {
-            let _ = rustix::event::epoll::delete(&self.epoll, &its.says);
+            let _ = rustix::event::epoll::delete(&self.epoll, &its.output);
         }
-        let said = jail::said(&its.said);
+        let said = jail::said(&its.received);
         if let (Some(Says::Waits(_)), None) = (&said, &its.verified) {
             crash::point("daemon.jailed");
             its.verified = Some(jail::verify(pid, &its.terms));
         }
         match is_over {
-            true => self.jail_is_over(number, said),
+            true => self.on_jail_over(number, said),
             false => self.let_begin(number),
         }
     }
 
     /// Handles a worker's process that has become its program, or has ended.
-    fn jail_is_over(&mut self, number: u32, said: Option<Says>) {
+    fn on_jail_over(&mut self, number: u32, said: Option<Says>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let verified = worker.jailing.take().and_then(|jailing| jailing.verified);
         match (said, verified) {
             (Some(Says::Confined(lacks)), Some(found)) => worker.lacks = lacks.into_iter().chain(found).collect(),
-            (Some(Says::Failed(sentence)), _) => self.is_not_confined(number, &sentence),
+            (Some(Says::Failed(sentence)), _) => self.on_unconfined(number, &sentence),
             // The process is dead: its pidfd reports that.
             _ => tracing::debug!("the jail of worker {number} says nothing"),
         }
@@ -426,16 +426,16 @@ impl Supervisor {
     /// Sends a worker its first message, once its process is known to be confined as it must be.
     pub(super) fn let_begin(&mut self, number: u32) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
-        let Some(jailing) = &worker.jailing else { return worker.tell_what_it_is() };
+        let Some(jailing) = &worker.jailing else { return worker.send_first_message() };
         let Some(found) = &jailing.verified else { return };
         if jailing.terms.strict && !found.is_empty() {
             let why = found.join("; ");
-            return self.is_not_confined(number, &why);
+            return self.on_unconfined(number, &why);
         }
-        worker.tell_what_it_is();
+        worker.send_first_message();
     }
 
-    fn is_not_confined(&mut self, number: u32, why: &str) {
+    fn on_unconfined(&mut self, number: u32, why: &str) {
         let Some(node) = self.workers.get(&number).map(|worker| worker.record.node.clone()) else { return };
         let sentence = format!("no worker for node {node}: {why}");
         if let Some(known) = self.nodes.get_mut(&node) {
@@ -465,8 +465,8 @@ impl Jailing {
     fn read(&mut self) -> bool {
         let mut text = [0; 1024];
         loop {
-            match self.says.read(&mut text) {
-                Ok(len @ 1..) if self.said.len() + len <= SAYS_MAX => self.said.extend_from_slice(&text[..len]),
+            match self.output.read(&mut text) {
+                Ok(len @ 1..) if self.received.len() + len <= SAYS_MAX => self.received.extend_from_slice(&text[..len]),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return false,
                 _ => return true,
             }
@@ -476,11 +476,13 @@ impl Jailing {
 
 impl Worker {
     /// Sends the first message, and the descriptors that belong to it, once.
-    pub(super) fn tell_what_it_is(&mut self) {
-        if let Some(Unsaid { program, begin, fds: [program_state, listener], endpoint }) = self.unsaid.take() {
+    pub(super) fn send_first_message(&mut self) {
+        if let Some(FirstMessage { program, begin, fds: [program_state, listener], endpoint }) =
+            self.first_message.take()
+        {
             // If the worker is dead already, its pidfd reports that.
             let _ = program.map(|(path, file)| jail::tell(self.socket.as_fd(), &path, file.as_fd()));
-            super::tend::tell_what_it_is(self, begin, [&program_state, &listener], endpoint);
+            super::tend::send_first_message(self, begin, [&program_state, &listener], endpoint);
         }
     }
 }

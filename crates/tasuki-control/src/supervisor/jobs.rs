@@ -83,8 +83,8 @@ pub struct Job {
     refused: Option<(Method, Reason)>,
     /// The driver of the card that was refused.
     gave: Option<u32>,
-    /// Why it cannot go on.
-    lacks: Option<String>,
+    /// Why it is to fail, unless its relay is under way.
+    failure: Option<String>,
     since: Duration,
     /// Since when the job has looked for a worker to give the NIC to.
     looks_since: Duration,
@@ -111,7 +111,7 @@ impl Job {
             late: 0,
             refused: None,
             gave: None,
-            lacks: None,
+            failure: None,
             since: now(),
             looks_since: now(),
             answer: None,
@@ -151,8 +151,8 @@ impl Job {
     }
 
     /// Has the job fail with this sentence, unless its relay is under way.
-    pub fn lacks(&mut self, why: String) {
-        self.lacks = Some(why).filter(|_| self.asked.is_none());
+    pub fn fail_before_relay(&mut self, why: String) {
+        self.failure = Some(why).filter(|_| self.asked.is_none());
     }
 
     /// Lets the taker have the NIC.

@@ -209,7 +209,7 @@ impl Supervisor {
     }
 
     fn use_keeper(&mut self, way: Way) {
-        let watched = watch(&self.epoll, way.socket.as_fd(), Token::KeeperSays);
+        let watched = watch(&self.epoll, way.socket.as_fd(), Token::KeeperReadable);
         self.keeping.trouble = watched.err().map(|error| format!("the keeper is not watched: {error:#}"));
         self.keeping.way = Some(way);
     }
@@ -234,7 +234,7 @@ impl Supervisor {
     }
 
     /// Handles a keeper whose end is closed: it never sends anything unasked.
-    pub(super) fn keeper_says(&mut self) {
+    pub(super) fn on_keeper_hang_up(&mut self) {
         let Some(Way { socket, mut process }) = self.keeping.way.take() else { return };
         drop(socket);
         process.kill();

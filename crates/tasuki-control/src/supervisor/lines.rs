@@ -126,11 +126,11 @@ fn printable(bytes: &[u8]) -> String {
 impl Supervisor {
     /// Has the loop read a worker's pipe.
     pub(super) fn watch_lines(&self, number: u32, lines: &Lines) -> anyhow::Result<()> {
-        watch(&self.epoll, lines.pipe.as_fd(), Token::WorkerWrites(number))
+        watch(&self.epoll, lines.pipe.as_fd(), Token::WorkerStderr(number))
     }
 
     /// Logs new lines of a worker, and notices the end of its pipe.
-    pub(super) fn worker_writes(&mut self, number: u32) {
+    pub(super) fn on_stderr(&mut self, number: u32) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let Some(lines) = &mut worker.lines else { return };
         let (said, next) = lines.read();

@@ -118,34 +118,34 @@ fn ms_since_1970() -> u64 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Token {
     /// Sorts first, so that a successor waits for a dead driver's lease no longer than it must.
-    LivesEnd,
+    ExitMarks,
     WorkerEnd(u32),
-    JailSays(u32),
-    WorkerSays(u32),
-    OpenerSays(u32),
+    JailReadable(u32),
+    WorkerReadable(u32),
+    OpenerReadable(u32),
     OpenerEnd(u32),
     ModelEnd(u32),
-    KeeperSays,
+    KeeperReadable,
     Requests,
     Signal,
     Hangup,
-    WorkerWrites(u32),
+    WorkerStderr(u32),
 }
 
 impl Token {
     fn to_data(self) -> epoll::EventData {
         let (kind, id) = match self {
             Token::WorkerEnd(id) => (0_u64, id),
-            Token::WorkerSays(id) => (1, id),
-            Token::OpenerSays(id) => (2, id),
+            Token::WorkerReadable(id) => (1, id),
+            Token::OpenerReadable(id) => (2, id),
             Token::OpenerEnd(id) => (3, id),
             Token::ModelEnd(id) => (4, id),
             Token::Requests => (5, 0),
             Token::Signal => (6, 0),
-            Token::LivesEnd => (7, 0),
-            Token::JailSays(id) => (8, id),
-            Token::WorkerWrites(id) => (9, id),
-            Token::KeeperSays => (10, 0),
+            Token::ExitMarks => (7, 0),
+            Token::JailReadable(id) => (8, id),
+            Token::WorkerStderr(id) => (9, id),
+            Token::KeeperReadable => (10, 0),
             Token::Hangup => (11, 0),
         };
         epoll::EventData::new_u64(kind << 32 | u64::from(id))
@@ -156,16 +156,16 @@ impl Token {
         let (kind, id) = (data.u64() >> 32, data.u64() as u32);
         Some(match kind {
             0 => Token::WorkerEnd(id),
-            1 => Token::WorkerSays(id),
-            2 => Token::OpenerSays(id),
+            1 => Token::WorkerReadable(id),
+            2 => Token::OpenerReadable(id),
             3 => Token::OpenerEnd(id),
             4 => Token::ModelEnd(id),
             5 => Token::Requests,
             6 => Token::Signal,
-            7 => Token::LivesEnd,
-            8 => Token::JailSays(id),
-            9 => Token::WorkerWrites(id),
-            10 => Token::KeeperSays,
+            7 => Token::ExitMarks,
+            8 => Token::JailReadable(id),
+            9 => Token::WorkerStderr(id),
+            10 => Token::KeeperReadable,
             11 => Token::Hangup,
             _ => return None,
         })
@@ -293,7 +293,7 @@ pub struct Supervisor {
     /// NICs whose lease moved to another page; the registry does not know yet.
     renewed: Vec<u32>,
     /// Leave orders still to send: worker, NIC, and whether it is the worker's last NIC.
-    goodbyes: Vec<(u32, u32, bool)>,
+    pending_leaves: Vec<(u32, u32, bool)>,
 }
 
 /// The parts of a supervisor.
@@ -393,13 +393,13 @@ impl Supervisor {
             ahead: Vec::new(),
             unlogged: Vec::new(),
             renewed: Vec::new(),
-            goodbyes: Vec::new(),
+            pending_leaves: Vec::new(),
         };
         let bell = supervisor.door.clone();
         watch(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
         watch(&supervisor.epoll, supervisor.signals.as_fd(), Token::Signal)?;
         watch(&supervisor.epoll, supervisor.hangups.as_fd(), Token::Hangup)?;
-        watch(&supervisor.epoll, supervisor.exit_watch.fd(), Token::LivesEnd)?;
+        watch(&supervisor.epoll, supervisor.exit_watch.fd(), Token::ExitMarks)?;
         supervisor.find_groups(groups);
         let found = supervisor.begin_keeping()?;
         supervisor.adopt(known, found)?;
@@ -454,15 +454,15 @@ impl Supervisor {
 
     fn handle(&mut self, token: Token) {
         match token {
-            Token::LivesEnd => self.lives_ended(),
+            Token::ExitMarks => self.on_exit_marks(),
             Token::WorkerEnd(party) => self.worker_ended(party),
-            Token::JailSays(party) => self.jail_says(party),
-            Token::WorkerSays(party) => self.worker_says(party),
-            Token::OpenerSays(nic) => self.opener_says(nic),
+            Token::JailReadable(party) => self.on_jail_readable(party),
+            Token::WorkerReadable(party) => self.on_worker_readable(party),
+            Token::OpenerReadable(nic) => self.on_opener_readable(nic),
             Token::OpenerEnd(nic) => self.opener_ended(nic),
             Token::ModelEnd(nic) => self.model_ended(nic),
-            Token::KeeperSays => self.keeper_says(),
-            Token::WorkerWrites(party) => self.worker_writes(party),
+            Token::KeeperReadable => self.on_keeper_hang_up(),
+            Token::WorkerStderr(party) => self.on_stderr(party),
             Token::Requests => self.answer_requests(),
             Token::Signal => self.ended = Some(Ended::Alone),
             Token::Hangup => {
@@ -485,14 +485,14 @@ impl Supervisor {
             self.go_on_adopting();
             // Answer waiting callers before any work that can wait.
             self.go_on_with_jobs();
-            self.say_goodbye();
+            self.send_leaves();
             self.go_on_opening();
             self.reconcile_vnis();
             // The keeper must have the new ends before any worker does.
             self.deposit();
             self.fail_over();
             self.go_on_with_jobs();
-            self.say_goodbye();
+            self.send_leaves();
             self.tend();
             self.go_on_removing();
             self.go_on_closing();
@@ -500,7 +500,7 @@ impl Supervisor {
             self.go_on_applying();
             self.reconcile_trust();
             self.go_on_with_jobs();
-            self.say_goodbye();
+            self.send_leaves();
             self.mend_keeper();
             self.deposit();
             self.reconcile_taps();
@@ -622,16 +622,16 @@ mod tests {
     fn a_token_comes_back_as_it_was_and_deaths_come_first() {
         let all = [
             Token::WorkerEnd(7),
-            Token::JailSays(7),
-            Token::WorkerSays(1),
-            Token::OpenerSays(2),
+            Token::JailReadable(7),
+            Token::WorkerReadable(1),
+            Token::OpenerReadable(2),
             Token::OpenerEnd(3),
             Token::ModelEnd(u32::MAX),
-            Token::KeeperSays,
+            Token::KeeperReadable,
             Token::Requests,
             Token::Signal,
             Token::Hangup,
-            Token::WorkerWrites(7),
+            Token::WorkerStderr(7),
         ];
         assert!(all.iter().all(|token| Token::from_data(token.to_data()) == Some(*token)));
         assert!(all.is_sorted());

@@ -217,7 +217,7 @@ impl Supervisor {
         let opener = speaking(&mut command, theirs, terms);
         let (process, speech) = opener.with_context(|| format!("{} does not start", program.display()))?;
         watch(&self.epoll, process.pidfd(), Token::OpenerEnd(nic))?;
-        watch(&self.epoll, ours.as_fd(), Token::OpenerSays(nic))?;
+        watch(&self.epoll, ours.as_fd(), Token::OpenerReadable(nic))?;
         let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
         card.opening = Opening::Opener(Opener { process, socket: ours, speech, why: None, party, since: now() });
         Ok(())
@@ -237,7 +237,7 @@ impl Supervisor {
         channel::send(opener.socket.as_fd(), b".", &[way.as_fd()]).context("its opener reads nothing")
     }
 
-    pub(super) fn opener_says(&mut self, nic: u32) {
+    pub(super) fn on_opener_readable(&mut self, nic: u32) {
         loop {
             let Some(card) = self.cards.get_mut(&nic) else { return };
             let Opening::Opener(opener) = &mut card.opening else { return };
@@ -292,7 +292,7 @@ impl Supervisor {
     }
 
     pub(super) fn opener_ended(&mut self, nic: u32) {
-        self.opener_says(nic);
+        self.on_opener_readable(nic);
         let Some(card) = self.cards.get_mut(&nic) else { return };
         let is_open = card.kept.is_some();
         let next = if is_open { Opening::Open } else { Opening::NotBefore(now()) };

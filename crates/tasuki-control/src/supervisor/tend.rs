@@ -19,7 +19,7 @@ use super::card::LeasePage;
 use super::card::Opening;
 use super::deeds::{STANDS, party};
 use super::door::why;
-use super::jails::{Cell, Unsaid};
+use super::jails::{Cell, FirstMessage};
 use super::keeping::Key;
 use super::policy::{self, Death, Trouble};
 use super::worker::{Readiness, Stage, Words, Worker, clients, tells};
@@ -40,7 +40,7 @@ const FIRST_MOMENTS: Duration = Duration::from_millis(20);
 const MEMLOCK: u64 = 512 << 20;
 
 /// Sends the first message, and the descriptors that belong to it.
-pub(super) fn tell_what_it_is(
+pub(super) fn send_first_message(
     worker: &Worker,
     begin: Begin,
     [program_state, listener]: [&OwnedFd; 2],
@@ -75,7 +75,7 @@ impl Supervisor {
         // waits for a driver. Nor does it when a worker has closed its end: a dying process does so a moment before
         // its pidfd reports the death.
         let is_calm = |card: &super::card::Card| card.arbiter.is_none() || card.is_settled() || card.is_not_urgent();
-        if self.cards.values().all(is_calm) && self.workers.values().all(|worker| worker.deaf.is_none()) {
+        if self.cards.values().all(is_calm) && self.workers.values().all(|worker| worker.hung_up_since.is_none()) {
             names.iter().for_each(|name| self.staff(name));
             if self.jobs.is_empty() && self.workers.values().all(Worker::serves) {
                 names.iter().for_each(|name| self.furnish(name));
@@ -162,7 +162,7 @@ impl Supervisor {
         for nic in nics {
             self.dismiss(nic, number);
         }
-        self.say_goodbye();
+        self.send_leaves();
         if let Some(worker) = self.workers.get(&number) {
             let _ = worker.write(&ToWorker::End, &[]);
         }
@@ -296,7 +296,7 @@ impl Supervisor {
         self.changes.push(Change::Worker(record.clone()));
         self.flush();
         crash::point("daemon.worker-recorded");
-        watch(&self.epoll, ours.as_fd(), Token::WorkerSays(number))?;
+        watch(&self.epoll, ours.as_fd(), Token::WorkerReadable(number))?;
         if let Some(lines) = &lines {
             self.watch_lines(number, lines)?;
         }
@@ -314,12 +314,12 @@ impl Supervisor {
             has_begun: false,
             lacks: Vec::new(),
             jailing,
-            unsaid: None,
+            first_message: None,
             group,
             lines,
             tells: tells(now()),
             clients: clients(now()),
-            deaf: None,
+            hung_up_since: None,
             is_adopted: false,
             asked: Default::default(),
             wanted,
@@ -339,7 +339,7 @@ impl Supervisor {
             threads: config.program().is_some_and(|program| program.threads),
             endpoint: None,
         };
-        worker.unsaid = Some(Unsaid { program, begin, fds: [program_state, listener], endpoint });
+        worker.first_message = Some(FirstMessage { program, begin, fds: [program_state, listener], endpoint });
         self.workers.insert(number, worker);
         self.keep(Key::Worker(number));
         self.deposit();
@@ -411,7 +411,7 @@ impl Supervisor {
     /// workers that have the NIC.
     pub(super) fn attach(&mut self, nic: u32, number: u32, purpose: Use, method: Method) -> bool {
         // Send pending leave orders first: a worker that has left the NIC may get it again.
-        self.say_goodbye();
+        self.send_leaves();
         if !self.has_page(nic, number) {
             return false;
         }
@@ -513,7 +513,7 @@ impl Supervisor {
         let mut slow = Vec::new();
         for (number, worker) in &self.workers {
             let what = match worker.stage {
-                _ if worker.deaf.is_some_and(|since| late(since, PATIENCE)) => {
+                _ if worker.hung_up_since.is_some_and(|since| late(since, PATIENCE)) => {
                     "has stopped, or closed its end, and does not end"
                 }
                 Stage::Starting(since) if late(since, PATIENCE) => "has not begun in time",
@@ -578,7 +578,7 @@ impl Supervisor {
         for (nic, number) in over {
             self.tell_arbiter(nic, Input::Deadline(number));
         }
-        self.look_at_hearts();
+        self.check_heartbeats();
         self.look_at_veth_ends();
         let late = |since: Duration| now.saturating_sub(since) >= PATIENCE;
         let (over, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, _, since, _)| late(*since));

@@ -73,7 +73,7 @@ impl Supervisor {
             _ if !drives.is_empty() => "drives",
             Stage::Starting(_) | Stage::Asked(_) => "starting",
             Stage::Leaving(_) | Stage::Condemned => "leaves",
-            _ if worker.deaf.is_some() => "leaves",
+            _ if worker.hung_up_since.is_some() => "leaves",
             Stage::Begun if worker.nics.values().any(|it| matches!(it, Readiness::Preparing(_))) => "prepares",
             Stage::Begun if worker.record.staged.is_some() => "staged",
             Stage::Begun if worker.nics.values().any(|it| *it == Readiness::Ready) => "stands by",

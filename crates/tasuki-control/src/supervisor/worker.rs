@@ -14,7 +14,7 @@ use tasuki_relay::wire::{Order, Plan, Reason};
 use tasuki_shm::region::{Region, RegionError, Span};
 use tasuki_shm::sync::AtomicU64;
 
-use super::jails::{Jailing, Unsaid};
+use super::jails::{FirstMessage, Jailing};
 use super::lines::Lines;
 use crate::bucket::Bucket;
 use crate::cgroup::Group;
@@ -142,7 +142,7 @@ pub struct Worker {
     /// Set while its process is being confined.
     pub jailing: Option<Jailing>,
     /// Its first message, until the process is confined.
-    pub unsaid: Option<Unsaid>,
+    pub first_message: Option<FirstMessage>,
     /// Its output on standard error.
     pub lines: Option<Lines>,
     /// Its allowance of sentences for users.
@@ -152,7 +152,7 @@ pub struct Worker {
     /// Its control group, in its node's: see [`crate::cgroup`]. `None` if the machine has none for the daemon.
     pub group: Option<Group>,
     /// Since when its thread has ended, or it has closed its end: it is ending, or ignores the daemon.
-    pub deaf: Option<Duration>,
+    pub hung_up_since: Option<Duration>,
     /// An earlier daemon started it.
     pub is_adopted: bool,
     /// An upgrade or a handover asked for it by name.
@@ -214,12 +214,12 @@ impl Worker {
 
     /// Returns whether it accepts orders and is not ending.
     pub fn serves(&self) -> bool {
-        self.stage == Stage::Begun && self.deaf.is_none()
+        self.stage == Stage::Begun && self.hung_up_since.is_none()
     }
 
     /// Returns whether it is meant to serve, now or soon.
     pub fn counts(&self) -> bool {
-        self.deaf.is_none() && matches!(self.stage, Stage::Begun | Stage::Starting(_) | Stage::Asked(_))
+        self.hung_up_since.is_none() && matches!(self.stage, Stage::Begun | Stage::Starting(_) | Stage::Asked(_))
     }
 
     /// Sends a message.

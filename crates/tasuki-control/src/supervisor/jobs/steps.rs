@@ -52,7 +52,7 @@ impl Supervisor {
     }
 
     fn step(&mut self, at: usize) -> Step {
-        if let Some(why) = self.jobs[at].lacks.take() {
+        if let Some(why) = self.jobs[at].failure.take() {
             return Step::Fail(why);
         }
         let job = &self.jobs[at];
@@ -226,7 +226,7 @@ impl Supervisor {
         let plan = Plan { method, handover, inflight: job.inflight, store, fenced };
         let ask = Ask { purpose, to, method, kind, version };
         job.asked = Some(driver);
-        (card.said, card.method, card.plan) = (None, method, plan.fenced.then_some(plan));
+        (card.last_outcome, card.method, card.plan) = (None, method, plan.fenced.then_some(plan));
         // Both sides must know the plan before either gets its order.
         for side in [driver, Some(job.target)].into_iter().flatten() {
             if let Some(worker) = self.workers.get_mut(&side) {
@@ -247,13 +247,13 @@ impl Supervisor {
         if !card.is_settled() {
             return Step::Wait;
         }
-        let why = card.said.take().and_then(|told| told.why);
+        let why = card.last_outcome.take().and_then(|outcome| outcome.why);
         let stores =
             |driver: &u32| self.workers.get(driver).is_some_and(|worker| worker.asked.driver_states.contains(&nic));
         if let Some(driver) = driver.filter(stores) {
             // The giver sent the stored driver state before it let go, but the daemon may have heard the taker
             // first.
-            self.worker_says(driver);
+            self.on_worker_readable(driver);
         }
         let Some(card) = self.cards.get(&nic) else { return Step::Wait };
         if card.holder() == Some(self.jobs[at].target) {
@@ -271,7 +271,7 @@ impl Supervisor {
     fn was_late(&self, at: usize) -> bool {
         let job = &self.jobs[at];
         let Some(card) = job.asked().and_then(|nic| self.cards.get(&nic)) else { return false };
-        let why = card.said.as_ref().and_then(|told| told.why);
+        let why = card.last_outcome.as_ref().and_then(|outcome| outcome.why);
         let is_back = card.is_settled() && card.holder().is_some_and(|holder| holder != job.target);
         why == Some(Reason::FramesCame) && is_back && job.late < LATE_MOST
     }
@@ -282,7 +282,7 @@ impl Supervisor {
     fn was_refused(&self, at: usize) -> Option<(Method, Reason)> {
         let job = &self.jobs[at];
         let card = job.asked().and_then(|nic| self.cards.get(&nic))?;
-        let why = card.said.as_ref().and_then(|told| told.why)?;
+        let why = card.last_outcome.as_ref().and_then(|outcome| outcome.why)?;
         let is_odd = matches!(why, Reason::LeftBehind { .. } | Reason::FramesCame);
         let may = job.fence_first && job.asked_for.is_none() && job.refused.is_none();
         (is_odd && may && card.is_settled() && card.holder().is_none()).then_some((card.method, why))
@@ -301,7 +301,7 @@ impl Supervisor {
             job.target = NOBODY;
         }
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        card.said = None;
+        card.last_outcome = None;
         let name = card.name().to_owned();
         let sentence = match self.jobs[at].refused {
             None => format!(
