@@ -55,10 +55,10 @@ const CONTROLLERS: &[&str] = &["memory", "pids", "cpu", "cpuset", "freezer"];
 
 /// The daemon's place in its own group, once that hands controllers on: version 2 does so only for groups that have
 /// no process of their own.
-const ASIDE: &str = "tasukid";
+const DAEMON_GROUP: &str = "tasukid";
 
 /// Number of attempts to make a group beside a daemon that removes it, or the one around it.
-const TRIES: u32 = 1000;
+const TRIES_MAX: u32 = 1000;
 
 /// A mounted hierarchy, and the place of the daemon's groups in it.
 #[derive(Debug)]
@@ -113,7 +113,7 @@ fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
         let path = Path::new(&path);
         let below = path.strip_prefix(root).or_else(|_| path.strip_prefix("/")).unwrap_or(path);
         // The daemon's starter may have put it aside already, as systemd does (DelegateSubgroup=).
-        let below = if is_v2 && below.ends_with(ASIDE) { below.parent().unwrap_or(below) } else { below };
+        let below = if is_v2 && below.ends_with(DAEMON_GROUP) { below.parent().unwrap_or(below) } else { below };
         let mount = PathBuf::from(mount);
         found.push(Hierarchy { own: mount.join(below), mount, controllers: names, is_v2 });
     }
@@ -123,7 +123,7 @@ fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
 /// Makes the group for the daemon's nodes in this one, and locks it: no other daemon removes it while the file is open.
 fn make(group: &Path, id: &str) -> io::Result<File> {
     let made = of(group, id);
-    let mut tries = 1..TRIES;
+    let mut tries = 1..TRIES_MAX;
     loop {
         let is_last = tries.next().is_none();
         // A daemon that ends meanwhile removes the group around it, as long as that is empty.
@@ -335,7 +335,7 @@ fn furnish(own: &Path, group: &Path) -> io::Result<()> {
 /// Moves this process, those it starts from then on, and the parent that waits until it serves, from `own` into a group
 /// in it.
 fn go_aside(own: &Path) -> io::Result<()> {
-    let aside = own.join(ASIDE);
+    let aside = own.join(DAEMON_GROUP);
     fs::create_dir_all(&aside)?;
     for pid in processes(own).lines().filter(|pid| is_ours(pid)) {
         // It may have ended.

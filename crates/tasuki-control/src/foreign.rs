@@ -16,7 +16,7 @@ const BATCHES_MAX: usize = 1024;
 const WAITING_MAX: usize = 64;
 /// How long the thread that closes waits if all of those wait. Then descriptors stay open until one of the threads has
 /// ended: better so than a daemon that waits.
-const PATIENCE: Duration = Duration::from_secs(1);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Foreign descriptors; another thread closes them.
 #[derive(Debug, Default)]
@@ -90,7 +90,7 @@ impl Closer {
             return drop(fd);
         }
         let (count, ended) = &*self.waiting;
-        let patience = if self.is_stuck { Duration::ZERO } else { PATIENCE };
+        let patience = if self.is_stuck { Duration::ZERO } else { CLOSE_TIMEOUT };
         let all_wait = |waiting: &mut usize| *waiting >= WAITING_MAX;
         let waiting = count.lock().unwrap_or_else(PoisonError::into_inner);
         let (mut waiting, waited) =

@@ -22,7 +22,7 @@ use crate::place;
 const ENTRIES_MAX: usize = 16 * 1024;
 
 /// Interval at which a keeper without a daemon checks whether another could find it.
-const LOOKS_EVERY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+const SOCKET_CHECK_EVERY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// The protocol between daemon and keeper.
 #[derive(Debug, Serialize, Deserialize)]
@@ -80,7 +80,7 @@ fn own_daemon() -> std::io::Result<OwnedFd> {
 /// Waits for the next daemon: a process of the same user that has the directory's lock.
 fn await_daemon(listener: &OwnedFd, folder: &Path) -> Result<Option<OwnedFd>> {
     loop {
-        match rustix::event::poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&LOOKS_EVERY)) {
+        match rustix::event::poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&SOCKET_CHECK_EVERY)) {
             Ok(0) if !place::keeper_socket(folder).exists() => return Ok(None),
             Ok(0) | Err(Errno::INTR) => continue,
             Ok(_) => {}

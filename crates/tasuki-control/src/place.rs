@@ -13,7 +13,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 const PATH_MAX: usize = 107;
 const NAME_MAX: usize = 40;
 /// Time a killed daemon may take to be gone.
-const LOCKS_WITHIN: Duration = Duration::from_secs(1);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The lock file; it contains the pid of the process that holds the lock.
 const LOCK: &str = "tasukid.lock";
@@ -48,7 +48,7 @@ pub fn remedy(kind: ErrorKind) -> &'static str {
 /// Takes a lock. A killed daemon holds it until the kernel has taken its process apart. Returns whether it was taken
 /// in time.
 fn lock_soon(lock: &File) -> bool {
-    let until = Instant::now() + LOCKS_WITHIN;
+    let until = Instant::now() + LOCK_TIMEOUT;
     while lock.try_lock().is_err() {
         if Instant::now() > until {
             return false;

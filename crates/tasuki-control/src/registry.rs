@@ -29,7 +29,7 @@ pub const FORMAT: u64 = 1;
 /// Number of events kept.
 const EVENTS_MAX: u64 = 1000;
 /// Pause before the next attempt to write a registry that could not be written.
-const PAUSE: Duration = Duration::from_secs(1);
+const RETRY_EVERY: Duration = Duration::from_secs(1);
 
 const FACTS: TableDefinition<'_, &str, u64> = TableDefinition::new("facts");
 const WORKERS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("workers");
@@ -346,7 +346,7 @@ impl Registry {
             self.path.display(),
             in_words(&error)
         );
-        let not_before = now + PAUSE;
+        let not_before = now + RETRY_EVERY;
         self.trouble = Some(Trouble { sentence: sentence.clone(), not_before });
         (!was_broken).then_some(News::Broken(sentence))
     }
@@ -571,10 +571,10 @@ mod tests {
         registry.database = None;
         let Some(News::Broken(sentence)) = registry.write(&[Change::NoWorker(3)], now) else { panic!("it is broken") };
         assert!(sentence.contains("registry.redb cannot be written (Is a directory"), "{sentence}");
-        assert_eq!((registry.trouble(), registry.not_before()), (Some(&sentence[..]), Some(PAUSE)));
-        assert_eq!(registry.write(&[Change::Fence(5)], PAUSE / 2), None, "it is not tried all the time");
+        assert_eq!((registry.trouble(), registry.not_before()), (Some(&sentence[..]), Some(RETRY_EVERY)));
+        assert_eq!(registry.write(&[Change::Fence(5)], RETRY_EVERY / 2), None, "it is not tried all the time");
         std::fs::remove_dir(&aside).unwrap();
-        assert_eq!(registry.write(&[], PAUSE), Some(News::Whole));
+        assert_eq!(registry.write(&[], RETRY_EVERY), Some(News::Whole));
         assert_eq!((registry.trouble(), registry.not_before()), (None, None));
         drop(registry);
         let (_registry, known) = Registry::open(folder.path()).unwrap();

@@ -21,9 +21,9 @@ use crate::spawn::not_startable;
 pub const CHECK: &str = "--check";
 
 /// Time for that.
-const WITHIN: Duration = Duration::from_secs(10);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two looks whether it has ended.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+const POLL_EVERY: Duration = Duration::from_millis(10);
 /// Pause between two looks for children that have ended.
 const REAP_EVERY: Duration = Duration::from_secs(1);
 
@@ -106,12 +106,12 @@ fn within(command: &mut Command) -> Result<(ExitStatus, String, String), String>
     let end = |file: &File| file.try_clone().map(Stdio::from).map_err(|error| format!("cannot be heard: {error}"));
     command.stdin(Stdio::null()).stdout(end(&said)?).stderr(end(&why)?).process_group(0);
     let mut child = command.spawn().map_err(|error| format!("does not start: {error}"))?;
-    let until = Instant::now() + WITHIN;
+    let until = Instant::now() + CHECK_TIMEOUT;
     let status = loop {
         match child.try_wait().map_err(|error| format!("cannot be waited for: {error}"))? {
             Some(status) => break Some(status),
             None if Instant::now() > until => break None,
-            None => std::thread::sleep(LOOK_EVERY),
+            None => std::thread::sleep(POLL_EVERY),
         }
     };
     if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
@@ -119,7 +119,7 @@ fn within(command: &mut Command) -> Result<(ExitStatus, String, String), String>
     }
     let Some(status) = status else {
         let _ = child.wait();
-        return Err(format!("has not said within {} s whether it takes the configuration", WITHIN.as_secs()));
+        return Err(format!("has not said within {} s whether it takes the configuration", CHECK_TIMEOUT.as_secs()));
     };
     let text = |file: &File| {
         let mut bytes = vec![0; SAID_MAX];

@@ -33,16 +33,16 @@ mod wait {
     use std::time::{Duration, Instant};
 
     /// Longest time for anything: the guest is emulated.
-    pub const PATIENCE: Duration = Duration::from_secs(60);
+    pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
     /// Waits until `ask` returns a value.
     pub fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             if let Some(answer) = ask() {
                 return answer;
             }
-            assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}\n{}", crate::log());
+            assert!(Instant::now() < deadline, "{what}: not within {WAIT_TIMEOUT:?}\n{}", crate::log());
             std::thread::sleep(Duration::from_millis(20));
         }
     }

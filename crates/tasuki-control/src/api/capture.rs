@@ -19,16 +19,16 @@ use crate::supervisor::door::{Door, Request};
 use crate::supervisor::worker::Words;
 
 /// Bytes passed on at a time, or a batch more.
-const ENOUGH: usize = 64 << 10;
+const CHUNK_LEN: usize = 64 << 10;
 
 /// Bytes of a worker's longest batch: the longest frame of a VNI, with its block.
 const BATCH_MAX: usize = 128 << 10;
 
 /// Batches passed on after the end: at most those under way, even if a worker goes on.
-const LAST: usize = 1 << 13;
+const LAST_BATCHES_MAX: usize = 1 << 13;
 
 /// Time workers may take to begin.
-const PATIENCE: Duration = Duration::from_secs(1);
+const BEGIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A message from the daemon's loop about a capture under way. When its channel closes, the capture is over.
 #[derive(Debug)]
@@ -122,7 +122,7 @@ fn now_ns() -> u64 {
 
 impl Capture {
     /// Begins a capture that ends after `most` frames. Returns when all workers have said that they have begun, or
-    /// after `PATIENCE`.
+    /// after `BEGIN_TIMEOUT`.
     pub async fn begin(begun: Begun, most: Option<u64>) -> std::io::Result<Self> {
         let Begun { batches, missed, ports, told, snap, gone, .. } = begun;
         let batches = std::os::unix::net::UnixDatagram::from(batches);
@@ -144,11 +144,11 @@ impl Capture {
         };
         let all = std::future::poll_fn(|cx| {
             capture.gather(cx);
-            let goes_on = capture.begun < told && capture.stage == Stage::Runs && capture.out.len() < ENOUGH;
+            let goes_on = capture.begun < told && capture.stage == Stage::Runs && capture.out.len() < CHUNK_LEN;
             if goes_on { Poll::Pending } else { Poll::Ready(()) }
         });
         // A worker that hangs is not this module's concern.
-        let _ = tokio::time::timeout(PATIENCE, all).await;
+        let _ = tokio::time::timeout(BEGIN_TIMEOUT, all).await;
         Ok(capture)
     }
 
@@ -162,7 +162,7 @@ impl Capture {
                 }
                 None => {
                     if self.stage == Stage::Runs {
-                        self.stage = Stage::Ends(LAST);
+                        self.stage = Stage::Ends(LAST_BATCHES_MAX);
                     }
                     return;
                 }
@@ -173,7 +173,7 @@ impl Capture {
     /// Collects batches until there is enough to pass on.
     fn gather(&mut self, cx: &mut Context<'_>) {
         self.hear(cx);
-        while self.out.len() < ENOUGH && self.stage != Stage::Over {
+        while self.out.len() < CHUNK_LEN && self.stage != Stage::Over {
             match self.next(cx) {
                 Poll::Ready(Some(len)) => self.take(cx, len),
                 Poll::Ready(None) => self.close(),
@@ -378,7 +378,7 @@ mod tests {
         });
         drop(ports);
         let seen = blocks(begun, None).len();
-        assert!(seen <= LAST + 3, "{seen}");
+        assert!(seen <= LAST_BATCHES_MAX + 3, "{seen}");
         writing.join().unwrap();
         drop((requests, missed));
     }

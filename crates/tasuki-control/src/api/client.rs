@@ -15,8 +15,8 @@ use super::types::Refused;
 use crate::place;
 
 /// Times within which the daemon shows something, and does something. The second is longer than any limit of a relay.
-const LOOKS_WITHIN: Duration = Duration::from_secs(20);
-const DOES_WITHIN: Duration = Duration::from_secs(600);
+const GET_TIMEOUT: Duration = Duration::from_secs(20);
+const CHANGE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// tasukid refuses a request, with this status of HTTP.
 #[derive(Debug, thiserror::Error)]
@@ -34,7 +34,7 @@ pub struct NotThere(String);
 /// Sends a request to the daemon of this runtime directory, and returns its answer. A refusal is a [`Refusal`], and a
 /// daemon that cannot be asked [`NotThere`].
 pub fn ask(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Value> {
-    let limit = if method == Method::GET { LOOKS_WITHIN } else { DOES_WITHIN };
+    let limit = if method == Method::GET { GET_TIMEOUT } else { CHANGE_TIMEOUT };
     ask_within(limit, folder, method, address, body)
 }
 

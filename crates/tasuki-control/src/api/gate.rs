@@ -30,19 +30,19 @@ use crate::supervisor::door::{Door, Request as Asked};
 /// Connections at once.
 const CONNECTIONS_MAX: usize = 256;
 /// Connections of one user with a role.
-const OF_ONE_USER: usize = 64;
+const USER_CONNECTIONS_MAX: usize = 64;
 /// Connections of all users without a role together, so that they cannot keep out users with one.
-const OF_STRANGERS: usize = 16;
+const STRANGER_CONNECTIONS_MAX: usize = 16;
 /// Time a caller may take for the head of a request, and until it begins the next one.
-const HEAD_WITHIN: Duration = Duration::from_secs(5);
+const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time a caller may take for the body of a request.
-const BODY_WITHIN: Duration = Duration::from_secs(5);
+const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes of a body: a configuration of a thousand nodes is less.
 const BODY_MAX: usize = 256 << 10;
 /// Time a caller may take to read its answer when the daemon ends.
-const LAST: Duration = Duration::from_secs(2);
+const LAST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(2);
 /// Lines that one user may put into the audit log at once, and the time until it may put in one more.
-const LINES: f64 = 20.0;
+const LINES_AT_ONCE_MAX: f64 = 20.0;
 const LINE_EVERY: Duration = Duration::from_secs(1);
 /// Users whose lines are counted apart.
 const USERS_MAX: usize = 1024;
@@ -97,14 +97,14 @@ impl Gate {
         let taken = seats.get(&of).copied().unwrap_or(0);
         let all: usize = seats.values().sum();
         match of {
-            Some(uid) if taken >= OF_ONE_USER => {
+            Some(uid) if taken >= USER_CONNECTIONS_MAX => {
                 return Err(format!("user {uid} has {taken} connections to tasukid, and may have no more; close some"));
             }
-            None if taken >= OF_STRANGERS => {
+            None if taken >= STRANGER_CONNECTIONS_MAX => {
                 return Err(format!("users without a role have {taken} connections to tasukid, and may have no more"));
             }
             // The daemon's own user gets in however many other users are connected.
-            of if of != Some(self.0.own) && all >= CONNECTIONS_MAX - OF_ONE_USER => {
+            of if of != Some(self.0.own) && all >= CONNECTIONS_MAX - USER_CONNECTIONS_MAX => {
                 return Err("tasukid has as many connections as it takes; ask again later".to_owned());
             }
             _ => {}
@@ -146,13 +146,13 @@ struct Bucket {
 
 impl Bucket {
     fn full(now: Instant) -> Self {
-        Bucket { lines: LINES, since: now, left_out: 0 }
+        Bucket { lines: LINES_AT_ONCE_MAX, since: now, left_out: 0 }
     }
 
     /// Takes a line. Returns how many lines before it were left out, or `None` if this one must be, too.
     fn take(&mut self, now: Instant) -> Option<u64> {
         let more = now.saturating_duration_since(self.since).div_duration_f64(LINE_EVERY);
-        (self.lines, self.since) = ((self.lines + more).min(LINES), now);
+        (self.lines, self.since) = ((self.lines + more).min(LINES_AT_ONCE_MAX), now);
         if self.lines < 1.0 {
             self.left_out += 1;
             return None;
@@ -191,10 +191,10 @@ pub async fn guard(
     if body.size_hint().lower() > BODY_MAX as u64 {
         return refusal(StatusCode::PAYLOAD_TOO_LARGE, too_long());
     }
-    let bytes = match tokio::time::timeout(BODY_WITHIN, axum::body::to_bytes(body, BODY_MAX)).await {
+    let bytes = match tokio::time::timeout(BODY_TIMEOUT, axum::body::to_bytes(body, BODY_MAX)).await {
         Ok(Ok(bytes)) => bytes,
         Ok(Err(_)) => return refusal(StatusCode::PAYLOAD_TOO_LARGE, too_long()),
-        Err(_) => return refusal(StatusCode::REQUEST_TIMEOUT, too_slow("body", BODY_WITHIN)),
+        Err(_) => return refusal(StatusCode::REQUEST_TIMEOUT, too_slow("body", BODY_TIMEOUT)),
     };
     parts.extensions.insert(role);
     let is_last = ["/v1/stop", "/v1/upgrade"].contains(&route.as_str()) && parts.method == Method::POST;
@@ -246,7 +246,8 @@ pub async fn serve(listener: UnixListener, router: Router, gate: Gate, over: imp
     drop(listener);
     let _ = ends.send(true);
     // A capture that no caller reads does not keep the daemon from ending.
-    let _ = tokio::time::timeout(LAST, async { while connections.join_next().await.is_some() {} }).await;
+    let _ =
+        tokio::time::timeout(LAST_ANSWERS_TIMEOUT, async { while connections.join_next().await.is_some() {} }).await;
 }
 
 /// Serves one connection, to its end.
@@ -263,7 +264,7 @@ async fn converse(stream: UnixStream, router: Router, gate: Gate, mut is_over: w
     });
     let io = TokioIo::new(stream);
     let mut serving =
-        http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(HEAD_WITHIN).serve_connection(io, service);
+        http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT).serve_connection(io, service);
     let mut is_ending = false;
     let ended = loop {
         tokio::select! {
@@ -275,7 +276,7 @@ async fn converse(stream: UnixStream, router: Router, gate: Gate, mut is_over: w
         }
     };
     if ended.is_err_and(|error| error.is_timeout()) {
-        hang_up(serving.into_parts().io.into_inner(), "408 Request Timeout", &too_slow("head", HEAD_WITHIN));
+        hang_up(serving.into_parts().io.into_inner(), "408 Request Timeout", &too_slow("head", HEAD_TIMEOUT));
     }
 }
 
@@ -303,10 +304,10 @@ mod tests {
         let gate = Gate::new(roles, Door::new(sender).unwrap());
         let peer = |uid| Peer { uid, groups: Vec::new(), pid: 1, program: String::new() };
         let strangers: Vec<_> = (100_000..101_000).filter_map(|uid| gate.seat(&peer(uid)).ok()).collect();
-        assert_eq!(strangers.len(), OF_STRANGERS);
+        assert_eq!(strangers.len(), STRANGER_CONNECTIONS_MAX);
         assert!(gate.seat(&peer(100_000)).is_err_and(|why| why.contains("users without a role have 16 connections")));
         let readers: Vec<_> = (0..1000).filter_map(|_| gate.seat(&peer(5)).ok()).collect();
-        assert_eq!(readers.len(), OF_ONE_USER);
+        assert_eq!(readers.len(), USER_CONNECTIONS_MAX);
         assert!(gate.seat(&peer(gate.0.own)).is_ok());
         drop((strangers, readers));
         assert!(gate.seats().is_empty(), "a caller that hung up has no place");
@@ -317,7 +318,7 @@ mod tests {
         let begin = Instant::now();
         let mut bucket = Bucket::full(begin);
         let written = (0..100).filter(|_| bucket.take(begin).is_some()).count();
-        assert_eq!((written as f64, bucket.take(begin + LINE_EVERY / 2)), (LINES, None));
+        assert_eq!((written as f64, bucket.take(begin + LINE_EVERY / 2)), (LINES_AT_ONCE_MAX, None));
         assert_eq!(bucket.take(begin + LINE_EVERY * 2), Some(81));
         assert_eq!(bucket.take(begin + LINE_EVERY * 9), Some(0));
     }

@@ -23,10 +23,10 @@ use crate::supervisor::door::{Door, Request};
 /// Connections at once: a server of Prometheus has one or two.
 const CONNECTIONS_MAX: usize = 16;
 /// Time for a request, and between two of a connection.
-const WITHIN: Duration = Duration::from_secs(5);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// For how long counts are passed on to anybody: the loop that answers for them also replaces dead drivers.
-const COUNT_FOR: Duration = Duration::from_secs(1);
+/// Age up to which counts are passed on to anybody: the loop that answers for them also replaces dead drivers.
+const COUNTS_AGE_MAX: Duration = Duration::from_secs(1);
 
 /// All that is counted, at one moment: the text is made of it.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -272,7 +272,7 @@ pub async fn serve(listener: TcpListener, door: Door) {
     let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
     let seats = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let last = Arc::new(Last::default());
-    let counts = async move || response(last.counts(&door, COUNT_FOR).await);
+    let counts = async move || response(last.counts(&door, COUNTS_AGE_MAX).await);
     let only = |status: StatusCode| {
         (status, "this address has the counts alone: GET /metrics; ask tasukid's socket for the rest\n")
     };
@@ -285,15 +285,16 @@ pub async fn serve(listener: TcpListener, door: Door) {
             Ok((stream, _)) => stream,
             // No descriptor is left, and no event says when there is one.
             Err(_) => {
-                tokio::time::sleep(WITHIN).await;
+                tokio::time::sleep(REQUEST_TIMEOUT).await;
                 continue;
             }
         };
         let service = TowerToHyperService::new(router.clone());
         tokio::spawn(async move {
             let mut server = http1::Builder::new();
-            server.timer(TokioTimer::new()).header_read_timeout(WITHIN).keep_alive(false);
-            let _ = tokio::time::timeout(2 * WITHIN, server.serve_connection(TokioIo::new(stream), service)).await;
+            server.timer(TokioTimer::new()).header_read_timeout(REQUEST_TIMEOUT).keep_alive(false);
+            let _ =
+                tokio::time::timeout(2 * REQUEST_TIMEOUT, server.serve_connection(TokioIo::new(stream), service)).await;
             drop(seat);
         });
     }

@@ -27,7 +27,7 @@ use tasuki_control::supervisor::door::Door;
 use tasuki_control::supervisor::{Ended, Parts, Programs, Supervisor};
 
 /// Time the daemon may take until it serves, if it goes into the background.
-const BEGINS_WITHIN: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Starts and watches workers, and relays NICs between them. On SIGTERM or Ctrl-C it leaves its workers running;
 /// `tasuki stop` ends all. On SIGHUP it applies its configuration anew, and on SIGUSR1 it opens its log anew.
@@ -225,7 +225,7 @@ fn go_into_background(folder: &Path) -> Result<()> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::from(log));
     std::os::unix::process::CommandExt::process_group(&mut command, 0);
     let mut child = command.spawn().context("tasukid does not start a second time")?;
-    let until = std::time::Instant::now() + BEGINS_WITHIN;
+    let until = std::time::Instant::now() + START_TIMEOUT;
     let outcome = loop {
         let mut notice = [0; 4096];
         if let Ok(len) = begun.recv(&mut notice) {
@@ -247,7 +247,7 @@ fn go_into_background(folder: &Path) -> Result<()> {
             }
             break Err(anyhow::anyhow!(
                 "tasukid did not begin to serve within {} s; {} says why",
-                BEGINS_WITHIN.as_secs(),
+                START_TIMEOUT.as_secs(),
                 log_path.display()
             ));
         }

@@ -99,9 +99,9 @@ fn look_aside(folder: &Path, since: u64) -> Receiver<Result<Moment>> {
 }
 
 /// Times between two questions whether a look has come: soon after it was begun, and later.
-const COMES: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(100)];
+const ANSWER_POLL_EVERY: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(100)];
 /// Time after which the foot says that the daemon does not answer.
-const SLOW: Duration = Duration::from_secs(2);
+const SLOW_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 fn watch(folder: &Path, every_ms: u64) -> Result<()> {
     let mut picture = Picture::default();
@@ -130,7 +130,7 @@ fn watch(folder: &Path, every_ms: u64) -> Result<()> {
             }
         }
         let waits = look.as_ref().map(|(_, begun)| begun.elapsed());
-        let foot = match (&trouble, waits.filter(|waits| *waits >= SLOW), stands) {
+        let foot = match (&trouble, waits.filter(|waits| *waits >= SLOW_ANSWER_TIMEOUT), stands) {
             (_, Some(waits), _) => format!("tasukid has not answered for {} s; q ends", waits.as_secs()),
             (Some(trouble), ..) => format!("{trouble:#}"),
             (None, _, true) => "stands still; space goes on, q ends".to_owned(),
@@ -138,7 +138,7 @@ fn watch(folder: &Path, every_ms: u64) -> Result<()> {
         };
         terminal.draw(|size| picture.lines(size, &foot))?;
         let pause = match waits {
-            Some(waits) => COMES[usize::from(waits > COMES[1])],
+            Some(waits) => ANSWER_POLL_EVERY[usize::from(waits > ANSWER_POLL_EVERY[1])],
             None if stands => Duration::from_secs(3600),
             None => next.saturating_duration_since(Instant::now()),
         };

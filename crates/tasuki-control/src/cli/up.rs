@@ -22,7 +22,7 @@ use crate::place;
 const ASK_EVERY: Duration = Duration::from_millis(10);
 
 /// Time for tasukid to end once it has answered that it does.
-const ENDS_WITHIN: Duration = Duration::from_secs(10);
+const END_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What is to be up.
 #[derive(Debug, Args)]
@@ -104,9 +104,9 @@ pub(super) fn stop(folder: &Path) -> Result<serde_json::Value> {
     let Stopped { sentence, .. } = show::read(value.clone())?;
     if let Some(daemon) = daemon {
         let mut ends = [PollFd::new(&daemon, PollFlags::IN)];
-        let limit = Timespec::try_from(ENDS_WITHIN).context("that is no time")?;
+        let limit = Timespec::try_from(END_TIMEOUT).context("that is no time")?;
         let ended = rustix::event::poll(&mut ends, Some(&limit)).unwrap_or(0);
-        ensure!(ended > 0, "{sentence}, but it is still there after {} s; its log says why", ENDS_WITHIN.as_secs());
+        ensure!(ended > 0, "{sentence}, but it is still there after {} s; its log says why", END_TIMEOUT.as_secs());
     }
     Ok(value)
 }

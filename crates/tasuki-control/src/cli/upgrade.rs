@@ -17,7 +17,7 @@ use crate::api::types::{NodeView, Relayed, Replaced, Status, WorkerView};
 use crate::place;
 
 /// Time within which the daemon's next version must answer: it takes all workers over before.
-const DAEMON_WITHIN: Duration = Duration::from_secs(60);
+const DAEMON_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause between two questions whether it does.
 const ASK_EVERY: Duration = Duration::from_millis(20);
 
@@ -106,11 +106,11 @@ fn replace_daemon(
     // The former one may still answer for a moment.
     let is_next = |status: &Status| u128::from(status.up_ms) <= asked.elapsed().as_millis();
     while !get::<Status>(folder, "/v1/status").is_ok_and(|status| is_next(&status)) {
-        if asked.elapsed() > DAEMON_WITHIN {
+        if asked.elapsed() > DAEMON_TIMEOUT {
             bail!(
                 "{}, but it has not answered for {} s; the workers go on meanwhile, and its log says why",
                 replaced.sentence,
-                DAEMON_WITHIN.as_secs()
+                DAEMON_TIMEOUT.as_secs()
             );
         }
         std::thread::sleep(ASK_EVERY);

@@ -15,15 +15,15 @@ use crate::cli::part;
 use crate::config::Node;
 
 /// Time for all that a call asks of the daemon: the kubelet gives a runtime up after two minutes (runtimeRequestTimeout).
-const CALL_WITHIN: Duration = Duration::from_secs(60);
+const CALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time for one answer. When there is none to ADD, as much is left for taking the node away.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(30);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time for a daemon that is being replaced to be back.
-const BACK_WITHIN: Duration = Duration::from_secs(2);
+const RESTART_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time for a node to be free of an upgrade, so that it can be removed.
-const FREE_WITHIN: Duration = Duration::from_secs(10);
+const UPGRADE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for a node's first worker to be at work.
-const WORKS_WITHIN: Duration = Duration::from_secs(10);
+const FIRST_WORKER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two tries.
 const TRY_EVERY: Duration = Duration::from_millis(10);
 
@@ -92,7 +92,7 @@ fn read<T: DeserializeOwned>(value: Value) -> Result<T, Failure> {
 impl Daemon {
     /// Returns the daemon that a network names.
     pub fn of(network: &Network) -> Self {
-        Daemon { folder: network.dir.clone(), until: Instant::now() + CALL_WITHIN }
+        Daemon { folder: network.dir.clone(), until: Instant::now() + CALL_TIMEOUT }
     }
 
     /// Returns when a time ends that begins now: with that of the call, at the latest.
@@ -106,16 +106,16 @@ impl Daemon {
             !left.is_zero(),
             "the tasukid in {} has taken {} s for this call, which is not done; call again, and look at its log if that does not help",
             self.folder.display(),
-            CALL_WITHIN.as_secs()
+            CALL_TIMEOUT.as_secs()
         );
-        client::ask_within(ANSWERS_WITHIN.min(left), &self.folder, method, address, body)
+        client::ask_within(ANSWER_TIMEOUT.min(left), &self.folder, method, address, body)
     }
 
     /// Asks, with patience while the daemon is replaced: it has not heard a request that it refuses so.
     fn ask(&self, method: &Method, address: &str, body: Option<&Value>) -> anyhow::Result<Value> {
         let is_being_replaced =
             |error: &anyhow::Error| error.is::<NotThere>() || has_status(error, StatusCode::SERVICE_UNAVAILABLE);
-        patiently(self.end_of(BACK_WITHIN), is_being_replaced, || self.ask_once(method.clone(), address, body))
+        patiently(self.end_of(RESTART_TIMEOUT), is_being_replaced, || self.ask_once(method.clone(), address, body))
     }
 
     /// Returns all nodes, or that there is no daemon now.
@@ -160,7 +160,7 @@ impl Daemon {
 
     /// Waits until a worker drives the node's end of its VNI.
     pub fn await_worker(&self, node: &str) -> Result<(), NotAdded> {
-        let until = self.end_of(WORKS_WITHIN);
+        let until = self.end_of(FIRST_WORKER_TIMEOUT);
         loop {
             let ends: Vec<NicView> = self.get("/v1/nics")?;
             let its = ends.into_iter().find(|end| end.node == node);
@@ -178,7 +178,7 @@ impl Daemon {
                 let trouble = trouble.unwrap_or_else(|| "it has no worker".to_owned());
                 // What to do about a node that stays there is not what to do about one that is removed now.
                 let why = trouble.split_once("; ").map_or(&trouble[..], |(why, _)| why);
-                let seconds = WORKS_WITHIN.as_secs();
+                let seconds = FIRST_WORKER_TIMEOUT.as_secs();
                 let sentence =
                     format!("node {node} is not at work after {seconds} s: {why}; the events (tasuki events) say more");
                 return Err(Failure::new(code::AGAIN, sentence).into());
@@ -192,7 +192,7 @@ impl Daemon {
         let Some(node) = self.node_of(container)? else { return Ok(()) };
         let address = format!("/v1/nodes/{}", part(&node.name));
         let is_busy = |error: &anyhow::Error| has_status(error, StatusCode::CONFLICT);
-        match patiently(self.end_of(FREE_WITHIN), is_busy, || self.ask(&Method::DELETE, &address, None)) {
+        match patiently(self.end_of(UPGRADE_TIMEOUT), is_busy, || self.ask(&Method::DELETE, &address, None)) {
             Err(error) if !has_status(&error, StatusCode::NOT_FOUND) => Err(match is_busy(&error) {
                 true => Failure { code: code::AGAIN, ..failure(&error) },
                 false => failure(&error),

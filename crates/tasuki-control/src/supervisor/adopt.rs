@@ -20,9 +20,9 @@ use tasuki_shm::crash;
 
 use super::card::{Card, LeasePage};
 use super::deeds::party;
-use super::keeping::{FEWER, Found, Key};
+use super::keeping::{Found, Key, TOO_FEW_DESCRIPTORS};
 use super::lines::Lines;
-use super::worker::{Stage, Words, Worker, clients, tells};
+use super::worker::{Stage, Words, Worker, client_report_allowance, sentence_allowance};
 use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, nanoseconds, now, watch};
 use crate::channel;
 use crate::config::{self, Device};
@@ -31,13 +31,13 @@ use crate::process::Process;
 use crate::registry::{Change, Known, NodeRecord, WorkerRecord};
 
 /// Time in which a worker ends that is told to. The daemon does nothing else meanwhile.
-const ENDS_WITHIN: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+const END_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// Tells the worker at the other end of this socket to end, and returns whether it has.
 fn ends_when_told(socket: &OwnedFd) -> bool {
     let end = serde_json::to_vec(&ToWorker::End).expect("plain data");
     let mut its_end = [PollFd::new(socket, PollFlags::empty())];
-    channel::send(socket.as_fd(), &end, &[]).is_ok() && rustix::event::poll(&mut its_end, Some(&ENDS_WITHIN)) == Ok(1)
+    channel::send(socket.as_fd(), &end, &[]).is_ok() && rustix::event::poll(&mut its_end, Some(&END_TIMEOUT)) == Ok(1)
 }
 
 /// Kills the worker at the other end of this socket, which listens at `path`. Returns its number once it is dead.
@@ -48,7 +48,7 @@ fn is_killed(socket: &OwnedFd, path: &Path) -> Option<u32> {
     let process = Process::by_pid(peer.pid).ok()??;
     let is_it = process.name().pid != std::process::id() && process.has_socket_at(path);
     is_it.then(|| process.kill());
-    (is_it && process.ends_within(&ENDS_WITHIN)).then_some(process.name().pid)
+    (is_it && process.ends_within(&END_TIMEOUT)).then_some(process.name().pid)
 }
 
 impl Supervisor {
@@ -58,7 +58,7 @@ impl Supervisor {
         self.events = events;
         let mut alive: Vec<(WorkerRecord, Process)> = Vec::new();
         for record in &workers {
-            let process = Process::find(record.process).context(FEWER)?;
+            let process = Process::find(record.process).context(TOO_FEW_DESCRIPTORS)?;
             alive.extend(process.map(|process| (record.clone(), process)));
         }
         if !alive.is_empty() || !found.is_empty() {
@@ -204,7 +204,7 @@ impl Supervisor {
 
     /// Restores the registry's record of a NIC, as far as it is still true.
     fn remember(&self, card: &mut Card, record: &crate::registry::NicRecord, is_driven: bool) -> Result<()> {
-        card.model = record.model.map_or(Ok(None), Process::find).context(FEWER)?;
+        card.model = record.model.map_or(Ok(None), Process::find).context(TOO_FEW_DESCRIPTORS)?;
         card.uid = record.uid;
         if let Some(model) = &card.model {
             watch(&self.epoll, model.pidfd(), Token::ModelEnd(card.number))?;
@@ -234,7 +234,7 @@ impl Supervisor {
         let is_ours = record.uid.is_none_or(|uid| process.uid() == Some(uid));
         let is_known = self.config.node(&record.node).is_some();
         watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
-        let (ours, theirs) = channel::pair().context(FEWER)?;
+        let (ours, theirs) = channel::pair().context(TOO_FEW_DESCRIPTORS)?;
         let reached = socket.is_ok();
         // The kernel names the process that listens there.
         let peer = socket.as_ref().ok().and_then(|socket| rustix::net::sockopt::socket_peercred(socket).ok());
@@ -272,8 +272,8 @@ impl Supervisor {
             first_message: None,
             group: None,
             lines,
-            tells: tells(asked),
-            clients: clients(asked),
+            sentence_allowance: sentence_allowance(asked),
+            client_reports: client_report_allowance(asked),
             hung_up_since: None,
             is_adopted: true,
             asked: Default::default(),

@@ -29,7 +29,7 @@ const PORTS_MAX: usize = MISSED_LEN / 8;
 
 /// Bytes of batches that may be under way, where the kernel allows that: a tenth of a second of a link of 1 Gb/s,
 /// with the kernel's own overhead.
-const UNDER_WAY: usize = 16 << 20;
+const SOCKET_BUFFER_LEN: usize = 16 << 20;
 
 /// The subject of a capture.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -109,8 +109,8 @@ impl Supervisor {
         let no_room = |what: &dyn std::fmt::Display| No::now(format!("there is no room for a capture: {what}"));
         let (batches, socket) = channel::pair().map_err(|error| no_room(&error))?;
         // As much as the kernel permits: with less, a slow reader misses more.
-        if rustix::net::sockopt::set_socket_send_buffer_size_force(&socket, UNDER_WAY).is_err() {
-            let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, UNDER_WAY);
+        if rustix::net::sockopt::set_socket_send_buffer_size_force(&socket, SOCKET_BUFFER_LEN).is_err() {
+            let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SOCKET_BUFFER_LEN);
         }
         let missed = Words::create("tasuki capture", MISSED_LEN).map_err(|error| no_room(&error))?;
         let missed = Arc::new(missed);

@@ -9,7 +9,7 @@ use super::card::{Card, Opening};
 use super::door::No;
 use super::keeping::Key;
 use super::worker::Stage;
-use super::{About, PATIENCE, Supervisor, now};
+use super::{About, Supervisor, WORKER_TIMEOUT, now};
 use crate::api::types::Upgrade;
 use crate::config::Work;
 use crate::registry::Change;
@@ -60,7 +60,7 @@ impl Supervisor {
                 continue;
             }
             let (name, node) = (card.name().to_owned(), card.node.clone());
-            let is_late = card.closing.is_some_and(|since| now().saturating_sub(since) >= PATIENCE / 2);
+            let is_late = card.closing.is_some_and(|since| now().saturating_sub(since) >= WORKER_TIMEOUT / 2);
             let mut has_workers = false;
             for worker in self.workers.values_mut().filter(|worker| worker.given.contains(&nic)) {
                 has_workers = true;

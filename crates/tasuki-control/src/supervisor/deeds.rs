@@ -18,14 +18,14 @@ use crate::registry::Change;
 
 /// Longest time to wait for a process to freeze; it takes some 50 µs for each of its CPUs. If it has not stopped by
 /// then, the daemon waits for its death.
-const FREEZES: std::time::Duration = std::time::Duration::from_millis(1);
+const FREEZE_TIMEOUT: std::time::Duration = std::time::Duration::from_millis(1);
 
-/// A process that has not stopped after this long may be waiting for the daemon's CPU.
-const YIELDS: std::time::Duration = std::time::Duration::from_micros(200);
+/// Longest time to spin until a process has stopped: after that it may be waiting for the daemon's CPU.
+const SPIN_TIME_MAX: std::time::Duration = std::time::Duration::from_micros(200);
 
 /// Longest time that a worker stays frozen during a relay. The next driver does not wait for a process that died
 /// while it talked to a device, but does wait for a frozen one.
-pub(super) const STANDS: std::time::Duration = std::time::Duration::from_millis(2);
+pub(super) const FROZEN_TIME_MAX: std::time::Duration = std::time::Duration::from_millis(2);
 
 /// A frozen worker that the daemon has yet to end.
 #[derive(Debug)]
@@ -46,7 +46,7 @@ pub(super) struct Ahead {
 }
 
 /// Time beyond the usual for a card that starts anew: it negotiates its link.
-const COLD: std::time::Duration = std::time::Duration::from_secs(10);
+const COLD_START_EXTRA_TIME: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// Returns a worker's number as arbiters use it.
 pub(super) fn party(number: u32) -> Option<Party> {
@@ -95,7 +95,8 @@ impl Supervisor {
                 let limits = &self.config.daemon;
                 let preparing = card.arbiter.as_ref().is_some_and(|arbiter| arbiter.state() == State::Preparing);
                 let limit = if preparing { limits.prepare() } else { limits.deadline() };
-                let slow = if matches!(card.method, Method::Cold) { COLD } else { std::time::Duration::ZERO };
+                let slow =
+                    if matches!(card.method, Method::Cold) { COLD_START_EXTRA_TIME } else { std::time::Duration::ZERO };
                 card.watch = Some((number, now() + limit + slow));
             }
             Do::Fence(party) => return self.fence(nic, party),
@@ -233,10 +234,10 @@ impl Supervisor {
     fn is_frozen(&self, number: u32) -> bool {
         let Some(group) = self.group(number) else { return false };
         let since = std::time::Instant::now();
-        while since.elapsed() < FREEZES {
+        while since.elapsed() < FREEZE_TIMEOUT {
             match group.is_frozen() {
                 Ok(true) => return true,
-                Ok(false) if since.elapsed() < YIELDS => std::hint::spin_loop(),
+                Ok(false) if since.elapsed() < SPIN_TIME_MAX => std::hint::spin_loop(),
                 Ok(false) => std::thread::yield_now(),
                 Err(_) => return false,
             }
@@ -275,14 +276,14 @@ impl Supervisor {
     /// something that the taker waits for.
     fn is_over(&self, it: &Frozen) -> bool {
         let is_settled = self.cards.get(&it.nic).is_none_or(|card| card.watch.is_none());
-        is_settled || it.since + STANDS <= now()
+        is_settled || it.since + FROZEN_TIME_MAX <= now()
     }
 
     /// Ends frozen workers once `is_over` says so. They die on CPUs that belong to no node, as dying takes
     /// longer than a pause may.
     pub(super) fn end_frozen(&mut self) {
         // A frozen stand-by may hold something that the releasing driver waits for.
-        self.thaw_ahead(|it| it.since + STANDS <= now());
+        self.thaw_ahead(|it| it.since + FROZEN_TIME_MAX <= now());
         let (over, rest) = std::mem::take(&mut self.frozen).into_iter().partition(|it| self.is_over(it));
         self.frozen = rest;
         for Frozen { number, because, .. } in over {

@@ -6,7 +6,7 @@ use tasuki_relay::message::ToWorker;
 
 use super::door::{Answer, No};
 use super::worker::Stage;
-use super::{About, Ended, PATIENCE, Supervisor, now};
+use super::{About, Ended, Supervisor, WORKER_TIMEOUT, now};
 use crate::api::types::{Replaced, Stopped};
 use crate::config;
 use crate::registry::Change;
@@ -82,7 +82,7 @@ impl Supervisor {
 
     pub(super) fn go_on_stopping(&mut self) {
         let Some((since, count, _)) = self.stopping else { return };
-        let is_late = now().saturating_sub(since) >= PATIENCE / 2;
+        let is_late = now().saturating_sub(since) >= WORKER_TIMEOUT / 2;
         if !self.workers.is_empty() {
             if is_late {
                 self.workers.values().for_each(|worker| worker.process.kill());

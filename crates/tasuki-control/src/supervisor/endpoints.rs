@@ -24,7 +24,7 @@ use crate::{channel, config};
 const NAME_MAX: usize = 96;
 
 /// Pause before a worker is asked again for a client for which the daemon had no room.
-const ASKS_AGAIN: Duration = Duration::from_secs(1);
+const CLIENT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// Bytes of a client's description, at most.
 const TEXT_MAX: usize = 8192;
@@ -193,7 +193,7 @@ impl Supervisor {
     /// the client, too. The driver's report counts more; a report from a worker that has just passed the lease goes
     /// to the worker that has it.
     pub(super) fn on_client(&mut self, number: u32, nic: u32, client: message::Client, fds: Foreign) {
-        let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.clients.take(now()));
+        let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.client_reports.take(now()));
         if is_often {
             return self.condemn(number, "reports its node's client too often".to_owned());
         }
@@ -226,12 +226,12 @@ impl Supervisor {
     /// Handles a report of a client whose descriptors this daemon may not open. It asks for it again: a worker that
     /// goes on without the client sends it away.
     pub(super) fn on_client_without_descriptors(&mut self, number: u32, nic: u32) {
-        let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.clients.take(now()));
+        let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.client_reports.take(now()));
         if is_often || self.endpoint_of(number, nic).is_none() {
             return self.condemn(number, "reports a client too often, or at an end that is not its own".to_owned());
         }
         let (Some(worker), Some(card)) = (self.workers.get_mut(&number), self.cards.get_mut(&nic)) else { return };
-        worker.asked.client_at = Some(now() + ASKS_AGAIN);
+        worker.asked.client_at = Some(now() + CLIENT_RETRY_PAUSE);
         let (node, name, trouble) = (worker.record.node.clone(), card.name().to_owned(), no_room(&worker.record.node));
         if card.trouble.replace(trouble.clone()).as_ref() != Some(&trouble) {
             self.note(About { node: Some(&node), nic: Some(&name), worker: Some(number) }, trouble);

@@ -19,8 +19,8 @@ use tasuki_shm::region::Span;
 use super::Supervisor;
 use super::worker::Words;
 
-/// Pause before the next look at a futex that its worker has not yet marked as its own.
-const YET: Duration = Duration::from_millis(50);
+/// Interval of looks at a futex that its worker has not yet marked as its own.
+const UNMARKED_POLL_EVERY: Duration = Duration::from_millis(50);
 
 /// The pipe that reports ended workers.
 #[derive(Debug)]
@@ -69,7 +69,7 @@ fn await_end(life: &AtomicU32) {
         if word & heartbeat::ENDED != 0 {
             return;
         }
-        let yet = (word == 0).then(|| YET.try_into().expect("50 ms"));
+        let yet = (word == 0).then(|| UNMARKED_POLL_EVERY.try_into().expect("50 ms"));
         // Ignore the result: the loop reads the word again.
         let _ = futex::wait(life, futex::Flags::empty(), word, yet.as_ref());
     }

@@ -13,9 +13,9 @@
 //! | the same, and the stand-by node has no worker either      | wait, and say so | the first of the two that is back has it          |
 //! | the same, and something else is under way with it         | wait             | that has a limit of its own                       |
 //!
-//! From then on it is a handover like one on request, but for two things: nobody lets go, and a worker of the lost node that
-//! drives before the arbiter is asked keeps the NIC. The registry has the record before the handover begins: the next
-//! daemon goes on at once.
+//! From then on it is a handover like one on request, with two differences: there is no giver; and if a worker of the lost
+//! node drives first, the NIC stays. The registry has the record before the handover begins: the next daemon goes on at
+//! once.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -34,12 +34,12 @@ use super::{About, Supervisor, now, policy};
 use crate::api::types::{NicView, Removed, Standby};
 use crate::config;
 
-/// How late the daemon may come to a NIC whose node is to be lost.
-const STALL: Duration = Duration::from_millis(100);
+/// How late the daemon may be with its decision that a node is lost; if it is later, it did not run meanwhile.
+const LATENESS_MAX: Duration = Duration::from_millis(100);
 
-/// How long before its node counts as lost the stand-by node's worker gets ready for a NIC: a worker needs some ms for that,
-/// and some tens of ms on a busy machine.
-const LEAD: Duration = Duration::from_millis(100);
+/// The stand-by node's worker begins to get ready for a NIC this long before the NIC's node counts as lost: that takes some
+/// ms, and some tens of ms on a busy machine.
+const PREPARATION_TIME: Duration = Duration::from_millis(100);
 
 /// How a NIC came to its stand-by node, or is about to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -114,14 +114,14 @@ impl Watch {
         }
         let due = *self.since.get_or_insert(now) + limit;
         if self.met.is_none() && now < due {
-            let ready_by = due - LEAD.min(limit / 2);
+            let ready_by = due - PREPARATION_TIME.min(limit / 2);
             return match () {
                 () if now < ready_by => Then::Wait(ready_by),
                 () if has_taker && !is_busy => Then::GetReady,
                 () => Then::Wait(due),
             };
         }
-        if self.met.is_none() && now > due + STALL && !self.has_stalled {
+        if self.met.is_none() && now > due + LATENESS_MAX && !self.has_stalled {
             // The daemon itself did not run, so that it has neither replaced nor heard a worker meanwhile.
             (self.since, self.has_stalled) = (Some(now), true);
             return Then::Wait(now + limit);
@@ -143,7 +143,7 @@ impl Watch {
 
     /// Returns when to look again if nothing happens.
     pub fn due(&self, limit: Duration, now: Duration) -> Option<Duration> {
-        let of = |since: Duration| [since + limit - LEAD.min(limit / 2), since + limit, self.not_before];
+        let of = |since: Duration| [since + limit - PREPARATION_TIME.min(limit / 2), since + limit, self.not_before];
         self.since.into_iter().flat_map(of).filter(|at| *at > now).min()
     }
 }

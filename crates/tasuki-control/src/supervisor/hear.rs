@@ -16,7 +16,7 @@ use tasuki_shm::crash;
 use super::deeds::party;
 use super::keeping::Key;
 use super::worker::{Readiness, Stage};
-use super::{About, PATIENCE, PROBE, Supervisor, bundles, now};
+use super::{About, PROBE_EVERY, Supervisor, WORKER_TIMEOUT, bundles, now};
 use crate::api::types::Counts;
 use crate::channel::{self, Message, Nothing};
 use crate::foreign::Foreign;
@@ -24,7 +24,7 @@ use crate::log::plain;
 use crate::registry::Change;
 
 /// Messages of one worker that the daemon reads before it turns to another.
-const AT_ONCE: usize = 64;
+const MESSAGES_AT_ONCE_MAX: usize = 64;
 /// Characters of a worker's sentence that users see.
 const SENTENCE_MAX: usize = 1000;
 /// Sentences about confinement that a worker lacks.
@@ -36,7 +36,7 @@ const COUNT_NAME_MAX: usize = 64;
 
 impl Supervisor {
     pub(super) fn on_worker_readable(&mut self, number: u32) {
-        for _ in 0..AT_ONCE {
+        for _ in 0..MESSAGES_AT_ONCE_MAX {
             let Some(worker) = self.workers.get(&number) else { return };
             match channel::receive(worker.socket.as_fd(), &mut self.room) {
                 Ok(message) => self.on_message(number, message),
@@ -153,8 +153,8 @@ impl Supervisor {
     fn on_sentence(&mut self, number: u32, nic: Option<u32>, sentence: &str) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let node = worker.record.node.clone();
-        let left_out = worker.tells.left_out(now());
-        if !worker.tells.take(now()) {
+        let left_out = worker.sentence_allowance.left_out(now());
+        if !worker.sentence_allowance.take(now()) {
             return;
         }
         let sentence = plain(sentence, SENTENCE_MAX);
@@ -360,12 +360,12 @@ impl Supervisor {
             let drives = self.cards.values().any(|card| card.holder() == Some(*number));
             let sleeps = words.load(heartbeat::ASLEEP) != 0;
             worker.heart.beat(now, words.load(heartbeat::LOOKS));
-            let patience = if drives { limit } else { PATIENCE.max(limit) };
+            let patience = if drives { limit } else { WORKER_TIMEOUT.max(limit) };
             match worker.probe {
                 Some(asked) if now.saturating_sub(asked) >= patience => silent.push(*number),
                 Some(_) => {}
                 None if drives && !sleeps && worker.heart.silent(now, limit) => silent.push(*number),
-                None if (sleeps || !drives) && now.saturating_sub(worker.heard) >= PROBE => {
+                None if (sleeps || !drives) && now.saturating_sub(worker.heard) >= PROBE_EVERY => {
                     // Any NIC does: all that counts is that an answer comes.
                     ask.extend(worker.nics.keys().next().map(|nic| (*number, *nic)));
                     worker.heard = now;

@@ -26,8 +26,8 @@ use crate::spawn::Program;
 
 /// Bytes of a jail's messages that the daemon reads.
 const SAYS_MAX: usize = 16 << 10;
-/// How long a node goes without a waiting process after one has ended by itself.
-const FURNISHED: Duration = Duration::from_secs(1);
+/// Pause before a node gets another waiting process, after one has ended by itself.
+const CELL_PAUSE: Duration = Duration::from_secs(1);
 
 /// The messages a worker gets once it is confined.
 #[derive(Debug)]
@@ -381,7 +381,7 @@ impl Supervisor {
         let wards = self.nodes.values_mut().map(|node| &mut node.ward);
         let Some(ward) = { wards }.find(|ward| ward.cell.as_ref().is_some_and(is_it)) else { return false };
         // A worker that starts without one reports why that cannot be.
-        ward.not_before = now() + FURNISHED;
+        ward.not_before = now() + CELL_PAUSE;
         ward.forget_cell();
         true
     }

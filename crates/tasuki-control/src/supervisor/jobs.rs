@@ -25,7 +25,7 @@ use crate::registry::Change;
 use crate::spawn::not_startable;
 
 /// No worker has this number: the job still waits for a worker to give the NIC to.
-const NOBODY: u32 = 0;
+const NO_WORKER: u32 = 0;
 
 /// What a job is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -308,7 +308,7 @@ impl Supervisor {
             )));
         }
         // If there is no such worker yet, the job waits for one.
-        let target = self.taker_of(&give.to).map_err(No::now)?.unwrap_or(NOBODY);
+        let target = self.taker_of(&give.to).map_err(No::now)?.unwrap_or(NO_WORKER);
         Ok(Job {
             fenced_node: (!is_trusted).then_some(from),
             asked_for,

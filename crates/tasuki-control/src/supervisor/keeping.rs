@@ -21,12 +21,12 @@ use crate::channel::{self, Nothing};
 use crate::keeper::{self, Word};
 use crate::process::Process;
 
-/// Time a keeper may take to list its entries.
-const SAYS_WITHIN: Duration = Duration::from_secs(10);
-/// Pause between two looks whether a keeper has begun, of which the kernel tells no other process.
-const BEGINS: Duration = Duration::from_millis(10);
-/// Pause between two attempts to start a keeper.
-const RETRY: Duration = Duration::from_secs(1);
+/// Time a keeper may take to begin, and to list its entries.
+const KEEPER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval of polling for the keeper's start: the kernel has no event for it.
+const KEEPER_START_POLL_EVERY: Duration = Duration::from_millis(10);
+/// Interval of attempts to start a keeper.
+const KEEPER_RETRY_EVERY: Duration = Duration::from_secs(1);
 
 /// The name of something kept.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -97,8 +97,8 @@ pub(super) struct Keeping {
     pub trouble: Option<String>,
 }
 
-/// What a daemon says that cannot take everything over. It stays with the keeper, for one that can.
-pub(super) const FEWER: &str = "this tasukid may open too few descriptors to take over what the last one had, and that goes on; raise LimitNOFILE= (ulimit -Hn), and start it again";
+/// The error of a daemon that cannot take everything over. All of it stays with the keeper, for a daemon that can.
+pub(super) const TOO_FEW_DESCRIPTORS: &str = "this tasukid may open too few descriptors to take over what the last one had, and that goes on; raise LimitNOFILE= (ulimit -Hn), and start it again";
 
 #[derive(Debug)]
 struct Way {
@@ -112,7 +112,7 @@ impl Way {
     /// # Errors
     /// That cannot be known: this process may open no more descriptors.
     fn find(path: &std::path::Path) -> Result<Option<Self>> {
-        let until = now() + SAYS_WITHIN;
+        let until = now() + KEEPER_TIMEOUT;
         loop {
             match channel::connect(path) {
                 Ok(socket) => {
@@ -120,13 +120,13 @@ impl Way {
                     let Some(peer) = peer.filter(|peer| peer.uid == rustix::process::geteuid()) else {
                         return Ok(None);
                     };
-                    let process = Process::by_pid(peer.pid).context(FEWER)?;
+                    let process = Process::by_pid(peer.pid).context(TOO_FEW_DESCRIPTORS)?;
                     if let Some(process) = process.filter(|process| process.name().pid != std::process::id()) {
                         return Ok(Some(Way { socket, process }));
                     }
                 }
-                Err(error) if channel::lacks(&error) => return Err(error).context(FEWER),
-                // As many as may have called before.
+                Err(error) if channel::lacks(&error) => return Err(error).context(TOO_FEW_DESCRIPTORS),
+                // The keeper's listen backlog is full.
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 Err(_) => return Ok(None),
             }
@@ -135,7 +135,7 @@ impl Way {
             if now() >= until {
                 return Ok(None);
             }
-            std::thread::sleep(BEGINS);
+            std::thread::sleep(KEEPER_START_POLL_EVERY);
         }
     }
 
@@ -152,7 +152,7 @@ impl Way {
 
     /// Returns all that the keeper has.
     fn list(&self) -> Result<Found> {
-        let until = now() + SAYS_WITHIN;
+        let until = now() + KEEPER_TIMEOUT;
         let (mut found, mut room) = (Found::new(), Vec::new());
         keeper::say(self.socket.as_fd(), &Word::List, &[])?;
         loop {
@@ -195,7 +195,7 @@ impl Supervisor {
                 self.keeping.left = found.keys().cloned().collect();
                 found
             }
-            Err(error) if matches!(error.downcast_ref(), Some(Nothing::Lack(_))) => bail!(FEWER),
+            Err(error) if matches!(error.downcast_ref(), Some(Nothing::Lack(_))) => bail!(TOO_FEW_DESCRIPTORS),
             Err(error) => {
                 way.process.kill();
                 self.note(
@@ -215,7 +215,7 @@ impl Supervisor {
     }
 
     fn start_keeper(&mut self) {
-        self.keeping.not_before = now() + RETRY;
+        self.keeping.not_before = now() + KEEPER_RETRY_EVERY;
         match Way::start(self.place.folder(), &self.place.keeper_socket()) {
             Ok(way) => {
                 self.use_keeper(way);

@@ -21,10 +21,10 @@ use crate::log::plain;
 /// Bytes of a line; a longer line is cut.
 const LINE_MAX: usize = 1000;
 /// Lines of a worker that are logged at once, and the time until one more may be.
-const LINES: u32 = 200;
+const LINES_AT_ONCE_MAX: u32 = 200;
 const LINE_EVERY: Duration = Duration::from_millis(100);
 /// Bytes read of one worker before the next has its turn: more than its pipe holds.
-const AT_ONCE: usize = 128 << 10;
+const READ_MAX: usize = 128 << 10;
 
 /// The daemon's end of a worker's pipe.
 #[derive(Debug)]
@@ -61,13 +61,13 @@ impl Lines {
         let path = path_beside(socket);
         let flags = OFlags::NONBLOCK.bits().cast_signed();
         let pipe = OpenOptions::new().read(true).custom_flags(flags).open(&path)?;
-        Ok(Lines { pipe, begun: Vec::new(), bucket: Bucket::new(LINES, LINE_EVERY, now()) })
+        Ok(Lines { pipe, begun: Vec::new(), bucket: Bucket::new(LINES_AT_ONCE_MAX, LINE_EVERY, now()) })
     }
 
     /// Returns the new lines to log, without terminal control characters, and when there may be more.
     fn read(&mut self) -> (Vec<String>, Next) {
         let (mut lines, mut room) = (Vec::new(), [0; 4096]);
-        for _ in 0..AT_ONCE / room.len() {
+        for _ in 0..READ_MAX / room.len() {
             match self.pipe.read(&mut room) {
                 Ok(0) => return (self.finish(lines), Next::Never),
                 Ok(len) => self.split(&room[..len], &mut lines),

@@ -94,9 +94,9 @@ const PROGRAM_STATE_LEN: usize = 64 << 10;
 /// Number of events kept in memory.
 const EVENTS_MAX: usize = 1000;
 /// Interval at which the daemon asks a sleeping worker whether it lives.
-const PROBE: Duration = Duration::from_secs(1);
+const PROBE_EVERY: Duration = Duration::from_secs(1);
 /// Time a worker may take to begin, to answer a new daemon, or to end.
-const PATIENCE: Duration = Duration::from_secs(10);
+const WORKER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns the time of `CLOCK_MONOTONIC`, the clock of all stamps.
 pub fn now() -> Duration {

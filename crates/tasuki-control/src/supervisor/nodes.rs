@@ -26,8 +26,8 @@ pub struct Leaving {
 }
 
 impl Supervisor {
-    /// Keeps the settings with which the nodes were made where the configuration has others by now: their workers and their
-    /// memory have those of then.
+    /// A running node keeps the settings it was made with, even if the file has changed: its workers and memory were
+    /// built from them.
     pub(super) fn go_by_what_was_made(&mut self, records: &[(String, NodeRecord)]) {
         let made = |node: &config::Node| records.iter().find(|(name, _)| *name == node.name)?.1.as_made();
         let now = |node: &config::Node| made(node).map_or_else(|| node.clone(), |made| node.with_what_stays(made));

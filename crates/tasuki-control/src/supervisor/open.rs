@@ -15,7 +15,7 @@ use tasuki_relay::wire::{Order, Reason};
 use super::card::{Card, Kept, LeasePage, Opener, Opening, Speech};
 use super::policy;
 use super::worker::{Readiness, Worker};
-use super::{About, PATIENCE, Supervisor, Token, bundles, iova_of, now, watch};
+use super::{About, Supervisor, Token, WORKER_TIMEOUT, bundles, iova_of, now, watch};
 use crate::channel::{self, Nothing};
 use crate::config::{self, Confine, Device};
 use crate::jail::Terms;
@@ -82,7 +82,7 @@ impl Supervisor {
             let begun = match &card.opening {
                 Opening::NotBefore(at) if *at <= now() => self.begin_opening(nic),
                 Opening::Model(since) => self.look_for_model(nic, *since),
-                Opening::Opener(opener) if now().saturating_sub(opener.since) >= PATIENCE * 2 => {
+                Opening::Opener(opener) if now().saturating_sub(opener.since) >= WORKER_TIMEOUT * 2 => {
                     opener.process.kill();
                     Ok(())
                 }
@@ -175,7 +175,7 @@ impl Supervisor {
         let (Some(model), Some(speech)) = (&card.model, &mut card.speech) else { return Ok(()) };
         match speech.is_confined(model) {
             Ok(true) => self.start_opener(nic),
-            Ok(false) if now().saturating_sub(since) < PATIENCE => Ok(()),
+            Ok(false) if now().saturating_sub(since) < WORKER_TIMEOUT => Ok(()),
             // The model reports the reason once it has ended.
             _ => {
                 model.kill();

@@ -16,16 +16,16 @@ use std::time::Duration;
 
 use crate::config::Restart;
 
-/// How far back a death counts.
-pub const LATELY: Duration = Duration::from_secs(10);
+/// Only deaths within this time count.
+pub const DEATH_WINDOW: Duration = Duration::from_secs(10);
 /// This many deaths at once are one accident: a driver and its stand-by.
-const ACCIDENT: usize = 2;
+const ACCIDENT_DEATH_COUNT: usize = 2;
 /// This many recent deaths are trouble, and users see it.
-const STORM: usize = 6;
+const STORM_DEATH_COUNT: usize = 6;
 /// This many in a row that never began are trouble, too.
-const STILLBORN: usize = 3;
+const STILLBORN_COUNT: usize = 3;
 /// The first pause; each is twice the one before.
-const PAUSE: Duration = Duration::from_millis(100);
+const PAUSE_MIN: Duration = Duration::from_millis(100);
 /// Longest wait of a node whose program begins.
 pub const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Longest wait before any retry.
@@ -70,15 +70,15 @@ pub fn due(restart: Restart, deaths: &[Death]) -> Duration {
 
 /// Returns how long to wait after this many failures in a row.
 pub fn retry(failures: usize) -> Duration {
-    if failures == 0 { Duration::ZERO } else { pause(failures.saturating_add(ACCIDENT), RETRY_MAX) }
+    if failures == 0 { Duration::ZERO } else { pause(failures.saturating_add(ACCIDENT_DEATH_COUNT), RETRY_MAX) }
 }
 
 /// Returns a node's trouble after these deaths, if it has any.
 pub fn trouble(deaths: &[Death], now: Duration) -> Option<Trouble> {
-    if stillborn(deaths) >= STILLBORN {
+    if stillborn(deaths) >= STILLBORN_COUNT {
         return Some(Trouble::NeverBegins);
     }
-    (count_lately(deaths, now) >= STORM).then_some(Trouble::Dies)
+    (count_lately(deaths, now) >= STORM_DEATH_COUNT).then_some(Trouble::Dies)
 }
 
 fn stillborn(deaths: &[Death]) -> usize {
@@ -86,15 +86,15 @@ fn stillborn(deaths: &[Death]) -> usize {
 }
 
 fn count_lately(deaths: &[Death], now: Duration) -> usize {
-    deaths.iter().filter(|death| now.saturating_sub(death.at) < LATELY).count()
+    deaths.iter().filter(|death| now.saturating_sub(death.at) < DEATH_WINDOW).count()
 }
 
 fn pause(count: usize, longest: Duration) -> Duration {
-    let doublings = match count.checked_sub(ACCIDENT + 1) {
+    let doublings = match count.checked_sub(ACCIDENT_DEATH_COUNT + 1) {
         None => return Duration::ZERO,
         Some(doublings) => u32::try_from(doublings).unwrap_or(u32::MAX),
     };
-    2_u32.checked_pow(doublings).map_or(longest, |factor| PAUSE.saturating_mul(factor).min(longest))
+    2_u32.checked_pow(doublings).map_or(longest, |factor| PAUSE_MIN.saturating_mul(factor).min(longest))
 }
 
 #[cfg(test)]
@@ -161,9 +161,9 @@ mod tests {
 
         #[test]
         fn an_accident_after_a_quiet_time_is_mended_at_once(history in histories()) {
-            let at = history.last().map_or(Duration::ZERO, |death| death.at) + LATELY;
+            let at = history.last().map_or(Duration::ZERO, |death| death.at) + DEATH_WINDOW;
             let mut both = history;
-            both.extend([Death { at, had_begun: true }; ACCIDENT]);
+            both.extend([Death { at, had_begun: true }; ACCIDENT_DEATH_COUNT]);
             prop_assert_eq!(due(Restart::Careful, &both), at);
         }
 
@@ -187,7 +187,7 @@ mod tests {
                 remember(&mut history, Death { at: now, had_begun });
                 now = now.max(due(Restart::Careful, &history));
             }
-            let crowded = starts.windows(18).find(|some| some[17] - some[0] < LATELY);
+            let crowded = starts.windows(18).find(|some| some[17] - some[0] < DEATH_WINDOW);
             prop_assert!(crowded.is_none(), "{crowded:?}");
         }
 

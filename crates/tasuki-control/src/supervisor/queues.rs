@@ -22,7 +22,7 @@ use tasuki_tap::device::{another_queue, give_flows, give_one_queue_all, is_detac
 
 use super::card::Card;
 use super::keeping::{Found, Key};
-use super::{About, PATIENCE, Supervisor, now};
+use super::{About, Supervisor, WORKER_TIMEOUT, now};
 use crate::config::{Config, Node};
 
 /// How long a node in trouble drives its queue, or does not, before that counts: its workers may die one after the other.
@@ -74,7 +74,7 @@ impl Flows {
         let stays = now().saturating_sub(self.since);
         match is_driven {
             true => self.are_its || !is_troubled || stays >= STAYS,
-            false => self.are_its && stays < if is_troubled { STAYS } else { PATIENCE },
+            false => self.are_its && stays < if is_troubled { STAYS } else { WORKER_TIMEOUT },
         }
     }
 }
@@ -225,9 +225,9 @@ impl Supervisor {
                 let was_asked = std::mem::replace(&mut it.was_asked, is_quiet);
                 is_quiet && self.has_answered(driver, end, !was_asked)
             }
-            None => drains >= if self.trouble_of(node).is_some() { STAYS } else { PATIENCE },
+            None => drains >= if self.trouble_of(node).is_some() { STAYS } else { WORKER_TIMEOUT },
         };
-        if !is_over && lasts < PATIENCE + self.config.daemon.hang_after() {
+        if !is_over && lasts < WORKER_TIMEOUT + self.config.daemon.hang_after() {
             return false;
         }
         if !it.is_hidden {

@@ -17,24 +17,24 @@ use tasuki_shm::crash;
 
 use super::card::LeasePage;
 use super::card::Opening;
-use super::deeds::{STANDS, party};
+use super::deeds::{FROZEN_TIME_MAX, party};
 use super::door::why;
 use super::jails::{Cell, FirstMessage};
 use super::keeping::Key;
 use super::policy::{self, Death, Trouble};
-use super::worker::{Readiness, Stage, Words, Worker, clients, tells};
-use super::{About, PATIENCE, Supervisor, Token, iova_of, now, split, watch};
+use super::worker::{Readiness, Stage, Words, Worker, client_report_allowance, sentence_allowance};
+use super::{About, Supervisor, Token, WORKER_TIMEOUT, iova_of, now, split, watch};
 use crate::config::{Device, Work};
 use crate::jail;
 use crate::registry::{Change, WorkerRecord};
 use crate::spawn::not_startable;
 
-/// A worker about to be ready is ready within this time, on a machine that is not too busy.
-const SOON: Duration = Duration::from_millis(500);
+/// For this long the daemon waits for a worker that starts or prepares, before it starts another: on a machine that is not
+/// too busy it is ready by then.
+const ALMOST_READY_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// How long a worker that has just taken over has the CPUs to itself, before the start of the next stand-by takes milliseconds
-/// of them.
-const FIRST_MOMENTS: Duration = Duration::from_millis(20);
+/// Pause between a takeover and the start of the next stand-by, which takes milliseconds of CPU time from the new driver.
+const TAKEOVER_QUIET_TIME: Duration = Duration::from_millis(20);
 
 /// Bytes a worker may lock where devices access its memory by themselves.
 const MEMLOCK: u64 = 512 << 20;
@@ -88,7 +88,7 @@ impl Supervisor {
     /// Returns whether a worker of this node is about to be ready for a NIC that no worker drives: starting another
     /// would delay it.
     fn is_awaited(&self, name: &str) -> bool {
-        let is_soon = |since: Duration| now().saturating_sub(since) < SOON;
+        let is_soon = |since: Duration| now().saturating_sub(since) < ALMOST_READY_TIMEOUT;
         let comes = |number: u32, nic: u32| match (self.workers[&number].stage, self.workers[&number].nics.get(&nic)) {
             (Stage::Starting(since) | Stage::Asked(since), _) => is_soon(since),
             (_, Some(Readiness::Preparing(since))) => is_soon(*since),
@@ -199,7 +199,7 @@ impl Supervisor {
     /// Returns whether a NIC of this node has just begun to go to its stand-by node: starting a process would delay it.
     fn gives_way(&self, name: &str) -> bool {
         let is_its = |card: &super::card::Card| {
-            card.node == name && self.jobs.iter().any(|job| job.has_just_begun(card.number, SOON))
+            card.node == name && self.jobs.iter().any(|job| job.has_just_begun(card.number, ALMOST_READY_TIMEOUT))
         };
         self.cards.values().any(is_its)
     }
@@ -212,7 +212,7 @@ impl Supervisor {
         let Some(node) = self.nodes.get_mut(name) else { return };
         let before = policy::trouble(&node.deaths, now);
         policy::remember(&mut node.deaths, Death { at: now, had_begun });
-        let moments = if takes_over { FIRST_MOMENTS } else { Duration::ZERO };
+        let moments = if takes_over { TAKEOVER_QUIET_TIME } else { Duration::ZERO };
         node.not_before = policy::due(restart, &node.deaths).max(now + moments);
         let after = policy::trouble(&node.deaths, now);
         if let Some(trouble) = after.filter(|_| after != before) {
@@ -317,8 +317,8 @@ impl Supervisor {
             first_message: None,
             group,
             lines,
-            tells: tells(now()),
-            clients: clients(now()),
+            sentence_allowance: sentence_allowance(now()),
+            client_reports: client_report_allowance(now()),
             hung_up_since: None,
             is_adopted: false,
             asked: Default::default(),
@@ -513,12 +513,12 @@ impl Supervisor {
         let mut slow = Vec::new();
         for (number, worker) in &self.workers {
             let what = match worker.stage {
-                _ if worker.hung_up_since.is_some_and(|since| late(since, PATIENCE)) => {
+                _ if worker.hung_up_since.is_some_and(|since| late(since, WORKER_TIMEOUT)) => {
                     "has stopped, or closed its end, and does not end"
                 }
-                Stage::Starting(since) if late(since, PATIENCE) => "has not begun in time",
-                Stage::Asked(since) if late(since, PATIENCE) => "does not answer this tasukid",
-                Stage::Leaving(since) if late(since, PATIENCE) => "was told to end and does not",
+                Stage::Starting(since) if late(since, WORKER_TIMEOUT) => "has not begun in time",
+                Stage::Asked(since) if late(since, WORKER_TIMEOUT) => "does not answer this tasukid",
+                Stage::Leaving(since) if late(since, WORKER_TIMEOUT) => "was told to end and does not",
                 Stage::Begun
                     if !self.is_needed(*number)
                         && worker.nics.values().any(
@@ -555,7 +555,7 @@ impl Supervisor {
             || self.stopping.is_some();
         let soon = (busy || self.is_opening() || self.is_depositing()).then(|| now() + Duration::from_millis(20));
         let ahead = self.ahead.iter().map(|it| it.since);
-        let frozen = self.frozen.iter().map(|it| it.since).chain(ahead).map(|since| since + STANDS);
+        let frozen = self.frozen.iter().map(|it| it.since).chain(ahead).map(|since| since + FROZEN_TIME_MAX);
         let all = watches
             .chain(frozen)
             .chain(waits)
@@ -580,7 +580,7 @@ impl Supervisor {
         }
         self.check_heartbeats();
         self.look_at_veth_ends();
-        let late = |since: Duration| now.saturating_sub(since) >= PATIENCE;
+        let late = |since: Duration| now.saturating_sub(since) >= WORKER_TIMEOUT;
         let (over, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, _, since, _)| late(*since));
         self.counting = rest;
         for (.., answer) in over {
@@ -598,7 +598,7 @@ fn in_words(name: &str, trouble: Trouble) -> String {
         ),
         Trouble::Dies => format!(
             "node {name} has lost six workers and more within {} s, and gets a fresh one after pauses of up to {} s; tasuki events says how they died",
-            policy::LATELY.as_secs(),
+            policy::DEATH_WINDOW.as_secs(),
             policy::PAUSE_MAX.as_secs()
         ),
     }

@@ -32,7 +32,7 @@ use crate::config::{self, Device, StationAddress};
 /// Addresses that a directory has room for.
 const ADDRESSES: usize = 2 * NODES_MAX as usize;
 
-/// Numbers that are looked at before one is given that a node's memory has notes of: each worker writes its own.
+/// Free numbers to try. A number that some node's memory still mentions is used only if all of these are.
 const TRIED_MAX: usize = 64;
 
 /// Positions of the node memory and the bell among a device bundle's descriptors.

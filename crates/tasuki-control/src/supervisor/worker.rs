@@ -97,22 +97,22 @@ pub enum Stage {
 }
 
 /// Sentences a worker may pass to users at once, and the time until it may pass one more.
-const TELLS: u32 = 50;
-const TELLS_EVERY: Duration = Duration::from_millis(500);
+const SENTENCES_AT_ONCE_MAX: u32 = 50;
+const SENTENCE_EVERY: Duration = Duration::from_millis(500);
 
 /// Reports of its node's client that a worker may make at once: as many as it makes in a row (`AHEAD` in its `client.rs`), and
 /// those for which its socket has room. A daemon that has not read for a while finds these at once: by
 /// default 277 in the 212,992 bytes of `net.core.wmem_default`, of which the kernel counts 768 or more for each.
-const CLIENTS: u32 = 64 + 320;
+const CLIENT_REPORTS_AT_ONCE_MAX: u32 = 64 + 320;
 
 /// Limits a worker's reports of its node's client: each has descriptors, which take time to close.
-pub fn clients(now: Duration) -> Bucket {
-    Bucket::new(CLIENTS, Duration::from_millis(10), now)
+pub fn client_report_allowance(now: Duration) -> Bucket {
+    Bucket::new(CLIENT_REPORTS_AT_ONCE_MAX, Duration::from_millis(10), now)
 }
 
 /// Returns the allowance of a worker that has said nothing yet.
-pub fn tells(now: Duration) -> Bucket {
-    Bucket::new(TELLS, TELLS_EVERY, now)
+pub fn sentence_allowance(now: Duration) -> Bucket {
+    Bucket::new(SENTENCES_AT_ONCE_MAX, SENTENCE_EVERY, now)
 }
 
 #[derive(Debug)]
@@ -146,9 +146,9 @@ pub struct Worker {
     /// Its output on standard error.
     pub lines: Option<Lines>,
     /// Its allowance of sentences for users.
-    pub tells: Bucket,
+    pub sentence_allowance: Bucket,
     /// How often it may still report its node's client.
-    pub clients: Bucket,
+    pub client_reports: Bucket,
     /// Its control group, in its node's: see [`crate::cgroup`]. `None` if the machine has none for the daemon.
     pub group: Option<Group>,
     /// Since when its thread has ended, or it has closed its end: it is ending, or ignores the daemon.

@@ -10,14 +10,14 @@ use tasuki_shm::crash;
 use super::super::deeds::party;
 use super::super::worker::Readiness;
 use super::super::{About, Supervisor, now};
-use super::{NOBODY, Purpose, finding};
+use super::{NO_WORKER, Purpose, finding};
 
 /// Time a job may take beyond the sum of its limits.
-const GRACE: Duration = Duration::from_secs(30);
+const GRACE_TIME: Duration = Duration::from_secs(30);
 
 /// How often the daemon retries a handover whose taker came too late. Retries help a machine that was busy once, and
 /// not one that is always busy.
-const LATE_MOST: u32 = 4;
+const LATE_MAX: u32 = 4;
 
 /// The result of one step of a job.
 enum Step {
@@ -57,7 +57,7 @@ impl Supervisor {
         }
         let job = &self.jobs[at];
         let (target, purpose) = (job.target, job.purpose);
-        if target == NOBODY {
+        if target == NO_WORKER {
             return self.look_for_taker(at);
         }
         if self.was_late(at) {
@@ -82,7 +82,7 @@ impl Supervisor {
             return Step::Wait;
         }
         let Some(worker) = worker else { return Step::Fail(self.why_gone(target)) };
-        if now().saturating_sub(job.since) > limits.prepare() * 2 + limits.deadline() * 8 + GRACE {
+        if now().saturating_sub(job.since) > limits.prepare() * 2 + limits.deadline() * 8 + GRACE_TIME {
             return Step::Fail("it has not settled in all the time that it may take".to_owned());
         }
         if !worker.serves() {
@@ -273,7 +273,7 @@ impl Supervisor {
         let Some(card) = job.asked().and_then(|nic| self.cards.get(&nic)) else { return false };
         let why = card.last_outcome.as_ref().and_then(|outcome| outcome.why);
         let is_back = card.is_settled() && card.holder().is_some_and(|holder| holder != job.target);
-        why == Some(Reason::FramesCame) && is_back && job.late < LATE_MOST
+        why == Some(Reason::FramesCame) && is_back && job.late < LATE_MAX
     }
 
     /// Returns the method and the reason if no worker drives the NIC because its taker does not trust the card. The
@@ -298,7 +298,7 @@ impl Supervisor {
         self.dismiss(nic, target);
         let job = &mut self.jobs[at];
         if !self.workers.get(&target).is_some_and(super::super::worker::Worker::serves) {
-            job.target = NOBODY;
+            job.target = NO_WORKER;
         }
         let Some(card) = self.cards.get_mut(&nic) else { return };
         card.last_outcome = None;

@@ -22,7 +22,7 @@ use super::rooms::{BURST, Exchange, Stream, deaths};
 use super::vnis::{DESK, SHOP, World, fds};
 
 /// Longest wait for data of a capture.
-const PATIENCE: Duration = Duration::from_secs(60);
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// `tasuki capture` into a file.
 pub struct Capture {
@@ -297,7 +297,7 @@ fn nothing_is_left_of_it_when_whoever_looked_on_is_killed() {
 /// Requests a capture, and reads only the head of the response.
 fn ask_and_sleep(rig: &Rig) -> (UnixStream, u32) {
     let mut stream = UnixStream::connect(rig.dir().join("api.sock")).expect("a daemon");
-    stream.set_read_timeout(Some(PATIENCE)).expect("a limit");
+    stream.set_read_timeout(Some(READ_TIMEOUT)).expect("a limit");
     stream.write_all(b"GET /v1/nodes/shop/capture HTTP/1.1\r\nhost: tasukid\r\n\r\n").expect("room");
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {

@@ -109,7 +109,7 @@ pub struct Exchange {
 const WINDOW: u64 = 16;
 
 /// Time after which a datagram that has not come back no longer counts as under way.
-const PATIENCE: Duration = Duration::from_secs(2);
+const QUIET_TIME_MAX: Duration = Duration::from_secs(2);
 
 /// Binds a socket with a short read time-out.
 fn socket(room: &Room, address: &str) -> UdpSocket {
@@ -171,10 +171,10 @@ fn ask(socket: &UdpSocket, rest: Duration, over: &AtomicBool, moved: &AtomicU64)
     let mut missing = 0_u64;
     loop {
         let ends = over.load(Relaxed);
-        if ends && (missing == 0 || since.elapsed() > PATIENCE * 2) {
+        if ends && (missing == 0 || since.elapsed() > QUIET_TIME_MAX * 2) {
             break;
         }
-        if since.elapsed() > PATIENCE && !ends {
+        if since.elapsed() > QUIET_TIME_MAX && !ends {
             (missing, since) = (0, Instant::now());
         }
         if missing == 0 && !ends {
@@ -203,7 +203,7 @@ fn ask(socket: &UdpSocket, rest: Duration, over: &AtomicBool, moved: &AtomicU64)
 /// Sends every datagram back; returns the number of repeated ones.
 fn answer(socket: &UdpSocket, over: &AtomicBool) -> u64 {
     let (mut seen, mut quiet) = (BTreeMap::<u64, u32>::new(), Instant::now());
-    while !over.load(Relaxed) || quiet.elapsed() < PATIENCE * 2 {
+    while !over.load(Relaxed) || quiet.elapsed() < QUIET_TIME_MAX * 2 {
         if let Some(number) = next(socket) {
             *seen.entry(number).or_default() += 1;
             quiet = Instant::now();
