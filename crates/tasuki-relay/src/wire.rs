@@ -123,7 +123,7 @@ pub enum Reason {
     #[error("the worker died; its log says why")]
     Died,
     /// No worker is left that could drive the device.
-    #[error("no worker is left that could drive the device: it is parked; start a worker for its node")]
+    #[error("no worker is left that could drive the device: it is parked until its node has one")]
     NobodyLeft,
     /// A descriptor is of another kind or size.
     #[error(

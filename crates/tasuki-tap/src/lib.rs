@@ -25,7 +25,7 @@ pub mod shortcut;
 
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 
 use rustix::io::Errno;
@@ -49,7 +49,7 @@ pub enum TapError {
     NotAllowed,
     /// The interface exists and is not a free TAP.
     #[error(
-        "the interface {0} exists and is not a free TAP; choose another name, or delete it if nobody needs it (ip link delete {0})"
+        "the interface {0} exists and is not a free TAP; choose another name, or delete it in its namespace if nobody needs it (ip -n NAMESPACE link delete {0})"
     )]
     Taken(String),
     /// The device was not made for several queues.
@@ -231,14 +231,21 @@ impl Settings {
     }
 }
 
-/// A TAP device with its interface, which is up. The interface is removed when all descriptors of the device are
-/// closed.
+/// Gives the interface of a TAP device another station address, whatever its name is by now, and wherever it was moved.
+///
+/// # Errors
+/// It is gone, or the kernel refuses.
+pub fn set_mac(device: &OwnedFd, mac: [u8; 6]) -> Result<(), TapError> {
+    let (name, _) = device::identity(device.as_fd()).map_err(TapError::of)?;
+    let its = namespace::Unnamed::of(device::namespace_of(device.as_fd()).map_err(TapError::of)?);
+    its.within(|| Interface::find(&name)?.set_mac(mac))
+}
+
+/// A TAP device, whose interface is up. The interface is removed when all descriptors of the device are closed.
 #[derive(Debug)]
 pub struct Tap {
     /// The descriptor from which frames are read, and to which they are written.
     pub device: OwnedFd,
-    /// The network interface.
-    pub interface: Interface,
 }
 
 impl Tap {
@@ -253,7 +260,7 @@ impl Tap {
             let device = device::open(name, before, settings.queues)?;
             let interface = Interface::find(name)?;
             settings.apply(&interface)?;
-            Ok(Tap { device, interface })
+            Ok(Tap { device })
         })
     }
 }

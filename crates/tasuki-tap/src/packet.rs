@@ -84,14 +84,24 @@ fn open_here(name: &str) -> Result<OwnedFd, TapError> {
     Ok(socket)
 }
 
+/// Returns whether the interface is gone that the socket was bound to: it was deleted, or moved to another namespace. The
+/// kernel unbinds the socket then, for good.
+pub fn is_gone(socket: &OwnedFd) -> bool {
+    bound_to(socket).is_ok_and(|address| address.sll_ifindex <= 0)
+}
+
 /// Returns the hardware type of the interface that the socket is bound to (`ARPHRD_*`, netdevice(7)).
 fn hardware_of(socket: &OwnedFd) -> Result<u16, TapError> {
+    bound_to(socket).map(|address| address.sll_hatype)
+}
+
+fn bound_to(socket: &OwnedFd) -> Result<libc::sockaddr_ll, TapError> {
     // SAFETY: the structure consists of integers, for which zeroes are values (P1).
     let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
     let mut len = len_of(&address);
     // SAFETY: the kernel writes no more than the length of the structure (P1).
     let named = unsafe { libc::getsockname(socket.as_raw_fd(), (&raw mut address).cast(), &raw mut len) };
-    if named == 0 { Ok(address.sll_hatype) } else { Err(last()) }
+    if named == 0 { Ok(address) } else { Err(last()) }
 }
 
 fn set<T: Copy>(socket: &OwnedFd, level: i32, option: i32, value: &T) -> Result<(), TapError> {

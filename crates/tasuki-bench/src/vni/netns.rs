@@ -215,7 +215,7 @@ impl Namespaces {
                 Some(shortcut) => shortcut.connect(&place, "bench0", &Settings::of(Some(address)), mac)?.1,
                 None => {
                     let tap = Tap::create(&place, "bench0", &Settings::of(Some(address)), Before::Offload)?;
-                    tap.interface.set_mac(mac)?;
+                    tasuki_tap::set_mac(&tap.device, mac)?;
                     tap.device
                 }
             };

@@ -164,8 +164,9 @@ fn main() -> ExitCode {
         What::Apply(configuration) => ask(Asked::Apply(configuration)),
         What::Upgrade(everything) => cli::upgrade::run(&reach, &everything),
         What::Completions { shell } => {
-            clap_complete::generate(shell, &mut Arguments::command(), "tasuki", &mut std::io::stdout());
-            Ok(())
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Arguments::command(), "tasuki", &mut script);
+            cli::print(&script)
         }
         What::Man { folder } => clap_mangen::generate_to(Arguments::command(), &folder)
             .with_context(|| format!("the pages cannot be written to {}", folder.display())),

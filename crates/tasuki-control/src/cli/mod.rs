@@ -282,9 +282,18 @@ fn apply(folder: &Path, configuration: &Configuration) -> Result<Value> {
     client::ask(folder, Verb::POST, "/v1/apply", Some(&body))
 }
 
+/// Writes to standard output, if that has a reader.
+pub fn print(bytes: &[u8]) -> Result<()> {
+    write_bytes(bytes).map(drop)
+}
+
 /// Writes to standard output. Returns whether it has a reader.
 fn write(text: &str) -> Result<bool> {
-    match std::io::stdout().write_all(text.as_bytes()) {
+    write_bytes(text.as_bytes())
+}
+
+fn write_bytes(bytes: &[u8]) -> Result<bool> {
+    match std::io::stdout().write_all(bytes) {
         Ok(()) => Ok(true),
         // A reader that has closed the pipe knows enough.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),

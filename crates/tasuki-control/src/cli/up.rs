@@ -90,7 +90,7 @@ fn lacks(seen: &Metrics) -> Vec<String> {
         (!is_at_work || node.trouble.is_some()).then(|| node.trouble.clone().unwrap_or_else(usual))
     });
     let nics = seen.status.nics.iter().filter(|nic| nic.is != "driven").map(|nic| {
-        let usual = || format!("{} is {}", nic.name, nic.is);
+        let usual = || format!("{}: {}", nic.name, nic.is);
         nic.trouble.clone().unwrap_or_else(usual)
     });
     nodes.chain(nics).collect()

@@ -18,6 +18,8 @@ pub struct Present<'a> {
     pub failed_over: &'a BTreeMap<String, String>,
     /// Nodes with workers that began with other settings than the node has now.
     pub stale: &'a BTreeSet<String>,
+    /// Nodes whose interface is gone.
+    pub lost: &'a BTreeSet<String>,
 }
 
 /// Names of keys in a configuration.
@@ -192,6 +194,9 @@ impl Present<'_> {
             if !adjusted.is_empty() {
                 adjusts.push(Step::Adjust(name.clone(), adjusted));
             }
+            if self.lost.contains(&name) && desired.node(&name).is_some() {
+                whole.push("its interface, which is gone,");
+            }
             if !whole.is_empty() {
                 remade.insert(name.clone());
                 whole.append(&mut renewed);
@@ -263,9 +268,22 @@ impl Present<'_> {
         // A node that still has to give a NIC away goes last.
         let is_late =
             |node: &str| gone.iter().any(|(name, _)| name == node) && gives.iter().any(|(_, from, _)| from == node);
+        // What it has, no other node had. It is made anew before the next one goes: if that fails, the others are there.
+        let is_alone = |name: &String| {
+            let its = |node: &Node| (node.vni.clone(), node.mac(), node.label(), node.tap().map(Tap::label));
+            let is_like = |old: &Node, new: &Node| its(old) == its(new);
+            let of_several = |node: &Node| node.queue_of().is_some() || node.tap().is_some_and(|tap| tap.queues() > 1);
+            old_node(name)
+                .zip(desired.node(name))
+                .is_some_and(|(old, new)| is_like(old, new) && ![old, new].into_iter().any(of_several))
+        };
         let of_late = |late: bool| {
-            let removes = gone.iter().filter(move |(name, _)| is_late(name) == late);
+            let its = gone.iter().filter(move |(name, _)| is_late(name) == late);
+            let (alone, removes): (Vec<_>, Vec<_>) = its.partition(|(name, keys)| !keys.is_empty() && is_alone(name));
+            let alone = alone.into_iter().cloned();
+            let alone = alone.flat_map(|(name, keys)| [Step::Remove(name.clone(), keys), Step::Add(name)]);
             let again = gone.iter().filter(|(_, keys)| !keys.is_empty()).map(|(name, _)| name);
+            let again = again.filter(|name| !is_alone(name));
             let adds = again.chain(new_nodes.clone());
             let queue_of = |name: &String| desired.node(name).and_then(Node::queue_of);
             let adds = adds.filter(|name| (is_late(name) || queue_of(name).is_some_and(is_late)) == late);
@@ -275,8 +293,8 @@ impl Present<'_> {
             let opens = opens.map(|nic| Step::Open(nic.name.clone(), nic.node.clone()));
             let gives = gives.iter().filter(move |(_, _, to)| is_late(to) == late).cloned();
             let gives = gives.map(|(nic, from, to)| Step::Give(nic, from, to));
-            let removes = removes.cloned().map(|(name, keys)| Step::Remove(name, keys));
-            removes.chain(adds).chain(opens).chain(gives).collect::<Vec<_>>()
+            let removes = removes.into_iter().cloned().map(|(name, keys)| Step::Remove(name, keys));
+            alone.chain(removes).chain(adds).chain(opens).chain(gives).collect::<Vec<_>>()
         };
         let settings = (self.config.daemon != desired.daemon).then_some(Step::Settings);
         let (early, late) = (of_late(false), of_late(true));
@@ -323,12 +341,13 @@ mod tests {
         owners: BTreeMap<String, String>,
         failed_over: BTreeMap<String, String>,
         stale: BTreeSet<String>,
+        lost: BTreeSet<String>,
     }
 
     impl Paper {
         fn present(&self) -> Present<'_> {
-            let Paper { config, by_hand, owners, failed_over, stale } = self;
-            Present { config, by_hand, owners, failed_over, stale }
+            let Paper { config, by_hand, owners, failed_over, stale, lost } = self;
+            Present { config, by_hand, owners, failed_over, stale, lost }
         }
 
         fn steps_to(&self, desired: &Config) -> Vec<Step> {
@@ -394,6 +413,7 @@ mod tests {
                     self.config.node.retain(|node| node.name != *name);
                     self.by_hand.remove(name);
                     self.stale.remove(name);
+                    self.lost.remove(name);
                 }
                 Step::Add(name) => {
                     assert!(self.config.node(name).is_none(), "there is no {name} yet");
@@ -513,8 +533,9 @@ mod tests {
             edits in prop::collection::vec((config(), 0..12_usize, any::<[bool; 3]>(), any::<prop::sample::Index>()), 1..4),
         ) {
             let owners = first.nic.iter().map(|nic| (nic.name.clone(), nic.node.clone())).collect();
-            let (by_hand, failed_over, stale) = (BTreeSet::new(), BTreeMap::new(), BTreeSet::new());
-            let mut paper = Paper { config: first, by_hand, owners, failed_over, stale };
+            let (by_hand, failed_over) = (BTreeSet::new(), BTreeMap::new());
+            let (stale, lost) = (BTreeSet::new(), BTreeSet::new());
+            let mut paper = Paper { config: first, by_hand, owners, failed_over, stale, lost };
             let by_hand: Node = toml::from_str("name = \"mine\"\nwork = \"sink\"").expect("a node");
             paper.config.node.push(by_hand.clone());
             paper.by_hand.insert("mine".to_owned());
@@ -529,7 +550,10 @@ mod tests {
                 let desired = if is_same { again } else { desired };
                 let name = at.get(&paper.config.node).name.clone();
                 if has_old && name != "mine" {
-                    paper.stale.insert(name);
+                    paper.stale.insert(name.clone());
+                }
+                if is_lost && name != "mine" {
+                    paper.lost.insert(name);
                 }
                 let before = paper.clone();
                 let steps = paper.steps_to(&desired);
@@ -537,7 +561,7 @@ mod tests {
                     .map(|nic| nic.name.clone())
                     .filter(|nic| paper.present().stays(nic, &desired) && !steps.contains(&Step::Close(nic.clone())))
                     .collect();
-                prop_assert!(!is_same || stays.len() == paper.failed_over.len(), "nothing brings it back but a change");
+                prop_assert!(!is_same || !paper.lost.is_empty() || stays.len() == paper.failed_over.len(), "nothing brings it back but a change");
                 steps.iter().take(dies_after).for_each(|step| paper.take(step, &desired));
                 let rest = paper.steps_to(&desired);
                 rest.iter().for_each(|step| paper.take(step, &desired));
@@ -551,10 +575,10 @@ mod tests {
                     desired.nic.iter().map(|nic| (nic.name.clone(), (nic.clone(), owner(nic)))).collect();
                 prop_assert_eq!(&nics, &owned);
                 prop_assert_eq!(&paper.config.daemon, &desired.daemon);
-                prop_assert!(paper.stale.is_empty());
+                prop_assert!(paper.stale.is_empty() && paper.lost.is_empty());
                 prop_assert_eq!(paper.steps_to(&desired), [], "applied twice is applied once");
                 for node in &before.config.node {
-                    let as_before = |node: &Node| wanted.get(&node.name) == Some(node) && !before.stale.contains(&node.name);
+                    let as_before = |node: &Node| wanted.get(&node.name) == Some(node) && ![&before.stale, &before.lost].iter().any(|odd| odd.contains(&node.name));
                     let lead = before.config.lead_of(node);
                     let is_same = as_before(node) && (lead.name == node.name || as_before(lead));
                     let has_part = |step: &Step| match step {
@@ -577,8 +601,14 @@ mod tests {
         let one = parse("red", "192.0.2.1/24");
         let owners = BTreeMap::from([("eth0".to_owned(), "red".to_owned())]);
         let (none, failed_over) = (BTreeSet::new(), BTreeMap::new());
-        let present =
-            Present { config: &one, by_hand: &none, owners: &owners, failed_over: &failed_over, stale: &none };
+        let present = Present {
+            config: &one,
+            by_hand: &none,
+            owners: &owners,
+            failed_over: &failed_over,
+            stale: &none,
+            lost: &none,
+        };
         let steps = |other: &Config| present.steps_to(other).iter().map(ToString::to_string).collect::<Vec<_>>();
         let (red, blue) = ("red", "blue");
         let gives = [
@@ -607,8 +637,14 @@ mod tests {
         };
         let (one, none) = (parse(1500), BTreeSet::new());
         let (owners, failed_over) = (BTreeMap::new(), BTreeMap::new());
-        let present =
-            Present { config: &one, by_hand: &none, owners: &owners, failed_over: &failed_over, stale: &none };
+        let present = Present {
+            config: &one,
+            by_hand: &none,
+            owners: &owners,
+            failed_over: &failed_over,
+            stale: &none,
+            lost: &none,
+        };
         let said: Vec<_> = present.steps_to(&parse(1400)).iter().map(ToString::to_string).collect();
         let goes = "changes, so it is removed and added again: frames from and to it are lost meanwhile";
         let [blue, red] = ["node blue is added", "node red is added"].map(str::to_owned);
@@ -626,8 +662,14 @@ mod tests {
         };
         let (one, by_hand) = (parse(""), BTreeSet::from(["mine".to_owned()]));
         let (owners, failed_over, none) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
-        let present =
-            Present { config: &one, by_hand: &by_hand, owners: &owners, failed_over: &failed_over, stale: &none };
+        let present = Present {
+            config: &one,
+            by_hand: &by_hand,
+            owners: &owners,
+            failed_over: &failed_over,
+            stale: &none,
+            lost: &none,
+        };
         let mut desired = parse("limits = { send = { mbit = 5 } }\n");
         desired.node.retain(|node| node.name != "mine");
         let said: Vec<_> = present.steps_to(&desired).iter().map(ToString::to_string).collect();
@@ -657,8 +699,14 @@ mod tests {
         );
         let owners = [("eth0", "red"), ("eth1", "old")].map(|(nic, node)| (nic.to_owned(), node.to_owned()));
         let (none, owners, failed_over) = (BTreeSet::new(), BTreeMap::from(owners), BTreeMap::new());
-        let present =
-            Present { config: &one, by_hand: &none, owners: &owners, failed_over: &failed_over, stale: &none };
+        let present = Present {
+            config: &one,
+            by_hand: &none,
+            owners: &owners,
+            failed_over: &failed_over,
+            stale: &none,
+            lost: &none,
+        };
         let said: Vec<_> = present.steps_to(&other).iter().map(ToString::to_string).collect();
         assert_eq!(
             said,

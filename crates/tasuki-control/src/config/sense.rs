@@ -1,6 +1,7 @@
 //! Finds contradictions in a configuration: each becomes a sentence with the fault and its repair.
 
 use std::collections::BTreeSet;
+use std::net::{IpAddr, Ipv4Addr};
 
 use tasuki_relay::message;
 use tasuki_shm::vni::directory::OWNERS_MAX;
@@ -8,7 +9,7 @@ use tasuki_shm::vni::node_memory::{POOL_PAGES_MAX, POOL_PAGES_MIN};
 
 use super::node::{NICE_MIN, PAGE_KIB};
 use super::work::SIZES;
-use super::{Config, Daemon, Device, Nic, Node, Program, Route, Source, StationAddress, Tap, Work};
+use super::{Bounds, Config, Daemon, Device, Nic, Node, Program, Route, Source, StationAddress, Tap, Work};
 
 /// Longest name of a node, a NIC or a VNI.
 const NAME_MAX: usize = 24;
@@ -24,6 +25,9 @@ const MTU: u16 = 1500;
 const QUEUES: std::ops::RangeInclusive<usize> = 1..=OWNERS_MAX;
 /// Addresses of a TAP's interface, at most, and routes: setting them holds up the daemon's loop.
 const SETTINGS_MAX: usize = 64;
+/// What a node's driver and its stand-by need at the least: MiB of memory; processes and threads.
+const MEMORY_MIB_MIN: u32 = 16;
+const PIDS_MIN: u32 = 4;
 /// Longer than that, programs would notice.
 const LATENCY_US_MAX: u32 = 10_000;
 /// Bytes of the name of a node's container, at most.
@@ -64,6 +68,7 @@ impl Config {
                     .or_else(|| stray_cpus(node))
                     .or_else(|| odd_nice(node))
                     .or_else(|| odd_container(node))
+                    .or_else(|| odd_bounds(node))
                     .or_else(|| size_of_frames(node))
                     .or_else(|| program_of(node))
                     .or_else(|| self.odd_tap(node))
@@ -317,6 +322,9 @@ impl Config {
         if tap.netns.as_ref().is_some_and(|netns| netns.is_empty() || netns.contains('/') && !netns.starts_with('/')) {
             return named("netns is a name of `ip netns`, or a path from /".to_owned());
         }
+        if tap.name == "lo" {
+            return named("each network namespace has an interface lo already; choose another name".to_owned());
+        }
         if let Some(what) = odd_settings(tap) {
             return named(what);
         }
@@ -348,6 +356,15 @@ fn odd_settings(tap: &Tap) -> Option<String> {
     if tap.addresses.len().max(tap.routes.len()) > SETTINGS_MAX {
         return Some(format!("more than {SETTINGS_MAX} addresses or routes are too many; leave some out"));
     }
+    let strange = tap.addresses.iter().find(|address| !is_of_a_station(address.ip));
+    if let Some(address) = strange {
+        return Some(format!("address = \"{address}\" is no station's; name one, or leave it out"));
+    }
+    // The kernel asks for the gateway behind the interface, and refuses one that it would not find there.
+    let on_link = |via: &IpAddr| {
+        let direct = tap.routes.iter().filter(|route| route.via.is_none()).map(|route| route.to);
+        tap.addresses.iter().copied().chain(direct).any(|network| network.is_in_network(*via)) || is_link_local(*via)
+    };
     tap.routes.iter().find_map(|Route { to, via }| match via {
         _ if !to.is_network() => {
             Some(format!("the route to {to} has bits beyond its length; write the network's own address"))
@@ -355,8 +372,20 @@ fn odd_settings(tap: &Tap) -> Option<String> {
         Some(via) if via.is_ipv4() != to.ip.is_ipv4() => {
             Some(format!("the route to {to} leads by {via}, which is of the other version of IP; name one of the same"))
         }
+        Some(via) if !on_link(via) => Some(format!(
+            "the route to {to} leads by {via}, which is in no network of the interface; name a station of such a network, or give the interface an address there"
+        )),
         _ => None,
     })
+}
+
+/// Returns whether one station can have this address.
+fn is_of_a_station(ip: IpAddr) -> bool {
+    !ip.is_unspecified() && !ip.is_multicast() && ip != IpAddr::V4(Ipv4Addr::BROADCAST)
+}
+
+fn is_link_local(ip: IpAddr) -> bool {
+    matches!(ip, IpAddr::V6(ip) if ip.is_unicast_link_local())
 }
 
 fn is_name(name: &str) -> bool {
@@ -415,6 +444,21 @@ fn odd_nice(node: &Node) -> Option<String> {
         () => return None,
     };
     Some(format!("node {:?}: {what}", node.name))
+}
+
+fn odd_bounds(node: &Node) -> Option<String> {
+    let Bounds { memory_mib, pids, cpu } = node.bounds?;
+    let [memory_mib, pids, cpu] =
+        [("memory_mib", memory_mib, MEMORY_MIB_MIN), ("pids", pids, PIDS_MIN), ("cpu", cpu, 1)].map(
+            |(key, its, least)| {
+                let its = its.filter(|its| *its < least)?;
+                Some(format!(
+                    "node {:?}, bounds: {key} = {its} is less than its workers need to begin, {least}",
+                    node.name
+                ))
+            },
+        );
+    memory_mib.or(pids).or(cpu)
 }
 
 fn odd_container(node: &Node) -> Option<String> {

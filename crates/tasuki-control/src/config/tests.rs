@@ -257,6 +257,21 @@ fn what_means_nothing_is_refused_by_line() {
             &["node \"grey\": the interface of node \"blue\" has 2 of the 3 queues"],
         ),
         (tap("red", "name = \"t\", queues = 9") + "vni = \"lan\"\n", &["queues = 9 is not in the range 1 to 8"]),
+        (tap("red", "name = \"lo\""), &["an interface lo already; choose another name"]),
+        (tap("red", "name = \"t\", address = \"0.0.0.0/0\""), &["address = \"0.0.0.0/0\" is no station's"]),
+        (tap("red", "name = \"t\", address = \"224.0.0.1/4\""), &["address = \"224.0.0.1/4\" is no station's"]),
+        (
+            tap("red", "name = \"t\", address = \"192.0.2.2/24\", routes = [{ to = \"0.0.0.0/0\", via = \"192.0.3.254\" }]"),
+            &["the route to 0.0.0.0/0 leads by 192.0.3.254, which is in no network of the interface"],
+        ),
+        (
+            "[[node]]\nname = \"red\"\nwork = \"echo\"\nbounds = { cpu = 0 }\n".to_owned(),
+            &["node \"red\", bounds: cpu = 0 is less than its workers need to begin, 1"],
+        ),
+        (
+            "[[node]]\nname = \"red\"\nwork = \"echo\"\nbounds = { memory_mib = 1 }\n".to_owned(),
+            &["memory_mib = 1 is less than its workers need to begin, 16"],
+        ),
         (tap("red", "name = \"t\", queues = 2"), &["queues is a setting of a node's end of a VNI"]),
         (
             tap("red", "name = \"t\"") + "vni = \"lan\"\ncpus = [0, 1]\n" + &queue("red-1", "red", ""),

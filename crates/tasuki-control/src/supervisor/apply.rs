@@ -72,6 +72,8 @@ pub struct Applying {
     todo: VecDeque<Step>,
     waits: Option<Waits>,
     steps: Vec<String>,
+    /// Nodes that were removed to be made anew, as they were.
+    removed: BTreeMap<String, config::Node>,
     answer: Option<Answer<Applied>>,
 }
 
@@ -164,7 +166,10 @@ impl Supervisor {
             self.cards.values().filter(is_nic).map(|card| (card.name().to_owned(), card.node.clone())).collect();
         let (stale, failed_over) = (self.stale_nodes(), self.all_failed_over());
         let (config, by_hand) = (&self.config, &self.by_hand);
-        let present = Present { config, by_hand, owners: &owners, failed_over: &failed_over, stale: &stale };
+        let lost = config.node.iter().filter(|node| self.why_without_interface(&node.name).is_some());
+        let lost = lost.map(|node| node.name.clone()).collect();
+        let present =
+            Present { config, by_hand, owners: &owners, failed_over: &failed_over, stale: &stale, lost: &lost };
         let stays: Vec<_> = failed_over.keys().filter(|nic| present.stays(nic, desired)).cloned().collect();
         let steps = present.steps_to(desired);
         let stays = [self.why_they_stay(&stays), self.why_without_shortcut(desired, &steps)].concat();
@@ -289,7 +294,8 @@ impl Supervisor {
         self.changes.push(Change::Applied(self.current.record.clone()));
         self.flush();
         tasuki_shm::crash::point("daemon.applying");
-        self.applying = Some(Applying { desired, todo, waits: None, steps: Vec::new(), answer });
+        self.applying =
+            Some(Applying { desired, todo, waits: None, steps: Vec::new(), removed: BTreeMap::new(), answer });
         self.go_on_applying();
     }
 
@@ -299,7 +305,7 @@ impl Supervisor {
             match applying.waits.as_mut().map_or(Ok(true), |waits| waits.look(&self.cards)) {
                 Ok(false) => return self.applying = Some(applying),
                 Ok(true) => applying.waits = None,
-                Err(no) => return self.not_applied(applying, no),
+                Err(no) => return self.not_applied(applying, None, no),
             }
             if applying.todo.front().is_some_and(|step| self.must_wait(step)) {
                 return self.applying = Some(applying);
@@ -307,9 +313,14 @@ impl Supervisor {
             tasuki_shm::crash::point("daemon.applied-step");
             let Some(step) = applying.todo.pop_front() else { return self.is_applied(applying) };
             applying.steps.push(step.to_string());
+            if let Step::Remove(name, keys) = &step
+                && let Some(node) = self.config.node(name).filter(|_| !keys.is_empty())
+            {
+                applying.removed.insert(name.clone(), node.clone());
+            }
             match self.take_step(&step, &applying.desired) {
                 Ok(waits) => applying.waits = waits,
-                Err(no) => return self.not_applied(applying, no),
+                Err(no) => return self.not_applied(applying, Some(&step), no),
             }
             self.applying = Some(applying);
         }
@@ -367,7 +378,11 @@ impl Supervisor {
         });
     }
 
-    fn not_applied(&mut self, Applying { mut steps, todo, answer, .. }: Applying, no: No) {
+    /// Ends it before its last step. A node that cannot be made anew is made as it was.
+    fn not_applied(&mut self, Applying { mut steps, todo, answer, removed, .. }: Applying, at: Option<&Step>, no: No) {
+        let before = at.and_then(|step| if let Step::Add(name) = step { removed.get(name) } else { None });
+        let before = before.filter(|node| self.make_whole_node(node).is_ok());
+        let back = before.map(|node| format!("; node {} is there as it was", node.name)).unwrap_or_default();
         let why = Refused::from(no).error;
         let failed = steps.pop().unwrap_or_default();
         let rest = todo.len();
@@ -377,7 +392,7 @@ impl Supervisor {
             rest => format!("; {rest} steps after it were not begun"),
         };
         let sentence = format!(
-            "configuration {} is applied in part. This step failed: {failed} ({why}){rest}; mend that, and apply it again",
+            "configuration {} is applied in part. This step failed: {failed} ({why}){back}{rest}; mend that, and apply it again",
             self.current.record.generation
         );
         self.note(About::default(), sentence.clone());

@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use rustix::io::Errno;
 use tasuki_relay::message::{self, ToWorker};
+use tasuki_tap::packet;
 
 use super::card::Card;
 use super::keeping::{Found, Key};
@@ -38,6 +39,8 @@ pub struct Endpoint {
     /// The mark that told it from others when it was made.
     mark: Option<String>,
     client: Option<Connected>,
+    /// Its interface was gone when the daemon looked last.
+    pub is_gone: bool,
 }
 
 /// A connected client.
@@ -86,7 +89,7 @@ impl Endpoint {
     /// Returns the endpoint of a node, not made yet, under its label.
     pub fn of(node: &config::Node) -> Option<(String, Self)> {
         let label = node.endpoint()?.label();
-        Some((label, Endpoint { work: node.work.clone(), fd: None, mark: None, client: None }))
+        Some((label, Endpoint { work: node.work.clone(), fd: None, mark: None, client: None, is_gone: false }))
     }
 
     /// Changes its settings to those of its node. Its label stays.
@@ -112,7 +115,7 @@ impl Endpoint {
             None => {
                 let kind = self.work.endpoint().context("the node has none")?;
                 let fd = kind.make()?;
-                self.mark = kind.mark();
+                (self.mark, self.is_gone) = (kind.mark(), false);
                 fd
             }
         };
@@ -122,8 +125,19 @@ impl Endpoint {
     /// Adopts the descriptor of an earlier daemon, unless it is of no use any more.
     fn adopt(&mut self, mark: String, fd: Option<OwnedFd>) {
         let now = self.work.endpoint().and_then(|kind| kind.mark());
-        self.fd = fd.filter(|_| now.as_ref() == Some(&mark));
+        let is_its = |fd: &OwnedFd| now.as_ref() == Some(&mark) && !self.is_of_no_interface(fd);
+        self.fd = fd.filter(is_its);
         self.mark = Some(mark);
+    }
+
+    fn is_of_no_interface(&self, fd: &OwnedFd) -> bool {
+        matches!(self.work, config::Work::Interface(_)) && packet::is_gone(fd)
+    }
+
+    /// Looks whether its interface is gone. Returns whether that is news.
+    pub fn has_lost_its_interface(&mut self) -> bool {
+        let is_gone = self.fd.as_ref().is_some_and(|fd| self.is_of_no_interface(fd));
+        is_gone && !std::mem::replace(&mut self.is_gone, is_gone)
     }
 
     /// Removes it. Not when the daemon exits alone: then the next daemon has it.

@@ -15,7 +15,7 @@ use tasuki_shm::crash;
 use tasuki_tap::namespace::Unnamed;
 
 use super::lines::Lines;
-use super::worker::Worker;
+use super::worker::{Stage, Worker};
 use super::{About, Supervisor, Token, now, watch};
 use crate::cgroup::{Bounds, Group, Groups};
 use crate::channel;
@@ -437,6 +437,11 @@ impl Supervisor {
 
     fn on_unconfined(&mut self, number: u32, why: &str) {
         let Some(node) = self.workers.get(&number).map(|worker| worker.record.node.clone()) else { return };
+        let mut others = self.workers.iter().filter(|(its, worker)| **its != number && worker.record.node == node);
+        // It was to follow one that goes on.
+        if others.any(|(_, worker)| matches!(worker.stage, Stage::Begun)) {
+            return self.condemn(number, format!("was not confined: {why}"));
+        }
         let sentence = format!("no worker for node {node}: {why}");
         if let Some(known) = self.nodes.get_mut(&node) {
             let is_news = known.trouble.as_ref() != Some(&sentence);

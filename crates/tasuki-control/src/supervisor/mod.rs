@@ -260,7 +260,7 @@ pub struct Supervisor {
     /// The flows of the first queues of their interfaces, by the interfaces' nodes.
     leads: BTreeMap<String, queues::Flows>,
     shortcuts: shortcuts::Shortcuts,
-    veth_ends_looked_at: Duration,
+    interfaces_looked_at: Duration,
     vnis: BTreeMap<String, vnis::Net>,
     endpoints: BTreeMap<String, endpoints::Endpoint>,
     leaving: Vec<nodes::Leaving>,
@@ -368,7 +368,7 @@ impl Supervisor {
             queues: BTreeMap::new(),
             leads: BTreeMap::new(),
             shortcuts: shortcuts::Shortcuts::default(),
-            veth_ends_looked_at: Duration::ZERO,
+            interfaces_looked_at: Duration::ZERO,
             vnis: BTreeMap::new(),
             endpoints: BTreeMap::new(),
             leaving: Vec::new(),

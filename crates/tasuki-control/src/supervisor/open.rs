@@ -337,8 +337,9 @@ impl Supervisor {
             let said = said.unwrap_or_else(|| "it did not say why".to_owned());
             return self.not_opened(nic, &format!("its model {how}: {said}"));
         }
-        let trouble =
-            format!("the model of {name} {how}: the card is gone. Stop all (tasuki stop) and start tasukid anew");
+        let trouble = format!(
+            "the model of {name} {how}: the card is gone; take the NIC out of the configuration, apply that, and put it back"
+        );
         if let Some(card) = self.cards.get_mut(&nic) {
             card.trouble = Some(trouble.clone());
         }

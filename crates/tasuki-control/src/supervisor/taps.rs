@@ -10,10 +10,9 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use tasuki_relay::message;
 use tasuki_tap::device::{Before, is_gone};
-use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::shortcut::remove_beside;
-use tasuki_tap::{Settings, Tap, TapError};
+use tasuki_tap::{Settings, Tap, TapError, set_mac};
 
 use super::door::No;
 use super::keeping::{Found, Key};
@@ -21,8 +20,8 @@ use super::shortcuts::{Crossed, OnVni, Shortcuts, VethEnd};
 use super::{About, Supervisor, now};
 use crate::config;
 
-/// Interval at which the daemon asks whether a veth end's namespace is there.
-const VETH_ENDS_EVERY: Duration = Duration::from_secs(1);
+/// Interval at which the daemon asks whether interfaces are there.
+const INTERFACES_EVERY: Duration = Duration::from_secs(1);
 
 /// A TAP, as far as it exists.
 #[derive(Debug)]
@@ -34,10 +33,10 @@ pub struct TapEnd {
     on: Option<OnVni>,
     veth_end: Option<VethEnd>,
     device: Option<OwnedFd>,
-    /// Its other side, or the interface plugged into that.
-    interface: Option<Interface>,
-    /// The station address that it was given, or could not be given.
+    /// The station address of the NIC for which it stands, if it was given that, or could not be.
     mac: Option<[u8; 6]>,
+    /// Its interface was there when the daemon looked last.
+    is_gone: bool,
 }
 
 impl TapEnd {
@@ -47,7 +46,7 @@ impl TapEnd {
         // A card takes finished frames only; a VNI also frames that the next kernel may finish.
         let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
         let on = OnVni::of(node);
-        Some((config.label(), TapEnd { config, before, on, veth_end: None, device: None, interface: None, mac: None }))
+        Some((config.label(), TapEnd { config, before, on, veth_end: None, device: None, mac: None, is_gone: false }))
     }
 
     fn place(&self) -> Namespace {
@@ -74,13 +73,15 @@ impl TapEnd {
         let device = match self.device.take() {
             Some(device) => device,
             None => {
-                (self.interface, self.mac, self.veth_end) = (None, None, None);
+                (self.mac, self.veth_end, self.is_gone) = (None, None, false);
                 match self.connect(shortcuts) {
                     Some(Ok(device)) => device,
-                    Some(Err(error @ (TapError::NoNamespace(_) | TapError::Namespace { .. }))) => return Err(error),
+                    // A name that is still taken by an interface that goes would soon be free, and then without a veth end.
+                    Some(Err(error @ (TapError::NoNamespace(_) | TapError::Namespace { .. } | TapError::Taken(_)))) => {
+                        return Err(error);
+                    }
                     tried => {
                         let made = Tap::create(&self.place(), &self.config.name, &self.settings(), self.before)?;
-                        self.interface = Some(made.interface);
                         why = tried.and_then(Result::err).map(|error| self.long_way(&error));
                         made.device
                     }
@@ -133,15 +134,6 @@ impl TapEnd {
                 self.config.label()
             )),
         }
-    }
-
-    fn set_mac(&mut self, mac: [u8; 6]) -> Result<(), TapError> {
-        let interface = match self.interface.take() {
-            Some(interface) => interface,
-            None => self.place().within(|| Interface::find(&self.config.name))?,
-        };
-        self.interface.insert(interface).set_mac(mac)?;
-        self.veth_end.as_mut().map_or(Ok(()), |veth_end| veth_end.set_mac(mac))
     }
 
     /// Removes the parts that do not go with its descriptors.
@@ -244,17 +236,49 @@ impl Supervisor {
         std::mem::take(&mut self.taps).into_values().for_each(TapEnd::close);
     }
 
-    /// Checks whether namespaces are still there. A worker sees that of a TAP in its namespace, and not of one
-    /// beside a veth end.
-    pub(super) fn look_at_veth_ends(&mut self) {
-        if now().saturating_sub(self.veth_ends_looked_at) < VETH_ENDS_EVERY {
+    /// Checks whether interfaces are still there. A worker sees that of a TAP in its namespace once it has a frame for it,
+    /// and not of one beside a veth end.
+    pub(super) fn look_at_interfaces(&mut self) {
+        if now().saturating_sub(self.interfaces_looked_at) < INTERFACES_EVERY {
             return;
         }
-        self.veth_ends_looked_at = now();
-        for tap in self.taps.values_mut() {
-            // If the veth end is gone, so is the TAP: its worker reports the consequences.
+        self.interfaces_looked_at = now();
+        let mut lost = Vec::new();
+        for (label, tap) in &mut self.taps {
+            // If the veth end is gone, so is the TAP.
             tap.veth_end.take_if(|veth_end| !veth_end.is_there()).into_iter().for_each(VethEnd::remove);
+            let is_gone = tap.device.as_ref().is_some_and(|device| is_gone(device.as_fd()));
+            if is_gone && !std::mem::replace(&mut tap.is_gone, is_gone) {
+                lost.push(label.clone());
+            }
         }
+        for (label, endpoint) in &mut self.endpoints {
+            if endpoint.has_lost_its_interface() {
+                lost.push(label.clone());
+            }
+        }
+        let of = |label: &String| {
+            self.config
+                .node
+                .iter()
+                .find(|node| node.tap().map(config::Tap::label).or_else(|| node.label()).as_ref() == Some(label))
+        };
+        let lost: Vec<String> = lost.iter().filter_map(of).map(|node| node.name.clone()).collect();
+        for node in lost {
+            let why = self.why_without_interface(&node);
+            why.into_iter().for_each(|why| self.note(About::node(&node), why));
+        }
+    }
+
+    /// Returns a sentence if the node's interface is gone.
+    pub(super) fn why_without_interface(&self, name: &str) -> Option<String> {
+        let node = self.config.node(name)?;
+        let tap = || self.taps.get(&node.tap()?.label()).filter(|tap| tap.is_gone);
+        let endpoint = || self.endpoints.get(&node.label()?).filter(|endpoint| endpoint.is_gone);
+        let label = tap().map(|tap| tap.config.label()).or_else(|| endpoint().and(node.label()))?;
+        Some(format!(
+            "node {name} has no interface any more: {label} was deleted or moved, or its namespace ended; apply the configuration, which makes the node anew (tasuki apply), or remove the node and add it again"
+        ))
     }
 
     /// Returns the frames that a node sent and received past its worker, if it has a veth end.
@@ -263,9 +287,8 @@ impl Supervisor {
         tap.veth_end.as_ref().map(VethEnd::crossed)
     }
 
-    /// Gives every TAP the station address of the NIC that it stands for, or is about to. The address of a VNI end
-    /// comes from the configuration, and never from a worker: while its veth end has it, no other node receives the
-    /// frames sent there (W1).
+    /// Gives every TAP the station address of the NIC that it stands for, or is about to. One on a VNI is made with that of
+    /// the configuration, and keeps it: while its veth end has it, no other node receives the frames sent there (W1).
     pub(super) fn reconcile_taps(&mut self) {
         if self.taps.is_empty() {
             return;
@@ -275,17 +298,14 @@ impl Supervisor {
             let Some(mac) = card.kept.as_ref().and_then(|kept| kept.bundle.mac) else { continue };
             let next = self.jobs.iter().filter(|job| job.is_about(card.number)).map(super::jobs::Job::node);
             let nodes = [card.node.as_str()].into_iter().chain(next);
-            wanted.extend(nodes.filter_map(|node| self.config.node(node)).filter_map(|node| {
-                let mac = if node.vni.is_some() { node.mac() } else { mac };
-                Some((node.tap()?.label(), mac, card.name().to_owned()))
-            }));
+            let nodes = nodes.filter_map(|node| self.config.node(node)).filter(|node| node.vni.is_none());
+            wanted.extend(nodes.filter_map(|node| Some((node.tap()?.label(), mac, card.name().to_owned()))));
         }
         for (label, mac, nic) in wanted {
-            let Some(tap) = self.taps.get_mut(&label).filter(|tap| tap.device.is_some() && tap.mac != Some(mac)) else {
-                continue;
-            };
+            let Some(tap) = self.taps.get_mut(&label).filter(|tap| tap.mac != Some(mac)) else { continue };
+            let Some(device) = &tap.device else { continue };
             tap.mac = Some(mac);
-            if let Err(error) = tap.set_mac(mac) {
+            if let Err(error) = set_mac(device, mac) {
                 self.note(About::nic(&nic), format!("{label} gets no frames for {nic}: {error}"));
             }
         }

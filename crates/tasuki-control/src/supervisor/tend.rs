@@ -225,7 +225,7 @@ impl Supervisor {
     pub(super) fn trouble_of(&self, name: &str) -> Option<String> {
         let node = self.nodes.get(name)?;
         let dies = || policy::trouble(&node.deaths, now()).map(|trouble| in_words(name, trouble));
-        node.trouble.clone().or_else(dies)
+        self.why_without_interface(name).or_else(|| node.trouble.clone()).or_else(dies)
     }
 
     fn did_not_start(&mut self, name: &str, error: &anyhow::Error) {
@@ -579,7 +579,7 @@ impl Supervisor {
             self.tell_arbiter(nic, Input::Deadline(number));
         }
         self.check_heartbeats();
-        self.look_at_veth_ends();
+        self.look_at_interfaces();
         let late = |since: Duration| now.saturating_sub(since) >= WORKER_TIMEOUT;
         let (over, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, _, since, _)| late(*since));
         self.counting = rest;

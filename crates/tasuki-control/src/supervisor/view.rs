@@ -114,6 +114,7 @@ impl Supervisor {
         let is = match (state, holder) {
             _ if card.closing.is_some() => "is being closed",
             _ if card.kept.is_none() || !matches!(card.opening, Opening::Open | Opening::Opener(_)) => "not open",
+            (Some(State::Steady), Some(_)) if card.has_lost_its_model() => "gone",
             (Some(State::Steady), Some(_)) => "driven",
             (Some(State::Parked), _) => "parked",
             (None, _) => "waits for a worker",

@@ -4,13 +4,14 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
 use super::natives::{assert_exact, flows};
 use super::rig::{NODES, Rig, lives, pid, signal, until};
-use super::vnis::World;
+use super::rooms::Room;
+use super::vnis::{DESK, SHOP, World};
 
 /// Returns the processes that drive a NIC of each node.
 fn drivers(rig: &Rig) -> BTreeMap<String, u32> {
@@ -460,4 +461,101 @@ fn what_was_changed_by_hand_can_be_kept_and_comes_back_where_nothing_is_left() {
     assert_eq!(names(&rig, "node"), ["blue", "mine", "red"]);
     assert_eq!((&rig.nic()["node"], &rig.nic()["standby"]), (&Value::from("blue"), &Value::from("red")));
     assert!(is_as_configured(&rig) && configuration(&rig)["by_hand"].as_array().is_some_and(Vec::is_empty));
+}
+
+/// Returns the entry of a node in the file whose interface is in this namespace.
+fn of_file(name: &str, room: &Room, address: &str, more: &str) -> String {
+    let tap = format!("netns = {:?}, name = \"lan\", address = \"{address}/24\"{more}", room.path());
+    format!("[[node]]\nname = {name:?}\nvni = \"lan\"\nwork = {{ tap = {{ {tap} }} }}\n")
+}
+
+fn ip(room: &Room, words: &str) -> String {
+    let output = room.within(|| Command::new("ip").args(words.split(' ')).output().expect("ip"));
+    assert!(output.status.success(), "ip {words}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Makes a world with both namespaces on the VNI, by the file.
+fn by_file() -> Option<World> {
+    let world = World::new()?;
+    world
+        .rig
+        .configure(|text| text + &of_file("shop", &world.shop, SHOP, "") + &of_file("desk", &world.desk, DESK, ""));
+    world.rig.ask(&["apply"]);
+    world.await_pairs();
+    assert!(world.is_answered(DESK));
+    Some(world)
+}
+
+#[test]
+fn an_interface_that_somebody_deletes_is_missed_and_made_anew_by_an_apply() {
+    let Some(mut world) = by_file() else { return };
+    let trouble = |world: &World| {
+        let nodes = world.rig.json(&["node", "list"]);
+        let all = nodes.as_array().expect("a list");
+        all.iter().find(|node| node["name"] == "shop").expect("it is there")["trouble"].to_string()
+    };
+    let is_missed = |world: &World| {
+        until(&world.rig, "it is missed", || trouble(world).contains("has no interface any more"));
+        let plan = world.rig.ask(&["plan"]);
+        let step = "node shop: its interface, which is gone, changes, so it is removed and added again";
+        assert!(plan.starts_with(step), "{plan}");
+    };
+    for by_workers in [false, true] {
+        if by_workers {
+            world.rig.configure(|text| text.replacen("/24\" }", "/24\", shortcut = false }", 1));
+            world.rig.ask(&["apply"]);
+            world.await_pairs();
+        }
+        ip(&world.shop, "link delete lan");
+        is_missed(&world);
+        world.rig.kill_daemon();
+        world.rig.start();
+        is_missed(&world);
+        world.rig.ask(&["apply"]);
+        world.await_pairs();
+        assert!(world.is_answered(DESK));
+        assert_eq!(trouble(&world), "null");
+        assert!(is_as_configured(&world.rig));
+    }
+    world.end();
+}
+
+#[test]
+fn a_node_that_cannot_be_made_anew_is_made_as_it_was_and_no_other_is_gone() {
+    let Some(world) = by_file() else { return };
+    let desk = pid(&world.rig.worker("desk", "drives").expect("it drives"));
+    ip(&world.shop, "link add other type veth peer name far");
+    let before = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("the file");
+    world.rig.configure(|text| {
+        text.replacen("name = \"lan\"", "name = \"other\"", 1).replace("/24\" }", "/24\", mtu = 1400 }")
+    });
+    let said = world.rig.refused(&["apply"]);
+    assert!(said.contains("node shop is there as it was; "), "{said}");
+    world.await_pairs();
+    assert!(world.is_answered(DESK));
+    assert!(ip(&world.shop, "link show lan").contains("mtu 1500"));
+    // Nor is the other one touched, unless it was its turn before.
+    let is_new = ip(&world.desk, "link show lan").contains("mtu 1400");
+    assert!(is_new || lives(desk), "{}", world.rig.log());
+    world.rig.configure(|_| before.clone());
+    world.rig.ask(&["apply"]);
+    world.await_pairs();
+    assert!(world.is_answered(DESK) && is_as_configured(&world.rig));
+    world.end();
+}
+
+#[test]
+fn the_next_daemon_leaves_alone_an_interface_that_has_the_name_of_its_own_by_now() {
+    let Some(mut world) = by_file() else { return };
+    ["link set lan down", "link set lan name own", "link set own up", "link add lan type veth peer name far"]
+        .iter()
+        .for_each(|words| _ = ip(&world.shop, words));
+    let strange = ip(&world.shop, "link show lan");
+    world.rig.kill_daemon();
+    world.rig.start();
+    world.await_pairs();
+    assert_eq!(ip(&world.shop, "link show lan"), strange);
+    assert!(!world.rig.ask(&["status"]).contains("gets no frames"), "{}", world.rig.log());
+    world.end();
 }

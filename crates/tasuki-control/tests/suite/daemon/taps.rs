@@ -297,9 +297,11 @@ fn a_tap_that_cannot_be_had_is_refused_with_a_sentence() {
     if let Some(why) = is_impossible() {
         return println!("skipped: {why}");
     }
-    let said = refusal("name = \"lo\"", &[]);
-    assert!(said.contains("red") && said.contains("the interface lo exists"), "{said}");
     let room = Room::new();
+    let made = room.within(|| Command::new("ip").args(["link", "add", "far", "type", "veth"]).status());
+    assert!(made.expect("ip").success());
+    let said = refusal(&format!("netns = \"{}\", name = \"far\"", room.path()), &[]);
+    assert!(said.contains("red") && said.contains("the interface far exists"), "{said}");
     let room = format!("netns = \"{}\", name = \"nic0\"", room.path());
     let said = refusal(&room, &["setpriv", "--bounding-set", "-net_admin", "--"]);
     assert!(said.contains("needs CAP_NET_ADMIN; run as root"), "{said}");

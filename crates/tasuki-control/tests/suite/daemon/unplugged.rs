@@ -106,7 +106,7 @@ fn a_model_and_what_opens_a_card_are_confined() {
 }
 
 #[test]
-fn a_model_of_the_daemon_that_dies_is_named_and_started_with_the_next_daemon() {
+fn a_model_of_the_daemon_that_dies_is_named_and_comes_back_with_its_nic() {
     need_storm!();
     let mut rig = Rig::without_daemon(
         "[[node]]\nname = \"red\"\nwork = \"echo\"\n\n[[nic]]\nname = \"eth0\"\ndevice = \"sim\"\nnode = \"red\"\n",
@@ -119,12 +119,17 @@ fn a_model_of_the_daemon_that_dies_is_named_and_started_with_the_next_daemon() {
     send(model, rustix::process::Signal::KILL);
     until(&rig, "it is said", || rig.ask(&["status"]).contains("the model of eth0 was killed by signal 9"));
     let status = rig.ask(&["status"]);
-    assert!(status.contains("Stop all (tasuki stop) and start tasukid anew"), "{status}");
+    let advice = "take the NIC out of the configuration, apply that, and put it back";
+    assert!(status.contains(advice) && rig.nic()["is"] == "gone", "{status}");
+    assert!(rig.refused(&["up", &rig.path("tasuki.toml").display().to_string()]).contains(advice));
     let mut pids: Vec<u32> = rig.workers().iter().map(pid).collect();
     pids.push(rig.daemon_pid());
     nobody_spins(&rig, &pids);
-    rig.stop();
-    rig.start();
+    let with_nic = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+    rig.configure(|text| text.split("[[nic]]").next().expect("a part").to_owned());
+    rig.ask(&["apply"]);
+    rig.configure(|_| with_nic.clone());
+    rig.ask(&["apply"]);
     rig.await_pair("red");
     rig.stop();
 }

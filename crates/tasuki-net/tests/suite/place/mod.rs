@@ -41,7 +41,7 @@ impl Place {
     /// Creates the TAP `nic0`, up, whose interface has this MAC address.
     pub fn tap_of(&self, mac: [u8; 6], address: &str, before: Before) -> OwnedFd {
         let tap = self.tap("nic0", Some(address), before);
-        tap.interface.set_mac(mac).expect("it takes an address");
+        tasuki_tap::set_mac(&tap.device, mac).expect("it takes an address");
         tap.device
     }
 
