@@ -27,7 +27,7 @@ use super::types::{
 use crate::config;
 use crate::successor;
 use crate::supervisor::captures::Of;
-use crate::supervisor::door::{Door, No, Request};
+use crate::supervisor::door::{Door, Refusal, Request};
 
 /// The OpenAPI description of all routes.
 #[derive(Debug, OpenApi)]
@@ -73,42 +73,42 @@ pub fn description() -> String {
 }
 
 /// An answer, as the loop gives it.
-struct Answered<T>(Result<T, No>);
+struct Answered<T>(Result<T, Refusal>);
 
 impl<T: Serialize> IntoResponse for Answered<T> {
     fn into_response(self) -> Response {
         match self.0 {
             Ok(value) => Json(value).into_response(),
-            Err(no) => {
-                let status = match no {
-                    No::Unknown(_) => StatusCode::NOT_FOUND,
-                    No::Wrong(_) => StatusCode::UNPROCESSABLE_ENTITY,
-                    No::Failed { .. } => StatusCode::CONFLICT,
-                    No::Forbidden(_) => StatusCode::FORBIDDEN,
-                    No::Ending => StatusCode::SERVICE_UNAVAILABLE,
+            Err(refusal) => {
+                let status = match refusal {
+                    Refusal::NotFound(_) => StatusCode::NOT_FOUND,
+                    Refusal::Malformed(_) => StatusCode::UNPROCESSABLE_ENTITY,
+                    Refusal::Conflict { .. } => StatusCode::CONFLICT,
+                    Refusal::Forbidden(_) => StatusCode::FORBIDDEN,
+                    Refusal::Ending => StatusCode::SERVICE_UNAVAILABLE,
                 };
-                (status, Json(Refused::from(no))).into_response()
+                (status, Json(Refused::from(refusal))).into_response()
             }
         }
     }
 }
 
-async fn ask<T>(door: &Door, request: impl FnOnce(oneshot::Sender<Result<T, No>>) -> Request) -> Answered<T> {
+async fn ask<T>(door: &Door, request: impl FnOnce(oneshot::Sender<Result<T, Refusal>>) -> Request) -> Answered<T> {
     let (answer, answered) = oneshot::channel();
     door.put(request(answer));
-    Answered(answered.await.unwrap_or(Err(No::Ending)))
+    Answered(answered.await.unwrap_or(Err(Refusal::Ending)))
 }
 
-fn words<T>(body: Result<Json<T>, JsonRejection>) -> Result<T, No> {
-    body.map(|Json(body)| body).map_err(|rejection| No::Wrong(plain(&rejection.body_text()).to_owned()))
+fn words<T>(body: Result<Json<T>, JsonRejection>) -> Result<T, Refusal> {
+    body.map(|Json(body)| body).map_err(|rejection| Refusal::Malformed(plain(&rejection.body_text()).to_owned()))
 }
 
 /// Returns what a query says, or the mistake in it.
-fn asked<T>(query: Result<Query<T>, QueryRejection>) -> Result<T, No> {
+fn asked<T>(query: Result<Query<T>, QueryRejection>) -> Result<T, Refusal> {
     query.map(|Query(asked)| asked).map_err(|rejection| {
         let text = rejection.body_text();
         let what = text.strip_prefix("Failed to deserialize query string: ").unwrap_or(&text);
-        No::Wrong(format!(
+        Refusal::Malformed(format!(
             "what follows the question mark cannot be used ({what}); /openapi.json says what this address takes"
         ))
     })
@@ -153,7 +153,7 @@ struct Since {
 async fn events(State(door): State<Door>, since: Result<Query<Since>, QueryRejection>) -> Answered<Vec<Event>> {
     match asked(since) {
         Ok(Since { since }) => ask(&door, |answer| Request::Events { since, answer }).await,
-        Err(no) => Answered(Err(no)),
+        Err(refusal) => Answered(Err(refusal)),
     }
 }
 
@@ -169,13 +169,13 @@ async fn upgrade(
     match words(body) {
         Ok(Upgrade { with: Some(_), .. }) if role < Role::Administer => Answered(Err(may_not_name(&peer, role))),
         Ok(upgrade) => ask(&door, |answer| Request::Upgrade { node, upgrade, answer }).await,
-        Err(no) => Answered(Err(no)),
+        Err(refusal) => Answered(Err(refusal)),
     }
 }
 
 /// Refuses a program named by a user below `administer`: that user would run it.
-fn may_not_name(peer: &Peer, role: Role) -> No {
-    No::Forbidden(gate::may_not(peer, Some(role), Role::Administer))
+fn may_not_name(peer: &Peer, role: Role) -> Refusal {
+    Refusal::Forbidden(gate::may_not(peer, Some(role), Role::Administer))
 }
 
 #[utoipa::path(post, path = "/v1/nodes/{name}/stage", params(("name" = String, Path, description = "a node")), request_body = Staging,
@@ -190,7 +190,7 @@ async fn stage(
     match words(body) {
         Ok(Staging { with: Some(_) }) if role < Role::Administer => Answered(Err(may_not_name(&peer, role))),
         Ok(staging) => ask(&door, |answer| Request::Stage { node, staging, answer }).await,
-        Err(no) => Answered(Err(no)),
+        Err(refusal) => Answered(Err(refusal)),
     }
 }
 
@@ -209,7 +209,7 @@ async fn give(
 ) -> Answered<Relayed> {
     match words(body) {
         Ok(give) => ask(&door, |answer| Request::Give { nic, give, answer }).await,
-        Err(no) => Answered(Err(no)),
+        Err(refusal) => Answered(Err(refusal)),
     }
 }
 
@@ -222,7 +222,7 @@ async fn standby(
 ) -> Answered<NicView> {
     match words(body) {
         Ok(standby) => ask(&door, |answer| Request::Standby { nic, standby, answer }).await,
-        Err(no) => Answered(Err(no)),
+        Err(refusal) => Answered(Err(refusal)),
     }
 }
 
@@ -237,7 +237,7 @@ async fn counts(State(door): State<Door>, Path(nic): Path<String>) -> Answered<C
 async fn add_node(State(door): State<Door>, body: Result<Json<config::Node>, JsonRejection>) -> Answered<NodeView> {
     match words(body) {
         Ok(node) => ask(&door, |answer| Request::AddNode { node: Box::new(node), answer }).await,
-        Err(no) => Answered(Err(no)),
+        Err(refusal) => Answered(Err(refusal)),
     }
 }
 
@@ -283,15 +283,15 @@ fn all() -> u32 {
 async fn capture(door: &Door, of: Of, much: Result<Query<Much>, QueryRejection>) -> Response {
     let Much { snap, count } = match asked(much) {
         Ok(much) => much,
-        Err(no) => return Answered::<()>(Err(no)).into_response(),
+        Err(refusal) => return Answered::<()>(Err(refusal)).into_response(),
     };
     if snap < 14 || count == Some(0) {
         let sentence = "snap is at least 14, the bytes of a frame's head, and count at least 1".to_owned();
-        return Answered::<()>(Err(No::Wrong(sentence))).into_response();
+        return Answered::<()>(Err(Refusal::Malformed(sentence))).into_response();
     }
     let begun = match ask(door, |answer| Request::Capture { of, snap, answer }).await.0 {
         Ok(begun) => begun,
-        Err(no) => return Answered::<()>(Err(no)).into_response(),
+        Err(refusal) => return Answered::<()>(Err(refusal)).into_response(),
     };
     let number = begun.number.to_string();
     match Capture::begin(begun, count).await {
@@ -299,7 +299,9 @@ async fn capture(door: &Door, of: Of, much: Result<Query<Much>, QueryRejection>)
             let heads = [("content-type", "application/x-pcapng"), (CAPTURE, &number)];
             (heads, axum::body::Body::new(capture)).into_response()
         }
-        Err(error) => Answered::<()>(Err(No::now(format!("there is no room for a capture: {error}")))).into_response(),
+        Err(error) => {
+            Answered::<()>(Err(Refusal::conflict(format!("there is no room for a capture: {error}")))).into_response()
+        }
     }
 }
 
@@ -336,7 +338,7 @@ async fn capture_nic(
 async fn end_capture(State(door): State<Door>, Path(number): Path<String>) -> Answered<Ended> {
     match number.parse() {
         Ok(number) => ask(&door, |answer| Request::EndCapture { number, answer }).await,
-        Err(_) => Answered(Err(No::Unknown(format!("there is no capture {number}")))),
+        Err(_) => Answered(Err(Refusal::NotFound(format!("there is no capture {number}")))),
     }
 }
 
@@ -361,7 +363,7 @@ async fn configuration(State(door): State<Door>) -> Answered<Written> {
 async fn plan(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection>) -> Answered<Plan> {
     match words(body) {
         Ok(apply) => ask(&door, |answer| Request::Plan { apply, answer }).await,
-        Err(no) => Answered(Err(no)),
+        Err(refusal) => Answered(Err(refusal)),
     }
 }
 
@@ -370,7 +372,7 @@ async fn plan(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection>
 async fn apply(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection>) -> Answered<Applied> {
     match words(body) {
         Ok(apply) => ask(&door, |answer| Request::Apply { apply, answer }).await,
-        Err(no) => Answered(Err(no)),
+        Err(refusal) => Answered(Err(refusal)),
     }
 }
 
@@ -384,12 +386,12 @@ async fn replace(
     let checked = match words(body) {
         // It starts the program, and waits for it.
         Ok(Replace { with }) => tokio::task::spawn_blocking(move || successor::check(with, &cpus)).await,
-        Err(no) => return Answered(Err(no)),
+        Err(refusal) => return Answered(Err(refusal)),
     };
     match checked {
         Ok(Ok((with, version, says))) => ask(&door, |answer| Request::Replace { with, version, says, answer }).await,
-        Ok(Err(sentence)) => Answered(Err(No::Wrong(sentence))),
-        Err(_) => Answered(Err(No::now("tasukid has no thread left to look at the program; ask again"))),
+        Ok(Err(sentence)) => Answered(Err(Refusal::Malformed(sentence))),
+        Err(_) => Answered(Err(Refusal::conflict("tasukid has no thread left to look at the program; ask again"))),
     }
 }
 
@@ -399,7 +401,7 @@ async fn stop(State(door): State<Door>) -> Answered<Stopped> {
 }
 
 async fn nothing_there() -> Answered<()> {
-    Answered(Err(No::Unknown("there is no such address; /openapi.json lists all addresses".to_owned())))
+    Answered(Err(Refusal::NotFound("there is no such address; /openapi.json lists all addresses".to_owned())))
 }
 
 async fn not_so() -> Response {
@@ -482,7 +484,7 @@ mod tests {
     #[test]
     fn a_wrong_query_is_said_with_what_to_do() {
         let uri = "http://tasukid/?snap=x".parse().expect("an address");
-        let Err(No::Wrong(said)) = asked(Query::<Much>::try_from_uri(&uri)) else { panic!("x is no number") };
+        let Err(Refusal::Malformed(said)) = asked(Query::<Much>::try_from_uri(&uri)) else { panic!("x is no number") };
         assert!(said.contains("(snap: invalid digit") && said.contains("; /openapi.json says"), "{said}");
     }
 

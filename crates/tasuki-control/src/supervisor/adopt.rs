@@ -289,14 +289,16 @@ impl Supervisor {
         let is_frozen = group.is_some_and(|group| group.is_frozen().is_ok_and(|is_frozen| is_frozen));
         match () {
             () if is_fenced || is_frozen => {
-                self.condemn(number, "was fenced by the tasukid before this one".to_owned());
+                self.kill_worker(number, "was fenced by the tasukid before this one".to_owned());
             }
-            () if !is_ours => self.condemn(number, "runs as another user than it did".to_owned()),
-            () if !reached || sent.is_err() => self.condemn(number, "is not to be reached by this tasukid".to_owned()),
-            () if !is_itself => self.condemn(number, "is not the process that answers for it".to_owned()),
-            () if !is_kept => self.condemn(number, "is unknown to the keeper".to_owned()),
+            () if !is_ours => self.kill_worker(number, "runs as another user than it did".to_owned()),
+            () if !reached || sent.is_err() => {
+                self.kill_worker(number, "is not to be reached by this tasukid".to_owned())
+            }
+            () if !is_itself => self.kill_worker(number, "is not the process that answers for it".to_owned()),
+            () if !is_kept => self.kill_worker(number, "is unknown to the keeper".to_owned()),
             () if !is_known => {
-                self.condemn(number, format!("is of node {node}, which is not in the configuration any more"))
+                self.kill_worker(number, format!("is of node {node}, which is not in the configuration any more"))
             }
             () => {}
         }
@@ -313,7 +315,7 @@ impl Supervisor {
             over.extend(self.cards.values().find(off).map(|card| (worker.party(), card.name().to_owned())));
         }
         for (number, name) in &over {
-            self.condemn(*number, format!("was to have {name} when the tasukid before this one ended"));
+            self.kill_worker(*number, format!("was to have {name} when the tasukid before this one ended"));
         }
         !over.is_empty()
     }
@@ -346,7 +348,7 @@ impl Supervisor {
             return;
         }
         self.end_the_slow();
-        let is_open = |worker: &Worker| matches!(worker.stage, Stage::Asked(_) | Stage::Condemned);
+        let is_open = |worker: &Worker| matches!(worker.stage, Stage::Asked(_) | Stage::Excluded);
         if self.workers.values().any(is_open) {
             return;
         }

@@ -12,7 +12,7 @@ use tokio::sync::oneshot::{self, Receiver, error::TryRecvError};
 
 use super::card::Card;
 use super::deeds::clock;
-use super::door::{Answer, No};
+use super::door::{Answer, Refusal};
 use super::keeping::Key;
 use super::shortcuts::OnVni;
 use super::worker::Words;
@@ -80,20 +80,20 @@ pub struct Applying {
 /// What the step under way waits for.
 #[derive(Debug)]
 enum Waits {
-    Removed(Receiver<Result<Removed, No>>),
-    Relayed(Receiver<Result<Relayed, No>>),
+    Removed(Receiver<Result<Removed, Refusal>>),
+    Relayed(Receiver<Result<Relayed, Refusal>>),
     /// The end of this NIC.
     Closed(u32),
 }
 
 impl Waits {
     /// Returns whether it is over, or why it failed.
-    fn look(&mut self, cards: &BTreeMap<u32, Card>) -> Result<bool, No> {
-        fn of<T>(answer: &mut Receiver<Result<T, No>>) -> Result<bool, No> {
+    fn look(&mut self, cards: &BTreeMap<u32, Card>) -> Result<bool, Refusal> {
+        fn of<T>(answer: &mut Receiver<Result<T, Refusal>>) -> Result<bool, Refusal> {
             match answer.try_recv() {
                 Ok(answer) => answer.map(|_| true),
                 Err(TryRecvError::Empty) => Ok(false),
-                Err(TryRecvError::Closed) => Err(No::Ending),
+                Err(TryRecvError::Closed) => Err(Refusal::Ending),
             }
         }
         match self {
@@ -106,17 +106,18 @@ impl Waits {
 
 impl Supervisor {
     /// Returns the configuration that `apply` names, checked, with its text and its file.
-    fn desired(&self, apply: &Apply) -> Result<(Config, String, PathBuf), No> {
+    fn desired(&self, apply: &Apply) -> Result<(Config, String, PathBuf), Refusal> {
         let file = apply.path.clone().map_or_else(|| self.current.file.clone(), PathBuf::from);
         // Anything else might keep the loop waiting.
         if apply.text.is_none() && file.metadata().is_ok_and(|file| !file.is_file()) {
-            return Err(No::Wrong(format!("the configuration {} is not a file; name one", file.display())));
+            return Err(Refusal::Malformed(format!("the configuration {} is not a file; name one", file.display())));
         }
         let text = apply.text.clone().map_or_else(|| std::fs::read_to_string(&file), Ok);
-        let text =
-            text.map_err(|why| No::Wrong(config::ConfigError::Unreadable { path: file.clone(), why }.to_string()))?;
-        let desired = Config::parse(&file, &text).map_err(|error| No::Wrong(error.to_string()))?;
-        let wrong = |why: String| No::Wrong(format!("{}: {why}", file.display()));
+        let text = text.map_err(|why| {
+            Refusal::Malformed(config::ConfigError::Unreadable { path: file.clone(), why }.to_string())
+        })?;
+        let desired = Config::parse(&file, &text).map_err(|error| Refusal::Malformed(error.to_string()))?;
+        let wrong = |why: String| Refusal::Malformed(format!("{}: {why}", file.display()));
         if let Some(why) = config::stray_cpu(&desired, |cpu| self.may_use.contains(&cpu)) {
             return Err(wrong(why));
         }
@@ -209,7 +210,7 @@ impl Supervisor {
         self.nodes.keys().filter(is_stale).cloned().collect()
     }
 
-    pub(super) fn plan(&self, apply: &Apply) -> Result<Plan, No> {
+    pub(super) fn plan(&self, apply: &Apply) -> Result<Plan, Refusal> {
         let (desired, ..) = self.desired(apply)?;
         let (steps, stays) = self.plan_to(&desired);
         let steps = steps.iter().map(ToString::to_string).collect();
@@ -218,9 +219,9 @@ impl Supervisor {
 
     pub(super) fn begin_applying(&mut self, apply: &Apply, answer: Option<Answer<Applied>>) {
         match self.try_applying(apply, answer) {
-            Err((no, Some(answer))) => drop(answer.send(Err(no))),
-            Err((no, None)) => {
-                let why = Refused::from(no).error;
+            Err((refusal, Some(answer))) => drop(answer.send(Err(refusal))),
+            Err((refusal, None)) => {
+                let why = Refused::from(refusal).error;
                 self.note(About::default(), format!("nothing was applied: {why}"));
             }
             Ok(()) => {}
@@ -239,21 +240,21 @@ impl Supervisor {
         &mut self,
         apply: &Apply,
         answer: Option<Answer<Applied>>,
-    ) -> Result<(), (No, Option<Answer<Applied>>)> {
+    ) -> Result<(), (Refusal, Option<Answer<Applied>>)> {
         let generation = self.current.record.generation;
         let checked = match apply.generation {
-            _ if self.stopping.is_some() => Err(No::Ending),
+            _ if self.stopping.is_some() => Err(Refusal::Ending),
             _ if self.applying.is_some() => {
-                Err(No::now("another configuration is being applied; ask again when that is done"))
+                Err(Refusal::conflict("another configuration is being applied; ask again when that is done"))
             }
-            Some(asked) if asked != generation => Err(No::now(format!(
+            Some(asked) if asked != generation => Err(Refusal::conflict(format!(
                 "the configuration is generation {generation} by now, and not {asked}: another was applied meanwhile; look at tasuki plan again"
             ))),
             _ => self.desired(apply),
         };
         let (desired, text, file) = match checked {
             Ok(checked) => checked,
-            Err(no) => return Err((no, answer)),
+            Err(refusal) => return Err((refusal, answer)),
         };
         let todo: VecDeque<Step> = self.steps_to(&desired).into();
         let record = &mut self.current.record;
@@ -305,7 +306,7 @@ impl Supervisor {
             match applying.waits.as_mut().map_or(Ok(true), |waits| waits.look(&self.cards)) {
                 Ok(false) => return self.applying = Some(applying),
                 Ok(true) => applying.waits = None,
-                Err(no) => return self.not_applied(applying, None, no),
+                Err(refusal) => return self.not_applied(applying, None, refusal),
             }
             if applying.todo.front().is_some_and(|step| self.must_wait(step)) {
                 return self.applying = Some(applying);
@@ -320,7 +321,7 @@ impl Supervisor {
             }
             match self.take_step(&step, &applying.desired) {
                 Ok(waits) => applying.waits = waits,
-                Err(no) => return self.not_applied(applying, Some(&step), no),
+                Err(refusal) => return self.not_applied(applying, Some(&step), refusal),
             }
             self.applying = Some(applying);
         }
@@ -354,7 +355,7 @@ impl Supervisor {
     /// Leaves the remaining steps to the next daemon.
     pub(super) fn end_applying(&mut self) {
         let answer = self.applying.take().and_then(|applying| applying.answer);
-        answer.into_iter().for_each(|answer| drop(answer.send(Err(No::Ending))));
+        answer.into_iter().for_each(|answer| drop(answer.send(Err(Refusal::Ending))));
     }
 
     fn is_applied(&mut self, Applying { desired, steps, answer, .. }: Applying) {
@@ -379,11 +380,11 @@ impl Supervisor {
     }
 
     /// Ends it before its last step. A node that cannot be made anew is made as it was.
-    fn not_applied(&mut self, Applying { mut steps, todo, answer, removed, .. }: Applying, at: Option<&Step>, no: No) {
+    fn not_applied(&mut self, Applying { mut steps, todo, answer, removed, .. }: Applying, at: Option<&Step>, refusal: Refusal) {
         let before = at.and_then(|step| if let Step::Add(name) = step { removed.get(name) } else { None });
         let before = before.filter(|node| self.make_whole_node(node).is_ok());
         let back = before.map(|node| format!("; node {} is there as it was", node.name)).unwrap_or_default();
-        let why = Refused::from(no).error;
+        let why = Refused::from(refusal).error;
         let failed = steps.pop().unwrap_or_default();
         let rest = todo.len();
         let rest = match rest {
@@ -396,18 +397,20 @@ impl Supervisor {
             self.current.record.generation
         );
         self.note(About::default(), sentence.clone());
-        answer.into_iter().for_each(|answer| drop(answer.send(Err(No::now(sentence.clone())))));
+        answer.into_iter().for_each(|answer| drop(answer.send(Err(Refusal::conflict(sentence.clone())))));
     }
 
     /// Begins a step. Returns what it waits for, if it is not done at once.
-    fn take_step(&mut self, step: &Step, desired: &Config) -> Result<Option<Waits>, No> {
-        let failed = |error: anyhow::Error| No::now(format!("{error:#}"));
+    fn take_step(&mut self, step: &Step, desired: &Config) -> Result<Option<Waits>, Refusal> {
+        let failed = |error: anyhow::Error| Refusal::conflict(format!("{error:#}"));
         match step {
             Step::Settings => {
                 self.config.daemon = desired.daemon.clone();
             }
             Step::Adjust(name, _) => {
-                let (Some(new), Some(node)) = (desired.node(name), self.node_mut(name)) else { return Err(No::Ending) };
+                let (Some(new), Some(node)) = (desired.node(name), self.node_mut(name)) else {
+                    return Err(Refusal::Ending);
+                };
                 let (has_other_bounds, has_other_trust) = (node.bounds != new.bounds, node.trusts != new.trusts);
                 (node.trusts, node.standby, node.bounds) = (new.trusts.clone(), new.standby, new.bounds);
                 if has_other_bounds {
@@ -431,9 +434,9 @@ impl Supervisor {
                 return Ok(Some(Waits::Removed(answered)));
             }
             Step::Add(name) => {
-                let node = desired.node(name).ok_or(No::Ending)?;
+                let node = desired.node(name).ok_or(Refusal::Ending)?;
                 if self.nodes.contains_key(name) {
-                    return Err(No::now(format!("there is a node {name} by now")));
+                    return Err(Refusal::conflict(format!("there is a node {name} by now")));
                 }
                 self.make_whole_node(node)?;
                 // Those that trusted it before it was made anew do so again: it may get a NIC from them in a moment.
@@ -442,17 +445,17 @@ impl Supervisor {
                 }
             }
             Step::Open(name, _) => {
-                let nic = desired.nic.iter().find(|nic| nic.name == *name).ok_or(No::Ending)?;
+                let nic = desired.nic.iter().find(|nic| nic.name == *name).ok_or(Refusal::Ending)?;
                 self.open_nic(nic.clone()).map_err(failed)?;
             }
             Step::Give(nic, _, to) => return self.give_for(nic, to),
             Step::AdjustNic(name) => {
-                let nic = desired.nic.iter().find(|nic| nic.name == *name).ok_or(No::Ending)?;
+                let nic = desired.nic.iter().find(|nic| nic.name == *name).ok_or(Refusal::Ending)?;
                 self.set_standby(name, nic.standby.clone());
             }
             Step::Renew(name, keys) => {
                 // The interface of one that was added by hand is in the file.
-                let new = desired.node(name).or_else(|| self.config.node(name)).ok_or(No::Ending)?.clone();
+                let new = desired.node(name).or_else(|| self.config.node(name)).ok_or(Refusal::Ending)?.clone();
                 self.set_up_anew(&new, keys.contains(&"work")).map_err(failed)?;
                 // A staged worker has begun with the old settings. If there is none, that is as well.
                 let _ = self.unstage(name);
@@ -502,12 +505,12 @@ impl Supervisor {
     }
 
     /// Gives a NIC to a node. One that is not open goes as it is.
-    fn give_for(&mut self, nic: &str, to: &str) -> Result<Option<Waits>, No> {
+    fn give_for(&mut self, nic: &str, to: &str) -> Result<Option<Waits>, Refusal> {
         let number = self.nic_by_name(nic)?;
         if let Some(nic) = self.config.nic.iter_mut().find(|it| it.name == nic) {
             to.clone_into(&mut nic.node);
         }
-        let card = self.cards.get_mut(&number).ok_or(No::Ending)?;
+        let card = self.cards.get_mut(&number).ok_or(Refusal::Ending)?;
         to.clone_into(&mut card.config.node);
         if card.kept.is_none() && card.arbiter.is_none() {
             to.clone_into(&mut card.node);
@@ -540,9 +543,9 @@ impl Supervisor {
     }
 
     /// Returns nodes and NICs as they are now, as a configuration.
-    pub(super) fn written(&self) -> Result<Written, No> {
+    pub(super) fn written(&self) -> Result<Written, Refusal> {
         if self.is_applying() {
-            return Err(No::now("a configuration is being applied; ask again when that is done"));
+            return Err(Refusal::conflict("a configuration is being applied; ask again when that is done"));
         }
         let nodes = self.config.node.iter().filter(|node| self.nodes.contains_key(&node.name));
         // Their runtime adds those of containers, and another day's containers are others.
@@ -572,8 +575,8 @@ impl Supervisor {
         let AppliedRecord { generation, path, text, .. } = &self.current.record;
         let origin = format!("generation {generation}, from {path}");
         let text = config::written::file(text, &nodes, &nics, &origin, &notes);
-        let text =
-            text.map_err(|why| No::now(format!("nodes and NICs cannot be written as a configuration: {why}")))?;
+        let text = text
+            .map_err(|why| Refusal::conflict(format!("nodes and NICs cannot be written as a configuration: {why}")))?;
         Ok(Written { generation: *generation, text })
     }
 

@@ -62,7 +62,7 @@ impl Supervisor {
         let Some(worker) = self.workers.get(&number) else { return };
         let end = self.cards.get(&nic).is_some_and(|card| card.vni().is_some());
         if end || !worker.given.contains(&nic) {
-            return self.condemn(number, format!("sent memory for NIC {nic}, which it was not given to move"));
+            return self.kill_worker(number, format!("sent memory for NIC {nic}, which it was not given to move"));
         }
         let is_target = self.jobs.iter().any(|job| job.target == number && job.is_about(nic));
         let Some(card) = self.cards.get(&nic).filter(|card| is_target && card.holder() != Some(number)) else {
@@ -85,7 +85,7 @@ impl Supervisor {
         };
         if let Some(odd) = self.odd_memory(kept, uid, &layout, &fds) {
             let name = card.name().to_owned();
-            return self.condemn(number, format!("sent unusable memory for {name} ({odd})"));
+            return self.kill_worker(number, format!("sent unusable memory for {name} ({odd})"));
         }
         // Closing memory takes no time.
         let memory = Memory { layout, fds: fds.trust() };
@@ -134,19 +134,19 @@ impl Supervisor {
             return;
         }
         if !matches!(worker.stage, Stage::Asked(_)) || party != number || node != worker.record.node {
-            return self.condemn(number, format!("says that it is worker {party} of node {node}"));
+            return self.kill_worker(number, format!("says that it is worker {party} of node {node}"));
         }
         if let Some(nic) = nics.iter().find(|nic| !worker.given.contains(nic)) {
-            return self.condemn(number, format!("says that it has NIC {nic}, which it was never given"));
+            return self.kill_worker(number, format!("says that it has NIC {nic}, which it was never given"));
         }
         for nic in nics {
             let Some(card) = self.cards.get(nic) else {
                 // Its namespace's interface may be on another VNI by now.
-                return self.condemn(number, format!("has end {nic}, which is not in the configuration any more"));
+                return self.kill_worker(number, format!("has end {nic}, which is not in the configuration any more"));
             };
             if card.kept.is_none() {
                 let name = card.name().to_owned();
-                return self.condemn(number, format!("alone has the device bundle of {name}"));
+                return self.kill_worker(number, format!("alone has the device bundle of {name}"));
             }
             if let Some(worker) = self.workers.get_mut(&number) {
                 // For now: it reports its state when the arbiter asks.

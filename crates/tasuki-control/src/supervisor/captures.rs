@@ -13,7 +13,7 @@ use tasuki_relay::message::ToWorker;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use super::card::Card;
-use super::door::No;
+use super::door::Refusal;
 use super::worker::{Stage, Words};
 use super::{About, Supervisor};
 use crate::api::capture::{Begun, Gone, Port};
@@ -89,14 +89,14 @@ impl Supervisor {
     }
 
     /// Begins a capture of up to `snap` bytes of each frame.
-    pub(super) fn begin_capture(&mut self, of: Of, snap: u32) -> Result<Begun, No> {
+    pub(super) fn begin_capture(&mut self, of: Of, snap: u32) -> Result<Begun, Refusal> {
         if self.stopping.is_some() {
-            return Err(No::Ending);
+            return Err(Refusal::Ending);
         }
         match &of {
             Of::Node(name) if !self.nodes.contains_key(name) => return Err(self.no_node(name)),
             Of::Node(name) if !self.cards.values().any(|card| of.covers(card)) => {
-                return Err(No::now(format!(
+                return Err(Refusal::conflict(format!(
                     "node {name} has no NIC and is on no VNI, so no frame passes there; tasuki status lists the nodes that have one"
                 )));
             }
@@ -104,9 +104,10 @@ impl Supervisor {
             Of::Node(_) => {}
         }
         if self.captures.len() >= CAPTURES_MAX {
-            return Err(No::now(format!("there are {CAPTURES_MAX} captures already; end one of them first")));
+            return Err(Refusal::conflict(format!("there are {CAPTURES_MAX} captures already; end one of them first")));
         }
-        let no_room = |what: &dyn std::fmt::Display| No::now(format!("there is no room for a capture: {what}"));
+        let no_room =
+            |what: &dyn std::fmt::Display| Refusal::conflict(format!("there is no room for a capture: {what}"));
         let (batches, socket) = channel::pair().map_err(|error| no_room(&error))?;
         // As much as the kernel permits: with less, a slow reader misses more.
         if rustix::net::sockopt::set_socket_send_buffer_size_force(&socket, SOCKET_BUFFER_LEN).is_err() {
@@ -130,9 +131,9 @@ impl Supervisor {
     }
 
     /// Ends a capture on request: workers stop copying, and the reader gets the batches under way.
-    pub(super) fn end_capture(&mut self, number: u32) -> Result<Ended, No> {
+    pub(super) fn end_capture(&mut self, number: u32) -> Result<Ended, Refusal> {
         let Some(capture) = self.captures.get_mut(&number).filter(|capture| capture.open.is_some()) else {
-            return Err(No::Unknown(format!("there is no capture {number}")));
+            return Err(Refusal::NotFound(format!("there is no capture {number}")));
         };
         capture.open = None;
         let sentence = format!("the capture of {} ends", capture.of.name());

@@ -256,8 +256,8 @@ pub struct Card {
     pub arbiter: Option<Arbiter>,
     /// The deadline that is set: its number, and when it expires.
     pub watch: Option<(u32, Duration)>,
-    /// Workers to keep from the NIC.
-    pub condemned: BTreeSet<u32>,
+    /// Workers that are being killed to keep them from the NIC: the arbiter hears when they are dead.
+    pub fence_pending: BTreeSet<u32>,
     /// The last relay outcome, if no job has read it yet.
     pub last_outcome: Option<RelayOutcome>,
     /// Method of the relay under way.
@@ -315,7 +315,7 @@ impl Card {
             uid: None,
             arbiter: None,
             watch: None,
-            condemned: BTreeSet::new(),
+            fence_pending: BTreeSet::new(),
             last_outcome: None,
             method: method::Method::Keep,
             plan: None,
@@ -419,7 +419,7 @@ impl Card {
         (self.lease_page, self.page_of) = (lease_page, BTreeSet::from([self.node.clone()]));
         (self.kept, self.coming, self.coming_lease_page) = (None, None, None);
         (self.arbiter, self.watch, self.last_outcome) = (None, None, None);
-        self.condemned.clear();
+        self.fence_pending.clear();
     }
 
     /// Drops the memory this worker made for the NIC: it will not drive it, or not again.

@@ -6,7 +6,7 @@ use tasuki_relay::message::ToWorker;
 use tokio::sync::oneshot;
 
 use super::card::{Card, Opening};
-use super::door::No;
+use super::door::Refusal;
 use super::keeping::Key;
 use super::worker::Stage;
 use super::{About, Supervisor, WORKER_TIMEOUT, now};
@@ -18,8 +18,8 @@ impl Supervisor {
     /// Closes a NIC. First a fresh worker takes over its node's other NICs; then the workers that have it end, and with
     /// its last driver the card rests. So do those of other nodes that once had it: they may hold on to the card, and
     /// another NIC gets its number.
-    pub(super) fn begin_closing(&mut self, nic: u32) -> Result<(), No> {
-        let card = self.cards.get(&nic).ok_or(No::Ending)?;
+    pub(super) fn begin_closing(&mut self, nic: u32) -> Result<(), Refusal> {
+        let card = self.cards.get(&nic).ok_or(Refusal::Ending)?;
         let (node, name) = (card.node.clone(), card.name().to_owned());
         self.is_free(&node, &[nic])?;
         if let Some(card) = self.cards.get_mut(&nic) {

@@ -175,21 +175,21 @@ impl Supervisor {
             }),
             // The worker is dead or dying, and its pidfd will report that.
             Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
-            Err(errno) => self.condemn(party, format!("does not take orders ({errno})")),
+            Err(errno) => self.kill_worker(party, format!("does not take orders ({errno})")),
         }
     }
 
     /// Ends a worker that reported something it had no right to report; no other worker is harmed.
     fn breach(&mut self, nic: u32, number: u32, because: &str) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        card.condemned.insert(number);
+        card.fence_pending.insert(number);
         let name = card.name().to_owned();
-        self.condemn(number, format!("made a report about {name} that it had no right to make ({because})"));
+        self.kill_worker(number, format!("made a report about {name} that it had no right to make ({because})"));
     }
 
     /// Returns the control group of a worker that is not dying already.
     fn group(&self, number: u32) -> Option<&Group> {
-        self.workers.get(&number).filter(|worker| worker.stage != Stage::Condemned)?.group.as_ref()
+        self.workers.get(&number).filter(|worker| worker.stage != Stage::Excluded)?.group.as_ref()
     }
 
     /// Freezes a worker and all processes that it has started, if the machine permits. It resumes only to die.
@@ -255,14 +255,14 @@ impl Supervisor {
         let because = format!("is kept from {} for good", self.cards[&nic].name());
         if self.is_frozen(number) {
             crash::point("daemon.fence-frozen");
-            self.rule_out(number);
+            self.exclude(number);
             self.frozen.push(Frozen { nic, number, because, since: now() });
             return Some(Input::Fenced(party));
         }
         if let Some(card) = self.cards.get_mut(&nic) {
-            card.condemned.insert(number);
+            card.fence_pending.insert(number);
         }
-        self.condemn(number, because);
+        self.kill_worker(number, because);
         None
     }
 
@@ -290,30 +290,30 @@ impl Supervisor {
             if let Some(worker) = self.workers.get(&number) {
                 worker.process.send_to(&self.aside);
             }
-            self.execute(number, &because);
+            self.record_and_kill(number, &because);
         }
     }
 
     /// Kills a worker that must not go on, after recording that (Y6).
-    pub(super) fn condemn(&mut self, number: u32, because: String) {
-        if self.rule_out(number) {
-            self.execute(number, &because);
+    pub(super) fn kill_worker(&mut self, number: u32, because: String) {
+        if self.exclude(number) {
+            self.record_and_kill(number, &because);
         }
     }
 
-    /// Stops counting on a worker. Returns whether the daemon counted on it before.
-    fn rule_out(&mut self, number: u32) -> bool {
-        let Some(worker) = self.workers.get_mut(&number).filter(|worker| worker.stage != Stage::Condemned) else {
+    /// Has no arbiter choose a worker any more. Returns whether that was not so before.
+    fn exclude(&mut self, number: u32) -> bool {
+        let Some(worker) = self.workers.get_mut(&number).filter(|worker| worker.stage != Stage::Excluded) else {
             return false;
         };
-        worker.stage = Stage::Condemned;
+        worker.stage = Stage::Excluded;
         let arbiters = self.cards.values_mut().filter_map(|card| card.arbiter.as_mut());
         arbiters.for_each(|arbiter| party(number).into_iter().for_each(|party| arbiter.rule_out(party)));
         true
     }
 
     /// Records that a worker is fenced, then kills it.
-    fn execute(&mut self, number: u32, because: &str) {
+    fn record_and_kill(&mut self, number: u32, because: &str) {
         let Some(worker) = self.workers.get(&number) else { return };
         crash::point("daemon.fencing");
         // A killed worker is fenced, recorded or not. The record matters only if the daemon dies before the worker

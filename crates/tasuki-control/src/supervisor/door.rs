@@ -17,17 +17,17 @@ use crate::api::types::{
 use crate::config;
 
 /// Where the answer to a request goes.
-pub type Answer<T> = oneshot::Sender<Result<T, No>>;
+pub type Answer<T> = oneshot::Sender<Result<T, Refusal>>;
 
 /// Why a request is not, or was not, carried out, as a sentence.
 #[derive(Debug)]
-pub enum No {
+pub enum Refusal {
     /// There is no such thing.
-    Unknown(String),
+    NotFound(String),
     /// The request is malformed.
-    Wrong(String),
+    Malformed(String),
     /// It was tried, or cannot be tried now.
-    Failed {
+    Conflict {
         /// Why.
         sentence: String,
         /// Relays that had settled by then.
@@ -39,10 +39,10 @@ pub enum No {
     Ending,
 }
 
-impl No {
+impl Refusal {
     /// Returns the refusal of a request that cannot be carried out now.
-    pub fn now(sentence: impl Into<String>) -> Self {
-        No::Failed { sentence: sentence.into(), relays: Vec::new() }
+    pub fn conflict(sentence: impl Into<String>) -> Self {
+        Refusal::Conflict { sentence: sentence.into(), relays: Vec::new() }
     }
 }
 
@@ -60,12 +60,14 @@ pub fn why(error: &anyhow::Error) -> String {
     }
 }
 
-impl From<No> for Refused {
-    fn from(no: No) -> Self {
-        match no {
-            No::Unknown(error) | No::Wrong(error) | No::Forbidden(error) => Refused { error, relays: Vec::new() },
-            No::Failed { sentence, relays } => Refused { error: sentence, relays },
-            No::Ending => Refused {
+impl From<Refusal> for Refused {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::NotFound(error) | Refusal::Malformed(error) | Refusal::Forbidden(error) => {
+                Refused { error, relays: Vec::new() }
+            }
+            Refusal::Conflict { sentence, relays } => Refused { error: sentence, relays },
+            Refusal::Ending => Refused {
                 error: "tasukid is ending, or goes on as another version; ask again in a moment, or start it"
                     .to_owned(),
                 relays: Vec::new(),

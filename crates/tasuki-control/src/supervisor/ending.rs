@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use tasuki_relay::message::ToWorker;
 
-use super::door::{Answer, No};
+use super::door::{Answer, Refusal};
 use super::worker::Stage;
 use super::{About, Ended, Supervisor, WORKER_TIMEOUT, now};
 use crate::api::types::{Replaced, Stopped};
@@ -14,20 +14,20 @@ use crate::successor;
 
 impl Supervisor {
     /// Ends the loop, for another program to go on.
-    pub(super) fn replace(&mut self, with: PathBuf, version: String, says: &str) -> Result<Replaced, No> {
+    pub(super) fn replace(&mut self, with: PathBuf, version: String, says: &str) -> Result<Replaced, Refusal> {
         if self.stopping.is_some() || self.ended.is_some() {
-            return Err(No::Ending);
+            return Err(Refusal::Ending);
         }
         if self.is_applying() || !self.jobs.is_empty() || !self.leaving.is_empty() || !self.emptying.is_empty() {
-            return Err(No::now(
+            return Err(Refusal::conflict(
                 "an upgrade, a handover, a node's removal or a configuration is under way; ask again when that has settled",
             ));
         }
         if let Some(why) = self.current.has_changed() {
-            return Err(No::now(why));
+            return Err(Refusal::conflict(why));
         }
         if let Some(label) = self.wide_client().filter(|_| !says.contains(successor::WIDE)) {
-            return Err(No::now(format!(
+            return Err(Refusal::conflict(format!(
                 "{} is from before machines of more than 8 pairs of queues, and the one at {label} has more; end it, or start it with less",
                 with.display()
             )));
@@ -35,7 +35,7 @@ impl Supervisor {
         // It would take a node that was added by hand away, with its interface.
         let is_new = |node: &&config::Node| node.tap().is_some() && self.config.shares_limits(node);
         if let Some(node) = self.config.node.iter().find(is_new).filter(|_| !says.contains(successor::LIMITS)) {
-            return Err(No::now(format!(
+            return Err(Refusal::conflict(format!(
                 "{} is from before an interface with several queues could have limits, and that of node {} has some; remove it, or add it without limits",
                 with.display(),
                 node.name
@@ -46,10 +46,10 @@ impl Supervisor {
         self.flush();
         self.deposit();
         if let Some(trouble) = self.registry.trouble() {
-            return Err(No::now(format!("tasukid stays what it is: {trouble}")));
+            return Err(Refusal::conflict(format!("tasukid stays what it is: {trouble}")));
         }
         if self.is_depositing() {
-            return Err(No::now(
+            return Err(Refusal::conflict(
                 "tasukid stays what it is, for its keeper does not have all yet that the next one needs; ask again (tasuki status says if it stays so)",
             ));
         }
@@ -61,12 +61,12 @@ impl Supervisor {
 
     pub(super) fn begin_stopping(&mut self, answer: Answer<Stopped>) {
         if self.stopping.is_some() {
-            drop(answer.send(Err(No::Ending)));
+            drop(answer.send(Err(Refusal::Ending)));
             return;
         }
         self.note(About::default(), "everything is to stop");
         for job in std::mem::take(&mut self.jobs) {
-            job.answer.into_iter().for_each(|answer| drop(answer.send(Err(No::Ending))));
+            job.answer.into_iter().for_each(|answer| drop(answer.send(Err(Refusal::Ending))));
         }
         self.end_applying();
         let workers: Vec<u32> = self.workers.keys().copied().collect();

@@ -209,14 +209,14 @@ impl Supervisor {
     pub(super) fn on_client(&mut self, number: u32, nic: u32, client: message::Client, fds: Foreign) {
         let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.client_reports.take(now()));
         if is_often {
-            return self.condemn(number, "reports its node's client too often".to_owned());
+            return self.kill_worker(number, "reports its node's client too often".to_owned());
         }
         let holder = self.cards.get(&nic).and_then(|card| card.holder());
         if self.endpoint_of(number, nic).is_none() {
-            return self.condemn(number, format!("speaks of a client at NIC {nic}, where its node has none"));
+            return self.kill_worker(number, format!("speaks of a client at NIC {nic}, where its node has none"));
         }
         let Some(connected) = Connected::new(client, fds) else {
-            return self.condemn(number, "sent descriptors that are not a client's".to_owned());
+            return self.kill_worker(number, "sent descriptors that are not a client's".to_owned());
         };
         self.clear_client_trouble(number, nic);
         let Some(end) = self.endpoint_of(number, nic) else { return };
@@ -242,7 +242,7 @@ impl Supervisor {
     pub(super) fn on_client_without_descriptors(&mut self, number: u32, nic: u32) {
         let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.client_reports.take(now()));
         if is_often || self.endpoint_of(number, nic).is_none() {
-            return self.condemn(number, "reports a client too often, or at an end that is not its own".to_owned());
+            return self.kill_worker(number, "reports a client too often, or at an end that is not its own".to_owned());
         }
         let (Some(worker), Some(card)) = (self.workers.get_mut(&number), self.cards.get_mut(&nic)) else { return };
         worker.asked.client_at = Some(now() + CLIENT_RETRY_PAUSE);
@@ -296,7 +296,7 @@ impl Supervisor {
         let is_narrow = |worker: &&Worker| is_wide && worker.nics.contains_key(&nic) && !worker.takes_wide();
         let narrow: Vec<u32> = self.workers.values().filter(is_narrow).map(Worker::party).collect();
         for number in narrow {
-            self.condemn(
+            self.kill_worker(
                 number,
                 "is from before virtual machines of more than 8 pairs of queues, and its node has one".to_owned(),
             );
@@ -336,7 +336,7 @@ impl Supervisor {
             end.client = Some(client);
         }
         if is_lost(told) {
-            self.condemn(number, "does not take messages about its node's client".to_owned());
+            self.kill_worker(number, "does not take messages about its node's client".to_owned());
         }
     }
 

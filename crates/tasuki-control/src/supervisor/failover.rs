@@ -28,7 +28,7 @@ use utoipa::ToSchema;
 
 use super::card::Card;
 use super::deeds::time;
-use super::door::{Answer, No};
+use super::door::{Answer, Refusal};
 use super::jobs::Job;
 use super::{About, Supervisor, now, policy};
 use crate::api::types::{NicView, Removed, Standby};
@@ -274,8 +274,8 @@ impl Supervisor {
     }
 
     fn go_to_standby(&mut self, nic: u32) {
-        if let Err(no) = self.begin_fail_over(nic, true) {
-            self.did_not_fail_over(nic, &crate::api::types::Refused::from(no).error);
+        if let Err(refusal) = self.begin_fail_over(nic, true) {
+            self.did_not_fail_over(nic, &crate::api::types::Refused::from(refusal).error);
         }
     }
 
@@ -329,16 +329,16 @@ impl Supervisor {
     pub(super) fn begin_emptying(&mut self, name: &str, answer: Answer<Removed>) {
         let may = self.may_be_removed(name).and_then(|()| self.is_nobodys_standby(name));
         match may {
-            Err(no) => drop(answer.send(Err(no))),
+            Err(refusal) => drop(answer.send(Err(refusal))),
             Ok(()) => self.emptying.push(Emptying { node: name.to_owned(), begun: Vec::new(), answer }),
         }
     }
 
-    fn is_nobodys_standby(&self, name: &str) -> Result<(), No> {
+    fn is_nobodys_standby(&self, name: &str) -> Result<(), Refusal> {
         let of = self.cards.values().find(|card| card.config.standby.as_deref() == Some(name) && card.node != name);
         of.map_or(Ok(()), |card| {
             let nic = card.name();
-            Err(No::now(format!(
+            Err(Refusal::conflict(format!(
                 "node {name} is the stand-by of {nic}; name another first (tasuki nic standby {nic} --node NODE), or none (--none)"
             )))
         })
@@ -370,27 +370,27 @@ impl Supervisor {
                 continue;
             }
             let begun = match to {
-                _ if it.begun.contains(&nic) => Err(No::now("tasuki events says why")),
+                _ if it.begun.contains(&nic) => Err(Refusal::conflict("tasuki events says why")),
                 Some(to) => self.leaves_its_node(nic, &to),
-                None => Err(No::now("it has no stand-by any more")),
+                None => Err(Refusal::conflict("it has no stand-by any more")),
             };
             match begun {
                 Ok(()) => {
                     it.begun.push(nic);
                     self.emptying.push(it);
                 }
-                Err(no) => {
-                    let why = crate::api::types::Refused::from(no).error;
-                    let no =
+                Err(refusal) => {
+                    let why = crate::api::types::Refused::from(refusal).error;
+                    let sentence =
                         format!("node {} was not removed: {name} did not go to its stand-by node ({why})", it.node);
-                    drop(it.answer.send(Err(No::now(no))));
+                    drop(it.answer.send(Err(Refusal::conflict(sentence))));
                 }
             }
         }
     }
 
-    fn leaves_its_node(&mut self, nic: u32, to: &str) -> Result<(), No> {
-        let card = self.cards.get_mut(&nic).ok_or(No::Ending)?;
+    fn leaves_its_node(&mut self, nic: u32, to: &str) -> Result<(), Refusal> {
+        let card = self.cards.get_mut(&nic).ok_or(Refusal::Ending)?;
         let from = card.node.clone();
         card.is_recorded(&from, to, &format!("node {from} was removed"), now());
         self.record_nic(nic);
@@ -399,9 +399,9 @@ impl Supervisor {
     }
 
     /// Has a worker of the stand-by node get ready for the NIC, and take it if it `may_go` by now.
-    fn begin_fail_over(&mut self, nic: u32, may_go: bool) -> Result<(), No> {
-        let card = self.cards.get_mut(&nic).ok_or(No::Ending)?;
-        let (name, to) = (card.name().to_owned(), card.standby().map(str::to_owned).ok_or(No::Ending)?);
+    fn begin_fail_over(&mut self, nic: u32, may_go: bool) -> Result<(), Refusal> {
+        let card = self.cards.get_mut(&nic).ok_or(Refusal::Ending)?;
+        let (name, to) = (card.name().to_owned(), card.standby().map(str::to_owned).ok_or(Refusal::Ending)?);
         if card.is_parked() || card.arbiter.is_none() {
             // Its last driver left the card in no state.
             card.lease_page.words.store(lease_page::LEFT, 0);
@@ -422,28 +422,31 @@ impl Supervisor {
     }
 
     /// Names a NIC's stand-by node by hand.
-    pub(super) fn set_standby_by_hand(&mut self, name: &str, Standby { node }: Standby) -> Result<NicView, No> {
+    pub(super) fn set_standby_by_hand(&mut self, name: &str, Standby { node }: Standby) -> Result<NicView, Refusal> {
         let nic = self.nic_by_name(name)?;
         let card = &self.cards[&nic];
         if let Some(vni) = card.vni() {
-            return Err(No::now(format!("{name} is an end of VNI {vni}, and no other node's")));
+            return Err(Refusal::conflict(format!("{name} is an end of VNI {vni}, and no other node's")));
         }
         if card.closing.is_some() {
-            return Err(No::now(format!("{name} is being closed")));
+            return Err(Refusal::conflict(format!("{name} is being closed")));
         }
         if let Some(standby) = &node {
             if !self.nodes.contains_key(standby) {
                 return Err(self.no_node(standby));
             }
             if *standby == card.node {
-                return Err(No::now(format!("node {standby} has {name} already; name another node")));
+                return Err(Refusal::conflict(format!("node {standby} has {name} already; name another node")));
             }
             if self.config.node(&card.node).is_some_and(|node| node.work == config::Work::Uplink) {
-                return Err(No::now(format!("node {} is an uplink, whose NIC goes to no other node", card.node)));
+                return Err(Refusal::conflict(format!(
+                    "node {} is an uplink, whose NIC goes to no other node",
+                    card.node
+                )));
             }
             let longer = self.config.too_long_for(&card.config, standby).map(|why| format!("nic {name:?}: {why}"));
             if let Some(why) = self.config.no_standby(standby).or(longer) {
-                return Err(No::now(why));
+                return Err(Refusal::conflict(why));
             }
         }
         self.set_standby(name, node.clone());
@@ -458,7 +461,7 @@ impl Supervisor {
         self.record_nic(nic);
         // A caller that hears of it must find it so, even if this daemon dies.
         self.flush();
-        self.nic_view_of(nic).ok_or(No::Ending)
+        self.nic_view_of(nic).ok_or(Refusal::Ending)
     }
 
     /// Names a NIC's stand-by node.

@@ -45,7 +45,7 @@ impl Supervisor {
                 Err(Nothing::Lack(bytes)) if let Ok(said) = serde_json::from_slice(&bytes) => {
                     self.on_lost_descriptors(number, said)
                 }
-                Err(broken) => return self.condemn(number, format!("cannot be heard ({broken})")),
+                Err(broken) => return self.kill_worker(number, format!("cannot be heard ({broken})")),
             }
         }
     }
@@ -56,7 +56,7 @@ impl Supervisor {
             ToDaemon::Client { nic, .. } => self.on_client_without_descriptors(number, nic),
             ToDaemon::Memory { nic, layout } => self.on_memory(number, nic, layout, None),
             ToDaemon::DriverState { nic } => self.forward_driver_state(number, nic, None),
-            _ => self.condemn(number, "sent descriptors beside a message to which none belong".to_owned()),
+            _ => self.kill_worker(number, "sent descriptors beside a message to which none belong".to_owned()),
         }
     }
 
@@ -73,22 +73,25 @@ impl Supervisor {
         worker.probe = None;
         if let Some((nic, packet)) = message::unframe(&message.bytes) {
             if !message.fds.is_empty() {
-                return self.condemn(number, "sent descriptors beside a report, to which none belong".to_owned());
+                return self.kill_worker(number, "sent descriptors beside a report, to which none belong".to_owned());
             }
             return match Report::parse(packet) {
                 Ok(report) => self.on_report(number, nic, report),
-                Err(broken) => self.condemn(number, format!("breaks the protocol ({broken})")),
+                Err(broken) => self.kill_worker(number, format!("breaks the protocol ({broken})")),
             };
         }
         match serde_json::from_slice::<ToDaemon>(&message.bytes) {
             Ok(said) => match bundles::belong(&said) {
                 Some(belong) if belong != message.fds.len() => {
                     let came = message.fds.len();
-                    self.condemn(number, format!("sent {came} descriptors beside a message to which {belong} belong"))
+                    self.kill_worker(
+                        number,
+                        format!("sent {came} descriptors beside a message to which {belong} belong"),
+                    )
                 }
                 _ => self.on_json_message(number, said, message.fds),
             },
-            Err(broken) => self.condemn(
+            Err(broken) => self.kill_worker(
                 number,
                 format!("sent something that is not a message ({broken}); rebuild the older of the two"),
             ),
@@ -98,7 +101,7 @@ impl Supervisor {
     fn on_report(&mut self, number: u32, nic: u32, report: Report) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         if !worker.given.contains(&nic) {
-            return self.condemn(number, format!("speaks of NIC {nic}, which it was not given"));
+            return self.kill_worker(number, format!("speaks of NIC {nic}, which it was not given"));
         }
         // The NIC went with its node: ignore the report.
         let (Some(card), Some(party)) = (self.cards.get(&nic), party(number)) else { return };
@@ -139,7 +142,7 @@ impl Supervisor {
             ToDaemon::Mine { party, node, nics } => self.on_identity(number, party, &node, &nics),
             ToDaemon::Memory { nic, layout } => self.on_memory(number, nic, layout, Some(fds)),
             ToDaemon::DeviceBundle { .. } => {
-                self.condemn(number, "sent a device bundle, which only an opener may send".to_owned());
+                self.kill_worker(number, "sent a device bundle, which only an opener may send".to_owned());
             }
             ToDaemon::DriverState { nic } => self.forward_driver_state(number, nic, Some(&fds)),
             ToDaemon::Client { nic, client } => self.on_client(number, nic, client, fds),
@@ -181,13 +184,13 @@ impl Supervisor {
             let sentence = format!(
                 "speaks version {protocol_version} of the messages, and this tasukid {PROTOCOL_VERSION}; rebuild the older of the two"
             );
-            return self.condemn(number, sentence);
+            return self.kill_worker(number, sentence);
         }
         if !matches!(worker.stage, Stage::Starting(_)) {
             return;
         }
         if worker.first_message.is_some() {
-            return self.condemn(number, "began before it had its description".to_owned());
+            return self.kill_worker(number, "began before it had its description".to_owned());
         }
         let says = unconfined.iter().take(UNCONFINED_MAX).map(|sentence| plain(sentence, SENTENCE_MAX));
         worker.record.reads = reads.into_iter().take(READS_MAX).collect();
@@ -195,7 +198,7 @@ impl Supervisor {
         let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
         if !worker.shares_limits() && self.config.node(&node).is_some_and(|node| self.config.shares_limits(node)) {
             let sentence = "is from before an interface with several queues could have limits, and its node has both; leave limits out, or name a later program (tasuki worker upgrade --with)";
-            return self.condemn(number, sentence.to_owned());
+            return self.kill_worker(number, sentence.to_owned());
         }
         self.mark_begun(number);
         self.note(About::worker(&node, number), format!("worker {number} of node {node} has begun ({binary})"));
@@ -225,14 +228,14 @@ impl Supervisor {
         };
         worker.asked.driver_states.swap_remove(at);
         if let Some(fds) = fds.filter(|fds| fds.len() != 1) {
-            return self.condemn(number, format!("sent a driver state of {} descriptors, which is one", fds.len()));
+            return self.kill_worker(number, format!("sent a driver state of {} descriptors, which is one", fds.len()));
         }
         // The relay may be over meanwhile.
         let Some(target) = self.jobs.iter().find(|job| job.asked() == Some(nic)).map(|job| job.target) else { return };
         let Some(worker) = self.workers.get(&target) else { return };
         let lent = fds.map(|fds| channel::lend(fds)).unwrap_or_default();
         if let Err(errno) = worker.write(&ToWorker::DriverState { nic }, &lent) {
-            self.condemn(target, format!("does not take messages ({errno})"));
+            self.kill_worker(target, format!("does not take messages ({errno})"));
         }
         if let (None, Some(card)) = (fds, self.cards.get(&nic)) {
             let name = card.name().to_owned();
@@ -263,7 +266,7 @@ impl Supervisor {
     fn on_unasked(&mut self, number: u32, what: &str) {
         let is_adopted = self.workers.get(&number).is_some_and(|worker| worker.is_adopted);
         if !is_adopted {
-            self.condemn(number, format!("sent {what} unasked"));
+            self.kill_worker(number, format!("sent {what} unasked"));
         }
     }
 
@@ -276,7 +279,7 @@ impl Supervisor {
             // Do not count on the worker while its process ends.
             worker.hung_up_since.get_or_insert(now());
         }
-        let held = |card: &super::card::Card| card.holder() == Some(number) && !card.condemned.contains(&number);
+        let held = |card: &super::card::Card| card.holder() == Some(number) && !card.fence_pending.contains(&number);
         let nics: Vec<u32> = self.cards.iter().filter(|(_, card)| held(card)).map(|(nic, _)| *nic).collect();
         if let (None, Some(party)) = (&self.stopping, party(number)) {
             for nic in nics {
@@ -302,8 +305,8 @@ impl Supervisor {
         if let (None, Some(party)) = (&self.stopping, party(number)) {
             nics.iter().for_each(|nic| self.stamp_death(*nic, number));
             for nic in nics {
-                let condemned = self.cards.get_mut(&nic).is_some_and(|card| card.condemned.remove(&number));
-                if condemned {
+                let was_pending = self.cards.get_mut(&nic).is_some_and(|card| card.fence_pending.remove(&number));
+                if was_pending {
                     self.tell_arbiter(nic, Input::Fenced(party));
                 }
                 self.tell_arbiter(nic, Input::Gone(party));
@@ -314,7 +317,8 @@ impl Supervisor {
         let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, asked, ..)| *asked == number);
         self.counting = rest;
         for (.., answer) in asked {
-            let _ = answer.send(Err(super::door::No::now("the worker died before it sent its counters; ask again")));
+            let _ = answer
+                .send(Err(super::door::Refusal::conflict("the worker died before it sent its counters; ask again")));
         }
         self.cards.values_mut().for_each(|card| card.forget_memory_of(number));
         let how = worker.process.ended();
@@ -332,11 +336,11 @@ impl Supervisor {
             matches!(worker.stage, Stage::Leaving(_)) || worker.stage == Stage::Begun && worker.nics.is_empty();
         let was_meant = had_no_part && how == "ended" || self.stopping.is_some();
         // A worker fenced for a relay has done nothing wrong.
-        let for_relay = worker.stage == Stage::Condemned && self.jobs.iter().any(|job| job.fences(&node_name));
+        let for_relay = worker.stage == Stage::Excluded && self.jobs.iter().any(|job| job.fences(&node_name));
         let is_candidate = worker.record.staged.is_some() || self.jobs.iter().any(|job| job.target == number);
         if !was_meant && !for_relay && !is_candidate {
             // A SIGKILL from elsewhere says nothing about the node's program.
-            let was_killed = how == "was killed by signal 9" && worker.stage != Stage::Condemned;
+            let was_killed = how == "was killed by signal 9" && worker.stage != Stage::Excluded;
             self.has_lost_a_worker(&node_name, worker.has_begun || was_killed);
         }
         let early = match worker.stage {
@@ -403,7 +407,7 @@ impl Supervisor {
             all.into_iter().for_each(|nic| self.tell_arbiter(nic, Input::Silent(party)));
         }
         if driven.is_empty() {
-            self.condemn(number, "is of no use as it is".to_owned());
+            self.kill_worker(number, "is of no use as it is".to_owned());
         }
     }
 }

@@ -450,7 +450,7 @@ impl Supervisor {
                 self.note(About::node(&node), sentence);
             }
         }
-        self.condemn(number, "was not confined".to_owned());
+        self.kill_worker(number, "was not confined".to_owned());
     }
 }
 

@@ -17,7 +17,7 @@ use tasuki_shm::crash;
 
 use super::card::Card;
 use super::deeds::time;
-use super::door::{Answer, No};
+use super::door::{Answer, Refusal};
 use super::worker::Worker;
 use super::{About, Supervisor, now};
 use crate::api::types::{DriverStateBy, Give, Inflight, Relayed, Settled, Upgrade};
@@ -185,16 +185,16 @@ fn finding(why: Reason) -> String {
 impl Supervisor {
     /// Checks that no other job relays this node or one of these NICs, that the node stays, and that the daemon is
     /// not stopping.
-    pub(super) fn is_free(&self, node: &str, nics: &[u32]) -> Result<(), No> {
+    pub(super) fn is_free(&self, node: &str, nics: &[u32]) -> Result<(), Refusal> {
         if self.stopping.is_some() {
-            return Err(No::Ending);
+            return Err(Refusal::Ending);
         }
         if self.leaves(node) {
-            return Err(No::now(format!("node {node} is being removed")));
+            return Err(Refusal::conflict(format!("node {node} is being removed")));
         }
         let busy = self.jobs.iter().find(|job| job.node == node || job.todo.iter().any(|nic| nics.contains(nic)));
         match busy {
-            Some(job) => Err(No::now(format!(
+            Some(job) => Err(Refusal::conflict(format!(
                 "an upgrade or a handover of node {} is under way; ask again when that has settled",
                 job.node
             ))),
@@ -203,7 +203,7 @@ impl Supervisor {
     }
 
     /// Returns the NICs a worker of another program would have, if that program can be started now.
-    pub(super) fn nics_to_upgrade(&self, node: &str, with: Option<&Path>) -> Result<VecDeque<u32>, No> {
+    pub(super) fn nics_to_upgrade(&self, node: &str, with: Option<&Path>) -> Result<VecDeque<u32>, Refusal> {
         if !self.nodes.contains_key(node) {
             return Err(self.no_node(node));
         }
@@ -212,16 +212,16 @@ impl Supervisor {
         let nics: VecDeque<u32> = its.map(|card| card.number).collect();
         self.is_free(node, nics.as_slices().0)?;
         match with.and_then(|path| Some((path, not_startable(path)?))) {
-            Some((path, why)) => Err(No::Wrong(format!("{} {why}", path.display()))),
+            Some((path, why)) => Err(Refusal::Malformed(format!("{} {why}", path.display()))),
             None => Ok(nics),
         }
     }
 
     /// Answers the caller once the job is over, or at once if it could not begin.
-    pub(super) fn answer_after(&mut self, begun: Result<Job, No>, answer: Answer<Relayed>) {
+    pub(super) fn answer_after(&mut self, begun: Result<Job, Refusal>, answer: Answer<Relayed>) {
         match begun {
             Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
-            Err(no) => drop(answer.send(Err(no))),
+            Err(refusal) => drop(answer.send(Err(refusal))),
         }
     }
 
@@ -233,17 +233,17 @@ impl Supervisor {
     pub(super) fn give(&mut self, nic: &str, give: &Give, answer: Answer<Relayed>) {
         let card = self.cards.values().find(|card| card.name() == nic);
         let longer = card.and_then(|card| self.config.too_long_for(&card.config, &give.to));
-        let longer = longer.map_or(Ok(()), |why| Err(No::now(format!("nic {nic:?}: {why}"))));
+        let longer = longer.map_or(Ok(()), |why| Err(Refusal::conflict(format!("nic {nic:?}: {why}"))));
         let begun = longer.and_then(|()| self.begin_give(nic, give));
         self.answer_after(begun, answer);
     }
 
-    fn begin_upgrade(&mut self, node: &str, upgrade: Upgrade) -> Result<Job, No> {
+    fn begin_upgrade(&mut self, node: &str, upgrade: Upgrade) -> Result<Job, Refusal> {
         let Upgrade { with, state } = upgrade;
         let nics = self.nics_to_upgrade(node, with.as_deref())?;
         let end = nics.iter().find_map(|nic| self.cards[nic].vni().map(|_| self.cards[nic].name()));
         if let Some(end) = end.filter(|_| state == Some(DriverStateBy::Store)) {
-            return Err(No::now(format!(
+            return Err(Refusal::conflict(format!(
                 "{end} has no driver state to store: a successor reads everything from the node's memory; leave --state out"
             )));
         }
@@ -254,11 +254,12 @@ impl Supervisor {
         }
         let staged = self.staged_as(node, &self.program_of(node, with.clone()));
         let started = staged.map_or_else(|| self.start_worker(node, with.clone(), true), Ok);
-        let target = started.map_err(|error| No::now(format!("no fresh worker for node {node}: {error:#}")))?;
+        let target =
+            started.map_err(|error| Refusal::conflict(format!("no fresh worker for node {node}: {error:#}")))?;
         Ok(Job { with, store: state == Some(DriverStateBy::Store), ..Job::new(Purpose::Upgrade, node, target, nics) })
     }
 
-    fn begin_give(&mut self, nic: &str, give: &Give) -> Result<Job, No> {
+    fn begin_give(&mut self, nic: &str, give: &Give) -> Result<Job, Refusal> {
         let number = self.nic_by_name(nic)?;
         if !self.nodes.contains_key(&give.to) {
             return Err(self.no_node(&give.to));
@@ -267,31 +268,31 @@ impl Supervisor {
         let card = &self.cards[&number];
         let from = card.node.clone();
         if card.closing.is_some() {
-            return Err(No::now(format!("{nic} is being closed")));
+            return Err(Refusal::conflict(format!("{nic} is being closed")));
         }
         if self.has_strangers(card) {
-            return Err(No::now(format!(
+            return Err(Refusal::conflict(format!(
                 "workers that had {nic} are being ended, since their node is not trusted any more; ask again"
             )));
         }
         if let Some(vni) = card.vni() {
-            return Err(No::now(format!("{nic} is node {from}'s end of VNI {vni}, and no other node's")));
+            return Err(Refusal::conflict(format!("{nic} is node {from}'s end of VNI {vni}, and no other node's")));
         }
         if let Some(vni) = self.config.node(&give.to).and_then(|node| node.vni.as_ref()) {
-            return Err(No::now(format!(
+            return Err(Refusal::conflict(format!(
                 "node {} is on VNI {vni}, and has no NIC beside that; name another node",
                 give.to
             )));
         }
         if from == give.to {
-            return Err(No::now(format!(
+            return Err(Refusal::conflict(format!(
                 "{nic} is node {from}'s already; a fresh worker for it: tasuki worker upgrade {from}"
             )));
         }
         self.may_have(&give.to, number)?;
         let Some(can) = card.can() else {
             let why = card.trouble.clone().unwrap_or_else(|| "it is being opened".to_owned());
-            return Err(No::now(format!("{nic} is not open, so it cannot be given: {why}")));
+            return Err(Refusal::conflict(format!("{nic} is not open, so it cannot be given: {why}")));
         };
         let is_trusted = self.config.trust(&from, &give.to);
         let trust = if is_trusted { Trust::Full } else { Trust::None };
@@ -299,16 +300,16 @@ impl Supervisor {
         // A driver that is about to be replaced is none that lets go.
         let parked = !self.is_held(number) && (card.arbiter.is_none() || card.is_parked());
         let choose = if parked { method::choose_without_giver } else { method::choose };
-        let choice =
-            choose(&can, trust, asked_for).map_err(|not| No::now(format!("{nic} cannot go that way: {not}")))?;
+        let choice = choose(&can, trust, asked_for)
+            .map_err(|not| Refusal::conflict(format!("{nic} cannot go that way: {not}")))?;
         if choice.method.is_apart(trust) && give.state == Some(DriverStateBy::Store) {
-            return Err(No::now(format!(
+            return Err(Refusal::conflict(format!(
                 "{nic} goes by {}, which has no driver state to store; leave --state out, or ask for --method keep",
                 choice.method
             )));
         }
         // If there is no such worker yet, the job waits for one.
-        let target = self.taker_of(&give.to).map_err(No::now)?.unwrap_or(NO_WORKER);
+        let target = self.taker_of(&give.to).map_err(Refusal::conflict)?.unwrap_or(NO_WORKER);
         Ok(Job {
             fenced_node: (!is_trusted).then_some(from),
             asked_for,
@@ -324,7 +325,7 @@ impl Supervisor {
     }
 
     /// Begins the handover of a NIC that goes by itself.
-    pub(super) fn begin_giving(&mut self, nic: &str, to: &str, may_go: bool) -> Result<(), No> {
+    pub(super) fn begin_giving(&mut self, nic: &str, to: &str, may_go: bool) -> Result<(), Refusal> {
         let give = Give { to: to.to_owned(), method: None, inflight: None, state: None };
         let job = self.begin_give(nic, &give)?;
         self.jobs.push(Job { purpose: Purpose::FailOver, waits: !may_go, ..job });
@@ -480,7 +481,7 @@ impl Supervisor {
             self.retire(target);
         }
         if let Some(answer) = answer {
-            let _ = answer.send(Err(No::Failed { sentence, relays }));
+            let _ = answer.send(Err(Refusal::Conflict { sentence, relays }));
         }
     }
 
@@ -492,7 +493,7 @@ impl Supervisor {
             |worker: &&Worker| !self.config.trust(&worker.record.node, &node) && worker.given.contains(&card.number);
         let strangers: Vec<u32> = self.workers.values().filter(is_stranger).map(Worker::party).collect();
         for number in strangers {
-            self.condemn(number, format!("has the device bundle of {name}, which stays with node {node}"));
+            self.kill_worker(number, format!("has the device bundle of {name}, which stays with node {node}"));
         }
     }
 }

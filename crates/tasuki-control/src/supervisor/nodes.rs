@@ -5,7 +5,7 @@
 use tasuki_relay::message::ToWorker;
 use tasuki_shm::crash;
 
-use super::door::{Answer, No, why};
+use super::door::{Answer, Refusal, why};
 use super::endpoints::Endpoint;
 use super::keeping::Key;
 use super::queues::Draining;
@@ -104,51 +104,52 @@ impl Supervisor {
         now.senseless().map_or(Ok(config), Err)
     }
 
-    pub(super) fn add_node(&mut self, node: config::Node) -> Result<NodeView, No> {
+    pub(super) fn add_node(&mut self, node: config::Node) -> Result<NodeView, Refusal> {
         if self.stopping.is_some() {
-            return Err(No::Ending);
+            return Err(Refusal::Ending);
         }
         let name = node.name.clone();
         if self.leaving.iter().any(|leaving| leaving.node == name) {
-            return Err(No::now(format!("node {name} is being removed; ask again when it is gone")));
+            return Err(Refusal::conflict(format!("node {name} is being removed; ask again when it is gone")));
         }
         if node.work == config::Work::Uplink {
-            return Err(No::Wrong(format!(
+            return Err(Refusal::Malformed(format!(
                 "node {name:?}: a NIC comes by the configuration alone, and an uplink needs one; write both there, and apply it (tasuki apply)"
             )));
         }
-        let config = self.with_node(node.clone()).map_err(No::Wrong)?;
+        let config = self.with_node(node.clone()).map_err(Refusal::Malformed)?;
         if let Some(why) = config::stray_cpu(&config, |cpu| self.may_use.contains(&cpu)) {
-            return Err(No::Wrong(why));
+            return Err(Refusal::Malformed(why));
         }
         self.make_whole_node(&node)?;
         self.by_hand.insert(name.clone());
         self.changes.push(Change::Added(node));
         // A caller that hears of the node must find it there, even if this daemon dies.
         self.flush();
-        self.node_view(&name).ok_or(No::Ending)
+        self.node_view(&name).ok_or(Refusal::Ending)
     }
 
     /// Makes a node that was checked, with its endpoint and its end of a VNI.
-    pub(super) fn make_whole_node(&mut self, node: &config::Node) -> Result<(), No> {
+    pub(super) fn make_whole_node(&mut self, node: &config::Node) -> Result<(), Refusal> {
         let name = node.name.clone();
         if let Some((label, mut tap)) = TapEnd::of(node).filter(|(label, _)| !self.taps.contains_key(label)) {
             let (_, why) = tap
                 .make(&mut self.shortcuts)
-                .map_err(|error| No::now(format!("node {name:?} has no TAP {label}: {error}")))?;
+                .map_err(|error| Refusal::conflict(format!("node {name:?} has no TAP {label}: {error}")))?;
             self.taps.insert(label, tap);
             why.into_iter().for_each(|why| self.note(About::node(&name), why));
         }
-        self.make_queue(node).map_err(|error| No::now(format!("node {name:?} was not added: {}", why(&error))))?;
+        self.make_queue(node)
+            .map_err(|error| Refusal::conflict(format!("node {name:?} was not added: {}", why(&error))))?;
         if let Some((label, mut end)) = Endpoint::of(node) {
-            end.make().map_err(|error| No::now(format!("node {name:?} was not added: {}", why(&error))))?;
+            end.make().map_err(|error| Refusal::conflict(format!("node {name:?} was not added: {}", why(&error))))?;
             self.endpoints.insert(label, end);
         }
         match self.make_node(node) {
             Ok(()) => {}
             Err(error) => {
                 self.forget_endpoint(node);
-                return Err(No::now(format!("node {name:?} was not added: {}", why(&error))));
+                return Err(Refusal::conflict(format!("node {name:?} was not added: {}", why(&error))));
             }
         }
         self.config.node.push(node.clone());
@@ -208,8 +209,8 @@ impl Supervisor {
 
     /// Has a node's workers end once its queue, if it drives one, is empty; the answer comes when they have.
     pub(super) fn begin_removing(&mut self, name: &str, answer: Answer<Removed>) {
-        if let Err(no) = self.may_be_removed(name) {
-            return drop(answer.send(Err(no)));
+        if let Err(refusal) = self.may_be_removed(name) {
+            return drop(answer.send(Err(refusal)));
         }
         let draining = self.begin_draining(name);
         let is_drained = draining.is_none();
@@ -241,29 +242,29 @@ impl Supervisor {
         }
     }
 
-    pub(super) fn may_be_removed(&self, name: &str) -> Result<(), No> {
+    pub(super) fn may_be_removed(&self, name: &str) -> Result<(), Refusal> {
         if !self.nodes.contains_key(name) {
             return Err(self.no_node(name));
         }
         if self.leaves(name) {
-            return Err(No::now(format!("node {name} is being removed already")));
+            return Err(Refusal::conflict(format!("node {name} is being removed already")));
         }
         self.is_free(name, &[])?;
         if let Some(card) = self.nic_of(name).filter(|card| !self.has_standby(card)) {
-            return Err(No::now(format!(
+            return Err(Refusal::conflict(format!(
                 "node {name} has NIC {}; give that to another node first (tasuki nic give)",
                 card.name()
             )));
         }
         if let Some(queue) = self.config.node.iter().find(|node| node.queue_of() == Some(name)) {
-            return Err(No::now(format!(
+            return Err(Refusal::conflict(format!(
                 "node {} drives a queue of the interface of node {name}; remove that first (tasuki node remove {})",
                 queue.name, queue.name
             )));
         }
         let trusts = self.config.node.iter().find(|node| node.trusts.iter().any(|trusted| trusted == name));
         match trusts {
-            Some(node) => Err(No::now(format!(
+            Some(node) => Err(Refusal::conflict(format!(
                 "node {} trusts node {name} by its name; change that in the configuration first",
                 node.name
             ))),

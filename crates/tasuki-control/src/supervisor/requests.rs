@@ -2,7 +2,7 @@
 
 use tasuki_relay::message::ToWorker;
 
-use super::door::{Answer, No, Request};
+use super::door::{Answer, Refusal, Request};
 use super::{About, Supervisor, now};
 use crate::api::types::Counts;
 
@@ -13,8 +13,8 @@ pub(super) fn there_are(names: impl Iterator<Item = impl AsRef<str>>) -> String 
 }
 
 /// Returns that what is changed by hand now could contradict the steps to come.
-fn applying() -> No {
-    No::now("a configuration is being applied; ask again when that is done")
+fn applying() -> Refusal {
+    Refusal::conflict("a configuration is being applied; ask again when that is done")
 }
 
 impl Supervisor {
@@ -72,14 +72,17 @@ impl Supervisor {
         }
     }
 
-    pub(super) fn no_node(&self, name: &str) -> No {
-        No::Unknown(format!("there is no node {name:?}; {}", there_are(self.nodes.keys())))
+    pub(super) fn no_node(&self, name: &str) -> Refusal {
+        Refusal::NotFound(format!("there is no node {name:?}; {}", there_are(self.nodes.keys())))
     }
 
-    pub(super) fn nic_by_name(&self, name: &str) -> Result<u32, No> {
+    pub(super) fn nic_by_name(&self, name: &str) -> Result<u32, Refusal> {
         let found = self.cards.values().find(|card| card.name() == name).map(|card| card.number);
         found.ok_or_else(|| {
-            No::Unknown(format!("there is no NIC {name:?}; {}", there_are(self.cards.values().map(|card| card.name()))))
+            Refusal::NotFound(format!(
+                "there is no NIC {name:?}; {}",
+                there_are(self.cards.values().map(|card| card.name()))
+            ))
         })
     }
 
@@ -87,18 +90,18 @@ impl Supervisor {
         let asked = self.nic_by_name(nic).and_then(|number| {
             let holder = self.cards[&number].holder().and_then(|holder| self.workers.get_mut(&holder));
             let worker = holder.ok_or_else(|| {
-                No::now(format!("no worker drives {nic}, so there are no counters; tasuki nic list says why"))
+                Refusal::conflict(format!("no worker drives {nic}, so there are no counters; tasuki nic list says why"))
             })?;
             let sent = worker.write(&ToWorker::Counts, &[]);
             sent.map_err(|errno| {
-                No::now(format!("the worker that drives {nic} is not to be asked ({errno}); ask again"))
+                Refusal::conflict(format!("the worker that drives {nic} is not to be asked ({errno}); ask again"))
             })?;
             worker.asked.counts = true;
             Ok((number, worker.party()))
         });
         match asked {
             Ok((number, worker)) => self.counting.push((number, worker, now(), answer)),
-            Err(no) => drop(answer.send(Err(no))),
+            Err(refusal) => drop(answer.send(Err(refusal))),
         }
     }
 }

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::door::{Answer, No};
+use super::door::{Answer, Refusal};
 use super::jobs::Job;
 use super::worker::Worker;
 use super::{About, Supervisor};
@@ -56,7 +56,7 @@ impl Supervisor {
 
     /// Starts the program that an upgrade will want. A staged worker of that program stays; one of another program
     /// is ended.
-    pub(super) fn begin_staging(&mut self, node: &str, Staging { with }: Staging) -> Result<Job, No> {
+    pub(super) fn begin_staging(&mut self, node: &str, Staging { with }: Staging) -> Result<Job, Refusal> {
         let nics = self.nics_to_upgrade(node, with.as_deref())?;
         let binary = self.program_of(node, with.clone());
         let there = self.staged_as(node, &binary);
@@ -66,7 +66,8 @@ impl Supervisor {
         let worker = match there {
             Some(worker) => worker,
             None => {
-                let failed = |error: anyhow::Error| No::now(format!("nothing is staged for node {node}: {error:#}"));
+                let failed =
+                    |error: anyhow::Error| Refusal::conflict(format!("nothing is staged for node {node}: {error:#}"));
                 let file = FileName::of(&binary).map_err(|error| failed(error.into()))?;
                 let worker = self.start_worker(node, Some(binary), true).map_err(failed)?;
                 self.is_staged(worker, Some(file));
@@ -129,13 +130,13 @@ impl Supervisor {
         Some(number)
     }
 
-    pub(super) fn unstage(&mut self, node: &str) -> Result<Relayed, No> {
+    pub(super) fn unstage(&mut self, node: &str) -> Result<Relayed, Refusal> {
         if !self.nodes.contains_key(node) {
             return Err(self.no_node(node));
         }
         self.is_free(node, &[])?;
         let Some(number) = self.end_staged(node) else {
-            return Err(No::now(format!("nothing is staged for node {node}")));
+            return Err(Refusal::conflict(format!("nothing is staged for node {node}")));
         };
         let sentence = format!("worker {number}, which was staged for node {node}, ends");
         self.note(About::worker(node, number), sentence.clone());

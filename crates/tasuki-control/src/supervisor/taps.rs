@@ -14,7 +14,7 @@ use tasuki_tap::namespace::Namespace;
 use tasuki_tap::shortcut::remove_beside;
 use tasuki_tap::{Settings, Tap, TapError, set_mac};
 
-use super::door::No;
+use super::door::Refusal;
 use super::keeping::{Found, Key};
 use super::shortcuts::{Crossed, OnVni, Shortcuts, VethEnd};
 use super::{About, Supervisor, now};
@@ -312,13 +312,13 @@ impl Supervisor {
     }
 
     /// Checks that the node's TAP would stand for one NIC only.
-    pub(super) fn may_have(&self, node: &str, nic: u32) -> Result<(), No> {
+    pub(super) fn may_have(&self, node: &str, nic: u32) -> Result<(), Refusal> {
         let label = |node: &str| self.config.tap(node).map(config::Tap::label);
         let Some(tap) = label(node) else { return Ok(()) };
         let other = self.cards.values().find(|card| card.number != nic && label(&card.node).as_ref() == Some(&tap));
         other.map_or(Ok(()), |other| {
             let (has, other) = (&other.node, other.name());
-            Err(No::now(format!(
+            Err(Refusal::conflict(format!(
                 "{tap} of node {node} stands for {other} already; give that to another node than {has} first"
             )))
         })

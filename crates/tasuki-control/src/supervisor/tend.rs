@@ -450,7 +450,7 @@ impl Supervisor {
             // The worker is dead, or will be: its pidfd reports that.
             Ok(()) | Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
             Err(errno) => {
-                self.condemn(number, format!("does not take its descriptors ({errno})"));
+                self.kill_worker(number, format!("does not take its descriptors ({errno})"));
                 return true;
             }
         }
@@ -532,7 +532,7 @@ impl Supervisor {
             slow.push((*number, what));
         }
         for (number, what) in slow {
-            self.condemn(number, what.to_owned());
+            self.kill_worker(number, what.to_owned());
         }
     }
 
@@ -584,8 +584,9 @@ impl Supervisor {
         let (over, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, _, since, _)| late(*since));
         self.counting = rest;
         for (.., answer) in over {
-            let _ = answer
-                .send(Err(super::door::No::now("the worker that drives the NIC did not send its counters; ask again")));
+            let _ = answer.send(Err(super::door::Refusal::conflict(
+                "the worker that drives the NIC did not send its counters; ask again",
+            )));
         }
     }
 }

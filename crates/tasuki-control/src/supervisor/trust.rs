@@ -30,7 +30,7 @@ impl Supervisor {
             let had = self.workers.values().filter(|worker| worker.record.node == other && worker.given.contains(&nic));
             let had: Vec<u32> = had.map(Worker::party).collect();
             for number in &had {
-                self.condemn(*number, format!("has had {name}, and node {one} does not trust it any more"));
+                self.kill_worker(*number, format!("has had {name}, and node {one} does not trust it any more"));
             }
             let (ours, theirs) = (self.node_number(&one), self.node_number(&other));
             if let Some(card) = self.cards.get_mut(&nic).filter(|_| had.is_empty()) {

@@ -21,7 +21,7 @@ use tasuki_shm::vni::directory::{Directory, NodeSet, directory_lines};
 use tasuki_shm::vni::node_memory::{NodeMemoryFds, PeerNodeMemory, QUEUE_COUNTS, has_noted, readable_len};
 
 use super::card::{Card, Kept, Opening};
-use super::door::No;
+use super::door::Refusal;
 use super::keeping::Key;
 use super::requests::there_are;
 use super::worker::Worker;
@@ -229,13 +229,13 @@ impl Supervisor {
         for nic in &joined {
             missed.extend(self.tell_directory(*nic));
         }
-        self.condemn_those_without(missed);
+        self.kill_those_without(missed);
     }
 
     /// Ends workers that missed a message: they would send into nothing for ever.
-    fn condemn_those_without(&mut self, missed: impl IntoIterator<Item = u32>) {
+    fn kill_those_without(&mut self, missed: impl IntoIterator<Item = u32>) {
         for number in missed {
-            self.condemn(number, "does not take messages about its VNI".to_owned());
+            self.kill_worker(number, "does not take messages about its VNI".to_owned());
         }
     }
 
@@ -381,7 +381,7 @@ impl Supervisor {
         let mut told = others.map(|(other, member)| introduce(worker, nic, *other, member));
         if told.any(is_lost) {
             drop(told);
-            self.condemn_those_without(vec![number]);
+            self.kill_those_without(vec![number]);
         }
     }
 
@@ -403,7 +403,7 @@ impl Supervisor {
         if net.members.is_empty() {
             self.vnis.remove(&vni);
         }
-        self.condemn_those_without(missed);
+        self.kill_those_without(missed);
     }
 
     /// Has the frames for an address that a node shares go to it, too, or to the others alone.
@@ -440,10 +440,10 @@ impl Supervisor {
         Some(traffic)
     }
 
-    fn net_by_name(&self, name: &str) -> Result<&Net, No> {
+    fn net_by_name(&self, name: &str) -> Result<&Net, Refusal> {
         self.vnis.get(name).ok_or_else(|| {
             let there = there_are(self.vnis.keys());
-            No::Unknown(format!(
+            Refusal::NotFound(format!(
                 "there is no VNI {name:?}; {there}; a node that names one makes it: tasuki node add --vni {name}"
             ))
         })
@@ -460,7 +460,7 @@ impl Supervisor {
     }
 
     /// Returns the nodes on a VNI, with their addresses.
-    pub(super) fn vni_table(&self, name: &str) -> Result<Vec<VniNodeView>, No> {
+    pub(super) fn vni_table(&self, name: &str) -> Result<Vec<VniNodeView>, Refusal> {
         let net = self.net_by_name(name)?;
         let view = |(number, member): (&u16, &Member)| VniNodeView {
             node: member.node.clone(),
@@ -487,12 +487,13 @@ impl Supervisor {
     }
 
     /// Returns the counts that each node of a VNI keeps of each other node, from their node memories.
-    pub(super) fn vni_stats(&self, name: &str) -> Result<Vec<TalkView>, No> {
+    pub(super) fn vni_stats(&self, name: &str) -> Result<Vec<TalkView>, Refusal> {
         let net = self.net_by_name(name)?;
         let mut talks = Vec::new();
         for (number, member) in &net.members {
-            let (node_memory, _) = PeerNodeMemory::map(&member.node_memory)
-                .map_err(|error| No::now(format!("the counters of node {} cannot be read: {error}", member.node)))?;
+            let (node_memory, _) = PeerNodeMemory::map(&member.node_memory).map_err(|error| {
+                Refusal::conflict(format!("the counters of node {} cannot be read: {error}", member.node))
+            })?;
             for (other, its) in net.members.iter().filter(|(other, _)| *other != number) {
                 let line = node_memory.line_of(*other);
                 // Word 0 is the read position of its ring.

@@ -92,8 +92,8 @@ pub enum Stage {
     Begun,
     /// It was told to end at this time.
     Leaving(Duration),
-    /// It was killed, and is not known to be dead.
-    Condemned,
+    /// It is frozen or killed for good, and not known to be dead.
+    Excluded,
 }
 
 /// Sentences a worker may pass to users at once, and the time until it may pass one more.
