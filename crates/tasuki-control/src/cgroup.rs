@@ -112,7 +112,7 @@ fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
         // A container sees a part of the tree, or all paths from there.
         let path = Path::new(&path);
         let below = path.strip_prefix(root).or_else(|_| path.strip_prefix("/")).unwrap_or(path);
-        // The daemon's starter may have put it aside already, as systemd does (DelegateSubgroup=).
+        // The daemon's starter may have put it there already, as systemd does (DelegateSubgroup=).
         let below = if is_v2 && below.ends_with(DAEMON_GROUP) { below.parent().unwrap_or(below) } else { below };
         let mount = PathBuf::from(mount);
         found.push(Hierarchy { own: mount.join(below), mount, controllers: names, is_v2 });
@@ -182,12 +182,12 @@ impl Groups {
         groups
     }
 
-    /// Moves the daemon aside before it starts any process. Processes it starts would otherwise be where it was, and
-    /// in the way of bounds for nodes.
-    pub fn go_aside(&self) {
+    /// Moves the daemon into a group of its own before it starts any process. Processes it starts would otherwise be
+    /// where it was, and in the way of bounds for nodes.
+    pub fn enter_daemon_group(&self) {
         // A refusal by the kernel here also bars a node's group, and is reported then.
         for it in self.hierarchies.iter().filter(|it| it.is_v2 && has_type(&it.own)) {
-            let _ = go_aside(&it.own);
+            let _ = enter_daemon_group(&it.own);
         }
     }
 
@@ -290,7 +290,7 @@ fn is_of_use(it: &Hierarchy, bounds: &Bounds, any_v2: bool) -> bool {
     it.is_v2 || it.has("freezer") && !any_v2 || wanted(bounds).iter().any(|name| it.has(name))
 }
 
-/// Has the groups from `own` down to `parent` hand these controllers on. The daemon goes aside if that is needed.
+/// Has the groups from `own` down to `parent` hand these controllers on. The daemon goes into its own group if that is needed.
 fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
     if controllers.is_empty() {
         return Ok(());
@@ -298,7 +298,7 @@ fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
     let text: Vec<String> = controllers.iter().map(|name| format!("+{name}")).collect();
     let hand_on = |group: &Path| fs::write(group.join("cgroup.subtree_control"), text.join(" "));
     if hand_on(own).is_err() {
-        go_aside(own)?;
+        enter_daemon_group(own)?;
         hand_on(own).map_err(|error| match is_shared(own) {
             true => io::Error::other(format!(
                 "{} holds other processes, so it bounds no nodes: start tasukid in a group of its own, or name one with --groups",
@@ -334,14 +334,14 @@ fn furnish(own: &Path, group: &Path) -> io::Result<()> {
 
 /// Moves this process, those it starts from then on, and the parent that waits until it serves, from `own` into a group
 /// in it.
-fn go_aside(own: &Path) -> io::Result<()> {
-    let aside = own.join(DAEMON_GROUP);
-    fs::create_dir_all(&aside)?;
+fn enter_daemon_group(own: &Path) -> io::Result<()> {
+    let group = own.join(DAEMON_GROUP);
+    fs::create_dir_all(&group)?;
     for pid in processes(own).lines().filter(|pid| is_ours(pid)) {
         // It may have ended.
-        let _ = fs::write(aside.join("cgroup.procs"), pid);
+        let _ = fs::write(group.join("cgroup.procs"), pid);
     }
-    fs::write(aside.join("cgroup.procs"), "0")
+    fs::write(group.join("cgroup.procs"), "0")
 }
 
 fn processes(group: &Path) -> String {

@@ -57,10 +57,10 @@ pub fn run(folder: &Path) -> Result<()> {
     rustix::net::listen(&listener, 4).context("standard input is not a listening socket; tasukid starts this")?;
     // The daemon writes to it while a NIC changes hands, and must not lose its CPU to it then.
     let _ = rustix::process::nice(10);
-    let mut kept = BTreeMap::new();
+    let mut entries = BTreeMap::new();
     let mut next = Some(own_daemon().context("standard output is not a connection; tasukid starts this")?);
     while let Some(daemon) = next {
-        if serve(&daemon, &mut kept)? {
+        if serve(&daemon, &mut entries)? {
             break;
         }
         drop(daemon);
@@ -96,7 +96,7 @@ fn await_daemon(listener: &OwnedFd, folder: &Path) -> Result<Option<OwnedFd>> {
 }
 
 /// Serves a daemon for as long as it is there. Returns whether the keeper is to end.
-fn serve(daemon: &OwnedFd, kept: &mut BTreeMap<String, (String, Vec<OwnedFd>)>) -> Result<bool> {
+fn serve(daemon: &OwnedFd, entries: &mut BTreeMap<String, (String, Vec<OwnedFd>)>) -> Result<bool> {
     let mut room = Vec::new();
     loop {
         let message = match channel::receive(daemon.as_fd(), &mut room) {
@@ -108,12 +108,12 @@ fn serve(daemon: &OwnedFd, kept: &mut BTreeMap<String, (String, Vec<OwnedFd>)>) 
             Err(_) => return Ok(false),
         };
         match serde_json::from_slice(&message.bytes) {
-            Ok(Word::Keep { name, what }) if kept.contains_key(&name) || kept.len() < ENTRIES_MAX => {
-                kept.insert(name, (what, message.fds.trust()));
+            Ok(Word::Keep { name, what }) if entries.contains_key(&name) || entries.len() < ENTRIES_MAX => {
+                entries.insert(name, (what, message.fds.trust()));
             }
-            Ok(Word::Forget { name }) => _ = kept.remove(&name),
+            Ok(Word::Forget { name }) => _ = entries.remove(&name),
             Ok(Word::List) => {
-                for (name, (what, fds)) in &*kept {
+                for (name, (what, fds)) in &*entries {
                     let word = Word::Keep { name: name.clone(), what: what.clone() };
                     if !insist(daemon, &word, &channel::lend(fds))? {
                         return Ok(false);

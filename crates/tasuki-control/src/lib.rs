@@ -8,7 +8,6 @@
 #![allow(missing_docs, reason = "the audience is ourselves: a comment says what a name cannot")]
 
 pub mod api;
-pub mod aside;
 pub mod bucket;
 pub mod cgroup;
 pub mod channel;
@@ -17,6 +16,7 @@ pub mod cni;
 pub mod config;
 pub mod endpoint;
 pub mod foreign;
+pub mod housekeeping_cpus;
 pub mod jail;
 pub mod keeper;
 pub mod log;

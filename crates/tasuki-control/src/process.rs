@@ -146,7 +146,7 @@ impl Process {
         let is_dead = rustix::event::poll(&mut pidfd, Some(&Timespec::default())) != Ok(0);
         // Its number belongs to no other process until this daemon, or init, has reaped it.
         if let (false, Some(pid)) = (is_dead, i32::try_from(self.name.pid).ok().and_then(Pid::from_raw)) {
-            crate::aside::send(pid, cpus);
+            crate::housekeeping_cpus::pin(pid, cpus);
         }
     }
 

@@ -36,13 +36,13 @@ fn own() -> io::Result<PathBuf> {
 
 /// Checks that a program, by default the file at the path of this one, is a tasukid that takes this one's
 /// configuration. The program may run on these CPUs, as it may when it goes on. Returns its path, its version, and what else it
-/// says of itself ([`WIDE`], [`LIMITS`]), or else a sentence. Waits for the program, and moves this thread to these CPUs.
+/// says of itself ([`MANY_FDS`], [`LIMITS`]), or else a sentence. Waits for the program, and moves this thread to these CPUs.
 pub fn check(with: Option<PathBuf>, cpus: &[u32]) -> Result<(PathBuf, String, String), String> {
     let with = with.map_or_else(own, Ok).map_err(|error| format!("this program's own file is not known ({error})"))?;
     if let Some(why) = not_startable(&with) {
         return Err(format!("{} {why}", with.display()));
     }
-    crate::aside::stay(cpus);
+    crate::housekeeping_cpus::pin_this_thread(cpus);
     let mut command = Command::new(&with);
     command.args(words()).arg(CHECK).env_remove("NOTIFY_SOCKET");
     let (status, said, why) = within(&mut command).map_err(|why| format!("{} {why}", with.display()))?;
@@ -82,7 +82,7 @@ fn shared() -> String {
 
 /// Words of a tasukid that takes, as its keeper does, a virtual machine with more descriptors than
 /// [`NARROW_FDS_MAX`](tasuki_relay::message::NARROW_FDS_MAX).
-pub const WIDE: &str = ", keeps machines of more than 8 pairs of queues,";
+pub const MANY_FDS: &str = ", keeps machines of more than 8 pairs of queues,";
 
 /// Words of a tasukid that takes limits of an interface with several queues.
 pub const LIMITS: &str = " keeps limits over several queues,";
@@ -90,7 +90,7 @@ pub const LIMITS: &str = " keeps limits over several queues,";
 /// Returns the line that a tasukid prints with [`CHECK`] if it takes this configuration.
 pub fn line(file: &Path) -> String {
     let version = env!("CARGO_PKG_VERSION");
-    format!("tasukid {version} takes the configuration {}{WIDE}{LIMITS} and has {}", file.display(), shared())
+    format!("tasukid {version} takes the configuration {}{MANY_FDS}{LIMITS} and has {}", file.display(), shared())
 }
 
 /// Bytes of what it says that are read.

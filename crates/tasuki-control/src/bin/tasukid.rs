@@ -15,9 +15,9 @@ use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
 use tasuki_control::api::{metrics, server};
-use tasuki_control::aside;
 use tasuki_control::channel;
 use tasuki_control::config::{self, Config, Confine};
+use tasuki_control::housekeeping_cpus;
 use tasuki_control::jail;
 use tasuki_control::log;
 use tasuki_control::place::{self, Place};
@@ -159,7 +159,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     let (signals, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);
     let (sender, requests) = std::sync::mpsc::channel();
     let door = Door::new(sender).context("the kernel has no eventfd left")?;
-    let (roles, cpus) = (config.api.clone(), aside::cpus(&Config::default()));
+    let (roles, cpus) = (config.api.clone(), housekeeping_cpus::find(&Config::default()));
     let mut supervisor = Supervisor::begin(Parts {
         config,
         file: (file.clone(), text),

@@ -20,10 +20,10 @@ use tasuki_shm::crash;
 
 use super::card::{Card, LeasePage};
 use super::deeds::party;
-use super::keeping::{Found, Key, TOO_FEW_DESCRIPTORS};
+use super::deposits::{Found, Key, TOO_FEW_DESCRIPTORS};
 use super::lines::Lines;
 use super::worker::{Stage, Words, Worker, client_report_allowance, sentence_allowance};
-use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, nanoseconds, now, watch};
+use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, epoll_add, nanoseconds, now};
 use crate::channel;
 use crate::config::{self, Device};
 use crate::foreign::Foreign;
@@ -103,7 +103,7 @@ impl Supervisor {
                 .filter(|nic| nic.name == card.name())
                 .for_each(|nic| nic.clone_from(&card.config));
             if let Some(record) = record {
-                let is_driven = is_used || card.kept.is_some();
+                let is_driven = is_used || card.opened.is_some();
                 self.remember(&mut card, record, is_driven)?;
             }
             self.cards.insert(number, card);
@@ -124,7 +124,7 @@ impl Supervisor {
             let Some(mut card) = self.end_of(node, number)? else { continue };
             if let Some(record) = record.filter(|record| record.number_on_vni.is_some()) {
                 card.restore(&mut found, is_used);
-                let is_there = card.kept.is_some();
+                let is_there = card.opened.is_some();
                 self.remember(&mut card, record, is_there)?;
                 card.number_on_vni = record.number_on_vni.filter(|_| is_there);
             }
@@ -183,9 +183,9 @@ impl Supervisor {
         let config = config::Nic { name, device, node, standby: None, ring: None, mtu: None, wire: Vec::new() };
         let mut card = Card::new(record.number, config).context("no memory for a NIC's lease page")?;
         card.restore(found, is_used);
-        let is_there = is_used || card.kept.is_some();
+        let is_there = is_used || card.opened.is_some();
         self.remember(&mut card, record, is_there)?;
-        if card.kept.is_none() && card.model.is_none() {
+        if card.opened.is_none() && card.model.is_none() {
             self.changes.push(Change::NoNic(record.number));
             return Ok(());
         }
@@ -207,10 +207,10 @@ impl Supervisor {
         card.model = record.model.map_or(Ok(None), Process::find).context(TOO_FEW_DESCRIPTORS)?;
         card.uid = record.uid;
         if let Some(model) = &card.model {
-            watch(&self.epoll, model.pidfd(), Token::ModelEnd(card.number))?;
+            epoll_add(&self.epoll, model.pidfd(), Token::ModelEnd(card.number))?;
         }
         if is_driven {
-            if card.kept.is_none() && !record.page_of.is_empty() {
+            if card.opened.is_none() && !record.page_of.is_empty() {
                 card.page_of = record.page_of.iter().cloned().collect();
             }
             // The node it was given to counts more than the one where it began, as long as that node is still there.
@@ -233,7 +233,7 @@ impl Supervisor {
         let socket = channel::connect(&record.socket);
         let is_ours = record.uid.is_none_or(|uid| process.uid() == Some(uid));
         let is_known = self.config.node(&record.node).is_some();
-        watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
+        epoll_add(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
         let (ours, theirs) = channel::pair().context(TOO_FEW_DESCRIPTORS)?;
         let reached = socket.is_ok();
         // The kernel names the process that listens there.
@@ -241,7 +241,7 @@ impl Supervisor {
         let peer = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
         let is_itself = !reached || peer == Some(process.name().pid);
         let socket = socket.unwrap_or(ours);
-        watch(&self.epoll, socket.as_fd(), Token::WorkerReadable(number))?;
+        epoll_add(&self.epoll, socket.as_fd(), Token::WorkerReadable(number))?;
         let asked = now();
         let its = its.and_then(|(given, fds)| {
             let heartbeat = Words::adopt(fds.into_iter().next()?, heartbeat::LEN).ok()?;
@@ -252,7 +252,7 @@ impl Supervisor {
         heartbeat.iter().for_each(|heartbeat| self.exit_watch.watch(number, heartbeat));
         let lines = Lines::find(&record.socket).ok();
         if let Some(lines) = &lines {
-            self.watch_lines(number, lines)?;
+            self.epoll_add_lines(number, lines)?;
         }
         let wanted = record.staged.is_some();
         let worker = Worker {
@@ -337,7 +337,7 @@ impl Supervisor {
             card.node = next.clone();
         } else if let Ok(lease_page) = LeasePage::create() {
             card.coming_lease_page = Some((card.node.clone(), lease_page));
-            card.turn_page(&card.node.clone(), card.lease_page.tenure());
+            card.replace_lease_page(&card.node.clone(), card.lease_page.tenure());
         }
         self.record_nic(nic);
     }
@@ -357,7 +357,7 @@ impl Supervisor {
         }
         self.adopting = false;
         // Drop the keeper's entries that no worker has claimed.
-        self.keep_all();
+        self.mark_all_deposits();
         crash::point("daemon.adopting");
         let numbers: Vec<u32> = self.cards.keys().copied().collect();
         for nic in numbers {

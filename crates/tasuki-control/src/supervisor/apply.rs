@@ -12,8 +12,8 @@ use tokio::sync::oneshot::{self, Receiver, error::TryRecvError};
 
 use super::card::Card;
 use super::deeds::clock;
+use super::deposits::Key;
 use super::door::{Answer, Refusal};
-use super::keeping::Key;
 use super::shortcuts::OnVni;
 use super::worker::Words;
 use super::{About, Supervisor};
@@ -179,7 +179,7 @@ impl Supervisor {
 
     /// Returns why nodes that are not made anew stay without the shortcut, where `desired` lets them have it.
     fn why_without_shortcut(&self, desired: &Config, steps: &[Step]) -> Vec<String> {
-        let may = |node: &config::Node| OnVni::of(node).is_some_and(|on| on.may);
+        let may = |node: &config::Node| OnVni::of(node).is_some_and(|on| on.may_shortcut);
         let was_made_without = |name: &str| {
             let made = self.nodes.get(name).and_then(|node| node.record.as_made());
             made.is_some_and(|made| !may(&made)) && self.crossed(name).is_none()
@@ -414,10 +414,10 @@ impl Supervisor {
                 let (has_other_bounds, has_other_trust) = (node.bounds != new.bounds, node.trusts != new.trusts);
                 (node.trusts, node.standby, node.bounds) = (new.trusts.clone(), new.standby, new.bounds);
                 if has_other_bounds {
-                    self.divide_anew();
+                    self.apply_cpu_division();
                 }
                 if has_other_trust {
-                    self.estrange_those_apart();
+                    self.estrange_those_without_shared_page();
                 }
             }
             Step::Close(nic) => {
@@ -492,14 +492,14 @@ impl Supervisor {
         if !was_same_work {
             // One kind of work does not understand the memory of another.
             node.program_state = Words::create("tasuki program state", super::PROGRAM_STATE_LEN)?;
-            self.keep(Key::ProgramState(name.clone()));
+            self.mark_deposit(Key::ProgramState(name.clone()));
         }
         let node = self.nodes.get_mut(name).context("there is no such node")?;
         if has_other_work && node.record.binary.take().is_some() {
             self.changes.push(Change::Node(name.clone(), node.record.clone()));
         }
         if had_cpu != new.cpu {
-            self.set_apart();
+            self.update_housekeeping_cpus();
         }
         Ok(())
     }
@@ -512,7 +512,7 @@ impl Supervisor {
         }
         let card = self.cards.get_mut(&number).ok_or(Refusal::Ending)?;
         to.clone_into(&mut card.config.node);
-        if card.kept.is_none() && card.arbiter.is_none() {
+        if card.opened.is_none() && card.arbiter.is_none() {
             to.clone_into(&mut card.node);
             card.page_of = BTreeSet::from([to.to_owned()]);
             card.fail_over = None;

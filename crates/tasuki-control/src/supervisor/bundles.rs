@@ -6,8 +6,8 @@ use rustix::event::Timespec;
 use rustix::fs::{SealFlags, Stat};
 use tasuki_relay::message::{DeviceBundle, FDS_MAX, LAYOUT_MAX, MESSAGE_MAX, ToDaemon, ToWorker};
 
-use super::card::{Kept, Memory};
-use super::keeping::Key;
+use super::card::{Memory, Opened};
+use super::deposits::Key;
 use super::worker::{Readiness, Stage};
 use super::{About, Supervisor};
 use crate::foreign::{Foreign, seals};
@@ -69,7 +69,7 @@ impl Supervisor {
             // The relay that it prepared for is over.
             return;
         };
-        let Some(kept) = &card.kept else { return };
+        let Some(opened) = &card.opened else { return };
         if worker.process.ends_within(&Timespec::default()) {
             // Its end fails the job.
             return;
@@ -83,7 +83,7 @@ impl Supervisor {
             let job = self.jobs.iter_mut().find(|job| job.target == number && job.is_about(nic));
             return job.into_iter().for_each(|job| job.fail_before_relay(why.clone()));
         };
-        if let Some(odd) = self.odd_memory(kept, uid, &layout, &fds) {
+        if let Some(odd) = self.odd_memory(opened, uid, &layout, &fds) {
             let name = card.name().to_owned();
             return self.kill_worker(number, format!("sent unusable memory for {name} ({odd})"));
         }
@@ -91,13 +91,13 @@ impl Supervisor {
         let memory = Memory { layout, fds: fds.trust() };
         if let Some(card) = self.cards.get_mut(&nic) {
             card.coming = Some((number, memory));
-            self.keep(Key::Coming(nic));
+            self.mark_deposit(Key::Coming(nic));
         }
     }
 
     /// Returns the fault of memory that a worker of this user has made, if there is one.
-    fn odd_memory(&self, kept: &Kept, uid: u32, layout: &str, fds: &[OwnedFd]) -> Option<&'static str> {
-        if fds.len() != kept.bundle.memory {
+    fn odd_memory(&self, opened: &Opened, uid: u32, layout: &str, fds: &[OwnedFd]) -> Option<&'static str> {
+        if fds.len() != opened.bundle.memory {
             return Some("it has not as many descriptors as the NIC's memory");
         }
         if layout.len() > LAYOUT_MAX {
@@ -144,7 +144,7 @@ impl Supervisor {
                 // Its namespace's interface may be on another VNI by now.
                 return self.kill_worker(number, format!("has end {nic}, which is not in the configuration any more"));
             };
-            if card.kept.is_none() {
+            if card.opened.is_none() {
                 let name = card.name().to_owned();
                 return self.kill_worker(number, format!("alone has the device bundle of {name}"));
             }

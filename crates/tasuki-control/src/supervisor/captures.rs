@@ -188,7 +188,7 @@ impl Supervisor {
                     continue;
                 }
                 if known.is_none() {
-                    let mac = card.kept.as_ref().and_then(|kept| kept.bundle.mac);
+                    let mac = card.opened.as_ref().and_then(|opened| opened.bundle.mac);
                     // If the reader is gone, the loop is about to hear of that.
                     let _ = said.send(Port { name: card.name().to_owned(), mac });
                     capture.ports.push(nic);

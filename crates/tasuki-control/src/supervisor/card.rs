@@ -179,9 +179,9 @@ impl Speech {
     }
 }
 
-/// A device bundle and its descriptors.
+/// An open device: its device bundle and the descriptors of that.
 #[derive(Debug)]
-pub struct Kept {
+pub struct Opened {
     pub bundle: DeviceBundle,
     /// Descriptors of the bundle.
     pub fds: Vec<OwnedFd>,
@@ -198,7 +198,7 @@ pub struct Memory {
     pub fds: Vec<OwnedFd>,
 }
 
-impl Kept {
+impl Opened {
     /// Moves the NIC to memory of this worker. The descriptors that lead to the card stay.
     fn move_to(&mut self, party: u32, Memory { layout, fds }: Memory) {
         self.fds.truncate(self.fds.len().saturating_sub(self.bundle.memory));
@@ -208,7 +208,7 @@ impl Kept {
 
     /// Returns the bundle for a worker that is to drive the NIC from memory of its own, and how many descriptors go
     /// with it.
-    pub fn apart(&self) -> Option<(DeviceBundle, usize)> {
+    pub fn without_memory(&self) -> Option<(DeviceBundle, usize)> {
         let fds = self.fds.len().checked_sub(self.bundle.memory).filter(|_| self.bundle.memory > 0)?;
         Some((DeviceBundle { fds, partial: true, ..self.bundle.clone() }, fds))
     }
@@ -233,9 +233,9 @@ pub struct Card {
     pub coming_lease_page: Option<(String, LeasePage)>,
     /// How often the page that the keeper knows as the coming one replaced the lease page. Only daemons and the
     /// keeper have this memory, so no worker can say that it did.
-    pub turns: Words,
-    /// Its device bundle.
-    pub kept: Option<Kept>,
+    pub lease_page_changes: Words,
+    /// Its device, once it is open.
+    pub opened: Option<Opened>,
     /// Memory that the NIC lies in once this worker drives it.
     pub coming: Option<(u32, Memory)>,
     /// How far it is open.
@@ -255,7 +255,7 @@ pub struct Card {
     /// Its arbiter, once there is a worker to ask.
     pub arbiter: Option<Arbiter>,
     /// The deadline that is set: its number, and when it expires.
-    pub watch: Option<(u32, Duration)>,
+    pub deadline: Option<(u32, Duration)>,
     /// Workers that are being killed to keep them from the NIC: the arbiter hears when they are dead.
     pub fence_pending: BTreeSet<u32>,
     /// The last relay outcome, if no job has read it yet.
@@ -271,7 +271,7 @@ pub struct Card {
     /// Why no worker drives it, or why the last relay failed.
     pub trouble: Option<String>,
     /// Whether its node is lost.
-    pub lost: failover::Watch,
+    pub lost: failover::LostTimer,
     /// How it came to its stand-by node by itself, or is about to.
     pub fail_over: Option<FailOver>,
     /// Its stand-by node, if that was named by hand.
@@ -285,7 +285,7 @@ pub struct Card {
 impl Card {
     /// Drops the card, as no process holds a connection to it any more, and ends its model: at once if that is late.
     pub fn let_go(&mut self, is_late: bool) {
-        self.kept = None;
+        self.opened = None;
         match &self.model {
             Some(model) if is_late => model.kill(),
             Some(model) => model.ask_to_end(),
@@ -303,8 +303,8 @@ impl Card {
             config,
             number_on_vni: None,
             lease_page: LeasePage::create()?,
-            turns: Words::create("tasuki turns", size_of::<u64>())?,
-            kept: None,
+            lease_page_changes: Words::create("tasuki turns", size_of::<u64>())?,
+            opened: None,
             coming: None,
             opening: Opening::NotBefore(Duration::ZERO),
             closing: None,
@@ -314,14 +314,14 @@ impl Card {
             speech: None,
             uid: None,
             arbiter: None,
-            watch: None,
+            deadline: None,
             fence_pending: BTreeSet::new(),
             last_outcome: None,
             method: method::Method::Keep,
             plan: None,
             past: None,
             trouble: None,
-            lost: failover::Watch::default(),
+            lost: failover::LostTimer::default(),
             fail_over: None,
             by_hand: None,
             found_dead: None,
@@ -344,7 +344,7 @@ impl Card {
     }
 
     /// Moves the lease to the page made for this node, with `word` in it. Returns whether there was one.
-    pub fn turn_page(&mut self, node: &str, word: Tenure) -> bool {
+    pub fn replace_lease_page(&mut self, node: &str, word: Tenure) -> bool {
         let Some((_, lease_page)) = self.coming_lease_page.take_if(|(of, _)| of == node) else { return false };
         lease_page.begin_with(word);
         // The pause is counted over both pages. The old node states how the card was left: the daemon believes it
@@ -372,7 +372,7 @@ impl Card {
 
     /// Returns the abilities of the card on which the choice of a method depends.
     pub fn can(&self) -> Option<method::Card> {
-        let can = self.kept.as_ref()?.bundle.can;
+        let can = self.opened.as_ref()?.bundle.can;
         let repointing = match (can.repoint, can.pauses) {
             (true, true) => method::Repointing::Paused,
             (true, false) => method::Repointing::Unpaused,
@@ -382,20 +382,20 @@ impl Card {
     }
 
     /// Returns whether this is the end of a node whose machine has more descriptors than earlier workers take.
-    pub fn is_wide(&self) -> bool {
-        let wide = (message::vni::KIND, message::vni::WIDE_VERSION);
-        self.kept.as_ref().is_some_and(|kept| (kept.bundle.kind, kept.bundle.version) == wide)
+    pub fn needs_many_fds(&self) -> bool {
+        let many = (message::vni::KIND, message::vni::WIDE_VERSION);
+        self.opened.as_ref().is_some_and(|opened| (opened.bundle.kind, opened.bundle.version) == many)
     }
 
     /// Returns the order for a worker that is to get ready for the NIC.
     pub fn prepare(&self, purpose: Use, method: method::Method) -> Option<Order> {
-        let DeviceBundle { kind, version, .. } = self.kept.as_ref()?.bundle;
+        let DeviceBundle { kind, version, .. } = self.opened.as_ref()?.bundle;
         Some(Order::Prepare { purpose, method, kind, version })
     }
 
     /// Returns the descriptors of the lease page and of the device bundle, as many as are to travel.
     pub fn lend(&self, count: usize, to: &str) -> Vec<std::os::fd::BorrowedFd<'_>> {
-        let bundle = self.kept.iter().flat_map(|kept| &kept.fds).take(count);
+        let bundle = self.opened.iter().flat_map(|opened| &opened.fds).take(count);
         let coming = self.coming_lease_page.as_ref().filter(|(of, _)| of == to).map(|(_, lease_page)| lease_page);
         std::iter::once(coming.unwrap_or(&self.lease_page).words.region().fd()).chain(bundle.map(AsFd::as_fd)).collect()
     }
@@ -405,10 +405,10 @@ impl Card {
     pub fn settle_memory(&mut self) -> bool {
         let holder = self.holder();
         let coming = self.coming.take_if(|(party, _)| Some(*party) == holder);
-        if let Some((kept, (party, memory))) = self.kept.as_mut().zip(coming) {
-            kept.move_to(party, memory);
+        if let Some((opened, (party, memory))) = self.opened.as_mut().zip(coming) {
+            opened.move_to(party, memory);
         }
-        self.kept.as_ref().is_some_and(|kept| Some(kept.made_by) == holder)
+        self.opened.as_ref().is_some_and(|opened| Some(opened.made_by) == holder)
     }
 
     /// Gives the NIC up, as no worker can go on with it: resets it to its initial state, with this lease page, so
@@ -417,8 +417,8 @@ impl Card {
         self.opening = Opening::NotBefore(now + super::policy::retry(self.renewals));
         self.renewals = self.renewals.saturating_add(1);
         (self.lease_page, self.page_of) = (lease_page, BTreeSet::from([self.node.clone()]));
-        (self.kept, self.coming, self.coming_lease_page) = (None, None, None);
-        (self.arbiter, self.watch, self.last_outcome) = (None, None, None);
+        (self.opened, self.coming, self.coming_lease_page) = (None, None, None);
+        (self.arbiter, self.deadline, self.last_outcome) = (None, None, None);
         self.fence_pending.clear();
     }
 

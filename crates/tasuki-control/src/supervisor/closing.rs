@@ -6,8 +6,8 @@ use tasuki_relay::message::ToWorker;
 use tokio::sync::oneshot;
 
 use super::card::{Card, Opening};
+use super::deposits::Key;
 use super::door::Refusal;
-use super::keeping::Key;
 use super::worker::Stage;
 use super::{About, Supervisor, WORKER_TIMEOUT, now};
 use crate::api::types::Upgrade;
@@ -33,7 +33,7 @@ impl Supervisor {
         let had = self.workers.values().filter(|worker| worker.given.contains(&nic));
         let nodes: BTreeSet<String> = had.map(|worker| worker.record.node.clone()).chain([node]).collect();
         for node in nodes {
-            let is_its = |card: &Card| card.node == node && card.closing.is_none() && card.kept.is_some();
+            let is_its = |card: &Card| card.node == node && card.closing.is_none() && card.opened.is_some();
             let has_more = self.cards.values().any(is_its);
             let is_uplink = self.config.node(&node).is_some_and(|node| node.work == Work::Uplink);
             if has_more && !is_uplink && self.nodes.contains_key(&node) {
@@ -76,7 +76,7 @@ impl Supervisor {
             }
             self.cards.remove(&nic);
             self.changes.push(Change::NoNic(nic));
-            [Key::Card(nic), Key::Page(nic), Key::Coming(nic)].into_iter().for_each(|key| self.keep(key));
+            [Key::Card(nic), Key::Page(nic), Key::Coming(nic)].into_iter().for_each(|key| self.mark_deposit(key));
             self.note(About { node: Some(&node), nic: Some(&name), worker: None }, format!("{name} is closed"));
         }
     }

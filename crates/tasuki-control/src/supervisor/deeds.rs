@@ -10,7 +10,7 @@ use tasuki_relay::wire::{Order, Reason};
 use tasuki_relay::{ARBITER, Party, Tenure};
 use tasuki_shm::crash;
 
-use super::keeping::Key;
+use super::deposits::Key;
 use super::worker::Stage;
 use super::{About, Supervisor, nanoseconds, now};
 use crate::cgroup::Group;
@@ -97,7 +97,7 @@ impl Supervisor {
                 let limit = if preparing { limits.prepare() } else { limits.deadline() };
                 let slow =
                     if matches!(card.method, Method::Cold) { COLD_START_EXTRA_TIME } else { std::time::Duration::ZERO };
-                card.watch = Some((number, now() + limit + slow));
+                card.deadline = Some((number, now() + limit + slow));
             }
             Do::Fence(party) => return self.fence(nic, party),
             Do::Breach(party, because) => self.breach(nic, party.0.get(), because),
@@ -109,16 +109,16 @@ impl Supervisor {
 
     /// Moves the lease to the page of a node that is not trusted by the nodes that could write the last page.
     fn renew(&mut self, nic: u32, node: Node, word: Tenure) {
-        let knows_both = self.knows(&[Key::Card(nic), Key::Page(nic)]);
+        let are_deposited = self.is_deposited(&[Key::Card(nic), Key::Page(nic)]);
         let name = self.node_numbers.iter().find(|(_, number)| **number == node.0).map(|(name, _)| name);
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        let turned = name.is_some_and(|name| card.turn_page(name, word));
-        debug_assert!(turned, "a worker that can be chosen was given a page");
+        let has_page = name.is_some_and(|name| card.replace_lease_page(name, word));
+        debug_assert!(has_page, "a worker that can be chosen was given a page");
         // From here on the taker can take the lease and unmap the old memory: the next daemon must not give that
         // memory to the old node again. If the keeper has both pages, one store tells the next daemon. A message to
         // the keeper would cost the taker time.
-        if knows_both {
-            card.turns.count(0);
+        if are_deposited {
+            card.lease_page_changes.count(0);
         } else {
             self.deposit_one(&Key::Card(nic));
         }
@@ -275,7 +275,7 @@ impl Supervisor {
     /// Returns whether the frozen worker may be ended: a worker drives the NIC again, or the frozen one may hold
     /// something that the taker waits for.
     fn is_over(&self, it: &Frozen) -> bool {
-        let is_settled = self.cards.get(&it.nic).is_none_or(|card| card.watch.is_none());
+        let is_settled = self.cards.get(&it.nic).is_none_or(|card| card.deadline.is_none());
         is_settled || it.since + FROZEN_TIME_MAX <= now()
     }
 
@@ -288,7 +288,7 @@ impl Supervisor {
         self.frozen = rest;
         for Frozen { number, because, .. } in over {
             if let Some(worker) = self.workers.get(&number) {
-                worker.process.send_to(&self.aside);
+                worker.process.send_to(&self.housekeeping_cpus);
             }
             self.record_and_kill(number, &because);
         }
@@ -334,7 +334,7 @@ impl Supervisor {
         let leaves = self.cards.get(&nic).is_some_and(|card| self.leaves(&card.node));
         let Some(card) = self.cards.get_mut(&nic) else { return };
         (card.last_outcome, card.plan) = (Some(outcome), None);
-        card.watch = None;
+        card.deadline = None;
         card.settle_memory();
         card.past = None;
         self.thaw_ahead(|it| it.nic == nic);
@@ -386,7 +386,7 @@ impl Supervisor {
             number_on_vni: card.number_on_vni,
             model: card.model.as_ref().map(|model| model.name()),
             uid: card.uid,
-            made_by: card.kept.as_ref().map_or(0, |kept| kept.made_by),
+            made_by: card.opened.as_ref().map_or(0, |opened| opened.made_by),
             page_of: card.page_of.iter().cloned().collect(),
             epoch: tenure.epoch,
             holder: tenure.holder.map(|party| party.0.get()),
@@ -394,9 +394,9 @@ impl Supervisor {
             by_hand: card.by_hand.clone(),
         });
         self.changes.push(record);
-        self.keep(Key::Card(nic));
-        self.keep(Key::Page(nic));
-        self.keep(Key::Coming(nic));
+        self.mark_deposit(Key::Card(nic));
+        self.mark_deposit(Key::Page(nic));
+        self.mark_deposit(Key::Coming(nic));
     }
 
     /// Stamps the time at which a dead driver stopped driving: now, as its death is known.

@@ -26,7 +26,7 @@ impl Supervisor {
         if let Some(why) = self.current.has_changed() {
             return Err(Refusal::conflict(why));
         }
-        if let Some(label) = self.wide_client().filter(|_| !says.contains(successor::WIDE)) {
+        if let Some(label) = self.client_with_many_fds().filter(|_| !says.contains(successor::MANY_FDS)) {
             return Err(Refusal::conflict(format!(
                 "{} is from before machines of more than 8 pairs of queues, and the one at {label} has more; end it, or start it with less",
                 with.display()
@@ -48,7 +48,7 @@ impl Supervisor {
         if let Some(trouble) = self.registry.trouble() {
             return Err(Refusal::conflict(format!("tasukid stays what it is: {trouble}")));
         }
-        if self.is_depositing() {
+        if self.has_deposits_due() {
             return Err(Refusal::conflict(
                 "tasukid stays what it is, for its keeper does not have all yet that the next one needs; ask again (tasuki status says if it stays so)",
             ));

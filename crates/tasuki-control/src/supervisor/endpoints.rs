@@ -14,7 +14,7 @@ use tasuki_relay::message::{self, ToWorker};
 use tasuki_tap::packet;
 
 use super::card::Card;
-use super::keeping::{Found, Key};
+use super::deposits::{Found, Key};
 use super::vnis::is_lost;
 use super::worker::Worker;
 use super::{About, Supervisor, now};
@@ -72,13 +72,13 @@ impl Connected {
     }
 
     /// Returns whether it has more descriptors than earlier workers and daemons take.
-    fn is_wide(&self) -> bool {
+    fn needs_many_fds(&self) -> bool {
         self.fds.len() > message::NARROW_FDS_MAX
     }
 
     /// Tells a worker of it. One that cannot hear of it is not told, and refuses to get ready.
     fn tell(&self, worker: &Worker, nic: u32) -> Result<(), Errno> {
-        if self.is_wide() && !worker.takes_wide() {
+        if self.needs_many_fds() && !worker.takes_many_fds() {
             return Ok(());
         }
         worker.write(&ToWorker::Client { nic, client: self.message.clone() }, &channel::lend(&self.fds))
@@ -97,13 +97,13 @@ impl Endpoint {
         self.work = node.work.clone();
     }
 
-    /// Returns for the keeper the descriptor, if it exists, and its mark.
-    pub fn to_keep(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
+    /// Returns what the keeper gets: the descriptor, if it exists, and its mark.
+    pub fn deposit(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
         Some((self.mark.clone()?, vec![self.fd.as_ref()?.as_fd()]))
     }
 
-    /// Returns for the keeper the client that is connected, as text and descriptors.
-    pub fn client_to_keep(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
+    /// Returns what the keeper gets of the client that is connected: text and descriptors.
+    pub fn client_deposit(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
         let Connected { message, fds, .. } = self.client.as_ref()?;
         Some((serde_json::to_string(message).expect("plain data"), channel::lend(fds)))
     }
@@ -168,10 +168,10 @@ impl Supervisor {
             end.client =
                 client.and_then(|(what, fds)| Connected::new(serde_json::from_str(&what).ok()?, Foreign::new(fds)));
         }
-        let kept: Vec<String> =
+        let of_living: Vec<String> =
             living.iter().filter_map(|node| Some(self.config.node(node)?.endpoint()?.label())).collect();
         let mut troubles = Vec::new();
-        for (label, end) in self.endpoints.iter_mut().filter(|(label, _)| !kept.contains(label)) {
+        for (label, end) in self.endpoints.iter_mut().filter(|(label, _)| !of_living.contains(label)) {
             // A node that was added by hand is in no file that could be mended. Its worker is started once the
             // endpoint exists.
             if let Err(error) = end.make() {
@@ -190,7 +190,7 @@ impl Supervisor {
         let description = message::Endpoint { kind, label: label.clone(), text, limits, latency_us };
         let end = self.endpoints.get_mut(&label).with_context(|| format!("there is no endpoint {label}"))?;
         let fd = end.make()?.as_fd().try_clone_to_owned()?;
-        self.keep(Key::Endpoint(label));
+        self.mark_deposit(Key::Endpoint(label));
         Ok(Some((description, fd)))
     }
 
@@ -225,10 +225,10 @@ impl Supervisor {
             return;
         }
         if end.client.is_none() || holder.is_none_or(|holder| holder == number) {
-            let is_wide = connected.is_wide();
+            let needs_many_fds = connected.needs_many_fds();
             end.client = Some(connected);
-            self.keep_client(number);
-            self.mark_width(nic, is_wide);
+            self.mark_client_deposit(number);
+            self.note_many_fds(nic, needs_many_fds);
             return self.tell_others_of_client(nic, number);
         }
         if let Some(worker) = holder.and_then(|holder| self.workers.get(&holder)) {
@@ -275,8 +275,8 @@ impl Supervisor {
         if end.client.take_if(|client| client.socket == socket).is_none() {
             return;
         }
-        self.keep_client(number);
-        self.mark_width(nic, false);
+        self.mark_client_deposit(number);
+        self.note_many_fds(nic, false);
         for worker in self.workers.values().filter(|worker| worker.party() != number && worker.nics.contains_key(&nic))
         {
             // A worker that does not hear of it finds out when it goes on.
@@ -286,16 +286,17 @@ impl Supervisor {
 
     /// Takes note of whether an end has a client that earlier workers cannot hear of. Those that have the end would serve
     /// nobody: they are ended.
-    fn mark_width(&mut self, nic: u32, is_wide: bool) {
-        let version = if is_wide { message::vni::WIDE_VERSION } else { message::vni::VERSION };
-        let Some(kept) = self.cards.get_mut(&nic).and_then(|card| card.kept.as_mut()) else { return };
-        if std::mem::replace(&mut kept.bundle.version, version) == version {
+    fn note_many_fds(&mut self, nic: u32, needs_many_fds: bool) {
+        let version = if needs_many_fds { message::vni::WIDE_VERSION } else { message::vni::VERSION };
+        let Some(opened) = self.cards.get_mut(&nic).and_then(|card| card.opened.as_mut()) else { return };
+        if std::mem::replace(&mut opened.bundle.version, version) == version {
             return;
         }
-        self.keep(Key::Card(nic));
-        let is_narrow = |worker: &&Worker| is_wide && worker.nics.contains_key(&nic) && !worker.takes_wide();
-        let narrow: Vec<u32> = self.workers.values().filter(is_narrow).map(Worker::party).collect();
-        for number in narrow {
+        self.mark_deposit(Key::Card(nic));
+        let is_too_old =
+            |worker: &&Worker| needs_many_fds && worker.nics.contains_key(&nic) && !worker.takes_many_fds();
+        let too_old: Vec<u32> = self.workers.values().filter(is_too_old).map(Worker::party).collect();
+        for number in too_old {
             self.kill_worker(
                 number,
                 "is from before virtual machines of more than 8 pairs of queues, and its node has one".to_owned(),
@@ -304,15 +305,15 @@ impl Supervisor {
     }
 
     /// Returns where a client is connected that earlier daemons cannot keep, if there is one.
-    pub(super) fn wide_client(&self) -> Option<String> {
+    pub(super) fn client_with_many_fds(&self) -> Option<String> {
         let mut ends = self.endpoints.iter();
-        ends.find(|(_, end)| end.client.as_ref().is_some_and(Connected::is_wide)).map(|(label, _)| label.clone())
+        ends.find(|(_, end)| end.client.as_ref().is_some_and(Connected::needs_many_fds)).map(|(label, _)| label.clone())
     }
 
-    fn keep_client(&mut self, number: u32) {
+    fn mark_client_deposit(&mut self, number: u32) {
         let node = self.workers.get(&number).and_then(|worker| self.config.node(&worker.record.node));
         let label = node.and_then(config::Node::endpoint).map(|kind| kind.label());
-        label.into_iter().for_each(|label| self.keep(Key::Client(label)));
+        label.into_iter().for_each(|label| self.mark_deposit(Key::Client(label)));
     }
 
     /// Tells all workers of an end except `but` about the client that is connected there.

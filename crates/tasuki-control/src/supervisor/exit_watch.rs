@@ -93,7 +93,7 @@ impl Supervisor {
             self.driver_ended(number);
             // The successor needs that CPU now.
             if let Some(worker) = self.workers.get(&number) {
-                worker.process.send_to(&self.aside);
+                worker.process.send_to(&self.housekeeping_cpus);
             }
         }
     }

@@ -1,5 +1,5 @@
 //! A NIC that goes to its stand-by node by itself, because the node that has it is lost. When it goes is a pure function of
-//! what the daemon sees ([`Watch::look`]):
+//! what the daemon sees ([`LostTimer::look`]):
 //!
 //! | the NIC                                                   | then             | because                                           |
 //! |-----------------------------------------------------------|------------------|---------------------------------------------------|
@@ -92,7 +92,7 @@ pub enum Then {
 
 /// What the daemon remembers of a NIC for that.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Watch {
+pub struct LostTimer {
     /// Since when it has had no driver.
     since: Option<Duration>,
     /// When its node was lost.
@@ -104,12 +104,12 @@ pub struct Watch {
     not_before: Duration,
 }
 
-impl Watch {
+impl LostTimer {
     /// Decides what follows.
     pub fn look(&mut self, sight: Sight, limit: Duration, now: Duration) -> Then {
         let Sight { is_armed, is_undriven, has_lost, has_taker, is_busy } = sight;
         if !(is_armed && is_undriven && (has_lost || self.met.is_some())) {
-            *self = Watch::default();
+            *self = LostTimer::default();
             return Then::Rest;
         }
         let due = *self.since.get_or_insert(now) + limit;
@@ -222,7 +222,7 @@ impl Supervisor {
         if !is_held && card.arbiter.is_some() && !card.is_parked() {
             return None;
         }
-        let is_there = card.kept.is_some() && !card.has_lost_its_model() && self.is_lost(nic).is_none();
+        let is_there = card.opened.is_some() && !card.has_lost_its_model() && self.is_lost(nic).is_none();
         let node = self.nodes.get(&card.node);
         let has_died = node.is_some_and(|node| node.trouble.is_some() || !node.deaths.is_empty());
         let takes = |name: &str| self.taker_of(name).is_ok_and(|taker| taker.is_some());
@@ -520,8 +520,8 @@ mod tests {
 
     /// Returns what follows from what is seen at these times.
     fn looks(sights: &[(u64, Sight)]) -> Vec<Then> {
-        let mut watch = Watch::default();
-        sights.iter().map(|(at, sight)| watch.look(*sight, LIMIT, ms(*at))).collect()
+        let mut timer = LostTimer::default();
+        sights.iter().map(|(at, sight)| timer.look(*sight, LIMIT, ms(*at))).collect()
     }
 
     #[test]
@@ -556,21 +556,21 @@ mod tests {
 
     #[test]
     fn what_could_not_go_is_tried_again_after_pauses_that_grow() {
-        let mut watch = Watch::default();
-        watch.look(LOST, LIMIT, ms(0));
-        assert_eq!(watch.look(LOST, LIMIT, ms(1000)), Then::Go);
+        let mut timer = LostTimer::default();
+        timer.look(LOST, LIMIT, ms(0));
+        assert_eq!(timer.look(LOST, LIMIT, ms(1000)), Then::Go);
         let mut pauses = Vec::new();
         let mut now = ms(1000);
         for _ in 0..10 {
-            watch.failed(now);
-            let Then::Wait(at) = watch.look(LOST, LIMIT, now) else { panic!("{watch:?}") };
-            assert_eq!(watch.due(LIMIT, now), Some(at));
+            timer.failed(now);
+            let Then::Wait(at) = timer.look(LOST, LIMIT, now) else { panic!("{timer:?}") };
+            assert_eq!(timer.due(LIMIT, now), Some(at));
             pauses.push((at - now).as_millis());
             now = at;
-            assert_eq!(watch.look(LOST, LIMIT, now), Then::Go);
+            assert_eq!(timer.look(LOST, LIMIT, now), Then::Go);
         }
         assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000, 10_000]);
-        assert_eq!(watch.met, Some(LIMIT), "that was when the rule was met");
+        assert_eq!(timer.met, Some(LIMIT), "that was when the rule was met");
     }
 
     /// A machine on paper: two nodes that die and come back, and what moves the NIC.
@@ -603,20 +603,20 @@ mod tests {
         #[test]
         fn whatever_dies_it_goes_once_and_is_driven_where_somebody_is(deeds in prop::collection::vec(deed(), 1..40)) {
             let (mut now, mut at, mut alive, mut dead_since) = (ms(0), 0, [true, true], Some(ms(0)).filter(|_| false));
-            let mut watch = Watch::default();
+            let mut timer = LostTimer::default();
             for deed in deeds.into_iter().chain([Deed::Passes(1000), Deed::Passes(1000), Deed::Passes(1)]) {
                 match deed {
                     Deed::Dies(node) => alive[node] = false,
                     Deed::ComesBack(node) => alive[node] = true,
                     Deed::Back if alive[0] => at = 0,
                     Deed::Back => {}
-                    Deed::Daemon => watch = Watch { met: watch.met, ..Watch::default() },
+                    Deed::Daemon => timer = LostTimer { met: timer.met, ..LostTimer::default() },
                     Deed::Passes(time) => now += ms(time),
                 }
                 let is_undriven = !alive[at];
                 dead_since = dead_since.filter(|_| is_undriven && at == 0).or(Some(now).filter(|_| is_undriven && at == 0));
                 let sight = Sight { is_armed: at == 0, is_undriven, has_lost: true, has_taker: alive[1], is_busy: false };
-                match watch.look(sight, LIMIT, now) {
+                match timer.look(sight, LIMIT, now) {
                     Then::Go => {
                         prop_assert!(at == 0 && alive == [false, true]);
                         prop_assert!(dead_since.is_some_and(|since| now >= since + LIMIT), "{dead_since:?} {now:?}");

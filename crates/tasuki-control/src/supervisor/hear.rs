@@ -14,7 +14,7 @@ use tasuki_relay::wire::{Order, Report, Standing, Use};
 use tasuki_shm::crash;
 
 use super::deeds::party;
-use super::keeping::Key;
+use super::deposits::Key;
 use super::worker::{Readiness, Stage};
 use super::{About, PROBE_EVERY, Supervisor, WORKER_TIMEOUT, bundles, now};
 use crate::api::types::Counts;
@@ -331,7 +331,7 @@ impl Supervisor {
         let _ = std::fs::remove_file(&worker.record.socket);
         super::lines::forget(&worker.record.socket);
         self.changes.push(Change::NoWorker(number));
-        self.keep(Key::Worker(number));
+        self.mark_deposit(Key::Worker(number));
         let had_no_part =
             matches!(worker.stage, Stage::Leaving(_)) || worker.stage == Stage::Begun && worker.nics.is_empty();
         let was_meant = had_no_part && how == "ended" || self.stopping.is_some();

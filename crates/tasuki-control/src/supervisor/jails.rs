@@ -16,7 +16,7 @@ use tasuki_tap::namespace::Unnamed;
 
 use super::lines::Lines;
 use super::worker::{Stage, Worker};
-use super::{About, Supervisor, Token, now, watch};
+use super::{About, Supervisor, Token, epoll_add, now};
 use crate::cgroup::{Bounds, Group, Groups};
 use crate::channel;
 use crate::config::Confine;
@@ -164,19 +164,19 @@ impl Supervisor {
         let id = format!("{:08x}", crc32c::crc32c(self.place.folder().as_os_str().as_encoded_bytes()));
         let groups = self.groups.insert(Groups::find(&id, named.as_deref()));
         if self.config.daemon.confine != Confine::Off && named.is_none() {
-            groups.go_aside();
+            groups.enter_daemon_group();
         }
     }
 
     /// Returns the bounds on a node's processes together.
     fn bounds_of(&self, name: &str) -> Option<Bounds> {
         let node = self.config.node(name)?;
-        let cpus = crate::aside::of(node, &self.config, &self.aside);
+        let cpus = crate::housekeeping_cpus::allowed_for(node, &self.config, &self.housekeeping_cpus);
         Some(Bounds { cpus, ..node.bounds() })
     }
 
     /// Applies a new division of CPUs among the nodes.
-    pub(super) fn divide_anew(&mut self) {
+    pub(super) fn apply_cpu_division(&mut self) {
         self.nodes.values_mut().for_each(|node| node.ward.group = None);
         let workers = self.workers.values().filter(|worker| worker.group.is_some());
         let workers: Vec<_> = workers.map(|worker| (worker.record.party, worker.process.name().pid)).collect();
@@ -259,7 +259,7 @@ impl Supervisor {
 
     /// Builds the command that starts an opener or a model of a card: as a user of the card's own. An opener of the
     /// machine's `devices` stays the daemon's user, without its capabilities, and is confined as far as that goes.
-    pub(super) fn start_apart(
+    pub(super) fn card_command(
         &mut self,
         nic: u32,
         program: &Path,
@@ -281,13 +281,13 @@ impl Supervisor {
         if devices.is_empty() && uid.is_none() {
             lacks.push("it has tasukid's own user".to_owned());
         }
-        if is_root && self.apart.is_none() {
-            self.apart = Some(Unnamed::new().context("it cannot be kept out of the machine's network")?);
+        if is_root && self.empty_netns.is_none() {
+            self.empty_netns = Some(Unnamed::new().context("it cannot be kept out of the machine's network")?);
         }
         let terms = Terms {
             program: Some((program.to_owned(), args)),
             uid,
-            network: self.apart.as_ref().map(path_of),
+            network: self.empty_netns.as_ref().map(path_of),
             doors: Vec::new(),
             urgent: false,
             reads: if devices.is_empty() { Vec::new() } else { vec!["/sys".into()] },
@@ -348,9 +348,9 @@ impl Supervisor {
         let enters = |group: &Group| group.birthplace().is_none() || group.add(process.name().pid).is_ok();
         let group = group.filter(|group| is_there || jailing.is_some() && enters(group));
         let memlock = self.memlock(process.name().pid);
-        watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
+        epoll_add(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
         if let Some(jailing) = &jailing {
-            watch(&self.epoll, jailing.output.as_fd(), Token::JailReadable(number))?;
+            epoll_add(&self.epoll, jailing.output.as_fd(), Token::JailReadable(number))?;
         }
         Ok(Cell { number, process, socket, path, listener, lines, jailing, group, memlock })
     }

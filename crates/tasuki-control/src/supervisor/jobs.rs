@@ -208,7 +208,7 @@ impl Supervisor {
             return Err(self.no_node(node));
         }
         let is_its = |card: &&Card| card.node == node && card.closing.is_none();
-        let its = self.cards.values().filter(is_its).filter(|card| card.kept.is_some());
+        let its = self.cards.values().filter(is_its).filter(|card| card.opened.is_some());
         let nics: VecDeque<u32> = its.map(|card| card.number).collect();
         self.is_free(node, nics.as_slices().0)?;
         match with.and_then(|path| Some((path, not_startable(path)?))) {
@@ -351,7 +351,7 @@ impl Supervisor {
 
     /// Returns the other NICs of a node that a worker drives.
     fn others_of<'a>(&'a self, node: &'a str, nic: u32) -> impl Iterator<Item = u32> + 'a {
-        let driven = self.cards.values().filter(|card| card.kept.is_some() && card.holder().is_some());
+        let driven = self.cards.values().filter(|card| card.opened.is_some() && card.holder().is_some());
         driven.filter(move |card| card.node == node && card.number != nic).map(|card| card.number)
     }
 

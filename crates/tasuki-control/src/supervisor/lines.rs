@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, Mode, OFlags};
 
-use super::{Supervisor, Token, now, watch};
+use super::{Supervisor, Token, epoll_add, now};
 use crate::bucket::Bucket;
 use crate::log::plain;
 
@@ -125,8 +125,8 @@ fn printable(bytes: &[u8]) -> String {
 
 impl Supervisor {
     /// Has the loop read a worker's pipe.
-    pub(super) fn watch_lines(&self, number: u32, lines: &Lines) -> anyhow::Result<()> {
-        watch(&self.epoll, lines.pipe.as_fd(), Token::WorkerStderr(number))
+    pub(super) fn epoll_add_lines(&self, number: u32, lines: &Lines) -> anyhow::Result<()> {
+        epoll_add(&self.epoll, lines.pipe.as_fd(), Token::WorkerStderr(number))
     }
 
     /// Logs new lines of a worker, and notices the end of its pipe.

@@ -4,7 +4,7 @@
 //! - [`policy`]: when a dead worker is replaced (a pure function)
 //! - [`deeds`]: carries out an arbiter's decisions: orders, swaps, fences
 //! - [`hear`]: messages from workers
-//! - [`keeping`]: descriptors that outlive the daemon, held by the keeper
+//! - [`deposits`]: descriptors that outlive the daemon, held by the keeper
 //! - [`bundles`]: descriptors that workers send
 //! - [`tend`]: gives nodes the workers they should have
 //! - [`jails`]: the confinement a worker's process starts under
@@ -37,6 +37,7 @@ pub mod captures;
 pub mod card;
 pub mod closing;
 pub mod deeds;
+pub mod deposits;
 pub mod door;
 mod ending;
 pub mod endpoints;
@@ -46,7 +47,6 @@ pub mod hear;
 mod interrupts;
 pub mod jails;
 pub mod jobs;
-pub mod keeping;
 pub mod lines;
 pub mod nodes;
 pub mod open;
@@ -79,6 +79,7 @@ use tasuki_shm::crash;
 
 use crate::cgroup::Groups;
 use crate::config::Config;
+use crate::housekeeping_cpus;
 use crate::place::Place;
 use crate::registry::{Change, Event, News, NodeRecord, Registry};
 use crate::watchdog::Watchdog;
@@ -233,8 +234,8 @@ pub struct Supervisor {
     by_hand: BTreeSet<String>,
     /// CPUs that may be used.
     may_use: Vec<u32>,
-    /// CPUs of `may_use` that belong to no node.
-    aside: Vec<u32>,
+    /// CPUs of `may_use` that no node has.
+    housekeeping_cpus: Vec<u32>,
     programs: Programs,
     place: Place,
     registry: Registry,
@@ -248,7 +249,7 @@ pub struct Supervisor {
     hangups: UnixStream,
     exit_watch: ExitWatch,
     /// An empty network namespace for openers and models.
-    apart: Option<tasuki_tap::namespace::Unnamed>,
+    empty_netns: Option<tasuki_tap::namespace::Unnamed>,
     /// Control groups; [`Supervisor::begin`] looks for them.
     groups: Option<Groups>,
     workers: BTreeMap<u32, Worker>,
@@ -265,7 +266,7 @@ pub struct Supervisor {
     endpoints: BTreeMap<String, endpoints::Endpoint>,
     leaving: Vec<nodes::Leaving>,
     emptying: Vec<failover::Emptying>,
-    keeping: keeping::Keeping,
+    deposits: deposits::Deposits,
     captures: BTreeMap<u32, captures::Capture>,
     last_capture: u32,
     jobs: Vec<Job>,
@@ -338,12 +339,13 @@ impl Supervisor {
         } = parts;
         let (registry, mut known) = Registry::open(place.folder())?;
         let (current, config) = apply::Current::begin(file, text, config, known.applied.take());
-        let (may_use, aside) = (crate::aside::cpus(&Config::default()), crate::aside::cpus(&config));
-        crate::aside::stay(&aside);
+        let may_use = housekeeping_cpus::find(&Config::default());
+        let housekeeping = housekeeping_cpus::find(&config);
+        housekeeping_cpus::pin_this_thread(&housekeeping);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).context("the kernel has no epoll for us")?;
         let mut supervisor = Supervisor {
             may_use,
-            aside,
+            housekeeping_cpus: housekeeping,
             config,
             changes: vec![Change::Applied(current.record.clone())],
             current,
@@ -359,7 +361,7 @@ impl Supervisor {
             signals,
             hangups,
             exit_watch: ExitWatch::new()?,
-            apart: None,
+            empty_netns: None,
             groups: None,
             workers: BTreeMap::new(),
             cards: BTreeMap::new(),
@@ -373,7 +375,7 @@ impl Supervisor {
             endpoints: BTreeMap::new(),
             leaving: Vec::new(),
             emptying: Vec::new(),
-            keeping: keeping::Keeping::default(),
+            deposits: deposits::Deposits::default(),
             captures: BTreeMap::new(),
             last_capture: 0,
             jobs: Vec::new(),
@@ -396,12 +398,12 @@ impl Supervisor {
             pending_leaves: Vec::new(),
         };
         let bell = supervisor.door.clone();
-        watch(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
-        watch(&supervisor.epoll, supervisor.signals.as_fd(), Token::Signal)?;
-        watch(&supervisor.epoll, supervisor.hangups.as_fd(), Token::Hangup)?;
-        watch(&supervisor.epoll, supervisor.exit_watch.fd(), Token::ExitMarks)?;
+        epoll_add(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
+        epoll_add(&supervisor.epoll, supervisor.signals.as_fd(), Token::Signal)?;
+        epoll_add(&supervisor.epoll, supervisor.hangups.as_fd(), Token::Hangup)?;
+        epoll_add(&supervisor.epoll, supervisor.exit_watch.fd(), Token::ExitMarks)?;
         supervisor.find_groups(groups);
-        let found = supervisor.begin_keeping()?;
+        let found = supervisor.find_or_start_keeper()?;
         supervisor.adopt(known, found)?;
         if let Some(why) = &supervisor.not_replaced {
             let sentence = format!("tasukid goes on as it was: {why}");
@@ -429,7 +431,7 @@ impl Supervisor {
                 self.flush();
                 if let Ended::Replaced(_) = ended {
                     // It learns from this where nodes may run.
-                    crate::aside::stay(&self.may_use);
+                    housekeeping_cpus::pin_this_thread(&self.may_use);
                 }
                 return Ok(ended);
             }
@@ -567,7 +569,7 @@ impl Supervisor {
             .keys()
             .copied()
             .chain(self.cells())
-            .chain(self.cards.values().filter_map(|card| Some(card.kept.as_ref()?.made_by)))
+            .chain(self.cards.values().filter_map(|card| Some(card.opened.as_ref()?.made_by)))
             .collect();
         let free = |party: u32| taken.iter().all(|other| iova_of(*other) != iova_of(party));
         let next = (1..=SLOTS).map(|ahead| self.last_party + ahead).find(|party| free(*party));
@@ -609,7 +611,7 @@ impl<'a> About<'a> {
     }
 }
 
-fn watch(epoll: &rustix::fd::OwnedFd, fd: BorrowedFd<'_>, token: Token) -> Result<()> {
+fn epoll_add(epoll: &rustix::fd::OwnedFd, fd: BorrowedFd<'_>, token: Token) -> Result<()> {
     epoll::add(epoll, fd, token.to_data(), epoll::EventFlags::IN)
         .context("the kernel will not report events of a descriptor")
 }

@@ -5,9 +5,9 @@
 use tasuki_relay::message::ToWorker;
 use tasuki_shm::crash;
 
+use super::deposits::Key;
 use super::door::{Answer, Refusal, why};
 use super::endpoints::Endpoint;
-use super::keeping::Key;
 use super::queues::Draining;
 use super::taps::TapEnd;
 use super::worker::Stage;
@@ -154,7 +154,7 @@ impl Supervisor {
         }
         self.config.node.push(node.clone());
         if node.cpu.is_some() {
-            self.set_apart();
+            self.update_housekeeping_cpus();
         }
         let whose = node.container.iter().map(|container| format!(", for container {container}")).collect::<String>();
         self.note(About::node(&name), format!("node {name} was added{whose}"));
@@ -162,11 +162,11 @@ impl Supervisor {
     }
 
     /// Keeps all that runs for no node off the nodes' CPUs.
-    pub(super) fn set_apart(&mut self) {
+    pub(super) fn update_housekeeping_cpus(&mut self) {
         let is_nobodys = |cpu: &u32| self.config.node.iter().all(|node| node.cpu != Some(*cpu));
-        self.aside = self.may_use.iter().copied().filter(is_nobodys).collect();
-        crate::aside::stay(&self.aside);
-        self.divide_anew();
+        self.housekeeping_cpus = self.may_use.iter().copied().filter(is_nobodys).collect();
+        crate::housekeeping_cpus::pin_this_thread(&self.housekeeping_cpus);
+        self.apply_cpu_division();
     }
 
     fn make_node(&mut self, node: &config::Node) -> anyhow::Result<()> {
@@ -176,15 +176,15 @@ impl Supervisor {
         self.nodes.insert(node.name.clone(), Node::new(record.clone())?);
         self.changes.push(Change::Node(node.name.clone(), record));
         self.cards.extend(end.map(|card| (number, card)));
-        self.keep(Key::ProgramState(node.name.clone()));
+        self.mark_deposit(Key::ProgramState(node.name.clone()));
         Ok(())
     }
 
     fn forget_endpoint(&mut self, node: &config::Node) {
         if let Some(label) = node.endpoint().map(|kind| kind.label()) {
             let end = self.endpoints.remove(&label);
-            self.keep(Key::Endpoint(label.clone()));
-            self.keep(Key::Client(label));
+            self.mark_deposit(Key::Endpoint(label.clone()));
+            self.mark_deposit(Key::Client(label));
             end.into_iter().for_each(Endpoint::close);
         }
         self.forget_queue(node);
@@ -197,7 +197,7 @@ impl Supervisor {
         };
         if let Some(label) = label.filter(|label| !is_shared(label)) {
             let tap = self.taps.remove(&label);
-            self.keep(Key::Tap(label));
+            self.mark_deposit(Key::Tap(label));
             tap.into_iter().for_each(TapEnd::close);
         }
         if let Some(vni) =
@@ -306,16 +306,16 @@ impl Supervisor {
             for nic in ends.map(|card| card.number).collect::<Vec<_>>() {
                 self.cards.remove(&nic);
                 self.changes.push(Change::NoNic(nic));
-                self.keep(Key::Card(nic));
+                self.mark_deposit(Key::Card(nic));
             }
             self.nodes.remove(&name);
-            self.keep(Key::ProgramState(name.clone()));
+            self.mark_deposit(Key::ProgramState(name.clone()));
             if let Some(at) = self.config.node.iter().position(|node| node.name == name) {
                 let node = self.config.node.remove(at);
                 self.forget_endpoint(&node);
                 self.by_hand.remove(&name);
                 if node.cpu.is_some() {
-                    self.set_apart();
+                    self.update_housekeeping_cpus();
                 }
                 self.changes.push(Change::Removed(name.clone()));
             }

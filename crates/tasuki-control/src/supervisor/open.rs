@@ -12,10 +12,10 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tasuki_relay::message::{DeviceBundle, ToDaemon, lease_page};
 use tasuki_relay::wire::{Order, Reason};
 
-use super::card::{Card, Kept, LeasePage, Opener, Opening, Speech};
+use super::card::{Card, LeasePage, Opened, Opener, Opening, Speech};
 use super::policy;
 use super::worker::{Readiness, Worker};
-use super::{About, Supervisor, Token, WORKER_TIMEOUT, bundles, iova_of, now, watch};
+use super::{About, Supervisor, Token, WORKER_TIMEOUT, bundles, epoll_add, iova_of, now};
 use crate::channel::{self, Nothing};
 use crate::config::{self, Confine, Device};
 use crate::jail::Terms;
@@ -118,7 +118,7 @@ impl Supervisor {
     pub(super) fn is_lost(&self, nic: u32) -> Option<Reason> {
         let card =
             self.cards.get(&nic).filter(|card| card.is_parked() && card.vni().is_none() && card.closing.is_none())?;
-        let is_open = matches!(card.opening, Opening::Open) && card.kept.is_some() && !card.has_lost_its_model();
+        let is_open = matches!(card.opening, Opening::Open) && card.opened.is_some() && !card.has_lost_its_model();
         if !is_open || self.jobs.iter().any(|job| job.is_about(nic)) {
             return None;
         }
@@ -156,12 +156,12 @@ impl Supervisor {
             UnixListener::bind(&socket).with_context(|| format!("{} cannot be served at", socket.display()))?;
         let args = ["sim", "nic", "--stdin"].into_iter().map(str::to_owned).chain(card.config.wire.clone());
         let program = self.programs.model.clone();
-        let (mut command, terms) = self.start_apart(nic, &program, args.collect(), &[])?;
+        let (mut command, terms) = self.card_command(nic, &program, args.collect(), &[])?;
         let model = speaking(&mut command, listener.into(), terms).with_context(|| {
             format!("{} does not start; build it: cargo build --package tasuki-sim", program.display())
         });
         let (model, speech) = model?;
-        watch(&self.epoll, model.pidfd(), Token::ModelEnd(nic))?;
+        epoll_add(&self.epoll, model.pidfd(), Token::ModelEnd(nic))?;
         let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
         (card.model, card.speech, card.opening) = (Some(model), Some(speech), Opening::Model(now()));
         self.record_nic(nic);
@@ -213,11 +213,11 @@ impl Supervisor {
         }
         let devices: &[&str] = if matches!(device, Device::Vfio(_)) { &["/dev/vfio"] } else { &[] };
         let program = self.worker_program();
-        let (mut command, terms) = self.start_apart(nic, &program, args, devices)?;
+        let (mut command, terms) = self.card_command(nic, &program, args, devices)?;
         let opener = speaking(&mut command, theirs, terms);
         let (process, speech) = opener.with_context(|| format!("{} does not start", program.display()))?;
-        watch(&self.epoll, process.pidfd(), Token::OpenerEnd(nic))?;
-        watch(&self.epoll, ours.as_fd(), Token::OpenerReadable(nic))?;
+        epoll_add(&self.epoll, process.pidfd(), Token::OpenerEnd(nic))?;
+        epoll_add(&self.epoll, ours.as_fd(), Token::OpenerReadable(nic))?;
         let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
         card.opening = Opening::Opener(Opener { process, socket: ours, speech, why: None, party, since: now() });
         Ok(())
@@ -283,7 +283,7 @@ impl Supervisor {
         }
         // The card was just started: an earlier driver's finding about its link no longer counts.
         card.lease_page.words.store(lease_page::LINK, 0);
-        card.kept = Some(Kept { bundle, fds, made_by });
+        card.opened = Some(Opened { bundle, fds, made_by });
         card.trouble = None;
         card.failures = 0;
         let (name, device) = (card.config.name.clone(), card.config.device.to_string());
@@ -294,7 +294,7 @@ impl Supervisor {
     pub(super) fn opener_ended(&mut self, nic: u32) {
         self.on_opener_readable(nic);
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        let is_open = card.kept.is_some();
+        let is_open = card.opened.is_some();
         let next = if is_open { Opening::Open } else { Opening::NotBefore(now()) };
         let was = std::mem::replace(&mut card.opening, next);
         let Opening::Opener(Opener { mut process, mut speech, why, .. }) = was else {

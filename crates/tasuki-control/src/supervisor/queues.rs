@@ -21,7 +21,7 @@ use tasuki_shm::crash;
 use tasuki_tap::device::{another_queue, give_flows, give_one_queue_all, is_detached, is_gone};
 
 use super::card::Card;
-use super::keeping::{Found, Key};
+use super::deposits::{Found, Key};
 use super::{About, Supervisor, WORKER_TIMEOUT, now};
 use crate::config::{Config, Node};
 
@@ -172,7 +172,7 @@ impl Supervisor {
         let (description, _) = self.tap_for(of)?.with_context(|| format!("node {of} has no interface"))?;
         let description = message::Endpoint { latency_us: node.latency_us, ..description };
         let queue = self.queues.get(name).context("it was just opened")?.device.try_clone()?;
-        self.keep(Key::Queue(name.to_owned()));
+        self.mark_deposit(Key::Queue(name.to_owned()));
         Ok(Some((description, queue)))
     }
 
@@ -185,7 +185,7 @@ impl Supervisor {
             let _ = give_flows(queue.device.as_fd(), false);
             self.steer(of, queue.device.as_fd());
         }
-        self.keep(Key::Queue(node.name.clone()));
+        self.mark_deposit(Key::Queue(node.name.clone()));
     }
 
     /// Begins to drain the queue that a node drives. Returns `None` if there is nothing to drain, or no way to: it has no
@@ -266,8 +266,8 @@ impl Supervisor {
         }
     }
 
-    /// Returns the queue of a node and a text for the keeper.
-    pub(super) fn queue_to_keep(&self, node: &str) -> Option<(String, BorrowedFd<'_>)> {
+    /// Returns what the keeper gets of a node's queue: a text and the descriptor.
+    pub(super) fn queue_deposit(&self, node: &str) -> Option<(String, BorrowedFd<'_>)> {
         let of = self.config.node(node).and_then(Node::queue_of);
         let has_none = of.is_some_and(|of| !self.gets_flows(of));
         let text = if has_none { FIRST_HAS_NONE } else { "" };
@@ -316,7 +316,7 @@ impl Supervisor {
         let is_its = |card: &&Card| card.vni().is_some() && has_flows(&card.node) && !self.leaves(&card.node);
         let look = |card: &Card| {
             let is_driven = self.is_member(card) && self.is_held(card.number);
-            let is_troubled = card.kept.is_none() || self.trouble_of(&card.node).is_some();
+            let is_troubled = card.opened.is_none() || self.trouble_of(&card.node).is_some();
             (card.node.clone(), card.number, is_driven, is_troubled)
         };
         let looks: Vec<_> = self.cards.values().filter(is_its).map(look).collect();
@@ -357,7 +357,7 @@ impl Supervisor {
                         // The next daemon has to know.
                         let is_its = |node: &&Node| node.queue_of() == Some(&name);
                         let its = self.config.node.iter().filter(is_its).map(|node| node.name.clone());
-                        its.collect::<Vec<_>>().into_iter().for_each(|queue| self.keep(Key::Queue(queue)));
+                        its.collect::<Vec<_>>().into_iter().for_each(|queue| self.mark_deposit(Key::Queue(queue)));
                     }
                 }
                 if !gets_some {

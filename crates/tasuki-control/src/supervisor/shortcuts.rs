@@ -16,7 +16,7 @@ pub struct OnVni {
     /// Name of the VNI.
     pub vni: String,
     /// Whether it may take the shortcut.
-    pub may: bool,
+    pub may_shortcut: bool,
     /// Its station address.
     pub mac: [u8; 6],
 }
@@ -25,8 +25,8 @@ impl OnVni {
     /// Returns the place of a node that is a namespace on a VNI.
     pub fn of(node: &config::Node) -> Option<Self> {
         // Only workers look at IP addresses, and keep limits.
-        let may = node.tap()?.shortcut && node.addresses.is_empty() && node.limits.is_none();
-        Some(OnVni { vni: node.vni.clone()?, may, mac: node.mac() })
+        let may_shortcut = node.tap()?.shortcut && node.addresses.is_empty() && node.limits.is_none();
+        Some(OnVni { vni: node.vni.clone()?, may_shortcut, mac: node.mac() })
     }
 }
 
@@ -50,7 +50,7 @@ impl Shortcuts {
     /// Adopts the veth end beside a TAP, even if its namespace may no longer take the shortcut: then all its frames
     /// go by its worker.
     pub fn adopt(&mut self, on: &OnVni, device: &OwnedFd) -> Result<VethEnd, TapError> {
-        self.with(&on.vni, || Shortcut::around(device), |shortcut| shortcut.adopt(device, on.mac, on.may))
+        self.with(&on.vni, || Shortcut::around(device), |shortcut| shortcut.adopt(device, on.mac, on.may_shortcut))
     }
 
     /// Works on a VNI's shortcut, and makes one if there is none. Removes that again if the work fails.

@@ -14,8 +14,8 @@ use tasuki_tap::namespace::Namespace;
 use tasuki_tap::shortcut::remove_beside;
 use tasuki_tap::{Settings, Tap, TapError, set_mac};
 
+use super::deposits::{Found, Key};
 use super::door::Refusal;
-use super::keeping::{Found, Key};
 use super::shortcuts::{Crossed, OnVni, Shortcuts, VethEnd};
 use super::{About, Supervisor, now};
 use crate::config;
@@ -93,7 +93,7 @@ impl TapEnd {
 
     /// Makes it with a veth end, if it is to have one.
     fn connect(&mut self, shortcuts: &mut Shortcuts) -> Option<Result<OwnedFd, TapError>> {
-        let on = self.on.as_ref().filter(|on| on.may)?;
+        let on = self.on.as_ref().filter(|on| on.may_shortcut)?;
         let place = self.place();
         let made = shortcuts.connect(on, &place, &self.config.name, &self.settings());
         Some(made.map(|(veth_end, device)| {
@@ -115,7 +115,7 @@ impl TapEnd {
         if self.device.is_some() {
             return None;
         }
-        let adopted = self.on.as_ref().map(|on| (on.may, shortcuts.adopt(on, &device)));
+        let adopted = self.on.as_ref().map(|on| (on.may_shortcut, shortcuts.adopt(on, &device)));
         // That daemon died while it removed it, before the keeper knew.
         if !lives && is_gone(device.as_fd()) {
             return None;
@@ -170,14 +170,16 @@ impl Supervisor {
         }
         let has_it = |node: &String| self.config.tap(node).is_some_and(|tap| self.taps[&tap.label()].device.is_some());
         let living: Vec<String> = living.iter().filter(|node| !has_it(node)).cloned().collect();
-        let kept: Vec<String> = living.iter().filter_map(|node| Some(self.config.tap(node)?.label())).collect();
+        let of_living: Vec<String> = living.iter().filter_map(|node| Some(self.config.tap(node)?.label())).collect();
         let mut troubles = Vec::new();
         // Namespaces that are to reach each other must be connected where an earlier daemon connected the others:
         // the new ones wait for those.
         let waits = |tap: &TapEnd| {
-            tap.on.as_ref().is_some_and(|on| on.may && living.iter().any(|node| self.config.is_on(node, &on.vni)))
+            tap.on
+                .as_ref()
+                .is_some_and(|on| on.may_shortcut && living.iter().any(|node| self.config.is_on(node, &on.vni)))
         };
-        for (label, tap) in self.taps.iter_mut().filter(|(label, tap)| !kept.contains(label) && !waits(tap)) {
+        for (label, tap) in self.taps.iter_mut().filter(|(label, tap)| !of_living.contains(label) && !waits(tap)) {
             let node = self.config.node.iter().find(|node| node.tap().is_some_and(|tap| tap.label() == **label));
             let node = node.map_or("", |node| &node.name);
             let is_on_vni = tap.before == Before::Offload;
@@ -206,7 +208,7 @@ impl Supervisor {
         let tap = self.taps.get_mut(&label).with_context(|| format!("there is no TAP {label}"))?;
         let (device, why) = tap.make(&mut self.shortcuts).with_context(|| format!("it has no TAP {label}"))?;
         let device = device.try_clone()?;
-        self.keep(Key::Tap(label.clone()));
+        self.mark_deposit(Key::Tap(label.clone()));
         why.into_iter().for_each(|why| self.note(About::node(node), why));
         let config = self.config.node(node);
         let limits = config.map(config::Node::limits).unwrap_or_default();
@@ -222,7 +224,7 @@ impl Supervisor {
             nodes.filter_map(|node| Some((node.tap()?.label(), self.is_captured(&node.name)))).collect();
         for (label, is_captured) in labels {
             let Some(tap) = self.taps.get_mut(&label) else { continue };
-            let may = tap.on.as_ref().is_some_and(|on| on.may);
+            let may = tap.on.as_ref().is_some_and(|on| on.may_shortcut);
             let Some(veth_end) = tap.veth_end.as_mut() else { continue };
             if let Err(error) = veth_end.set_detour(is_captured || !may) {
                 let what = if may { "are captured" } else { "go by its worker, which keeps its limits" };
@@ -295,7 +297,7 @@ impl Supervisor {
         }
         let mut wanted = Vec::new();
         for card in self.cards.values() {
-            let Some(mac) = card.kept.as_ref().and_then(|kept| kept.bundle.mac) else { continue };
+            let Some(mac) = card.opened.as_ref().and_then(|opened| opened.bundle.mac) else { continue };
             let next = self.jobs.iter().filter(|job| job.is_about(card.number)).map(super::jobs::Job::node);
             let nodes = [card.node.as_str()].into_iter().chain(next);
             let nodes = nodes.filter_map(|node| self.config.node(node)).filter(|node| node.vni.is_none());

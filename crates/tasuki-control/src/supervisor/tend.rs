@@ -18,12 +18,12 @@ use tasuki_shm::crash;
 use super::card::LeasePage;
 use super::card::Opening;
 use super::deeds::{FROZEN_TIME_MAX, party};
+use super::deposits::Key;
 use super::door::why;
 use super::jails::{Cell, FirstMessage};
-use super::keeping::Key;
 use super::policy::{self, Death, Trouble};
 use super::worker::{Readiness, Stage, Words, Worker, client_report_allowance, sentence_allowance};
-use super::{About, Supervisor, Token, WORKER_TIMEOUT, iova_of, now, split, watch};
+use super::{About, Supervisor, Token, WORKER_TIMEOUT, epoll_add, iova_of, now, split};
 use crate::config::{Device, Work};
 use crate::jail;
 use crate::registry::{Change, WorkerRecord};
@@ -124,7 +124,7 @@ impl Supervisor {
     fn ready_on_all(&self, number: u32) -> bool {
         let Some(worker) = self.workers.get(&number).filter(|worker| worker.serves()) else { return false };
         let is_its = |card: &&super::card::Card| card.node == worker.record.node && card.closing.is_none();
-        let of_node = self.cards.values().filter(is_its).filter(|card| card.kept.is_some());
+        let of_node = self.cards.values().filter(is_its).filter(|card| card.opened.is_some());
         { of_node }
             .all(|card| worker.nics.get(&card.number) == Some(&Readiness::Ready) || card.holder() == Some(number))
     }
@@ -296,9 +296,9 @@ impl Supervisor {
         self.changes.push(Change::Worker(record.clone()));
         self.flush();
         crash::point("daemon.worker-recorded");
-        watch(&self.epoll, ours.as_fd(), Token::WorkerReadable(number))?;
+        epoll_add(&self.epoll, ours.as_fd(), Token::WorkerReadable(number))?;
         if let Some(lines) = &lines {
-            self.watch_lines(number, lines)?;
+            self.epoll_add_lines(number, lines)?;
         }
         let mut worker = Worker {
             record,
@@ -331,7 +331,7 @@ impl Supervisor {
             work: config.work_of_worker(),
             options: config.program().map(|program| program.options.clone()).unwrap_or_default(),
             cpu: config.cpu,
-            aside: self.aside.clone(),
+            aside: self.housekeeping_cpus.clone(),
             poll: config.poll,
             nice: config.nice(),
             memlock,
@@ -341,7 +341,7 @@ impl Supervisor {
         };
         worker.first_message = Some(FirstMessage { program, begin, fds: [program_state, listener], endpoint });
         self.workers.insert(number, worker);
-        self.keep(Key::Worker(number));
+        self.mark_deposit(Key::Worker(number));
         self.deposit();
         self.let_begin(number);
         let Some(worker) = self.workers.get_mut(&number) else { return Ok(number) };
@@ -373,7 +373,7 @@ impl Supervisor {
         let cards: Vec<(u32, bool)> = self
             .cards
             .values()
-            .filter(|card| card.kept.is_some() && card.closing.is_none())
+            .filter(|card| card.opened.is_some() && card.closing.is_none())
             .map(|card| (card.number, card.node == name))
             .collect();
         let joiner = self.joiner_of(name, &serving);
@@ -418,19 +418,19 @@ impl Supervisor {
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else {
             return false;
         };
-        let (Some(kept), Some(party), Some(prepare)) = (&card.kept, party(number), card.prepare(purpose, method))
+        let (Some(opened), Some(party), Some(prepare)) = (&card.opened, party(number), card.prepare(purpose, method))
         else {
             return false;
         };
         // A worker with memory of its own sees nothing of the old owner's.
         let is_trusted = self.config.trust(&card.node, &worker.record.node);
         let trust = if is_trusted { Trust::Full } else { Trust::None };
-        let apart = kept.apart().filter(|_| method.is_apart(trust));
-        let (bundle, count) = apart.unwrap_or_else(|| (kept.bundle.clone(), kept.fds.len()));
+        let partial = opened.without_memory().filter(|_| method.is_apart(trust));
+        let (bundle, count) = partial.unwrap_or_else(|| (opened.bundle.clone(), opened.fds.len()));
         let fenced = method != Method::Keep && !is_trusted;
         let message = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), fenced, bundle };
         worker.has(nic, Readiness::Preparing(now()));
-        self.keep(Key::Worker(number));
+        self.mark_deposit(Key::Worker(number));
         self.deposit();
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else {
             return false;
@@ -539,7 +539,7 @@ impl Supervisor {
     /// Returns when the loop must look again even if no event comes.
     pub(super) fn next_due(&self) -> Duration {
         let hearts = self.workers.values().any(Worker::serves).then(|| now() + self.config.daemon.hang_after() / 4);
-        let watches = self.cards.values().filter_map(|card| card.watch.map(|(_, at)| at));
+        let watches = self.cards.values().filter_map(|card| card.deadline.map(|(_, at)| at));
         let waits = self.nodes.values().map(|node| node.not_before).filter(|at| *at > now());
         let openings = self.cards.values().filter_map(|card| match card.opening {
             Opening::NotBefore(at) if at > now() => Some(at),
@@ -553,7 +553,7 @@ impl Supervisor {
             || !self.leaving.is_empty()
             || self.is_sparing()
             || self.stopping.is_some();
-        let soon = (busy || self.is_opening() || self.is_depositing()).then(|| now() + Duration::from_millis(20));
+        let soon = (busy || self.is_opening() || self.has_deposits_due()).then(|| now() + Duration::from_millis(20));
         let ahead = self.ahead.iter().map(|it| it.since);
         let frozen = self.frozen.iter().map(|it| it.since).chain(ahead).map(|since| since + FROZEN_TIME_MAX);
         let all = watches
@@ -573,7 +573,7 @@ impl Supervisor {
         let over: Vec<(u32, u32)> = self
             .cards
             .values_mut()
-            .filter_map(|card| card.watch.take_if(|(_, at)| *at <= now).map(|(number, _)| (card.number, number)))
+            .filter_map(|card| card.deadline.take_if(|(_, at)| *at <= now).map(|(number, _)| (card.number, number)))
             .collect();
         for (nic, number) in over {
             self.tell_arbiter(nic, Input::Deadline(number));

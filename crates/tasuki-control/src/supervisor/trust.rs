@@ -42,12 +42,12 @@ impl Supervisor {
     }
 
     /// Tells the arbiters which nodes do not trust each other any more, but where both have the page: see `reconcile_trust`.
-    pub(super) fn estrange_those_apart(&mut self) {
+    pub(super) fn estrange_those_without_shared_page(&mut self) {
         let names: Vec<String> = self.nodes.keys().cloned().collect();
         let pairs =
             names.iter().flat_map(|one| names.iter().filter(move |other| one < *other).map(move |other| (one, other)));
-        let apart: Vec<_> = pairs.filter(|(one, other)| !self.config.trust(one, other)).collect();
-        for (one, other) in apart {
+        let strangers: Vec<_> = pairs.filter(|(one, other)| !self.config.trust(one, other)).collect();
+        for (one, other) in strangers {
             let (one, other) = (self.node_number(one), self.node_number(other));
             let arbiters = self.cards.values_mut().filter_map(|card| card.arbiter.as_mut());
             arbiters.filter(|arbiter| !arbiter.share_page(one, other)).for_each(|arbiter| arbiter.estrange(one, other));

@@ -33,7 +33,7 @@ impl Supervisor {
 
     /// Returns the troubles of the daemon itself.
     fn trouble(&self) -> Option<String> {
-        let troubles: Vec<&str> = self.registry.trouble().into_iter().chain(self.keeping.trouble.as_deref()).collect();
+        let troubles: Vec<&str> = self.registry.trouble().into_iter().chain(self.deposits.trouble.as_deref()).collect();
         (!troubles.is_empty()).then(|| troubles.join("\n"))
     }
 
@@ -113,7 +113,7 @@ impl Supervisor {
         let state = card.arbiter.as_ref().map(|arbiter| arbiter.state());
         let is = match (state, holder) {
             _ if card.closing.is_some() => "is being closed",
-            _ if card.kept.is_none() || !matches!(card.opening, Opening::Open | Opening::Opener(_)) => "not open",
+            _ if card.opened.is_none() || !matches!(card.opening, Opening::Open | Opening::Opener(_)) => "not open",
             (Some(State::Steady), Some(_)) if card.has_lost_its_model() => "gone",
             (Some(State::Steady), Some(_)) => "driven",
             (Some(State::Parked), _) => "parked",

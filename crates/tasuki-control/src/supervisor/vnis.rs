@@ -20,9 +20,9 @@ use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::{Directory, NodeSet, directory_lines};
 use tasuki_shm::vni::node_memory::{NodeMemoryFds, PeerNodeMemory, QUEUE_COUNTS, has_noted, readable_len};
 
-use super::card::{Card, Kept, Opening};
+use super::card::{Card, Opened, Opening};
+use super::deposits::Key;
 use super::door::Refusal;
-use super::keeping::Key;
 use super::requests::there_are;
 use super::worker::Worker;
 use super::{About, Supervisor};
@@ -69,8 +69,8 @@ struct Member {
 }
 
 /// Returns the descriptors of an end's node memory.
-fn memory_of(kept: &Kept) -> Option<[BorrowedFd<'_>; 2]> {
-    Some([kept.fds.get(CONTROL)?.as_fd(), kept.fds.get(POOL)?.as_fd()])
+fn memory_of(opened: &Opened) -> Option<[BorrowedFd<'_>; 2]> {
+    Some([opened.fds.get(CONTROL)?.as_fd(), opened.fds.get(POOL)?.as_fd()])
 }
 
 /// Returns the name of a node's end of a VNI.
@@ -150,7 +150,8 @@ impl Supervisor {
         // A worker that died may not have heard that the former node of a number left, and its successor neither; and an
         // earlier daemon may have given numbers that it could not record.
         let is_clean = |number: &u16| {
-            let ends = self.cards.values().filter(|card| card.vni() == Some(vni)).filter_map(|card| card.kept.as_ref());
+            let ends =
+                self.cards.values().filter(|card| card.vni() == Some(vni)).filter_map(|card| card.opened.as_ref());
             !ends.filter_map(memory_of).any(|[control, pool]| has_noted(control, pool, *number))
         };
         numbers().take(TRIED_MAX).find(is_clean).or_else(|| numbers().next()).with_context(|| {
@@ -188,7 +189,7 @@ impl Supervisor {
         };
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
         card.number_on_vni = Some(number);
-        (card.kept, card.opening, card.trouble) = (Some(Kept { bundle, fds, made_by: 0 }), Opening::Open, None);
+        (card.opened, card.opening, card.trouble) = (Some(Opened { bundle, fds, made_by: 0 }), Opening::Open, None);
         self.record_nic(nic);
         Ok(())
     }
@@ -213,8 +214,9 @@ impl Supervisor {
             let had_a_driver = card.lease_page.words.load(lease_page::RELAYS) > 0;
             !is_queue || had_a_driver || self.workers.values().any(|worker| worker.nics.contains_key(&card.number))
         };
-        let is_new =
-            |card: &&Card| card.kept.is_some() && !self.is_member(card) && !self.leaves(&card.node) && is_driven(card);
+        let is_new = |card: &&Card| {
+            card.opened.is_some() && !self.is_member(card) && !self.leaves(&card.node) && is_driven(card)
+        };
         let new: Vec<u32> =
             self.cards.values().filter(|card| card.vni().is_some()).filter(is_new).map(|card| card.number).collect();
         let joined: Vec<u32> = new.into_iter().filter(|nic| self.joins(*nic)).collect();
@@ -266,9 +268,9 @@ impl Supervisor {
         let lead = self.config.lead_of(self.config.node(&node).context("there is no such node")?);
         let (mac, is_uplink, addresses) = (lead.mac(), lead.has_others(), lead.addresses.clone());
         let lead = lead.name.clone();
-        let kept = card.kept.as_ref().context("it has no node memory")?;
+        let opened = card.opened.as_ref().context("it has no node memory")?;
         let copy = |at: usize| {
-            let fd = kept.fds.get(at).context("a descriptor of it is not there")?;
+            let fd = opened.fds.get(at).context("a descriptor of it is not there")?;
             fd.try_clone().context("a descriptor cannot be copied; raise LimitNOFILE= of tasukid")
         };
         let node_memory = NodeMemoryFds { control: copy(CONTROL)?, pool: copy(POOL)? }.to_read()?;
@@ -296,14 +298,14 @@ impl Supervisor {
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
         // The trouble was the failure to join, which is over.
         card.trouble = None;
-        if let Some(kept) = &mut card.kept {
+        if let Some(opened) = &mut card.opened {
             // The interface gets the address in the directory, in place of any earlier one.
-            kept.bundle.mac = Some(mac);
-            if let Some(place) = kept.fds.get_mut(vni::DIRECTORY) {
+            opened.bundle.mac = Some(mac);
+            if let Some(place) = opened.fds.get_mut(vni::DIRECTORY) {
                 *place = directory;
             }
         }
-        self.keep(Key::Card(nic));
+        self.mark_deposit(Key::Card(nic));
         Ok(())
     }
 
@@ -353,8 +355,8 @@ impl Supervisor {
     /// the workers that missed it.
     fn tell_directory(&self, nic: u32) -> Vec<u32> {
         let Some((net, ..)) = self.membership(nic) else { return Vec::new() };
-        let kept = self.cards.get(&nic).and_then(|card| card.kept.as_ref());
-        let Some(directory) = kept.and_then(|kept| kept.fds.get(vni::DIRECTORY)) else { return Vec::new() };
+        let opened = self.cards.get(&nic).and_then(|card| card.opened.as_ref());
+        let Some(directory) = opened.and_then(|opened| opened.fds.get(vni::DIRECTORY)) else { return Vec::new() };
         let misses = |worker: &&Worker| {
             let nodes = net.members.keys().copied().collect();
             let told = worker.write(&ToWorker::Directory { nic, nodes }, &[directory.as_fd()]);

@@ -194,7 +194,7 @@ impl Worker {
 
     /// Returns whether it can hear of clients with many descriptors. One that began while no daemon was there to hear of
     /// its versions is asked, and refuses by itself.
-    pub fn takes_wide(&self) -> bool {
+    pub fn takes_many_fds(&self) -> bool {
         self.record.reads.is_empty() || self.reads_ends(message::vni::WIDE_VERSION)
     }
 

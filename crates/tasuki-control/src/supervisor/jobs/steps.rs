@@ -94,7 +94,7 @@ impl Supervisor {
             }
             return Step::Over;
         };
-        let Some(card) = self.cards.get(&nic).filter(|card| card.kept.is_some()) else {
+        let Some(card) = self.cards.get(&nic).filter(|card| card.opened.is_some()) else {
             self.jobs[at].todo.pop_front();
             return Step::Again;
         };
@@ -110,7 +110,7 @@ impl Supervisor {
             return Step::Again;
         }
         match worker.nics.get(&nic) {
-            None if card.is_wide() && !worker.takes_wide() => Step::Fail(
+            None if card.needs_many_fds() && !worker.takes_many_fds() => Step::Fail(
                 "its program is from before machines of more than 8 pairs of queues, and the node has one; end that, or start it with less"
                     .to_owned(),
             ),
@@ -210,12 +210,12 @@ impl Supervisor {
     fn ask_arbiter(&mut self, at: usize, nic: u32, method: Method) -> Step {
         let Some(card) = self.cards.get(&nic) else { return Step::Again };
         let driver = card.holder().or(self.jobs[at].gave);
-        let bundle = card.kept.as_ref().map(|kept| (kept.bundle.kind, kept.bundle.version));
+        let bundle = card.opened.as_ref().map(|opened| (opened.bundle.kind, opened.bundle.version));
         let (kind, version) = bundle.unwrap_or_default();
         let store = match method {
             Method::Keep if card.vni().is_none() => match self.stored_version(at, driver, (kind, version)) {
                 Ok(store) => store,
-                Err(apart) => return Step::Fail(apart.to_string()),
+                Err(no_common) => return Step::Fail(no_common.to_string()),
             },
             _ => self.jobs[at].store.then_some(version),
         };

@@ -1,6 +1,6 @@
-//! CPUs on which no node's workers stay. tasukid runs there with all processes that it starts. They take no time
-//! from a driver that is never idle, which would lose it in slices of milliseconds. A worker moves to its node's CPU
-//! when it is ready.
+//! The housekeeping CPUs: those on which no node's workers stay. tasukid runs there with all processes that it starts.
+//! There they take no time from a driver that is never idle, which would lose it in slices of milliseconds. A worker
+//! moves to its node's CPU when it is ready.
 
 use rustix::process::Pid;
 use rustix::thread::CpuSet;
@@ -8,18 +8,18 @@ use rustix::thread::CpuSet;
 use crate::config::{Config, Node};
 
 /// Returns the CPUs that this thread may use and on which no node's workers are told to stay.
-pub fn cpus(config: &Config) -> Vec<u32> {
+pub fn find(config: &Config) -> Vec<u32> {
     let Ok(ours) = rustix::thread::sched_getaffinity(None) else { return Vec::new() };
     let may_use = |cpu: &u32| usize::try_from(*cpu).is_ok_and(|cpu| ours.is_set(cpu));
     let most = u32::try_from(CpuSet::MAX_CPU).unwrap_or(u32::MAX);
     (0..most).filter(may_use).filter(|&cpu| config.node.iter().all(|node| node.cpu != Some(cpu))).collect()
 }
 
-/// Returns where a node's processes may run: on its CPU, and on the CPUs on which no node's workers stay. `None` if
-/// no node has a CPU for itself, or none is left for this one.
-pub fn of(node: &Node, config: &Config, aside: &[u32]) -> Option<CpuSet> {
+/// Returns where a node's processes may run: on its CPU, and on the housekeeping CPUs. `None` if no node has a CPU for
+/// itself, or none is left for this one.
+pub fn allowed_for(node: &Node, config: &Config, housekeeping: &[u32]) -> Option<CpuSet> {
     let is_divided = config.node.iter().any(|node| node.cpu.is_some());
-    let its = set(&{ aside.iter().copied() }.chain(node.cpu).collect::<Vec<_>>());
+    let its = set(&{ housekeeping.iter().copied() }.chain(node.cpu).collect::<Vec<_>>());
     (is_divided && its.count() > 0).then_some(its)
 }
 
@@ -30,18 +30,18 @@ fn set(cpus: &[u32]) -> CpuSet {
     set
 }
 
-/// Moves this thread, and the threads and processes that it starts from then on, to these CPUs, if there are any.
-pub fn stay(cpus: &[u32]) {
-    keep(None, cpus);
+/// Pins this thread, and the threads and processes that it starts from then on, to these CPUs, if there are any.
+pub fn pin_this_thread(cpus: &[u32]) {
+    set_affinity(None, cpus);
 }
 
-/// Moves a process of one thread. The kernel tears down a killed process there, in half a millisecond, and not on its
+/// Pins a process of one thread. The kernel tears down a killed process there, in half a millisecond, and not on its
 /// successor's CPU.
-pub fn send(process: Pid, cpus: &[u32]) {
-    keep(Some(process), cpus);
+pub fn pin(process: Pid, cpus: &[u32]) {
+    set_affinity(Some(process), cpus);
 }
 
-fn keep(thread: Option<Pid>, cpus: &[u32]) {
+fn set_affinity(thread: Option<Pid>, cpus: &[u32]) {
     let set = set(cpus);
     if set.count() > 0 {
         // These CPUs are among those that it had; if that is no longer so, it runs where it ran.
@@ -60,21 +60,21 @@ mod tests {
 
     #[test]
     fn a_node_has_its_cpu_for_itself_where_there_are_others() {
-        let ours = cpus(&config(None));
+        let ours = find(&config(None));
         assert!(!ours.is_empty(), "this test runs somewhere");
-        let aside = cpus(&config(Some(ours[0])));
-        assert_eq!(aside, ours[1..]);
-        stay(&aside);
-        let stays = cpus(&config(None));
+        let housekeeping = find(&config(Some(ours[0])));
+        assert_eq!(housekeeping, ours[1..]);
+        pin_this_thread(&housekeeping);
+        let stays = find(&config(None));
         // Other tests may come after this one in the same thread.
-        stay(&ours);
+        pin_this_thread(&ours);
         assert_eq!(stays, if ours.len() > 1 { &ours[1..] } else { &ours[..] });
     }
 
     #[test]
     fn a_node_runs_on_its_cpu_and_on_nobodys() {
-        let its = |config: &Config, aside: &[u32]| {
-            let set = of(&config.node[0], config, aside);
+        let its = |config: &Config, housekeeping: &[u32]| {
+            let set = allowed_for(&config.node[0], config, housekeeping);
             set.map(|set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect::<Vec<_>>())
         };
         assert_eq!(its(&config(None), &[0, 1]), None, "no node has one");

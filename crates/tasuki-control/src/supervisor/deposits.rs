@@ -1,8 +1,8 @@
 //! The daemon's side of the [`crate::keeper`]. The daemon deposits each descriptor that must outlive it before it
 //! gives the descriptor to any other process. The next daemon takes it from there.
 //!
-//! A `Key` names a thing to keep; the daemon looks up its present state when it tells the keeper. So a key may be
-//! marked any number of times, and a keeper that was started anew is told everything.
+//! A `Key` names a thing to deposit; the daemon looks up its present state when it deposits it. So a key may be marked any
+//! number of times, and a keeper that was started anew is told everything.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use tasuki_relay::message;
 
 use super::card::Card;
-use super::{About, Supervisor, Token, now, watch};
+use super::{About, Supervisor, Token, epoll_add, now};
 use crate::channel::{self, Nothing};
 use crate::keeper::{self, Word};
 use crate::process::Process;
@@ -28,7 +28,7 @@ const KEEPER_START_POLL_EVERY: Duration = Duration::from_millis(10);
 /// Interval of attempts to start a keeper.
 const KEEPER_RETRY_EVERY: Duration = Duration::from_secs(1);
 
-/// The name of something kept.
+/// The name of something that the keeper has.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Key {
@@ -86,10 +86,10 @@ pub(super) struct ComingText {
 /// Entries that an earlier daemon left with the keeper.
 pub(super) type Found = BTreeMap<Key, (String, Vec<OwnedFd>)>;
 
-/// The keeper, and the keys it has yet to be told of.
+/// The keeper, and the keys whose state it has yet to get.
 #[derive(Debug, Default)]
-pub(super) struct Keeping {
-    way: Option<Way>,
+pub(super) struct Deposits {
+    connection: Option<KeeperConnection>,
     due: BTreeSet<Key>,
     /// Keys that an earlier daemon left there.
     left: Vec<Key>,
@@ -101,12 +101,12 @@ pub(super) struct Keeping {
 pub(super) const TOO_FEW_DESCRIPTORS: &str = "this tasukid may open too few descriptors to take over what the last one had, and that goes on; raise LimitNOFILE= (ulimit -Hn), and start it again";
 
 #[derive(Debug)]
-struct Way {
+struct KeeperConnection {
     socket: OwnedFd,
     process: Process,
 }
 
-impl Way {
+impl KeeperConnection {
     /// Connects to the keeper of an earlier daemon, if there is one.
     ///
     /// # Errors
@@ -122,7 +122,7 @@ impl Way {
                     };
                     let process = Process::by_pid(peer.pid).context(TOO_FEW_DESCRIPTORS)?;
                     if let Some(process) = process.filter(|process| process.name().pid != std::process::id()) {
-                        return Ok(Some(Way { socket, process }));
+                        return Ok(Some(KeeperConnection { socket, process }));
                     }
                 }
                 Err(error) if channel::lacks(&error) => return Err(error).context(TOO_FEW_DESCRIPTORS),
@@ -147,7 +147,7 @@ impl Way {
         command.arg0("tasukid").arg("keep").arg(folder);
         command.stdin(Stdio::from(listener)).stdout(Stdio::from(theirs)).stderr(Stdio::null());
         let process = Process::spawn(&mut command).context("its process does not start")?;
-        Ok(Way { socket, process })
+        Ok(KeeperConnection { socket, process })
     }
 
     /// Returns all that the keeper has.
@@ -184,20 +184,20 @@ impl Supervisor {
     ///
     /// # Errors
     /// This process may not open all that the keeper has. It stays with the keeper, for a daemon that may.
-    pub(super) fn begin_keeping(&mut self) -> Result<Found> {
-        let Some(way) = Way::find(&self.place.keeper_socket())? else {
+    pub(super) fn find_or_start_keeper(&mut self) -> Result<Found> {
+        let Some(connection) = KeeperConnection::find(&self.place.keeper_socket())? else {
             self.start_keeper();
             return Ok(Found::new());
         };
-        Ok(match way.list() {
+        Ok(match connection.list() {
             Ok(found) => {
-                self.use_keeper(way);
-                self.keeping.left = found.keys().cloned().collect();
+                self.use_keeper(connection);
+                self.deposits.left = found.keys().cloned().collect();
                 found
             }
             Err(error) if matches!(error.downcast_ref(), Some(Nothing::Lack(_))) => bail!(TOO_FEW_DESCRIPTORS),
             Err(error) => {
-                way.process.kill();
+                connection.process.kill();
                 self.note(
                     About::default(),
                     format!("everything that the last tasukid had is lost with its keeper: {error:#}"),
@@ -208,34 +208,34 @@ impl Supervisor {
         })
     }
 
-    fn use_keeper(&mut self, way: Way) {
-        let watched = watch(&self.epoll, way.socket.as_fd(), Token::KeeperReadable);
-        self.keeping.trouble = watched.err().map(|error| format!("the keeper is not watched: {error:#}"));
-        self.keeping.way = Some(way);
+    fn use_keeper(&mut self, connection: KeeperConnection) {
+        let watched = epoll_add(&self.epoll, connection.socket.as_fd(), Token::KeeperReadable);
+        self.deposits.trouble = watched.err().map(|error| format!("the keeper is not watched: {error:#}"));
+        self.deposits.connection = Some(connection);
     }
 
     fn start_keeper(&mut self) {
-        self.keeping.not_before = now() + KEEPER_RETRY_EVERY;
-        match Way::start(self.place.folder(), &self.place.keeper_socket()) {
-            Ok(way) => {
-                self.use_keeper(way);
-                self.keep_all();
+        self.deposits.not_before = now() + KEEPER_RETRY_EVERY;
+        match KeeperConnection::start(self.place.folder(), &self.place.keeper_socket()) {
+            Ok(connection) => {
+                self.use_keeper(connection);
+                self.mark_all_deposits();
             }
             Err(error) => {
                 let trouble = format!(
                     "there is no keeper ({error:#}): if tasukid dies now, its workers end with it, and cards are opened anew"
                 );
-                if self.keeping.trouble.as_ref() != Some(&trouble) {
+                if self.deposits.trouble.as_ref() != Some(&trouble) {
                     self.note(About::default(), trouble.clone());
                 }
-                self.keeping.trouble = Some(trouble);
+                self.deposits.trouble = Some(trouble);
             }
         }
     }
 
     /// Handles a keeper whose end is closed: it never sends anything unasked.
     pub(super) fn on_keeper_hang_up(&mut self) {
-        let Some(Way { socket, mut process }) = self.keeping.way.take() else { return };
+        let Some(KeeperConnection { socket, mut process }) = self.deposits.connection.take() else { return };
         drop(socket);
         process.kill();
         let how = process.ended();
@@ -244,90 +244,90 @@ impl Supervisor {
 
     /// Starts a keeper if there is none. Not while something is urgent.
     pub(super) fn mend_keeper(&mut self) {
-        if self.keeping.way.is_none() && now() >= self.keeping.not_before {
+        if self.deposits.connection.is_none() && now() >= self.deposits.not_before {
             self.start_keeper();
             self.deposit();
         }
     }
 
-    /// Marks this key: the keeper is to have its present state, if there is such a thing.
-    pub(super) fn keep(&mut self, key: Key) {
-        self.keeping.due.insert(key);
+    /// Marks this key: the keeper is to get its present state, or to forget it if there is no such thing any more.
+    pub(super) fn mark_deposit(&mut self, key: Key) {
+        self.deposits.due.insert(key);
     }
 
     /// Marks everything: the keeper is to have the present state of all, and nothing else.
-    pub(super) fn keep_all(&mut self) {
+    pub(super) fn mark_all_deposits(&mut self) {
         if self.adopting {
             return;
         }
-        let mut due = std::mem::take(&mut self.keeping.due);
-        due.extend(std::mem::take(&mut self.keeping.left));
+        let mut due = std::mem::take(&mut self.deposits.due);
+        due.extend(std::mem::take(&mut self.deposits.left));
         due.extend(self.cards.keys().flat_map(|nic| [Key::Card(*nic), Key::Page(*nic), Key::Coming(*nic)]));
         due.extend(self.nodes.keys().cloned().map(Key::ProgramState));
         due.extend(self.workers.keys().copied().map(Key::Worker));
         due.extend(self.taps.keys().cloned().map(Key::Tap));
         due.extend(self.queues.keys().cloned().map(Key::Queue));
         due.extend(self.endpoints.keys().flat_map(|label| [Key::Endpoint(label.clone()), Key::Client(label.clone())]));
-        self.keeping.due = due;
+        self.deposits.due = due;
     }
 
-    /// Returns whether the keeper has yet to be told something.
-    pub(super) fn is_depositing(&self) -> bool {
-        self.keeping.way.is_none() || !self.keeping.due.is_empty()
+    /// Returns whether the keeper has yet to get something.
+    pub(super) fn has_deposits_due(&self) -> bool {
+        self.deposits.connection.is_none() || !self.deposits.due.is_empty()
     }
 
-    /// Tells the keeper of the keys that are due, as far as it has room. Entries of an earlier daemon stay as they
+    /// Deposits the state of the keys that are due, as far as the keeper has room. Entries of an earlier daemon stay as they
     /// are until all workers have been adopted.
     pub(super) fn deposit(&mut self) {
-        while let Some(key) = self.keeping.due.first().cloned() {
+        while let Some(key) = self.deposits.due.first().cloned() {
             if !self.deposit_one(&key) {
                 return;
             }
         }
     }
 
-    /// Tells the keeper of one key. Returns whether the keeper has room for more.
+    /// Deposits the state of one key. Returns whether the keeper has room for more.
     pub(super) fn deposit_one(&mut self, key: &Key) -> bool {
-        let Some(way) = self.keeping.way.as_ref().filter(|_| !self.adopting) else { return false };
+        let Some(connection) = self.deposits.connection.as_ref().filter(|_| !self.adopting) else { return false };
         let name = text(key);
-        let said = match self.kept_as(key) {
-            Some((what, fds)) => keeper::say(way.socket.as_fd(), &Word::Keep { name, what }, &fds),
-            None => keeper::say(way.socket.as_fd(), &Word::Forget { name }, &[]),
+        let said = match self.deposit_of(key) {
+            Some((what, fds)) => keeper::say(connection.socket.as_fd(), &Word::Keep { name, what }, &fds),
+            None => keeper::say(connection.socket.as_fd(), &Word::Forget { name }, &[]),
         };
         // If the keeper's end is closed, an event reports that. Otherwise it has no room, or the daemon has none for
         // descriptors under way.
         said.is_ok() && {
-            self.keeping.due.remove(key);
+            self.deposits.due.remove(key);
             true
         }
     }
 
     /// Returns whether the keeper has the present state of all these keys.
-    pub(super) fn knows(&self, keys: &[Key]) -> bool {
-        self.keeping.way.is_some() && !keys.iter().any(|key| self.keeping.due.contains(key))
+    pub(super) fn is_deposited(&self, keys: &[Key]) -> bool {
+        self.deposits.connection.is_some() && !keys.iter().any(|key| self.deposits.due.contains(key))
     }
 
     /// Returns the present state of a key: text and descriptors.
-    fn kept_as(&self, key: &Key) -> Option<(String, Vec<BorrowedFd<'_>>)> {
+    fn deposit_of(&self, key: &Key) -> Option<(String, Vec<BorrowedFd<'_>>)> {
         Some(match key {
             Key::Card(nic) => {
                 let card = self.cards.get(nic)?;
-                let kept = card.kept.as_ref()?;
+                let opened = card.opened.as_ref()?;
                 let what = CardText {
                     name: card.name().to_owned(),
                     device: card.config.device.to_string(),
-                    made_by: kept.made_by,
+                    made_by: opened.made_by,
                     page_of: card.page_of.clone(),
-                    turns: card.turns.load(0),
-                    bundle: kept.bundle.clone(),
+                    turns: card.lease_page_changes.load(0),
+                    bundle: opened.bundle.clone(),
                     opened: Some(OpenedText {
                         ring: card.config.ring,
                         mtu: card.config.mtu,
                         wire: card.config.wire.clone(),
                     }),
                 };
-                let ours = [&card.lease_page.words, &card.turns].map(|words| words.region().fd());
-                (text(&what), ours.into_iter().chain(channel::lend(&kept.fds)).collect())
+                let ours = [&card.lease_page.words, &card.lease_page_changes].map(|words| words.region().fd());
+                (text(&what), ours.into_iter().chain(channel::lend(&opened.fds)).collect())
             }
             Key::Page(nic) => {
                 let (node, lease_page) = self.cards.get(nic)?.coming_lease_page.as_ref()?;
@@ -344,17 +344,17 @@ impl Supervisor {
             }
             Key::Tap(label) => (String::new(), vec![self.taps.get(label)?.fd()?]),
             Key::Queue(node) => {
-                let (text, queue) = self.queue_to_keep(node)?;
+                let (text, queue) = self.queue_deposit(node)?;
                 (text, vec![queue])
             }
-            Key::Endpoint(label) => self.endpoints.get(label)?.to_keep()?,
-            Key::Client(label) => self.endpoints.get(label)?.client_to_keep()?,
+            Key::Endpoint(label) => self.endpoints.get(label)?.deposit()?,
+            Key::Client(label) => self.endpoints.get(label)?.client_deposit()?,
         })
     }
 
-    /// Ends the keeper: nothing need be kept any more.
+    /// Ends the keeper: nothing need outlive the daemon any more.
     pub(super) fn end_keeper(&mut self) {
-        if let Some(Way { socket, mut process }) = self.keeping.way.take() {
+        if let Some(KeeperConnection { socket, mut process }) = self.deposits.connection.take() {
             let _ = keeper::say(socket.as_fd(), &Word::End, &[]);
             drop(socket);
             process.kill();
@@ -373,7 +373,7 @@ impl Card {
     /// Restores the device bundle that an earlier daemon left with the keeper, if any. The bundle of a card that is
     /// gone holds only a hung-up socket, and is dropped.
     pub(super) fn restore(&mut self, found: &mut Found, is_used: bool) {
-        use super::card::{Kept, LeasePage, Memory, Opening};
+        use super::card::{LeasePage, Memory, Opened, Opening};
         use super::worker::Words;
         let Some((what, mut fds)) = found.remove(&Key::Card(self.number)) else { return };
         let Ok(CardText { name, device, made_by, page_of, turns, bundle, opened }) = serde_json::from_str(&what) else {
@@ -384,10 +384,10 @@ impl Card {
             return;
         }
         let lease_page = fds.remove(0);
-        let Ok(turned) = Words::adopt(fds.remove(0), size_of::<u64>()) else { return };
+        let Ok(changes) = Words::adopt(fds.remove(0), size_of::<u64>()) else { return };
         // If the counts differ, the earlier daemon moved the lease to the coming page and died before it told the
         // keeper.
-        let (lease_page, page_of) = match (turned.load(0) == turns, found.remove(&Key::Page(self.number))) {
+        let (lease_page, page_of) = match (changes.load(0) == turns, found.remove(&Key::Page(self.number))) {
             (true, _) => (lease_page, page_of),
             (false, Some((node, mut page))) if page.len() == 1 => (page.remove(0), BTreeSet::from([node])),
             (false, _) => return,
@@ -396,8 +396,9 @@ impl Card {
         if let Some(OpenedText { ring, mtu, wire }) = opened {
             (self.config.ring, self.config.mtu, self.config.wire) = (ring, mtu, wire);
         }
-        (self.page_of, self.turns) = (page_of, turned);
-        (self.lease_page, self.kept, self.opening) = (lease_page, Some(Kept { bundle, fds, made_by }), Opening::Open);
+        (self.page_of, self.lease_page_changes) = (page_of, changes);
+        (self.lease_page, self.opened, self.opening) =
+            (lease_page, Some(Opened { bundle, fds, made_by }), Opening::Open);
         let coming = found.remove(&Key::Coming(self.number));
         self.coming = coming.and_then(|(what, fds)| {
             let ComingText { party, layout } = serde_json::from_str(&what).ok()?;
