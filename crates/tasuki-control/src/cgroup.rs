@@ -227,7 +227,7 @@ impl Groups {
                 enable(&it.own, &parent, &asked)?;
             }
             if !it.is_v2 && it.has("cpuset") {
-                furnish(&it.own, &path)?;
+                inherit_cpuset(&it.own, &path)?;
             }
             bound(&path, it, bounds)?;
             let freezes = it.is_v2 || it.has("freezer");
@@ -318,7 +318,7 @@ fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
 
 /// Version 1 takes no process into a group without CPUs and memory. Gives each group below `own` those of its
 /// parent, if it has none.
-fn furnish(own: &Path, group: &Path) -> io::Result<()> {
+fn inherit_cpuset(own: &Path, group: &Path) -> io::Result<()> {
     let mut around = own.to_owned();
     for part in group.strip_prefix(own).unwrap_or(Path::new("")) {
         let inner = around.join(part);

@@ -202,7 +202,7 @@ impl Supervisor {
     fn stale_nodes(&self) -> BTreeSet<String> {
         let is_stale = |name: &&String| {
             let settings = self.config.node(name).map(|node| node.settings(self.config.lead_of(node)));
-            self.staff_of(name).iter().any(|number| {
+            self.present_workers_of(name).iter().any(|number| {
                 let began_with = self.workers.get(number).and_then(|worker| worker.record.settings);
                 began_with.is_some() && began_with != settings
             })
@@ -488,7 +488,7 @@ impl Supervisor {
         self.reconcile_shortcuts();
         let node = self.nodes.get_mut(name).context("there is no such node")?;
         // It waits in a jail that was made for the old settings.
-        node.ward.forget_cell();
+        node.jail.forget_cell();
         if !was_same_work {
             // One kind of work does not understand the memory of another.
             node.program_state = Words::create("tasuki program state", super::PROGRAM_STATE_LEN)?;

@@ -79,7 +79,7 @@ pub struct Capture {
 impl Supervisor {
     /// Returns whether frames of this node are being captured. That begins in
     /// [`begin_capture`](Self::begin_capture), and ends in [`end_capture`](Self::end_capture) or
-    /// [`capture_over`](Self::capture_over); `keep_house` runs after each.
+    /// [`capture_over`](Self::capture_over); `run_housekeeping` runs after each.
     pub(super) fn is_captured(&self, node: &str) -> bool {
         let is_its = |capture: &Capture| {
             let mut cards = self.cards.values().filter(|card| card.node == node);
@@ -195,7 +195,7 @@ impl Supervisor {
                 }
                 let message = ToWorker::Capture { nic, capture: *number, interface, snap: capture.snap };
                 let sent = worker.write(&message, &[socket.as_fd(), capture.missed.region().fd()]);
-                // A worker without room now is told when `keep_house` runs next; a dead or dying worker need not be.
+                // A worker without room now is told when `run_housekeeping` runs next; a dead or dying worker need not be.
                 if matches!(sent, Ok(()) | Err(Errno::PIPE | Errno::CONNRESET)) {
                     capture.told.insert((nic, party));
                 }

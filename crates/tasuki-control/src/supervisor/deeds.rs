@@ -76,7 +76,7 @@ impl Supervisor {
             || doing.iter().filter_map(|what| if let Do::Fence(party) = what { Some(party.0.get()) } else { None });
         fences().for_each(|number| self.freeze(number));
         if fences().next().is_some() {
-            self.call_taker(nic);
+            self.wake_taker(nic);
         }
         doing.into_iter().filter_map(|what| self.do_one(nic, what)).collect()
     }
@@ -145,7 +145,7 @@ impl Supervisor {
         match order {
             Order::Release { .. } => {
                 self.freeze_ahead(nic);
-                self.call_taker(nic);
+                self.wake_taker(nic);
             }
             _ => self.thaw_ahead(|it| it.number == party),
         }
@@ -199,7 +199,7 @@ impl Supervisor {
     }
 
     /// Wakes the worker that is to take over from workers that are, or will be, fenced: it is awake when they are.
-    fn call_taker(&mut self, nic: u32) {
+    fn wake_taker(&mut self, nic: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
         let next = card.arbiter.as_ref().and_then(Arbiter::next);
         if let Some((next, plan)) = next.zip(card.plan.filter(|plan| plan.fenced))

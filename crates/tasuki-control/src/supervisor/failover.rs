@@ -60,7 +60,7 @@ pub struct FailOver {
 
 /// What the daemon sees of a NIC and its two nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sight {
+pub struct Observation {
     /// It has a stand-by node, and is not there.
     pub is_armed: bool,
     /// No worker drives it though it is open, and its node is to be blamed.
@@ -106,8 +106,8 @@ pub struct LostTimer {
 
 impl LostTimer {
     /// Decides what follows.
-    pub fn look(&mut self, sight: Sight, limit: Duration, now: Duration) -> Then {
-        let Sight { is_armed, is_undriven, has_lost, has_taker, is_busy } = sight;
+    pub fn look(&mut self, seen: Observation, limit: Duration, now: Duration) -> Then {
+        let Observation { is_armed, is_undriven, has_lost, has_taker, is_busy } = seen;
         if !(is_armed && is_undriven && (has_lost || self.met.is_some())) {
             *self = LostTimer::default();
             return Then::Rest;
@@ -194,11 +194,11 @@ impl Supervisor {
             if !goes {
                 self.note_where(nic);
             }
-            let (Some(sight), limit) = (self.sight_of(nic, goes), self.config.daemon.failover_after()) else {
+            let (Some(seen), limit) = (self.observe(nic, goes), self.config.daemon.failover_after()) else {
                 continue;
             };
             let Some(card) = self.cards.get_mut(&nic) else { continue };
-            let then = card.lost.look(sight, limit, now());
+            let then = card.lost.look(seen, limit, now());
             if let (Some(met), Some(to)) = (card.lost.met, card.standby().map(str::to_owned)) {
                 self.is_lost_with_its_node(nic, &to, met);
             }
@@ -215,7 +215,7 @@ impl Supervisor {
 
     /// Returns what there is to see of a NIC, with a job that is to bring it to its stand-by node or without; nothing while
     /// its lease is on its way.
-    fn sight_of(&self, nic: u32, goes: bool) -> Option<Sight> {
+    fn observe(&self, nic: u32, goes: bool) -> Option<Observation> {
         let card = self.cards.get(&nic)?;
         let standby = card.standby().filter(|name| self.nodes.contains_key(*name) && !self.leaves(name));
         let is_held = self.is_held(nic);
@@ -229,7 +229,7 @@ impl Supervisor {
         let is_busy = |name: &str| {
             self.is_applying() || self.is_free(name, &[nic]).is_err() || self.is_free(&card.node, &[nic]).is_err()
         };
-        Some(Sight {
+        Some(Observation {
             is_armed: standby.is_some(),
             is_undriven: is_there && !is_held,
             has_lost: has_died || card.lease_page.words.load(lease_page::RELAYS) > 0,
@@ -511,7 +511,8 @@ mod tests {
 
     use super::*;
 
-    const LOST: Sight = Sight { is_armed: true, is_undriven: true, has_lost: true, has_taker: true, is_busy: false };
+    const LOST: Observation =
+        Observation { is_armed: true, is_undriven: true, has_lost: true, has_taker: true, is_busy: false };
     const LIMIT: Duration = Duration::from_millis(1000);
 
     fn ms(ms: u64) -> Duration {
@@ -519,38 +520,38 @@ mod tests {
     }
 
     /// Returns what follows from what is seen at these times.
-    fn looks(sights: &[(u64, Sight)]) -> Vec<Then> {
+    fn looks(observations: &[(u64, Observation)]) -> Vec<Then> {
         let mut timer = LostTimer::default();
-        sights.iter().map(|(at, sight)| timer.look(*sight, LIMIT, ms(*at))).collect()
+        observations.iter().map(|(at, seen)| timer.look(*seen, LIMIT, ms(*at))).collect()
     }
 
     #[test]
     fn a_node_is_lost_when_nobody_has_driven_for_so_long() {
         use Then::*;
-        let driven = Sight { is_undriven: false, ..LOST };
+        let driven = Observation { is_undriven: false, ..LOST };
         assert_eq!(looks(&[(5, LOST), (1004, LOST), (1005, LOST)]), [Wait(ms(905)), GetReady, Go]);
         assert_eq!(looks(&[(5, LOST), (900, driven), (1005, LOST)]), [Wait(ms(905)), Rest, Wait(ms(1905))]);
         let late = [(5, LOST), (1300, LOST), (2299, LOST), (2300, LOST)];
         assert_eq!(looks(&late), [Wait(ms(905)), Wait(ms(2300)), GetReady, Go], "the daemon stood still");
         assert_eq!(looks(&[(5, LOST), (1300, LOST), (9999, LOST)])[2], Go, "it is always late");
-        let begins = Sight { has_lost: false, ..LOST };
+        let begins = Observation { has_lost: false, ..LOST };
         assert_eq!(looks(&[(0, begins), (5000, begins)]), [Rest; 2], "its first worker is starting");
-        let home = Sight { is_armed: false, ..LOST };
+        let home = Observation { is_armed: false, ..LOST };
         assert_eq!(looks(&[(0, home), (5000, home)]), [Rest; 2], "it is at its stand-by node, or has none");
     }
 
     #[test]
     fn it_waits_for_the_first_node_that_is_back_and_for_what_is_under_way() {
         use Then::*;
-        let (alone, busy) = (Sight { has_taker: false, ..LOST }, Sight { is_busy: true, ..LOST });
+        let (alone, busy) = (Observation { has_taker: false, ..LOST }, Observation { is_busy: true, ..LOST });
         assert_eq!(
             looks(&[(0, alone), (950, alone), (1000, alone), (9000, LOST)]),
             [Wait(ms(900)), Wait(LIMIT), NoTaker, Go]
         );
-        let back = Sight { is_undriven: false, ..alone };
+        let back = Observation { is_undriven: false, ..alone };
         assert_eq!(looks(&[(0, alone), (1000, alone), (9000, back)])[1..], [NoTaker, Rest]);
         assert_eq!(looks(&[(0, LOST), (950, busy), (1000, busy), (1500, LOST)])[1..], [Wait(LIMIT), Busy, Go]);
-        let forgot = Sight { has_lost: false, ..alone };
+        let forgot = Observation { has_lost: false, ..alone };
         assert_eq!(looks(&[(0, LOST), (1000, alone), (1500, forgot)])[2], NoTaker, "lost is lost");
     }
 
@@ -615,8 +616,8 @@ mod tests {
                 }
                 let is_undriven = !alive[at];
                 dead_since = dead_since.filter(|_| is_undriven && at == 0).or(Some(now).filter(|_| is_undriven && at == 0));
-                let sight = Sight { is_armed: at == 0, is_undriven, has_lost: true, has_taker: alive[1], is_busy: false };
-                match timer.look(sight, LIMIT, now) {
+                let seen = Observation { is_armed: at == 0, is_undriven, has_lost: true, has_taker: alive[1], is_busy: false };
+                match timer.look(seen, LIMIT, now) {
                     Then::Go => {
                         prop_assert!(at == 0 && alive == [false, true]);
                         prop_assert!(dead_since.is_some_and(|since| now >= since + LIMIT), "{dead_since:?} {now:?}");

@@ -101,7 +101,7 @@ impl Cell {
 
 /// Resources that the processes of a node share.
 #[derive(Debug, Default)]
-pub struct Ward {
+pub struct NodeJail {
     /// The group that bounds them.
     group: Option<Group>,
     /// An empty network.
@@ -112,14 +112,14 @@ pub struct Ward {
     not_before: Duration,
 }
 
-impl Ward {
+impl NodeJail {
     /// Ends the process that waits for a program: it was made for other settings.
     pub fn forget_cell(&mut self) {
         self.cell.take().into_iter().for_each(Cell::end);
     }
 }
 
-impl Drop for Ward {
+impl Drop for NodeJail {
     fn drop(&mut self) {
         self.forget_cell();
         self.group.iter().for_each(Group::remove);
@@ -177,7 +177,7 @@ impl Supervisor {
 
     /// Applies a new division of CPUs among the nodes.
     pub(super) fn apply_cpu_division(&mut self) {
-        self.nodes.values_mut().for_each(|node| node.ward.group = None);
+        self.nodes.values_mut().for_each(|node| node.jail.group = None);
         let workers = self.workers.values().filter(|worker| worker.group.is_some());
         let workers: Vec<_> = workers.map(|worker| (worker.record.party, worker.process.name().pid)).collect();
         for (number, pid) in workers {
@@ -197,8 +197,8 @@ impl Supervisor {
             Confine::Strict | Confine::BestEffort => self.bounds_of(name).ok_or_else(none)?,
         };
         let groups = self.groups.as_ref().ok_or_else(none)?;
-        let ward = &mut self.nodes.get_mut(name).ok_or_else(none)?.ward;
-        groups.child(&mut ward.group, name, &bounds, &format!("worker-{number}"))
+        let jail = &mut self.nodes.get_mut(name).ok_or_else(none)?.jail;
+        groups.child(&mut jail.group, name, &bounds, &format!("worker-{number}"))
     }
 
     /// Puts an earlier daemon's worker into its group, unless it is there already.
@@ -234,14 +234,14 @@ impl Supervisor {
         let group = group.map_err(|error| lacks.push(format!("it has no control group ({error})"))).ok();
         let missing = self.groups.iter().flat_map(|groups| groups.lacks(&bounds));
         lacks.extend(missing.map(|lack| format!("this machine has no {lack} for tasukid")));
-        let ward = &mut self.nodes.get_mut(name).context("there is no such node")?.ward;
-        if is_root && ward.network.is_none() {
+        let jail = &mut self.nodes.get_mut(name).context("there is no such node")?.jail;
+        if is_root && jail.network.is_none() {
             match Unnamed::new() {
-                Ok(network) => ward.network = Some(network),
+                Ok(network) => jail.network = Some(network),
                 Err(error) => lacks.push(format!("it is in the machine's network ({error})")),
             }
         }
-        let network = ward.network.as_ref().map(path_of);
+        let network = jail.network.as_ref().map(path_of);
         let doors = group.as_ref().map(Group::doors).unwrap_or_default();
         let terms = Terms {
             program: None,
@@ -319,7 +319,7 @@ impl Supervisor {
     /// Returns a process for the node's next worker: the waiting one, or a fresh one. Without a jail it is this
     /// program at once.
     pub(super) fn process_for(&mut self, name: &str, program: &Path) -> Result<Cell> {
-        let waiting = self.nodes.get_mut(name).and_then(|node| node.ward.cell.take());
+        let waiting = self.nodes.get_mut(name).and_then(|node| node.jail.cell.take());
         waiting.map_or_else(|| self.begin_process(name, program), Ok)
     }
 
@@ -356,15 +356,15 @@ impl Supervisor {
     }
 
     /// Has a process wait in its node's jail, so that the next worker need not wait for that.
-    pub(super) fn furnish(&mut self, name: &str) {
+    pub(super) fn prestart(&mut self, name: &str) {
         let Some(node) = self.nodes.get(name) else { return };
-        if self.config.daemon.confine == Confine::Off || node.ward.cell.is_some() || node.ward.not_before > now() {
+        if self.config.daemon.confine == Confine::Off || node.jail.cell.is_some() || node.jail.not_before > now() {
             return;
         }
         let begun = self.begin_process(name, Path::new(""));
         let Some(node) = self.nodes.get_mut(name) else { return };
         match begun {
-            Ok(cell) => node.ward.cell = Some(cell),
+            Ok(cell) => node.jail.cell = Some(cell),
             // A worker that starts without it reports why.
             Err(error) => tracing::debug!("no cell for node {name}: {error:#}"),
         }
@@ -372,23 +372,23 @@ impl Supervisor {
 
     /// Returns the numbers of the waiting processes.
     pub(super) fn cells(&self) -> impl Iterator<Item = u32> + '_ {
-        self.nodes.values().filter_map(|node| Some(node.ward.cell.as_ref()?.number))
+        self.nodes.values().filter_map(|node| Some(node.jail.cell.as_ref()?.number))
     }
 
     /// Handles the end of a waiting process. Returns whether there was one of this number.
     pub(super) fn cell_ended(&mut self, number: u32) -> bool {
         let is_it = |cell: &Cell| cell.number == number;
-        let wards = self.nodes.values_mut().map(|node| &mut node.ward);
-        let Some(ward) = { wards }.find(|ward| ward.cell.as_ref().is_some_and(is_it)) else { return false };
+        let jails = self.nodes.values_mut().map(|node| &mut node.jail);
+        let Some(jail) = { jails }.find(|jail| jail.cell.as_ref().is_some_and(is_it)) else { return false };
         // A worker that starts without one reports why that cannot be.
-        ward.not_before = now() + CELL_PAUSE;
-        ward.forget_cell();
+        jail.not_before = now() + CELL_PAUSE;
+        jail.forget_cell();
         true
     }
 
     /// Handles a jail that has said something, has become the program, or has ended.
     pub(super) fn on_jail_readable(&mut self, number: u32) {
-        let waiting = self.nodes.values_mut().filter_map(|node| node.ward.cell.as_mut());
+        let waiting = self.nodes.values_mut().filter_map(|node| node.jail.cell.as_mut());
         let cell = { waiting }.find(|cell| cell.number == number);
         let (jailing, pid) = match (cell, self.workers.get_mut(&number)) {
             (Some(cell), _) => (&mut cell.jailing, cell.process.name().pid),
@@ -487,7 +487,7 @@ impl Worker {
         {
             // If the worker is dead already, its pidfd reports that.
             let _ = program.map(|(path, file)| jail::tell(self.socket.as_fd(), &path, file.as_fd()));
-            super::tend::send_first_message(self, begin, [&program_state, &listener], endpoint);
+            super::workers::send_first_message(self, begin, [&program_state, &listener], endpoint);
         }
     }
 }

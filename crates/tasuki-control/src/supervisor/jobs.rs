@@ -335,8 +335,8 @@ impl Supervisor {
     /// Returns the worker of a node that can be given a NIC now, if there is one.
     pub(super) fn taker_of(&self, node: &str) -> Result<Option<u32>, String> {
         let serves = |number: &&u32| self.workers[number].serves();
-        let staff = self.staff_of(node);
-        let target = staff.iter().filter(serves).max_by_key(|number| self.is_needed(**number)).copied();
+        let present = self.present_workers_of(node);
+        let target = present.iter().filter(serves).max_by_key(|number| self.is_needed(**number)).copied();
         match self.nodes.get(node).and_then(|node| node.trouble.as_ref()) {
             Some(why) if target.is_none() => Err(format!("node {node} has no worker now: {why}")),
             _ => Ok(target),

@@ -6,7 +6,7 @@
 //! - [`hear`]: messages from workers
 //! - [`deposits`]: descriptors that outlive the daemon, held by the keeper
 //! - [`bundles`]: descriptors that workers send
-//! - [`tend`]: gives nodes the workers they should have
+//! - [`workers`]: gives nodes the workers they should have
 //! - [`jails`]: the confinement a worker's process starts under
 //! - [`lines`]: workers' output on standard error
 //! - [`jobs`]: upgrades and handovers on request
@@ -57,11 +57,11 @@ pub mod shortcuts;
 pub mod split;
 pub mod staging;
 pub mod taps;
-pub mod tend;
 pub mod trust;
 pub mod view;
 pub mod vnis;
 pub mod worker;
+pub mod workers;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
@@ -184,7 +184,7 @@ struct Node {
     trouble: Option<String>,
     /// Attempts to mend a split; uplinks only.
     mending: split::Mending,
-    ward: jails::Ward,
+    jail: jails::NodeJail,
 }
 
 impl Node {
@@ -200,7 +200,7 @@ impl Node {
             not_before,
             trouble,
             mending: split::Mending::default(),
-            ward: jails::Ward::default(),
+            jail: jails::NodeJail::default(),
         })
     }
 }
@@ -419,7 +419,7 @@ impl Supervisor {
         let mut events = Vec::with_capacity(64);
         let mut watchdog = Watchdog::begin(now());
         loop {
-            self.keep_house();
+            self.run_housekeeping();
             if let Some(ended) = self.ended.clone() {
                 if ended == Ended::Everything {
                     self.close_endpoints();
@@ -476,7 +476,7 @@ impl Supervisor {
     }
 
     /// Does the work that can wait until all urgent work is done.
-    fn keep_house(&mut self) {
+    fn run_housekeeping(&mut self) {
         if self.is_pressing() {
             return;
         }
@@ -495,7 +495,7 @@ impl Supervisor {
             self.fail_over();
             self.go_on_with_jobs();
             self.send_leaves();
-            self.tend();
+            self.reconcile_workers();
             self.go_on_removing();
             self.go_on_closing();
             self.apply_the_rest();

@@ -38,22 +38,22 @@ pub struct Side {
 
 /// A worker of an uplink.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Hand {
+pub struct Candidate {
     /// Number of the worker.
     pub worker: u32,
     /// Whether it runs the node's present program.
-    pub is_staff: bool,
+    pub runs_present_program: bool,
     /// How far it has come with the NICs it was given.
     pub readiness: BTreeMap<u32, Readiness>,
 }
 
-impl Hand {
+impl Candidate {
     fn holds(&self, side: &Side) -> bool {
         side.holder == Some(self.worker)
     }
 
     /// Returns whether it drives all sides, or could at once.
-    fn can(&self, sides: &[Side]) -> bool {
+    fn is_ready_for(&self, sides: &[Side]) -> bool {
         sides.iter().all(|side| self.holds(side) || self.readiness.get(&side.nic) == Some(&Readiness::Ready))
     }
 
@@ -77,7 +77,7 @@ pub enum Then {
 }
 
 /// Decides how to treat an uplink.
-pub fn decide(sides: &[Side], hands: &[Hand]) -> Then {
+pub fn decide(sides: &[Side], candidates: &[Candidate]) -> Then {
     if sides.iter().any(|side| !side.is_steady) {
         return Then::Wait;
     }
@@ -85,26 +85,27 @@ pub fn decide(sides: &[Side], hands: &[Hand]) -> Then {
     if holders.len() < 2 {
         return Then::Whole;
     }
-    let held = |hand: &Hand| sides.iter().filter(|side| hand.holds(side)).count();
-    let of_program = |is_staff| hands.iter().filter(move |hand| hand.is_staff == is_staff);
-    let best = |is_staff| {
-        let able = of_program(is_staff).filter(|hand| hand.can(sides));
-        able.max_by_key(|hand| (held(hand), Reverse(hand.worker)))
+    let held = |candidate: &Candidate| sides.iter().filter(|side| candidate.holds(side)).count();
+    let of_program =
+        |is_present| candidates.iter().filter(move |candidate| candidate.runs_present_program == is_present);
+    let best = |is_present| {
+        let able = of_program(is_present).filter(|candidate| candidate.is_ready_for(sides));
+        able.max_by_key(|candidate| (held(candidate), Reverse(candidate.worker)))
     };
-    let comes = || of_program(true).any(|hand| hand.has_refused_none(sides));
+    let comes = || of_program(true).any(|candidate| candidate.has_refused_none(sides));
     let to = match best(true) {
         None if comes() => return Then::Wait,
-        staff => staff.or_else(|| best(false)),
+        present => present.or_else(|| best(false)),
     };
-    to.map_or(Then::Nobody, |hand| Then::To(hand.worker))
+    to.map_or(Then::Nobody, |candidate| Then::To(candidate.worker))
 }
 
 /// Returns the worker that is to get the sides without a driver, as the first worker that is ready drives. It is a
 /// worker that drives a side already, unless it cannot drive the rest.
-pub fn joiner(sides: &[Side], hands: &[Hand]) -> Option<u32> {
-    let mut able = hands.iter().filter(|hand| hand.has_refused_none(sides));
-    let holder = able.clone().find(|hand| sides.iter().any(|side| hand.holds(side)));
-    holder.or_else(|| able.next()).map(|hand| hand.worker)
+pub fn joiner(sides: &[Side], candidates: &[Candidate]) -> Option<u32> {
+    let mut able = candidates.iter().filter(|candidate| candidate.has_refused_none(sides));
+    let holder = able.clone().find(|candidate| sides.iter().any(|side| candidate.holds(side)));
+    holder.or_else(|| able.next()).map(|candidate| candidate.worker)
 }
 
 /// The attempts to mend a split uplink.
@@ -129,15 +130,15 @@ impl Supervisor {
         self.cards.values().filter(|card| card.node == name).map(side).collect()
     }
 
-    pub(super) fn hands_of(&self, name: &str) -> Vec<Hand> {
-        let staff = self.staff_of(name);
+    pub(super) fn candidates_of(&self, name: &str) -> Vec<Candidate> {
+        let present = self.present_workers_of(name);
         let its = self.workers.values().filter(|worker| worker.record.node == name && worker.counts());
-        let hand = |worker: &Worker| Hand {
+        let candidate = |worker: &Worker| Candidate {
             worker: worker.party(),
-            is_staff: staff.contains(&worker.party()),
+            runs_present_program: present.contains(&worker.party()),
             readiness: worker.nics.clone(),
         };
-        its.map(hand).collect()
+        its.map(candidate).collect()
     }
 
     /// Brings the NIC and the end of an uplink to one worker again.
@@ -145,13 +146,13 @@ impl Supervisor {
         if self.config.node(name).is_none_or(|node| node.work != Work::Uplink) {
             return;
         }
-        let (sides, hands) = (self.sides_of(name), self.hands_of(name));
+        let (sides, candidates) = (self.sides_of(name), self.candidates_of(name));
         let nics: Vec<u32> = sides.iter().map(|side| side.nic).collect();
         // An upgrade relays one after the other.
         if self.is_free(name, &nics).is_err() {
             return;
         }
-        let then = decide(&sides, &hands);
+        let then = decide(&sides, &candidates);
         let Some(node) = self.nodes.get_mut(name) else { return };
         match then {
             Then::Wait => {}
@@ -210,87 +211,87 @@ mod tests {
     }
 
     /// Returns a worker of the present program, and how far it is with NIC and end.
-    fn staff(worker: u32, readiness: [Readiness; 2]) -> Hand {
-        Hand { worker, is_staff: true, readiness: [NIC, END].into_iter().zip(readiness).collect() }
+    fn present(worker: u32, readiness: [Readiness; 2]) -> Candidate {
+        Candidate { worker, runs_present_program: true, readiness: [NIC, END].into_iter().zip(readiness).collect() }
     }
 
     /// Returns a worker of another program.
-    fn old(worker: u32, readiness: [Readiness; 2]) -> Hand {
-        Hand { is_staff: false, ..staff(worker, readiness) }
+    fn old(worker: u32, readiness: [Readiness; 2]) -> Candidate {
+        Candidate { runs_present_program: false, ..present(worker, readiness) }
     }
 
     #[test]
     fn the_table() {
         let both = [READY, READY];
-        let one_is_on_its_way = Hand { readiness: BTreeMap::new(), ..staff(5, both) };
-        let cases: [(&str, [Side; 2], Vec<Hand>, Then); 12] = [
-            ("one has both", sides(3, 3), vec![staff(3, both), staff(4, both)], Then::Whole),
-            ("it came first", sides(3, 4), vec![staff(3, both), staff(4, both)], Then::To(3)),
-            ("only the other can", sides(3, 4), vec![staff(3, [READY, UNFIT]), staff(4, both)], Then::To(4)),
+        let one_is_on_its_way = Candidate { readiness: BTreeMap::new(), ..present(5, both) };
+        let cases: [(&str, [Side; 2], Vec<Candidate>, Then); 12] = [
+            ("one has both", sides(3, 3), vec![present(3, both), present(4, both)], Then::Whole),
+            ("it came first", sides(3, 4), vec![present(3, both), present(4, both)], Then::To(3)),
+            ("only the other can", sides(3, 4), vec![present(3, [READY, UNFIT]), present(4, both)], Then::To(4)),
             (
                 "only a third can",
                 sides(3, 4),
-                vec![staff(3, [READY, UNFIT]), staff(4, [UNFIT, READY]), staff(5, both)],
+                vec![present(3, [READY, UNFIT]), present(4, [UNFIT, READY]), present(5, both)],
                 Then::To(5),
             ),
             (
                 "an upgrade failed half-way",
                 sides(5, 3),
-                vec![staff(3, both), staff(4, both), old(5, both)],
+                vec![present(3, both), present(4, both), old(5, both)],
                 Then::To(3),
             ),
             (
                 "the one that can now",
                 sides(5, 3),
-                vec![staff(3, [PREPARING, READY]), staff(4, both), old(5, both)],
+                vec![present(3, [PREPARING, READY]), present(4, both), old(5, both)],
                 Then::To(4),
             ),
             (
                 "an upgrade failed, and nobody stands by",
                 sides(5, 3),
-                vec![staff(3, [PREPARING, READY]), old(5, both)],
+                vec![present(3, [PREPARING, READY]), old(5, both)],
                 Then::Wait,
             ),
-            ("only another program can", sides(5, 3), vec![staff(3, [UNFIT, READY]), old(5, both)], Then::To(5)),
+            ("only another program can", sides(5, 3), vec![present(3, [UNFIT, READY]), old(5, both)], Then::To(5)),
             (
                 "its holder was told to take it",
                 sides(3, 4),
-                vec![staff(3, [PREPARING, READY]), staff(4, [PREPARING, READY])],
+                vec![present(3, [PREPARING, READY]), present(4, [PREPARING, READY])],
                 Then::To(3),
             ),
             (
                 "somebody prepares",
                 sides(3, 4),
-                vec![staff(3, [READY, UNFIT]), staff(4, [PREPARING, READY])],
+                vec![present(3, [READY, UNFIT]), present(4, [PREPARING, READY])],
                 Then::Wait,
             ),
             (
                 "somebody was just started",
                 sides(3, 4),
-                vec![staff(3, [READY, UNFIT]), staff(4, [UNFIT, READY]), one_is_on_its_way],
+                vec![present(3, [READY, UNFIT]), present(4, [UNFIT, READY]), one_is_on_its_way],
                 Then::Wait,
             ),
             (
                 "nobody ever will",
                 sides(3, 4),
-                vec![staff(3, [READY, UNFIT]), staff(4, [UNFIT, READY]), old(5, [UNFIT, READY])],
+                vec![present(3, [READY, UNFIT]), present(4, [UNFIT, READY]), old(5, [UNFIT, READY])],
                 Then::Nobody,
             ),
         ];
-        for (what, sides, hands, then) in cases {
-            assert_eq!(decide(&sides, &hands), then, "{what}");
+        for (what, sides, candidates, then) in cases {
+            assert_eq!(decide(&sides, &candidates), then, "{what}");
         }
     }
 
     #[test]
     fn nothing_is_decided_before_the_arbiters_have() {
-        let hands = [staff(3, [READY, READY]), staff(4, [READY, READY])];
+        let candidates = [present(3, [READY, READY]), present(4, [READY, READY])];
         for at in 0..2 {
             let mut passing = sides(3, 4);
             passing[at].is_steady = false;
-            assert_eq!(decide(&passing, &hands), Then::Wait);
+            assert_eq!(decide(&passing, &candidates), Then::Wait);
             passing[at].holder = None;
-            assert_eq!(decide(&passing, &hands), Then::Wait);
+            assert_eq!(decide(&passing, &candidates), Then::Wait);
         }
     }
 
@@ -303,34 +304,36 @@ mod tests {
         let of_three =
             pairs.iter().flat_map(|one| pairs.iter().flat_map(|two| pairs.iter().map(|three| (*one, *two, *three))));
         let mut seen = BTreeMap::new();
-        for ((one, two, three), is_staff) in of_three.flat_map(|three| [(three, true), (three, false)]) {
+        for ((one, two, three), runs_present_program) in of_three.flat_map(|three| [(three, true), (three, false)]) {
             let sides = sides(5, 3);
-            let mut hands = [staff(3, one), staff(4, two), Hand { is_staff, ..staff(5, three) }];
+            let mut candidates =
+                [present(3, one), present(4, two), Candidate { runs_present_program, ..present(5, three) }];
             // A holder of a side was ready for it.
-            hands[2].readiness.insert(NIC, READY);
-            hands[0].readiness.insert(END, READY);
-            let both = |hand: &Hand| hand.readiness.values().all(|it| *it == READY);
-            let able = |is_staff| hands.iter().any(|hand| hand.is_staff == is_staff && both(hand));
-            let what = match decide(&sides, &hands) {
+            candidates[2].readiness.insert(NIC, READY);
+            candidates[0].readiness.insert(END, READY);
+            let both = |candidate: &Candidate| candidate.readiness.values().all(|it| *it == READY);
+            let able = |is_present| candidates.iter().any(|it| it.runs_present_program == is_present && both(it));
+            let what = match decide(&sides, &candidates) {
                 Then::To(worker) => {
-                    let to = hands.iter().find(|hand| hand.worker == worker).expect("one of them");
-                    assert!(both(to) && (to.is_staff || !able(true)), "{hands:?}");
+                    let to = candidates.iter().find(|candidate| candidate.worker == worker).expect("one of them");
+                    assert!(both(to) && (to.runs_present_program || !able(true)), "{candidates:?}");
                     // Then the uplink is whole, and nothing more is done.
-                    assert_eq!(decide(&self::sides(worker, worker), &hands), Then::Whole);
+                    assert_eq!(decide(&self::sides(worker, worker), &candidates), Then::Whole);
                     "to one"
                 }
                 Then::Wait => {
                     assert!(
-                        !able(true) && hands.iter().any(|hand| hand.is_staff && hand.has_refused_none(&sides)),
-                        "{hands:?}"
+                        !able(true)
+                            && candidates.iter().any(|it| it.runs_present_program && it.has_refused_none(&sides)),
+                        "{candidates:?}"
                     );
                     "wait"
                 }
                 Then::Nobody => {
-                    assert!(!able(true) && !able(false), "{hands:?}");
+                    assert!(!able(true) && !able(false), "{candidates:?}");
                     "nobody"
                 }
-                Then::Whole => panic!("it is split: {hands:?}"),
+                Then::Whole => panic!("it is split: {candidates:?}"),
             };
             *seen.entry(what).or_insert(0) += 1;
         }
@@ -342,14 +345,14 @@ mod tests {
         let side = |nic, holder| Side { nic, holder, is_steady: holder.is_some() };
         let parked = [side(NIC, Some(4)), side(END, None)];
         let none = [side(NIC, None), side(END, None)];
-        let fresh = |worker| Hand { readiness: BTreeMap::new(), ..staff(worker, [READY, READY]) };
-        assert_eq!(joiner(&parked, &[fresh(3), staff(4, [READY, PREPARING])]), Some(4));
+        let fresh = |worker| Candidate { readiness: BTreeMap::new(), ..present(worker, [READY, READY]) };
+        assert_eq!(joiner(&parked, &[fresh(3), present(4, [READY, PREPARING])]), Some(4));
         assert_eq!(
-            joiner(&parked, &[staff(4, [READY, UNFIT]), fresh(5)]),
+            joiner(&parked, &[present(4, [READY, UNFIT]), fresh(5)]),
             Some(5),
             "a side that it cannot drive is another's"
         );
         assert_eq!(joiner(&none, &[fresh(3), fresh(4)]), Some(3));
-        assert_eq!(joiner(&none, &[staff(3, [READY, UNFIT])]), None, "then anybody may have anything");
+        assert_eq!(joiner(&none, &[present(3, [READY, UNFIT])]), None, "then anybody may have anything");
     }
 }

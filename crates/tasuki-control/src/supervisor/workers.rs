@@ -61,7 +61,8 @@ fn may_be_nice(nice: i32) -> bool {
 }
 
 impl Supervisor {
-    pub(super) fn tend(&mut self) {
+    /// Starts, attaches and retires workers until each node has those it should have.
+    pub(super) fn reconcile_workers(&mut self) {
         if self.adopting || self.stopping.is_some() {
             return;
         }
@@ -74,11 +75,12 @@ impl Supervisor {
         // Starting a process takes this loop longer than everything else it does. So it starts none while a NIC
         // waits for a driver. Nor does it when a worker has closed its end: a dying process does so a moment before
         // its pidfd reports the death.
-        let is_calm = |card: &super::card::Card| card.arbiter.is_none() || card.is_settled() || card.is_not_urgent();
+        let is_calm =
+            |card: &super::card::Card| card.arbiter.is_none() || card.is_settled() || card.waits_for_no_driver();
         if self.cards.values().all(is_calm) && self.workers.values().all(|worker| worker.hung_up_since.is_none()) {
-            names.iter().for_each(|name| self.staff(name));
+            names.iter().for_each(|name| self.start_missing_workers(name));
             if self.jobs.is_empty() && self.workers.values().all(Worker::serves) {
-                names.iter().for_each(|name| self.furnish(name));
+                names.iter().for_each(|name| self.prestart(name));
             }
         }
         self.end_the_slow();
@@ -94,9 +96,9 @@ impl Supervisor {
             (_, Some(Readiness::Preparing(since))) => is_soon(*since),
             _ => false,
         };
-        let staff = self.staff_of(name);
+        let present = self.present_workers_of(name);
         let parked = self.cards.values().filter(|card| card.node == name && card.is_parked());
-        { parked }.any(|card| staff.iter().any(|number| comes(*number, card.number)))
+        { parked }.any(|card| present.iter().any(|number| comes(*number, card.number)))
     }
 
     /// Returns how many workers a node should have.
@@ -107,7 +109,7 @@ impl Supervisor {
     }
 
     /// Returns the workers of the node's present program that are to stay, by number.
-    pub(super) fn staff_of(&self, node: &str) -> Vec<u32> {
+    pub(super) fn present_workers_of(&self, node: &str) -> Vec<u32> {
         let generation = self.nodes.get(node).map_or(0, |node| node.record.generation);
         let of_node = |worker: &&Worker| {
             worker.record.node == node && worker.counts() && !worker.wanted && worker.record.generation == generation
@@ -131,17 +133,17 @@ impl Supervisor {
 
     /// Retires workers of an older program once enough of the present one are ready, and surplus workers.
     fn retire_surplus(&mut self, node: &str) {
-        let (wanted, staff) = (self.should_have(node), self.staff_of(node));
-        let ready = staff.iter().filter(|number| self.ready_on_all(**number)).count();
+        let (wanted, present) = (self.should_have(node), self.present_workers_of(node));
+        let ready = present.iter().filter(|number| self.ready_on_all(**number)).count();
         let generation = self.nodes.get(node).map_or(0, |node| node.record.generation);
         let old = |worker: &&Worker| {
             worker.record.node == node && worker.serves() && !worker.wanted && worker.record.generation != generation
         };
         let mut leave: Vec<u32> =
             self.workers.values().filter(old).filter(|_| ready >= wanted).map(Worker::party).collect();
-        let too_many = staff.len().saturating_sub(wanted);
+        let too_many = present.len().saturating_sub(wanted);
         // Workers that cannot take a NIC go first, then the youngest.
-        let mut surplus: Vec<u32> = staff.into_iter().filter(|number| !self.is_needed(*number)).collect();
+        let mut surplus: Vec<u32> = present.into_iter().filter(|number| !self.is_needed(*number)).collect();
         surplus.sort_by_key(|number| (self.ready_on_all(*number), std::cmp::Reverse(*number)));
         leave.extend(surplus.into_iter().take(too_many));
         for number in leave {
@@ -180,9 +182,8 @@ impl Supervisor {
         }
     }
 
-    /// Starts the missing workers.
-    fn staff(&mut self, name: &str) {
-        let missing = self.should_have(name).saturating_sub(self.staff_of(name).len());
+    fn start_missing_workers(&mut self, name: &str) {
+        let missing = self.should_have(name).saturating_sub(self.present_workers_of(name).len());
         if self.nodes.get(name).is_none_or(|node| node.not_before > now()) || self.gives_way(name) {
             return;
         }
@@ -208,7 +209,7 @@ impl Supervisor {
     /// the node if that is news.
     pub(super) fn has_lost_a_worker(&mut self, name: &str, had_begun: bool) {
         let (restart, now) = (self.config.daemon.restart, now());
-        let takes_over = self.staff_of(name).iter().any(|number| self.ready_on_all(*number));
+        let takes_over = self.present_workers_of(name).iter().any(|number| self.ready_on_all(*number));
         let Some(node) = self.nodes.get_mut(name) else { return };
         let before = policy::trouble(&node.deaths, now);
         policy::remember(&mut node.deaths, Death { at: now, had_begun });
@@ -368,8 +369,8 @@ impl Supervisor {
 
     /// Gives every worker of a node every NIC of the node. Has it release any other NIC that it does not drive.
     fn attach_to_nics(&mut self, name: &str) {
-        let staff = self.staff_of(name).into_iter();
-        let serving: Vec<u32> = staff.filter(|number| self.workers[number].serves()).collect();
+        let present = self.present_workers_of(name).into_iter();
+        let serving: Vec<u32> = present.filter(|number| self.workers[number].serves()).collect();
         let cards: Vec<(u32, bool)> = self
             .cards
             .values()
@@ -396,9 +397,9 @@ impl Supervisor {
     /// is not driven yet.
     fn joiner_of(&self, name: &str, serving: &[u32]) -> Option<u32> {
         self.config.node(name).filter(|node| node.work == Work::Uplink)?;
-        let mut hands = self.hands_of(name);
-        hands.retain(|hand| serving.contains(&hand.worker));
-        split::joiner(&self.sides_of(name), &hands)
+        let mut candidates = self.candidates_of(name);
+        candidates.retain(|candidate| serving.contains(&candidate.worker));
+        split::joiner(&self.sides_of(name), &candidates)
     }
 
     /// Returns whether a living worker drives the NIC.
@@ -611,8 +612,9 @@ impl super::card::Card {
         self.arbiter.as_ref().map(Arbiter::state) == Some(State::Parked)
     }
 
-    /// Returns whether a worker drives the NIC, also during a relay.
-    fn is_not_urgent(&self) -> bool {
+    /// Returns whether a relay is under way in which no driver is waited for: the last one drives on meanwhile, or a new
+    /// daemon has yet to hear which worker drives.
+    fn waits_for_no_driver(&self) -> bool {
         let state = self.arbiter.as_ref().map(Arbiter::state);
         matches!(state, Some(State::Finding | State::Preparing | State::Clearing))
     }
