@@ -7,6 +7,7 @@
 
 mod mirror;
 
+use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
@@ -81,8 +82,11 @@ pub struct AppliedRecord {
     pub text: String,
     /// Checksum of the file that the daemon began with, as that was then.
     pub base: u32,
-    /// Whether all is as it describes.
+    /// Whether all was as it describes.
     pub is_done: bool,
+    /// Nodes of it that were removed by hand since.
+    #[serde(default)]
+    pub removed: BTreeSet<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

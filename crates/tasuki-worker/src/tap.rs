@@ -18,7 +18,7 @@ use crate::lease_page::Heartbeat;
 pub const SHORTEST: usize = 60;
 
 /// Advice to the user when the TAP of a NIC is gone.
-const ALL_ANEW: &str = "make the namespace anew, stop all (tasuki stop) and start tasukid anew";
+const ALL_ANEW: &str = "apply the configuration, which makes the node anew (tasuki apply)";
 
 /// A node's TAP. The driver of the node's NIC writes frames to it, and no other process reads frames from it.
 #[derive(Debug)]

@@ -20,7 +20,7 @@ use hyper::Method as Verb;
 use serde_json::{Value, json};
 
 use crate::api::client;
-use crate::api::types::{Event, Plan};
+use crate::api::types::{Event, NodeView, Plan};
 use crate::log::plain;
 use crate::place;
 pub use node::{Add, NativeWork, Nodes};
@@ -230,7 +230,12 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
     let post = |address: &str, body: Value| client::ask(&folder, Verb::POST, address, Some(&body));
     let value = match asked {
         Asked::Nodes(Nodes::List) => get("/v1/nodes")?,
-        Asked::Nodes(Nodes::Add(add)) => post("/v1/nodes", add.to_json()?)?,
+        Asked::Nodes(Nodes::Add(add)) => {
+            let added = post("/v1/nodes", add.to_json()?)?;
+            let why = up::await_node(&folder, &show::read::<NodeView>(added.clone())?.name);
+            why.into_iter().for_each(|why| eprintln!("tasuki: {why}"));
+            added
+        }
         Asked::Nodes(Nodes::Remove { node }) => {
             client::ask(&folder, Verb::DELETE, &format!("/v1/nodes/{}", part(node)), None)?
         }

@@ -21,6 +21,9 @@ use crate::place;
 /// Pause between two questions whether all is at work.
 const ASK_EVERY: Duration = Duration::from_millis(10);
 
+/// Time for the first worker of a node that was added.
+const FIRST_WORKER_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// Time for tasukid to end once it has answered that it does.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -54,7 +57,8 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
         let lacks = lacks(&seen);
         if lacks.is_empty() {
             let (nodes, nics, ms) = (seen.status.nodes.len(), seen.status.nics.len(), began.elapsed().as_millis());
-            let sentence = format!("{nodes} nodes and {nics} NICs are at work after {ms} ms");
+            let many = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
+            let sentence = format!("{} and {} are at work after {ms} ms", many(nodes, "node"), many(nics, "NIC"));
             return match reach.json {
                 true => write(&format!("{}\n", json!({ "nodes": nodes, "nics": nics, "ms": ms }))).map(drop),
                 false => told(&sentence),
@@ -83,17 +87,37 @@ fn begin(folder: &Path, file: &Path) -> Result<String> {
 
 /// Returns what is not at work yet, as sentences without a full stop.
 fn lacks(seen: &Metrics) -> Vec<String> {
-    let nodes = seen.status.nodes.iter().filter_map(|node| {
+    lacks_of(seen, None)
+}
+
+/// Like [`lacks`], of one node.
+fn lacks_of(seen: &Metrics, only: Option<&str>) -> Vec<String> {
+    let nodes = seen.status.nodes.iter().filter(|node| only.is_none_or(|only| node.name == only));
+    let nodes = nodes.filter_map(|node| {
         let mut its = seen.workers.iter().filter(|worker| worker.node == node.name);
         let is_at_work = its.any(|worker| worker.is == "idle" || worker.is == "drives");
         let usual = || format!("node {} has no worker yet", node.name);
         (!is_at_work || node.trouble.is_some()).then(|| node.trouble.clone().unwrap_or_else(usual))
     });
-    let nics = seen.status.nics.iter().filter(|nic| nic.is != "driven").map(|nic| {
+    let nics = seen.status.nics.iter().filter(|nic| only.is_none_or(|only| nic.node == only));
+    let nics = nics.filter(|nic| nic.is != "driven").map(|nic| {
         let usual = || format!("{}: {}", nic.name, nic.is);
         nic.trouble.clone().unwrap_or_else(usual)
     });
     nodes.chain(nics).collect()
+}
+
+/// Waits until a node that was added is at work. Returns a sentence if it is not.
+pub(super) fn await_node(folder: &Path, name: &str) -> Option<String> {
+    let until = Instant::now() + FIRST_WORKER_TIMEOUT;
+    loop {
+        let seen: Metrics = show::read(client::ask(folder, Verb::GET, "/v1/snapshot", None).ok()?).ok()?;
+        let lacks = lacks_of(&seen, Some(name)).into_iter().next()?;
+        if Instant::now() > until {
+            return Some(format!("node {name} is not at work yet, but tasukid goes on trying: {lacks}"));
+        }
+        std::thread::sleep(ASK_EVERY);
+    }
 }
 
 /// Ends everything, and waits until tasukid is gone.

@@ -35,6 +35,13 @@ pub struct Current {
 }
 
 impl Current {
+    /// Notes that a node of it was removed, unless that was a step of an `apply`: the next daemon leaves it out, too.
+    pub fn removed_by_hand(&mut self, name: &str, is_step: bool) -> Option<Change> {
+        let its = self.desired.node(name).filter(|_| !is_step && self.record.is_done)?;
+        self.record.removed.insert(its.name.clone());
+        Some(Change::Applied(self.record.clone()))
+    }
+
     /// Returns a sentence if the next daemon would find another configuration in the file than this one did.
     pub fn has_changed(&self) -> Option<String> {
         let named = self.file.display();
@@ -56,11 +63,18 @@ impl Current {
         let path = file.display().to_string();
         let before = known.as_ref().map_or(0, |known| known.generation);
         if let Some(record) = known.filter(|known| known.base == base)
-            && let Ok(config) = Config::parse(Path::new(&record.path), &record.text)
+            && let Ok(desired) = Config::parse(Path::new(&record.path), &record.text)
         {
-            return (Current { file, resumes: !record.is_done, record, desired: config.clone() }, config);
+            let mut config = desired.clone();
+            // A queue has gone before its interface.
+            let has_nic = |name: &String| {
+                desired.nic.iter().any(|nic| [Some(&nic.node), nic.standby.as_ref()].contains(&Some(name)))
+            };
+            config.node.retain(|node| !record.removed.contains(&node.name) || has_nic(&node.name));
+            return (Current { file, resumes: !record.is_done, record, desired }, config);
         }
-        let record = AppliedRecord { generation: before + 1, path, text, base, is_done: true };
+        let record =
+            AppliedRecord { generation: before + 1, path, text, base, is_done: true, removed: BTreeSet::new() };
         (Current { file, record, resumes: false, desired: config.clone() }, config)
     }
 }
@@ -173,7 +187,10 @@ impl Supervisor {
             Present { config, by_hand, owners: &owners, failed_over: &failed_over, stale: &stale, lost: &lost };
         let stays: Vec<_> = failed_over.keys().filter(|nic| present.stays(nic, desired)).cloned().collect();
         let steps = present.steps_to(desired);
-        let stays = [self.why_they_stay(&stays), self.why_without_shortcut(desired, &steps)].concat();
+        let mut stays = [self.why_they_stay(&stays), self.why_without_shortcut(desired, &steps)].concat();
+        if config.daemon.metrics != desired.daemon.metrics {
+            stays.push("[daemon], metrics: it counts when tasukid starts anew (workers go on)".to_owned());
+        }
         (steps, stays)
     }
 
@@ -262,7 +279,8 @@ impl Supervisor {
         let read = |file: &PathBuf| std::fs::read(file).map_or(record.base, |bytes| crc32c::crc32c(&bytes));
         let base = if file == self.current.file { crc32c::crc32c(text.as_bytes()) } else { read(&self.current.file) };
         let generation = generation + u64::from(record.text != text);
-        *record = AppliedRecord { generation, path: file.display().to_string(), text, base, is_done: todo.is_empty() };
+        let (path, is_done) = (file.display().to_string(), todo.is_empty());
+        *record = AppliedRecord { generation, path, text, base, is_done, removed: BTreeSet::new() };
         let said = match todo.len() {
             0 => "nothing changes".to_owned(),
             1 => "1 step".to_owned(),
@@ -365,6 +383,7 @@ impl Supervisor {
         }
         self.settle_nics(&desired);
         self.current.record.is_done = true;
+        self.current.record.removed.clear();
         self.changes.push(Change::Applied(self.current.record.clone()));
         let generation = self.current.record.generation;
         let sentence = if steps.is_empty() {
@@ -380,7 +399,12 @@ impl Supervisor {
     }
 
     /// Ends it before its last step. A node that cannot be made anew is made as it was.
-    fn not_applied(&mut self, Applying { mut steps, todo, answer, removed, .. }: Applying, at: Option<&Step>, refusal: Refusal) {
+    fn not_applied(
+        &mut self,
+        Applying { mut steps, todo, answer, removed, .. }: Applying,
+        at: Option<&Step>,
+        refusal: Refusal,
+    ) {
         let before = at.and_then(|step| if let Step::Add(name) = step { removed.get(name) } else { None });
         let before = before.filter(|node| self.make_whole_node(node).is_ok());
         let back = before.map(|node| format!("; node {} is there as it was", node.name)).unwrap_or_default();

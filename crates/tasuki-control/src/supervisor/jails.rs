@@ -440,7 +440,7 @@ impl Supervisor {
         let mut others = self.workers.iter().filter(|(its, worker)| **its != number && worker.record.node == node);
         // It was to follow one that goes on.
         if others.any(|(_, worker)| matches!(worker.stage, Stage::Begun)) {
-            return self.condemn(number, format!("was not confined: {why}"));
+            return self.kill_worker(number, format!("was not confined: {why}"));
         }
         let sentence = format!("no worker for node {node}: {why}");
         if let Some(known) = self.nodes.get_mut(&node) {

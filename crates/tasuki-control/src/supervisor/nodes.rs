@@ -313,7 +313,9 @@ impl Supervisor {
             if let Some(at) = self.config.node.iter().position(|node| node.name == name) {
                 let node = self.config.node.remove(at);
                 self.forget_endpoint(&node);
-                self.by_hand.remove(&name);
+                if !self.by_hand.remove(&name) {
+                    self.changes.extend(self.current.removed_by_hand(&name, self.applying.is_some()));
+                }
                 if node.cpu.is_some() {
                     self.update_housekeeping_cpus();
                 }

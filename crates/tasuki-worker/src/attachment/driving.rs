@@ -38,7 +38,9 @@ where
         if !self.gone {
             self.gone = true;
             let help = match error {
-                NicError::Gone => "; when it is there again, stop all (tasuki stop) and start tasukid anew",
+                NicError::Gone => {
+                    "; when it is there again, take the NIC out of the configuration, apply that, and put it back"
+                }
                 _ => "",
             };
             common.channel.tell(Some(self.given.number), format!("{error}{help}"));

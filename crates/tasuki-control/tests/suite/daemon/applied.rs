@@ -522,6 +522,36 @@ fn an_interface_that_somebody_deletes_is_missed_and_made_anew_by_an_apply() {
 }
 
 #[test]
+fn a_node_of_the_file_that_was_removed_by_hand_stays_away_under_the_next_daemon() {
+    let mut rig = Rig::new();
+    rig.await_pair("red");
+    rig.ask(&["node", "remove", "green"]);
+    for _ in 0..2 {
+        rig.kill_daemon();
+        rig.start();
+        assert_eq!(names(&rig, "node"), ["blue", "red"]);
+        assert_eq!(configuration(&rig)["drift"], serde_json::json!(["node green is added"]));
+    }
+    rig.ask(&["apply"]);
+    rig.kill_daemon();
+    rig.start();
+    assert_eq!(names(&rig, "node"), ["blue", "green", "red"]);
+    assert!(is_as_configured(&rig));
+}
+
+#[test]
+fn a_node_is_at_work_when_the_command_that_adds_it_ends() {
+    let Some(world) = World::new() else { return };
+    world.add("shop", &world.shop, SHOP, &[]);
+    for more in [&[][..], &["--no-shortcut"]] {
+        world.add("desk", &world.desk, DESK, more);
+        assert!(world.is_answered(DESK), "{}", world.rig.log());
+        world.rig.ask(&["node", "remove", "desk"]);
+    }
+    world.end();
+}
+
+#[test]
 fn a_node_that_cannot_be_made_anew_is_made_as_it_was_and_no_other_is_gone() {
     let Some(world) = by_file() else { return };
     let desk = pid(&world.rig.worker("desk", "drives").expect("it drives"));

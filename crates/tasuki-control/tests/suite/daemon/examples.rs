@@ -67,7 +67,7 @@ fn a_nic_fails_over() {
     }
     let rig = Rig::without_daemon("", "");
     let said = up(&rig, "fail-over.toml", |text| text);
-    assert!(said.contains("2 nodes and 1 NICs are at work"), "{said}");
+    assert!(said.contains("2 nodes and 1 NIC are at work"), "{said}");
     // Red is lost: no worker of it lives for long.
     until(&rig, "blue drives", || {
         let red = rig.workers().into_iter().filter(|it| it["node"] == "red" && it["is"] != "leaves");

@@ -180,12 +180,12 @@ fn up_returns_when_all_is_at_work_and_down_when_nothing_is() {
         (output.status.success(), String::from_utf8_lossy(&said).into_owned() + &why)
     };
     let (done, said) = up(&rig);
-    assert!(done && said.contains("is at work in") && said.contains("3 nodes and 1 NICs are at work after "), "{said}");
+    assert!(done && said.contains("is at work in") && said.contains("3 nodes and 1 NIC are at work after "), "{said}");
     let workers = rig.workers();
     assert!(workers.iter().any(|it| it["node"] == "red" && it["is"] == "drives"), "{workers:?}");
     // The same again changes nothing, and another file is applied.
     let (done, said) = up(&rig);
-    assert!(done && said.contains("3 nodes and 1 NICs"), "{said}");
+    assert!(done && said.contains("3 nodes and 1 NIC"), "{said}");
     rig.configure(|text| text + "\n[[node]]\nname = \"pink\"\nwork = \"echo\"\n");
     let (done, said) = up(&rig);
     assert!(done && said.contains("4 nodes and 1 NICs"), "{said}");
