@@ -120,9 +120,10 @@ pub struct Bounds {
 
 impl Node {
     /// Returns a number that differs if its workers have to begin anew: of all settings but those that count at once. Its
-    /// interface is that of `lead`.
-    pub fn settings(&self, lead: &Node) -> u32 {
-        let its = Node { trusts: Vec::new(), standby: true, bounds: None, limits: lead.limits, ..self.clone() };
+    /// interface is that of `interface_node`.
+    pub fn settings(&self, interface_node: &Node) -> u32 {
+        let its =
+            Node { trusts: Vec::new(), standby: true, bounds: None, limits: interface_node.limits, ..self.clone() };
         crc32c::crc32c(&serde_json::to_vec(&its).expect("plain data"))
     }
 

@@ -180,8 +180,10 @@ impl Present<'_> {
         let new_node =
             |name: &str| desired.node(name).or_else(|| old_node(name).filter(|_| self.by_hand.contains(name)));
         // The limits of an interface are those of all its queues.
-        let with_limits =
-            |node: &Node, lead: Option<&Node>| Node { limits: lead.unwrap_or(node).limits, ..node.clone() };
+        let with_limits = |node: &Node, interface_node: Option<&Node>| Node {
+            limits: interface_node.unwrap_or(node).limits,
+            ..node.clone()
+        };
         for node in &self.config.node {
             let name = node.name.clone();
             let Some(new) = new_node(&name) else {
@@ -287,8 +289,8 @@ impl Present<'_> {
             let adds = again.chain(new_nodes.clone());
             let queue_of = |name: &String| desired.node(name).and_then(Node::queue_of);
             let adds = adds.filter(|name| (is_late(name) || queue_of(name).is_some_and(is_late)) == late);
-            let (queues, leads): (Vec<_>, Vec<_>) = adds.partition(|name| queue_of(name).is_some());
-            let adds = leads.into_iter().chain(queues).cloned().map(Step::Add);
+            let (queues, interfaces): (Vec<_>, Vec<_>) = adds.partition(|name| queue_of(name).is_some());
+            let adds = interfaces.into_iter().chain(queues).cloned().map(Step::Add);
             let opens = opens.clone().filter(move |nic| is_late(&nic.node) == late);
             let opens = opens.map(|nic| Step::Open(nic.name.clone(), nic.node.clone()));
             let gives = gives.iter().filter(move |(_, _, to)| is_late(to) == late).cloned();
@@ -579,8 +581,8 @@ mod tests {
                 prop_assert_eq!(paper.steps_to(&desired), [], "applied twice is applied once");
                 for node in &before.config.node {
                     let as_before = |node: &Node| wanted.get(&node.name) == Some(node) && ![&before.stale, &before.lost].iter().any(|odd| odd.contains(&node.name));
-                    let lead = before.config.lead_of(node);
-                    let is_same = as_before(node) && (lead.name == node.name || as_before(lead));
+                    let interface_node = before.config.interface_node(node);
+                    let is_same = as_before(node) && (interface_node.name == node.name || as_before(interface_node));
                     let has_part = |step: &Step| match step {
                         Step::Adjust(it, _) | Step::Remove(it, _) | Step::Add(it) | Step::Renew(it, _) => *it == node.name,
                         Step::Settings | Step::Close(_) | Step::Open(..) | Step::Give(..) | Step::AdjustNic(_) => false,
@@ -679,7 +681,7 @@ mod tests {
         // An earlier worker of the queue has other limits.
         let [with, without] = [&desired, &one].map(|config| {
             let blue = config.node("blue").expect("a node");
-            blue.settings(config.lead_of(blue))
+            blue.settings(config.interface_node(blue))
         });
         assert_ne!(with, without);
     }

@@ -273,18 +273,18 @@ impl Config {
             }
         }
         let of = node.queue_of()?;
-        let Some(lead) = self.node(of).filter(|lead| lead.name != node.name) else {
+        let Some(interface_node) = self.node(of).filter(|other| other.name != node.name) else {
             return named(format!(
                 "it is to drive a queue of the interface of node {of:?}, and there is no such node; name another, or leave it out"
             ));
         };
-        let Some(tap) = lead.tap().filter(|_| lead.vni.is_some()) else {
+        let Some(tap) = interface_node.tap().filter(|_| interface_node.vni.is_some()) else {
             return named(format!(
                 "only a network namespace on a VNI has several queues so far, and node {of:?} is none; name another"
             ));
         };
-        if node.vni != lead.vni {
-            let vni = lead.vni.as_deref().unwrap_or_default();
+        if node.vni != interface_node.vni {
+            let vni = interface_node.vni.as_deref().unwrap_or_default();
             return named(format!(
                 "it drives a queue of node {of:?}, which is on VNI {vni}; name that VNI (vni = {vni:?})"
             ));

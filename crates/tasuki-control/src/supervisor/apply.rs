@@ -218,7 +218,7 @@ impl Supervisor {
     /// Returns the nodes that have workers which began with other settings.
     fn stale_nodes(&self) -> BTreeSet<String> {
         let is_stale = |name: &&String| {
-            let settings = self.config.node(name).map(|node| node.settings(self.config.lead_of(node)));
+            let settings = self.config.node(name).map(|node| node.settings(self.config.interface_node(node)));
             self.present_workers_of(name).iter().any(|number| {
                 let began_with = self.workers.get(number).and_then(|worker| worker.record.settings);
                 began_with.is_some() && began_with != settings

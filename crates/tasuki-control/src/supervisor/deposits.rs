@@ -266,7 +266,7 @@ impl Supervisor {
         due.extend(self.nodes.keys().cloned().map(Key::ProgramState));
         due.extend(self.workers.keys().copied().map(Key::Worker));
         due.extend(self.taps.keys().cloned().map(Key::Tap));
-        due.extend(self.queues.keys().cloned().map(Key::Queue));
+        due.extend(self.queue_nodes().cloned().map(Key::Queue));
         due.extend(self.endpoints.keys().flat_map(|label| [Key::Endpoint(label.clone()), Key::Client(label.clone())]));
         self.deposits.due = due;
     }

@@ -23,6 +23,7 @@
 //! - [`taps`]: the interfaces that network namespaces have instead of NICs
 //! - [`shortcuts`]: how namespaces reach each other past their workers
 //! - [`captures`]: packet captures
+//! - `queues`: interfaces with several queues (a pure part); `drains`: queues that are to go
 //! - `requests`: answers the requests that [`door`] brings; `ending`: how the loop ends
 //! - [`adopt`]: adopts workers of an earlier daemon
 //! - [`view`]: the views of all that for users
@@ -39,6 +40,7 @@ pub mod closing;
 pub mod deeds;
 pub mod deposits;
 pub mod door;
+mod drains;
 mod ending;
 pub mod endpoints;
 mod exit_watch;
@@ -256,10 +258,8 @@ pub struct Supervisor {
     cards: BTreeMap<u32, Card>,
     nodes: BTreeMap<String, Node>,
     taps: BTreeMap<String, taps::TapEnd>,
-    /// Queues of TAPs that nodes drive beside the first, by node.
-    queues: BTreeMap<String, queues::Queue>,
-    /// The flows of the first queues of their interfaces, by the interfaces' nodes.
-    leads: BTreeMap<String, queues::Flows>,
+    /// Interfaces with several queues, by their nodes.
+    interfaces: BTreeMap<String, queues::Interface>,
     shortcuts: shortcuts::Shortcuts,
     interfaces_looked_at: Duration,
     vnis: BTreeMap<String, vnis::Net>,
@@ -367,8 +367,7 @@ impl Supervisor {
             cards: BTreeMap::new(),
             nodes: BTreeMap::new(),
             taps: BTreeMap::new(),
-            queues: BTreeMap::new(),
-            leads: BTreeMap::new(),
+            interfaces: BTreeMap::new(),
             shortcuts: shortcuts::Shortcuts::default(),
             interfaces_looked_at: Duration::ZERO,
             vnis: BTreeMap::new(),

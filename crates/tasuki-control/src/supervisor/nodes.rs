@@ -7,8 +7,8 @@ use tasuki_shm::crash;
 
 use super::deposits::Key;
 use super::door::{Answer, Refusal, why};
+use super::drains::Draining;
 use super::endpoints::Endpoint;
-use super::queues::Draining;
 use super::taps::TapEnd;
 use super::worker::Stage;
 use super::{About, Node, Supervisor, now};
@@ -33,8 +33,7 @@ impl Supervisor {
         let now = |node: &config::Node| made(node).map_or_else(|| node.clone(), |made| node.with_what_stays(made));
         let mut as_made = Config { node: self.config.node.iter().map(now).collect(), ..self.config.clone() };
         // A queue of an interface that is to be made anew comes with that, unless it is there already; and goes with it.
-        let interface =
-            |config: &Config, node: &config::Node| config.node(node.queue_of()?).map(|lead| lead.work.clone());
+        let interface = |config: &Config, node: &config::Node| config.node(node.queue_of()?).map(|it| it.work.clone());
         let waits =
             |node: &config::Node| made(node).is_none() && interface(&self.config, node) != interface(&as_made, node);
         let waiting: Vec<String> = as_made.node.iter().filter(|it| waits(it)).map(|it| it.name.clone()).collect();
@@ -235,7 +234,7 @@ impl Supervisor {
             .collect();
         ends.into_iter().for_each(|nic| self.leave(nic));
         crash::point("daemon.left");
-        self.divert(name);
+        self.detach_queue(name);
         for worker in self.workers.values_mut().filter(|worker| worker.record.node == name) {
             worker.stage = Stage::Leaving(now());
             let _ = worker.write(&ToWorker::End, &[]);
@@ -290,7 +289,7 @@ impl Supervisor {
         for at in 0..self.leaving.len() {
             let Some(mut draining) = self.leaving[at].draining.take() else { continue };
             let name = self.leaving[at].node.clone();
-            if self.is_drained(&name, &mut draining) {
+            if self.go_on_draining(&name, &mut draining) {
                 self.end_workers(&name);
             } else {
                 self.leaving[at].draining = Some(draining);

@@ -1,23 +1,23 @@
 //! Nodes that drive one more queue of another node's interface. The daemon opens the queue, as it makes the interface,
-//! and the descriptor outlives workers; the queue's node has workers, a CPU and an end of the VNI of its own. Its station
-//! address is that of the interface: in the VNI's directory both nodes share it, and each gets other flows.
+//! and the descriptor outlives workers. The queue's node has workers, a CPU and an end of the VNI of its own. Its station
+//! address is that of the interface: in the VNI's directory the nodes share it, and each gets other flows.
 //!
-//! A queue that nobody drives would swallow its flows. If no worker comes, they go by the other queues until one does. So
-//! do those of the interface's own node, and what is for all.
+//! Frames in an undriven queue would be lost. So the daemon steers its flows to the other queues until a worker drives it.
+//! It does the same for the first queue, which the interface's node drives, and for broadcasts.
 //!
-//! No frame is lost as a queue comes or goes. The kernel gives all flows of the interface to the first queue until a new
-//! one has a worker whose address the directory has. Before one goes away, the kernel does the same, and then the other
-//! nodes give theirs to the rest; each time its worker passes on what is in it.
+//! No frame is lost as a queue comes or goes. A new queue: the kernel steers all flows to the first queue until the new
+//! queue has a worker and a directory entry. A queue that goes: (1) the kernel steers all flows to the first queue; (2) its
+//! worker drains the queue; (3) the directory drops it; (4) its worker drains its VNI rings ([`super::drains`]).
+//!
+//! How the steering changes is a pure function of what the daemon sees of the nodes ([`Interface::decide`]).
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
+use std::iter::once;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_relay::message;
-use tasuki_relay::wire::Order;
-use tasuki_shm::crash;
 use tasuki_tap::device::{another_queue, give_flows, give_one_queue_all, is_detached, is_gone};
 
 use super::card::Card;
@@ -25,121 +25,196 @@ use super::deposits::{Found, Key};
 use super::{About, Supervisor, WORKER_TIMEOUT, now};
 use crate::config::{Config, Node};
 
-/// How long a node in trouble drives its queue, or does not, before that counts: its workers may die one after the other.
-const STAYS: Duration = Duration::from_secs(2);
+/// A troubled node's queue must stay driven, or undriven, this long before the daemon changes the steering.
+pub(super) const TROUBLED_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long nothing moves in a queue that is empty, and in one that is not by its counters, which a worker's death can
-/// leave different for good.
-const QUIET: Duration = Duration::from_millis(20);
-const STUCK: Duration = Duration::from_millis(200);
+/// A new queue gets flows after its worker has driven it for this long: the worker may have yet to hear of a new directory.
+const DIRECTORY_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// How long a worker drives a queue until flows go by it: it may have yet to hear of a new directory.
-const SETTLES: Duration = Duration::from_millis(100);
+/// The keeper's text beside a queue while the first queue of its interface is detached.
+const FIRST_IS_DETACHED: &str = "the first queue has no flows";
 
-/// How long a queue is given to drain, each time.
-const DRAINS: Duration = Duration::from_secs(1);
+/// An interface with several queues.
+#[derive(Debug)]
+pub struct Interface {
+    /// The flows of the first queue, which the interface's node drives.
+    first: Flows,
+    /// The other queues, by the nodes that drive them.
+    others: BTreeMap<String, Queue>,
+}
 
-/// What the keeper has beside a queue while the first one of its interface has no flows.
-const FIRST_HAS_NONE: &str = "the first queue has no flows";
-
-/// One more queue of an interface.
+/// A queue beside the first one.
 #[derive(Debug)]
 pub struct Queue {
     pub device: OwnedFd,
     flows: Flows,
-    /// Whether the kernel gives all flows of the interface to one other queue meanwhile: it is new, or about to go.
-    is_spared: bool,
+    /// Whether the queue is new or about to go: the kernel steers all flows of the interface to one other queue meanwhile.
+    is_bypassed: bool,
 }
 
-/// The flows of a queue, also of an interface's first one.
+/// The flows of a queue.
 #[derive(Debug)]
-pub struct Flows {
-    /// Whether they go by it.
-    are_its: bool,
-    /// Whether a worker drives it, and since when that is so.
+struct Flows {
+    /// Whether the daemon steers them to it.
+    is_attached: bool,
+    /// Whether a worker drives the queue, and since when that is so.
     is_driven: bool,
     since: Duration,
 }
 
+/// What the daemon sees of a node that drives a queue.
+#[derive(Debug, Clone, Copy)]
+struct Observation {
+    is_driven: bool,
+    is_troubled: bool,
+    /// It is being removed.
+    is_leaving: bool,
+}
+
+/// A step that changes the steering.
+#[derive(Debug, PartialEq, Eq)]
+enum Change {
+    /// The directory shows the node's address, or hides it.
+    Address { node: String, is_shown: bool },
+    /// The kernel attaches the node's queue, which is not the first one, or detaches it.
+    Queue { node: String, is_attached: bool },
+    /// The kernel steers all flows to this queue, or spreads them over all that are attached.
+    Steering(Option<u8>),
+    /// The next daemon has to know whether the first queue is attached.
+    Deposit,
+    /// Users read what becomes of the node's flows.
+    Event { node: String, what: &'static str },
+}
+
 impl Flows {
-    fn of(are_its: bool) -> Self {
-        Flows { are_its, is_driven: false, since: now() }
+    fn new(is_attached: bool, now: Duration) -> Self {
+        Flows { is_attached, is_driven: false, since: now }
     }
 
-    /// Looks whether a worker drives it. Returns whether its flows are to go by it.
-    fn look(&mut self, is_driven: bool, is_troubled: bool) -> bool {
+    /// Takes note of whether a worker drives the queue. Returns whether the flows are to be steered to it.
+    fn observe(&mut self, Observation { is_driven, is_troubled, .. }: Observation, now: Duration) -> bool {
         if self.is_driven != is_driven {
-            (self.is_driven, self.since) = (is_driven, now());
+            (self.is_driven, self.since) = (is_driven, now);
         }
-        let stays = now().saturating_sub(self.since);
+        let lasts = now.saturating_sub(self.since);
         match is_driven {
-            true => self.are_its || !is_troubled || stays >= STAYS,
-            false => self.are_its && stays < if is_troubled { STAYS } else { WORKER_TIMEOUT },
+            true => self.is_attached || !is_troubled || lasts >= TROUBLED_TIMEOUT,
+            false => self.is_attached && lasts < if is_troubled { TROUBLED_TIMEOUT } else { WORKER_TIMEOUT },
         }
     }
 }
 
-/// A queue that is to go away, once its worker has passed on what is in it.
-#[derive(Debug)]
-pub struct Draining {
-    begun: Duration,
-    /// Whether the other nodes give it nothing more. Before that the kernel does not.
-    is_hidden: bool,
-    /// The worker that drives it, and since when it drains it that way.
-    driver: (Option<u32>, Duration),
-    /// Number of frames that it has passed on the way that is being drained, and since when it is that.
-    moved: (u64, Duration),
-    /// Whether the worker was asked for an answer since nothing moves.
-    was_asked: bool,
+impl Interface {
+    fn new(is_first_attached: bool, now: Duration) -> Self {
+        Interface { first: Flows::new(is_first_attached, now), others: BTreeMap::new() }
+    }
+
+    /// Returns the queue that gets all flows while another one is bypassed: the first one, if that is attached.
+    fn fallback_queue(&self) -> u8 {
+        u8::from(!self.first.is_attached)
+    }
+
+    /// Returns the queue to which the kernel steers all flows; `None` if it spreads them over all that are attached.
+    fn steering(&self) -> Option<u8> {
+        let bypasses = self.others.values().any(|queue| queue.is_bypassed);
+        Some(self.fallback_queue()).filter(|_| bypasses || !self.first.is_attached)
+    }
+
+    /// Returns whether a queue is attached; `None` if the interface has none that this node drives.
+    fn is_attached(&self, of: &str, node: &str) -> Option<bool> {
+        let other = self.others.get(node).map(|queue| &queue.flows);
+        other.or(Some(&self.first).filter(|_| of == node)).map(|flows| flows.is_attached)
+    }
+
+    /// Decides how the steering of the interface of node `of` changes. Nothing is decided about nodes that are not seen.
+    fn decide(&mut self, of: &str, seen: &BTreeMap<String, Observation>, now: Duration) -> Vec<Change> {
+        let others = || self.others.iter().filter_map(|(node, queue)| Some((queue, seen.get(node)?)));
+        let mut attached = others().filter(|(queue, it)| queue.flows.is_attached && !it.is_leaving);
+        // The flows of the first queue go to another one once that is driven, and stay there while one is attached. One
+        // that is about to go may be the one that would get them.
+        let may_detach_first = match self.first.is_attached {
+            true => attached.any(|(_, it)| it.is_driven) && !others().any(|(_, it)| it.is_leaving),
+            false => attached.next().is_some(),
+        };
+        let mut changes = Vec::new();
+        for node in once(of.to_owned()).chain(self.others.keys().cloned()).collect::<Vec<_>>() {
+            let Some(observed) = seen.get(&node).filter(|it| !it.is_leaving) else { continue };
+            let is_first = node == of;
+            let other = self.others.get_mut(&node).map(|queue| &mut queue.flows);
+            let flows = other.unwrap_or(&mut self.first);
+            let is_attached = flows.observe(*observed, now) || is_first && !may_detach_first;
+            let is_settled = flows.is_driven && now.saturating_sub(flows.since) >= DIRECTORY_TIMEOUT;
+            if std::mem::replace(&mut flows.is_attached, is_attached) != is_attached {
+                let steering = match is_first {
+                    true => Change::Steering(self.steering()),
+                    false => Change::Queue { node: node.clone(), is_attached },
+                };
+                // A worker takes frames for an address that is not shown for forged.
+                let address = Change::Address { node: node.clone(), is_shown: is_attached };
+                changes.extend(if is_attached { [address, steering] } else { [steering, address] });
+                changes.extend(is_first.then_some(Change::Deposit));
+                let what = what_changes(is_attached, observed.is_driven, is_first);
+                changes.push(Change::Event { node: node.clone(), what });
+            }
+            let bypassed = self.others.get_mut(&node).filter(|queue| queue.is_bypassed);
+            if let Some(queue) = bypassed.filter(|_| is_settled || !is_attached) {
+                queue.is_bypassed = false;
+                changes.push(Change::Steering(self.steering()));
+            }
+        }
+        changes
+    }
 }
 
-impl Draining {
-    /// Begins to drain it the other way, or by another worker.
-    fn begin(&mut self, driver: Option<u32>, moved: u64) {
-        (self.driver, self.moved, self.was_asked) = ((driver, now()), (moved, now()), false);
+/// Returns what becomes of the flows of a queue, for users.
+fn what_changes(is_attached: bool, is_driven: bool, is_first: bool) -> &'static str {
+    match (is_attached, is_driven, is_first) {
+        (true, true, _) => "its flows go by it again",
+        (true, false, _) => "no worker drives any queue of its interface, and its flows wait in its own",
+        (false, _, false) => "no worker drives its queue, and the flows of that go by the other queues until one does",
+        (false, _, true) => {
+            "no worker drives its queue, and all flows of its interface go by another one until one does"
+        }
     }
 }
 
 impl Config {
     /// Returns the node whose interface and station address this one has: itself, unless it drives a queue of another's.
-    pub fn lead_of<'a>(&'a self, node: &'a Node) -> &'a Node {
+    pub fn interface_node<'a>(&'a self, node: &'a Node) -> &'a Node {
         node.queue_of().and_then(|of| self.node(of)).unwrap_or(node)
     }
 
     /// Returns whether the workers of several nodes keep this one's limits together.
     pub fn shares_limits(&self, node: &Node) -> bool {
-        let lead = self.lead_of(node);
-        lead.limits.is_some() && lead.tap().is_some_and(|tap| tap.queues() > 1)
+        let node = self.interface_node(node);
+        node.limits.is_some() && node.tap().is_some_and(|tap| tap.queues() > 1)
     }
 }
 
 impl Supervisor {
     /// Adopts the queues of an earlier daemon: of interfaces that are gone, only those that nodes in `living` have.
     pub(super) fn begin_queues(&mut self, living: &[String], found: &mut Found) {
-        for node in self.config.node.iter().filter(|node| node.queue_of().is_some()) {
-            let kept = found.remove(&Key::Queue(node.name.clone()));
-            let kept = kept.and_then(|(text, fds)| Some((text, fds.into_iter().next()?)));
-            let (text, queue) = kept
-                .filter(|(_, queue)| living.contains(&node.name) || !is_gone(queue.as_fd()))
-                .map_or((String::new(), None), |(text, queue)| (text, Some(queue)));
-            // It has none if nobody drove it, and gets some when a worker does. The last daemon may have died as it spared
-            // it: that ends as for a new one.
-            let adopted = |queue: OwnedFd| Queue {
-                flows: Flows::of(!is_detached(queue.as_fd())),
-                device: queue,
-                is_spared: true,
-            };
-            let of = node.queue_of().filter(|_| queue.is_some()).map(str::to_owned);
-            // Of the first queue the kernel does not say whether it has some.
-            let has_first = living.iter().any(|name| Some(name) == of.as_ref()) || text != FIRST_HAS_NONE;
-            self.leads.extend(of.map(|of| (of, Flows::of(has_first))));
-            self.queues.extend(queue.map(|queue| (node.name.clone(), adopted(queue))));
+        for node in &self.config.node {
+            let Some(of) = node.queue_of() else { continue };
+            let Some((text, fds)) = found.remove(&Key::Queue(node.name.clone())) else { continue };
+            let device = fds.into_iter().next();
+            let is_there = |device: &OwnedFd| living.contains(&node.name) || !is_gone(device.as_fd());
+            let Some(device) = device.filter(is_there) else { continue };
+            // Of the first queue the kernel does not say whether it is attached.
+            let is_first_attached = living.iter().any(|name| name == of) || text != FIRST_IS_DETACHED;
+            // The last daemon may have died as it bypassed the queue: that ends as for a new one.
+            let flows = Flows::new(!is_detached(device.as_fd()), now());
+            let queue = Queue { device, flows, is_bypassed: true };
+            let interface =
+                self.interfaces.entry(of.to_owned()).or_insert_with(|| Interface::new(is_first_attached, now()));
+            interface.first.is_attached = is_first_attached;
+            interface.others.insert(node.name.clone(), queue);
         }
     }
 
     /// Opens the queue that a node drives, unless it is open.
     pub(super) fn make_queue(&mut self, node: &Node) -> Result<()> {
-        let Some(of) = node.queue_of().filter(|_| !self.queues.contains_key(&node.name)) else { return Ok(()) };
+        let Some(of) = node.queue_of().filter(|_| self.queue(&node.name).is_none()) else { return Ok(()) };
         ensure!(
             !self.leaves(of),
             "node {of} is being removed, and its interface with it; add both again when it is gone"
@@ -147,14 +222,16 @@ impl Supervisor {
         // Once it is open, the kernel may give it flows.
         node.vni.as_ref().map_or(Ok(()), |vni| self.all_know_sharing(vni))?;
         let (_, first) = self.tap_for(of)?.with_context(|| format!("node {of} has no interface"))?;
+        let fallback = self.interfaces.get(of).map_or(0, Interface::fallback_queue);
         // If the kernel refuses, frames wait in the new queue for its first worker.
-        let is_spared = give_one_queue_all(first.as_fd(), Some(self.other_than(of))).is_ok();
+        let is_bypassed = give_one_queue_all(first.as_fd(), Some(fallback)).is_ok();
         let queue = another_queue(first.as_fd())
             .with_context(|| format!("the interface of node {of} has no queue for node {}", node.name));
         match queue {
             Ok(device) => {
-                self.queues.insert(node.name.clone(), Queue { device, flows: Flows::of(true), is_spared });
-                self.leads.entry(of.to_owned()).or_insert_with(|| Flows::of(true));
+                let queue = Queue { device, flows: Flows::new(true, now()), is_bypassed };
+                let interface = self.interfaces.entry(of.to_owned()).or_insert_with(|| Interface::new(true, now()));
+                interface.others.insert(node.name.clone(), queue);
             }
             Err(error) => {
                 self.steer(of, first.as_fd());
@@ -171,216 +248,222 @@ impl Supervisor {
         self.make_queue(&node)?;
         let (description, _) = self.tap_for(of)?.with_context(|| format!("node {of} has no interface"))?;
         let description = message::Endpoint { latency_us: node.latency_us, ..description };
-        let queue = self.queues.get(name).context("it was just opened")?.device.try_clone()?;
+        let (_, queue) = self.queue(name).context("it was just opened")?;
+        let device = queue.device.try_clone()?;
         self.mark_deposit(Key::Queue(name.to_owned()));
-        Ok(Some((description, queue)))
+        Ok(Some((description, device)))
     }
 
     /// Closes a node's queue, if it drives one: its flows go by the others.
     pub(super) fn forget_queue(&mut self, node: &Node) {
-        self.leads.remove(&node.name);
-        let Some(queue) = self.queues.remove(&node.name) else { return };
+        let Some(of) = node.queue_of() else { return drop(self.interfaces.remove(&node.name)) };
+        let interface = self.interfaces.get_mut(of);
+        let Some(queue) = interface.and_then(|interface| interface.others.remove(&node.name)) else { return };
         // Its node could not be made.
-        if let Some(of) = node.queue_of().filter(|_| queue.is_spared) {
+        if queue.is_bypassed {
             let _ = give_flows(queue.device.as_fd(), false);
             self.steer(of, queue.device.as_fd());
         }
         self.mark_deposit(Key::Queue(node.name.clone()));
     }
 
-    /// Begins to drain the queue that a node drives. Returns `None` if there is nothing to drain, or no way to: it has no
-    /// queue, or the queue has no flows, or those of the first queue go by one of the others, which may be this one, or the
-    /// kernel refuses. The frames that are in it are lost then.
-    pub(super) fn begin_draining(&mut self, node: &str) -> Option<Draining> {
-        let of = self.config.node(node).and_then(Node::queue_of)?;
-        let has_first = self.other_than(of) == 0;
-        let queue = self.queues.get_mut(node).filter(|queue| queue.flows.are_its && has_first)?;
+    /// Has the kernel steer all flows to the first queue, as another node's one is to go. Returns `None` if that cannot be:
+    /// that node has no queue, or its queue or the first one is detached, or the kernel refuses.
+    pub(super) fn bypass_queue(&mut self, node: &str) -> Option<()> {
+        let interface = self.interfaces.values_mut().find(|interface| interface.others.contains_key(node))?;
+        let is_first_attached = interface.first.is_attached;
+        let queue = interface.others.get_mut(node).filter(|queue| queue.flows.is_attached && is_first_attached)?;
         give_one_queue_all(queue.device.as_fd(), Some(0)).ok()?;
-        queue.is_spared = true;
-        let (begun, driver, moved) = (now(), (None, now()), (0, now()));
-        Some(Draining { begun, is_hidden: false, driver, moved, was_asked: false })
-    }
-
-    /// Goes on to drain a node's queue. Returns whether nothing is left to do. A worker that is dead or hangs is waited
-    /// for until another drives, and not for ever.
-    pub(super) fn is_drained(&mut self, node: &str, it: &mut Draining) -> bool {
-        let end = self.cards.values().find(|card| card.node == node && card.vni().is_some());
-        let Some((end, queue)) = end.zip(self.queues.get(node)) else { return true };
-        let (driver, end) = (end.holder().filter(|_| end.is_settled() && self.is_held(end.number)), end.number);
-        let Some([out, into]) = self.traffic_of(end) else { return true };
-        // As long as the other nodes give it frames, it does not stand still that way.
-        let traffic = if it.is_hidden { into } else { out };
-        if it.driver.0 != driver {
-            it.begin(driver, traffic.received);
-        } else if it.moved.0 != traffic.received {
-            it.moved = (traffic.received, now());
-        }
-        let mut poll = [PollFd::new(&queue.device, PollFlags::IN)];
-        let waits =
-            traffic.waits || rustix::event::poll(&mut poll, Some(&Timespec::default())).is_ok_and(|some| some > 0);
-        let [stays, drains, lasts] = [it.moved.1, it.driver.1, it.begun].map(|since| now().saturating_sub(since));
-        let is_over = match driver {
-            Some(driver) => {
-                let is_quiet = stays >= if waits { STUCK } else { QUIET } || drains >= DRAINS;
-                let was_asked = std::mem::replace(&mut it.was_asked, is_quiet);
-                is_quiet && self.has_answered(driver, end, !was_asked)
-            }
-            None => drains >= if self.trouble_of(node).is_some() { STAYS } else { WORKER_TIMEOUT },
-        };
-        if !is_over && lasts < WORKER_TIMEOUT + self.config.daemon.hang_after() {
-            return false;
-        }
-        if !it.is_hidden {
-            // Frames from a node whose address the directory does not have are taken for forged: it had to send all first.
-            self.show_address(end, false);
-            crash::point("daemon.hidden");
-            it.is_hidden = true;
-            it.begin(driver, into.received);
-            return false;
-        }
-        true
-    }
-
-    /// Returns whether a worker has answered since it was asked, which it is now if it is to be: one that hangs has not.
-    fn has_answered(&mut self, number: u32, nic: u32, asks: bool) -> bool {
-        let Some(worker) = self.workers.get_mut(&number) else { return false };
-        if asks && worker.probe.is_none() {
-            worker.probe = Some(now());
-            let _ = worker.order(nic, Order::Who);
-        }
-        worker.probe.is_none()
+        queue.is_bypassed = true;
+        Some(())
     }
 
     /// Has the kernel give the flows of a queue that goes away to the others.
-    pub(super) fn divert(&mut self, node: &str) {
-        let _ = self.queues.get(node).map(|queue| give_flows(queue.device.as_fd(), false));
-        self.spare_no_more(node);
-    }
-
-    fn spare_no_more(&mut self, node: &str) {
-        let of = self.config.node(node).and_then(Node::queue_of).map(str::to_owned);
-        let Some((of, queue)) = of.zip(self.queues.get_mut(node).filter(|queue| queue.is_spared)) else { return };
-        queue.is_spared = false;
-        if let Some(queue) = self.queues.get(node) {
-            self.steer(&of, queue.device.as_fd());
+    pub(super) fn detach_queue(&mut self, node: &str) {
+        let queue = self.interfaces.values_mut().find_map(|interface| interface.others.get_mut(node));
+        let Some(queue) = queue else { return };
+        let _ = give_flows(queue.device.as_fd(), false);
+        let was_bypassed = std::mem::take(&mut queue.is_bypassed);
+        if let Some((of, queue)) = self.queue(node).filter(|_| was_bypassed) {
+            self.steer(of, queue.device.as_fd());
         }
     }
 
     /// Returns what the keeper gets of a node's queue: a text and the descriptor.
     pub(super) fn queue_deposit(&self, node: &str) -> Option<(String, BorrowedFd<'_>)> {
-        let of = self.config.node(node).and_then(Node::queue_of);
-        let has_none = of.is_some_and(|of| !self.gets_flows(of));
-        let text = if has_none { FIRST_HAS_NONE } else { "" };
-        Some((text.to_owned(), self.queues.get(node)?.device.as_fd()))
+        let (of, queue) = self.queue(node)?;
+        let text = if self.gets_flows(of) { "" } else { FIRST_IS_DETACHED };
+        Some((text.to_owned(), queue.device.as_fd()))
     }
 
-    /// Returns the queue that gets all flows of a node's interface while another is spared: the first one, if that has some.
-    fn other_than(&self, of: &str) -> u8 {
-        u8::from(!self.gets_flows(of))
+    /// Returns all nodes that drive an open queue beside a first one.
+    pub(super) fn queue_nodes(&self) -> impl Iterator<Item = &String> {
+        self.interfaces.values().flat_map(|interface| interface.others.keys())
     }
 
-    /// Has the kernel spread the flows of a node's interface over all its queues, if none of them is spared, and the first
-    /// one has some. `queue` is any of them. If the interface is gone, it has no flows.
+    /// Returns the queue that a node drives beside a first one, and the interface's node.
+    pub(super) fn queue(&self, node: &str) -> Option<(&str, &Queue)> {
+        self.interfaces.iter().find_map(|(of, interface)| Some((&of[..], interface.others.get(node)?)))
+    }
+
+    /// Returns a node's end of its VNI.
+    pub(super) fn end_on_vni(&self, node: &str) -> Option<&Card> {
+        self.cards.values().find(|card| card.node == node && card.vni().is_some())
+    }
+
+    /// Has the kernel steer the flows of a node's interface as the daemon has decided. `queue` is any of its queues. It fails
+    /// if the interface is gone, and no flow is left.
     fn steer(&self, of: &str, queue: BorrowedFd<'_>) {
-        let spares = self.queues_of_interface(of).any(|queue| queue.is_spared);
-        let other = Some(self.other_than(of)).filter(|other| spares || *other > 0);
-        let _ = give_one_queue_all(queue, other);
+        let _ = give_one_queue_all(queue, self.interfaces.get(of).and_then(Interface::steering));
     }
 
-    /// Returns the queues of a node's interface but the first one.
-    fn queues_of_interface<'a>(&'a self, of: &'a str) -> impl Iterator<Item = &'a Queue> {
-        let is_its = move |name: &str| self.config.node(name).and_then(Node::queue_of) == Some(of);
-        self.queues.iter().filter(move |(name, _)| is_its(name)).map(|(_, queue)| queue)
-    }
-
-    /// Returns whether the other nodes give a node flows: all do, but one whose queue has none.
+    /// Returns whether the other nodes give a node flows: all do, but one whose queue is detached.
     pub(super) fn gets_flows(&self, node: &str) -> bool {
-        let flows = self.queues.get(node).map(|queue| &queue.flows).or_else(|| self.leads.get(node));
-        flows.is_none_or(|flows| flows.are_its)
+        self.interfaces.iter().find_map(|(of, interface)| interface.is_attached(of, node)).unwrap_or(true)
     }
 
-    /// Returns whether the kernel gives all flows of an interface to one queue for now.
-    pub(super) fn is_sparing(&self) -> bool {
-        self.queues.values().any(|queue| queue.is_spared)
+    /// Returns whether a queue is bypassed: the daemon is to look soon whether that is over.
+    pub(super) fn is_bypassing(&self) -> bool {
+        self.interfaces.values().flat_map(|interface| interface.others.values()).any(|queue| queue.is_bypassed)
     }
 
     /// Has the flows of each queue go by it while a worker drives it, or is about to.
     pub(super) fn reconcile_queues(&mut self) {
         if self.adopting {
             // The workers have yet to say what they drive.
-            let all = self.queues.values_mut().map(|queue| &mut queue.flows).chain(self.leads.values_mut());
-            return all.for_each(|flows| flows.since = now());
-        }
-        // Each queue's node has one end.
-        let has_flows = |name: &String| self.queues.contains_key(name) || self.leads.contains_key(name);
-        let is_its = |card: &&Card| card.vni().is_some() && has_flows(&card.node) && !self.leaves(&card.node);
-        let look = |card: &Card| {
-            let is_driven = self.is_member(card) && self.is_held(card.number);
-            let is_troubled = card.opened.is_none() || self.trouble_of(&card.node).is_some();
-            (card.node.clone(), card.number, is_driven, is_troubled)
-        };
-        let looks: Vec<_> = self.cards.values().filter(is_its).map(look).collect();
-        // The flows of a first queue go by another once that is driven, and stay there while one has flows.
-        let interfaces_of = |is_of: &dyn Fn(&String, bool) -> bool| -> BTreeSet<String> {
-            let are = looks.iter().filter(|(name, _, is_driven, _)| is_of(name, *is_driven));
-            are.filter_map(|(name, ..)| self.config.node(name)?.queue_of().map(str::to_owned)).collect()
-        };
-        let driven = interfaces_of(&|name, is_driven| is_driven && self.gets_flows(name));
-        let with_flows = interfaces_of(&|name, _| self.gets_flows(name));
-        // One that is about to go may be the one that would get them.
-        let leaving = self.queues.keys().filter(|name| self.leaves(name));
-        let drained: BTreeSet<String> =
-            leaving.filter_map(|name| self.config.node(name)?.queue_of().map(str::to_owned)).collect();
-        for (name, end, is_driven, is_troubled) in looks {
-            let is_first = !self.queues.contains_key(&name);
-            let flows = self.queues.get_mut(&name).map(|queue| &mut queue.flows).or_else(|| self.leads.get_mut(&name));
-            let Some(flows) = flows else { continue };
-            let may_lose = match (is_first, flows.are_its) {
-                (false, _) => true,
-                (true, true) => driven.contains(&name) && !drained.contains(&name),
-                (true, false) => with_flows.contains(&name),
-            };
-            let gets_some = flows.look(is_driven, is_troubled) || !may_lose;
-            let stays = now().saturating_sub(flows.since);
-            if flows.are_its != gets_some {
-                flows.are_its = gets_some;
-                // The kernel gives it flows only while its address is shown: its worker takes others for forged.
-                if gets_some {
-                    self.show_address(end, true);
-                }
-                // It fails if the interface is gone, and no flow with it is left.
-                match self.queues.get(&name) {
-                    Some(queue) => _ = give_flows(queue.device.as_fd(), gets_some),
-                    None => {
-                        let any = self.queues_of_interface(&name).take(1);
-                        any.for_each(|queue| self.steer(&name, queue.device.as_fd()));
-                        // The next daemon has to know.
-                        let is_its = |node: &&Node| node.queue_of() == Some(&name);
-                        let its = self.config.node.iter().filter(is_its).map(|node| node.name.clone());
-                        its.collect::<Vec<_>>().into_iter().for_each(|queue| self.mark_deposit(Key::Queue(queue)));
-                    }
-                }
-                if !gets_some {
-                    self.show_address(end, false);
-                }
-                let what = match (gets_some, is_driven, is_first) {
-                    (true, true, _) => "its flows go by it again",
-                    (true, false, _) => "no worker drives any queue of its interface, and its flows wait in its own",
-                    (false, _, false) => {
-                        "no worker drives its queue, and the flows of that go by the other queues until one does"
-                    }
-                    (false, _, true) => {
-                        "no worker drives its queue, and all flows of its interface go by another one until one does"
-                    }
-                };
-                self.note(About::node(&name), format!("node {name}: {what}"));
+            for interface in self.interfaces.values_mut() {
+                let others = interface.others.values_mut().map(|queue| &mut queue.flows);
+                others.chain([&mut interface.first]).for_each(|flows| flows.since = now());
             }
-            if is_driven && stays >= SETTLES || !gets_some {
-                self.spare_no_more(&name);
-            }
+            return;
         }
-        // One whose last queue has gone has all flows again by now.
-        let leads: BTreeSet<&str> = self.queues.keys().filter_map(|it| self.config.node(it)?.queue_of()).collect();
-        self.leads.retain(|name, flows| leads.contains(&name[..]) || !flows.are_its);
+        let names: Vec<String> = self.interfaces.keys().cloned().collect();
+        for of in names {
+            let nodes = |interface: &Interface| once(&of).chain(interface.others.keys()).cloned().collect::<Vec<_>>();
+            let nodes = self.interfaces.get(&of).map(nodes).unwrap_or_default();
+            let seen = nodes.into_iter().filter_map(|node| Some((self.observe_queue(&node)?, node)));
+            let seen = seen.map(|(it, node)| (node, it)).collect();
+            let changes = self.interfaces.get_mut(&of).map(|interface| interface.decide(&of, &seen, now()));
+            changes.into_iter().flatten().for_each(|change| self.change_steering(&of, change));
+        }
+        // One whose last other queue has gone has all flows again by now.
+        self.interfaces.retain(|_, interface| !interface.others.is_empty() || !interface.first.is_attached);
+    }
+
+    fn observe_queue(&self, node: &str) -> Option<Observation> {
+        let end = self.end_on_vni(node)?;
+        Some(Observation {
+            is_driven: self.is_member(end) && self.is_held(end.number),
+            is_troubled: end.opened.is_none() || self.trouble_of(node).is_some(),
+            is_leaving: self.leaves(node),
+        })
+    }
+
+    fn change_steering(&mut self, of: &str, change: Change) {
+        let Some(interface) = self.interfaces.get(of) else { return };
+        match change {
+            Change::Address { node, is_shown } => {
+                let end = self.end_on_vni(&node).map(|end| end.number);
+                end.into_iter().for_each(|end| self.show_address(end, is_shown));
+            }
+            // Both fail if the interface is gone, and no flow with it is left.
+            Change::Queue { node, is_attached } => {
+                let queue = interface.others.get(&node);
+                _ = queue.map(|queue| give_flows(queue.device.as_fd(), is_attached));
+            }
+            Change::Steering(to) => {
+                let queue = interface.others.values().next();
+                _ = queue.map(|queue| give_one_queue_all(queue.device.as_fd(), to));
+            }
+            Change::Deposit => {
+                let nodes: Vec<String> = interface.others.keys().cloned().collect();
+                nodes.into_iter().for_each(|node| self.mark_deposit(Key::Queue(node)));
+            }
+            Change::Event { node, what } => self.note(About::node(&node), format!("node {node}: {what}")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns an interface of node `of` whose other queues nodes a and b drive, all three as they are since time 0. Of a
+    /// queue, `a` says attached, `d` driven and `b` bypassed.
+    fn interface(queues: &str) -> Interface {
+        let flows = |is: &str| Flows { is_driven: is.contains('d'), ..Flows::new(is.contains('a'), Duration::ZERO) };
+        let device = || std::fs::File::open("/dev/null").expect("it is there").into();
+        let queue = |is| Queue { device: device(), flows: flows(is), is_bypassed: is.contains('b') };
+        let mut queues = queues.split(' ');
+        let first = flows(queues.next().expect("the first queue"));
+        Interface { first, others: ["a", "b"].map(str::to_owned).into_iter().zip(queues.map(queue)).collect() }
+    }
+
+    /// Returns the nodes of, a and b as they are seen: driven, undriven, troubled as well, leaving.
+    fn seen(words: &str) -> BTreeMap<String, Observation> {
+        let observe = |word| Observation {
+            is_driven: matches!(word, "driven" | "leaving"),
+            is_troubled: word == "troubled",
+            is_leaving: word == "leaving",
+        };
+        ["of", "a", "b"].map(str::to_owned).into_iter().zip(words.split(' ').map(observe)).collect()
+    }
+
+    /// Formats the changes for a comparison: `+` and `-` are attached and detached, or shown and hidden.
+    fn text(changes: &[Change]) -> String {
+        let sign = |is: bool| if is { '+' } else { '-' };
+        let word = |change: &Change| match change {
+            Change::Address { node, is_shown } => format!("address {node}{}", sign(*is_shown)),
+            Change::Queue { node, is_attached } => format!("queue {node}{}", sign(*is_attached)),
+            Change::Steering(to) => to.map_or("spread".to_owned(), |to| format!("all to {to}")),
+            Change::Deposit => "deposit".to_owned(),
+            Change::Event { node, .. } => format!("event {node}"),
+        };
+        changes.iter().map(word).collect::<Vec<_>>().join(", ")
+    }
+
+    /// Returns the changes as the first queue is attached or detached.
+    fn first(sign: char, steering: &str) -> String {
+        match sign {
+            '+' => format!("address of+, {steering}, deposit, event of"),
+            _ => format!("{steering}, address of-, deposit, event of"),
+        }
+    }
+
+    #[test]
+    fn flows_go_by_the_queues_that_workers_drive() {
+        let all = "driven driven driven";
+        let gone = "address a-, event a";
+        let cases = [
+            ("all are driven", "ad ad ad", 99_000, all, "".to_owned()),
+            ("a new one was just driven", "ad adb ad", 99, all, "".to_owned()),
+            ("its worker has the directory", "ad adb ad", 100, all, "spread".to_owned()),
+            ("another one is new, too", "ad adb ab", 100, "driven driven undriven", "all to 0".to_owned()),
+            ("one is not driven for a moment", "ad a ad", 9_999, "driven undriven driven", "".to_owned()),
+            ("one is not driven", "ad a ad", 10_000, "driven undriven driven", format!("queue a-, {gone}")),
+            ("its node is in trouble", "ad a ad", 2_000, "driven troubled driven", format!("queue a-, {gone}")),
+            ("it was new", "ad ab ad", 10_000, "driven undriven driven", format!("queue a-, {gone}, spread")),
+            ("it is driven again", "ad - ad", 20_000, all, "address a+, queue a+, event a".to_owned()),
+            ("the first one is not driven", "a ad ad", 10_000, "undriven driven driven", first('-', "all to 1")),
+            ("nor are the others", "a a a", 9_999, "troubled undriven undriven", "".to_owned()),
+            ("another one is about to go", "a ad ad", 10_000, "undriven driven leaving", "".to_owned()),
+            ("the first one is driven again", "- ad ad", 20_000, all, first('+', "spread")),
+            ("and another one is new", "- ad ab", 5_000, "driven driven undriven", first('+', "all to 0")),
+            ("no queue is driven any more", "- - -", 20_000, "undriven undriven undriven", first('+', "spread")),
+        ];
+        for (what, queues, ms, words, expected) in cases {
+            let (mut interface, seen, now) = (interface(queues), seen(words), Duration::from_millis(ms));
+            assert_eq!(text(&interface.decide("of", &seen, now)), expected, "{what}");
+            assert_eq!(text(&interface.decide("of", &seen, now)), "", "{what}: once is enough");
+        }
+    }
+
+    #[test]
+    fn a_troubled_node_gets_flows_once_it_has_driven_for_a_while() {
+        let mut interface = interface("ad - ad");
+        let mut seen = seen("driven driven driven");
+        seen.entry("a".to_owned()).and_modify(|it| it.is_troubled = true);
+        let mut at = |ms| text(&interface.decide("of", &seen, Duration::from_millis(ms)));
+        assert_eq!([at(50), at(2_049), at(2_050)], ["", "", "address a+, queue a+, event a"]);
     }
 }

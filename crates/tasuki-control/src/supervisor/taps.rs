@@ -234,7 +234,7 @@ impl Supervisor {
     }
 
     pub(super) fn close_taps(&mut self) {
-        self.queues.clear();
+        self.interfaces.clear();
         std::mem::take(&mut self.taps).into_values().for_each(TapEnd::close);
     }
 

@@ -54,7 +54,7 @@ pub struct Net {
 struct Member {
     node: String,
     /// The node whose interface and station address it has: itself, unless it drives a queue of that.
-    lead: String,
+    interface_node: String,
     nic: u32,
     mac: [u8; 6],
     /// Whether the directory has it.
@@ -97,8 +97,8 @@ impl Net {
         // What is for all goes once to each interface: by its own node, unless nobody drives that.
         let mut hear = BTreeMap::new();
         for (number, member) in &self.members {
-            let how_well = (member.is_shown, member.lead == member.node);
-            let best = hear.entry(&member.lead).or_insert((how_well, *number));
+            let how_well = (member.is_shown, member.interface_node == member.node);
+            let best = hear.entry(&member.interface_node).or_insert((how_well, *number));
             *best = (how_well, *number).max(*best);
         }
         hear.into_values().for_each(|(_, number)| nodes.insert(number));
@@ -164,7 +164,7 @@ impl Supervisor {
         let card = self.cards.get(&nic).context("there is no such end")?;
         let vni = card.vni().context("it is a NIC")?.to_owned();
         let node = self.config.node(&card.node).context("there is no such node")?;
-        let (pages, mac) = (node.pool_pages(), self.config.lead_of(node).mac());
+        let (pages, mac) = (node.pool_pages(), self.config.interface_node(node).mac());
         let name = card.name().to_owned();
         let number = self.number_on(&vni)?;
         let net = self.net(&vni)?;
@@ -265,9 +265,10 @@ impl Supervisor {
         let card = self.cards.get(&nic).context("there is no such end")?;
         let (vni, node) = (card.vni().context("it is a NIC")?.to_owned(), card.node.clone());
         let number = card.number_on_vni.context("it has no number")?;
-        let lead = self.config.lead_of(self.config.node(&node).context("there is no such node")?);
-        let (mac, is_uplink, addresses) = (lead.mac(), lead.has_others(), lead.addresses.clone());
-        let lead = lead.name.clone();
+        let interface_node = self.config.interface_node(self.config.node(&node).context("there is no such node")?);
+        let (mac, is_uplink, addresses) =
+            (interface_node.mac(), interface_node.has_others(), interface_node.addresses.clone());
+        let interface_node = interface_node.name.clone();
         let opened = card.opened.as_ref().context("it has no node memory")?;
         let copy = |at: usize| {
             let fd = opened.fds.get(at).context("a descriptor of it is not there")?;
@@ -286,7 +287,7 @@ impl Supervisor {
                 .context("a descriptor cannot be copied; raise LimitNOFILE= of tasukid")?,
         );
         // From here on nothing fails but the address.
-        let shares = net.members.values().any(|member| member.lead == lead);
+        let shares = net.members.values().any(|member| member.interface_node == interface_node);
         let added = match shares {
             _ if !is_shown => Ok(()),
             true => net.directory.share(mac, number),
@@ -294,7 +295,10 @@ impl Supervisor {
         };
         added.map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
         net.next = net.next.max((number + 1) % NODES_MAX);
-        net.members.insert(number, Member { node, lead, nic, mac, is_shown, addresses, is_uplink, node_memory, bell });
+        net.members.insert(
+            number,
+            Member { node, interface_node, nic, mac, is_shown, addresses, is_uplink, node_memory, bell },
+        );
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
         // The trouble was the failure to join, which is over.
         card.trouble = None;
@@ -328,7 +332,7 @@ impl Supervisor {
     /// Returns whether a node's VNI has an interface with several queues that are driven.
     pub(super) fn has_shared(&self, node: &str) -> bool {
         let net = self.config.node(node).and_then(|node| self.vnis.get(node.vni.as_ref()?));
-        net.is_some_and(|net| net.members.values().any(|member| member.lead != member.node))
+        net.is_some_and(|net| net.members.values().any(|member| member.interface_node != member.node))
     }
 
     /// Tells the workers of all other members about a new one. Tells its own workers, if there are any already,

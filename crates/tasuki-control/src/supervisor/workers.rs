@@ -272,8 +272,9 @@ impl Supervisor {
             anyhow::bail!("{} {why}", binary.display());
         }
         // The limits of an interface are those of all its queues.
-        let lead = self.nodes.get(&self.config.lead_of(&config).name).context("there is no such node")?;
-        let program_state = lead.program_state.region().fd().try_clone_to_owned()?;
+        let interface_node =
+            self.nodes.get(&self.config.interface_node(&config).name).context("there is no such node")?;
+        let program_state = interface_node.program_state.region().fd().try_clone_to_owned()?;
         let heartbeat = Words::create("tasuki heartbeat", heartbeat::LEN)?;
         let file = jail::open_program(&binary).with_context(|| format!("{} does not start", binary.display()))?;
         let cell = self.process_for(name, &binary)?;
@@ -290,7 +291,7 @@ impl Supervisor {
             generation,
             unconfined: Vec::new(),
             staged: None,
-            settings: Some(config.settings(self.config.lead_of(&config))),
+            settings: Some(config.settings(self.config.interface_node(&config))),
             reads: Vec::new(),
         };
         // Record the worker before telling it anything: a later daemon must find every worker that can drive.
@@ -552,7 +553,7 @@ impl Supervisor {
             || self.workers.values().any(|worker| !worker.serves())
             || !self.jobs.is_empty()
             || !self.leaving.is_empty()
-            || self.is_sparing()
+            || self.is_bypassing()
             || self.stopping.is_some();
         let soon = (busy || self.is_opening() || self.has_deposits_due()).then(|| now() + Duration::from_millis(20));
         let ahead = self.ahead.iter().map(|it| it.since);
