@@ -14,7 +14,6 @@ use anyhow::{Context, Result};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_relay::Party;
 use tasuki_relay::arbiter::{Arbiter, Node as Numbered};
-use tasuki_relay::heartbeat::Heartbeat;
 use tasuki_relay::message::{ToWorker, heartbeat};
 use tasuki_shm::crash;
 
@@ -22,7 +21,7 @@ use super::card::{Card, LeasePage};
 use super::deeds::party;
 use super::deposits::{Found, Key, TOO_FEW_DESCRIPTORS};
 use super::lines::Lines;
-use super::worker::{Stage, Words, Worker, client_report_allowance, sentence_allowance};
+use super::worker::{Stage, Words, Worker};
 use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, epoll_add, nanoseconds, now};
 use crate::channel;
 use crate::config::{self, Device};
@@ -255,30 +254,8 @@ impl Supervisor {
             self.epoll_add_lines(number, lines)?;
         }
         let wanted = record.staged.is_some();
-        let worker = Worker {
-            record,
-            process,
-            socket,
-            heartbeat,
-            heart: Heartbeat::new(asked),
-            probe: None,
-            heard: asked,
-            stage: Stage::Asked(asked),
-            nics: Default::default(),
-            given,
-            has_begun: true,
-            lacks: Vec::new(),
-            jailing: None,
-            first_message: None,
-            group: None,
-            lines,
-            sentence_allowance: sentence_allowance(asked),
-            client_reports: client_report_allowance(asked),
-            hung_up_since: None,
-            is_adopted: true,
-            asked: Default::default(),
-            wanted,
-        };
+        let worker = Worker::new(record, process, socket, Stage::Asked(asked), asked);
+        let worker = Worker { heartbeat, given, has_begun: true, lines, is_adopted: true, wanted, ..worker };
         let sent = worker.write(&ToWorker::Again, &[]);
         crash::point("daemon.again");
         drop(theirs);
@@ -398,7 +375,7 @@ impl Supervisor {
                 if let Some(card) = self.cards.get_mut(&nic) {
                     card.node = node.clone();
                 }
-                let about = About { node: Some(&node), nic: Some(&name), worker: Some(holder) };
+                let about = About::worker(&node, holder).of_nic(&name);
                 self.note(about, format!("{name} was driven by worker {holder} all the time"));
             }
             self.record_nic(nic);

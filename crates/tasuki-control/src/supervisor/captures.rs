@@ -8,13 +8,12 @@ use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use rustix::io::Errno;
 use tasuki_relay::message::ToWorker;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use super::card::Card;
 use super::door::Refusal;
-use super::worker::{Stage, Words};
+use super::worker::{Stage, Words, why_missed};
 use super::{About, Supervisor};
 use crate::api::capture::{Begun, Gone, Port};
 use crate::api::types::Ended;
@@ -196,7 +195,7 @@ impl Supervisor {
                 let message = ToWorker::Capture { nic, capture: *number, interface, snap: capture.snap };
                 let sent = worker.write(&message, &[socket.as_fd(), capture.missed.region().fd()]);
                 // A worker without room now is told when `run_housekeeping` runs next; a dead or dying worker need not be.
-                if matches!(sent, Ok(()) | Err(Errno::PIPE | Errno::CONNRESET)) {
+                if why_missed(sent).is_none() {
                     capture.told.insert((nic, party));
                 }
             }

@@ -29,7 +29,7 @@ impl Supervisor {
             }
         }
         self.config.nic.retain(|it| it.name != name);
-        self.note(About { node: Some(&node), nic: Some(&name), worker: None }, format!("{name} is being closed"));
+        self.note(About::node(&node).of_nic(&name), format!("{name} is being closed"));
         let had = self.workers.values().filter(|worker| worker.given.contains(&nic));
         let nodes: BTreeSet<String> = had.map(|worker| worker.record.node.clone()).chain([node]).collect();
         for node in nodes {
@@ -77,7 +77,7 @@ impl Supervisor {
             self.cards.remove(&nic);
             self.changes.push(Change::NoNic(nic));
             [Key::Card(nic), Key::Page(nic), Key::Coming(nic)].into_iter().for_each(|key| self.mark_deposit(key));
-            self.note(About { node: Some(&node), nic: Some(&name), worker: None }, format!("{name} is closed"));
+            self.note(About::node(&node).of_nic(&name), format!("{name} is closed"));
         }
     }
 }

@@ -11,7 +11,7 @@ use tasuki_relay::{ARBITER, Party, Tenure};
 use tasuki_shm::crash;
 
 use super::deposits::Key;
-use super::worker::Stage;
+use super::worker::{Stage, why_missed};
 use super::{About, Supervisor, nanoseconds, now};
 use crate::cgroup::Group;
 use crate::registry::Change;
@@ -166,16 +166,16 @@ impl Supervisor {
     }
 
     fn has_sent(&mut self, party: u32, order: Order, sent: Result<(), rustix::io::Errno>) {
-        match sent {
-            Ok(()) => crash::point(match order {
+        if sent.is_ok() {
+            crash::point(match order {
                 Order::Prepare { .. } => "daemon.prepare",
                 Order::Take { .. } => "daemon.take",
                 Order::Release { .. } => "daemon.release",
                 _ => "daemon.order",
-            }),
-            // The worker is dead or dying, and its pidfd will report that.
-            Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
-            Err(errno) => self.kill_worker(party, format!("does not take orders ({errno})")),
+            });
+        }
+        if let Some(errno) = why_missed(sent) {
+            self.kill_worker(party, format!("does not take orders ({errno})"));
         }
     }
 
@@ -368,7 +368,7 @@ impl Supervisor {
             (None, None) => format!("nobody drives {name}"),
         };
         if is_news {
-            self.note(About { node: Some(&node), nic: Some(&name), worker: holder }, sentence);
+            self.note(About::node(&node).of_nic(&name).of_worker(holder), sentence);
         }
         self.record_nic(nic);
         crash::point("daemon.settled");

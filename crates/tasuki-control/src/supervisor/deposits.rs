@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use tasuki_relay::message;
 
 use super::card::Card;
-use super::{About, Supervisor, Token, epoll_add, now};
+use super::{About, Supervisor, Token, epoll_add, is_news, now};
 use crate::channel::{self, Nothing};
 use crate::keeper::{self, Word};
 use crate::process::Process;
@@ -225,10 +225,9 @@ impl Supervisor {
                 let trouble = format!(
                     "there is no keeper ({error:#}): if tasukid dies now, its workers end with it, and cards are opened anew"
                 );
-                if self.deposits.trouble.as_ref() != Some(&trouble) {
-                    self.note(About::default(), trouble.clone());
+                if is_news(&mut self.deposits.trouble, &trouble) {
+                    self.note(About::default(), trouble);
                 }
-                self.deposits.trouble = Some(trouble);
             }
         }
     }

@@ -15,9 +15,8 @@ use tasuki_tap::packet;
 
 use super::card::Card;
 use super::deposits::{Found, Key};
-use super::vnis::is_lost;
-use super::worker::Worker;
-use super::{About, Supervisor, now};
+use super::worker::{Worker, why_missed};
+use super::{About, Supervisor, is_news, now};
 use crate::foreign::Foreign;
 use crate::{channel, config};
 
@@ -247,8 +246,8 @@ impl Supervisor {
         let (Some(worker), Some(card)) = (self.workers.get_mut(&number), self.cards.get_mut(&nic)) else { return };
         worker.asked.client_at = Some(now() + CLIENT_RETRY_PAUSE);
         let (node, name, trouble) = (worker.record.node.clone(), card.name().to_owned(), no_room(&worker.record.node));
-        if card.trouble.replace(trouble.clone()).as_ref() != Some(&trouble) {
-            self.note(About { node: Some(&node), nic: Some(&name), worker: Some(number) }, trouble);
+        if is_news(&mut card.trouble, &trouble) {
+            self.note(About::worker(&node, number).of_nic(&name), trouble);
         }
     }
 
@@ -336,7 +335,7 @@ impl Supervisor {
         if let Some(end) = self.endpoint_of(number, nic) {
             end.client = Some(client);
         }
-        if is_lost(told) {
+        if why_missed(told).is_some() {
             self.kill_worker(number, "does not take messages about its node's client".to_owned());
         }
     }

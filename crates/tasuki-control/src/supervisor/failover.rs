@@ -30,7 +30,7 @@ use super::card::Card;
 use super::deeds::time;
 use super::door::{Answer, Refusal};
 use super::jobs::Job;
-use super::{About, Supervisor, now, policy};
+use super::{About, Supervisor, is_news, now, policy};
 use crate::api::types::{NicView, Removed, Standby};
 use crate::config;
 
@@ -245,7 +245,7 @@ impl Supervisor {
         let (from, name) = (card.node.clone(), card.name().to_owned());
         let why = format!("no worker of node {from} had driven it for {limit} ms");
         if !card.is_recorded(&from, to, &why, met) {
-            let about = About { node: Some(&from), nic: Some(&name), worker: None };
+            let about = About::node(&from).of_nic(&name);
             self.note(about, format!("node {from} is lost: none of its workers has driven {name} for {limit} ms, and it is to go to node {to}"));
             self.record_nic(nic);
             self.flush();
@@ -256,20 +256,19 @@ impl Supervisor {
     /// Shows that a NIC waits for the first of its two nodes that is back.
     fn show_what_it_waits_for(&mut self, nic: u32, then: Then) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        let was = match then {
+        match then {
             Then::Rest => return card.waits = None,
-            Then::NoTaker => card.waits.take(),
+            Then::NoTaker => {}
             // It could not go when that was tried last.
             Then::Wait(_) | Then::GetReady | Then::Busy | Then::Go => return,
-        };
+        }
         let Some(to) = card.standby() else { return };
         let (name, from) = (card.name().to_owned(), card.node.clone());
         let sentence = format!(
             "node {from} is lost, and its stand-by, node {to}, has no worker either: {name} goes to the first of the two that has one; tasuki events says what became of them"
         );
-        card.waits = Some(sentence.clone());
-        if was.as_ref() != Some(&sentence) {
-            self.note(About { node: Some(&from), nic: Some(&name), worker: None }, sentence);
+        if is_news(&mut card.waits, &sentence) {
+            self.note(About::node(&from).of_nic(&name), sentence);
         }
     }
 
@@ -289,8 +288,7 @@ impl Supervisor {
         }
         let name = card.name().to_owned();
         let sentence = format!("{name} has not come to its stand-by node, and is tried again: {why}");
-        let was = card.waits.replace(sentence.clone());
-        if was.as_ref() != Some(&sentence) {
+        if is_news(&mut card.waits, &sentence) {
             self.note(About::nic(&name), sentence);
         }
     }
@@ -321,7 +319,7 @@ impl Supervisor {
                 format!("{name} stays with node {node}: a worker of it drives")
             }
         };
-        self.note(About { node: Some(&node), nic: Some(&name), worker: holder }, sentence);
+        self.note(About::node(&node).of_nic(&name).of_worker(holder), sentence);
         self.record_nic(nic);
     }
 

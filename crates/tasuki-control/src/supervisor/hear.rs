@@ -115,7 +115,7 @@ impl Supervisor {
             (Report::Unfit(reason) | Report::Failed { reason, .. }, _) => {
                 worker.nics.insert(nic, Readiness::Unfit(reason));
                 let (node, name) = (worker.record.node.clone(), card.name().to_owned());
-                let about = About { node: Some(&node), nic: Some(&name), worker: Some(number) };
+                let about = About::worker(&node, number).of_nic(&name);
                 self.note(about, format!("worker {number} cannot take {name}: {reason}"));
             }
             // An earlier daemon gave the worker this NIC. It died before it had the worker prepare, or before it
@@ -174,7 +174,7 @@ impl Supervisor {
             let why = format!("worker {number} has said {count} sentences more, which are left out: it says too much");
             self.note(About::worker(&node, number), why);
         }
-        let about = About { node: Some(&node), nic: name.as_deref(), worker: Some(number) };
+        let about = About { nic: name.as_deref(), ..About::worker(&node, number) };
         self.note(about, format!("worker {number} says: {sentence}"));
     }
 
@@ -242,7 +242,7 @@ impl Supervisor {
             let sentence = format!(
                 "tasukid may open no more descriptors, and the driver state of {name} is lost: worker {target} goes on from the ledger; raise LimitNOFILE= of tasukid (ulimit -Hn)"
             );
-            self.note(About { node: None, nic: Some(&name), worker: Some(target) }, sentence);
+            self.note(About::nic(&name).of_worker(target), sentence);
         }
     }
 

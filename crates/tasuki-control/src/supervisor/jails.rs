@@ -16,7 +16,7 @@ use tasuki_tap::namespace::Unnamed;
 
 use super::lines::Lines;
 use super::worker::{Stage, Worker};
-use super::{About, Supervisor, Token, epoll_add, now};
+use super::{About, Supervisor, Token, epoll_add, is_news, now};
 use crate::cgroup::{Bounds, Group, Groups};
 use crate::channel;
 use crate::config::Confine;
@@ -443,12 +443,8 @@ impl Supervisor {
             return self.kill_worker(number, format!("was not confined: {why}"));
         }
         let sentence = format!("no worker for node {node}: {why}");
-        if let Some(known) = self.nodes.get_mut(&node) {
-            let is_news = known.trouble.as_ref() != Some(&sentence);
-            known.trouble = Some(sentence.clone());
-            if is_news {
-                self.note(About::node(&node), sentence);
-            }
+        if self.nodes.get_mut(&node).is_some_and(|known| is_news(&mut known.trouble, &sentence)) {
+            self.note(About::node(&node), sentence);
         }
         self.kill_worker(number, "was not confined".to_owned());
     }

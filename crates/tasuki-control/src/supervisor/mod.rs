@@ -608,6 +608,21 @@ impl<'a> About<'a> {
     fn worker(node: &'a str, worker: u32) -> Self {
         About { node: Some(node), worker: Some(worker), ..About::default() }
     }
+
+    /// The subject is a NIC of this node, too.
+    fn of_nic(self, nic: &'a str) -> Self {
+        About { nic: Some(nic), ..self }
+    }
+
+    /// The subject is this worker, too, if there is one.
+    fn of_worker(self, worker: impl Into<Option<u32>>) -> Self {
+        About { worker: worker.into(), ..self }
+    }
+}
+
+/// Puts a sentence in the place of the last one. Returns whether it is another one, of which users are to hear.
+fn is_news(place: &mut Option<String>, sentence: &str) -> bool {
+    place.replace(sentence.to_owned()).as_deref() != Some(sentence)
 }
 
 fn epoll_add(epoll: &rustix::fd::OwnedFd, fd: BorrowedFd<'_>, token: Token) -> Result<()> {

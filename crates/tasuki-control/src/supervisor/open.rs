@@ -15,7 +15,7 @@ use tasuki_relay::wire::{Order, Reason};
 use super::card::{Card, LeasePage, Opened, Opener, Opening, Speech};
 use super::policy;
 use super::worker::{Readiness, Worker};
-use super::{About, Supervisor, Token, WORKER_TIMEOUT, bundles, epoll_add, iova_of, now};
+use super::{About, Supervisor, Token, WORKER_TIMEOUT, bundles, epoll_add, iova_of, is_news, now};
 use crate::channel::{self, Nothing};
 use crate::config::{self, Confine, Device};
 use crate::jail::Terms;
@@ -108,7 +108,7 @@ impl Supervisor {
             let Some(card) = self.cards.get_mut(&nic) else { continue };
             card.give_up(lease_page, now());
             let (name, node) = (card.name().to_owned(), card.node.clone());
-            let about = About { node: Some(&node), nic: Some(&name), worker: None };
+            let about = About::node(&node).of_nic(&name);
             self.note(about, format!("{name} is opened anew, and frames under way in it are lost: no worker of node {node} can go on with it ({reason})"));
             self.record_nic(nic);
         }
@@ -316,9 +316,7 @@ impl Supervisor {
         let name = card.config.name.clone();
         let trouble = format!("{name} cannot be opened: {why}");
         card.opening = Opening::NotBefore(now() + policy::retry(card.failures));
-        let is_news = card.trouble.as_ref() != Some(&trouble);
-        card.trouble = Some(trouble.clone());
-        if is_news {
+        if is_news(&mut card.trouble, &trouble) {
             self.note(About::nic(&name), trouble);
         }
     }

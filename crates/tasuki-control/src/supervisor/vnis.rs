@@ -24,8 +24,8 @@ use super::card::{Card, Opened, Opening};
 use super::deposits::Key;
 use super::door::Refusal;
 use super::requests::there_are;
-use super::worker::Worker;
-use super::{About, Supervisor};
+use super::worker::{Worker, why_missed};
+use super::{About, Supervisor, is_news};
 use crate::api::types::{CrossedView, QueueView, TalkView, VniNodeView, VniView};
 use crate::config::{self, Device, StationAddress};
 
@@ -117,11 +117,6 @@ fn introduce(worker: &Worker, nic: u32, number: u16, member: &Member) -> Result<
     let bell = tasuki_shm::wake::open_anew(member.bell.as_fd()).map_err(|_| Errno::MFILE)?;
     let addresses = member.addresses.clone();
     worker.write(&ToWorker::Neighbour { nic, number, addresses }, &[control, pool, bell.as_fd()])
-}
-
-/// Returns whether a living worker missed the message. A dead or dying worker's pidfd reports its death.
-pub(super) fn is_lost(sent: Result<(), Errno>) -> bool {
-    sent.is_err_and(|errno| !matches!(errno, Errno::PIPE | Errno::CONNRESET))
 }
 
 impl Supervisor {
@@ -252,7 +247,7 @@ impl Supervisor {
             Err(error) => {
                 let Some(card) = self.cards.get_mut(&nic) else { return false };
                 let trouble = format!("{} is not on its VNI: {error:#}", card.name());
-                if card.trouble.replace(trouble.clone()).as_ref() != Some(&trouble) {
+                if is_news(&mut card.trouble, &trouble) {
                     let name = card.name().to_owned();
                     self.note(About::nic(&name), trouble);
                 }
@@ -344,10 +339,10 @@ impl Supervisor {
             let mut is_missed = false;
             for (other, member) in net.members.iter().filter(|(other, _)| **other != number) {
                 if worker.nics.contains_key(&member.nic) {
-                    is_missed |= is_lost(introduce(worker, member.nic, number, us));
+                    is_missed |= why_missed(introduce(worker, member.nic, number, us)).is_some();
                 }
                 if has_it && !joined.contains(&member.nic) {
-                    is_missed |= is_lost(introduce(worker, nic, *other, member));
+                    is_missed |= why_missed(introduce(worker, nic, *other, member)).is_some();
                 }
             }
             is_missed
@@ -365,7 +360,7 @@ impl Supervisor {
             let nodes = net.members.keys().copied().collect();
             let told = worker.write(&ToWorker::Directory { nic, nodes }, &[directory.as_fd()]);
             crash::point("daemon.directory");
-            is_lost(told)
+            why_missed(told).is_some()
         };
         let has_it = |worker: &&Worker| worker.nics.contains_key(&nic);
         self.workers.values().filter(has_it).filter(misses).map(Worker::party).collect()
@@ -385,7 +380,7 @@ impl Supervisor {
         let Some(worker) = self.workers.get(&number) else { return };
         let others = net.members.iter().filter(|(_, member)| member.nic != nic);
         let mut told = others.map(|(other, member)| introduce(worker, nic, *other, member));
-        if told.any(is_lost) {
+        if told.any(|told| why_missed(told).is_some()) {
             drop(told);
             self.kill_those_without(vec![number]);
         }
@@ -403,7 +398,7 @@ impl Supervisor {
         for worker in self.workers.values() {
             for member in net.members.values().filter(|member| worker.nics.contains_key(&member.nic)) {
                 let told = worker.write(&ToWorker::NoNeighbour { nic: member.nic, number }, &[]);
-                missed.extend(is_lost(told).then(|| worker.party()));
+                missed.extend(why_missed(told).map(|_| worker.party()));
             }
         }
         if net.members.is_empty() {

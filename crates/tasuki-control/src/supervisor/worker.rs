@@ -104,15 +104,12 @@ const SENTENCE_EVERY: Duration = Duration::from_millis(500);
 /// those for which its socket has room. A daemon that has not read for a while finds these at once: by
 /// default 277 in the 212,992 bytes of `net.core.wmem_default`, of which the kernel counts 768 or more for each.
 const CLIENT_REPORTS_AT_ONCE_MAX: u32 = 64 + 320;
+/// Time until it may make one more: each has descriptors, which take time to close.
+const CLIENT_REPORT_EVERY: Duration = Duration::from_millis(10);
 
-/// Limits a worker's reports of its node's client: each has descriptors, which take time to close.
-pub fn client_report_allowance(now: Duration) -> Bucket {
-    Bucket::new(CLIENT_REPORTS_AT_ONCE_MAX, Duration::from_millis(10), now)
-}
-
-/// Returns the allowance of a worker that has said nothing yet.
-pub fn sentence_allowance(now: Duration) -> Bucket {
-    Bucket::new(SENTENCES_AT_ONCE_MAX, SENTENCE_EVERY, now)
+/// Returns why a living worker missed a message, if it did. A dead or dying worker's pidfd reports its death.
+pub fn why_missed(sent: Result<(), Errno>) -> Option<Errno> {
+    sent.err().filter(|errno| !matches!(*errno, Errno::PIPE | Errno::CONNRESET))
 }
 
 #[derive(Debug)]
@@ -175,6 +172,34 @@ pub struct Asked {
 }
 
 impl Worker {
+    /// Creates a worker that has no NIC and has said nothing yet.
+    pub fn new(record: WorkerRecord, process: Process, socket: OwnedFd, stage: Stage, now: Duration) -> Self {
+        Worker {
+            record,
+            process,
+            socket,
+            heartbeat: None,
+            heart: Heartbeat::new(now),
+            probe: None,
+            heard: now,
+            stage,
+            nics: BTreeMap::new(),
+            has_begun: false,
+            given: BTreeSet::new(),
+            lacks: Vec::new(),
+            jailing: None,
+            first_message: None,
+            lines: None,
+            sentence_allowance: Bucket::new(SENTENCES_AT_ONCE_MAX, SENTENCE_EVERY, now),
+            client_reports: Bucket::new(CLIENT_REPORTS_AT_ONCE_MAX, CLIENT_REPORT_EVERY, now),
+            group: None,
+            hung_up_since: None,
+            is_adopted: false,
+            wanted: false,
+            asked: Asked::default(),
+        }
+    }
+
     /// Returns its number.
     pub fn party(&self) -> u32 {
         self.record.party

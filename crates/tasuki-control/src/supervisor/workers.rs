@@ -9,7 +9,6 @@ use anyhow::{Context, Result};
 use rustix::process::{Pid, Resource, Rlimit};
 use rustix::thread::CapabilitySet;
 use tasuki_relay::arbiter::{Arbiter, Input, Node, Page, State};
-use tasuki_relay::heartbeat::Heartbeat;
 use tasuki_relay::message::{self, Begin, PROTOCOL_VERSION, ToWorker, heartbeat};
 use tasuki_relay::method::{Method, Trust};
 use tasuki_relay::wire::Use;
@@ -22,8 +21,8 @@ use super::deposits::Key;
 use super::door::why;
 use super::jails::{Cell, FirstMessage};
 use super::policy::{self, Death, Trouble};
-use super::worker::{Readiness, Stage, Words, Worker, client_report_allowance, sentence_allowance};
-use super::{About, Supervisor, Token, WORKER_TIMEOUT, epoll_add, iova_of, now, split};
+use super::worker::{Readiness, Stage, Words, Worker, why_missed};
+use super::{About, Supervisor, Token, WORKER_TIMEOUT, epoll_add, iova_of, is_news, now, split};
 use crate::config::{Device, Work};
 use crate::jail;
 use crate::registry::{Change, WorkerRecord};
@@ -232,11 +231,9 @@ impl Supervisor {
     fn did_not_start(&mut self, name: &str, error: &anyhow::Error) {
         let sentence = format!("no worker for node {name}: {}", why(error));
         let Some(node) = self.nodes.get_mut(name) else { return };
-        let is_news = node.trouble.as_ref() != Some(&sentence);
-        node.trouble = Some(sentence.clone());
         // A missing program may soon be there: it is being built, or installed.
         node.not_before = now() + Duration::from_secs(1);
-        if is_news {
+        if is_news(&mut node.trouble, &sentence) {
             self.note(About::node(name), sentence);
         }
     }
@@ -302,30 +299,8 @@ impl Supervisor {
         if let Some(lines) = &lines {
             self.epoll_add_lines(number, lines)?;
         }
-        let mut worker = Worker {
-            record,
-            process,
-            socket: ours,
-            heartbeat: Some(heartbeat),
-            heart: Heartbeat::new(now()),
-            probe: None,
-            heard: now(),
-            stage: Stage::Starting(now()),
-            nics: Default::default(),
-            given: Default::default(),
-            has_begun: false,
-            lacks: Vec::new(),
-            jailing,
-            first_message: None,
-            group,
-            lines,
-            sentence_allowance: sentence_allowance(now()),
-            client_reports: client_report_allowance(now()),
-            hung_up_since: None,
-            is_adopted: false,
-            asked: Default::default(),
-            wanted,
-        };
+        let worker = Worker::new(record, process, ours, Stage::Starting(now()), now());
+        let mut worker = Worker { heartbeat: Some(heartbeat), jailing, group, lines, wanted, ..worker };
         let begin = Begin {
             protocol_version: PROTOCOL_VERSION,
             party: number,
@@ -448,13 +423,9 @@ impl Supervisor {
         let sent = sent.and_then(|()| worker.order(nic, prepare));
         crash::point("daemon.attached");
         let first = card.arbiter.is_none();
-        match sent {
-            // The worker is dead, or will be: its pidfd reports that.
-            Ok(()) | Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
-            Err(errno) => {
-                self.kill_worker(number, format!("does not take its descriptors ({errno})"));
-                return true;
-            }
+        if let Some(errno) = why_missed(sent) {
+            self.kill_worker(number, format!("does not take its descriptors ({errno})"));
+            return true;
         }
         if first {
             let (mut arbiter, doing) = Arbiter::begin(home, &[home], &[(party, home)], &[]);
