@@ -10,11 +10,12 @@ pub mod up;
 pub mod upgrade;
 pub mod vm;
 
-use std::io::Write;
+use std::fs::File;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 use hyper::Method as Verb;
 use serde_json::{Value, json};
@@ -164,8 +165,15 @@ pub struct Configuration {
 impl Configuration {
     fn to_json(&self) -> Result<Value> {
         let text = self.file.as_ref().map(|file| {
-            std::fs::read_to_string(file)
-                .with_context(|| format!("the configuration {} cannot be read", file.display()))
+            let mut text = String::new();
+            let read = File::open(file).and_then(|open| open.take(CONFIGURATION_MAX + 1).read_to_string(&mut text));
+            let len = read.with_context(|| format!("the configuration {} cannot be read", file.display()))?;
+            ensure!(
+                len as u64 <= CONFIGURATION_MAX,
+                "{} is longer than any configuration; name another file",
+                file.display()
+            );
+            Ok::<_, anyhow::Error>(text)
         });
         Ok(json!({ "path": absolute(self.file.as_ref())?, "text": text.transpose()?, "generation": self.generation }))
     }
@@ -203,6 +211,9 @@ pub enum Asked {
 
 /// Interval at which a follower asks for events: the API has no answer that waits for the next one.
 const FOLLOW_EVERY: Duration = Duration::from_millis(200);
+
+/// Bytes of a configuration, at most: tasukid takes no longer request.
+const CONFIGURATION_MAX: u64 = 256 << 10;
 
 fn word(value: Option<impl ValueEnum>) -> Value {
     value.and_then(|value| value.to_possible_value()).map_or(Value::Null, |value| json!(value.get_name()))

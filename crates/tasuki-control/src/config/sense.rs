@@ -64,7 +64,12 @@ impl Config {
             self.node.iter().find_map(|node| {
                 let trusted =
                     node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
+                let itself = || {
+                    let is_its = node.trusts.contains(&node.name);
+                    is_its.then(|| format!("node {:?}, trusts: a node need not name itself; leave that out", node.name))
+                };
                 trusted
+                    .or_else(itself)
                     .or_else(|| stray_cpus(node))
                     .or_else(|| odd_nice(node))
                     .or_else(|| odd_container(node))
@@ -410,6 +415,9 @@ impl Node {
                 self.name
             )),
             _ if self.cpu.is_some() => Some("cpus names its CPUs, and cpu one; leave one of the two out".to_owned()),
+            _ if self.cpus.iter().collect::<BTreeSet<_>>().len() < count => {
+                Some("cpus names a CPU twice, and each has a queue; name each once".to_owned())
+            }
             Some(queues) if usize::from(queues) != count => {
                 Some(format!("queues = {queues}, and cpus names {count}: each gets a queue; leave queues out"))
             }

@@ -560,7 +560,12 @@ impl Supervisor {
 
     pub(super) fn configuration_view(&self) -> ConfigurationView {
         let AppliedRecord { generation, path, .. } = &self.current.record;
-        let (steps, stays) = self.plan_to(&self.current.desired);
+        let (steps, mut stays) = match &self.applying {
+            // It is on its way there: what it has yet to do is no difference.
+            Some(_) => (Vec::new(), Vec::new()),
+            None => self.plan_to(&self.current.desired),
+        };
+        stays.extend(self.applying.as_ref().map(|_| format!("configuration {generation} is being applied")));
         let drift = steps.iter().map(ToString::to_string).collect();
         let by_hand = self.by_hand.iter().cloned().collect();
         ConfigurationView { generation: *generation, path: path.clone(), drift, stays, by_hand }

@@ -170,7 +170,9 @@ impl Speech {
     pub fn last(&mut self) -> Option<String> {
         self.hear();
         let text = String::from_utf8_lossy(&self.heard);
-        let last = text.lines().rev().find(|line| !line.trim().is_empty())?;
+        // What clap says of a wrong option ends with advice, and begins with the fault.
+        let fault = text.lines().find_map(|line| line.strip_prefix("error: "));
+        let last = fault.or_else(|| text.lines().rev().find(|line| !line.trim().is_empty()))?;
         match jail::said(last.as_bytes()) {
             Some(Says::Failed(why)) => Some(why),
             Some(Says::Waits(_) | Says::Confined(_)) => None,
