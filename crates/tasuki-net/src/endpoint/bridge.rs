@@ -198,8 +198,17 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         self.rates.look();
         let moved = self.turn_both_ways();
         self.rates.settle();
-        self.waits.rate = self.rates.sends.as_ref().and_then(Rate::opens_in);
+        let Self { rates, endpoint, .. } = self;
+        self.waits.rate = rates.sends.as_mut().and_then(|rate| rate.opens_in(|| endpoint.has_frames()));
         moved
+    }
+
+    /// Reads the clock again for the rates, if frames were given: other workers have moved their times meanwhile.
+    #[inline]
+    fn look_again(&mut self, gave: bool) {
+        if gave {
+            self.rates.look();
+        }
     }
 
     fn turn_both_ways(&mut self) -> usize {
@@ -207,6 +216,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             return self.turn_as_a_whole();
         }
         let came = if self.endpoint.is_ready() { self.give() } else { 0 };
+        self.look_again(came > 0);
         let (mut egress, endpoint) = self.split();
         let went = if egress.send_waiting() && egress.is_open() { endpoint.take(&mut egress) } else { 0 };
         self.flush();
@@ -217,6 +227,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// not happen.
     fn turn_as_a_whole(&mut self) -> usize {
         let handled = if self.endpoint.is_ready() { self.give_and_keep() } else { ArrayVec::new() };
+        self.look_again(!handled.is_empty());
         let taken = self.taken;
         let (mut egress, endpoint) = self.split();
         let went = if egress.send_waiting() && egress.is_open() { endpoint.take(&mut egress) } else { 0 };

@@ -33,6 +33,7 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::Span;
 
@@ -124,6 +125,12 @@ pub enum Recovery {
     Exact,
 }
 
+/// Returns whether something can be read from a descriptor now.
+fn is_readable(fd: BorrowedFd<'_>) -> bool {
+    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&at_once)) == Ok(1)
+}
+
 /// What became of a frame that an endpoint was given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Given {
@@ -156,6 +163,11 @@ pub trait Endpoint: fmt::Debug {
 
     /// Returns the descriptor that becomes readable when the programs send, or `None` if they are gone for good.
     fn fd(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Returns whether a frame of the programs lies there, if that can be told without taking it.
+    fn has_frames(&self) -> Option<bool> {
+        None
+    }
 
     /// Returns whether to wait for that descriptor also while the node may not send, by its [rate](rate::Rates): it says
     /// more than that there are frames, and is not readable for as long as there are.

@@ -28,7 +28,7 @@ pub const WORDS: usize = 2;
 /// longest GSO packet at once, at the lowest limit, the time is 4.2 s ahead.
 const AHEAD_MAX: u64 = 10_000_000_000;
 
-/// The part of what may go at once that a worker takes in advance, and of a burst that a sleeper waits for.
+/// The part of what may go at once that a worker takes in advance, and of a burst that a worker books that has to wait.
 const PARTS: u64 = 8;
 
 /// How often a worker tries to move a time that others move meanwhile.
@@ -43,7 +43,8 @@ const PS: u64 = 1000;
 ///
 /// The times lie in memory that all workers share which carry frames of the node: those of all queues of its interface, and
 /// those that come after them. A worker moves a time before it needs that, further than for one frame, and back by
-/// `settle` at the end of its turn: what a killed one had left does not go. All of them may write
+/// `settle` at the end of its turn: what a killed one had left does not go. One whose frames have to wait books what comes
+/// next, so that one that is awake leaves something to one that sleeps. All of them may write
 /// anything there. So each time is loaded once and checked, and a lie changes the rate of this node alone.
 #[derive(Debug)]
 pub struct Rate {
@@ -58,6 +59,9 @@ pub struct Rate {
     /// Cost of a byte, and of a frame, in ps; 0 if there is no limit.
     costs: [u64; WORDS],
     burst: u64,
+    /// What is booked, in ps, and the time from which it may be used; 0 if nothing is.
+    booked: [u64; WORDS],
+    slot: u64,
 }
 
 /// Reads the clock.
@@ -80,7 +84,9 @@ impl Rate {
         let Limit { bits, frames, burst } = limit;
         let cost = |unit: u64, rate: u64| unit.checked_div(rate).unwrap_or(0);
         let costs = [cost(8_000_000_000_000, bits), cost(1_000_000_000_000, frames)];
-        let rate = Rate { dues, now: now(), taken: [0; WORDS], takes: [false; WORDS], costs, burst: ns(burst) };
+        let (now, burst) = (now(), ns(burst));
+        let (taken, takes, booked, slot) = ([0; WORDS], [false; WORDS], [0; WORDS], 0);
+        let rate = Rate { dues, now, taken, takes, costs, burst, booked, slot };
         (costs != [0; WORDS]).then_some(rate)
     }
 
@@ -112,7 +118,7 @@ impl Rate {
     /// Returns whether a frame may go.
     #[inline]
     pub fn is_open(&self) -> bool {
-        self.ahead() == 0
+        self.slot == 0 && self.ahead() == 0
     }
 
     /// Counts a frame of `len` bytes that went.
@@ -157,10 +163,43 @@ impl Rate {
         }
     }
 
-    /// Returns how long to wait if no frame may go: until several may, so that a sleeper is not woken for each.
-    pub fn opens_in(&self) -> Option<Duration> {
-        let ahead = Some(self.ahead()).filter(|ahead| *ahead > 0)?;
-        Some(Duration::from_nanos(ahead + self.burst / PARTS))
+    /// Reads the clock, and takes what is booked once its time has come.
+    #[inline]
+    fn look(&mut self, now: u64) {
+        self.now = now;
+        if self.slot > 0 && now >= self.slot {
+            self.slot = 0;
+            self.taken = [0, 1].map(|kind| self.taken[kind] + std::mem::take(&mut self.booked[kind]));
+        }
+    }
+
+    /// Returns how long to wait if no frame may go, at the end of a turn. A node whose frames wait, as `has_frames` says,
+    /// books what comes next, a part of a burst: so each worker of several has its turn, and a sleeper wakes for several
+    /// frames. If nobody can say, it waits until several may go. If there is no frame, there is nothing to wait for.
+    pub fn opens_in(&mut self, has_frames: impl FnOnce() -> Option<bool>) -> Option<Duration> {
+        if self.slot == 0 {
+            let ahead = Some(self.ahead()).filter(|ahead| *ahead > 0)?;
+            match has_frames() {
+                Some(true) => self.book(),
+                Some(false) => return None,
+                None => return Some(Duration::from_nanos(ahead + self.burst / PARTS)),
+            }
+        }
+        Some(Duration::from_nanos(self.slot.saturating_sub(self.now)))
+    }
+
+    /// Moves the times by a part of a burst, and notes when that may be used.
+    #[cold]
+    fn book(&mut self) {
+        let part = (self.burst / PARTS).max(1);
+        self.slot = self.now;
+        for kind in 0..WORDS {
+            if self.costs[kind] > 0 {
+                let due = self.dues[kind].fetch_add(part, Relaxed);
+                self.slot = self.slot.max(self.checked(due));
+                self.booked[kind] = part * PS;
+            }
+        }
     }
 }
 
@@ -183,7 +222,7 @@ impl Rates {
     pub(super) fn look(&mut self) {
         if self.sends.is_some() || self.receives.is_some() {
             let now = now();
-            self.each().for_each(|rate| rate.now = now);
+            self.each().for_each(|rate| rate.look(now));
         }
     }
 
@@ -200,14 +239,15 @@ mod tests {
 
     use super::*;
 
-    /// Sends frames of `len` bytes as fast as may be for `time`, several in a turn; returns their number.
-    fn sent(rate: &mut Rate, len: usize, time: Duration) -> u64 {
+    /// Sends frames of `len` bytes as fast as may be for `time`, several in a turn; returns their number. The endpoint `knows`
+    /// that they wait, or does not.
+    fn sent(rate: &mut Rate, len: usize, time: Duration, knows: bool) -> u64 {
         let (mut count, end) = (0, rate.now + ns(time));
         while rate.now <= end {
-            match rate.opens_in() {
+            match rate.opens_in(|| knows.then_some(true)) {
                 Some(left) => {
                     rate.settle();
-                    rate.now += ns(left);
+                    rate.look(rate.now + ns(left));
                 }
                 None => {
                     rate.charge(len);
@@ -255,15 +295,17 @@ mod tests {
             // A GSO packet is longer than what goes within a burst.
             (8_000_000, 0, 65_000, 15),
         ] {
-            let mut rate = Rate::alone(Limit { bits, frames, burst: BURST }).expect("a limit");
             let burst = expected / 100;
             // Of very many frames, a hundredth does.
             let (expected, time) = if expected > 1_000_000_000 { (burst, BURST) } else { (expected, SECOND) };
-            let sent = sent(&mut rate, len, time);
-            assert!(
-                (expected - burst..=expected + 2 * burst + 2).contains(&(sent + 1)),
-                "{bits} {frames} {len}: {sent}"
-            );
+            for knows in [false, true] {
+                let mut rate = Rate::alone(Limit { bits, frames, burst: BURST }).expect("a limit");
+                let sent = sent(&mut rate, len, time, knows);
+                assert!(
+                    (expected - burst..=expected + 2 * burst + 2).contains(&(sent + 1)),
+                    "{bits} {frames} {len} {knows}: {sent}"
+                );
+            }
         }
     }
 
@@ -275,7 +317,8 @@ mod tests {
         assert_eq!(at_once(&mut rate), 11);
         rate.now += 1_000_000;
         assert_eq!(at_once(&mut rate), 1);
-        assert!(rate.opens_in().is_some_and(|left| left > Duration::from_millis(1)), "not for each frame");
+        assert!(rate.opens_in(|| None).is_some_and(|left| left > Duration::from_millis(1)), "not for each frame");
+        assert_eq!(rate.opens_in(|| Some(false)), None, "there is nothing to wait for");
     }
 
     #[test]
@@ -305,6 +348,59 @@ mod tests {
             }
         }
         assert!((800..=1001).contains(&count), "{count}");
+    }
+
+    /// Returns what each of these workers sends of frames of `len` bytes in `time`, if they have more than may go. Some are
+    /// awake and take a turn each 20 us, the others sleep, and wake 60 us after they wanted to.
+    fn shares<const N: usize>(limit: Limit, len: usize, are_awake: [bool; N], time: Duration) -> [u64; N] {
+        let (mut rates, mut sent) = (of_workers::<N>(limit), [0; N]);
+        let end = rates[0].now + ns(time);
+        loop {
+            let next = (0..N).min_by_key(|at| rates[*at].now).expect("there are some");
+            let rate = &mut rates[next];
+            if rate.now > end {
+                return sent;
+            }
+            for _ in 0..32 {
+                if rate.is_open() {
+                    rate.charge(len);
+                    sent[next] += 1;
+                }
+            }
+            rate.settle();
+            let wait = rate.opens_in(|| Some(true)).filter(|_| !are_awake[next]);
+            rate.look(rate.now + wait.map_or(20_000, |wait| ns(wait) + 60_000));
+        }
+    }
+
+    #[test]
+    fn each_of_several_workers_that_have_more_than_may_go_gets_its_part() {
+        for (len, mbit) in [(60, 10), (1500, 10), (1500, 1000), (65_000, 10), (65_000, 1000)] {
+            for burst in [Duration::from_millis(1), BURST] {
+                let limit = Limit { bits: mbit * 1_000_000, frames: 0, burst };
+                // A hundred of the longest frames, at least.
+                let time = Duration::from_secs(if len > 1500 && mbit == 10 { 20 } else { 1 });
+                let all =
+                    u64::try_from(u128::from(limit.bits) * time.as_millis() / 8000).expect("some bytes") / len as u64;
+                let check = |sent: &[u64]| {
+                    let least = all / sent.len() as u64 * 3 / 4;
+                    assert!(sent.iter().all(|its| *its >= least), "{len} {mbit} {burst:?}: {sent:?} of {all}");
+                    let sum: u64 = sent.iter().sum();
+                    assert!(
+                        (all * 9 / 10..=all + all / 50 + 64).contains(&sum),
+                        "{len} {mbit} {burst:?}: {sum} of {all}"
+                    );
+                };
+                for are_awake in [[true, false], [true, true], [false, false]] {
+                    check(&shares(limit, len, are_awake, time));
+                }
+                for are_awake in
+                    [[true, false, false, false], [true, true, false, false], [true, true, true, false], [false; 4]]
+                {
+                    check(&shares(limit, len, are_awake, time));
+                }
+            }
+        }
     }
 
     #[test]

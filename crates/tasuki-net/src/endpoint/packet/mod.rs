@@ -13,7 +13,7 @@ use rustix::net::{AddressFamily, SocketType};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::notes::READS;
-use super::{Dropped, Egress, Endpoint, Given, Recovery};
+use super::{Dropped, Egress, Endpoint, Given, Recovery, is_readable};
 use crate::switch::CheckedPrefix;
 use crate::vni::Incoming;
 use crate::vni::ledger::point;
@@ -120,6 +120,10 @@ impl Endpoint for Packet {
 
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         (!self.gone).then(|| self.socket.as_fd())
+    }
+
+    fn has_frames(&self) -> Option<bool> {
+        Some(self.fd().is_some_and(is_readable))
     }
 
     fn counts(&self) -> Vec<(&'static str, u64)> {

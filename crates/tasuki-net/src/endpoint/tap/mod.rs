@@ -14,7 +14,7 @@ use rustix::fs::FileType;
 use rustix::io::Errno;
 
 use super::notes::READS;
-use super::{Dropped, Egress, Endpoint, Given, Recovery};
+use super::{Dropped, Egress, Endpoint, Given, Recovery, is_readable};
 use crate::switch::CheckedPrefix;
 use crate::vni::Incoming;
 use crate::vni::ledger::point;
@@ -105,5 +105,9 @@ impl Endpoint for Tap {
 
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         (!self.gone).then(|| self.tap.as_fd())
+    }
+
+    fn has_frames(&self) -> Option<bool> {
+        Some(self.fd().is_some_and(is_readable))
     }
 }
