@@ -323,6 +323,12 @@ impl Region {
             .map_err(|e| RegionError::from_errno("sealing shared memory against writers", self.len(), e))
     }
 
+    /// Lets nobody seal the memory any more. Otherwise a process that may write it can keep all later ones from that.
+    pub fn seal_seals(&self) -> Result<(), RegionError> {
+        rustix::fs::fcntl_add_seals(&self.memory, SealFlags::SEAL)
+            .map_err(|e| RegionError::from_errno("sealing shared memory against further seals", self.len(), e))
+    }
+
     /// Lets only the owner and root reopen the memory through a descriptor. So a read-only descriptor stays
     /// read-only in another user's hands. By default the kernel makes such memory open to all.
     pub fn close_to_others(&self) -> Result<(), RegionError> {

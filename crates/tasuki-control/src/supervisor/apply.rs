@@ -15,7 +15,7 @@ use super::deeds::clock;
 use super::deposits::Key;
 use super::door::{Answer, Refusal};
 use super::shortcuts::OnVni;
-use super::worker::Words;
+use super::worker::{Stage, Words, Worker};
 use super::{About, Supervisor};
 use crate::api::types::{Applied, Apply, ConfigurationView, Give, Plan, Refused, Relayed, Removed, Upgrade, Written};
 use crate::config::plan::{Present, Step};
@@ -88,6 +88,8 @@ pub struct Applying {
     steps: Vec<String>,
     /// Nodes that were removed to be made anew, as they were.
     removed: BTreeMap<String, config::Node>,
+    /// All steps of the plan are taken, and workers that began amid them are replaced.
+    is_late: bool,
     answer: Option<Answer<Applied>>,
 }
 
@@ -140,6 +142,16 @@ impl Supervisor {
         let all = Config { node: desired.node.iter().cloned().chain(by_hand).collect(), ..desired.clone() };
         if let Some(why) = all.senseless() {
             return Err(wrong(format!("with the nodes that were added by hand: {why}")));
+        }
+        let lacks = |worker: &&Worker| {
+            let node = desired.node(&worker.record.node).filter(|node| desired.shares_limits(node));
+            node.is_some() && worker.stage == Stage::Begun && !worker.shares_limits()
+        };
+        if let Some(worker) = self.workers.values().find(lacks) {
+            let (number, node) = (worker.party(), &worker.record.node);
+            return Err(wrong(format!(
+                "worker {number} of node {node} is from before an interface with several queues could have limits; replace it (tasuki worker upgrade {node}), and apply this again"
+            )));
         }
         if let Some(why) = self.would_lose_a_queue(&desired) {
             return Err(wrong(why));
@@ -313,8 +325,15 @@ impl Supervisor {
         self.changes.push(Change::Applied(self.current.record.clone()));
         self.flush();
         tasuki_shm::crash::point("daemon.applying");
-        self.applying =
-            Some(Applying { desired, todo, waits: None, steps: Vec::new(), removed: BTreeMap::new(), answer });
+        self.applying = Some(Applying {
+            desired,
+            todo,
+            waits: None,
+            steps: Vec::new(),
+            removed: BTreeMap::new(),
+            is_late: false,
+            answer,
+        });
         self.go_on_applying();
     }
 
@@ -330,7 +349,17 @@ impl Supervisor {
                 return self.applying = Some(applying);
             }
             tasuki_shm::crash::point("daemon.applied-step");
-            let Some(step) = applying.todo.pop_front() else { return self.is_applied(applying) };
+            let Some(step) = applying.todo.pop_front() else {
+                // A worker that began amid the steps may have settings of before.
+                let renews = self.steps_to(&applying.desired).into_iter().filter(|it| matches!(it, Step::Renew(..)));
+                applying.todo = if applying.is_late { VecDeque::new() } else { renews.collect() };
+                if applying.todo.is_empty() {
+                    return self.is_applied(applying);
+                }
+                applying.is_late = true;
+                self.applying = Some(applying);
+                continue;
+            };
             applying.steps.push(step.to_string());
             if let Step::Remove(name, keys) = &step
                 && let Some(node) = self.config.node(name).filter(|_| !keys.is_empty())

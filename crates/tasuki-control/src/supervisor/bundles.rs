@@ -8,6 +8,7 @@ use tasuki_relay::message::{DeviceBundle, FDS_MAX, LAYOUT_MAX, MESSAGE_MAX, ToDa
 
 use super::card::{Memory, Opened};
 use super::deposits::Key;
+use super::hear::LACKS_SHARED_LIMITS;
 use super::worker::{Readiness, Stage};
 use super::{About, Supervisor};
 use crate::foreign::{Foreign, seals};
@@ -152,6 +153,10 @@ impl Supervisor {
                 // For now: it reports its state when the arbiter asks.
                 worker.nics.insert(*nic, Readiness::Ready);
             }
+        }
+        // It began while no tasukid heard with which versions.
+        if self.lacks_shared_limits(number) {
+            return self.kill_worker(number, LACKS_SHARED_LIMITS.to_owned());
         }
         self.adopted += 1;
         self.mark_begun(number);

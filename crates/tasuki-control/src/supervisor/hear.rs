@@ -34,6 +34,9 @@ const READS_MAX: usize = 16;
 /// Characters of the name of a worker's counter.
 const COUNT_NAME_MAX: usize = 64;
 
+/// Why a worker is ended that would keep limits of its own.
+pub(super) const LACKS_SHARED_LIMITS: &str = "is from before an interface with several queues could have limits, and its node has both; leave limits out, or name a later program (tasuki worker upgrade --with)";
+
 impl Supervisor {
     pub(super) fn on_worker_readable(&mut self, number: u32) {
         for _ in 0..MESSAGES_AT_ONCE_MAX {
@@ -196,12 +199,17 @@ impl Supervisor {
         worker.record.reads = reads.into_iter().take(READS_MAX).collect();
         worker.record.unconfined = worker.lacks.iter().cloned().chain(says).collect();
         let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
-        if !worker.shares_limits() && self.config.node(&node).is_some_and(|node| self.config.shares_limits(node)) {
-            let sentence = "is from before an interface with several queues could have limits, and its node has both; leave limits out, or name a later program (tasuki worker upgrade --with)";
-            return self.kill_worker(number, sentence.to_owned());
+        if self.lacks_shared_limits(number) {
+            return self.kill_worker(number, LACKS_SHARED_LIMITS.to_owned());
         }
         self.mark_begun(number);
         self.note(About::worker(&node, number), format!("worker {number} of node {node} has begun ({binary})"));
+    }
+
+    /// Returns whether a worker would keep limits of its own, where all queues of its node's interface have them together.
+    pub(super) fn lacks_shared_limits(&self, number: u32) -> bool {
+        let Some(worker) = self.workers.get(&number).filter(|worker| !worker.shares_limits()) else { return false };
+        self.config.node(&worker.record.node).is_some_and(|node| self.config.shares_limits(node))
     }
 
     /// Marks a worker as one that accepts orders.

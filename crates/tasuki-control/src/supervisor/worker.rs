@@ -33,6 +33,8 @@ impl Words {
     /// Creates a memory of `len` bytes.
     pub fn create(name: &str, len: usize) -> Result<Self, RegionError> {
         let region = Region::create(name, len, tasuki_shm::region::Pages::Small)?;
+        // Several workers write it, and later ones have to.
+        region.seal_seals()?;
         Self::of(region)
     }
 
@@ -273,5 +275,22 @@ impl Worker {
 
     pub fn binary(&self) -> &PathBuf {
         &self.record.binary
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::SealFlags;
+
+    use super::*;
+
+    /// row: T138
+    #[test]
+    fn nobody_seals_the_words_that_workers_share() {
+        let words = Words::create("tasuki test", 8).expect("memory");
+        let lent = words.region().fd().try_clone_to_owned().expect("a descriptor");
+        let sealed = rustix::fs::fcntl_add_seals(&lent, SealFlags::FUTURE_WRITE);
+        assert_eq!(sealed, Err(Errno::PERM), "a later worker could not map it");
+        Region::adopt(lent).expect("one maps it");
     }
 }
