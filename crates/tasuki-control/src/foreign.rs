@@ -90,11 +90,11 @@ impl Closer {
             return drop(fd);
         }
         let (count, ended) = &*self.waiting;
-        let patience = if self.is_stuck { Duration::ZERO } else { CLOSE_TIMEOUT };
+        let timeout = if self.is_stuck { Duration::ZERO } else { CLOSE_TIMEOUT };
         let all_wait = |waiting: &mut usize| *waiting >= WAITING_MAX;
         let waiting = count.lock().unwrap_or_else(PoisonError::into_inner);
         let (mut waiting, waited) =
-            ended.wait_timeout_while(waiting, patience, all_wait).unwrap_or_else(PoisonError::into_inner);
+            ended.wait_timeout_while(waiting, timeout, all_wait).unwrap_or_else(PoisonError::into_inner);
         self.is_stuck = waited.timed_out();
         if self.is_stuck {
             return leave_open(fd);

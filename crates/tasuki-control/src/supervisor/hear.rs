@@ -372,9 +372,9 @@ impl Supervisor {
             let drives = self.cards.values().any(|card| card.holder() == Some(*number));
             let sleeps = words.load(heartbeat::ASLEEP) != 0;
             worker.heart.beat(now, words.load(heartbeat::LOOKS));
-            let patience = if drives { limit } else { WORKER_TIMEOUT.max(limit) };
+            let timeout = if drives { limit } else { WORKER_TIMEOUT.max(limit) };
             match worker.probe {
-                Some(asked) if now.saturating_sub(asked) >= patience => silent.push(*number),
+                Some(asked) if now.saturating_sub(asked) >= timeout => silent.push(*number),
                 Some(_) => {}
                 None if drives && !sleeps && worker.heart.silent(now, limit) => silent.push(*number),
                 None if (sleeps || !drives) && now.saturating_sub(worker.heard) >= PROBE_EVERY => {
