@@ -118,6 +118,11 @@ impl Call {
         if needs.contains(&"CNI_IFNAME") && !tasuki_tap::is_name(&ifname) {
             return Err(wrong(format!("CNI_IFNAME: {}", tasuki_tap::TapError::Name(ifname))));
         }
+        if ifname == "lo" {
+            return Err(wrong(
+                "CNI_IFNAME: each network namespace has an interface lo already; name another".to_owned(),
+            ));
+        }
         if needs.contains(&"CNI_NETNS") && !netns.starts_with('/') {
             return Err(wrong(format!("CNI_NETNS is {netns:?}; name a network namespace by its path from /")));
         }

@@ -28,7 +28,7 @@ pub const WORDS: usize = 2;
 /// longest GSO packet at once, at the lowest limit, the time is 4.2 s ahead.
 const AHEAD_MAX: u64 = 10_000_000_000;
 
-/// The part of what may go at once that a worker takes in advance, and of a burst that a worker books that has to wait.
+/// The part of what may go at once that a worker takes in advance, and of a burst that a worker reserves that has to wait.
 const PARTS: u64 = 8;
 
 /// How often a worker tries to move a time that others move meanwhile.
@@ -43,7 +43,7 @@ const PS: u64 = 1000;
 ///
 /// The times lie in memory that all workers share which carry frames of the node: those of all queues of its interface, and
 /// those that come after them. A worker moves a time before it needs that, further than for one frame, and back by
-/// `settle` at the end of its turn: what a killed one had left does not go. One whose frames have to wait books what comes
+/// `settle` at the end of its turn: what a killed one had left does not go. One whose frames have to wait reserves what comes
 /// next, so that one that is awake leaves something to one that sleeps. All of them may write
 /// anything there. So each time is loaded once and checked, and a lie changes the rate of this node alone.
 #[derive(Debug)]
@@ -59,8 +59,8 @@ pub struct Rate {
     /// Cost of a byte, and of a frame, in ps; 0 if there is no limit.
     costs: [u64; WORDS],
     burst: u64,
-    /// What is booked, in ps, and the time from which it may be used; 0 if nothing is.
-    booked: [u64; WORDS],
+    /// What is reserved, in ps, and the time from which it may be used; 0 if nothing is.
+    reserved: [u64; WORDS],
     slot: u64,
 }
 
@@ -85,8 +85,8 @@ impl Rate {
         let cost = |unit: u64, rate: u64| unit.checked_div(rate).unwrap_or(0);
         let costs = [cost(8_000_000_000_000, bits), cost(1_000_000_000_000, frames)];
         let (now, burst) = (now(), ns(burst));
-        let (taken, takes, booked, slot) = ([0; WORDS], [false; WORDS], [0; WORDS], 0);
-        let rate = Rate { dues, now, taken, takes, costs, burst, booked, slot };
+        let (taken, takes, reserved, slot) = ([0; WORDS], [false; WORDS], [0; WORDS], 0);
+        let rate = Rate { dues, now, taken, takes, costs, burst, reserved, slot };
         (costs != [0; WORDS]).then_some(rate)
     }
 
@@ -163,24 +163,24 @@ impl Rate {
         }
     }
 
-    /// Reads the clock, and takes what is booked once its time has come.
+    /// Reads the clock, and takes what is reserved once its time has come.
     #[inline]
     fn look(&mut self, now: u64) {
         self.now = now;
         if self.slot > 0 && now >= self.slot {
             self.slot = 0;
-            self.taken = [0, 1].map(|kind| self.taken[kind] + std::mem::take(&mut self.booked[kind]));
+            self.taken = [0, 1].map(|kind| self.taken[kind] + std::mem::take(&mut self.reserved[kind]));
         }
     }
 
     /// Returns how long to wait if no frame may go, at the end of a turn. A node whose frames wait, as `has_frames` says,
-    /// books what comes next, a part of a burst: so each worker of several has its turn, and a sleeper wakes for several
+    /// reserves what comes next, a part of a burst: so each worker of several has its turn, and a sleeper wakes for several
     /// frames. If nobody can say, it waits until several may go. If there is no frame, there is nothing to wait for.
     pub fn opens_in(&mut self, has_frames: impl FnOnce() -> Option<bool>) -> Option<Duration> {
         if self.slot == 0 {
             let ahead = Some(self.ahead()).filter(|ahead| *ahead > 0)?;
             match has_frames() {
-                Some(true) => self.book(),
+                Some(true) => self.reserve(),
                 Some(false) => return None,
                 None => return Some(Duration::from_nanos(ahead + self.burst / PARTS)),
             }
@@ -190,14 +190,14 @@ impl Rate {
 
     /// Moves the times by a part of a burst, and notes when that may be used.
     #[cold]
-    fn book(&mut self) {
+    fn reserve(&mut self) {
         let part = (self.burst / PARTS).max(1);
         self.slot = self.now;
         for kind in 0..WORDS {
             if self.costs[kind] > 0 {
                 let due = self.dues[kind].fetch_add(part, Relaxed);
                 self.slot = self.slot.max(self.checked(due));
-                self.booked[kind] = part * PS;
+                self.reserved[kind] = part * PS;
             }
         }
     }

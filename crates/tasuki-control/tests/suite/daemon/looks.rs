@@ -188,7 +188,7 @@ fn up_returns_when_all_is_at_work_and_down_when_nothing_is() {
     assert!(done && said.contains("3 nodes and 1 NIC"), "{said}");
     rig.configure(|text| text + "\n[[node]]\nname = \"pink\"\nwork = \"echo\"\n");
     let (done, said) = up(&rig);
-    assert!(done && said.contains("4 nodes and 1 NICs"), "{said}");
+    assert!(done && said.contains("4 nodes and 1 NIC"), "{said}");
     let pid = rig.json(&["status"])["pid"].as_u64().expect("a number");
     assert!(rig.ask(&["down"]).contains("workers have ended, and so does tasukid"));
     assert!(!tasuki_testing::process::lives(u32::try_from(pid).expect("a pid")), "it is gone when down returns");

@@ -176,9 +176,10 @@ fn a_node_whose_workers_died_before_they_heard_that_another_left_talks_to_the_ne
     world.rig.ask(&["node", "remove", "third"]);
     world.rig.kill_daemon();
     [&driver, &stands_by].into_iter().for_each(|worker| signal(pid(worker), Signal::KILL));
-    // The file has it, so the next daemon makes it anew; and it looks at what the shop left.
+    // The file has it, so an apply makes it anew; and it looks at what the shop left.
     becomes(Path::new("/bin/false"));
     world.rig.start();
+    world.rig.ask(&["apply"]);
     world.rig.await_pair("third");
     world.rig.await_event("node shop has a program that ends before it hears an order");
     becomes(&stock);
@@ -527,7 +528,7 @@ fn a_node_that_cannot_be_is_refused_with_a_sentence_and_nothing_is_left_of_it() 
             &["no network namespace at /run/netns/no-such-room; make it (ip netns add"],
         ),
         (&["new", "--netns", &path], &["is node \"shop\"'s as well"]),
-        (&["new", "--netns", &path, "--interface", "lo"], &["the interface lo exists"]),
+        (&["new", "--netns", &path, "--interface", "lo"], &["each network namespace has an interface lo already"]),
         (&["new", "--netns", &path, "--interface", "x y"], &["cannot be the name of an interface"]),
         (
             &["new", "--netns", &path, "--interface", "n", "--pool-kib", "64"],
