@@ -290,11 +290,11 @@ fn a_call_that_fails_half_way_leaves_nothing() {
             (vec![], calls.to_owned(), false)
         );
     };
-    // The daemon makes the interface, and the kernel refuses the second route.
+    // The daemon makes the interface, and the kernel refuses a route by its own address.
     let ips = json!([{ "address": "192.0.2.1/24" }]);
-    runtime.assigns("a", &json!({ "ips": ips, "routes": [{ "dst": "203.0.113.0/24" }, { "dst": "203.0.113.0/24" }] }));
+    runtime.assigns("a", &json!({ "ips": ips, "routes": [{ "dst": "0.0.0.0/0", "gw": "192.0.2.1" }] }));
     let failed = add(&runtime, "a");
-    assert!(failed.code == 100 && failed.said.contains("the route to 203.0.113.0/24"), "{failed:?}");
+    assert!(failed.code == 100 && failed.said.contains("the route to 0.0.0.0/0 by way of 192.0.2.1"), "{failed:?}");
     nothing_is_left(&runtime, "ADD a, DEL a");
     // A route with settings that would be dropped without a word.
     runtime.assigns("b", &json!({ "ips": ips, "routes": [{ "dst": "0.0.0.0/0", "table": 7 }] }));
