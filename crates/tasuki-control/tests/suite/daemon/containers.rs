@@ -290,11 +290,14 @@ fn a_call_that_fails_half_way_leaves_nothing() {
             (vec![], calls.to_owned(), false)
         );
     };
-    // The daemon makes the interface, and the kernel refuses a route by its own address.
+    // The daemon makes the interface, and the kernel refuses a route by a network that comes later.
     let ips = json!([{ "address": "192.0.2.1/24" }]);
-    runtime.assigns("a", &json!({ "ips": ips, "routes": [{ "dst": "0.0.0.0/0", "gw": "192.0.2.1" }] }));
+    runtime.assigns(
+        "a",
+        &json!({ "ips": ips, "routes": [{ "dst": "0.0.0.0/0", "gw": "203.0.113.1" }, { "dst": "203.0.113.0/24" }] }),
+    );
     let failed = add(&runtime, "a");
-    assert!(failed.code == 100 && failed.said.contains("the route to 0.0.0.0/0 by way of 192.0.2.1"), "{failed:?}");
+    assert!(failed.code == 100 && failed.said.contains("the route to 0.0.0.0/0 by way of 203.0.113.1"), "{failed:?}");
     nothing_is_left(&runtime, "ADD a, DEL a");
     // A route with settings that would be dropped without a word.
     runtime.assigns("b", &json!({ "ips": ips, "routes": [{ "dst": "0.0.0.0/0", "table": 7 }] }));
