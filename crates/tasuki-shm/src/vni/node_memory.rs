@@ -158,6 +158,8 @@ impl NodeMemoryFds {
         }
         let make = |what: &str, len| {
             let memory = Region::create(&format!("{name}-{what}"), len, Pages::Small)?;
+            // A worker that may write it could keep all later ones from that.
+            memory.seal_seals()?;
             memory.close_to_others()?;
             Ok::<_, RegionError>(memory.into_fd())
         };
@@ -369,6 +371,18 @@ mod tests {
             assert!(!nobody("exec 3<>/proc/self/fd/0").status.success(), "and does not get a second writer");
             assert!(!nobody("exec 3>/proc/self/fd/0").status.success());
         }
+    }
+
+    /// row: T139
+    #[test]
+    fn no_worker_keeps_its_successors_from_mapping_the_node_memory() {
+        let fds = NodeMemoryFds::create("test", POOL_PAGES).unwrap();
+        for memory in fds.fds() {
+            let lent = memory.try_clone_to_owned().unwrap();
+            let sealed = rustix::fs::fcntl_add_seals(&lent, rustix::fs::SealFlags::FUTURE_WRITE);
+            assert_eq!(sealed, Err(rustix::io::Errno::PERM));
+        }
+        NodeMemory::adopt(fds).expect("a successor maps it");
     }
 
     #[test]
