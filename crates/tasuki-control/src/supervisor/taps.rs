@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use tasuki_relay::message;
 use tasuki_tap::device::{Before, is_gone};
+use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::shortcut::remove_beside;
 use tasuki_tap::{Settings, Tap, TapError, set_mac};
@@ -76,10 +77,10 @@ impl TapEnd {
                 (self.mac, self.veth_end, self.is_gone) = (None, None, false);
                 match self.connect(shortcuts) {
                     Some(Ok(device)) => device,
-                    // A name that is still taken by an interface that goes would soon be free, and then without a veth end.
-                    Some(Err(error @ (TapError::NoNamespace(_) | TapError::Namespace { .. } | TapError::Taken(_)))) => {
-                        return Err(error);
-                    }
+                    Some(Err(error @ (TapError::NoNamespace(_) | TapError::Namespace { .. }))) => return Err(error),
+                    // The name was that of an interface that went just then: it is free for one with a veth end. A TAP that
+                    // somebody made stays, and is used.
+                    Some(Err(error @ TapError::Taken(_))) if !self.is_named() => return Err(error),
                     tried => {
                         let made = Tap::create(&self.place(), &self.config.name, &self.settings(), self.before)?;
                         why = tried.and_then(Result::err).map(|error| self.long_way(&error));
@@ -89,6 +90,12 @@ impl TapEnd {
             }
         };
         Ok((self.device.insert(device), why))
+    }
+
+    /// Returns whether its namespace has an interface of its name.
+    fn is_named(&self) -> bool {
+        let there = self.place().within(|| Interface::if_there(&self.config.name));
+        !matches!(there, Ok(None))
     }
 
     /// Makes it with a veth end, if it is to have one.

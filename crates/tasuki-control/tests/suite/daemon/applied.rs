@@ -552,6 +552,18 @@ fn a_node_is_at_work_when_the_command_that_adds_it_ends() {
 }
 
 #[test]
+fn a_tap_that_the_user_made_is_used() {
+    let Some(world) = World::new() else { return };
+    ip(&world.shop, "tuntap add lan mode tap");
+    world.add("shop", &world.shop, SHOP, &[]);
+    world.add("desk", &world.desk, DESK, &[]);
+    world.await_pairs();
+    assert!(world.is_answered(DESK), "{}", world.rig.log());
+    assert_eq!(world.crossed("shop"), None, "it has no veth end");
+    world.end();
+}
+
+#[test]
 fn a_node_that_cannot_be_made_anew_is_made_as_it_was_and_no_other_is_gone() {
     let Some(world) = by_file() else { return };
     let desk = pid(&world.rig.worker("desk", "drives").expect("it drives"));
