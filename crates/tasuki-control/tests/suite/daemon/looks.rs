@@ -46,7 +46,9 @@ fn shells_and_manuals_know_all_commands() {
 /// Types keys into `tasuki top` on a terminal of its own once it has drawn its first picture, one after 300 ms each; returns
 /// what it drew, and whether it ended well. Calls `before_last` before the last key.
 fn on_a_terminal(rig: &Rig, words: &str, keys: &[&str], before_last: impl FnOnce()) -> (String, bool) {
-    let top = format!("stty cols 100 rows 20; exec {} --dir {} top {words}", super::rig::TASUKI, rig.dir().display());
+    // A key that is lost on its way keeps no suite waiting.
+    let top = format!("{} --dir {} top {words}", super::rig::TASUKI, rig.dir().display());
+    let top = format!("stty cols 100 rows 20; exec timeout --foreground {} {top}", tasuki_testing::PATIENCE.as_secs());
     let mut command = std::process::Command::new("script");
     command.args(["--quiet", "--return", "--command", &top, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut script = Program::start(&mut command);
