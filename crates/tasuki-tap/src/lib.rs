@@ -231,7 +231,7 @@ impl Settings {
     }
 }
 
-/// Gives the interface of a TAP device another station address, whatever its name is by now, and wherever it was moved.
+/// Gives the interface of a TAP device another station address. It may have another name by now, or be in another namespace.
 ///
 /// # Errors
 /// It is gone, or the kernel refuses.

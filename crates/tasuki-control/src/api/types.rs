@@ -290,7 +290,7 @@ pub struct NicView {
     pub node: String,
     /// The worker that drives it.
     pub worker: Option<u32>,
-    /// `driven`, `changes hands`, `is being closed`, `parked`, `waits for a worker` or `not open`.
+    /// `driven`, `changes hands`, `is being closed`, `parked`, `waits for a worker`, `gone` or `not open`.
     pub is: String,
     /// How often its lease was taken.
     pub epoch: u32,

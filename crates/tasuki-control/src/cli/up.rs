@@ -51,21 +51,27 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
     } else {
         told(&begin(&folder, &up.file)?)?;
     }
-    let limit = Duration::from_secs(up.within);
+    let (seen, lacks) = await_work(&folder, None, began + Duration::from_secs(up.within))?;
+    if !lacks.is_empty() {
+        bail!("not all is at work within {} s, but tasukid goes on trying: {}", up.within, lacks.join("; "));
+    }
+    let (nodes, nics, ms) = (seen.status.nodes.len(), seen.status.nics.len(), began.elapsed().as_millis());
+    let many = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
+    let sentence = format!("{} and {} are at work after {ms} ms", many(nodes, "node"), many(nics, "NIC"));
+    match reach.json {
+        true => write(&format!("{}\n", json!({ "nodes": nodes, "nics": nics, "ms": ms }))).map(drop),
+        false => told(&sentence),
+    }
+}
+
+/// Asks until all is at work, or `only` this node, or it is `until`. Returns the last answer, and what it lacks, as sentences
+/// without a full stop.
+fn await_work(folder: &Path, only: Option<&str>, until: Instant) -> Result<(Metrics, Vec<String>)> {
     loop {
-        let seen: Metrics = show::read(client::ask(&folder, Verb::GET, "/v1/snapshot", None)?)?;
-        let lacks = lacks(&seen);
-        if lacks.is_empty() {
-            let (nodes, nics, ms) = (seen.status.nodes.len(), seen.status.nics.len(), began.elapsed().as_millis());
-            let many = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
-            let sentence = format!("{} and {} are at work after {ms} ms", many(nodes, "node"), many(nics, "NIC"));
-            return match reach.json {
-                true => write(&format!("{}\n", json!({ "nodes": nodes, "nics": nics, "ms": ms }))).map(drop),
-                false => told(&sentence),
-            };
-        }
-        if began.elapsed() > limit {
-            bail!("not all is at work within {} s, but tasukid goes on trying: {}", up.within, lacks.join("; "));
+        let seen: Metrics = show::read(client::ask(folder, Verb::GET, "/v1/snapshot", None)?)?;
+        let lacks = lacks(&seen, only);
+        if lacks.is_empty() || Instant::now() > until {
+            return Ok((seen, lacks));
         }
         std::thread::sleep(ASK_EVERY);
     }
@@ -85,13 +91,8 @@ fn begin(folder: &Path, file: &Path) -> Result<String> {
     Ok(said.trim().to_owned())
 }
 
-/// Returns what is not at work yet, as sentences without a full stop.
-fn lacks(seen: &Metrics) -> Vec<String> {
-    lacks_of(seen, None)
-}
-
-/// Like [`lacks`], of one node.
-fn lacks_of(seen: &Metrics, only: Option<&str>) -> Vec<String> {
+/// Returns what is not at work yet, of all or of `only` this node.
+fn lacks(seen: &Metrics, only: Option<&str>) -> Vec<String> {
     let nodes = seen.status.nodes.iter().filter(|node| only.is_none_or(|only| node.name == only));
     let nodes = nodes.filter_map(|node| {
         let mut its = seen.workers.iter().filter(|worker| worker.node == node.name);
@@ -109,15 +110,8 @@ fn lacks_of(seen: &Metrics, only: Option<&str>) -> Vec<String> {
 
 /// Waits until a node that was added is at work. Returns a sentence if it is not.
 pub(super) fn await_node(folder: &Path, name: &str) -> Option<String> {
-    let until = Instant::now() + FIRST_WORKER_TIMEOUT;
-    loop {
-        let seen: Metrics = show::read(client::ask(folder, Verb::GET, "/v1/snapshot", None).ok()?).ok()?;
-        let lacks = lacks_of(&seen, Some(name)).into_iter().next()?;
-        if Instant::now() > until {
-            return Some(format!("node {name} is not at work yet, but tasukid goes on trying: {lacks}"));
-        }
-        std::thread::sleep(ASK_EVERY);
-    }
+    let (_, lacks) = await_work(folder, Some(name), Instant::now() + FIRST_WORKER_TIMEOUT).ok()?;
+    Some(format!("node {name} is not at work yet, but tasukid goes on trying: {}", lacks.first()?))
 }
 
 /// Ends everything, and waits until tasukid is gone.

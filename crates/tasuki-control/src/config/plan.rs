@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     /// A machine on paper: steps that contradict it fail.
-    #[derive(Debug, Clone)]
+    #[derive(Debug, Clone, Default)]
     struct Paper {
         config: Config,
         by_hand: BTreeSet<String>,
@@ -602,15 +602,7 @@ mod tests {
         };
         let one = parse("red", "192.0.2.1/24");
         let owners = BTreeMap::from([("eth0".to_owned(), "red".to_owned())]);
-        let (none, failed_over) = (BTreeSet::new(), BTreeMap::new());
-        let present = Present {
-            config: &one,
-            by_hand: &none,
-            owners: &owners,
-            failed_over: &failed_over,
-            stale: &none,
-            lost: &none,
-        };
+        let present = Paper { config: one.clone(), owners, ..Paper::default() };
         let steps = |other: &Config| present.steps_to(other).iter().map(ToString::to_string).collect::<Vec<_>>();
         let (red, blue) = ("red", "blue");
         let gives = [
@@ -637,16 +629,8 @@ mod tests {
             );
             toml::from_str(&text).expect("a configuration")
         };
-        let (one, none) = (parse(1500), BTreeSet::new());
-        let (owners, failed_over) = (BTreeMap::new(), BTreeMap::new());
-        let present = Present {
-            config: &one,
-            by_hand: &none,
-            owners: &owners,
-            failed_over: &failed_over,
-            stale: &none,
-            lost: &none,
-        };
+        let one = parse(1500);
+        let present = Paper { config: one.clone(), ..Paper::default() };
         let said: Vec<_> = present.steps_to(&parse(1400)).iter().map(ToString::to_string).collect();
         let goes = "changes, so it is removed and added again: frames from and to it are lost meanwhile";
         let [blue, red] = ["node blue is added", "node red is added"].map(str::to_owned);
@@ -663,15 +647,7 @@ mod tests {
             toml::from_str(&[&queue("blue"), red, limits, &queue("mine")].concat()).expect("a configuration")
         };
         let (one, by_hand) = (parse(""), BTreeSet::from(["mine".to_owned()]));
-        let (owners, failed_over, none) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
-        let present = Present {
-            config: &one,
-            by_hand: &by_hand,
-            owners: &owners,
-            failed_over: &failed_over,
-            stale: &none,
-            lost: &none,
-        };
+        let present = Paper { config: one.clone(), by_hand, ..Paper::default() };
         let mut desired = parse("limits = { send = { mbit = 5 } }\n");
         desired.node.retain(|node| node.name != "mine");
         let said: Vec<_> = present.steps_to(&desired).iter().map(ToString::to_string).collect();
@@ -700,15 +676,7 @@ mod tests {
              [[nic]]\nname = \"eth0\"\ndevice = \"sim\"\nnode = \"blue\"\n[[nic]]\nname = \"eth2\"\ndevice = \"sim\"\nnode = \"new\"\n",
         );
         let owners = [("eth0", "red"), ("eth1", "old")].map(|(nic, node)| (nic.to_owned(), node.to_owned()));
-        let (none, owners, failed_over) = (BTreeSet::new(), BTreeMap::from(owners), BTreeMap::new());
-        let present = Present {
-            config: &one,
-            by_hand: &none,
-            owners: &owners,
-            failed_over: &failed_over,
-            stale: &none,
-            lost: &none,
-        };
+        let present = Paper { config: one.clone(), owners: BTreeMap::from(owners), ..Paper::default() };
         let said: Vec<_> = present.steps_to(&other).iter().map(ToString::to_string).collect();
         assert_eq!(
             said,

@@ -15,7 +15,7 @@ use super::deeds::clock;
 use super::deposits::Key;
 use super::door::{Answer, Refusal};
 use super::shortcuts::OnVni;
-use super::worker::{Stage, Words, Worker};
+use super::worker::{Stage, Words};
 use super::{About, Supervisor};
 use crate::api::types::{Applied, Apply, ConfigurationView, Give, Plan, Refused, Relayed, Removed, Upgrade, Written};
 use crate::config::plan::{Present, Step};
@@ -65,11 +65,11 @@ impl Current {
         if let Some(record) = known.filter(|known| known.base == base)
             && let Ok(desired) = Config::parse(Path::new(&record.path), &record.text)
         {
-            let mut config = desired.clone();
-            // A queue has gone before its interface.
+            // A NIC of the file that is elsewhere by now still names its node.
             let has_nic = |name: &String| {
                 desired.nic.iter().any(|nic| [Some(&nic.node), nic.standby.as_ref()].contains(&Some(name)))
             };
+            let mut config = desired.clone();
             config.node.retain(|node| !record.removed.contains(&node.name) || has_nic(&node.name));
             return (Current { file, resumes: !record.is_done, record, desired }, config);
         }
@@ -143,14 +143,11 @@ impl Supervisor {
         if let Some(why) = all.senseless() {
             return Err(wrong(format!("with the nodes that were added by hand: {why}")));
         }
-        let lacks = |worker: &&Worker| {
-            let node = desired.node(&worker.record.node).filter(|node| desired.shares_limits(node));
-            node.is_some() && worker.stage == Stage::Begun && !worker.shares_limits()
-        };
-        if let Some(worker) = self.workers.values().find(lacks) {
-            let (number, node) = (worker.party(), &worker.record.node);
+        let mut begun = self.workers.iter().filter(|(_, worker)| worker.stage == Stage::Begun);
+        if let Some((number, worker)) = begun.find(|(number, _)| self.keeps_own_limits(**number, &desired)) {
+            let node = &worker.record.node;
             return Err(wrong(format!(
-                "worker {number} of node {node} is from before an interface with several queues could have limits; replace it (tasuki worker upgrade {node}), and apply this again"
+                "worker {number} of node {node} is from before an interface with several queues could have limits; replace it by a later program (tasuki worker upgrade {node} --with PROGRAM), and apply this again"
             )));
         }
         if let Some(why) = self.would_lose_a_queue(&desired) {

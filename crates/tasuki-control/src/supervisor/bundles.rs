@@ -155,7 +155,7 @@ impl Supervisor {
             }
         }
         // It began while no tasukid heard with which versions.
-        if self.lacks_shared_limits(number) {
+        if self.keeps_own_limits(number, &self.config) {
             return self.kill_worker(number, LACKS_SHARED_LIMITS.to_owned());
         }
         self.adopted += 1;

@@ -9,9 +9,10 @@ use tasuki_shm::crash;
 use super::queues::TROUBLED_TIMEOUT;
 use super::{Supervisor, WORKER_TIMEOUT, now};
 
-/// An empty queue counts as drained after this long without traffic; if the counters still differ (a killed worker can
-/// leave them so), after that long.
+/// An empty queue counts as drained after this long without traffic.
 const QUIET_TIME: Duration = Duration::from_millis(20);
+
+/// The same if the counters say that it is not empty: a killed worker can leave them so.
 const UNEVEN_QUIET_TIME: Duration = Duration::from_millis(200);
 
 /// Time a worker gets to drain a queue, and once more to drain its VNI rings.
@@ -88,7 +89,7 @@ impl Supervisor {
         true
     }
 
-    /// Returns whether a worker has answered since it was asked, which it is now if it is to be: one that hangs has not.
+    /// Returns whether a worker has answered the last probe; one that hangs has not. `asks` sends a probe first.
     fn has_answered(&mut self, number: u32, nic: u32, asks: bool) -> bool {
         let Some(worker) = self.workers.get_mut(&number) else { return false };
         if asks && worker.probe.is_none() {

@@ -199,7 +199,7 @@ impl Supervisor {
         worker.record.reads = reads.into_iter().take(READS_MAX).collect();
         worker.record.unconfined = worker.lacks.iter().cloned().chain(says).collect();
         let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
-        if self.lacks_shared_limits(number) {
+        if self.keeps_own_limits(number, &self.config) {
             return self.kill_worker(number, LACKS_SHARED_LIMITS.to_owned());
         }
         self.mark_begun(number);
@@ -207,9 +207,10 @@ impl Supervisor {
     }
 
     /// Returns whether a worker would keep limits of its own, where all queues of its node's interface have them together.
-    pub(super) fn lacks_shared_limits(&self, number: u32) -> bool {
-        let Some(worker) = self.workers.get(&number).filter(|worker| !worker.shares_limits()) else { return false };
-        self.config.node(&worker.record.node).is_some_and(|node| self.config.shares_limits(node))
+    pub(super) fn keeps_own_limits(&self, number: u32, config: &crate::config::Config) -> bool {
+        let worker = self.workers.get(&number).filter(|worker| !worker.shares_limits());
+        let node = worker.and_then(|worker| config.node(&worker.record.node));
+        node.is_some_and(|node| config.shares_limits(node))
     }
 
     /// Marks a worker as one that accepts orders.

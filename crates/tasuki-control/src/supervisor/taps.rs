@@ -36,7 +36,7 @@ pub struct TapEnd {
     device: Option<OwnedFd>,
     /// The station address of the NIC for which it stands, if it was given that, or could not be.
     mac: Option<[u8; 6]>,
-    /// Its interface was there when the daemon looked last.
+    /// Its interface was gone when the daemon looked last.
     is_gone: bool,
 }
 
@@ -266,14 +266,9 @@ impl Supervisor {
                 lost.push(label.clone());
             }
         }
-        let of = |label: &String| {
-            self.config
-                .node
-                .iter()
-                .find(|node| node.tap().map(config::Tap::label).or_else(|| node.label()).as_ref() == Some(label))
-        };
-        let lost: Vec<String> = lost.iter().filter_map(of).map(|node| node.name.clone()).collect();
-        for node in lost {
+        let is_lost = |node: &&config::Node| node.label().is_some_and(|label| lost.contains(&label));
+        let nodes: Vec<String> = self.config.node.iter().filter(is_lost).map(|node| node.name.clone()).collect();
+        for node in nodes {
             let why = self.why_without_interface(&node);
             why.into_iter().for_each(|why| self.note(About::node(&node), why));
         }
@@ -282,10 +277,10 @@ impl Supervisor {
     /// Returns a sentence if the node's interface is gone.
     pub(super) fn why_without_interface(&self, name: &str) -> Option<String> {
         let node = self.config.node(name)?;
-        let tap = || self.taps.get(&node.tap()?.label()).filter(|tap| tap.is_gone);
-        let endpoint = || self.endpoints.get(&node.label()?).filter(|endpoint| endpoint.is_gone);
-        let label = tap().map(|tap| tap.config.label()).or_else(|| endpoint().and(node.label()))?;
-        Some(format!(
+        let label = node.label()?;
+        let is_gone = self.taps.get(&label).is_some_and(|tap| tap.is_gone)
+            || self.endpoints.get(&label).is_some_and(|endpoint| endpoint.is_gone);
+        is_gone.then(|| format!(
             "node {name} has no interface any more: {label} was deleted or moved, or its namespace ended; apply the configuration, which makes the node anew (tasuki apply), or remove the node and add it again"
         ))
     }

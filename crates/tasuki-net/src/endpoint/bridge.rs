@@ -189,7 +189,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             Some(_) => _ = self.turn_as_a_whole(),
             None => self.flush(),
         }
-        self.rates.settle();
+        self.rates.end();
     }
 
     /// Takes one turn in each direction. Returns the number of frames that moved.

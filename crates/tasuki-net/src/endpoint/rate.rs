@@ -168,9 +168,13 @@ impl Rate {
     fn look(&mut self, now: u64) {
         self.now = now;
         if self.slot > 0 && now >= self.slot {
-            self.slot = 0;
-            self.taken = [0, 1].map(|kind| self.taken[kind] + std::mem::take(&mut self.reserved[kind]));
+            self.use_reserved();
         }
+    }
+
+    fn use_reserved(&mut self) {
+        self.slot = 0;
+        self.taken = [0, 1].map(|kind| self.taken[kind] + std::mem::take(&mut self.reserved[kind]));
     }
 
     /// Returns how long to wait if no frame may go, at the end of a turn. A node whose frames wait, as `has_frames` says,
@@ -186,6 +190,12 @@ impl Rate {
             }
         }
         Some(Duration::from_nanos(self.slot.saturating_sub(self.now)))
+    }
+
+    /// Gives back what was taken in advance and what is reserved: another worker goes on.
+    fn end(&mut self) {
+        self.use_reserved();
+        self.settle();
     }
 
     /// Moves the times by a part of a burst, and notes when that may be used.
@@ -230,6 +240,11 @@ impl Rates {
     #[inline]
     pub(super) fn settle(&mut self) {
         self.each().for_each(Rate::settle);
+    }
+
+    /// Ends the last turn.
+    pub(super) fn end(&mut self) {
+        self.each().for_each(Rate::end);
     }
 }
 
@@ -401,6 +416,19 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_worker_that_is_replaced_leaves_what_it_reserved_to_the_next_one() {
+        let [mut one, mut next] = of_workers(THOUSAND);
+        assert_eq!(at_once(&mut one), 11);
+        one.settle();
+        let before = next.ahead();
+        assert!(one.opens_in(|| Some(true)).is_some() && next.ahead() > before, "it has reserved some");
+        one.end();
+        assert_eq!(next.ahead(), before);
+        next.look(next.now + before);
+        assert!(next.is_open());
     }
 
     #[test]

@@ -54,15 +54,15 @@ impl Guest {
         }
         let bit = 1 << also;
         if pairs > 1 && goes_on && (self.polling.sent | self.polling.idle) & bit == 0 {
-            self.is_idle(bit);
+            self.go_idle(bit);
         }
         self.polling.sent &= !bit;
         count
     }
 
-    /// Asks the drivers of these pairs to kick when they send, and looks once more: pairs without a frame are idle. Returns
-    /// false if one has a frame.
-    pub(super) fn is_idle(&mut self, bits: Pairs) -> bool {
+    /// Asks the drivers of these pairs to kick when they send, and looks once more: the pairs without a frame are idle then.
+    /// Returns whether all are.
+    pub(super) fn go_idle(&mut self, bits: Pairs) -> bool {
         let Some(front_end) = &mut self.front_end else { return true };
         let mut idle = 0;
         for pair in numbers(bits.into()) {

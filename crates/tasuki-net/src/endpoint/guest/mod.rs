@@ -325,7 +325,7 @@ impl Endpoint for Guest {
         let Some(front_end) = self.front_end.as_ref().filter(|_| !waits) else { return Armed::Idle };
         // Only rings from which a turn takes.
         let bits = front_end.device.running & !self.polling.idle;
-        if self.is_idle(bits) { Armed::Idle } else { Armed::Busy }
+        if self.go_idle(bits) { Armed::Idle } else { Armed::Busy }
     }
 
     fn await_room(&mut self) -> bool {
