@@ -17,6 +17,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use rustix::io::Errno;
 use tasuki_relay::message;
 use tasuki_tap::device::{another_queue, give_flows, give_one_queue_all, is_detached, is_gone};
 
@@ -223,10 +224,17 @@ impl Supervisor {
         node.vni.as_ref().map_or(Ok(()), |vni| self.all_know_sharing(vni))?;
         let (_, first) = self.tap_for(of)?.with_context(|| format!("node {of} has no interface"))?;
         let fallback = self.interfaces.get(of).map_or(0, Interface::fallback_queue);
-        // If the kernel refuses, frames wait in the new queue for its first worker.
-        let is_bypassed = give_one_queue_all(first.as_fd(), Some(fallback)).is_ok();
-        let queue = another_queue(first.as_fd())
-            .with_context(|| format!("the interface of node {of} has no queue for node {}", node.name));
+        let no_queue = || format!("the interface of node {of} has no queue for node {}", node.name);
+        let is_bypassed = match give_one_queue_all(first.as_fd(), Some(fallback)) {
+            Ok(()) => true,
+            // The next step may fail for that, too, and frames that the kernel gave the queue by then would be lost.
+            Err(errno @ (Errno::MFILE | Errno::NFILE)) => {
+                return Err(std::io::Error::from(errno)).with_context(no_queue);
+            }
+            // Frames wait in the new queue for its first worker.
+            Err(_) => false,
+        };
+        let queue = another_queue(first.as_fd()).with_context(no_queue);
         match queue {
             Ok(device) => {
                 let queue = Queue { device, flows: Flows::new(true, now()), is_bypassed };
