@@ -419,18 +419,24 @@ fn a_stock_guest_whose_front_end_is_cut_off_goes_on_when_it_has_connected_again(
     }
 }
 
-/// QEMU without KVM leaves the guest's CPU standing still after some migrations on a busy machine (three of some 30 here, with
-/// 7.2): that says nothing of the back end.
-#[test]
-fn a_stock_guest_migrates_live_while_its_back_end_is_killed_and_replaced() {
-    assert!((0..3).any(|_| goes_on_after_a_migration()), "the guest's CPU stood still each time");
-}
+/// Memory of a size with which QEMU without KVM moves all of it. In memory of whole 256 KiB, QEMU before 9.0 misses what the
+/// guest's own CPU writes: it clears the marks of written pages and leaves the fast way past them open ("physmem: Fix
+/// migration dirty bitmap coherency with TCG memory access"). Pages of the guest's kernel were old then, and it panicked or
+/// stood still after 3 of 18 migrations beside five busy loops.
+const MOVES_WHOLE: [&str; 6] = [
+    "-object",
+    "memory-backend-memfd,id=whole,size=524280k,share=on",
+    "-m",
+    "524280k",
+    "-machine",
+    "memory-backend=whole",
+];
 
 /// The guest goes from one QEMU to another while its node's worker is killed and replaced. All that the worker writes
-/// into the guest's memory arrives with it: bytes that are under way are the same afterwards. Returns false if the guest's
-/// kernel says that its CPU stands still.
-fn goes_on_after_a_migration() -> bool {
-    let Some(world) = World::alone() else { return true };
+/// into the guest's memory arrives with it: bytes that are under way are the same afterwards.
+#[test]
+fn a_stock_guest_migrates_live_while_its_back_end_is_killed_and_replaced() {
+    let Some(world) = World::alone() else { return };
     world.add("shop", &world.shop, SHOP, &[]);
     let socket = world.rig.path("vm.sock");
     world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
@@ -438,16 +444,16 @@ fn goes_on_after_a_migration() -> bool {
     let [control, incoming] = ["monitor.sock", "incoming.sock"].map(|name| world.rig.path(name));
     let serve = format!("unix:{},server=on,wait=off", control.display());
     let to = format!("unix:{}", incoming.display());
-    let Some(source) = qemu(&world, "console.log", &[], &["-monitor", &serve]) else {
+    let boot = |console, more: [&str; 2]| qemu(&world, console, &[], &[&MOVES_WHOLE[..], &more].concat());
+    let Some(source) = boot("console.log", ["-monitor", &serve]) else {
         println!("skipped: needs QEMU and a kernel: cargo xtask test");
-        world.end();
-        return true;
+        return world.end();
     };
     let ping = |count| world.ping(count, "0.005", GUEST);
     until(&world.rig, "it answers", || world.is_answered(GUEST));
-    let destination = qemu(&world, "console-2.log", &[], &["-incoming", &to]).expect("one runs already");
+    let destination = boot("console-2.log", ["-incoming", &to]).expect("one runs already");
     until(&world.rig, "the other machine waits for the guest", || incoming.exists());
-    let goes_on = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         let pinging = scope.spawn(|| ping(1000));
         echoed(&world, 11, || {
             monitor(&control, "migrate_set_parameter max-bandwidth 64M");
@@ -465,15 +471,13 @@ fn goes_on_after_a_migration() -> bool {
         });
         let is_answered = pinging.join().is_ok();
         let console = std::fs::read_to_string(world.rig.path("console-2.log")).unwrap_or_default();
-        let stands_still = console.contains("soft lockup");
-        assert!(is_answered || stands_still, "not all are answered\n{console}\n{}", world.rig.log());
-        is_answered
+        if !is_answered {
+            let counts = ["vm", "shop"].map(|node| world.rig.json(&["nic", "counts", &format!("{node}@lan")]));
+            let links = world.shop.within(|| Command::new("ip").args(["-s", "link"]).output().expect("ip"));
+            let links = String::from_utf8_lossy(&links.stdout).into_owned();
+            panic!("not all are answered: {counts:?}\n{links}\n{console}\n{}", world.rig.log());
+        }
     });
-    if !goes_on {
-        drop((source, destination));
-        world.end();
-        return false;
-    }
     // The machine from which the guest went ends, and the worker dies: the guest stays.
     drop(source);
     echoed(&world, 12, || {
@@ -482,5 +486,4 @@ fn goes_on_after_a_migration() -> bool {
     assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
     drop(destination);
     world.end();
-    true
 }
