@@ -193,10 +193,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     let _ = http.join();
     let _ = std::fs::remove_file(place::api_socket(&folder));
     match ended? {
-        Ended::Alone => tracing::info!(
-            "tasukid goes, and its workers go on; the next tasukid in {} takes them over",
-            folder.display()
-        ),
+        Ended::Alone => {}
         Ended::Replaced(with) => return Ok(Some(with)),
         Ended::Everything => {
             let _ = std::fs::remove_file(folder.join("registry.redb"));

@@ -408,6 +408,10 @@ impl Supervisor {
             let sentence = format!("tasukid goes on as it was: {why}");
             supervisor.note(About::default(), sentence);
         }
+        let (version, process) = (env!("CARGO_PKG_VERSION"), std::process::id());
+        let (generation, workers) = (supervisor.current.record.generation, supervisor.workers.len());
+        let has = format!("generation {generation} of the configuration and {workers} workers of an earlier tasukid");
+        supervisor.note(About::default(), format!("tasukid {version} begins (process {process}), with {has}"));
         Ok(supervisor)
     }
 
@@ -465,7 +469,14 @@ impl Supervisor {
             Token::KeeperReadable => self.on_keeper_hang_up(),
             Token::WorkerStderr(party) => self.on_stderr(party),
             Token::Requests => self.answer_requests(),
-            Token::Signal => self.ended = Some(Ended::Alone),
+            Token::Signal => {
+                self.ended = Some(Ended::Alone);
+                let process = std::process::id();
+                let sentence = format!(
+                    "tasukid ends (process {process}), as a signal asked; its workers go on, and the next tasukid takes them over"
+                );
+                self.note(About::default(), sentence);
+            }
             Token::Hangup => {
                 // Several are one.
                 let _ = (&self.hangups).read(&mut [0; 64]);
