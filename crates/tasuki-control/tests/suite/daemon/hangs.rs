@@ -226,7 +226,9 @@ fn an_interrupt_at_any_step_of_a_relay_wakes_whoever_drives_then() {
 }
 
 /// An untrusted giver lets go, says so, and drives on. The daemon stops it before another worker drives, so it still
-/// had the card to itself until then: each frame is answered once.
+/// had the card to itself until then: no frame is answered twice. Its partner pauses for 33 ms: on a busy machine it takes
+/// longer to stop a worker that never sleeps, and frames that this one takes then are its own. The next driver counts
+/// them.
 #[test]
 fn a_giver_that_drives_on_after_it_has_let_go_does_no_harm() {
     need_storm!();
@@ -246,5 +248,5 @@ fn a_giver_that_drives_on_after_it_has_let_go_does_no_harm() {
         assert_eq!(driver["node"], to);
         storm.flows();
     }
-    storm.nothing_is_lost();
+    storm.only_counted_ones_are_lost();
 }
