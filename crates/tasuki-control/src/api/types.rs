@@ -78,6 +78,9 @@ pub struct Apply {
 /// The steps that applying a configuration would take.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Plan {
+    /// The file to which the steps lead.
+    #[serde(default)]
+    pub path: String,
     /// The generation of the present configuration.
     pub generation: u64,
     /// The steps in words, in their order.

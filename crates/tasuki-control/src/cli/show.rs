@@ -54,11 +54,13 @@ pub fn show(asked: &Asked, value: Value) -> Result<String> {
     })
 }
 
-fn plan(Plan { generation, steps, stays }: &Plan) -> String {
+fn plan(Plan { path, generation, steps, stays }: &Plan) -> String {
     let said: String = steps.iter().map(|step| format!("{step}\n")).collect();
     let said = if said.is_empty() { "nothing changes\n".to_owned() } else { said };
     let said: String = [said].into_iter().chain(stays.iter().map(|why| format!("{why}\n"))).collect();
-    format!("{said}\nthe present configuration is generation {generation}; nothing was changed\n")
+    format!(
+        "{said}\n{path} was compared with the present configuration (generation {generation}); nothing was changed\n"
+    )
 }
 
 fn table(header: &[&str]) -> Table {

@@ -237,10 +237,10 @@ impl Supervisor {
     }
 
     pub(super) fn plan(&self, apply: &Apply) -> Result<Plan, Refusal> {
-        let (desired, ..) = self.desired(apply)?;
+        let (desired, _, path) = self.desired(apply)?;
         let (steps, stays) = self.plan_to(&desired);
         let steps = steps.iter().map(ToString::to_string).collect();
-        Ok(Plan { generation: self.current.record.generation, steps, stays })
+        Ok(Plan { path: path.display().to_string(), generation: self.current.record.generation, steps, stays })
     }
 
     pub(super) fn begin_applying(&mut self, apply: &Apply, answer: Option<Answer<Applied>>) {
