@@ -247,7 +247,11 @@ impl Config {
             |other: &Node| self.node.iter().skip_while(|it| it.name != node.name).any(|it| it.name == other.name);
         // Of two nodes on VNIs the later one is at fault.
         let label = node.label();
-        let same_label = |other: &&Node| other.label() == label && !(other.vni.is_some() && is_later(other));
+        let spelled = label.as_deref().map(spelled_by_name);
+        let same_label = |other: &&Node| {
+            let its = other.label();
+            its.as_deref().map(spelled_by_name) == spelled && !(other.vni.is_some() && is_later(other))
+        };
         if let Some((label, other)) = label.as_ref().and_then(|label| Some((label, others().find(same_label)?))) {
             return named(format!("{label} is node {:?}'s as well; on a VNI each node has its own", other.name));
         }
@@ -478,6 +482,12 @@ fn odd_container(node: &Node) -> Option<String> {
             node.name
         )
     })
+}
+
+/// Returns the label of an interface with its namespace as `ip netns` calls it, if it has the path that `ip netns` gives it.
+fn spelled_by_name(label: &str) -> &str {
+    let folders = ["/run/netns/", "/var/run/netns/"];
+    folders.iter().find_map(|folder| label.strip_prefix(folder)).unwrap_or(label)
 }
 
 fn size_of_frames(node: &Node) -> Option<String> {

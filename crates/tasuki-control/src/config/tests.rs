@@ -257,6 +257,11 @@ fn what_means_nothing_is_refused_by_line() {
             &["node \"grey\": the interface of node \"blue\" has 2 of the 3 queues"],
         ),
         (tap("red", "name = \"t\", queues = 9") + "vni = \"lan\"\n", &["queues = 9 is not in the range 1 to 8"]),
+        (
+            "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = { interface = { name = \"e0\", netns = \"web\" } }\n".to_owned()
+                + "[[node]]\nname = \"blue\"\nvni = \"lan\"\nwork = { interface = { name = \"e0\", netns = \"/var/run/netns/web\" } }\n",
+            &["node \"blue\"", "/var/run/netns/web:e0 is node \"red\"'s as well"],
+        ),
         (tap("red", "name = \"lo\""), &["an interface lo already; choose another name"]),
         (tap("red", "name = \"t\", address = \"0.0.0.0/0\""), &["address = \"0.0.0.0/0\" is no station's"]),
         (tap("red", "name = \"t\", address = \"224.0.0.1/4\""), &["address = \"224.0.0.1/4\" is no station's"]),
