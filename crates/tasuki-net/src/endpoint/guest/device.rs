@@ -224,7 +224,21 @@ pub struct Text {
     regions: Vec<(u64, u64, u64, u64)>,
     /// Length and offset of the log of written pages.
     log: Option<(u64, u64)>,
+    /// The device of a second front end, to which the guest may migrate. Its descriptors follow, its socket first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    other: Option<Box<Text>>,
 }
+
+impl Text {
+    /// Returns the number of its descriptors.
+    fn count(&self) -> usize {
+        let flags = self.rings.iter().map(|ring| usize::from(ring.has_kick) + usize::from(ring.has_call));
+        self.regions.len() + flags.sum::<usize>() + usize::from(self.log.is_some())
+    }
+}
+
+/// The device of a predecessor, and the socket and the device of a second front end that it had.
+pub type Both = (Device, Option<(OwnedFd, Device)>);
 
 /// The device.
 #[derive(Debug)]
@@ -289,6 +303,8 @@ impl Default for Device {
         }
     }
 }
+
+const OLDER: &str = "rebuild the older of daemon and worker";
 
 /// A body of a fixed length.
 fn body<T: FromBytes>(request: u32, bytes: &[u8]) -> Result<T, Refusal> {
@@ -931,9 +947,10 @@ impl Device {
         &self.marks
     }
 
-    /// Returns the description for a successor.
-    pub fn text(&self) -> String {
-        serde_json::to_string(&self.text).expect("plain data")
+    /// Returns the description for a successor, with that of a second front end's device.
+    pub fn text(&self, other: Option<&Self>) -> String {
+        let other = other.map(|other| Box::new(other.text.clone()));
+        serde_json::to_string(&Text { other, ..self.text.clone() }).expect("plain data")
     }
 
     /// Returns the descriptors for a successor, in the order in which [`again`](Self::again) takes them.
@@ -941,22 +958,34 @@ impl Device {
         self.files.iter().chain(self.kicks()).chain(self.calls()).chain(&self.log)
     }
 
-    /// Makes the device of a predecessor anew. Opens no queue before [`go_on`](Self::go_on), but has their pages mapped.
-    pub fn again(text: &str, fds: Vec<OwnedFd>) -> Result<Self, String> {
-        let older = "rebuild the older of daemon and worker";
+    /// Makes the device of a predecessor anew, and that of a second front end. Opens no queue before
+    /// [`go_on`](Self::go_on), but has their pages mapped.
+    pub fn again(text: &str, mut fds: Vec<OwnedFd>) -> Result<Both, String> {
         let mut text: Text = serde_json::from_str(text)
-            .map_err(|error| format!("the description of a virtual machine is not understood ({error}); {older}"))?;
-        let regions = std::mem::take(&mut text.regions);
+            .map_err(|error| format!("the description of a virtual machine is not understood ({error}); {OLDER}"))?;
         // An earlier worker's description still has the kick of a ring that was stopped.
         text.rings.iter_mut().for_each(|ring| ring.has_kick &= ring.is_started);
+        let other = text.other.take().filter(|_| fds.len() > text.count()).map(|other| {
+            let mut its = fds.split_off(text.count());
+            (its.remove(0), *other, its)
+        });
+        let device = Self::of(text, fds)?;
+        // The first machine goes on, whatever is wrong with the second.
+        let other = other.and_then(|(socket, text, fds)| Some((socket, Self::of(text, fds).ok()?)));
+        Ok((device, other))
+    }
+
+    fn of(mut text: Text, fds: Vec<OwnedFd>) -> Result<Self, String> {
+        let older = OLDER;
+        let expected = text.count();
+        let regions = std::mem::take(&mut text.regions);
         if text.rings.len() > RINGS_MAX || !text.rings.len().is_multiple_of(2) {
             return Err(format!(
                 "a virtual machine came with {} rings, and has {RINGS_MAX} at most; {older}",
                 text.rings.len()
             ));
         }
-        let flags = text.rings.iter().map(|ring| usize::from(ring.has_kick) + usize::from(ring.has_call));
-        let (count, expected) = (fds.len(), regions.len() + flags.sum::<usize>() + usize::from(text.log.is_some()));
+        let count = fds.len();
         if count != expected {
             return Err(format!(
                 "{count} descriptors came with a virtual machine, and {expected} belong to it; {older}"

@@ -26,6 +26,10 @@ const DAEMON_TIMEOUT: Duration = Duration::from_millis(1);
 const FORGOTTEN: &str = "the machine's front end names no feature that the guest's driver takes, as QEMU does if its \
      connection was lost while the driver started; if the guest is not reached, bind its driver anew, or reset the machine";
 
+/// Maximum number of descriptors with which a successor is told of a machine. A second one is left out beyond that, and
+/// connects again.
+const PARTS_FDS_MAX: usize = 144;
+
 /// A front end, from its connection on.
 #[derive(Debug)]
 pub(super) struct FrontEnd {
@@ -155,6 +159,11 @@ impl FrontEnd {
         Ok(())
     }
 
+    /// Returns the descriptors for a successor, the socket first.
+    fn fds(&self) -> impl Iterator<Item = &OwnedFd> {
+        [self.channel.socket()].into_iter().chain(self.device.fds())
+    }
+
     /// Returns whether it is to be sent away if it goes on to say nothing.
     pub(super) fn is_silent(&self) -> bool {
         self.silent.is_some()
@@ -225,10 +234,12 @@ impl Guest {
             if self.listener.watch(socket.as_fd()).is_ok() {
                 let device = Device::new(self.version, self.journal.clone());
                 let front_end = Some(Box::new(FrontEnd::new(Channel::new(socket), device)));
+                self.has_news = true;
                 if self.front_end.is_none() {
-                    (self.front_end, self.has_news) = (front_end, true);
+                    self.front_end = front_end;
                 } else {
                     self.other = front_end;
+                    self.let_other_go(false);
                 }
             }
         }
@@ -238,7 +249,9 @@ impl Guest {
     /// not.
     fn hear_other(&mut self) {
         let Some(mut other) = self.other.take() else { return };
+        let before = other.device.version();
         let heard = other.hear().map(|heard| self.must_hear |= heard);
+        self.has_news |= other.device.version() != before;
         match (heard, other.device.is_running(), self.is_running()) {
             (Ok(()), true, true) => self.end_other(
                 &other,
@@ -248,6 +261,7 @@ impl Guest {
             ),
             (Ok(()), true, false) => {
                 self.other = self.front_end.take();
+                self.let_other_go(false);
                 self.serve(other);
             }
             (Ok(()), false, _) => self.other = Some(other),
@@ -271,6 +285,7 @@ impl Guest {
 
     fn hang_up_other(&mut self, other: &FrontEnd) {
         other.channel.hang_up();
+        self.has_news = true;
         // Other processes may have the socket: it was served, perhaps.
         self.must_watch = true;
     }
@@ -278,6 +293,45 @@ impl Guest {
     fn refuse(&mut self, sentence: String) {
         self.clients.refused += 1;
         self.trouble = Some(sentence);
+    }
+
+    /// Notes what leaves the socket of the second machine's front end, and whether it waits for an answer.
+    fn let_other_go(&self, is_asked: bool) {
+        if let Some((journal, other)) = self.journal.as_ref().zip(self.other.as_ref()) {
+            journal.let_other_go(other.channel.number(), other.device.version(), is_asked);
+        }
+    }
+
+    /// Answers what was handled of the second machine's front end in this turn.
+    pub(super) fn answer_other(&mut self) {
+        let Some(is_asked) = self.other.as_ref().filter(|it| it.channel.held() > 0).map(|it| it.channel.is_asked())
+        else {
+            return;
+        };
+        self.let_other_go(is_asked);
+        let answered = self.other.as_mut().map_or(Ok(()), |other| other.channel.answer());
+        match answered {
+            Ok(()) if is_asked => self.let_other_go(false),
+            Ok(()) => {}
+            Err(refusal) => {
+                if let Some(other) = self.other.take() {
+                    self.refuse_other(&other, &refusal);
+                }
+            }
+        }
+    }
+
+    /// Goes on with the second machine's front end of a predecessor, if that has told all that it had heard of it. It must
+    /// connect again otherwise.
+    fn go_on_with_other(&mut self, mut other: Box<FrontEnd>) {
+        let number = other.channel.number();
+        let went = self.journal.as_ref().and_then(|journal| journal.has_let_other_go(number));
+        if self.other.is_some() || went != Some(other.device.version()) {
+            return other.channel.hang_up();
+        }
+        other.channel.take_over();
+        other.device.journal = self.journal.clone();
+        (self.other, self.must_hear) = (Some(other), true);
     }
 
     /// Serves another machine from now on.
@@ -371,14 +425,14 @@ impl Guest {
     }
 
     /// Goes on with the machine of a predecessor.
-    pub(super) fn go_on_now(&mut self, mut front_end: Box<FrontEnd>) {
+    pub(super) fn go_on_now(&mut self, mut front_end: Box<FrontEnd>, other: Option<Box<FrontEnd>>) {
         let mut ours = self.front_end.iter().chain(&self.other).map(|ours| ours.channel.number());
         if ours.any(|number| number == front_end.channel.number()) {
             return;
         }
         if self.front_end.is_some() {
             // It came too late, and nobody else serves it.
-            front_end.channel.hang_up();
+            [Some(front_end), other].iter().flatten().for_each(|late| late.channel.hang_up());
             return;
         }
         // The daemon hears from us when this machine leaves only if it has heard of it from us before.
@@ -389,6 +443,7 @@ impl Guest {
         let went = device.go_on(self.marks.as_ref(), || channel.has_more());
         if went == Err(Refusal::Stale) {
             self.stale = Some((front_end, Instant::now()));
+            other.iter().for_each(|other| other.channel.hang_up());
             return;
         }
         self.stale = None;
@@ -399,6 +454,7 @@ impl Guest {
         // The first turn is for frames.
         (self.front_end, self.must_hear, self.must_ring) = (Some(front_end), is_amid, true);
         self.must_watch = true;
+        other.into_iter().for_each(|other| self.go_on_with_other(other));
         self.polling.look_at_all();
         if let Err(refusal) = went {
             self.end(&refusal);
@@ -431,13 +487,19 @@ impl Connection for Guest {
 
     fn parts(&mut self) -> io::Result<Option<Parts>> {
         self.has_news = false;
-        let Some(front_end) = self.front_end.as_ref().or(self.inherited.as_ref()) else { return Ok(None) };
-        let fds = [front_end.channel.socket()].into_iter().chain(front_end.device.fds());
+        let (front_end, other) = match (&self.front_end, &self.inherited) {
+            (Some(front_end), _) => (front_end, &self.other),
+            (None, Some(front_end)) => (front_end, &self.inherited_other),
+            (None, None) => return Ok(None),
+        };
+        let other = other.as_deref().filter(|other| front_end.fds().chain(other.fds()).count() <= PARTS_FDS_MAX);
+        let fds = front_end.fds().chain(other.into_iter().flat_map(FrontEnd::fds));
+        let of_other = other.map_or(0, |it| it.channel.number() << 16 ^ u64::from(it.device.version()) ^ 1 << 15);
         Ok(Some(Parts {
             name: "a virtual machine".to_owned(),
             number: front_end.channel.number(),
-            version: front_end.device.version().into(),
-            text: front_end.device.text(),
+            version: of_other << 32 | u64::from(front_end.device.version()),
+            text: front_end.device.text(other.map(|other| &other.device)),
             fds: fds.map(OwnedFd::try_clone).collect::<io::Result<_>>()?,
         }))
     }
@@ -450,18 +512,21 @@ impl Connection for Guest {
         let socket = fds.remove(0);
         let channel = Channel::new(socket);
         // A front end that no successor can serve has to connect again.
-        let device = Device::again(&text, fds).inspect_err(|_| channel.hang_up())?;
+        let (device, other) = Device::again(&text, fds).inspect_err(|_| channel.hang_up())?;
         let front_end = Box::new(FrontEnd::again(channel, device));
+        let other = other.map(|(socket, device)| Box::new(FrontEnd::new(Channel::new(socket), device)));
         if self.serves {
-            self.go_on_now(front_end);
+            self.go_on_now(front_end, other);
         } else {
-            self.inherited = Some(front_end);
+            (self.inherited, self.inherited_other) = (Some(front_end), other);
         }
         Ok(())
     }
 
     fn forget(&mut self, number: u64) {
-        self.inherited.take_if(|front_end| front_end.channel.number() == number);
+        if self.inherited.take_if(|front_end| front_end.channel.number() == number).is_some() {
+            self.inherited_other = None;
+        }
     }
 
     fn dismiss(&mut self, _: Dismissal) {

@@ -13,8 +13,10 @@
 //! | 496.. | [counts](super::counts) of the queue, of either layout                                              |
 //! | 504   | on the first page: number of pairs that have run, of which there are counts                          |
 //! | 505   | on the first page: version up to which messages may have left the front end's socket; whether the last of them may be unanswered (2); 1 if both are known |
+//! |       | on the second page: the same of the second front end                                                |
 //! | 506   | where the ring stood when it was opened last: position of the next completion, and 1 << 16 if it is known |
 //! | 507   | on the first page: version in which a ring was opened last; 1 if it is known |
+//! |       | on the second page: number of the second front end's connection                                      |
 //! | 508   | what last changed of the ring ([`Ran`]): version (32 bits; 0 if nothing is known), position that the front end knew, whether it runs since then; which ring it is stands in the last two words |
 //! | 509.. | where the ring stood when its front end's connection ended ([`Left`]): version (32 bits; 0 if none is known), position that the front end knows, position; file of the memory; address |
 //!
@@ -158,6 +160,22 @@ impl Journal {
     pub fn has_let_go(&self) -> Option<(u32, bool)> {
         let word = self.word(0, LET_GO).load(Acquire);
         (word & 1 == 1).then(|| (u32::try_from(word >> 32).expect("four bytes"), word >> 1 & 1 == 1))
+    }
+
+    /// Notes that messages leave the socket of the second front end, whose connection has this number, that led to this
+    /// version of its device, and whether it waits for an answer.
+    pub fn let_other_go(&self, number: u64, version: u32, is_asked: bool) {
+        self.word(1, LET_GO).store(0, Relaxed);
+        self.word(1, OPENED_IN).store(number, Release);
+        self.word(1, LET_GO).store(u64::from(version) << 32 | u64::from(is_asked) << 1 | 1, Release);
+    }
+
+    /// Returns the version of its device to which all messages led that left the socket of the second front end with this
+    /// number. Returns none if it may wait for an answer, or nothing is known of it.
+    pub fn has_let_other_go(&self, number: u64) -> Option<u32> {
+        let word = self.word(1, LET_GO).load(Acquire);
+        let is_its = self.word(1, OPENED_IN).load(Acquire) == number && word & 3 == 1;
+        is_its.then(|| u32::try_from(word >> 32).expect("four bytes"))
     }
 
     /// Adds to the counts of a queue.

@@ -120,6 +120,8 @@ pub struct Guest {
     moves: Option<Instant>,
     /// The front end of a predecessor, until the endpoint begins to serve.
     inherited: Option<Box<FrontEnd>>,
+    /// The second machine's front end of a predecessor.
+    inherited_other: Option<Box<FrontEnd>>,
     serves: bool,
     /// A front end whose device's description is older than the mark: a newer one may be on its way.
     stale: Option<(Box<FrontEnd>, Instant)>,
@@ -172,6 +174,7 @@ impl Guest {
             other: None,
             moves: None,
             inherited: None,
+            inherited_other: None,
             serves: false,
             stale: None,
             marks: None,
@@ -229,7 +232,10 @@ impl Endpoint for Guest {
     fn resume(&mut self, marks: Option<Marks>, journal: Span<Line>) {
         self.version = marks.as_ref().map_or(0, version_of);
         (self.marks, self.journal, self.serves) = (marks, Some(Journal::over(journal)), true);
-        self.inherited.take().into_iter().for_each(|front_end| self.go_on_now(front_end));
+        let other = self.inherited_other.take();
+        if let Some(front_end) = self.inherited.take() {
+            self.go_on_now(front_end, other);
+        }
     }
 
     fn marks(&mut self) -> &[u64] {
@@ -296,10 +302,8 @@ impl Endpoint for Guest {
     /// Shows the guest what is completed, and interrupts it if it wants that.
     #[inline]
     fn commit(&mut self) {
-        if let Some(Err(refusal)) = self.other.as_mut().map(|other| other.channel.answer())
-            && let Some(other) = self.other.take()
-        {
-            self.refuse_other(&other, &refusal);
+        if self.other.is_some() {
+            self.answer_other();
         }
         if let Some(front_end) = &mut self.front_end {
             if let Err(refusal) = front_end.commit() {
@@ -400,8 +404,11 @@ impl Endpoint for Guest {
 
     fn release(&mut self) {
         self.serves = false;
-        // It connects again, to the successor.
-        self.other.take().into_iter().for_each(|other| other.channel.hang_up());
+        self.inherited_other = self.other.take();
+        if let Some(other) = self.inherited_other.take_if(|it| it.channel.is_within() || it.channel.held() > 0) {
+            // It connects again, to the successor.
+            other.channel.hang_up();
+        }
         // Another worker may serve it meanwhile: it is not ours to send away.
         self.inherited = self.stale.take().map(|(front_end, _)| front_end);
         if let Some(mut front_end) = self.front_end.take() {

@@ -501,7 +501,7 @@ fn no_front_end_makes_a_description_that_is_too_long() {
         }
     }
     net.settle();
-    let text = net.guest().front_end.as_ref().expect("it may say so").device.text();
+    let text = net.guest().front_end.as_ref().expect("it may say so").device.text(None);
     assert!(text.matches("18446744073709551615").count() > 4 * 2 * MANY, "{text}");
     assert!(text.len() <= 8192, "{} bytes", text.len());
 }

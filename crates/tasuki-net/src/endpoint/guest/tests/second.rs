@@ -216,24 +216,108 @@ fn a_machine_of_which_is_heard_too_late_connects_again() {
     drop(waits);
 }
 
+/// A machine that has to connect again amid its migration forgets what its guest's driver takes, and reaches nobody.
 #[test]
-fn both_machines_connect_again_if_none_runs_when_the_worker_is_replaced() {
+fn both_machines_stay_connected_if_none_runs_when_the_worker_is_replaced() {
     let mut net = Net::new(2);
     let first = net.machine(ALL, 64);
-    // As the daemon has it.
-    let held = net.parts();
-    let second = destination(&mut net, ALL, 64);
+    let mut second = destination(&mut net, ALL, 64);
     let bases = first.stop(&mut || net.turn());
+    second.copy(&first, 0..theirs::LEN / 4096);
     second.begin(bases, &mut || net.turn());
     net.settle();
-    second.stop(&mut || net.turn());
+    let bases = second.stop(&mut || net.turn());
     net.settle();
+    let parts = net.parts();
     let mut node = net.node.take().unwrap();
     node.finish();
     drop(node.into_end());
-    assert!(second.is_hung_up());
-    assert!(first.is_hung_up(), "it waits for an answer of nobody");
-    drop(held);
+    net.replace(parts);
+    net.settle();
+    assert!(!first.is_hung_up() && !second.is_hung_up());
+    second.begin(bases, &mut || net.turn());
+    exchange(&mut net, &mut second, 0..3);
+    let mut there = Vec::new();
+    // Frames wait for the end of a set-up.
+    while there.len() < 3 {
+        net.turn();
+        there.extend(received(&mut net.others[0]));
+    }
+    assert_eq!(there, right(OTHER, US, 3));
+}
+
+/// The guest migrates to it all the same.
+#[test]
+fn wherever_a_worker_is_killed_a_second_machine_that_waits_stays_connected() {
+    const BEFORE: usize = 5;
+    const COUNT: usize = 9;
+    for places in 0.. {
+        let mut net = Net::new(2);
+        let mut source = net.machine(ALL, 64);
+        exchange(&mut net, &mut source, 0..BEFORE);
+        net.settle();
+        let mut other = destination(&mut net, ALL, 64);
+        net.settle();
+        let parts = net.parts();
+        exchange(&mut net, &mut source, BEFORE..COUNT);
+        let was_killed = net.kill(places, 3);
+        net.replace(parts);
+        net.settle();
+        let (mut there, mut back) = (received(&mut net.others[0]), source.receive());
+        assert!(!source.is_hung_up() && !other.is_hung_up(), "place {places}");
+        let bases = source.stop(&mut || net.turn());
+        other.copy(&source, 0..theirs::LEN / 4096);
+        other.begin(bases, &mut || net.turn());
+        exchange(&mut net, &mut other, COUNT..COUNT + BEFORE);
+        net.settle();
+        there.extend(received(&mut net.others[0]));
+        back.extend(other.receive());
+        assert!(there == right(OTHER, US, COUNT + BEFORE), "{} there, place {places}", there.len());
+        assert!(back == right(US, OTHER, COUNT + BEFORE), "{} back, place {places}", back.len());
+        if !was_killed {
+            assert!(places > 4, "it passes more places than that");
+            break;
+        }
+    }
+}
+
+/// No successor knows what it has said since the daemon heard of it.
+#[test]
+fn a_second_machine_of_which_more_was_heard_than_told_connects_again() {
+    let mut net = Net::new(2);
+    let first = net.machine(ALL, 64);
+    let second = destination(&mut net, ALL, 64);
+    net.settle();
+    let parts = net.parts();
+    unmask(&second);
+    net.settle();
+    assert!(theirs::answer(&second.socket).is_some());
+    net.replace(parts);
+    net.settle();
+    assert!(second.is_hung_up() && !first.is_hung_up());
+    assert!(net.guest().is_running());
+}
+
+#[test]
+fn wherever_a_worker_is_killed_a_second_machine_waits_for_no_answer_of_nobody() {
+    for places in 0.. {
+        let mut net = Net::new(2);
+        let first = net.machine(ALL, 64);
+        let second = destination(&mut net, ALL, 64);
+        net.settle();
+        let parts = net.parts();
+        assert!(send(&second.socket, &message(1, 0, &[]), &[]));
+        let was_killed = net.kill(places, 3);
+        net.replace(parts);
+        net.settle();
+        let is_answered = theirs::answer(&second.socket).is_some();
+        assert!(is_answered || second.is_hung_up(), "place {places}");
+        assert!(!first.is_hung_up());
+        if !was_killed {
+            assert!(is_answered && places > 2, "it passes more places than that");
+            break;
+        }
+    }
 }
 
 /// A front end stops the device in the very turn in which the other starts, and the worker is killed.
