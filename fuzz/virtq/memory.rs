@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 
 use rustix::fs::MemfdFlags;
-use tasuki_net::virtq::{DriverMemory, Piece, MemoryRegion};
+use tasuki_net::virtq::{DriverMemory, MemoryRegion, Piece};
 use tasuki_shm::region::CommonRegion;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
