@@ -970,8 +970,14 @@ impl Device {
             (its.remove(0), *other, its)
         });
         let device = Self::of(text, fds)?;
-        // The first machine goes on, whatever is wrong with the second.
-        let other = other.and_then(|(socket, text, fds)| Some((socket, Self::of(text, fds).ok()?)));
+        // The first machine goes on, whatever is wrong with the second, which has to connect again.
+        let other = other.and_then(|(socket, text, fds)| match Self::of(text, fds) {
+            Ok(device) => Some((socket, device)),
+            Err(_) => {
+                super::hang_up(&socket);
+                None
+            }
+        });
         Ok((device, other))
     }
 

@@ -26,9 +26,10 @@ const DAEMON_TIMEOUT: Duration = Duration::from_millis(1);
 const FORGOTTEN: &str = "the machine's front end names no feature that the guest's driver takes, as QEMU does if its \
      connection was lost while the driver started; if the guest is not reached, bind its driver anew, or reset the machine";
 
-/// Maximum number of descriptors with which a successor is told of a machine. A second one is left out beyond that, and
-/// connects again.
+/// Maximum number of descriptors, and of bytes of text, with which a successor is told of a machine. A second one is left
+/// out beyond that, and connects again: the daemon ends a worker that sends more.
 const PARTS_FDS_MAX: usize = 144;
+const PARTS_TEXT_MAX: usize = 8192;
 
 /// A front end, from its connection on.
 #[derive(Debug)]
@@ -492,7 +493,11 @@ impl Connection for Guest {
             (None, Some(front_end)) => (front_end, &self.inherited_other),
             (None, None) => return Ok(None),
         };
-        let other = other.as_deref().filter(|other| front_end.fds().chain(other.fds()).count() <= PARTS_FDS_MAX);
+        let fits = |other: &&FrontEnd| {
+            front_end.fds().chain(other.fds()).count() <= PARTS_FDS_MAX
+                && front_end.device.text(Some(&other.device)).len() <= PARTS_TEXT_MAX
+        };
+        let other = other.as_deref().filter(fits);
         let fds = front_end.fds().chain(other.into_iter().flat_map(FrontEnd::fds));
         let of_other = other.map_or(0, |it| it.channel.number() << 16 ^ u64::from(it.device.version()) ^ 1 << 15);
         Ok(Some(Parts {

@@ -320,6 +320,28 @@ fn wherever_a_worker_is_killed_a_second_machine_waits_for_no_answer_of_nobody() 
     }
 }
 
+/// The daemon ends a worker that sends more than a successor may be told.
+#[test]
+fn a_second_machine_with_which_the_parts_would_be_too_long_connects_again() {
+    let mut net = Net::new(2);
+    let first = net.machine(ALL, 64);
+    let second = destination(&mut net, ALL, 64);
+    for machine in [&first, &second] {
+        for ring in 4..64_u32 {
+            let [index, flags] = [ring, 1].map(u32::to_ne_bytes);
+            let body = [&index[..], &flags, &[0xf0; 32]].concat();
+            assert!(send(&machine.socket, &message(9, 0, &body), &[]));
+            net.turn();
+        }
+        net.settle();
+    }
+    let parts = net.parts();
+    assert!(parts.text.len() <= 8192, "{} bytes", parts.text.len());
+    net.replace(parts);
+    net.settle();
+    assert!(net.guest().is_running() && !first.is_hung_up());
+}
+
 /// A front end stops the device in the very turn in which the other starts, and the worker is killed.
 #[test]
 fn wherever_a_worker_is_killed_as_two_machines_change_places_each_frame_crosses_once() {
