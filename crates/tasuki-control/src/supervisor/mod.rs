@@ -410,7 +410,7 @@ impl Supervisor {
         }
         let (version, process) = (env!("CARGO_PKG_VERSION"), std::process::id());
         let (generation, workers) = (supervisor.current.record.generation, supervisor.workers.len());
-        let has = format!("generation {generation} of the configuration and {workers} workers of an earlier tasukid");
+        let has = format!("generation {generation} of the configuration; workers of an earlier tasukid: {workers}");
         supervisor.note(About::default(), format!("tasukid {version} begins (process {process}), with {has}"));
         Ok(supervisor)
     }

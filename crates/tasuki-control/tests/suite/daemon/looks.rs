@@ -160,11 +160,23 @@ fn a_follower_of_events_hears_of_those_of_the_next_daemon() {
     });
     let hears = |rig: &Rig, part: &str| until(rig, part, || heard.lock().expect("a text").contains(part));
     hears(&rig, "eth0 is driven by worker");
-    hears(&rig, &format!("(process {}), with generation 1 of the configuration and 0 workers", rig.daemon_pid()));
+    hears(
+        &rig,
+        &format!(
+            "(process {}), with generation 1 of the configuration; workers of an earlier tasukid: 0",
+            rig.daemon_pid()
+        ),
+    );
     rig.kill_daemon();
     rig.start();
     hears(&rig, "eth0 was driven by worker");
-    hears(&rig, &format!("(process {}), with generation 1 of the configuration and 4 workers", rig.daemon_pid()));
+    hears(
+        &rig,
+        &format!(
+            "(process {}), with generation 1 of the configuration; workers of an earlier tasukid: 4",
+            rig.daemon_pid()
+        ),
+    );
     let former = rig.daemon_pid();
     signal(former, Signal::TERM);
     rig.daemon_ends();

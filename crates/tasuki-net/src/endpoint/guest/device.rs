@@ -970,7 +970,7 @@ impl Device {
             (its.remove(0), *other, its)
         });
         let device = Self::of(text, fds)?;
-        // The first machine goes on, whatever is wrong with the second, which has to connect again.
+        // A fault of the second machine is none of the first: the second has to connect again.
         let other = other.and_then(|(socket, text, fds)| match Self::of(text, fds) {
             Ok(device) => Some((socket, device)),
             Err(_) => {
@@ -982,19 +982,18 @@ impl Device {
     }
 
     fn of(mut text: Text, fds: Vec<OwnedFd>) -> Result<Self, String> {
-        let older = OLDER;
         let expected = text.count();
         let regions = std::mem::take(&mut text.regions);
         if text.rings.len() > RINGS_MAX || !text.rings.len().is_multiple_of(2) {
             return Err(format!(
-                "a virtual machine came with {} rings, and has {RINGS_MAX} at most; {older}",
+                "a virtual machine came with {} rings, and has {RINGS_MAX} at most; {OLDER}",
                 text.rings.len()
             ));
         }
         let count = fds.len();
         if count != expected {
             return Err(format!(
-                "{count} descriptors came with a virtual machine, and {expected} belong to it; {older}"
+                "{count} descriptors came with a virtual machine, and {expected} belong to it; {OLDER}"
             ));
         }
         let mut device = Device { text, ..Device::default() };
@@ -1008,7 +1007,7 @@ impl Device {
             device.set_log(len, offset, file).map_err(|refusal| refusal.to_string())?;
         }
         if !fds.as_slice().iter().all(|fd| is_eventfd(fd.as_fd())) {
-            return Err(format!("what came as the eventfds of a virtual machine are none; {older}"));
+            return Err(format!("what came as the eventfds of a virtual machine are none; {OLDER}"));
         }
         for (kick, ring) in device.kicks.iter_mut().zip(&device.text.rings) {
             *kick = ring.has_kick.then(|| fds.next().expect("they were counted"));

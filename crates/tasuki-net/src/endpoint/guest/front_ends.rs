@@ -27,7 +27,7 @@ const FORGOTTEN: &str = "the machine's front end names no feature that the guest
      connection was lost while the driver started; if the guest is not reached, bind its driver anew, or reset the machine";
 
 /// Maximum number of descriptors, and of bytes of text, with which a successor is told of a machine. A second one is left
-/// out beyond that, and connects again: the daemon ends a worker that sends more.
+/// out beyond that, and connects again: the daemon ends a worker that sends more (`CLIENT_FDS_MAX` of the protocol).
 const PARTS_FDS_MAX: usize = 144;
 const PARTS_TEXT_MAX: usize = 8192;
 

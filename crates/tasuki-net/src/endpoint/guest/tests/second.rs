@@ -337,9 +337,10 @@ fn a_second_machine_with_which_the_parts_would_be_too_long_connects_again() {
     }
     let parts = net.parts();
     assert!(parts.text.len() <= 8192, "{} bytes", parts.text.len());
+    net.known = None;
     net.replace(parts);
     net.settle();
-    assert!(net.guest().is_running() && !first.is_hung_up());
+    assert!(net.guest().is_running() && !first.is_hung_up() && second.is_hung_up());
 }
 
 /// A front end stops the device in the very turn in which the other starts, and the worker is killed.
