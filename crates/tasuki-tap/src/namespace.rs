@@ -21,6 +21,9 @@ const NAMED: &str = "/run/netns";
 /// Network namespace of the calling thread.
 const OURS: &str = "/proc/thread-self/ns/net";
 
+/// Device and inode number of a namespace, which tell it from others.
+pub type Identity = (u64, u64);
+
 /// A network namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Namespace {
@@ -42,6 +45,13 @@ impl Namespace {
             Namespace::Own => work(),
             Namespace::At(path) => within(self.open()?.as_fd(), path, work),
         }
+    }
+
+    /// Returns device and inode number of the namespace that has this name now. A name of the caller's own one has none.
+    pub fn identity(&self) -> Option<Identity> {
+        let Namespace::At(path) = self else { return None };
+        let namespaces = rustix::fs::stat(OURS).ok()?.st_dev;
+        rustix::fs::stat(path).ok().filter(|stat| stat.st_dev == namespaces).map(|stat| (stat.st_dev, stat.st_ino))
     }
 
     /// Opens a descriptor of the namespace.
@@ -90,10 +100,14 @@ impl Unnamed {
         within(self.0.as_fd(), Path::new(OURS), work)
     }
 
+    /// Returns its device and inode number.
+    pub fn identity(&self) -> Option<Identity> {
+        rustix::fs::fstat(&self.0).map(|stat| (stat.st_dev, stat.st_ino)).ok()
+    }
+
     /// Returns whether both are the same namespace.
     pub fn is(&self, other: &Unnamed) -> bool {
-        let identity = |it: &Unnamed| rustix::fs::fstat(&it.0).map(|stat| (stat.st_dev, stat.st_ino)).ok();
-        identity(self).is_some() && identity(self) == identity(other)
+        self.identity().is_some() && self.identity() == other.identity()
     }
 }
 

@@ -105,6 +105,10 @@ impl Metrics {
         for node in nodes {
             text.sample("node_trouble", &[("node", &node.name)], u8::from(node.trouble.is_some()));
         }
+        text.family("node_client", "gauge", "1 while a program is connected at the node's socket.");
+        for (node, client) in nodes.iter().filter_map(|node| Some((&node.name, node.client.as_ref()?))) {
+            text.sample("node_client", &[("node", node)], u8::from(client.is != "away"));
+        }
     }
 
     fn queues(text: &mut Text, nodes: &[NodeView]) {
@@ -303,7 +307,7 @@ pub async fn serve(listener: TcpListener, door: Door) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::types::{ConfigurationView, VmView};
+    use crate::api::types::{ClientView, ConfigurationView, VmView};
 
     #[test]
     fn samples_are_as_prometheus_reads_them() {
@@ -319,7 +323,8 @@ mod tests {
             forged: 2,
         };
         let queue = QueueView { queue: "rx0".to_owned(), packets: 7, drops_length: 3, ..QueueView::default() };
-        let vm = VmView { socket: "/vm.sock".into(), mac: String::new(), mtu: None, queues: vec![queue] };
+        let vm =
+            VmView { socket: "/vm.sock".into(), mac: String::new(), mtu: None, pairs: Some(1), queues: vec![queue] };
         let machine = NodeView {
             name: "vm".to_owned(),
             work: String::new(),
@@ -331,6 +336,7 @@ mod tests {
             container: None,
             netns: None,
             unconfined: std::collections::BTreeSet::new(),
+            client: Some(ClientView { is: "runs".to_owned(), process: None }),
             vm: Some(vm),
         };
         let status = Status {
@@ -358,6 +364,7 @@ mod tests {
             "tasuki_info{version=\"a \\\"b\\\\c\\\"\\n\"} 1",
             "tasuki_up_seconds 61.005",
             "tasuki_configuration_drift_steps 1",
+            "tasuki_node_client{node=\"vm\"} 1",
             "tasuki_vm_queue_packets_total{node=\"vm\",queue=\"rx0\"} 7",
             "tasuki_vm_queue_drops_total{node=\"vm\",queue=\"rx0\",reason=\"length\"} 3",
             "tasuki_worker_refused_frames_total{node=\"red\",worker=\"4\"} 6",

@@ -128,9 +128,22 @@ pub struct NodeView {
     /// Confinement that its workers lack.
     #[serde(default)]
     pub unconfined: std::collections::BTreeSet<String>,
+    /// The program at its socket, if it has one at which a program connects.
+    #[serde(default)]
+    pub client: Option<ClientView>,
     /// How its virtual machine connects, if it has one.
     #[serde(default)]
     pub vm: Option<VmView>,
+}
+
+/// The program that connects at a node's socket: a machine's front end, or a client of memif.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct ClientView {
+    /// Whether it is connected: away, connected, or runs; of a machine that runs, the guest's driver has started its card.
+    pub is: String,
+    /// Pid of the process that connected, if it is seen from here.
+    #[serde(default)]
+    pub process: Option<u32>,
 }
 
 /// A node that is a virtual machine.
@@ -144,6 +157,9 @@ pub struct VmView {
     /// The MTU for the machine's card, in bytes, if the node has one.
     #[serde(default)]
     pub mtu: Option<u16>,
+    /// Number of pairs of queues that the guest's driver uses now, if it is known.
+    #[serde(default)]
+    pub pairs: Option<usize>,
     /// What each queue of the card has carried since the node began, over all its workers.
     #[serde(default)]
     pub queues: Vec<QueueView>,

@@ -111,7 +111,8 @@ fn table_of_nodes(nodes: &[NodeView]) -> String {
     let mut rows = table(&["node", "work", "workers", "nics", "upgrades"]);
     for node in nodes {
         let workers = node.workers.iter().map(u32::to_string).collect::<Vec<_>>().join(" ");
-        let work = if node.captured { format!("{}, captured", node.work) } else { node.work.clone() };
+        let client = node.client.as_ref().map(|client| format!(", {}", client.is)).unwrap_or_default();
+        let work = format!("{}{client}{}", node.work, if node.captured { ", captured" } else { "" });
         rows.add_row([&node.name, &work, &workers, &node.nics.join(" "), &node.generation.to_string()]);
     }
     text(rows, &[4])

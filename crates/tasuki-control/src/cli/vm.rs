@@ -189,10 +189,16 @@ fn options(run: &Run, vm: &VmView, host: Host) -> Vec<OsString> {
 }
 
 /// Returns the node's socket, and the address for the machine's card.
-fn find(reach: &Reach, node: &str) -> Result<VmView> {
+fn find(reach: &Reach, Run { node, more, print, .. }: &Run) -> Result<VmView> {
     let folder = reach.dir.clone().unwrap_or_else(place::usual);
     let nodes: Vec<NodeView> = show::read(client::ask(&folder, Verb::GET, "/v1/nodes", None)?)?;
-    match nodes.into_iter().find(|view| view.name == node) {
+    // A machine to which a guest migrates comes beside the one that has it.
+    let is_alone = !print && !more.iter().any(|word| word == "-incoming");
+    match nodes.into_iter().find(|view| view.name == *node) {
+        Some(NodeView { vm: Some(_), client: Some(client), .. }) if is_alone && client.is != "away" => bail!(
+            "node {node:?} has a machine already{}; end that first, or add a node for each machine (tasuki node add NAME --vm SOCKET)",
+            client.process.map(|pid| format!(" (process {pid})")).unwrap_or_default()
+        ),
         Some(NodeView { vm: Some(vm), .. }) => Ok(vm),
         Some(NodeView { work, .. }) => bail!(
             "node {node:?} is no virtual machine, but {work}; add one (tasuki node add NAME --vm SOCKET), or name it"
@@ -227,7 +233,7 @@ fn quoted(word: &OsStr) -> String {
 
 /// Becomes QEMU, or prints how to start it.
 pub fn run(reach: &Reach, run: &Run) -> Result<()> {
-    let vm = find(reach, &run.node)?;
+    let vm = find(reach, run)?;
     let host = Host::look(&run.qemu)?;
     let options = options(run, &vm, host);
     if run.print {
@@ -270,6 +276,7 @@ mod tests {
             socket: "/run/a,b/vm.sock".into(),
             mac: "02:54:00:00:00:01".to_owned(),
             mtu: None,
+            pairs: None,
             queues: Vec::new(),
         };
         options(&run, &vm, host).iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ")
@@ -304,6 +311,7 @@ mod tests {
             socket: "/vm.sock".into(),
             mac: "02:54:00:00:00:01".to_owned(),
             mtu: Some(1400),
+            pairs: None,
             queues: Vec::new(),
         };
         assert!(options(&run, &vm, DEBIAN_12).iter().any(|word| word.to_string_lossy().ends_with(",host_mtu=1400")));

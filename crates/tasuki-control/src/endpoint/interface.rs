@@ -23,7 +23,7 @@ pub struct Interface {
 }
 
 impl Interface {
-    fn place(&self) -> Namespace {
+    pub fn place(&self) -> Namespace {
         self.netns.as_deref().map_or(Namespace::Own, Namespace::named)
     }
 }
@@ -62,8 +62,10 @@ impl Kind for Interface {
             .with_context(|| format!("the interface {} cannot be used", self.label()))
     }
 
-    /// Its number: another interface of the same name has another.
+    /// Its number, and that of its namespace: another interface of the same name has others.
     fn mark(&self) -> Option<String> {
-        packet::index_of(&self.place(), &self.name).map(|index| index.to_string())
+        let index = packet::index_of(&self.place(), &self.name)?;
+        let namespace = self.place().identity().map(|(_, number)| format!(" in {number}")).unwrap_or_default();
+        Some(format!("{index}{namespace}"))
     }
 }

@@ -30,6 +30,20 @@ pub struct Vm {
 /// The least MTU of a virtio network device (VIRTIO 1.2, 5.1.4.1).
 const MTU_MIN: u16 = 68;
 
+/// Returns whether a process with these `maps` (proc(5)) has a file, by device and number, for itself alone: QEMU maps the
+/// memory of a machine so if it lacks `share=on`, and what others read in the file is not what the guest wrote.
+pub fn is_private(maps: &str, (device, number): (u64, u64)) -> bool {
+    let device = format!("{:02x}:{:02x}", rustix::fs::major(device), rustix::fs::minor(device));
+    let number = number.to_string();
+    let mut kinds = maps.lines().filter_map(|line| {
+        let mut fields = line.split_ascii_whitespace();
+        let (access, at) = (fields.nth(1)?, (fields.nth(1)?, fields.next()?));
+        (at == (&device[..], &number[..])).then(|| access.ends_with('s'))
+    });
+    let first = kinds.next();
+    first == Some(false) && kinds.all(|is_shared| !is_shared)
+}
+
 impl Kind for Vm {
     fn kind(&self) -> &'static str {
         "vm"
@@ -63,5 +77,27 @@ impl Kind for Vm {
 
     fn make(&self) -> Result<OwnedFd> {
         listen(&self.socket, SocketType::STREAM)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_private_if_its_process_has_no_shared_view_of_it() {
+        let maps = "55d0c0000000-55d0c0001000 r--p 00000000 08:01 131 /usr/bin/qemu
+7fe000000000-7fe010000000 rw-p 00000000 00:01 77 /memfd:memory (deleted)
+7fe010000000-7fe020000000 rw-s 00000000 00:01 78 /memfd:shared (deleted)
+7fe020000000-7fe030000000 rw-p 00000000 00:01 79 /memfd:both
+7fe030000000-7fe040000000 rw-s 00000000 00:01 79 /memfd:both
+7fe040000000-7fe050000000 rw-p 00000000 00:00 0
+";
+        let file = |number| (rustix::fs::makedev(0, 1), number);
+        assert!(is_private(maps, file(77)));
+        for number in [78, 79, 131, 7] {
+            assert!(!is_private(maps, file(number)), "{number}");
+        }
+        assert!(!is_private("", file(77)));
     }
 }

@@ -14,12 +14,13 @@ use super::card::Card;
 use super::deeds::clock;
 use super::deposits::Key;
 use super::door::{Answer, Refusal};
+use super::endpoints::Endpoint;
 use super::shortcuts::OnVni;
 use super::worker::{Stage, Words};
 use super::{About, Supervisor};
 use crate::api::types::{Applied, Apply, ConfigurationView, Give, Plan, Refused, Relayed, Removed, Upgrade, Written};
 use crate::config::plan::{Present, Step};
-use crate::config::{self, Config};
+use crate::config::{self, Config, StationAddress};
 use crate::registry::{AppliedRecord, Change};
 
 /// The configuration that the daemon goes by.
@@ -196,11 +197,33 @@ impl Supervisor {
             Present { config, by_hand, owners: &owners, failed_over: &failed_over, stale: &stale, lost: &lost };
         let stays: Vec<_> = failed_over.keys().filter(|nic| present.stays(nic, desired)).cloned().collect();
         let steps = present.steps_to(desired);
-        let mut stays = [self.why_they_stay(&stays), self.why_without_shortcut(desired, &steps)].concat();
+        let mut stays =
+            [self.why_they_stay(&stays), self.why_without_shortcut(desired, &steps), self.why_cut_off(desired, &steps)]
+                .concat();
         if config.daemon.metrics != desired.daemon.metrics {
             stays.push("[daemon], metrics: it counts when tasukid starts anew (workers go on)".to_owned());
         }
         (steps, stays)
+    }
+
+    /// Returns which machines that are connected must have another address from now on.
+    fn why_cut_off(&self, desired: &Config, steps: &[Step]) -> Vec<String> {
+        let is_cut_off = |node: &&config::Node| {
+            let runs =
+                node.endpoint().and_then(|kind| self.endpoints.get(&kind.label())).is_some_and(Endpoint::has_client);
+            matches!(node.work, config::Work::Vm(_)) && !node.has_others() && runs
+        };
+        let changed = steps.iter().filter_map(|step| match step {
+            Step::Remove(name, keys) if keys.iter().any(|key| ["mac", "spoof"].contains(key)) => desired.node(name),
+            _ => None,
+        });
+        let sentence = |node: &config::Node| {
+            let (name, mac) = (&node.name, StationAddress(node.mac()));
+            format!(
+                "node {name}: the card of its machine must have the address {mac}, or all frames of the guest are dropped (spoof = \"check\"): start a machine that has another one anew, with mac={mac}"
+            )
+        };
+        changed.filter(is_cut_off).map(sentence).collect()
     }
 
     /// Returns why nodes that are not made anew stay without the shortcut, where `desired` lets them have it.

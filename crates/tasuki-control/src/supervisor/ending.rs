@@ -94,7 +94,8 @@ impl Supervisor {
         if self.cards.values().any(|card| card.model.is_some()) {
             return;
         }
-        let sentence = format!("{count} workers have ended, and so does tasukid");
+        let workers = if count == 1 { "1 worker has".to_owned() } else { format!("{count} workers have") };
+        let sentence = format!("{workers} ended, and so does tasukid");
         if let Some((.., Some(answer))) = self.stopping.take() {
             let _ = answer.send(Ok(Stopped { workers: count, sentence }));
         }

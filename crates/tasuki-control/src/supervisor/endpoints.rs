@@ -6,18 +6,25 @@
 //! worker that lies about them lies to its own node.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::io::Errno;
 use tasuki_relay::message::{self, ToWorker};
+use tasuki_tap::namespace::Identity;
 use tasuki_tap::packet;
+use tokio::sync::oneshot;
 
 use super::card::Card;
 use super::deposits::{Found, Key};
 use super::worker::{Worker, why_missed};
 use super::{About, Supervisor, is_news, now};
-use crate::foreign::Foreign;
+use crate::api::peer::Peer;
+use crate::api::types::Upgrade;
+use crate::bucket::Bucket;
+use crate::endpoint::vm;
+use crate::foreign::{Foreign, seals};
 use crate::{channel, config};
 
 /// Bytes of a client's name, at most: memif has 32 for it, of which each may have become three.
@@ -25,6 +32,10 @@ const NAME_MAX: usize = 96;
 
 /// Pause before a worker is asked again for a client for which the daemon had no room.
 const CLIENT_RETRY_PAUSE: Duration = Duration::from_secs(1);
+
+/// How many sentences of programs that come and leave users hear of an endpoint at once, and how often after that.
+const COMINGS_AT_ONCE_MAX: u32 = 20;
+const COMING_EVERY: Duration = Duration::from_secs(10);
 
 /// Bytes of a client's description, at most.
 const TEXT_MAX: usize = 8192;
@@ -38,6 +49,14 @@ pub struct Endpoint {
     /// The mark that told it from others when it was made.
     mark: Option<String>,
     client: Option<Connected>,
+    /// How often users hear that programs come and leave.
+    comings: Bucket,
+    /// Looks at the memory of the machine that is connected.
+    look: Option<Look>,
+    /// Why its socket cannot be made again, if it was deleted.
+    lost: Option<String>,
+    /// The namespace that had the name of its interface's when it was made.
+    made_in: Option<Identity>,
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
 }
@@ -70,6 +89,18 @@ impl Connected {
         self.socket == other.socket && self.message == other.message
     }
 
+    /// Returns the process that connected, if it is seen from here.
+    fn process(&self) -> Option<Peer> {
+        Peer::of(&self.fds[0]).ok().filter(|peer| peer.pid != 0)
+    }
+
+    /// Returns device and number of each file in memory that came with it.
+    fn memory(&self) -> Vec<(u64, u64)> {
+        // Only files in memory have seals: no other file system is asked.
+        let files = self.fds.iter().filter(|fd| seals(fd).is_some());
+        files.filter_map(|fd| rustix::fs::fstat(fd).ok()).map(|stat| (stat.st_dev, stat.st_ino)).collect()
+    }
+
     /// Returns whether it has more descriptors than earlier workers and daemons take.
     fn needs_many_fds(&self) -> bool {
         self.fds.len() > message::NARROW_FDS_MAX
@@ -84,11 +115,39 @@ impl Connected {
     }
 }
 
+/// A look at the memory of a process.
+#[derive(Debug)]
+struct Look {
+    process: Peer,
+    /// Inode number of its connection's socket, and the files.
+    socket: u64,
+    files: Vec<(u64, u64)>,
+    /// Whether it has one of the files for itself, once that is known.
+    found: Arc<OnceLock<bool>>,
+    was_told: bool,
+}
+
+impl Look {
+    fn begin(process: Peer, socket: u64, files: Vec<(u64, u64)>) -> Self {
+        let found = Arc::new(OnceLock::new());
+        let (pid, of, tell) = (process.pid, files.clone(), Arc::clone(&found));
+        // Without a thread nothing is found.
+        let _ = std::thread::Builder::new().name(format!("maps of {pid}")).spawn(move || {
+            let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+            let _ = tell.set(of.iter().any(|file| vm::is_private(&maps, *file)));
+        });
+        Look { process, socket, files, found, was_told: false }
+    }
+}
+
 impl Endpoint {
     /// Returns the endpoint of a node, not made yet, under its label.
     pub fn of(node: &config::Node) -> Option<(String, Self)> {
         let label = node.endpoint()?.label();
-        Some((label, Endpoint { work: node.work.clone(), fd: None, mark: None, client: None, is_gone: false }))
+        let work = node.work.clone();
+        let comings = Bucket::new(COMINGS_AT_ONCE_MAX, COMING_EVERY, now());
+        let (fd, mark, client, look, lost, made_in, is_gone) = (None, None, None, None, None, None, false);
+        Some((label, Endpoint { work, fd, mark, client, comings, look, lost, made_in, is_gone }))
     }
 
     /// Changes its settings to those of its node. Its label stays.
@@ -114,28 +173,88 @@ impl Endpoint {
             None => {
                 let kind = self.work.endpoint().context("the node has none")?;
                 let fd = kind.make()?;
-                (self.mark, self.is_gone) = (kind.mark(), false);
+                (self.mark, self.made_in, self.is_gone) = (kind.mark(), self.named(), false);
                 fd
             }
         };
         Ok(self.fd.insert(fd))
     }
 
-    /// Adopts the descriptor of an earlier daemon, unless it is of no use any more.
-    fn adopt(&mut self, mark: String, fd: Option<OwnedFd>) {
+    /// Adopts the descriptor of an earlier daemon, unless it is of no use any more. A worker that lives goes on with one of
+    /// another interface than has the name now: users hear of that.
+    fn adopt(&mut self, mark: String, fd: Option<OwnedFd>, lives: bool) {
         let now = self.work.endpoint().and_then(|kind| kind.mark());
-        let is_its = |fd: &OwnedFd| now.as_ref() == Some(&mark) && !self.is_of_no_interface(fd);
-        self.fd = fd.filter(is_its);
-        self.mark = Some(mark);
+        // The mark of an earlier daemon has no namespace.
+        let is_its =
+            now.is_some_and(|now| now == mark || now.split_once(" in ").is_some_and(|(index, _)| index == mark));
+        let is_used = lives && matches!(self.work, config::Work::Interface(_));
+        self.fd = fd.filter(|fd| is_used || is_its && !self.is_of_no_interface(fd));
+        (self.mark, self.made_in) = (Some(mark), self.named().filter(|_| is_its));
+    }
+
+    /// Returns the namespace that has the name of its interface's now.
+    fn named(&self) -> Option<Identity> {
+        match &self.work {
+            config::Work::Interface(interface) => interface.place().identity(),
+            _ => None,
+        }
     }
 
     fn is_of_no_interface(&self, fd: &OwnedFd) -> bool {
         matches!(self.work, config::Work::Interface(_)) && packet::is_gone(fd)
     }
 
+    /// Returns whether a program is connected.
+    pub fn has_client(&self) -> bool {
+        self.client.is_some()
+    }
+
+    /// Returns the pid of the process that connected, if it is seen from here.
+    pub fn process(&self) -> Option<u32> {
+        self.client.as_ref().and_then(Connected::process).map(|peer| peer.pid)
+    }
+
+    /// Returns whether its socket is not at its path any more, where programs look for it.
+    fn has_lost_its_socket(&self) -> bool {
+        let kind = self.work.endpoint().filter(|kind| kind.socket().is_some());
+        self.mark.is_some() && kind.is_some_and(|kind| kind.mark() != self.mark)
+    }
+
+    /// Makes it anew. What workers have of it goes on for those that are connected.
+    fn make_again(&mut self) -> Result<()> {
+        let kind = self.work.endpoint().context("the node has none")?;
+        (self.fd, self.mark) = (Some(kind.make()?), kind.mark());
+        Ok(())
+    }
+
+    /// Has a thread look whether the process that connected shares the memory of its machine.
+    fn look_at_memory(&mut self) {
+        let (Some(client), config::Work::Vm(_)) = (&self.client, &self.work) else { return };
+        let files = client.memory();
+        let is_known = self.look.as_ref().is_some_and(|look| {
+            let is_same = look.socket == client.socket && look.files == files;
+            // A process can keep a thread that looks at it waiting: there is one a node.
+            is_same || look.found.get().is_none()
+        });
+        if let Some(process) = client.process().filter(|_| !files.is_empty() && !is_known) {
+            self.look = Some(Look::begin(process, client.socket, files));
+        }
+    }
+
+    /// Returns what is wrong with the memory of the machine that is connected, if it is known.
+    fn unshared(&self) -> Option<String> {
+        let client = self.client.as_ref()?;
+        let look = self.look.as_ref().filter(|look| look.socket == client.socket && look.found.get() == Some(&true))?;
+        let Peer { pid, program, .. } = &look.process;
+        Some(format!(
+            "process {pid} ({program}) does not share its machine's memory, so the guest reaches nobody: start it with share=on at its memory backend"
+        ))
+    }
+
     /// Looks whether its interface is gone. Returns whether that is news.
     pub fn has_lost_its_interface(&mut self) -> bool {
-        let is_gone = self.fd.as_ref().is_some_and(|fd| self.is_of_no_interface(fd));
+        let is_elsewhere = || self.named().is_some_and(|named| self.made_in != Some(named));
+        let is_gone = self.fd.as_ref().is_some_and(|fd| self.is_of_no_interface(fd) || is_elsewhere());
         is_gone && !std::mem::replace(&mut self.is_gone, is_gone)
     }
 
@@ -159,16 +278,16 @@ impl Supervisor {
     /// `living` have the only descriptor.
     pub(super) fn begin_endpoints(&mut self, living: &[String], found: &mut Found) {
         self.endpoints = self.config.node.iter().filter_map(Endpoint::of).collect();
+        let of_living: Vec<String> =
+            living.iter().filter_map(|node| Some(self.config.node(node)?.endpoint()?.label())).collect();
         for (label, end) in &mut self.endpoints {
             if let Some((mark, fds)) = found.remove(&Key::Endpoint(label.clone())) {
-                end.adopt(mark, fds.into_iter().next());
+                end.adopt(mark, fds.into_iter().next(), of_living.contains(label));
             }
             let client = found.remove(&Key::Client(label.clone()));
             end.client =
                 client.and_then(|(what, fds)| Connected::new(serde_json::from_str(&what).ok()?, Foreign::new(fds)));
         }
-        let of_living: Vec<String> =
-            living.iter().filter_map(|node| Some(self.config.node(node)?.endpoint()?.label())).collect();
         let mut troubles = Vec::new();
         for (label, end) in self.endpoints.iter_mut().filter(|(label, _)| !of_living.contains(label)) {
             // A node that was added by hand is in no file that could be mended. Its worker is started once the
@@ -225,7 +344,13 @@ impl Supervisor {
         }
         if end.client.is_none() || holder.is_none_or(|holder| holder == number) {
             let needs_many_fds = connected.needs_many_fds();
+            let is_new = end.client.as_ref().is_none_or(|client| client.socket != connected.socket);
+            let process = is_new.then(|| connected.process());
             end.client = Some(connected);
+            end.look_at_memory();
+            if let Some(process) = process {
+                self.note_client(number, nic, process);
+            }
             self.mark_client_deposit(number);
             self.note_many_fds(nic, needs_many_fds);
             return self.tell_others_of_client(nic, number);
@@ -274,6 +399,7 @@ impl Supervisor {
         if end.client.take_if(|client| client.socket == socket).is_none() {
             return;
         }
+        self.note_client_gone(number, nic);
         self.mark_client_deposit(number);
         self.note_many_fds(nic, false);
         for worker in self.workers.values().filter(|worker| worker.party() != number && worker.nics.contains_key(&nic))
@@ -281,6 +407,98 @@ impl Supervisor {
             // A worker that does not hear of it finds out when it goes on.
             let _ = worker.write(&ToWorker::NoClient { nic, socket }, &[]);
         }
+    }
+
+    /// Notes that a program has connected. What an earlier one was told does not hold for it.
+    fn note_client(&mut self, number: u32, nic: u32, process: Option<Peer>) {
+        if let Some(card) = self.cards.get_mut(&nic).filter(|card| card.holder() == Some(number)) {
+            card.trouble = None;
+        }
+        let by = process.map_or_else(
+            || "by a process that tasukid does not see".to_owned(),
+            |it| format!("process {} ({})", it.pid, it.program),
+        );
+        self.note_of_client(number, nic, |label| format!("a program has connected to {label}: {by}"));
+    }
+
+    fn note_client_gone(&mut self, number: u32, nic: u32) {
+        self.note_of_client(number, nic, |label| format!("the program at {label} has left"));
+    }
+
+    /// Notes this, but not all of programs that come and leave again and again.
+    fn note_of_client(&mut self, number: u32, nic: u32, sentence: impl FnOnce(&str) -> String) {
+        let Some(comings) = self.endpoint_of(number, nic).map(|end| &mut end.comings) else { return };
+        let left_out = comings.left_out(now());
+        if !comings.take(now()) {
+            return;
+        }
+        let Some(node) = self.workers.get(&number).map(|worker| worker.record.node.clone()) else { return };
+        let label = self.config.node(&node).and_then(config::Node::label).unwrap_or_default();
+        if let Some(count) = left_out {
+            self.note(
+                About::node(&node),
+                format!("programs came to {label} and left {count} times more, which is left out"),
+            );
+        }
+        self.note(About::node(&node), sentence(&label));
+    }
+
+    /// Makes sockets again that were deleted: nobody finds a listener without its path. A fresh worker of the node serves the
+    /// new one. And says what is found of the memory of machines.
+    pub(super) fn look_at_sockets(&mut self) {
+        let mut lost = Vec::new();
+        let mut unshared = Vec::new();
+        for (label, end) in &mut self.endpoints {
+            if end.has_lost_its_socket() {
+                lost.push(label.clone());
+            }
+            let sentence = end.unshared();
+            if let Some((look, sentence)) = end.look.as_mut().zip(sentence)
+                && !std::mem::replace(&mut look.was_told, true)
+            {
+                unshared.push((label.clone(), sentence));
+            }
+        }
+        for (label, sentence) in unshared {
+            if let Some(node) = self.node_at(&label) {
+                self.note(About::node(&node), format!("node {node}: {sentence}"));
+            }
+        }
+        for label in lost {
+            let Some(node) = self.node_at(&label).filter(|node| self.is_free(node, &[]).is_ok()) else { continue };
+            let Some(end) = self.endpoints.get_mut(&label) else { continue };
+            match end.make_again() {
+                Ok(()) => {
+                    end.lost = None;
+                    self.mark_deposit(Key::Endpoint(label.clone()));
+                    let why = format!(
+                        "the socket {label} was deleted, and is there anew; a fresh worker of node {node} takes over, which listens there"
+                    );
+                    self.note(About::node(&node), why);
+                    let (answer, _) = oneshot::channel();
+                    self.upgrade(&node, Upgrade::default(), answer);
+                }
+                Err(error) => {
+                    let why = format!(
+                        "the socket of node {node} was deleted, so no program can connect to it, and it cannot be made again: {error:#}"
+                    );
+                    if is_news(&mut end.lost, &why) {
+                        self.note(About::node(&node), why);
+                    }
+                }
+            }
+        }
+    }
+
+    fn node_at(&self, label: &str) -> Option<String> {
+        let is_its = |node: &&config::Node| node.label().is_some_and(|its| its == label);
+        self.config.node.iter().find(is_its).map(|node| node.name.clone())
+    }
+
+    /// Returns what is wrong with a node's socket, or with the program that is connected there.
+    pub(super) fn trouble_at_socket(&self, name: &str) -> Option<String> {
+        let end = self.endpoints.get(&self.config.node(name)?.endpoint()?.label())?;
+        end.lost.clone().or_else(|| end.unshared().map(|why| format!("node {name}: {why}")))
     }
 
     /// Takes note of whether an end has a client that earlier workers cannot hear of. Those that have the end would serve

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tasuki_relay::message;
-use tasuki_tap::device::{Before, is_gone};
+use tasuki_tap::device::{Before, is_gone, namespace_of};
 use tasuki_tap::interface::Interface;
-use tasuki_tap::namespace::Namespace;
+use tasuki_tap::namespace::{Identity, Namespace, Unnamed};
 use tasuki_tap::shortcut::remove_beside;
 use tasuki_tap::{Settings, Tap, TapError, set_mac};
 
@@ -36,6 +36,8 @@ pub struct TapEnd {
     device: Option<OwnedFd>,
     /// The station address of the NIC for which it stands, if it was given that, or could not be.
     mac: Option<[u8; 6]>,
+    /// The namespace that had the name when the interface was made there.
+    made_in: Option<Identity>,
     /// Its interface was gone when the daemon looked last.
     is_gone: bool,
 }
@@ -47,7 +49,9 @@ impl TapEnd {
         // A card takes finished frames only; a VNI also frames that the next kernel may finish.
         let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
         let on = OnVni::of(node);
-        Some((config.label(), TapEnd { config, before, on, veth_end: None, device: None, mac: None, is_gone: false }))
+        let label = config.label();
+        let (veth_end, device, mac, made_in, is_gone) = (None, None, None, None, false);
+        Some((label, TapEnd { config, before, on, veth_end, device, mac, made_in, is_gone }))
     }
 
     fn place(&self) -> Namespace {
@@ -75,6 +79,7 @@ impl TapEnd {
             Some(device) => device,
             None => {
                 (self.mac, self.veth_end, self.is_gone) = (None, None, false);
+                self.made_in = self.place().identity();
                 match self.connect(shortcuts) {
                     Some(Ok(device)) => device,
                     Some(Err(error @ (TapError::NoNamespace(_) | TapError::Namespace { .. }))) => return Err(error),
@@ -90,6 +95,18 @@ impl TapEnd {
             }
         };
         Ok((self.device.insert(device), why))
+    }
+
+    /// Returns whether its interface is not in the namespace any more that has the name: the name is another's, or the
+    /// interface was moved.
+    fn is_elsewhere(&self) -> bool {
+        let Some(device) = &self.device else { return false };
+        let is_in = match &self.veth_end {
+            // Of the pair, the other end is in the namespace.
+            Some(_) => self.made_in,
+            None => namespace_of(device.as_fd()).ok().and_then(|namespace| Unnamed::of(namespace).identity()),
+        };
+        self.place().identity().is_some_and(|named| Some(named) != is_in)
     }
 
     /// Returns whether its namespace has an interface of its name.
@@ -128,6 +145,7 @@ impl TapEnd {
             return None;
         }
         self.device = Some(device);
+        self.made_in = self.place().identity().filter(|_| self.is_named());
         match adopted? {
             (_, Ok(veth_end)) => {
                 self.veth_end = Some(veth_end);
@@ -252,11 +270,12 @@ impl Supervisor {
             return;
         }
         self.interfaces_looked_at = now();
+        self.look_at_sockets();
         let mut lost = Vec::new();
         for (label, tap) in &mut self.taps {
             // If the veth end is gone, so is the TAP.
             tap.veth_end.take_if(|veth_end| !veth_end.is_there()).into_iter().for_each(VethEnd::remove);
-            let is_gone = tap.device.as_ref().is_some_and(|device| is_gone(device.as_fd()));
+            let is_gone = tap.device.as_ref().is_some_and(|device| is_gone(device.as_fd())) || tap.is_elsewhere();
             if is_gone && !std::mem::replace(&mut tap.is_gone, is_gone) {
                 lost.push(label.clone());
             }
@@ -281,7 +300,7 @@ impl Supervisor {
         let is_gone = self.taps.get(&label).is_some_and(|tap| tap.is_gone)
             || self.endpoints.get(&label).is_some_and(|endpoint| endpoint.is_gone);
         is_gone.then(|| format!(
-            "node {name} has no interface any more: {label} was deleted or moved, or its namespace ended; apply the configuration, which makes the node anew (tasuki apply), or remove the node and add it again"
+            "node {name} has no interface any more: {label} was deleted or moved, or its namespace ended or has lost its name; apply the configuration, which makes the node anew (tasuki apply), or remove the node and add it again"
         ))
     }
 

@@ -7,7 +7,7 @@ use super::card::{Card, Opening};
 use super::worker::{Readiness, Stage, Worker};
 use super::{Supervisor, now};
 use crate::api::metrics::Metrics;
-use crate::api::types::{NicView, NodeView, Status, VmView, WorkerView};
+use crate::api::types::{ClientView, NicView, NodeView, Status, VmView, WorkerView};
 use crate::config::{self, Kind, StationAddress, Work};
 
 impl Supervisor {
@@ -57,8 +57,24 @@ impl Supervisor {
             unconfined: { self.workers.values().filter(|worker| worker.record.node == name) }
                 .flat_map(|worker| worker.record.unconfined.iter().cloned())
                 .collect(),
-            vm: config.and_then(vm_of).map(|vm| VmView { queues: self.queues_of(name), ..vm }),
+            client: self.client_view(name),
+            vm: config.and_then(vm_of).map(|vm| VmView {
+                pairs: self.running_pairs(name),
+                queues: self.queues_of(name),
+                ..vm
+            }),
         })
+    }
+
+    fn client_view(&self, name: &str) -> Option<ClientView> {
+        let kind = self.config.node(name)?.endpoint().filter(|kind| kind.socket().is_some())?;
+        let end = self.endpoints.get(&kind.label())?;
+        let is = match self.running_pairs(name) {
+            _ if !end.has_client() => "away",
+            Some(1..) => "runs",
+            _ => "connected",
+        };
+        Some(ClientView { is: is.to_owned(), process: end.process() })
     }
 
     pub(super) fn worker_views(&self) -> Vec<WorkerView> {
@@ -144,6 +160,7 @@ fn vm_of(node: &config::Node) -> Option<VmView> {
         socket: vm.socket.clone(),
         mac: StationAddress(node.mac()).to_string(),
         mtu: vm.mtu,
+        pairs: None,
         queues: Vec::new(),
     })
 }

@@ -27,7 +27,7 @@ use super::requests::there_are;
 use super::worker::{Worker, why_missed};
 use super::{About, Supervisor, is_news};
 use crate::api::types::{CrossedView, QueueView, TalkView, VniNodeView, VniView};
-use crate::config::{self, Device, StationAddress};
+use crate::config::{self, Device, Kind, StationAddress, Work};
 
 /// Addresses that a directory has room for.
 const ADDRESSES: usize = 2 * NODES_MAX as usize;
@@ -519,11 +519,22 @@ impl Supervisor {
         Ok(talks)
     }
 
+    /// Returns the memory of a node that is on a VNI.
+    fn node_memory_of(&self, node: &str) -> Option<PeerNodeMemory> {
+        let member = self.vnis.values().flat_map(|net| net.members.values()).find(|member| member.node == node)?;
+        PeerNodeMemory::map(&member.node_memory).ok().map(|(node_memory, _)| node_memory)
+    }
+
+    /// Returns how many pairs of queues a node's virtual machine runs now, from its node memory, if it is connected.
+    pub(super) fn running_pairs(&self, node: &str) -> Option<usize> {
+        let Work::Vm(vm) = &self.config.node(node)?.work else { return None };
+        self.endpoints.get(&vm.label()).filter(|end| end.has_client())?;
+        self.node_memory_of(node)?.running_pairs()
+    }
+
     /// Returns what each queue of a node's virtual machine has carried, from its node memory.
     pub(super) fn queues_of(&self, node: &str) -> Vec<QueueView> {
-        let member = self.vnis.values().flat_map(|net| net.members.values()).find(|member| member.node == node);
-        let node_memory = member.and_then(|member| PeerNodeMemory::map(&member.node_memory).ok());
-        let Some((node_memory, _)) = node_memory else { return Vec::new() };
+        let Some(node_memory) = self.node_memory_of(node) else { return Vec::new() };
         (0..node_memory.queues()).map(|queue| queue_view(queue, node_memory.queue_counts(queue))).collect()
     }
 }

@@ -225,7 +225,10 @@ impl Supervisor {
     pub(super) fn trouble_of(&self, name: &str) -> Option<String> {
         let node = self.nodes.get(name)?;
         let dies = || policy::trouble(&node.deaths, now()).map(|trouble| in_words(name, trouble));
-        self.why_without_interface(name).or_else(|| node.trouble.clone()).or_else(dies)
+        self.why_without_interface(name)
+            .or_else(|| self.trouble_at_socket(name))
+            .or_else(|| node.trouble.clone())
+            .or_else(dies)
     }
 
     fn did_not_start(&mut self, name: &str, error: &anyhow::Error) {

@@ -337,7 +337,7 @@ impl Machine {
     }
 
     /// Starts a queue, which begins with this index.
-    fn start_queue(&self, queue: usize, base: u16) {
+    pub fn start_queue(&self, queue: usize, base: u16) {
         let index = u32::try_from(queue).unwrap();
         self.say(8, &state(index, self.size.into()), &[]);
         let used = if self.is_packed() { u32::from(base) << 16 } else { 0 };

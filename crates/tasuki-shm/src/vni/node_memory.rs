@@ -58,7 +58,8 @@ pub const JOURNAL_PAGES_BEFORE: usize = 16;
 pub const QUEUE_COUNTS_LINE: usize = LEDGER_LINES - 2;
 
 /// Line of the journal's first page whose word 0 is the number of pairs of queues that have had frames to count: pages
-/// behind those of them need not be read.
+/// behind those of them need not be read. Word 0 of the same line of the second page is the number of pairs that run now,
+/// plus 1; 0 if it is not known.
 pub const QUEUE_PAIRS_LINE: usize = LEDGER_LINES - 1;
 
 /// Name of each of these counts, in the order of its words.
@@ -326,10 +327,19 @@ impl PeerNodeMemory {
 
     /// Returns the number of queues of the node's virtual machine that have counts.
     pub fn queues(&self) -> usize {
-        let line = self.lines(self.layout.journal_at + QUEUE_PAIRS_LINE * LINE_LEN, 1);
         let most = (self.control.len() - self.layout.journal_at) / PAGE_LEN;
-        let queues = usize::try_from(line.load(0, 0)).unwrap_or(usize::MAX).saturating_mul(2);
-        queues.min(most).min(JOURNAL_PAGES)
+        self.pairs_on(0).saturating_mul(2).min(most).min(JOURNAL_PAGES)
+    }
+
+    /// Returns the number of pairs of queues that the node's virtual machine runs now, if its worker says it. A read of it
+    /// makes the kernel allocate a page.
+    pub fn running_pairs(&self) -> Option<usize> {
+        Some(self.pairs_on(1).checked_sub(1)?.min(JOURNAL_PAGES / 2))
+    }
+
+    fn pairs_on(&self, page: usize) -> usize {
+        let line = self.lines(self.layout.journal_at + page * PAGE_LEN + QUEUE_PAIRS_LINE * LINE_LEN, 1);
+        usize::try_from(line.load(0, 0)).unwrap_or(usize::MAX)
     }
 
     /// Returns the counts of a queue of the node's virtual machine, one of [`JOURNAL_PAGES`], in the order of
@@ -458,8 +468,12 @@ mod tests {
         let (node_memory, _pool) = NodeMemory::adopt(fds).unwrap();
         let journal = node_memory.journal();
         assert!((journal.len(), node_memory.more_ledger().is_some()) == (JOURNAL_PAGES * LEDGER_LINES, true));
+        assert_eq!((peer.queues(), peer.running_pairs()), (0, None));
         journal[QUEUE_PAIRS_LINE].word(0).store(u64::MAX, Relaxed);
-        assert_eq!(peer.queues(), JOURNAL_PAGES);
+        journal[LEDGER_LINES + QUEUE_PAIRS_LINE].word(0).store(JOURNAL_PAGES as u64 / 2 + 1, Relaxed);
+        assert_eq!((peer.queues(), peer.running_pairs()), (JOURNAL_PAGES, Some(JOURNAL_PAGES / 2)));
+        journal[LEDGER_LINES + QUEUE_PAIRS_LINE].word(0).store(u64::MAX, Relaxed);
+        assert_eq!(peer.running_pairs(), Some(JOURNAL_PAGES / 2));
         let earlier = NodeMemoryFds { control: earlier_control(64), ..NodeMemoryFds::create("test", 64).unwrap() };
         let (peer, _) = PeerNodeMemory::map(&earlier.to_read().unwrap()).unwrap();
         let (node_memory, _pool) = NodeMemory::adopt(earlier).unwrap();

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::natives::{assert_exact, flows};
 use super::rig::{NODES, Rig, lives, pid, signal, until};
-use super::rooms::Room;
+use super::rooms::{Exchange, Room};
 use super::vnis::{DESK, SHOP, World};
 
 /// Returns the processes that drive a NIC of each node.
@@ -488,20 +488,23 @@ fn by_file() -> Option<World> {
     Some(world)
 }
 
+/// Returns the trouble of node `shop`.
+fn trouble(world: &World) -> String {
+    let nodes = world.rig.json(&["node", "list"]);
+    let all = nodes.as_array().expect("a list");
+    all.iter().find(|node| node["name"] == "shop").expect("it is there")["trouble"].to_string()
+}
+
+fn is_missed(world: &World) {
+    until(&world.rig, "it is missed", || trouble(world).contains("has no interface any more"));
+    let plan = world.rig.ask(&["plan"]);
+    let step = "node shop: its interface, which is gone, changes, so it is removed and added again";
+    assert!(plan.starts_with(step), "{plan}");
+}
+
 #[test]
 fn an_interface_that_somebody_deletes_is_missed_and_made_anew_by_an_apply() {
     let Some(mut world) = by_file() else { return };
-    let trouble = |world: &World| {
-        let nodes = world.rig.json(&["node", "list"]);
-        let all = nodes.as_array().expect("a list");
-        all.iter().find(|node| node["name"] == "shop").expect("it is there")["trouble"].to_string()
-    };
-    let is_missed = |world: &World| {
-        until(&world.rig, "it is missed", || trouble(world).contains("has no interface any more"));
-        let plan = world.rig.ask(&["plan"]);
-        let step = "node shop: its interface, which is gone, changes, so it is removed and added again";
-        assert!(plan.starts_with(step), "{plan}");
-    };
     for by_workers in [false, true] {
         if by_workers {
             world.rig.configure(|text| text.replacen("/24\" }", "/24\", shortcut = false }", 1));
@@ -518,6 +521,57 @@ fn an_interface_that_somebody_deletes_is_missed_and_made_anew_by_an_apply() {
         assert!(world.is_answered(DESK));
         assert_eq!(trouble(&world), "null");
         assert!(is_as_configured(&world.rig));
+    }
+    world.end();
+}
+
+/// As after `ip netns delete` and `add` while a process holds the old namespace.
+#[test]
+fn an_interface_whose_namespace_has_lost_its_name_is_missed_and_made_anew_by_an_apply() {
+    let Some(mut world) = World::new() else { return };
+    let name = world.rig.path("shop.ns");
+    let give_to = |room: &Room| {
+        let _ = fs::remove_file(&name);
+        std::os::unix::fs::symlink(room.path(), &name).expect("a name");
+    };
+    let makes_wire = |room: &Room| ip(room, "link add eth0 type veth peer name lan");
+    give_to(&world.shop);
+    let shop = of_file("shop", &world.shop, SHOP, "").replace(&world.shop.path(), name.to_str().expect("text"));
+    world.rig.configure(|text| text + &shop + &of_file("desk", &world.desk, DESK, ""));
+    world.rig.ask(&["apply"]);
+    let mut last = None;
+    for kind in ["with a shortcut", "without", "an interface of others"] {
+        match kind {
+            "without" => world.rig.configure(|text| text.replacen("/24\" }", "/24\", shortcut = false }", 1)),
+            "an interface of others" => {
+                let room = Room::new();
+                makes_wire(&room);
+                world
+                    .rig
+                    .configure(|text| text.replacen("tap = {", "interface = {", 1).replacen(", address", " } } #", 1));
+                give_to(&room);
+                last = Some(room);
+            }
+            _ => {}
+        }
+        world.rig.ask(&["apply"]);
+        world.await_pairs();
+        let other = Room::new();
+        if kind == "an interface of others" {
+            makes_wire(&other);
+        }
+        give_to(&other);
+        is_missed(&world);
+        world.rig.kill_daemon();
+        world.rig.start();
+        is_missed(&world);
+        world.rig.ask(&["apply"]);
+        drop(last.replace(other));
+        world.await_pairs();
+        assert_eq!(trouble(&world), "null", "{kind}");
+        if let Some(other) = last.as_ref().filter(|_| kind != "an interface of others") {
+            Exchange::begin([(other, SHOP), (&world.desk, DESK)]).goes_on(&world.rig, 50);
+        }
     }
     world.end();
 }

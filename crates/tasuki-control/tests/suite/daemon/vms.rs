@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -36,6 +36,38 @@ fn echoing(socket: &Path, rings: &str) -> Program {
     let path = socket.display();
     let vdev = format!("net_virtio_user0,path={path},queues=1,queue_size=256,mac=02:00:00:00:00:77,{rings}");
     vnis::echoing(&vdev, std::fs::File::create(socket.with_extension("log")).expect("a file").into())
+}
+
+/// Returns what the status says of the machine of node `vm`.
+fn state(world: &World) -> String {
+    let nodes = world.rig.json(&["node", "list"]);
+    let node = nodes.as_array().and_then(|nodes| nodes.iter().find(|node| node["name"] == "vm")).expect("a node");
+    node["client"]["is"].as_str().expect("it has a socket").to_owned()
+}
+
+/// The socket's file is deleted, and another process takes its place for a while: the machine that is connected loses
+/// nothing, and the next one finds the socket.
+fn loses_its_socket(world: &World, socket: &Path) {
+    assert_eq!(state(world), "runs");
+    std::thread::scope(|scope| {
+        let pinging = scope.spawn(|| world.ping(700, "0.005", "192.0.2.77"));
+        std::fs::remove_file(socket).expect("it is there");
+        until(&world.rig, "the socket is there", || socket.exists());
+        world.rig.await_pair("vm");
+        let other = socket.with_extension("other");
+        let taken = UnixListener::bind(&other).expect("a socket");
+        std::fs::rename(&other, socket).expect("it takes the place");
+        let said = || world.rig.ask(&["status"]);
+        let lacks = || said().contains("cannot be made again: another process serves at");
+        until(&world.rig, "it says so", lacks);
+        drop(taken);
+        until(&world.rig, "it is there anew", || !lacks());
+        pinging.join().expect("all are answered");
+    });
+    world.rig.await_pair("vm");
+    assert_eq!(state(world), "runs");
+    let said = world.rig.ask(&["events"]);
+    assert_eq!(said.matches("was deleted, and is there anew").count(), 2, "{said}");
 }
 
 #[test]
@@ -72,9 +104,11 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     [&standby, &driver].into_iter().for_each(|worker| world.rig.kill(worker));
     world.rig.await_pair("vm");
     until(&world.rig, "it answers", || answers(&world));
+    loses_its_socket(&world, &socket);
     // The next machine is served as well, with packed rings.
     drop(program);
     until(&world.rig, "it is gone", || !answers(&world));
+    until(&world.rig, "it is away", || state(&world) == "away");
     // It comes while tasukid may open no more descriptors, and is kept as soon as it may.
     let (driver, _) = world.rig.await_pair("vm");
     let capture = Capture::begin(&world.rig, "vm.pcapng", &["vm"]);
@@ -418,6 +452,30 @@ fn a_stock_guest_whose_front_end_is_cut_off_goes_on_when_it_has_connected_again(
         echoed(&world, 35, || {});
         world.end();
     }
+}
+
+/// QEMU says nothing of a machine that keeps its memory to itself, and the guest nothing of a card that moves no frame.
+#[test]
+fn a_machine_that_does_not_share_its_memory_is_named() {
+    let Some(world) = World::alone() else { return };
+    let socket = world.rig.path("vm.sock");
+    world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
+    world.rig.await_pair("vm");
+    let own = ["-object", "memory-backend-memfd,id=own,size=512M,share=off", "-machine", "memory-backend=own"];
+    let Some(machine) = qemu(&world, "console.log", &[], &own) else {
+        println!("skipped: needs QEMU and a kernel: cargo xtask test");
+        return world.end();
+    };
+    let why = format!("node vm: process {} (qemu-system-x86) does not share its machine's memory", machine.0.id());
+    until(&world.rig, "it is named", || world.rig.ask(&["status"]).contains(&why));
+    world.rig.await_event(&why);
+    // Nobody starts another one beside it by mistake.
+    let said = world.rig.refused(&["vm", "run", "vm", "--kernel", "vmlinuz"]);
+    assert!(said.contains(&format!("node \"vm\" has a machine already (process {})", machine.0.id())), "{said}");
+    drop(machine);
+    until(&world.rig, "it is away", || state(&world) == "away");
+    assert!(!world.rig.ask(&["status"]).contains(&why), "it has left");
+    world.end();
 }
 
 /// Returns the sockets of a process.

@@ -322,6 +322,13 @@ impl Device {
         self.text.version
     }
 
+    /// Returns whether rings are to run, and lie in memory that was not shared.
+    pub fn lacks_memory(&self) -> bool {
+        let has_protocol = self.has(feature::PROTOCOL_FEATURES);
+        let runs = |ring: &RingText| ring.may_run(has_protocol) && ring.is_described();
+        self.memory.regions.is_empty() && self.text.rings.iter().any(runs)
+    }
+
     /// Goes on after the device with this version of its state.
     pub fn follow(&mut self, version: u32) {
         self.text.version = version.wrapping_add(1);

@@ -26,6 +26,10 @@ const DAEMON_TIMEOUT: Duration = Duration::from_millis(1);
 const FORGOTTEN: &str = "the machine's front end names no feature that the guest's driver takes, as QEMU does if its \
      connection was lost while the driver started; if the guest is not reached, bind its driver anew, or reset the machine";
 
+/// QEMU names no memory that is no file, and says nothing of it.
+pub(super) const NO_MEMORY: &str = "the machine runs its card and shares no memory, so its guest reaches nobody: give it a \
+     memory backend that is a file in memory, with share=on, and name that as memory-backend=";
+
 /// Maximum number of descriptors, and of bytes of text, with which a successor is told of a machine. A second one is left
 /// out beyond that, and connects again: the daemon ends a worker that sends more (`CLIENT_FDS_MAX` of the protocol).
 const PARTS_FDS_MAX: usize = 144;
@@ -41,6 +45,8 @@ pub(super) struct FrontEnd {
     silent: Option<Instant>,
     /// Whether the daemon has its parts: a worker that dies leaves them to its successor.
     is_kept: bool,
+    /// Whether it was found to run a card without memory.
+    lacks_memory: bool,
     set_up: Option<SetUp>,
     /// When a set-up was over. A message soon after that is of the same set-up: the front end was not scheduled, or waited
     /// for room in the socket.
@@ -78,7 +84,15 @@ impl SetUp {
 impl FrontEnd {
     /// Serves the front end behind `channel`.
     pub(super) fn new(channel: Channel, device: Device) -> Self {
-        FrontEnd { channel, device, silent: Some(Instant::now()), is_kept: false, set_up: None, was_set_up_at: None }
+        FrontEnd {
+            channel,
+            device,
+            silent: Some(Instant::now()),
+            is_kept: false,
+            lacks_memory: false,
+            set_up: None,
+            was_set_up_at: None,
+        }
     }
 
     /// Serves the front end of a predecessor.
@@ -163,6 +177,12 @@ impl FrontEnd {
     /// Returns the descriptors for a successor, the socket first.
     fn fds(&self) -> impl Iterator<Item = &OwnedFd> {
         [self.channel.socket()].into_iter().chain(self.device.fds())
+    }
+
+    /// Returns whether it runs a card without memory, the first time that this is found.
+    pub(super) fn is_found_without_memory(&mut self) -> bool {
+        let lacks = self.device.lacks_memory();
+        lacks && !std::mem::replace(&mut self.lacks_memory, lacks)
     }
 
     /// Returns whether it is to be sent away if it goes on to say nothing.

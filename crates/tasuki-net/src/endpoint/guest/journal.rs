@@ -12,6 +12,7 @@
 //! | 1..   | completions, as the ring has them                                                                     |
 //! | 496.. | [counts](super::counts) of the queue, of either layout                                              |
 //! | 504   | on the first page: number of pairs that have run, of which there are counts                          |
+//! |       | on the second page: number of pairs that run now, plus 1; 0 if it is not known |
 //! | 505   | on the first page: version up to which messages may have left the front end's socket; whether the last of them may be unanswered (2); 1 if both are known |
 //! |       | on the second page: the same of the second front end                                                |
 //! | 506   | where the ring stood when it was opened last: position of the next completion, and 1 << 16 if it is known |
@@ -143,6 +144,17 @@ impl Journal {
         if pairs > self.pairs() {
             self.word(0, PAIRS).store(pairs as u64, Relaxed);
         }
+    }
+
+    /// Notes for the daemon how many pairs of the machine's card run now.
+    pub fn running(&self, pairs: usize) {
+        self.word(1, PAIRS).store(pairs as u64 + 1, Relaxed);
+    }
+
+    /// Returns the word of [`running`](Self::running).
+    #[cfg(test)]
+    pub fn runs_now(&self) -> u64 {
+        self.word(1, PAIRS).load(Relaxed)
     }
 
     /// Returns how many pairs have run at a time.

@@ -61,7 +61,7 @@ use channel::Channel;
 use counts::{Count, Counts};
 use device::{Device, FROM_GUEST, PAIRS_MAX, Pairs, Refusal, TO_GUEST, numbers, version_of};
 use from_guest::Polling;
-use front_ends::FrontEnd;
+use front_ends::{FrontEnd, NO_MEMORY};
 use journal::Journal;
 use to_guest::{Room, Shortage, away, header_len};
 use wire::feature;
@@ -265,6 +265,8 @@ impl Endpoint for Guest {
         let in_set_up = self.front_end.as_ref().is_some_and(|it| !it.device.is_running() || it.is_amid_set_up());
         if self.must_hear || in_set_up || self.turns.is_multiple_of(ATTEND_EVERY) {
             self.hear();
+            let pairs = self.front_end.as_ref().map_or(0, |front_end| front_end.device.pairs);
+            self.journal.iter().for_each(|journal| journal.running(pairs));
             self.heard |= self.front_end.as_mut().is_some_and(|front_end| front_end.look_at_set_up());
             if self.front_end.as_ref().is_some_and(|front_end| front_end.device.memory.is_gone()) {
                 self.end(&Broken::Gone.into());
@@ -387,6 +389,9 @@ impl Endpoint for Guest {
         (self.must_hear, self.must_accept) = (true, true);
         self.listener.tick();
         self.end_silent(now);
+        if self.front_end.as_mut().is_some_and(|front_end| front_end.is_found_without_memory()) {
+            self.trouble = Some(NO_MEMORY.to_owned());
+        }
         let is_silent = self.front_end.iter().chain(&self.other).any(|front_end| front_end.is_silent());
         is_silent || self.front_end.is_some() && (self.must_watch || !self.is_running())
     }

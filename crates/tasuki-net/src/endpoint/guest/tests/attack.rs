@@ -21,6 +21,28 @@ fn set_table(net: &mut Net, machine: &Machine) {
     net.settle();
 }
 
+/// QEMU leaves out memory that is no file, and the table with it, and says nothing.
+#[test]
+fn a_machine_that_shares_no_memory_is_named_once() {
+    let mut net = Net::new(2);
+    let path = net.folder.path().join("vm.sock");
+    let machine = Machine::connect(&path, ALL, 64, &mut || net.turn());
+    assert!(send(&machine.socket, &message(2, 0, &ALL.to_ne_bytes()), &[]));
+    let tick = |net: &mut Net| {
+        net.settle();
+        net.guest().tick(Instant::now());
+        trouble(net)
+    };
+    assert_eq!(tick(&mut net), None, "no ring is to run");
+    [0, 1].into_iter().for_each(|queue| machine.start_queue(queue, 0));
+    assert_eq!(tick(&mut net).as_deref(), Some(NO_MEMORY));
+    assert_eq!(tick(&mut net), None, "it was said");
+    let running = |net: &mut Net| net.guest().journal.as_ref().unwrap().runs_now();
+    assert_eq!(running(&mut net), 1);
+    set_table(&mut net, &machine);
+    assert_eq!((running(&mut net), net.guest().is_running()), (2, true));
+}
+
 /// The memory table changes under running rings (QEMU does that when memory is plugged), and the worker is killed
 /// before the daemon has the new parts.
 #[test]
