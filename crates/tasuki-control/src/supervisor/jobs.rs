@@ -334,6 +334,9 @@ impl Supervisor {
 
     /// Returns the worker of a node that can be given a NIC now, if there is one.
     pub(super) fn taker_of(&self, node: &str) -> Result<Option<u32>, String> {
+        if let Some(why) = self.why_without_interface(node) {
+            return Err(why);
+        }
         let serves = |number: &&u32| self.workers[number].serves();
         let present = self.present_workers_of(node);
         let target = present.iter().filter(serves).max_by_key(|number| self.is_needed(**number)).copied();

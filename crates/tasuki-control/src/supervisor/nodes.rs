@@ -131,11 +131,13 @@ impl Supervisor {
     /// Makes a node that was checked, with its endpoint and its end of a VNI.
     pub(super) fn make_whole_node(&mut self, node: &config::Node) -> Result<(), Refusal> {
         let name = node.name.clone();
-        if let Some((label, mut tap)) = TapEnd::of(node).filter(|(label, _)| !self.taps.contains_key(label)) {
+        // Another node may have the same one, which is gone.
+        let has = |label: &String| self.taps.get(label).is_some_and(|tap| !tap.is_gone);
+        if let Some((label, mut tap)) = TapEnd::of(node).filter(|(label, _)| !has(label)) {
             let (_, why) = tap
                 .make(&mut self.shortcuts)
                 .map_err(|error| Refusal::conflict(format!("node {name:?} has no TAP {label}: {error}")))?;
-            self.taps.insert(label, tap);
+            self.taps.insert(label, tap).into_iter().for_each(TapEnd::close);
             why.into_iter().for_each(|why| self.note(About::node(&name), why));
         }
         self.make_queue(node)

@@ -335,8 +335,10 @@ impl Supervisor {
             let said = said.unwrap_or_else(|| "it did not say why".to_owned());
             return self.not_opened(nic, &format!("its model {how}: {said}"));
         }
+        let is_uplink = self.config.node(&card.node).is_some_and(|node| node.work == config::Work::Uplink);
+        let (what, it) = if is_uplink { ("the NIC and its node", "both") } else { ("the NIC", "it") };
         let trouble = format!(
-            "the model of {name} {how}: the card is gone; take the NIC out of the configuration, apply that, and put it back"
+            "the model of {name} {how}: the card is gone; take {what} out of the configuration, apply that, and put {it} back"
         );
         if let Some(card) = self.cards.get_mut(&nic) {
             card.trouble = Some(trouble.clone());

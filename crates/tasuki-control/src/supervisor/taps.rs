@@ -39,7 +39,7 @@ pub struct TapEnd {
     /// The namespace that had the name when the interface was made there.
     made_in: Option<Identity>,
     /// Its interface was gone when the daemon looked last.
-    is_gone: bool,
+    pub is_gone: bool,
 }
 
 impl TapEnd {

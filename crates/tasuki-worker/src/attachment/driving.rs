@@ -38,6 +38,9 @@ where
         if !self.gone {
             self.gone = true;
             let help = match error {
+                NicError::Gone if common.joins => {
+                    "; when it is there again, take the NIC and its node out of the configuration, apply that, and put both back"
+                }
                 NicError::Gone => {
                     "; when it is there again, take the NIC out of the configuration, apply that, and put it back"
                 }

@@ -125,6 +125,33 @@ fn programs_behind_a_nic_lose_nothing_and_get_nothing_twice_while_it_changes_han
 }
 
 #[test]
+fn a_tap_of_two_nodes_that_somebody_deletes_is_made_anew_by_an_apply() {
+    let Some(mut world) = World::new(None) else { return };
+    world.far.within(|| Interface::find("nic0").and_then(|nic| nic.delete())).expect("it was there");
+    let says = |world: &World, part| world.rig.ask(&["status"]).contains(part);
+    let is_missed = |world: &World| {
+        until(&world.rig, "it is missed", || {
+            says(world, "node red has no interface") && says(world, "node blue has no interface")
+        });
+    };
+    is_missed(&world);
+    world.rig.kill_daemon();
+    world.rig.start();
+    is_missed(&world);
+    let said = world.rig.refused(&["nic", "give", "eth0", "--to", "blue"]);
+    assert!(said.contains("node blue has no interface any more"), "{said}");
+    world.rig.ask(&["apply"]);
+    world.rig.await_pair("red");
+    let exchange = Exchange::begin([(&world.near, NEAR), (&world.far, FAR)]);
+    exchange.goes_on(&world.rig, 100);
+    world.give("blue", "keep");
+    exchange.goes_on(&world.rig, 100);
+    exchange.end();
+    assert!(!says(&world, "has no interface"), "{}", world.rig.log());
+    world.end();
+}
+
+#[test]
 fn frames_of_9000_bytes_cross_whoever_drives() {
     if Command::new("ping").arg("-V").output().is_err() {
         return println!("skipped: needs ping: apt-get install iputils-ping");
