@@ -12,7 +12,7 @@ use rustix::process::Resource;
 use tasuki_net::capture::Captures;
 use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{DriverState, InPlace, MemoryLayout, NicError, NicMemory, Repoint, Scrub};
+use tasuki_net::nic::{DriverState, InPlace, Link, MemoryLayout, NicError, NicMemory, Repoint, Scrub};
 use tasuki_net::port::Burst;
 use tasuki_relay::message::{self, ToDaemon, heartbeat};
 use tasuki_relay::method::Method;
@@ -369,11 +369,11 @@ where
         while !self.burst.is_empty() {
             match self.handler.send(nic, &mut context, &mut self.burst) {
                 Err(_) => return Input::Stuck(Reason::CardGone),
-                Ok(0) if Instant::now() > end && stores => {
+                Ok(0) if Instant::now() > end && stores && nic.link() != Link::Down => {
                     let limit_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
                     return Input::Stuck(Reason::CardStuck { limit_ms });
                 }
-                Ok(0) if Instant::now() > end && is_own => {
+                Ok(0) if Instant::now() > end && (is_own || stores) => {
                     // The link is down, or the partner pauses for good. No successor finds these frames.
                     context.heartbeat.add(heartbeat::REFUSED, self.burst.len() as u64);
                     self.burst.clear();

@@ -43,6 +43,11 @@ impl Current {
         Some(Change::Applied(self.record.clone()))
     }
 
+    /// Returns the command that applies the configuration again.
+    pub fn command(&self) -> String {
+        format!("tasuki apply {}", self.record.path)
+    }
+
     /// Returns a sentence if the next daemon would find another configuration in the file than this one did.
     pub fn has_changed(&self) -> Option<String> {
         let named = self.file.display();
@@ -241,7 +246,8 @@ impl Supervisor {
         let said = |node: &config::Node| {
             let name = &node.name;
             format!(
-                "node {name} was made without the shortcut, and its frames go on by its workers; to give it that, remove it (tasuki node remove {name}) and apply the configuration (tasuki apply): frames from and to it are lost meanwhile"
+                "node {name} was made without the shortcut, and its frames go on by its workers; to give it that, remove it (tasuki node remove {name}) and apply the configuration ({}): frames from and to it are lost meanwhile",
+                self.current.command()
             )
         };
         those.map(said).collect()

@@ -45,8 +45,9 @@ impl Supervisor {
         let other = as_made.node.iter().filter(|made| self.config.node(&made.name) != Some(made));
         let other: Vec<&str> = other.map(|made| &made.name[..]).collect();
         let sentence = format!(
-            "what the configuration has anew of node {} counts for nothing yet, and beside what it was made with makes no sense ({why}): remove it (tasuki node remove) and apply the configuration (tasuki apply)",
-            other.join(", node ")
+            "what the configuration has anew of node {} counts for nothing yet, and beside what it was made with makes no sense ({why}): remove it (tasuki node remove) and apply the configuration ({})",
+            other.join(", node "),
+            self.current.command()
         );
         self.note(About::default(), sentence);
     }
@@ -113,7 +114,8 @@ impl Supervisor {
         }
         if node.work == config::Work::Uplink {
             return Err(Refusal::Malformed(format!(
-                "node {name:?}: a NIC comes by the configuration alone, and an uplink needs one; write both there, and apply it (tasuki apply)"
+                "node {name:?}: a NIC comes by the configuration alone, and an uplink needs one; write both there, and apply it ({})",
+                self.current.command()
             )));
         }
         let config = self.with_node(node.clone()).map_err(Refusal::Malformed)?;

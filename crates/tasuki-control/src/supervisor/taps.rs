@@ -299,8 +299,12 @@ impl Supervisor {
         let label = node.label()?;
         let is_gone = self.taps.get(&label).is_some_and(|tap| tap.is_gone)
             || self.endpoints.get(&label).is_some_and(|endpoint| endpoint.is_gone);
+        let remedy = match self.by_hand.contains(name) {
+            true => format!("remove the node (tasuki node remove {name}) and add it again"),
+            false => format!("apply the configuration, which makes the node anew ({})", self.current.command()),
+        };
         is_gone.then(|| format!(
-            "node {name} has no interface any more: {label} was deleted or moved, or its namespace ended or has lost its name; apply the configuration, which makes the node anew (tasuki apply), or remove the node and add it again"
+            "node {name} has no interface any more: {label} was deleted or moved, or its namespace ended or has lost its name; {remedy}"
         ))
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::bus::{Bus, Iova};
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{Failed, How, InPlace, Left, Mac, MemoryLayout, NicError, NicMemory, Repoint, Scrub};
+use tasuki_net::nic::{Failed, How, InPlace, Left, Link, Mac, MemoryLayout, NicError, NicMemory, Repoint, Scrub};
 use tasuki_relay::Party;
 use tasuki_relay::message::{Inflight, ToDaemon, heartbeat};
 use tasuki_relay::method::Method;
@@ -301,6 +301,9 @@ where
         let since = Instant::now();
         while since.elapsed() < STOP {
             let moved = self.last(common, drops)?;
+            if moved == 0 && since.elapsed() > LAST_BURST {
+                self.drop_without_link(common);
+            }
             let Card::Driven(nic) = &mut self.card else { break };
             let still = moved == 0 || since.elapsed() > QUIESCE;
             if self.burst.is_empty() && still && nic.is_quiet() {
@@ -389,11 +392,27 @@ where
     fn empty_hands(&mut self, common: &mut Common) -> Result<bool, NicError> {
         let since = Instant::now();
         while !self.burst.is_empty() {
-            if self.send(common)? == 0 && since.elapsed() > EMPTY_HANDS {
+            if self.send(common)? > 0 {
+                continue;
+            }
+            if since.elapsed() > LAST_BURST {
+                self.drop_without_link(common);
+            }
+            if !self.burst.is_empty() && since.elapsed() > EMPTY_HANDS {
                 return Ok(false);
             }
         }
         Ok(true)
+    }
+
+    /// Drops the pending frames, and counts them, if the link is down: the card sends none, and the cable may stay out.
+    fn drop_without_link(&mut self, common: &mut Common) {
+        let Card::Driven(nic) = &mut self.card else { return };
+        if !self.burst.is_empty() && nic.link() == Link::Down {
+            common.heartbeat.add(heartbeat::REFUSED, self.burst.len() as u64);
+            self.handler.drop_hand(&mut self.burst);
+            self.remember(&common.program_state);
+        }
     }
 
     /// Makes the node's state for this NIC independent of the ledger, which the other node's workers go on with.

@@ -362,13 +362,13 @@ fn flows_go_by_all_queues_after_one_more_could_not_be_added() {
 }
 
 /// Datagrams of many flows from a room to another, more than may go, until it is dropped.
-struct Flood {
+pub struct Flood {
     came: Arc<AtomicU64>,
     over: Arc<AtomicBool>,
 }
 
 impl Flood {
-    fn begin([(room, address), (other, to)]: [(&Room, &str); 2]) -> Self {
+    pub fn begin([(room, address), (other, to)]: [(&Room, &str); 2]) -> Self {
         let to = other.within(|| UdpSocket::bind((to, 0)).expect("a port"));
         let socket = || {
             let socket = UdpSocket::bind((address, 0)).expect("a port");

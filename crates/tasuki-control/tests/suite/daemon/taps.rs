@@ -10,6 +10,7 @@ use std::time::Duration;
 use rustix::process::Signal;
 use tasuki_tap::interface::Interface;
 
+use super::queues::Flood;
 use super::rig::{Rig, pid, signal, until};
 use super::rooms::{BURST, Exchange, Room, Stream, deaths, is_impossible};
 use super::storm;
@@ -43,6 +44,11 @@ impl World {
 
     /// Like [`new`](Self::new), with these addresses at the cable and of the TAP, and this MTU of all on the way.
     fn with(plan: Option<&str>, addresses: [&str; 2], mtu: Option<u32>) -> Option<Self> {
+        Self::with_link(plan, addresses, mtu, 10)
+    }
+
+    /// Like [`with`](Self::with), with a card whose link is up so many milliseconds after a reset.
+    fn with_link(plan: Option<&str>, addresses: [&str; 2], mtu: Option<u32>, link_up_ms: u32) -> Option<Self> {
         if let Some(why) = is_impossible() {
             println!("skipped: {why}");
             return None;
@@ -54,7 +60,8 @@ impl World {
         let nic = "[[nic]]\nname = \"eth0\"\ndevice = \"vfio-user:/nowhere/card.sock\"\nnode = \"red\"\n";
         let rig = Rig::without_daemon(&[&nodes(&tap), nic, &of("")].concat(), "");
         let socket = rig.path("card.sock");
-        let model = near.within(|| storm::Model::start(&socket, &["--tap", "wire0"]));
+        let model =
+            near.within(|| storm::Model::start(&socket, &["--tap", "wire0", "--link-up", &link_up_ms.to_string()]));
         near.within(|| {
             let wire = Interface::find("wire0").expect("the model's wire");
             wire.add_address(addresses[0].parse().expect("an address")).expect("an address");
@@ -148,6 +155,24 @@ fn a_tap_of_two_nodes_that_somebody_deletes_is_made_anew_by_an_apply() {
     exchange.goes_on(&world.rig, 100);
     exchange.end();
     assert!(!says(&world, "has no interface"), "{}", world.rig.log());
+    world.end();
+}
+
+/// The link is down for a second after `cold`, as after a cable was pulled out: no frame that waits can be sent.
+#[test]
+fn a_nic_without_a_link_is_given_though_frames_wait() {
+    let addresses = [&*format!("{NEAR}/24"), &format!("{FAR}/24")];
+    let Some(world) = World::with_link(None, addresses, None, 1000) else { return };
+    let _flood = Flood::begin([(&world.far, FAR), (&world.near, NEAR)]);
+    let sent = |node: &str| world.rig.worker(node, "drives").map(|worker| worker["sent"].clone());
+    let goes = |node: &str| until(&world.rig, "frames go", || sent(node) != sent(node));
+    goes("red");
+    for method in ["keep", "repoint", "cold"] {
+        world.give("blue", "cold");
+        until(&world.rig, "no frame goes", || sent("blue").is_some() && sent("blue") == sent("blue"));
+        world.give("red", method);
+        goes("red");
+    }
     world.end();
 }
 
