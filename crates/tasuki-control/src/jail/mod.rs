@@ -11,6 +11,7 @@
 
 mod filter;
 
+use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -152,8 +153,21 @@ fn become_program(terms: &str) -> Result<std::convert::Infallible> {
         let by_descriptor = format!("/proc/self/fd/{}", program.as_raw_fd());
         error = Command::new(by_descriptor).arg0(&path).args(&args).exec();
     }
-    say(&says, &Says::Failed(format!("{} does not start: {error}", path.display())));
+    let why = match is_elf(&program) {
+        true => format!("does not start: {error}"),
+        false => "is no ELF program, and a confined worker reaches no interpreter of a script; name a compiled program"
+            .to_owned(),
+    };
+    say(&says, &Says::Failed(format!("{} {why}", path.display())));
     std::process::exit(1)
+}
+
+/// Returns whether the file begins as an ELF program does (elf(5)).
+fn is_elf(program: &OwnedFd) -> bool {
+    let mut first = [0; 4];
+    let file = std::fs::File::open(format!("/proc/self/fd/{}", program.as_raw_fd()));
+    // What cannot be read was refused for another reason.
+    file.and_then(|mut file| file.read_exact(&mut first)).is_err() || first == *b"\x7fELF"
 }
 
 fn is_enough(terms: &Terms, lacks: &[String]) -> Result<()> {

@@ -440,13 +440,14 @@ impl Supervisor {
         let mut others = self.workers.iter().filter(|(its, worker)| **its != number && worker.record.node == node);
         // It was to follow one that goes on.
         if others.any(|(_, worker)| matches!(worker.stage, Stage::Begun)) {
-            return self.kill_worker(number, format!("was not confined: {why}"));
+            return self.kill_worker(number, format!("did not start: {why}"));
         }
         let sentence = format!("no worker for node {node}: {why}");
         if self.nodes.get_mut(&node).is_some_and(|known| is_news(&mut known.trouble, &sentence)) {
             self.note(About::node(&node), sentence);
+            return self.kill_worker(number, "did not start".to_owned());
         }
-        self.kill_worker(number, "was not confined".to_owned());
+        self.kill_worker(number, format!("did not start: {why}"));
     }
 }
 

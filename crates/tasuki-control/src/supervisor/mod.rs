@@ -403,7 +403,14 @@ impl Supervisor {
         epoll_add(&supervisor.epoll, supervisor.exit_watch.fd(), Token::ExitMarks)?;
         supervisor.find_groups(groups);
         let found = supervisor.find_or_start_keeper()?;
-        supervisor.adopt(known, found)?;
+        let is_empty = found.is_empty();
+        if let Err(error) = supervisor.adopt(known, found) {
+            if is_empty && supervisor.workers.is_empty() {
+                // It keeps nothing.
+                supervisor.end_keeper();
+            }
+            return Err(error);
+        }
         if let Some(why) = &supervisor.not_replaced {
             let sentence = format!("tasukid goes on as it was: {why}");
             supervisor.note(About::default(), sentence);

@@ -11,6 +11,8 @@ fn the_pause_of_a_nic_whose_driver_died_without_a_daemon_begins_after_that() {
     let mut rig = Rig::new();
     rig.await_pair("red");
     rig.ask(&["worker", "upgrade", "red"]);
+    let of_red = |rig: &Rig| rig.workers().iter().filter(|worker| worker["node"] == "red").count();
+    until(&rig, "the workers of before are gone", || of_red(&rig) == 2);
     let (driver, standby) = rig.await_pair("red");
     rig.kill_daemon();
     let before = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);

@@ -126,8 +126,16 @@ pub fn with_echo(world: Option<World>) -> Option<(World, PathBuf)> {
 #[test]
 fn a_client_of_memif_loses_nothing_and_gets_nothing_twice_while_workers_and_daemon_are_replaced() {
     let Some((mut world, socket)) = with_echo(World::new()) else { return };
+    // One is sent away, and its user may not be told.
+    let stranger = client::Channel::connect(&socket);
+    stranger.send(&client::init(0x200, 0, 0, "guessed"), &[]);
+    let why = "a client of memif was sent away: the secret is wrong";
+    world.rig.await_event(why);
+    assert!(world.rig.ask(&["status"]).contains(why));
     let program = Program::begin(&socket);
     program.goes_on(&world, 500);
+    let said = world.rig.ask(&["status"]);
+    assert!(!said.contains(why) && said.contains("client.sock on VNI lan, connected"), "{said}");
     let had = |world: &World| {
         let (driver, standby) = world.rig.await_pair("web");
         (fds(pid(&driver)), fds(pid(&standby)), fds(world.rig.daemon_pid()))

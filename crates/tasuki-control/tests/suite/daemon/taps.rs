@@ -336,6 +336,7 @@ fn refusal(tap: &str, wrap: &[&str]) -> String {
     command.args(&words[1..]).env_remove("NOTIFY_SOCKET").env_remove("RUST_LOG").stdin(Stdio::null());
     let output = command.output().expect("tasukid");
     assert_eq!(output.status.code(), Some(1), "{tap}");
+    assert_eq!(rig.keeper(), None, "it began nothing that is to be kept");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     said.lines().last().unwrap_or_default().to_owned()
 }

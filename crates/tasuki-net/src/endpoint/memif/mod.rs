@@ -97,7 +97,7 @@ pub struct Clients {
     pub left: u64,
     /// Number of clients that were sent away, including those that came while another was connected.
     pub refused: u64,
-    /// Why the last one was sent away.
+    /// Why the last one was sent away, until it is told.
     pub why: Option<Refusal>,
 }
 
@@ -438,6 +438,13 @@ impl Endpoint for Memif {
 
     fn counts(&self) -> Vec<(&'static str, u64)> {
         vec![("clients_attached", self.clients.attached), ("clients_refused", self.clients.refused)]
+    }
+
+    /// A client hears it, too, and may not show it.
+    fn trouble(&mut self) -> Option<String> {
+        let is_news = |why: &Refusal| !matches!(why, Refusal::Moved | Refusal::Over);
+        let why = self.clients.why.take().filter(is_news)?;
+        Some(format!("a client of memif was sent away: {why}"))
     }
 
     fn connection(&mut self) -> Option<&mut dyn Connection> {
