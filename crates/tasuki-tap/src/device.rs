@@ -3,7 +3,7 @@
 //! # Invariants
 //!
 //! - **T1** `Request` has the layout of `struct ifreq` in `<linux/if.h>`, of which TUNSETIFF reads the name and the
-//!   flags, and TUNSETQUEUE the flags.
+//!   flags, and TUNSETQUEUE the flags. TUNGETIFF and SIOCGIFHWADDR write it, and no more than it.
 //! - **T2** TUNSETOFFLOAD takes a number where others take an address.
 //! - **T3** TUNSETSTEERINGEBPF takes an `int`, and keeps no address.
 //! - **T4** TUNGETDEVNETNS takes no argument, and returns a new descriptor that has no other owner.
@@ -51,6 +51,9 @@ const TUNSETQUEUE: Opcode = opcode::write::<i32>(b'T', 217);
 
 /// Fills in a `struct ifreq`; the number says `unsigned int`.
 const TUNGETIFF: Opcode = opcode::read::<u32>(b'T', 210);
+
+/// Fills in the address of a `struct ifreq` (netdevice(7)).
+const SIOCGIFHWADDR: Opcode = 0x8927;
 
 /// Returns the network namespace of the interface (since Linux 5.8).
 const TUNGETDEVNETNS: Opcode = opcode::none(b'T', 227);
@@ -210,12 +213,24 @@ pub fn is_gone(device: BorrowedFd<'_>) -> bool {
     name_and_flags(device) == Err(Errno::BADFD)
 }
 
-fn name_and_flags(device: BorrowedFd<'_>) -> Result<(String, u16), Errno> {
+/// Returns the station address of a TAP device's interface.
+pub fn mac(device: BorrowedFd<'_>) -> Result<[u8; 6], Errno> {
+    // Behind the family of the address.
+    Ok(*ask::<SIOCGIFHWADDR>(device)?.rest.first_chunk().expect("there is room for six bytes"))
+}
+
+/// Has the kernel fill in a request of this kind.
+fn ask<const WHAT: Opcode>(device: BorrowedFd<'_>) -> Result<Request, Errno> {
     let mut request = Request { name: [0; NAME_LEN], flags: 0, rest: [0; 22] };
-    // SAFETY: the request fills in this structure (T1).
-    let updater = unsafe { Updater::<{ TUNGETIFF }, Request>::new(&mut request) };
+    // SAFETY: both kinds of requests fill in this structure (T1).
+    let updater = unsafe { Updater::<WHAT, Request>::new(&mut request) };
     // SAFETY: the kernel refuses other kinds of descriptors; the request outlives the call (T1).
     unsafe { rustix::ioctl::ioctl(device, updater) }?;
+    Ok(request)
+}
+
+fn name_and_flags(device: BorrowedFd<'_>) -> Result<(String, u16), Errno> {
+    let request = ask::<TUNGETIFF>(device)?;
     let len = request.name.iter().position(|byte| *byte == 0).unwrap_or(NAME_LEN);
     Ok((String::from_utf8_lossy(&request.name[..len]).into_owned(), request.flags))
 }

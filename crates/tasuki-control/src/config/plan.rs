@@ -197,7 +197,7 @@ impl Present<'_> {
                 adjusts.push(Step::Adjust(name.clone(), adjusted));
             }
             if self.lost.contains(&name) && desired.node(&name).is_some() {
-                whole.push("its interface, which is gone,");
+                whole.push("its interface (which is gone)");
             }
             if !whole.is_empty() {
                 remade.insert(name.clone());

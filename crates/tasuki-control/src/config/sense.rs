@@ -58,8 +58,8 @@ impl Config {
         };
         let nodes: Vec<_> = self.node.iter().map(|node| &node.name).collect();
         let known = nodes.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", ");
-        let stranger =
-            |name: &String| (!nodes.contains(&name)).then(|| format!("there is no node {name:?}, but {known}"));
+        let known = if known.is_empty() { "and no other".to_owned() } else { format!("but {known}") };
+        let stranger = |name: &String| (!nodes.contains(&name)).then(|| format!("there is no node {name:?}, {known}"));
         let of_nodes = || {
             self.node.iter().find_map(|node| {
                 let trusted =

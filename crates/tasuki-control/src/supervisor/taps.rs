@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tasuki_relay::message;
-use tasuki_tap::device::{Before, is_gone, namespace_of};
+use tasuki_tap::device::{self, Before, is_gone, namespace_of};
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::{Identity, Namespace, Unnamed};
 use tasuki_tap::shortcut::remove_beside;
@@ -19,7 +19,7 @@ use super::deposits::{Found, Key};
 use super::door::Refusal;
 use super::shortcuts::{Crossed, OnVni, Shortcuts, VethEnd};
 use super::{About, Supervisor, now};
-use crate::config;
+use crate::config::{self, StationAddress};
 
 /// Interval at which the daemon asks whether interfaces are there.
 const INTERFACES_EVERY: Duration = Duration::from_secs(1);
@@ -38,6 +38,8 @@ pub struct TapEnd {
     mac: Option<[u8; 6]>,
     /// The namespace that had the name when the interface was made there.
     made_in: Option<Identity>,
+    /// The station address that it had when the daemon looked last, if that is not the NIC's.
+    other_mac: Option<[u8; 6]>,
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
 }
@@ -50,8 +52,8 @@ impl TapEnd {
         let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
         let on = OnVni::of(node);
         let label = config.label();
-        let (veth_end, device, mac, made_in, is_gone) = (None, None, None, None, false);
-        Some((label, TapEnd { config, before, on, veth_end, device, mac, made_in, is_gone }))
+        let (veth_end, device, mac, other_mac, made_in, is_gone) = (None, None, None, None, None, false);
+        Some((label, TapEnd { config, before, on, veth_end, device, mac, other_mac, made_in, is_gone }))
     }
 
     fn place(&self) -> Namespace {
@@ -78,7 +80,7 @@ impl TapEnd {
         let device = match self.device.take() {
             Some(device) => device,
             None => {
-                (self.mac, self.veth_end, self.is_gone) = (None, None, false);
+                (self.mac, self.other_mac, self.veth_end, self.is_gone) = (None, None, None, false);
                 self.made_in = self.place().identity();
                 match self.connect(shortcuts) {
                     Some(Ok(device)) => device,
@@ -159,6 +161,13 @@ impl TapEnd {
                 self.config.label()
             )),
         }
+    }
+
+    /// Looks whether somebody gave it another station address than the NIC's. Returns whether that is news.
+    fn has_other_mac(&mut self) -> bool {
+        let now = self.device.as_ref().zip(self.mac).and_then(|(device, _)| device::mac(device.as_fd()).ok());
+        let other = now.filter(|now| self.mac != Some(*now));
+        other.is_some() & (std::mem::replace(&mut self.other_mac, other) != other)
     }
 
     /// Removes the parts that do not go with its descriptors.
@@ -271,13 +280,16 @@ impl Supervisor {
         }
         self.interfaces_looked_at = now();
         self.look_at_sockets();
-        let mut lost = Vec::new();
+        let (mut lost, mut strange) = (Vec::new(), Vec::new());
         for (label, tap) in &mut self.taps {
             // If the veth end is gone, so is the TAP.
             tap.veth_end.take_if(|veth_end| !veth_end.is_there()).into_iter().for_each(VethEnd::remove);
             let is_gone = tap.device.as_ref().is_some_and(|device| is_gone(device.as_fd())) || tap.is_elsewhere();
             if is_gone && !std::mem::replace(&mut tap.is_gone, is_gone) {
                 lost.push(label.clone());
+            }
+            if tap.has_other_mac() {
+                strange.push(label.clone());
             }
         }
         for (label, endpoint) in &mut self.endpoints {
@@ -291,6 +303,24 @@ impl Supervisor {
             let why = self.why_without_interface(&node);
             why.into_iter().for_each(|why| self.note(About::node(&node), why));
         }
+        for why in strange.iter().filter_map(|label| self.why_unheard(label)).collect::<Vec<_>>() {
+            self.note(About::default(), why);
+        }
+    }
+
+    /// Returns a sentence if a TAP has another station address than its NIC.
+    fn why_unheard(&self, label: &str) -> Option<String> {
+        let tap = self.taps.get(label)?;
+        let [other, mac] = [tap.other_mac?, tap.mac?].map(StationAddress);
+        Some(format!(
+            "the interface {label} was given the station address {other}, and its NIC lets in frames for {mac} alone: give it that again (ip link set {} address {mac})",
+            tap.config.name
+        ))
+    }
+
+    /// Returns the same for the TAP of a node.
+    pub(super) fn why_unheard_at(&self, node: &str) -> Option<String> {
+        self.why_unheard(&self.config.tap(node)?.label())
     }
 
     /// Returns a sentence if the node's interface is gone.

@@ -498,7 +498,7 @@ fn trouble(world: &World) -> String {
 fn is_missed(world: &World) {
     until(&world.rig, "it is missed", || trouble(world).contains("has no interface any more"));
     let plan = world.rig.ask(&["plan"]);
-    let step = "node shop: its interface, which is gone, changes, so it is removed and added again";
+    let step = "node shop: its interface (which is gone) changes, so it is removed and added again";
     assert!(plan.starts_with(step), "{plan}");
 }
 
