@@ -6,7 +6,7 @@
 //!   flags, and TUNSETQUEUE the flags. TUNGETIFF and SIOCGIFHWADDR write it, and no more than it.
 //! - **T2** TUNSETOFFLOAD takes a number where others take an address.
 //! - **T3** TUNSETSTEERINGEBPF takes an `int`, and keeps no address.
-//! - **T4** TUNGETDEVNETNS takes no argument, and returns a new descriptor that has no other owner.
+//! - **T4** TUNGETDEVNETNS and SIOCGSKNS take no argument, and return a new descriptor that has no other owner.
 #![allow(unsafe_code, reason = "the ioctls that make a descriptor a TAP device, which rustix lacks")]
 
 use std::ffi::c_void;
@@ -57,6 +57,9 @@ const SIOCGIFHWADDR: Opcode = 0x8927;
 
 /// Returns the network namespace of the interface (since Linux 5.8).
 const TUNGETDEVNETNS: Opcode = opcode::none(b'T', 227);
+
+/// Returns the network namespace of a socket (since Linux 4.10), for those that may administer it.
+const SIOCGSKNS: Opcode = 0x894c;
 
 /// Takes the descriptor of a program, or -1 (since Linux 4.16). The number says that the kernel writes it.
 const TUNSETSTEERINGEBPF: Opcode = opcode::read::<i32>(b'T', 224);
@@ -237,14 +240,23 @@ fn name_and_flags(device: BorrowedFd<'_>) -> Result<(String, u16), Errno> {
 
 /// Returns the network namespace of a TAP device's interface. The caller may be in any namespace.
 pub fn namespace_of(device: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
-    struct Ask;
+    namespace_by(device, TUNGETDEVNETNS)
+}
+
+/// Returns the network namespace of a socket.
+pub(crate) fn namespace_of_socket(socket: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
+    namespace_by(socket, SIOCGSKNS)
+}
+
+fn namespace_by(fd: BorrowedFd<'_>, opcode: Opcode) -> Result<OwnedFd, Errno> {
+    struct Ask(Opcode);
     // SAFETY: the request takes no argument, and returns a descriptor (T4).
     unsafe impl Ioctl for Ask {
         type Output = OwnedFd;
         const IS_MUTATING: bool = false;
 
         fn opcode(&self) -> Opcode {
-            TUNGETDEVNETNS
+            self.0
         }
 
         fn as_ptr(&mut self) -> *mut c_void {
@@ -257,5 +269,5 @@ pub fn namespace_of(device: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
         }
     }
     // SAFETY: the kernel refuses other kinds of descriptors (T4).
-    unsafe { rustix::ioctl::ioctl(device, Ask) }
+    unsafe { rustix::ioctl::ioctl(fd, Ask(opcode)) }
 }

@@ -8,11 +8,12 @@
 #![allow(unsafe_code, reason = "binding a packet socket and setting its options, which rustix lacks")]
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType, netdevice};
 
+use crate::device;
 use crate::namespace::Namespace;
 use crate::{TapError, is_name};
 
@@ -88,6 +89,14 @@ fn open_here(name: &str) -> Result<OwnedFd, TapError> {
 /// kernel unbinds the socket then, for good.
 pub fn is_gone(socket: &OwnedFd) -> bool {
     bound_to(socket).is_ok_and(|address| address.sll_ifindex <= 0)
+}
+
+/// Returns the namespace of the interface that the socket was bound to.
+///
+/// # Errors
+/// The caller may not administer it, or may open no more descriptors.
+pub fn namespace_of(socket: &OwnedFd) -> Result<OwnedFd, Errno> {
+    device::namespace_of_socket(socket.as_fd())
 }
 
 /// Returns the hardware type of the interface that the socket is bound to (`ARPHRD_*`, netdevice(7)).

@@ -358,6 +358,8 @@ where
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else {
             return Input::Stuck(Reason::CardGone);
         };
+        // An uplink's frames may be for its VNI.
+        let joins = common.joins;
         let mut context = common.context(arena, self.given.number);
         if self.gone {
             return Input::Stuck(Reason::CardGone);
@@ -369,7 +371,7 @@ where
         while !self.burst.is_empty() {
             match self.handler.send(nic, &mut context, &mut self.burst) {
                 Err(_) => return Input::Stuck(Reason::CardGone),
-                Ok(0) if Instant::now() > end && stores && nic.link() != Link::Down => {
+                Ok(0) if Instant::now() > end && stores && (joins || nic.link() != Link::Down) => {
                     let limit_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
                     return Input::Stuck(Reason::CardStuck { limit_ms });
                 }

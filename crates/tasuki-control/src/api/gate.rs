@@ -41,6 +41,8 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 const BODY_MAX: usize = 256 << 10;
 /// Time a caller may take to read its answer when the daemon ends.
 const LAST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(2);
+/// Interval at which the daemon asks whether its socket is there.
+const SOCKET_LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Lines that one user may put into the audit log at once, and the time until it may put in one more.
 const LINES_AT_ONCE_MAX: f64 = 20.0;
 const LINE_EVERY: Duration = Duration::from_secs(1);
@@ -225,8 +227,16 @@ fn too_slow(what: &str, within: Duration) -> String {
     format!("the {what} of a request must be here within {} s", within.as_secs())
 }
 
-/// Serves until `over`. Requests that have begun by then run to their end, if their callers read the answers.
-pub async fn serve(listener: UnixListener, router: Router, gate: Gate, over: impl Future<Output = ()>) {
+/// Serves until `over`. Requests that have begun by then run to their end, if their callers read the answers. `again` is asked
+/// each second for another socket.
+pub async fn serve(
+    mut listener: UnixListener,
+    mut again: impl FnMut() -> Option<std::os::unix::net::UnixListener>,
+    router: Router,
+    gate: Gate,
+    over: impl Future<Output = ()>,
+) {
+    let mut looks = tokio::time::interval(SOCKET_LOOK_EVERY);
     let mut connections = JoinSet::new();
     let (ends, is_over) = watch::channel(false);
     let mut over = pin!(over);
@@ -234,6 +244,12 @@ pub async fn serve(listener: UnixListener, router: Router, gate: Gate, over: imp
         tokio::select! {
             () = &mut over => break,
             Some(_) = connections.join_next() => {}
+            _ = looks.tick() => {
+                let made = again().filter(|made| made.set_nonblocking(true).is_ok());
+                if let Some(made) = made.and_then(|made| UnixListener::from_std(made).ok()) {
+                    listener = made;
+                }
+            }
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => {
                     connections.spawn(converse(stream, router.clone(), gate.clone(), is_over.clone()));

@@ -447,9 +447,11 @@ fn router(door: Door, gate: Gate, cpus: Cpus) -> Router {
         .with_state(door)
 }
 
-/// Serves callers with these roles, until `over`, and the counts at `open`, if given. Nodes may run on `cpus`.
+/// Serves callers with these roles, until `over`, and the counts at `open`, if given. Nodes may run on `cpus`. `again` gives
+/// another socket if somebody has deleted the one that there is.
 pub fn serve(
     listener: UnixListener,
+    again: impl FnMut() -> Option<UnixListener>,
     open: Option<std::net::TcpListener>,
     roles: Roles,
     door: Door,
@@ -462,7 +464,7 @@ pub fn serve(
         let listener = tokio::net::UnixListener::from_std(listener)?;
         let gate = Gate::new(roles, door.clone());
         open.into_iter().for_each(|open| drop(tokio::spawn(metrics::serve(open, door.clone()))));
-        gate::serve(listener, router(door, gate.clone(), Cpus(cpus.into())), gate, over).await;
+        gate::serve(listener, again, router(door, gate.clone(), Cpus(cpus.into())), gate, over).await;
         Ok(())
     });
     // A program that is being looked at holds up nobody.

@@ -2,7 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::Write;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -113,6 +113,11 @@ fn listen(folder: &Path, is_for_others: bool) -> Result<UnixListener> {
     Ok(listener)
 }
 
+/// Returns which file is at this path: device and inode number.
+fn which(path: &Path) -> Option<(u64, u64)> {
+    std::fs::symlink_metadata(path).ok().map(|file| (file.dev(), file.ino()))
+}
+
 /// Returns a socket that gets a byte with each of these signals.
 fn told_by(signals: &[i32]) -> Result<UnixStream> {
     let (told, end) = UnixStream::pair().context("the kernel has no sockets left")?;
@@ -172,10 +177,19 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
         hangups,
         not_replaced: successor::not_replaced(),
     })?;
-    let listener = listen(&folder, roles.are_given())?;
+    let is_for_others = roles.are_given();
+    let listener = listen(&folder, is_for_others)?;
+    let (path, of_socket) = (place::api_socket(&folder), folder.clone());
+    let mut served = which(&path);
+    let again = move || {
+        let made = (which(&path) != served).then(|| listen(&of_socket, is_for_others).ok()).flatten()?;
+        served = which(&path);
+        tracing::info!("the socket {} was deleted, and is there anew", path.display());
+        Some(made)
+    };
     let (over, is_over) = tokio::sync::oneshot::channel::<()>();
     let http = std::thread::Builder::new().name("http".to_owned()).spawn(move || {
-        server::serve(listener, open, roles, door, cpus, async {
+        server::serve(listener, again, open, roles, door, cpus, async {
             let _ = is_over.await;
         })
     });

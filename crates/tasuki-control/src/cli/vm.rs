@@ -193,7 +193,7 @@ fn find(reach: &Reach, Run { node, more, print, .. }: &Run) -> Result<VmView> {
     let folder = reach.dir.clone().unwrap_or_else(place::usual);
     let nodes: Vec<NodeView> = show::read(client::ask(&folder, Verb::GET, "/v1/nodes", None)?)?;
     // A machine to which a guest migrates comes beside the one that has it.
-    let is_alone = !print && !more.iter().any(|word| word == "-incoming");
+    let is_alone = !print && !more.iter().any(|word| ["-incoming", "--incoming"].iter().any(|it| word == it));
     match nodes.into_iter().find(|view| view.name == *node) {
         Some(NodeView { vm: Some(_), client: Some(client), .. }) if is_alone && client.is != "away" => bail!(
             "node {node:?} has a machine already{}; end that first, or add a node for each machine (tasuki node add NAME --vm SOCKET)",

@@ -62,10 +62,8 @@ impl Kind for Interface {
             .with_context(|| format!("the interface {} cannot be used", self.label()))
     }
 
-    /// Its number, and that of its namespace: another interface of the same name has others.
+    /// Its number: another interface of the same name has another.
     fn mark(&self) -> Option<String> {
-        let index = packet::index_of(&self.place(), &self.name)?;
-        let namespace = self.place().identity().map(|(_, number)| format!(" in {number}")).unwrap_or_default();
-        Some(format!("{index}{namespace}"))
+        packet::index_of(&self.place(), &self.name).map(|index| index.to_string())
     }
 }

@@ -5,7 +5,7 @@
 
 pub mod interface;
 pub mod memif;
-mod socket;
+pub mod socket;
 pub mod vm;
 
 use std::fmt;

@@ -33,6 +33,12 @@ pub fn mark(path: &Path) -> Option<String> {
     Some(format!("{}:{}", there.dev(), there.ino()))
 }
 
+/// Returns the same of the file to which `path` leads: programs find a listener behind a symbolic link, too.
+pub fn mark_behind(path: &Path) -> Option<String> {
+    let there = std::fs::metadata(path).ok()?;
+    Some(format!("{}:{}", there.dev(), there.ino()))
+}
+
 /// Listens for clients: for the daemon's user alone, until an operator changes the file's owner or mode.
 pub fn listen(path: &Path, kind: SocketType) -> Result<OwnedFd> {
     let shown = path.display();

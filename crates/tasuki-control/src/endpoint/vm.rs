@@ -1,6 +1,7 @@
 //! A socket at which a virtual machine's front end connects to a node, by vhost-user. The daemon listens and gives every
 //! worker of the node the descriptor. The driver of the node's end of its VNI is the back end.
 
+use std::io::BufRead;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
@@ -30,18 +31,29 @@ pub struct Vm {
 /// The least MTU of a virtio network device (VIRTIO 1.2, 5.1.4.1).
 const MTU_MIN: u16 = 68;
 
-/// Returns whether a process with these `maps` (proc(5)) has a file, by device and number, for itself alone: QEMU maps the
-/// memory of a machine so if it lacks `share=on`, and what others read in the file is not what the guest wrote.
-pub fn is_private(maps: &str, (device, number): (u64, u64)) -> bool {
-    let device = format!("{:02x}:{:02x}", rustix::fs::major(device), rustix::fs::minor(device));
-    let number = number.to_string();
-    let mut kinds = maps.lines().filter_map(|line| {
+/// Bytes of a process's `maps` that are read at most: it may have as many, and as long ones, as it likes.
+const MAPS_MAX: u64 = 4 << 20;
+
+/// Returns whether a process with these `maps` (proc(5)) has one of the files, by device and number, for itself alone: QEMU
+/// maps the memory of a machine so if it lacks `share=on`, and what others read in the file is not what the guest wrote.
+pub fn has_private(maps: impl BufRead, files: &[(u64, u64)]) -> bool {
+    let name = |(device, number): &(u64, u64)| {
+        (format!("{:02x}:{:02x}", rustix::fs::major(*device), rustix::fs::minor(*device)), number.to_string())
+    };
+    let names: Vec<_> = files.iter().map(name).collect();
+    // Of each file, whether it is mapped for itself, and whether it is shared.
+    let mut seen = vec![[false; 2]; files.len()];
+    for line in maps.take(MAPS_MAX).split(b'\n').map_while(Result::ok) {
+        let line = String::from_utf8_lossy(&line);
         let mut fields = line.split_ascii_whitespace();
-        let (access, at) = (fields.nth(1)?, (fields.nth(1)?, fields.next()?));
-        (at == (&device[..], &number[..])).then(|| access.ends_with('s'))
-    });
-    let first = kinds.next();
-    first == Some(false) && kinds.all(|is_shared| !is_shared)
+        let (Some(access), Some(device), Some(number)) = (fields.nth(1), fields.nth(1), fields.next()) else {
+            continue;
+        };
+        if let Some(at) = names.iter().position(|(its, inode)| its == device && inode == number) {
+            seen[at][usize::from(access.ends_with('s'))] = true;
+        }
+    }
+    seen.contains(&[true, false])
 }
 
 impl Kind for Vm {
@@ -94,10 +106,10 @@ mod tests {
 7fe040000000-7fe050000000 rw-p 00000000 00:00 0
 ";
         let file = |number| (rustix::fs::makedev(0, 1), number);
-        assert!(is_private(maps, file(77)));
+        assert!(has_private(maps.as_bytes(), &[file(78), file(77)]));
         for number in [78, 79, 131, 7] {
-            assert!(!is_private(maps, file(number)), "{number}");
+            assert!(!has_private(maps.as_bytes(), &[file(number)]), "{number}");
         }
-        assert!(!is_private("", file(77)));
+        assert!(!has_private(&b""[..], &[file(77)]));
     }
 }

@@ -341,7 +341,7 @@ impl Supervisor {
                 let worker = self.workers.get(number)?;
                 (text(&worker.given), vec![worker.heartbeat.as_ref()?.region().fd()])
             }
-            Key::Tap(label) => (String::new(), vec![self.taps.get(label)?.fd()?]),
+            Key::Tap(label) => self.taps.get(label)?.deposit()?,
             Key::Queue(node) => {
                 let (text, queue) = self.queue_deposit(node)?;
                 (text, vec![queue])

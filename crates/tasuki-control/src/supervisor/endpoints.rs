@@ -5,16 +5,17 @@
 //! node. So the next driver goes on with the client. The daemon does not look into them, as a stranger made them; and a
 //! worker that lies about them lies to its own node.
 
+use std::io::BufReader;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::io::Errno;
 use tasuki_relay::message::{self, ToWorker};
-use tasuki_tap::namespace::Identity;
+use tasuki_tap::namespace::Unnamed;
 use tasuki_tap::packet;
-use tokio::sync::oneshot;
 
 use super::card::Card;
 use super::deposits::{Found, Key};
@@ -23,7 +24,7 @@ use super::{About, Supervisor, is_news, now};
 use crate::api::peer::Peer;
 use crate::api::types::Upgrade;
 use crate::bucket::Bucket;
-use crate::endpoint::vm;
+use crate::endpoint::{socket, vm};
 use crate::foreign::{Foreign, seals};
 use crate::{channel, config};
 
@@ -37,6 +38,10 @@ const CLIENT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 const COMINGS_AT_ONCE_MAX: u32 = 20;
 const COMING_EVERY: Duration = Duration::from_secs(10);
 
+/// Interval at which the daemon asks whether sockets are there, and pause before it tries again to make one.
+const SOCKETS_EVERY: Duration = Duration::from_secs(1);
+const SOCKET_RETRY_PAUSE: Duration = Duration::from_secs(2);
+
 /// Bytes of a client's description, at most.
 const TEXT_MAX: usize = 8192;
 
@@ -46,17 +51,19 @@ pub struct Endpoint {
     /// Its node's work, which has its settings.
     work: config::Work,
     fd: Option<OwnedFd>,
-    /// The mark that told it from others when it was made.
+    /// The mark that told it from others when it was made, and the one with which it was adopted.
     mark: Option<String>,
+    adopted: Option<String>,
+    /// It was made, and workers may have the one before. That is not looked after before a time.
+    was_remade: bool,
+    not_before: Duration,
     client: Option<Connected>,
     /// How often users hear that programs come and leave.
     comings: Bucket,
     /// Looks at the memory of the machine that is connected.
     look: Option<Look>,
-    /// Why its socket cannot be made again, if it was deleted.
+    /// Why programs do not find its socket, if it was deleted.
     lost: Option<String>,
-    /// The namespace that had the name of its interface's when it was made.
-    made_in: Option<Identity>,
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
 }
@@ -128,16 +135,33 @@ struct Look {
 }
 
 impl Look {
-    fn begin(process: Peer, socket: u64, files: Vec<(u64, u64)>) -> Self {
+    /// Returns `None` if there is no thread for it.
+    fn begin(process: Peer, socket: u64, files: Vec<(u64, u64)>) -> Option<Self> {
         let found = Arc::new(OnceLock::new());
         let (pid, of, tell) = (process.pid, files.clone(), Arc::clone(&found));
-        // Without a thread nothing is found.
-        let _ = std::thread::Builder::new().name(format!("maps of {pid}")).spawn(move || {
-            let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-            let _ = tell.set(of.iter().any(|file| vm::is_private(&maps, *file)));
-        });
-        Look { process, socket, files, found, was_told: false }
+        let look = move || {
+            let maps = std::fs::File::open(format!("/proc/{pid}/maps"));
+            let _ = tell.set(maps.is_ok_and(|maps| vm::has_private(BufReader::new(maps), &of)));
+        };
+        std::thread::Builder::new().name(format!("maps of {pid}")).spawn(look).ok()?;
+        Some(Look { process, socket, files, found, was_told: false })
     }
+}
+
+/// A look at the paths of sockets, in a thread: a folder's file system can keep that waiting.
+#[derive(Debug)]
+struct SocketLook {
+    begun: Duration,
+    /// Label and mark of each socket, once they are known.
+    found: Arc<OnceLock<Vec<(String, Option<String>)>>>,
+}
+
+/// What the daemon knows of the sockets of nodes.
+#[derive(Debug, Default)]
+pub struct Sockets {
+    /// Labels of those that are not at their paths.
+    lost: Vec<String>,
+    look: Option<SocketLook>,
 }
 
 impl Endpoint {
@@ -146,13 +170,30 @@ impl Endpoint {
         let label = node.endpoint()?.label();
         let work = node.work.clone();
         let comings = Bucket::new(COMINGS_AT_ONCE_MAX, COMING_EVERY, now());
-        let (fd, mark, client, look, lost, made_in, is_gone) = (None, None, None, None, None, None, false);
-        Some((label, Endpoint { work, fd, mark, client, comings, look, lost, made_in, is_gone }))
+        let end = Endpoint {
+            work,
+            fd: None,
+            mark: None,
+            adopted: None,
+            was_remade: false,
+            not_before: Duration::ZERO,
+            client: None,
+            comings,
+            look: None,
+            lost: None,
+            is_gone: false,
+        };
+        Some((label, end))
     }
 
     /// Changes its settings to those of its node. Its label stays.
     pub fn set(&mut self, node: &config::Node) {
         self.work = node.work.clone();
+    }
+
+    /// Returns its mark.
+    pub fn mark(&self) -> Option<String> {
+        self.mark.clone()
     }
 
     /// Returns what the keeper gets: the descriptor, if it exists, and its mark.
@@ -173,7 +214,7 @@ impl Endpoint {
             None => {
                 let kind = self.work.endpoint().context("the node has none")?;
                 let fd = kind.make()?;
-                (self.mark, self.made_in, self.is_gone) = (kind.mark(), self.named(), false);
+                (self.mark, self.was_remade, self.is_gone) = (kind.mark(), true, false);
                 fd
             }
         };
@@ -184,24 +225,20 @@ impl Endpoint {
     /// another interface than has the name now: users hear of that.
     fn adopt(&mut self, mark: String, fd: Option<OwnedFd>, lives: bool) {
         let now = self.work.endpoint().and_then(|kind| kind.mark());
-        // The mark of an earlier daemon has no namespace.
-        let is_its =
-            now.is_some_and(|now| now == mark || now.split_once(" in ").is_some_and(|(index, _)| index == mark));
         let is_used = lives && matches!(self.work, config::Work::Interface(_));
-        self.fd = fd.filter(|fd| is_used || is_its && !self.is_of_no_interface(fd));
-        (self.mark, self.made_in) = (Some(mark), self.named().filter(|_| is_its));
+        let is_its = |fd: &OwnedFd| now.as_ref() == Some(&mark) && !self.has_no_interface(fd);
+        self.fd = fd.filter(|fd| is_used || is_its(fd));
+        (self.adopted, self.mark) = (Some(mark.clone()), Some(mark));
     }
 
-    /// Returns the namespace that has the name of its interface's now.
-    fn named(&self) -> Option<Identity> {
-        match &self.work {
-            config::Work::Interface(interface) => interface.place().identity(),
-            _ => None,
-        }
-    }
-
-    fn is_of_no_interface(&self, fd: &OwnedFd) -> bool {
-        matches!(self.work, config::Work::Interface(_)) && packet::is_gone(fd)
+    /// Returns whether it is a socket of an interface that is gone, or not in the namespace any more that has the name.
+    fn has_no_interface(&self, fd: &OwnedFd) -> bool {
+        let config::Work::Interface(interface) = &self.work else { return false };
+        let is_elsewhere = || {
+            let is_in = packet::namespace_of(fd).ok().and_then(|namespace| Unnamed::of(namespace).identity());
+            is_in.zip(interface.place().identity()).is_some_and(|(is_in, named)| is_in != named)
+        };
+        packet::is_gone(fd) || is_elsewhere()
     }
 
     /// Returns whether a program is connected.
@@ -214,16 +251,16 @@ impl Endpoint {
         self.client.as_ref().and_then(Connected::process).map(|peer| peer.pid)
     }
 
-    /// Returns whether its socket is not at its path any more, where programs look for it.
-    fn has_lost_its_socket(&self) -> bool {
-        let kind = self.work.endpoint().filter(|kind| kind.socket().is_some());
-        self.mark.is_some() && kind.is_some_and(|kind| kind.mark() != self.mark)
+    /// Returns the path of its socket, where programs look for it, if it has one.
+    fn socket(&self) -> Option<PathBuf> {
+        self.mark.as_ref().and(self.work.endpoint()?.socket()).map(Path::to_owned)
     }
 
     /// Makes it anew. What workers have of it goes on for those that are connected.
     fn make_again(&mut self) -> Result<()> {
         let kind = self.work.endpoint().context("the node has none")?;
-        (self.fd, self.mark) = (Some(kind.make()?), kind.mark());
+        self.fd = Some(kind.make()?);
+        (self.mark, self.was_remade) = (kind.mark(), true);
         Ok(())
     }
 
@@ -237,7 +274,7 @@ impl Endpoint {
             is_same || look.found.get().is_none()
         });
         if let Some(process) = client.process().filter(|_| !files.is_empty() && !is_known) {
-            self.look = Some(Look::begin(process, client.socket, files));
+            self.look = Look::begin(process, client.socket, files);
         }
     }
 
@@ -253,9 +290,8 @@ impl Endpoint {
 
     /// Looks whether its interface is gone. Returns whether that is news.
     pub fn has_lost_its_interface(&mut self) -> bool {
-        let is_elsewhere = || self.named().is_some_and(|named| self.made_in != Some(named));
-        let is_gone = self.fd.as_ref().is_some_and(|fd| self.is_of_no_interface(fd) || is_elsewhere());
-        is_gone && !std::mem::replace(&mut self.is_gone, is_gone)
+        let is_gone = self.fd.as_ref().is_some_and(|fd| self.has_no_interface(fd));
+        !std::mem::replace(&mut self.is_gone, is_gone) && is_gone
     }
 
     /// Removes it. Not when the daemon exits alone: then the next daemon has it.
@@ -287,6 +323,7 @@ impl Supervisor {
             let client = found.remove(&Key::Client(label.clone()));
             end.client =
                 client.and_then(|(what, fds)| Connected::new(serde_json::from_str(&what).ok()?, Foreign::new(fds)));
+            end.look_at_memory();
         }
         let mut troubles = Vec::new();
         for (label, end) in self.endpoints.iter_mut().filter(|(label, _)| !of_living.contains(label)) {
@@ -443,18 +480,13 @@ impl Supervisor {
         self.note(About::node(&node), sentence(&label));
     }
 
-    /// Makes sockets again that were deleted: nobody finds a listener without its path. A fresh worker of the node serves the
-    /// new one. And says what is found of the memory of machines.
-    pub(super) fn look_at_sockets(&mut self) {
-        let mut lost = Vec::new();
+    /// Says what was found of the memory of machines.
+    pub(super) fn tell_of_memory(&mut self) {
         let mut unshared = Vec::new();
         for (label, end) in &mut self.endpoints {
-            if end.has_lost_its_socket() {
-                lost.push(label.clone());
-            }
-            let sentence = end.unshared();
-            if let Some((look, sentence)) = end.look.as_mut().zip(sentence)
-                && !std::mem::replace(&mut look.was_told, true)
+            let Some(sentence) = end.unshared() else { continue };
+            if end.look.as_mut().is_some_and(|look| !std::mem::replace(&mut look.was_told, true))
+                && end.comings.take(now())
             {
                 unshared.push((label.clone(), sentence));
             }
@@ -464,28 +496,112 @@ impl Supervisor {
                 self.note(About::node(&node), format!("node {node}: {sentence}"));
             }
         }
-        for label in lost {
-            let Some(node) = self.node_at(&label).filter(|node| self.is_free(node, &[]).is_ok()) else { continue };
-            let Some(end) = self.endpoints.get_mut(&label) else { continue };
-            match end.make_again() {
-                Ok(()) => {
-                    end.lost = None;
-                    self.mark_deposit(Key::Endpoint(label.clone()));
+    }
+
+    /// Makes a socket again that was deleted: no program finds a listener without its path. Or has a fresh worker serve one
+    /// that was made again. One at a time, when nothing is more urgent.
+    pub(super) fn mend_sockets(&mut self) {
+        if let Some(label) = self.sockets.lost.pop() {
+            return self.make_socket_again(&label);
+        }
+        if let Some((label, node)) = self.unserved() {
+            return self.serve_socket_again(&label, &node);
+        }
+        if self.sockets.look.as_ref().is_some_and(|look| now().saturating_sub(look.begun) < SOCKETS_EVERY) {
+            return;
+        }
+        let found = self.sockets.look.take_if(|look| look.found.get().is_some());
+        for (label, mark) in found.iter().filter_map(|look| look.found.get()).flatten() {
+            let Some(end) = self.endpoints.get_mut(label) else { continue };
+            match *mark == end.mark {
+                true if !end.was_remade => end.lost = None,
+                true => {}
+                false => self.sockets.lost.push(label.clone()),
+            }
+        }
+        if self.sockets.lost.is_empty() && self.sockets.look.is_none() {
+            self.look_at_sockets();
+        }
+    }
+
+    fn look_at_sockets(&mut self) {
+        let paths: Vec<_> =
+            self.endpoints.iter().filter_map(|(label, end)| Some((label.clone(), end.socket()?))).collect();
+        if paths.is_empty() {
+            return;
+        }
+        let found = Arc::new(OnceLock::new());
+        let tell = Arc::clone(&found);
+        let look = move || {
+            let _ = tell.set(paths.into_iter().map(|(label, path)| (label, socket::mark_behind(&path))).collect());
+        };
+        let begun = std::thread::Builder::new().name("sockets".to_owned()).spawn(look);
+        self.sockets.look = begun.ok().map(|_| SocketLook { begun: now(), found });
+    }
+
+    fn make_socket_again(&mut self, label: &str) {
+        let Some(node) = self.node_at(label).filter(|node| self.is_free(node, &[]).is_ok()) else { return };
+        let Some(end) = self.endpoints.get_mut(label).filter(|end| end.not_before <= now()) else { return };
+        match end.make_again() {
+            Ok(()) => {
+                let tells = end.comings.take(now());
+                self.mark_deposit(Key::Endpoint(label.to_owned()));
+                if tells {
                     let why = format!(
                         "the socket {label} was deleted, and is there anew; a fresh worker of node {node} takes over, which listens there"
                     );
                     self.note(About::node(&node), why);
-                    let (answer, _) = oneshot::channel();
-                    self.upgrade(&node, Upgrade::default(), answer);
                 }
-                Err(error) => {
-                    let why = format!(
-                        "the socket of node {node} was deleted, so no program can connect to it, and it cannot be made again: {error:#}"
-                    );
-                    if is_news(&mut end.lost, &why) {
-                        self.note(About::node(&node), why);
-                    }
-                }
+            }
+            Err(error) => {
+                end.not_before = now() + SOCKET_RETRY_PAUSE;
+                let why = format!(
+                    "the socket of node {node} was deleted, so no program can connect to it, and it cannot be made again: {error:#}"
+                );
+                self.has_lost_its_socket(label, &node, why);
+            }
+        }
+    }
+
+    fn has_lost_its_socket(&mut self, label: &str, node: &str, why: String) {
+        if self.endpoints.get_mut(label).is_some_and(|end| is_news(&mut end.lost, &why)) {
+            self.note(About::node(node), why);
+        }
+    }
+
+    /// Returns a socket that was made again and its node, if its driver has the one before.
+    fn unserved(&mut self) -> Option<(String, String)> {
+        let remade: Vec<String> =
+            self.endpoints.iter().filter(|(_, end)| end.was_remade).map(|(label, _)| label.clone()).collect();
+        for label in remade {
+            let Some(node) = self.node_at(&label) else { continue };
+            let card = self.cards.values().find(|card| card.vni().is_some() && card.node == node);
+            let driver = card.and_then(Card::holder).and_then(|holder| self.workers.get(&holder));
+            let (Some(driver), Some(end)) = (driver, self.endpoints.get_mut(&label)) else { continue };
+            if driver.socket_mark.as_ref().or(end.adopted.as_ref()) == end.mark.as_ref() {
+                (end.was_remade, end.lost) = (false, None);
+            } else if end.not_before <= now() && self.is_deposited(&[Key::Endpoint(label.clone())]) {
+                return Some((label, node));
+            }
+        }
+        None
+    }
+
+    fn serve_socket_again(&mut self, label: &str, node: &str) {
+        if self.is_free(node, &[]).is_err() {
+            return;
+        }
+        if let Some(end) = self.endpoints.get_mut(label) {
+            end.not_before = now() + SOCKET_RETRY_PAUSE;
+        }
+        // A staged worker has begun with the old one. If there is none, that is as well.
+        let _ = self.unstage(node);
+        match self.begin_upgrade(node, Upgrade::default()) {
+            Ok(job) => self.jobs.push(job),
+            Err(refusal) => {
+                let why = crate::api::types::Refused::from(refusal).error;
+                let why = format!("the socket of node {node} was deleted, and no worker serves the new one yet: {why}");
+                self.has_lost_its_socket(label, node, why);
             }
         }
     }

@@ -265,7 +265,7 @@ impl Supervisor {
         let Some(to) = card.standby() else { return };
         let (name, from) = (card.name().to_owned(), card.node.clone());
         let sentence = format!(
-            "node {from} is lost, and its stand-by, node {to}, has no worker or no interface either: {name} goes to the first of the two that has both; tasuki events says what became of them"
+            "node {from} is lost, and its stand-by, node {to}, has no worker or no interface either: {name} goes to the first of the two that is back; tasuki events says what became of them"
         );
         if is_news(&mut card.waits, &sentence) {
             self.note(About::node(&from).of_nic(&name), sentence);

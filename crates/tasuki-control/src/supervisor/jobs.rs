@@ -238,7 +238,7 @@ impl Supervisor {
         self.answer_after(begun, answer);
     }
 
-    fn begin_upgrade(&mut self, node: &str, upgrade: Upgrade) -> Result<Job, Refusal> {
+    pub(super) fn begin_upgrade(&mut self, node: &str, upgrade: Upgrade) -> Result<Job, Refusal> {
         let Upgrade { with, state } = upgrade;
         let nics = self.nics_to_upgrade(node, with.as_deref())?;
         let end = nics.iter().find_map(|nic| self.cards[nic].vni().map(|_| self.cards[nic].name()));

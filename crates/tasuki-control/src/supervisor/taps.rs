@@ -3,7 +3,7 @@
 //! the card lets in frames for that address. A TAP that stands for the end of a VNI has a [veth
 //! end](super::shortcuts) besides, if it can have one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
@@ -19,10 +19,15 @@ use super::deposits::{Found, Key};
 use super::door::Refusal;
 use super::shortcuts::{Crossed, OnVni, Shortcuts, VethEnd};
 use super::{About, Supervisor, now};
+use crate::bucket::Bucket;
 use crate::config::{self, StationAddress};
 
 /// Interval at which the daemon asks whether interfaces are there.
 const INTERFACES_EVERY: Duration = Duration::from_secs(1);
+
+/// How often users hear of other station addresses of an interface at once, and after that.
+const CHANGES_AT_ONCE_MAX: u32 = 5;
+const CHANGE_EVERY: Duration = Duration::from_secs(10);
 
 /// A TAP, as far as it exists.
 #[derive(Debug)]
@@ -38,8 +43,11 @@ pub struct TapEnd {
     mac: Option<[u8; 6]>,
     /// The namespace that had the name when the interface was made there.
     made_in: Option<Identity>,
-    /// The station address that it had when the daemon looked last, if that is not the NIC's.
+    /// The station address that it had when the daemon looked last, if that is not the NIC's, and how often users hear of it.
     other_mac: Option<[u8; 6]>,
+    changes: Bucket,
+    /// Nodes whose workers have the interface that was here before, and that was gone.
+    gone_for: BTreeSet<String>,
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
 }
@@ -53,7 +61,9 @@ impl TapEnd {
         let on = OnVni::of(node);
         let label = config.label();
         let (veth_end, device, mac, other_mac, made_in, is_gone) = (None, None, None, None, None, false);
-        Some((label, TapEnd { config, before, on, veth_end, device, mac, other_mac, made_in, is_gone }))
+        let (changes, gone_for) = (Bucket::new(CHANGES_AT_ONCE_MAX, CHANGE_EVERY, now()), BTreeSet::new());
+        let tap = TapEnd { config, before, on, veth_end, device, mac, other_mac, changes, gone_for, made_in, is_gone };
+        Some((label, tap))
     }
 
     fn place(&self) -> Namespace {
@@ -62,6 +72,16 @@ impl TapEnd {
 
     fn settings(&self) -> Settings {
         self.config.settings(self.on.as_ref().map(|on| on.mac))
+    }
+
+    /// Takes the place of one that is gone, which workers of these nodes have.
+    pub fn instead_for(&mut self, nodes: impl Iterator<Item = String>) {
+        self.gone_for.extend(nodes);
+    }
+
+    /// Is the one of this node's next workers.
+    pub fn is_for(&mut self, node: &str) {
+        self.gone_for.remove(node);
     }
 
     /// Goes by other settings of its node.
@@ -100,7 +120,7 @@ impl TapEnd {
     }
 
     /// Returns whether its interface is not in the namespace any more that has the name: the name is another's, or the
-    /// interface was moved.
+    /// interface was moved. Not if that is not known.
     fn is_elsewhere(&self) -> bool {
         let Some(device) = &self.device else { return false };
         let is_in = match &self.veth_end {
@@ -108,7 +128,13 @@ impl TapEnd {
             Some(_) => self.made_in,
             None => namespace_of(device.as_fd()).ok().and_then(|namespace| Unnamed::of(namespace).identity()),
         };
-        self.place().identity().is_some_and(|named| Some(named) != is_in)
+        is_in.zip(self.place().identity()).is_some_and(|(is_in, named)| is_in != named)
+    }
+
+    /// Returns what the keeper gets: the descriptor, if it exists, and the namespace in which it was made.
+    pub fn deposit(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
+        let made_in = self.made_in.map(|made_in| serde_json::to_string(&made_in).expect("plain data"));
+        Some((made_in.unwrap_or_default(), vec![self.fd()?]))
     }
 
     /// Returns whether its namespace has an interface of its name.
@@ -137,7 +163,7 @@ impl TapEnd {
 
     /// Adopts an earlier daemon's TAP; if its interface is gone, only where a worker that lives has it, too. Returns why it
     /// has no veth end, if it was to have one.
-    fn adopt(&mut self, device: OwnedFd, lives: bool, shortcuts: &mut Shortcuts) -> Option<String> {
+    fn adopt(&mut self, device: OwnedFd, made_in: &str, lives: bool, shortcuts: &mut Shortcuts) -> Option<String> {
         if self.device.is_some() {
             return None;
         }
@@ -147,7 +173,8 @@ impl TapEnd {
             return None;
         }
         self.device = Some(device);
-        self.made_in = self.place().identity().filter(|_| self.is_named());
+        // An earlier daemon does not say it.
+        self.made_in = serde_json::from_str(made_in).ok().or_else(|| self.place().identity());
         match adopted? {
             (_, Ok(veth_end)) => {
                 self.veth_end = Some(veth_end);
@@ -165,9 +192,10 @@ impl TapEnd {
 
     /// Looks whether somebody gave it another station address than the NIC's. Returns whether that is news.
     fn has_other_mac(&mut self) -> bool {
-        let now = self.device.as_ref().zip(self.mac).and_then(|(device, _)| device::mac(device.as_fd()).ok());
-        let other = now.filter(|now| self.mac != Some(*now));
-        other.is_some() & (std::mem::replace(&mut self.other_mac, other) != other)
+        let has = self.device.as_ref().zip(self.mac).and_then(|(device, _)| device::mac(device.as_fd()).ok());
+        let other = has.filter(|has| self.mac != Some(*has));
+        let is_news = other.is_some() & (std::mem::replace(&mut self.other_mac, other) != other);
+        is_news && self.changes.take(now())
     }
 
     /// Removes the parts that do not go with its descriptors.
@@ -192,9 +220,10 @@ impl Supervisor {
     pub(super) fn begin_taps(&mut self, living: &[String], found: &mut Found) -> Result<()> {
         self.taps = self.config.node.iter().filter_map(TapEnd::of).collect::<BTreeMap<_, _>>();
         for label in self.taps.keys().cloned().collect::<Vec<_>>() {
-            let device = found.remove(&Key::Tap(label.clone())).and_then(|(_, fds)| fds.into_iter().next());
+            let its = found.remove(&Key::Tap(label.clone()));
+            let device = its.and_then(|(made_in, fds)| Some((made_in, fds.into_iter().next()?)));
             let lives = living.iter().any(|node| self.config.tap(node).is_some_and(|tap| tap.label() == label));
-            device.into_iter().for_each(|device| self.adopt_tap(&label, device, lives));
+            device.into_iter().for_each(|(made_in, device)| self.adopt_tap(&label, device, &made_in, lives));
         }
         // Of TAPs no longer in the configuration, remove the parts that do not go with the descriptor.
         for (key, (_, fds)) in found.iter() {
@@ -231,8 +260,8 @@ impl Supervisor {
     }
 
     /// Adopts the TAP that an earlier daemon had.
-    fn adopt_tap(&mut self, label: &str, device: OwnedFd, lives: bool) {
-        let why = self.taps.get_mut(label).and_then(|tap| tap.adopt(device, lives, &mut self.shortcuts));
+    fn adopt_tap(&mut self, label: &str, device: OwnedFd, made_in: &str, lives: bool) {
+        let why = self.taps.get_mut(label).and_then(|tap| tap.adopt(device, made_in, lives, &mut self.shortcuts));
         why.into_iter().for_each(|why| self.note(About::default(), why));
     }
 
@@ -279,13 +308,13 @@ impl Supervisor {
             return;
         }
         self.interfaces_looked_at = now();
-        self.look_at_sockets();
+        self.tell_of_memory();
         let (mut lost, mut strange) = (Vec::new(), Vec::new());
         for (label, tap) in &mut self.taps {
             // If the veth end is gone, so is the TAP.
             tap.veth_end.take_if(|veth_end| !veth_end.is_there()).into_iter().for_each(VethEnd::remove);
             let is_gone = tap.device.as_ref().is_some_and(|device| is_gone(device.as_fd())) || tap.is_elsewhere();
-            if is_gone && !std::mem::replace(&mut tap.is_gone, is_gone) {
+            if !std::mem::replace(&mut tap.is_gone, is_gone) && is_gone {
                 lost.push(label.clone());
             }
             if tap.has_other_mac() {
@@ -327,7 +356,7 @@ impl Supervisor {
     pub(super) fn why_without_interface(&self, name: &str) -> Option<String> {
         let node = self.config.node(name)?;
         let label = node.label()?;
-        let is_gone = self.taps.get(&label).is_some_and(|tap| tap.is_gone)
+        let is_gone = self.taps.get(&label).is_some_and(|tap| tap.is_gone || tap.gone_for.contains(name))
             || self.endpoints.get(&label).is_some_and(|endpoint| endpoint.is_gone);
         let remedy = match self.by_hand.contains(name) {
             true => format!("remove the node (tasuki node remove {name}) and add it again"),

@@ -78,6 +78,7 @@ impl Supervisor {
             |card: &super::card::Card| card.arbiter.is_none() || card.is_settled() || card.waits_for_no_driver();
         if self.cards.values().all(is_calm) && self.workers.values().all(|worker| worker.hung_up_since.is_none()) {
             names.iter().for_each(|name| self.start_missing_workers(name));
+            self.mend_sockets();
             if self.jobs.is_empty() && self.workers.values().all(Worker::serves) {
                 names.iter().for_each(|name| self.prestart(name));
             }
@@ -304,7 +305,8 @@ impl Supervisor {
             self.epoll_add_lines(number, lines)?;
         }
         let worker = Worker::new(record, process, ours, Stage::Starting(now()), now());
-        let mut worker = Worker { heartbeat: Some(heartbeat), jailing, group, lines, wanted, ..worker };
+        let socket_mark = endpoint.as_ref().and_then(|(it, _)| self.endpoints.get(&it.label)?.mark());
+        let mut worker = Worker { heartbeat: Some(heartbeat), jailing, group, lines, wanted, socket_mark, ..worker };
         let begin = Begin {
             protocol_version: PROTOCOL_VERSION,
             party: number,

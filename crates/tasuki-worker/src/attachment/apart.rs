@@ -408,7 +408,8 @@ where
     /// Drops the pending frames, and counts them, if the link is down: the card sends none, and the cable may stay out.
     fn drop_without_link(&mut self, common: &mut Common) {
         let Card::Driven(nic) = &mut self.card else { return };
-        if !self.burst.is_empty() && nic.link() == Link::Down {
+        // An uplink's frames may be for its VNI.
+        if !self.burst.is_empty() && !common.joins && nic.link() == Link::Down {
             common.heartbeat.add(heartbeat::REFUSED, self.burst.len() as u64);
             self.handler.drop_hand(&mut self.burst);
             self.remember(&common.program_state);

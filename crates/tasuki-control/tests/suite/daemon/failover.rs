@@ -125,7 +125,7 @@ fn if_both_nodes_are_lost_the_first_that_is_back_has_it() {
         lose(&rig, "red", "red-worker");
         rig.await_event("node red is lost, and its stand-by, node blue, has no worker or no interface either");
         until(&rig, "that is shown", || {
-            rig.ask(&["status"]).contains("eth0 goes to the first of the two that has both; tasuki events")
+            rig.ask(&["status"]).contains("eth0 goes to the first of the two that is back; tasuki events")
         });
         bring_back(&rig, program);
         until(&rig, "it is driven", || rig.nic()["is"] == "driven");
