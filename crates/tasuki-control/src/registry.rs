@@ -67,6 +67,9 @@ pub struct WorkerRecord {
     /// The [settings](config::Node::settings) that it began with, if that is known.
     #[serde(default)]
     pub settings: Option<u32>,
+    /// Mark of its node's endpoint, as it began with it, if that has one and it is known.
+    #[serde(default)]
+    pub endpoint: Option<String>,
     /// Driver states that it reads and writes: kind, first version and last version.
     #[serde(default)]
     pub reads: Vec<(u32, u32, u32)>,
@@ -533,6 +536,7 @@ mod tests {
             generation: 3,
             unconfined: Vec::new(),
             staged: None,
+            endpoint: None,
             settings: None,
             reads: vec![(1, 2, 3)],
         };

@@ -54,7 +54,7 @@ pub struct Endpoint {
     /// The mark that told it from others when it was made, and the one with which it was adopted.
     mark: Option<String>,
     adopted: Option<String>,
-    /// It was made, and workers may have the one before. That is not looked after before a time.
+    /// It was made or adopted, and the driver may have the one before. That is not looked after before a time.
     was_remade: bool,
     not_before: Duration,
     client: Option<Connected>,
@@ -152,9 +152,12 @@ impl Look {
 #[derive(Debug)]
 struct SocketLook {
     begun: Duration,
-    /// Label and mark of each socket, once they are known.
-    found: Arc<OnceLock<Vec<(String, Option<String>)>>>,
+    /// What is there, once it is known.
+    found: Arc<OnceLock<Marks>>,
 }
+
+/// Label and mark of each socket.
+type Marks = Vec<(String, Option<String>)>;
 
 /// What the daemon knows of the sockets of nodes.
 #[derive(Debug, Default)]
@@ -221,14 +224,13 @@ impl Endpoint {
         Ok(self.fd.insert(fd))
     }
 
-    /// Adopts the descriptor of an earlier daemon, unless it is of no use any more. A worker that lives goes on with one of
-    /// another interface than has the name now: users hear of that.
+    /// Adopts the descriptor of an earlier daemon, unless it is of no use any more. Workers that live go on with one whose
+    /// name is another one's by now: it is looked after then.
     fn adopt(&mut self, mark: String, fd: Option<OwnedFd>, lives: bool) {
         let now = self.work.endpoint().and_then(|kind| kind.mark());
-        let is_used = lives && matches!(self.work, config::Work::Interface(_));
         let is_its = |fd: &OwnedFd| now.as_ref() == Some(&mark) && !self.has_no_interface(fd);
-        self.fd = fd.filter(|fd| is_used || is_its(fd));
-        (self.adopted, self.mark) = (Some(mark.clone()), Some(mark));
+        self.fd = fd.filter(|fd| lives || is_its(fd));
+        (self.adopted, self.mark, self.was_remade) = (Some(mark.clone()), Some(mark), true);
     }
 
     /// Returns whether it is a socket of an interface that is gone, or not in the namespace any more that has the name.
@@ -578,7 +580,7 @@ impl Supervisor {
             let card = self.cards.values().find(|card| card.vni().is_some() && card.node == node);
             let driver = card.and_then(Card::holder).and_then(|holder| self.workers.get(&holder));
             let (Some(driver), Some(end)) = (driver, self.endpoints.get_mut(&label)) else { continue };
-            if driver.socket_mark.as_ref().or(end.adopted.as_ref()) == end.mark.as_ref() {
+            if driver.record.endpoint.as_ref().or(end.adopted.as_ref()) == end.mark.as_ref() {
                 (end.was_remade, end.lost) = (false, None);
             } else if end.not_before <= now() && self.is_deposited(&[Key::Endpoint(label.clone())]) {
                 return Some((label, node));

@@ -148,8 +148,6 @@ pub struct Worker {
     pub sentence_allowance: Bucket,
     /// How often it may still report its node's client.
     pub client_reports: Bucket,
-    /// Mark of its node's socket, as it began with it.
-    pub socket_mark: Option<String>,
     /// Its control group, in its node's: see [`crate::cgroup`]. `None` if the machine has none for the daemon.
     pub group: Option<Group>,
     /// Since when its thread has ended, or it has closed its end: it is ending, or ignores the daemon.
@@ -198,7 +196,6 @@ impl Worker {
             client_reports: Bucket::new(CLIENT_REPORTS_AT_ONCE_MAX, CLIENT_REPORT_EVERY, now),
             group: None,
             hung_up_since: None,
-            socket_mark: None,
             is_adopted: false,
             wanted: false,
             asked: Asked::default(),

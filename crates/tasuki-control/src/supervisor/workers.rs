@@ -283,6 +283,7 @@ impl Supervisor {
         let Cell { number, process, socket: ours, path: socket, listener, lines, jailing, group, memlock } = cell;
         let program = jailing.as_ref().map(|_| (binary.clone(), file));
         crash::point("daemon.worker-started");
+        let mark = endpoint.as_ref().and_then(|(it, _)| self.endpoints.get(&it.label)?.mark());
         let record = WorkerRecord {
             party: number,
             process: process.name(),
@@ -293,6 +294,7 @@ impl Supervisor {
             generation,
             unconfined: Vec::new(),
             staged: None,
+            endpoint: mark,
             settings: Some(config.settings(self.config.interface_node(&config))),
             reads: Vec::new(),
         };
@@ -305,8 +307,7 @@ impl Supervisor {
             self.epoll_add_lines(number, lines)?;
         }
         let worker = Worker::new(record, process, ours, Stage::Starting(now()), now());
-        let socket_mark = endpoint.as_ref().and_then(|(it, _)| self.endpoints.get(&it.label)?.mark());
-        let mut worker = Worker { heartbeat: Some(heartbeat), jailing, group, lines, wanted, socket_mark, ..worker };
+        let mut worker = Worker { heartbeat: Some(heartbeat), jailing, group, lines, wanted, ..worker };
         let begin = Begin {
             protocol_version: PROTOCOL_VERSION,
             party: number,

@@ -171,6 +171,54 @@ fn a_client_of_memif_loses_nothing_and_gets_nothing_twice_while_workers_and_daem
 }
 
 #[test]
+fn a_socket_that_is_deleted_is_there_again_for_the_next_client_whoever_dies_or_waits_meanwhile() {
+    let Some((mut world, socket)) = with_echo(World::new()) else { return };
+    let folder = world.rig.path("room");
+    let aside = world.rig.path("aside");
+    std::fs::create_dir(&folder).expect("a folder");
+    world.rig.ask(&["node", "add", "yard", "--memif", folder.join("yard.sock").to_str().expect("text")]);
+    world.rig.await_pair("yard");
+    // Its folder goes, and comes back as it was.
+    let is_lost = |world: &World| world.rig.ask(&["status"]).contains("and it cannot be made again");
+    std::fs::rename(&folder, &aside).expect("a folder");
+    until(&world.rig, "it is said", || is_lost(&world));
+    world.rig.kill_daemon();
+    world.rig.start();
+    until(&world.rig, "it is said", || is_lost(&world));
+    std::fs::rename(&aside, &folder).expect("a folder");
+    until(&world.rig, "it is well", || !is_lost(&world));
+    world.rig.ask(&["worker", "upgrade", "yard"]);
+    let anew = |world: &World| world.rig.ask(&["events"]).matches("was deleted, and is there anew").count();
+    assert_eq!(anew(&world), 0, "it is the same");
+    let serves = |world: &World| {
+        let program = Program::begin(&socket);
+        program.goes_on(world, 100);
+        program.end();
+    };
+    // A worker that was staged has the one that is deleted.
+    world.rig.ask(&["worker", "stage", "web"]);
+    for round in 1..4 {
+        std::fs::remove_file(&socket).expect("it is there");
+        if round > 1 {
+            world.rig.kill_daemon();
+            world.rig.start();
+        }
+        until(&world.rig, "it is there", || anew(&world) == round);
+        if round == 3 {
+            // The fresh worker of the one that is killed now may have the new one already.
+            world.rig.kill_daemon();
+            world.rig.start();
+        }
+        serves(&world);
+        world.rig.await_pair("web");
+    }
+    serves(&world);
+    let said = world.rig.ask(&["status"]);
+    assert!(!said.contains("was deleted"), "{said}");
+    world.end();
+}
+
+#[test]
 fn a_client_of_memif_outlives_workers_that_are_killed() {
     let Some((mut world, socket)) = with_echo(World::new()) else { return };
     let program = Program::begin(&socket);
