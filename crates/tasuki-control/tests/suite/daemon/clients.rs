@@ -127,13 +127,6 @@ fn sent_away(channel: &Channel, what: &str) -> String {
 
 /// rows: in the tables
 #[test]
-fn a_socket_of_the_api_that_somebody_deletes_is_there_again() {
-    let rig = Rig::new();
-    std::fs::remove_file(rig.dir().join("api.sock")).expect("it is there");
-    until(&rig, "it is there", || rig.tasuki(&["status"]).status.success());
-}
-
-#[test]
 fn a_client_of_memif_that_means_harm_is_sent_away_and_others_lose_nothing() {
     let Some((world, socket)) = with_echo(World::new()) else { return };
     with_source_and_sink(&world.rig, "1000");

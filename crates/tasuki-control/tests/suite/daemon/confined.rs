@@ -130,13 +130,14 @@ fn others(rig: &Rig, victim: u32) -> Vec<String> {
     of_daemon.into_iter().chain(of_victim).chain(["/etc/passwd".to_owned()]).collect()
 }
 
+/// Its interpreter is a file like any other, row: T113
 #[test]
 fn a_script_is_refused_as_what_it_is() {
     need_hostile!();
     let (mut rig, victim) = with_victim();
     let script = rig.path("script");
     std::fs::write(&script, "#!/bin/sh\nexec sleep 9\n").expect("a file");
-    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).expect("a mode");
+    std::fs::set_permissions(&script, Permissions::from_mode(0o755)).expect("a mode");
     for _ in 0..2 {
         let said = rig.refused(&["worker", "upgrade", "red", "--with", script.to_str().expect("text")]);
         assert!(said.contains("script is no ELF program, and a confined worker reaches no interpreter"), "{said}");

@@ -74,6 +74,13 @@ fn is_broken(rig: &Rig) -> bool {
 }
 
 #[test]
+fn a_socket_of_the_api_that_somebody_deletes_is_there_again() {
+    let rig = Rig::new();
+    fs::remove_file(rig.dir().join("api.sock")).expect("it is there");
+    until(&rig, "it is there", || rig.tasuki(&["status"]).status.success());
+}
+
+#[test]
 fn a_registry_whose_disk_is_full_is_written_when_there_is_room() {
     let Some(disk) = Disk::new() else { return };
     let mut rig = disk.rig("");
