@@ -189,9 +189,15 @@ fn unit(checkout: &Checkout, mut building: Option<Sender<()>>) -> anyhow::Result
 /// The test binary that every crate may have: its tests in modules.
 const SUITE: &str = "suite";
 
-/// Modules of the suites that take longer than all others together, with the tests in them that the quick tier runs.
-const SLOW: [(&str, &[&str]); 2] =
-    [("daemon::", &["attacks::", "callers::", "clients::", "confined::", "forged::", "ruled::"]), ("handover::", &[])];
+/// Parts of the names of tests that take longest, with the tests among them that the quick tier runs.
+const SLOW: [(&str, &[&str]); 6] = [
+    ("daemon::", &["attacks::", "callers::", "clients::", "confined::", "forged::", "ruled::"]),
+    ("handover::", &[]),
+    ("chaos::sixty_four_nodes", &[]),
+    ("_after_a_hostile_owner_on_qemu::", &[]),
+    ("last_owner::whatever_stands_in_any_register", &[]),
+    ("sums::at_every_mtu", &[]),
+];
 
 /// Runs the tests that fit into five minutes once all is built, for every commit: all unit tests and all tests with
 /// real processes, but those in [`SLOW`], of which it runs a selection. Leaves out the code in the documentation and
