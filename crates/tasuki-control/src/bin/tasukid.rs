@@ -2,7 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::Write;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -17,6 +17,7 @@ use rustix::thread::CpuSet;
 use tasuki_control::api::{metrics, server};
 use tasuki_control::channel;
 use tasuki_control::config::{self, Config, Confine};
+use tasuki_control::endpoint::socket;
 use tasuki_control::housekeeping_cpus;
 use tasuki_control::jail;
 use tasuki_control::log;
@@ -113,11 +114,6 @@ fn listen(folder: &Path, is_for_others: bool) -> Result<UnixListener> {
     Ok(listener)
 }
 
-/// Returns which file is at this path: device and inode number.
-fn which(path: &Path) -> Option<(u64, u64)> {
-    std::fs::symlink_metadata(path).ok().map(|file| (file.dev(), file.ino()))
-}
-
 /// Returns a socket that gets a byte with each of these signals.
 fn told_by(signals: &[i32]) -> Result<UnixStream> {
     let (told, end) = UnixStream::pair().context("the kernel has no sockets left")?;
@@ -180,10 +176,10 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     let is_for_others = roles.are_given();
     let listener = listen(&folder, is_for_others)?;
     let (path, of_socket) = (place::api_socket(&folder), folder.clone());
-    let mut served = which(&path);
+    let mut served = socket::mark(&path);
     let again = move || {
-        let made = (which(&path) != served).then(|| listen(&of_socket, is_for_others).ok()).flatten()?;
-        served = which(&path);
+        let made = (socket::mark(&path) != served).then(|| listen(&of_socket, is_for_others).ok()).flatten()?;
+        served = socket::mark(&path);
         tracing::info!("the socket {} was deleted, and is there anew", path.display());
         Some(made)
     };

@@ -44,7 +44,7 @@ pub fn listen(path: &Path, kind: SocketType) -> Result<OwnedFd> {
     let shown = path.display();
     match std::fs::symlink_metadata(path) {
         Ok(there) if !there.file_type().is_socket() => {
-            bail!("{shown} exists and is not a socket; name another path")
+            bail!("{shown} exists and is not a socket; name another path, or remove that file")
         }
         Ok(_) if is_served(path, kind) => {
             bail!("another process serves at {shown}; name another path, or end that process")

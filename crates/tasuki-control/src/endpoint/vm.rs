@@ -1,7 +1,7 @@
 //! A socket at which a virtual machine's front end connects to a node, by vhost-user. The daemon listens and gives every
 //! worker of the node the descriptor. The driver of the node's end of its VNI is the back end.
 
-use std::io::BufRead;
+use std::io::{BufRead, Read};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
@@ -31,7 +31,8 @@ pub struct Vm {
 /// The least MTU of a virtio network device (VIRTIO 1.2, 5.1.4.1).
 const MTU_MIN: u16 = 68;
 
-/// Bytes of a process's `maps` that are read at most: it may have as many, and as long ones, as it likes.
+/// Bytes of a process's `maps` that are read at most: it may have as many, and as long ones, as it likes. Of more nothing is
+/// known.
 const MAPS_MAX: u64 = 4 << 20;
 
 /// Returns whether a process with these `maps` (proc(5)) has one of the files, by device and number, for itself alone: QEMU
@@ -43,7 +44,8 @@ pub fn has_private(maps: impl BufRead, files: &[(u64, u64)]) -> bool {
     let names: Vec<_> = files.iter().map(name).collect();
     // Of each file, whether it is mapped for itself, and whether it is shared.
     let mut seen = vec![[false; 2]; files.len()];
-    for line in maps.take(MAPS_MAX).split(b'\n').map_while(Result::ok) {
+    let mut maps = maps.take(MAPS_MAX);
+    for line in maps.by_ref().split(b'\n').map_while(Result::ok) {
         let line = String::from_utf8_lossy(&line);
         let mut fields = line.split_ascii_whitespace();
         let (Some(access), Some(device), Some(number)) = (fields.nth(1), fields.nth(1), fields.next()) else {
@@ -53,7 +55,7 @@ pub fn has_private(maps: impl BufRead, files: &[(u64, u64)]) -> bool {
             seen[at][usize::from(access.ends_with('s'))] = true;
         }
     }
-    seen.contains(&[true, false])
+    maps.limit() > 0 && seen.contains(&[true, false])
 }
 
 impl Kind for Vm {
@@ -111,5 +113,7 @@ mod tests {
             assert!(!has_private(maps.as_bytes(), &[file(number)]), "{number}");
         }
         assert!(!has_private(&b""[..], &[file(77)]));
+        let endless = maps.as_bytes().chain(std::io::BufReader::new(std::io::repeat(b'\n')));
+        assert!(!has_private(endless, &[file(77)]));
     }
 }

@@ -166,8 +166,11 @@ fn become_program(terms: &str) -> Result<std::convert::Infallible> {
 fn is_elf(program: &OwnedFd) -> bool {
     let mut first = [0; 4];
     let file = std::fs::File::open(format!("/proc/self/fd/{}", program.as_raw_fd()));
-    // What cannot be read was refused for another reason.
-    file.and_then(|mut file| file.read_exact(&mut first)).is_err() || first == *b"\x7fELF"
+    match file.and_then(|mut file| file.read_exact(&mut first)) {
+        Ok(()) => first == *b"\x7fELF",
+        // What cannot be read was refused for another reason; what is shorter is none.
+        Err(error) => error.kind() != std::io::ErrorKind::UnexpectedEof,
+    }
 }
 
 fn is_enough(terms: &Terms, lacks: &[String]) -> Result<()> {

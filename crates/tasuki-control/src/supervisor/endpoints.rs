@@ -5,10 +5,7 @@
 //! node. So the next driver goes on with the client. The daemon does not look into them, as a stranger made them; and a
 //! worker that lies about them lies to its own node.
 
-use std::io::BufReader;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -19,13 +16,12 @@ use tasuki_tap::packet;
 
 use super::card::Card;
 use super::deposits::{Found, Key};
+use super::sockets::Look;
 use super::worker::{Worker, why_missed};
 use super::{About, Supervisor, is_news, now};
 use crate::api::peer::Peer;
-use crate::api::types::Upgrade;
 use crate::bucket::Bucket;
-use crate::endpoint::{socket, vm};
-use crate::foreign::{Foreign, seals};
+use crate::foreign::Foreign;
 use crate::{channel, config};
 
 /// Bytes of a client's name, at most: memif has 32 for it, of which each may have become three.
@@ -35,12 +31,8 @@ const NAME_MAX: usize = 96;
 const CLIENT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// How many sentences of programs that come and leave users hear of an endpoint at once, and how often after that.
-const COMINGS_AT_ONCE_MAX: u32 = 20;
-const COMING_EVERY: Duration = Duration::from_secs(10);
-
-/// Interval at which the daemon asks whether sockets are there, and pause before it tries again to make one.
-const SOCKETS_EVERY: Duration = Duration::from_secs(1);
-const SOCKET_RETRY_PAUSE: Duration = Duration::from_secs(2);
+const CLIENT_EVENTS_AT_ONCE_MAX: u32 = 20;
+const CLIENT_EVENT_EVERY: Duration = Duration::from_secs(10);
 
 /// Bytes of a client's description, at most.
 const TEXT_MAX: usize = 8192;
@@ -49,33 +41,33 @@ const TEXT_MAX: usize = 8192;
 #[derive(Debug)]
 pub struct Endpoint {
     /// Its node's work, which has its settings.
-    work: config::Work,
+    pub(super) work: config::Work,
     fd: Option<OwnedFd>,
     /// The mark that told it from others when it was made, and the one with which it was adopted.
-    mark: Option<String>,
-    adopted: Option<String>,
+    pub(super) mark: Option<String>,
+    pub(super) adopted: Option<String>,
     /// It was made or adopted, and the driver may have the one before. That is not looked after before a time.
-    was_remade: bool,
-    not_before: Duration,
-    client: Option<Connected>,
+    pub(super) was_remade: bool,
+    pub(super) not_before: Duration,
+    pub(super) client: Option<Connected>,
     /// How often users hear that programs come and leave.
-    comings: Bucket,
+    pub(super) client_events: Bucket,
     /// Looks at the memory of the machine that is connected.
-    look: Option<Look>,
+    pub(super) look: Option<Look>,
     /// Why programs do not find its socket, if it was deleted.
-    lost: Option<String>,
+    pub(super) lost: Option<String>,
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
 }
 
 /// A connected client.
 #[derive(Debug)]
-struct Connected {
+pub(super) struct Connected {
     message: message::Client,
     /// Its socket first.
-    fds: Foreign,
+    pub(super) fds: Foreign,
     /// Inode number of that socket.
-    socket: u64,
+    pub(super) socket: u64,
 }
 
 impl Connected {
@@ -97,15 +89,8 @@ impl Connected {
     }
 
     /// Returns the process that connected, if it is seen from here.
-    fn process(&self) -> Option<Peer> {
+    pub(super) fn process(&self) -> Option<Peer> {
         Peer::of(&self.fds[0]).ok().filter(|peer| peer.pid != 0)
-    }
-
-    /// Returns device and number of each file in memory that came with it.
-    fn memory(&self) -> Vec<(u64, u64)> {
-        // Only files in memory have seals: no other file system is asked.
-        let files = self.fds.iter().filter(|fd| seals(fd).is_some());
-        files.filter_map(|fd| rustix::fs::fstat(fd).ok()).map(|stat| (stat.st_dev, stat.st_ino)).collect()
     }
 
     /// Returns whether it has more descriptors than earlier workers and daemons take.
@@ -122,57 +107,12 @@ impl Connected {
     }
 }
 
-/// A look at the memory of a process.
-#[derive(Debug)]
-struct Look {
-    process: Peer,
-    /// Inode number of its connection's socket, and the files.
-    socket: u64,
-    files: Vec<(u64, u64)>,
-    /// Whether it has one of the files for itself, once that is known.
-    found: Arc<OnceLock<bool>>,
-    was_told: bool,
-}
-
-impl Look {
-    /// Returns `None` if there is no thread for it.
-    fn begin(process: Peer, socket: u64, files: Vec<(u64, u64)>) -> Option<Self> {
-        let found = Arc::new(OnceLock::new());
-        let (pid, of, tell) = (process.pid, files.clone(), Arc::clone(&found));
-        let look = move || {
-            let maps = std::fs::File::open(format!("/proc/{pid}/maps"));
-            let _ = tell.set(maps.is_ok_and(|maps| vm::has_private(BufReader::new(maps), &of)));
-        };
-        std::thread::Builder::new().name(format!("maps of {pid}")).spawn(look).ok()?;
-        Some(Look { process, socket, files, found, was_told: false })
-    }
-}
-
-/// A look at the paths of sockets, in a thread: a folder's file system can keep that waiting.
-#[derive(Debug)]
-struct SocketLook {
-    begun: Duration,
-    /// What is there, once it is known.
-    found: Arc<OnceLock<Marks>>,
-}
-
-/// Label and mark of each socket.
-type Marks = Vec<(String, Option<String>)>;
-
-/// What the daemon knows of the sockets of nodes.
-#[derive(Debug, Default)]
-pub struct Sockets {
-    /// Labels of those that are not at their paths.
-    lost: Vec<String>,
-    look: Option<SocketLook>,
-}
-
 impl Endpoint {
     /// Returns the endpoint of a node, not made yet, under its label.
     pub fn of(node: &config::Node) -> Option<(String, Self)> {
         let label = node.endpoint()?.label();
         let work = node.work.clone();
-        let comings = Bucket::new(COMINGS_AT_ONCE_MAX, COMING_EVERY, now());
+        let client_events = Bucket::new(CLIENT_EVENTS_AT_ONCE_MAX, CLIENT_EVENT_EVERY, now());
         let end = Endpoint {
             work,
             fd: None,
@@ -181,7 +121,7 @@ impl Endpoint {
             was_remade: false,
             not_before: Duration::ZERO,
             client: None,
-            comings,
+            client_events,
             look: None,
             lost: None,
             is_gone: false,
@@ -212,16 +152,10 @@ impl Endpoint {
 
     /// Makes it, unless it exists.
     pub fn make(&mut self) -> Result<&OwnedFd> {
-        let fd = match self.fd.take() {
-            Some(fd) => fd,
-            None => {
-                let kind = self.work.endpoint().context("the node has none")?;
-                let fd = kind.make()?;
-                (self.mark, self.was_remade, self.is_gone) = (kind.mark(), true, false);
-                fd
-            }
-        };
-        Ok(self.fd.insert(fd))
+        if self.fd.is_none() {
+            self.make_again()?;
+        }
+        self.fd.as_ref().context("it was just made")
     }
 
     /// Adopts the descriptor of an earlier daemon, unless it is of no use any more. Workers that live go on with one whose
@@ -253,41 +187,12 @@ impl Endpoint {
         self.client.as_ref().and_then(Connected::process).map(|peer| peer.pid)
     }
 
-    /// Returns the path of its socket, where programs look for it, if it has one.
-    fn socket(&self) -> Option<PathBuf> {
-        self.mark.as_ref().and(self.work.endpoint()?.socket()).map(Path::to_owned)
-    }
-
     /// Makes it anew. What workers have of it goes on for those that are connected.
-    fn make_again(&mut self) -> Result<()> {
+    pub(super) fn make_again(&mut self) -> Result<()> {
         let kind = self.work.endpoint().context("the node has none")?;
         self.fd = Some(kind.make()?);
-        (self.mark, self.was_remade) = (kind.mark(), true);
+        (self.mark, self.was_remade, self.is_gone) = (kind.mark(), true, false);
         Ok(())
-    }
-
-    /// Has a thread look whether the process that connected shares the memory of its machine.
-    fn look_at_memory(&mut self) {
-        let (Some(client), config::Work::Vm(_)) = (&self.client, &self.work) else { return };
-        let files = client.memory();
-        let is_known = self.look.as_ref().is_some_and(|look| {
-            let is_same = look.socket == client.socket && look.files == files;
-            // A process can keep a thread that looks at it waiting: there is one a node.
-            is_same || look.found.get().is_none()
-        });
-        if let Some(process) = client.process().filter(|_| !files.is_empty() && !is_known) {
-            self.look = Look::begin(process, client.socket, files);
-        }
-    }
-
-    /// Returns what is wrong with the memory of the machine that is connected, if it is known.
-    fn unshared(&self) -> Option<String> {
-        let client = self.client.as_ref()?;
-        let look = self.look.as_ref().filter(|look| look.socket == client.socket && look.found.get() == Some(&true))?;
-        let Peer { pid, program, .. } = &look.process;
-        Some(format!(
-            "process {pid} ({program}) does not share its machine's memory, so the guest reaches nobody: start it with share=on at its memory backend"
-        ))
     }
 
     /// Looks whether its interface is gone. Returns whether that is news.
@@ -454,7 +359,7 @@ impl Supervisor {
             card.trouble = None;
         }
         let by = process.map_or_else(
-            || "by a process that tasukid does not see".to_owned(),
+            || "a process that tasukid does not see".to_owned(),
             |it| format!("process {} ({})", it.pid, it.program),
         );
         self.note_of_client(number, nic, |label| format!("a program has connected to {label}: {by}"));
@@ -466,9 +371,9 @@ impl Supervisor {
 
     /// Notes this, but not all of programs that come and leave again and again.
     fn note_of_client(&mut self, number: u32, nic: u32, sentence: impl FnOnce(&str) -> String) {
-        let Some(comings) = self.endpoint_of(number, nic).map(|end| &mut end.comings) else { return };
-        let left_out = comings.left_out(now());
-        if !comings.take(now()) {
+        let Some(client_events) = self.endpoint_of(number, nic).map(|end| &mut end.client_events) else { return };
+        let left_out = client_events.left_out(now());
+        if !client_events.take(now()) {
             return;
         }
         let Some(node) = self.workers.get(&number).map(|worker| worker.record.node.clone()) else { return };
@@ -476,147 +381,10 @@ impl Supervisor {
         if let Some(count) = left_out {
             self.note(
                 About::node(&node),
-                format!("programs came to {label} and left {count} times more, which is left out"),
+                format!("{count} events of programs that came to {label} and left are left out"),
             );
         }
         self.note(About::node(&node), sentence(&label));
-    }
-
-    /// Says what was found of the memory of machines.
-    pub(super) fn tell_of_memory(&mut self) {
-        let mut unshared = Vec::new();
-        for (label, end) in &mut self.endpoints {
-            let Some(sentence) = end.unshared() else { continue };
-            if end.look.as_mut().is_some_and(|look| !std::mem::replace(&mut look.was_told, true))
-                && end.comings.take(now())
-            {
-                unshared.push((label.clone(), sentence));
-            }
-        }
-        for (label, sentence) in unshared {
-            if let Some(node) = self.node_at(&label) {
-                self.note(About::node(&node), format!("node {node}: {sentence}"));
-            }
-        }
-    }
-
-    /// Makes a socket again that was deleted: no program finds a listener without its path. Or has a fresh worker serve one
-    /// that was made again. One at a time, when nothing is more urgent.
-    pub(super) fn mend_sockets(&mut self) {
-        if let Some(label) = self.sockets.lost.pop() {
-            return self.make_socket_again(&label);
-        }
-        if let Some((label, node)) = self.unserved() {
-            return self.serve_socket_again(&label, &node);
-        }
-        if self.sockets.look.as_ref().is_some_and(|look| now().saturating_sub(look.begun) < SOCKETS_EVERY) {
-            return;
-        }
-        let found = self.sockets.look.take_if(|look| look.found.get().is_some());
-        for (label, mark) in found.iter().filter_map(|look| look.found.get()).flatten() {
-            let Some(end) = self.endpoints.get_mut(label) else { continue };
-            match *mark == end.mark {
-                true if !end.was_remade => end.lost = None,
-                true => {}
-                false => self.sockets.lost.push(label.clone()),
-            }
-        }
-        if self.sockets.lost.is_empty() && self.sockets.look.is_none() {
-            self.look_at_sockets();
-        }
-    }
-
-    fn look_at_sockets(&mut self) {
-        let paths: Vec<_> =
-            self.endpoints.iter().filter_map(|(label, end)| Some((label.clone(), end.socket()?))).collect();
-        if paths.is_empty() {
-            return;
-        }
-        let found = Arc::new(OnceLock::new());
-        let tell = Arc::clone(&found);
-        let look = move || {
-            let _ = tell.set(paths.into_iter().map(|(label, path)| (label, socket::mark_behind(&path))).collect());
-        };
-        let begun = std::thread::Builder::new().name("sockets".to_owned()).spawn(look);
-        self.sockets.look = begun.ok().map(|_| SocketLook { begun: now(), found });
-    }
-
-    fn make_socket_again(&mut self, label: &str) {
-        let Some(node) = self.node_at(label).filter(|node| self.is_free(node, &[]).is_ok()) else { return };
-        let Some(end) = self.endpoints.get_mut(label).filter(|end| end.not_before <= now()) else { return };
-        match end.make_again() {
-            Ok(()) => {
-                let tells = end.comings.take(now());
-                self.mark_deposit(Key::Endpoint(label.to_owned()));
-                if tells {
-                    let why = format!(
-                        "the socket {label} was deleted, and is there anew; a fresh worker of node {node} takes over, which listens there"
-                    );
-                    self.note(About::node(&node), why);
-                }
-            }
-            Err(error) => {
-                end.not_before = now() + SOCKET_RETRY_PAUSE;
-                let why = format!(
-                    "the socket of node {node} was deleted, so no program can connect to it, and it cannot be made again: {error:#}"
-                );
-                self.has_lost_its_socket(label, &node, why);
-            }
-        }
-    }
-
-    fn has_lost_its_socket(&mut self, label: &str, node: &str, why: String) {
-        if self.endpoints.get_mut(label).is_some_and(|end| is_news(&mut end.lost, &why)) {
-            self.note(About::node(node), why);
-        }
-    }
-
-    /// Returns a socket that was made again and its node, if its driver has the one before.
-    fn unserved(&mut self) -> Option<(String, String)> {
-        let remade: Vec<String> =
-            self.endpoints.iter().filter(|(_, end)| end.was_remade).map(|(label, _)| label.clone()).collect();
-        for label in remade {
-            let Some(node) = self.node_at(&label) else { continue };
-            let card = self.cards.values().find(|card| card.vni().is_some() && card.node == node);
-            let driver = card.and_then(Card::holder).and_then(|holder| self.workers.get(&holder));
-            let (Some(driver), Some(end)) = (driver, self.endpoints.get_mut(&label)) else { continue };
-            if driver.record.endpoint.as_ref().or(end.adopted.as_ref()) == end.mark.as_ref() {
-                (end.was_remade, end.lost) = (false, None);
-            } else if end.not_before <= now() && self.is_deposited(&[Key::Endpoint(label.clone())]) {
-                return Some((label, node));
-            }
-        }
-        None
-    }
-
-    fn serve_socket_again(&mut self, label: &str, node: &str) {
-        if self.is_free(node, &[]).is_err() {
-            return;
-        }
-        if let Some(end) = self.endpoints.get_mut(label) {
-            end.not_before = now() + SOCKET_RETRY_PAUSE;
-        }
-        // A staged worker has begun with the old one. If there is none, that is as well.
-        let _ = self.unstage(node);
-        match self.begin_upgrade(node, Upgrade::default()) {
-            Ok(job) => self.jobs.push(job),
-            Err(refusal) => {
-                let why = crate::api::types::Refused::from(refusal).error;
-                let why = format!("the socket of node {node} was deleted, and no worker serves the new one yet: {why}");
-                self.has_lost_its_socket(label, node, why);
-            }
-        }
-    }
-
-    fn node_at(&self, label: &str) -> Option<String> {
-        let is_its = |node: &&config::Node| node.label().is_some_and(|its| its == label);
-        self.config.node.iter().find(is_its).map(|node| node.name.clone())
-    }
-
-    /// Returns what is wrong with a node's socket, or with the program that is connected there.
-    pub(super) fn trouble_at_socket(&self, name: &str) -> Option<String> {
-        let end = self.endpoints.get(&self.config.node(name)?.endpoint()?.label())?;
-        end.lost.clone().or_else(|| end.unshared().map(|why| format!("node {name}: {why}")))
     }
 
     /// Takes note of whether an end has a client that earlier workers cannot hear of. Those that have the end would serve

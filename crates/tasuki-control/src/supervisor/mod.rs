@@ -21,6 +21,7 @@
 //! - [`trust`]: takes lease pages from nodes that are not trusted any more
 //! - [`nodes`]: adds and removes nodes while the daemon runs
 //! - [`taps`]: the interfaces that network namespaces have instead of NICs
+//! - [`sockets`]: looks after the sockets at which programs connect to nodes
 //! - [`shortcuts`]: how namespaces reach each other past their workers
 //! - [`captures`]: packet captures
 //! - `queues`: interfaces with several queues (a pure part); `drains`: queues that are to go
@@ -56,6 +57,7 @@ pub mod policy;
 mod queues;
 mod requests;
 pub mod shortcuts;
+pub mod sockets;
 pub mod split;
 pub mod staging;
 pub mod taps;
@@ -264,7 +266,7 @@ pub struct Supervisor {
     interfaces_looked_at: Duration,
     vnis: BTreeMap<String, vnis::Net>,
     endpoints: BTreeMap<String, endpoints::Endpoint>,
-    sockets: endpoints::Sockets,
+    sockets: sockets::Sockets,
     leaving: Vec<nodes::Leaving>,
     emptying: Vec<failover::Emptying>,
     deposits: deposits::Deposits,
@@ -373,7 +375,7 @@ impl Supervisor {
             interfaces_looked_at: Duration::ZERO,
             vnis: BTreeMap::new(),
             endpoints: BTreeMap::new(),
-            sockets: endpoints::Sockets::default(),
+            sockets: sockets::Sockets::default(),
             leaving: Vec::new(),
             emptying: Vec::new(),
             deposits: deposits::Deposits::default(),

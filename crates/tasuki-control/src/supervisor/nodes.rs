@@ -141,12 +141,12 @@ impl Supervisor {
                 .map_err(|error| Refusal::conflict(format!("node {name:?} has no TAP {label}: {error}")))?;
             let has_it = |node: &&config::Node| node.tap().is_some_and(|tap| tap.label() == label);
             let others = self.config.node.iter().filter(has_it).map(|node| node.name.clone());
-            tap.instead_for(others.filter(|_| self.taps.contains_key(&label)));
+            tap.makes_stale(others.filter(|_| self.taps.contains_key(&label)));
             self.taps.insert(label, tap).into_iter().for_each(TapEnd::close);
             why.into_iter().for_each(|why| self.note(About::node(&name), why));
         }
         if let Some(tap) = node.tap().and_then(|tap| self.taps.get_mut(&tap.label())) {
-            tap.is_for(&name);
+            tap.is_fresh_for(&name);
         }
         self.make_queue(node)
             .map_err(|error| Refusal::conflict(format!("node {name:?} was not added: {}", why(&error))))?;

@@ -46,8 +46,8 @@ pub struct TapEnd {
     /// The station address that it had when the daemon looked last, if that is not the NIC's, and how often users hear of it.
     other_mac: Option<[u8; 6]>,
     changes: Bucket,
-    /// Nodes whose workers have the interface that was here before, and that was gone.
-    gone_for: BTreeSet<String>,
+    /// Nodes whose workers have the interface in whose place this one came.
+    stale: BTreeSet<String>,
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
 }
@@ -61,8 +61,8 @@ impl TapEnd {
         let on = OnVni::of(node);
         let label = config.label();
         let (veth_end, device, mac, other_mac, made_in, is_gone) = (None, None, None, None, None, false);
-        let (changes, gone_for) = (Bucket::new(CHANGES_AT_ONCE_MAX, CHANGE_EVERY, now()), BTreeSet::new());
-        let tap = TapEnd { config, before, on, veth_end, device, mac, other_mac, changes, gone_for, made_in, is_gone };
+        let (changes, stale) = (Bucket::new(CHANGES_AT_ONCE_MAX, CHANGE_EVERY, now()), BTreeSet::new());
+        let tap = TapEnd { config, before, on, veth_end, device, mac, other_mac, changes, stale, made_in, is_gone };
         Some((label, tap))
     }
 
@@ -74,14 +74,14 @@ impl TapEnd {
         self.config.settings(self.on.as_ref().map(|on| on.mac))
     }
 
-    /// Takes the place of one that is gone, which workers of these nodes have.
-    pub fn instead_for(&mut self, nodes: impl Iterator<Item = String>) {
-        self.gone_for.extend(nodes);
+    /// Takes note of nodes whose workers have the interface in whose place this one came.
+    pub fn makes_stale(&mut self, nodes: impl Iterator<Item = String>) {
+        self.stale.extend(nodes);
     }
 
-    /// Is the one of this node's next workers.
-    pub fn is_for(&mut self, node: &str) {
-        self.gone_for.remove(node);
+    /// Takes note that this node is made anew, and its workers get this one.
+    pub fn is_fresh_for(&mut self, node: &str) {
+        self.stale.remove(node);
     }
 
     /// Goes by other settings of its node.
@@ -332,13 +332,13 @@ impl Supervisor {
             let why = self.why_without_interface(&node);
             why.into_iter().for_each(|why| self.note(About::node(&node), why));
         }
-        for why in strange.iter().filter_map(|label| self.why_unheard(label)).collect::<Vec<_>>() {
+        for why in strange.iter().filter_map(|label| self.why_filtered(label)).collect::<Vec<_>>() {
             self.note(About::default(), why);
         }
     }
 
     /// Returns a sentence if a TAP has another station address than its NIC.
-    fn why_unheard(&self, label: &str) -> Option<String> {
+    fn why_filtered(&self, label: &str) -> Option<String> {
         let tap = self.taps.get(label)?;
         let [other, mac] = [tap.other_mac?, tap.mac?].map(StationAddress);
         Some(format!(
@@ -348,15 +348,15 @@ impl Supervisor {
     }
 
     /// Returns the same for the TAP of a node.
-    pub(super) fn why_unheard_at(&self, node: &str) -> Option<String> {
-        self.why_unheard(&self.config.tap(node)?.label())
+    pub(super) fn why_filtered_at(&self, node: &str) -> Option<String> {
+        self.why_filtered(&self.config.tap(node)?.label())
     }
 
     /// Returns a sentence if the node's interface is gone.
     pub(super) fn why_without_interface(&self, name: &str) -> Option<String> {
         let node = self.config.node(name)?;
         let label = node.label()?;
-        let is_gone = self.taps.get(&label).is_some_and(|tap| tap.is_gone || tap.gone_for.contains(name))
+        let is_gone = self.taps.get(&label).is_some_and(|tap| tap.is_gone || tap.stale.contains(name))
             || self.endpoints.get(&label).is_some_and(|endpoint| endpoint.is_gone);
         let remedy = match self.by_hand.contains(name) {
             true => format!("remove the node (tasuki node remove {name}) and add it again"),

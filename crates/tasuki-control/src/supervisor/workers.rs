@@ -228,7 +228,7 @@ impl Supervisor {
         let dies = || policy::trouble(&node.deaths, now()).map(|trouble| in_words(name, trouble));
         self.why_without_interface(name)
             .or_else(|| self.trouble_at_socket(name))
-            .or_else(|| self.why_unheard_at(name))
+            .or_else(|| self.why_filtered_at(name))
             .or_else(|| node.trouble.clone())
             .or_else(dies)
     }

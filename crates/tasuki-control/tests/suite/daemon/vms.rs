@@ -137,6 +137,27 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     world.end();
 }
 
+/// A process that may use the socket does not push all else out of the events, row: T121
+#[test]
+fn of_programs_that_come_and_leave_all_the_time_users_hear_of_some() {
+    let Some(world) = World::alone() else { return };
+    let socket = world.rig.path("vm.sock");
+    world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
+    world.rig.await_pair("vm");
+    for _ in 0..20 {
+        let machine = UnixStream::connect(&socket).expect("it is served");
+        until(&world.rig, "it is there", || state(&world) == "connected");
+        drop(machine);
+        until(&world.rig, "it is away", || state(&world) == "away");
+    }
+    let said = world.rig.ask(&["events"]);
+    let heard = |part| said.matches(part).count();
+    let count = heard("a program has connected") + heard("the program at");
+    // Twenty at once, and one in ten seconds.
+    assert!((20..30).contains(&count), "{count}: {said}");
+    world.end();
+}
+
 /// A daemon that stood still hears at once what a worker has said meanwhile, and that is not too often.
 #[test]
 fn a_worker_is_not_ended_for_what_it_said_while_the_daemon_stood_still() {
