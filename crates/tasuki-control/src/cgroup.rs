@@ -251,6 +251,12 @@ impl Groups {
         group.insert(self.node(name, bounds)?).child(child)
     }
 
+    /// Removes the group of a node, as far as it has no process.
+    pub fn remove_node(&self, name: &str) {
+        let its = self.hierarchies.iter().map(|it| of(&it.own, &self.id).join(format!("node-{name}")));
+        its.for_each(|path| remove_empty(&path, 3));
+    }
+
     /// Removes groups without processes: this daemon's, and those of others that have ended.
     pub fn sweep(&self) {
         for it in &self.hierarchies {

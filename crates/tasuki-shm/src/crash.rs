@@ -2,21 +2,22 @@
 //! or a replacement.
 //!
 //! `TASUKI_CRASH=name:n` in the environment makes the process kill itself (SIGKILL) when it passes the crash point
-//! `name` for the n-th time. Without the feature `crash-points`, which no shipped build has, a crash point does
-//! nothing.
+//! `name` for the n-th time. `TASUKI_STALL=name:path` makes a thread wait there as long as there is a file at `path`, as
+//! if the kernel kept it waiting. Without the feature `crash-points`, which no shipped build has, a crash point does nothing.
 
 /// Marks a crash point. Does nothing in this build.
 #[cfg(not(feature = "crash-points"))]
 #[inline(always)]
 pub fn point(_name: &'static str) {}
 
-/// Marks a crash point. Kills the process if `TASUKI_CRASH` asks for it.
+/// Marks a crash point. Kills the process if `TASUKI_CRASH` asks for it, and waits if `TASUKI_STALL` does.
 #[cfg(feature = "crash-points")]
 pub fn point(name: &'static str) {
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
     static PLAN: OnceLock<Option<(String, u64)>> = OnceLock::new();
+    static STALL: OnceLock<Option<(String, std::path::PathBuf)>> = OnceLock::new();
     static PASSES: AtomicU64 = AtomicU64::new(0);
     let plan = PLAN.get_or_init(|| {
         let plan = std::env::var("TASUKI_CRASH").ok()?;
@@ -30,6 +31,16 @@ pub fn point(name: &'static str) {
         // The signal is on its way; this thread must do nothing more.
         loop {
             std::hint::spin_loop();
+        }
+    }
+    let stall = STALL.get_or_init(|| {
+        let stall = std::env::var("TASUKI_STALL").ok()?;
+        let (name, path) = stall.split_once(':')?;
+        Some((name.to_owned(), path.into()))
+    });
+    if let Some((_, path)) = stall.as_ref().filter(|(place, _)| place == name) {
+        while path.exists() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
     }
 }

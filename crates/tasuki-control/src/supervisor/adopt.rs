@@ -333,6 +333,7 @@ impl Supervisor {
             return;
         }
         self.adopting = false;
+        self.nodes.values_mut().for_each(|node| node.group = None);
         // Drop the keeper's entries that no worker has claimed.
         self.mark_all_deposits();
         crash::point("daemon.adopting");

@@ -565,9 +565,9 @@ impl Supervisor {
             tap.set(new);
         }
         self.reconcile_shortcuts();
-        let node = self.nodes.get_mut(name).context("there is no such node")?;
         // It waits in a jail that was made for the old settings.
-        node.jail.forget_cell();
+        self.cells.forget_cells(name);
+        let node = self.nodes.get_mut(name).context("there is no such node")?;
         if !was_same_work {
             // One kind of work does not understand the memory of another.
             node.program_state = Words::create("tasuki program state", super::PROGRAM_STATE_LEN)?;

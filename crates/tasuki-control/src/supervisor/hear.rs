@@ -332,10 +332,7 @@ impl Supervisor {
         self.cards.values_mut().for_each(|card| card.forget_memory_of(number));
         let how = worker.process.ended();
         // Kill all processes that the worker has started.
-        if let Some(group) = &worker.group {
-            let _ = group.kill();
-            group.remove();
-        }
+        worker.group.take().into_iter().for_each(|group| self.cells.remove(group));
         let node_name = worker.record.node.clone();
         let _ = std::fs::remove_file(&worker.record.socket);
         super::lines::forget(&worker.record.socket);

@@ -2,32 +2,25 @@
 //! kernel confirms the confinement.
 
 use std::collections::BTreeSet;
-use std::ffi::OsString;
 use std::io::Read;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use tasuki_relay::message::{self, Begin};
 use tasuki_shm::crash;
 use tasuki_tap::namespace::Unnamed;
 
-use super::lines::Lines;
 use super::worker::{Stage, Worker};
-use super::{About, Supervisor, Token, epoll_add, is_news, now};
+use super::{About, Supervisor, is_news};
 use crate::cgroup::{Bounds, Group, Groups};
-use crate::channel;
 use crate::config::Confine;
 use crate::jail::{self, Says, Terms};
-use crate::process::Process;
-use crate::spawn::Program;
 
 /// Bytes of a jail's messages that the daemon reads.
 const SAYS_MAX: usize = 16 << 10;
-/// Pause before a node gets another waiting process, after one has ended by itself.
-const CELL_PAUSE: Duration = Duration::from_secs(1);
 
 /// The messages a worker gets once it is confined.
 #[derive(Debug)]
@@ -51,79 +44,6 @@ pub struct Jailing {
     terms: Terms,
     /// Set once the kernel has been asked about the terms: a sentence for each that does not hold.
     verified: Option<Vec<String>>,
-}
-
-/// The means to start a process, except its standard input and error.
-#[derive(Debug)]
-struct Start {
-    /// Path and arguments.
-    command: (PathBuf, Vec<OsString>),
-    /// Its standard output.
-    stdout: OwnedFd,
-    /// Its jail, if it begins in one.
-    jailing: Option<Jailing>,
-    group: Option<Group>,
-}
-
-/// A process for a worker with this number, and its resources from the beginning.
-#[derive(Debug)]
-pub struct Cell {
-    /// Number of the worker.
-    pub number: u32,
-    pub process: Process,
-    /// The daemon's end of its standard input.
-    pub socket: OwnedFd,
-    /// Path at which a later daemon finds it.
-    pub path: PathBuf,
-    /// The socket that listens at that path.
-    pub listener: OwnedFd,
-    /// See [`Worker`].
-    pub lines: Option<Lines>,
-    /// See [`Worker`].
-    pub jailing: Option<Jailing>,
-    /// See [`Worker`].
-    pub group: Option<Group>,
-    /// Bytes it may lock.
-    pub memlock: u64,
-}
-
-impl Cell {
-    /// Ends a process that was told no program.
-    fn end(self) {
-        let Cell { mut process, path, group, .. } = self;
-        process.kill();
-        process.ended();
-        group.iter().for_each(Group::remove);
-        let _ = std::fs::remove_file(&path);
-        super::lines::forget(&path);
-    }
-}
-
-/// Resources that the processes of a node share.
-#[derive(Debug, Default)]
-pub struct NodeJail {
-    /// The group that bounds them.
-    group: Option<Group>,
-    /// An empty network.
-    network: Option<Unnamed>,
-    /// A process in its jail that waits for a program.
-    cell: Option<Cell>,
-    /// Earliest time for the next such process.
-    not_before: Duration,
-}
-
-impl NodeJail {
-    /// Ends the process that waits for a program: it was made for other settings.
-    pub fn forget_cell(&mut self) {
-        self.cell.take().into_iter().for_each(Cell::end);
-    }
-}
-
-impl Drop for NodeJail {
-    fn drop(&mut self) {
-        self.forget_cell();
-        self.group.iter().for_each(Group::remove);
-    }
 }
 
 impl Supervisor {
@@ -162,10 +82,11 @@ impl Supervisor {
     /// nodes' groups, and the processes it starts follow it.
     pub(super) fn find_groups(&mut self, named: Option<PathBuf>) {
         let id = format!("{:08x}", crc32c::crc32c(self.place.folder().as_os_str().as_encoded_bytes()));
-        let groups = self.groups.insert(Groups::find(&id, named.as_deref()));
+        let groups = self.groups.insert(Arc::new(Groups::find(&id, named.as_deref())));
         if self.config.daemon.confine != Confine::Off && named.is_none() {
             groups.enter_daemon_group();
         }
+        self.cells.use_groups(Arc::clone(groups));
     }
 
     /// Returns the bounds on a node's processes together.
@@ -175,53 +96,51 @@ impl Supervisor {
         Some(Bounds { cpus, ..node.bounds() })
     }
 
-    /// Applies a new division of CPUs among the nodes.
-    pub(super) fn apply_cpu_division(&mut self) {
-        self.nodes.values_mut().for_each(|node| node.jail.group = None);
-        let workers = self.workers.values().filter(|worker| worker.group.is_some());
-        let workers: Vec<_> = workers.map(|worker| (worker.record.party, worker.process.name().pid)).collect();
-        for (number, pid) in workers {
-            let node = self.workers[&number].record.node.clone();
-            let group = self.group_for(&node, number).ok().filter(|group| group.add(pid).is_ok());
-            if let (Some(worker), Some(group)) = (self.workers.get_mut(&number), group) {
-                worker.group = Some(group);
-            }
+    /// Returns the bounds that count: none, if workers are not confined.
+    pub(super) fn bounds_in_force(&self, name: &str) -> Option<Bounds> {
+        match self.config.daemon.confine {
+            Confine::Off => Some(Bounds::default()),
+            Confine::Strict | Confine::BestEffort => self.bounds_of(name),
         }
     }
 
-    /// Returns the control group of a worker, in its node's.
-    fn group_for(&mut self, name: &str, number: u32) -> std::io::Result<Group> {
+    /// Applies a new division of CPUs among the nodes.
+    pub(super) fn apply_cpu_division(&mut self) {
+        self.cells.pin(&self.housekeeping_cpus);
+        let workers = self.workers.iter().filter(|(_, worker)| worker.group.is_some());
+        let workers: Vec<u32> = workers.map(|(number, _)| *number).collect();
+        workers.into_iter().for_each(|number| self.order_move(number));
+    }
+
+    /// Returns the control group of an earlier daemon's worker, in its node's.
+    fn group_of_before(&mut self, name: &str, number: u32) -> std::io::Result<Group> {
         let none = || std::io::Error::other("there is no such node");
-        let bounds = match self.config.daemon.confine {
-            Confine::Off => Bounds::default(),
-            Confine::Strict | Confine::BestEffort => self.bounds_of(name).ok_or_else(none)?,
-        };
+        let bounds = self.bounds_in_force(name).ok_or_else(none)?;
         let groups = self.groups.as_ref().ok_or_else(none)?;
-        let jail = &mut self.nodes.get_mut(name).ok_or_else(none)?.jail;
-        groups.child(&mut jail.group, name, &bounds, &format!("worker-{number}"))
+        let group = &mut self.nodes.get_mut(name).ok_or_else(none)?.group;
+        groups.child(group, name, &bounds, &format!("worker-{number}"))
     }
 
     /// Puts an earlier daemon's worker into its group, unless it is there already.
     pub(super) fn regroup(&mut self, number: u32) {
         let Some(worker) = self.workers.get(&number) else { return };
         let (node, pid) = (worker.record.node.clone(), worker.process.name().pid);
-        let Ok(group) = self.group_for(&node, number) else { return };
+        let Ok(group) = self.group_of_before(&node, number) else { return };
         let is_there = group.processes().is_ok_and(|there| there.contains(&pid)) || group.add(pid).is_ok();
         if let (true, Some(worker)) = (is_there, self.workers.get_mut(&number)) {
             worker.group = Some(group);
         }
     }
 
-    /// Returns the terms a fresh worker of this node starts under, and its control group.
-    fn terms_for(&mut self, name: &str, number: u32) -> Result<(Terms, Option<Group>)> {
+    /// Returns the terms a fresh worker of this node starts under. The thread that makes its process adds the network
+    /// and the control groups.
+    pub(super) fn terms_for(&mut self, name: &str) -> Result<Terms> {
         let config = self.config.node(name).context("there is no such node")?;
         let (urgent, reads) = (config.nice() < 0, config.program().map(|program| program.files.clone()));
-        let bounds = self.bounds_of(name).context("there is no such node")?;
         let strict = self.config.daemon.confine == Confine::Strict;
         let uid = self.uid_of(name);
-        let is_root = rustix::process::geteuid().is_root();
         let mut lacks = Vec::new();
-        if !is_root {
+        if !rustix::process::geteuid().is_root() {
             lacks.push(
                 "it has tasukid's own user and network: it can open files for writing that it was lent to read, and the system-call filter alone bars sockets in the file system (start tasukid as root)".to_owned(),
             );
@@ -230,31 +149,17 @@ impl Supervisor {
                 "there are fewer users than nodes; name more with uids = \"FIRST-LAST\" under [daemon]".to_owned(),
             );
         }
-        let group = self.group_for(name, number);
-        let group = group.map_err(|error| lacks.push(format!("it has no control group ({error})"))).ok();
-        let missing = self.groups.iter().flat_map(|groups| groups.lacks(&bounds));
-        lacks.extend(missing.map(|lack| format!("this machine has no {lack} for tasukid")));
-        let jail = &mut self.nodes.get_mut(name).context("there is no such node")?.jail;
-        if is_root && jail.network.is_none() {
-            match Unnamed::new() {
-                Ok(network) => jail.network = Some(network),
-                Err(error) => lacks.push(format!("it is in the machine's network ({error})")),
-            }
-        }
-        let network = jail.network.as_ref().map(path_of);
-        let doors = group.as_ref().map(Group::doors).unwrap_or_default();
-        let terms = Terms {
+        Ok(Terms {
             program: None,
             uid,
-            network,
-            doors,
+            network: None,
+            doors: Vec::new(),
             urgent,
             reads: reads.unwrap_or_default(),
             devices: Vec::new(),
             strict,
             lacks,
-        };
-        Ok((terms, group))
+        })
     }
 
     /// Builds the command that starts an opener or a model of a card: as a user of the card's own. An opener of the
@@ -300,97 +205,9 @@ impl Supervisor {
         Ok((command, Some(terms)))
     }
 
-    /// Returns the means to start a worker. Without a jail the process is this program at once.
-    fn start_for(&mut self, name: &str, number: u32, program: &Path) -> Result<Start> {
-        if self.config.daemon.confine == Confine::Off {
-            let stdout = nowhere()?;
-            // Without a freezer a fence waits for the end of each process.
-            let group = self.group_for(name, number).ok();
-            return Ok(Start { command: (program.to_owned(), vec!["worker".into()]), stdout, jailing: None, group });
-        }
-        let (terms, group) = self.terms_for(name, number)?;
-        let (output, stdout) = std::io::pipe().context("the kernel has no pipes left")?;
-        rustix::io::ioctl_fionbio(&output, true).context("the kernel has no pipes left")?;
-        let command = ("/proc/self/exe".into(), vec![jail::WORD.into(), serde_json::to_string(&terms)?.into()]);
-        let jailing = Some(Jailing { output, received: Vec::new(), terms, verified: None });
-        Ok(Start { command, stdout: stdout.into(), jailing, group })
-    }
-
-    /// Returns a process for the node's next worker: the waiting one, or a fresh one. Without a jail it is this
-    /// program at once.
-    pub(super) fn process_for(&mut self, name: &str, program: &Path) -> Result<Cell> {
-        let waiting = self.nodes.get_mut(name).and_then(|node| node.jail.cell.take());
-        waiting.map_or_else(|| self.begin_process(name, program), Ok)
-    }
-
-    fn begin_process(&mut self, name: &str, program: &Path) -> Result<Cell> {
-        let number = self.next_party();
-        let path = self.place.worker_socket(number);
-        let listener = channel::listen(&path).with_context(|| format!("{} cannot be listened at", path.display()))?;
-        let (socket, theirs) = channel::pair().context("the kernel has no sockets left")?;
-        let Start { command: (file, args), stdout, jailing, group } = self.start_for(name, number, program)?;
-        // A worker starts even if there is no room for its log.
-        let (lines, stderr) = match Lines::create(&path) {
-            Ok((lines, its)) => (Some(lines), its.into()),
-            Err(_) => (None, nowhere()?),
-        };
-        let started = Process::start(&Program { path: file, args, stdio: [theirs, stdout, stderr] }, group.as_ref());
-        let (process, is_there) = match started.with_context(|| format!("{} does not start", program.display())) {
-            Ok(started) => started,
-            Err(error) => {
-                group.iter().for_each(Group::remove);
-                let _ = std::fs::remove_file(&path);
-                super::lines::forget(&path);
-                return Err(error);
-            }
-        };
-        // On a machine with version 1 alone, the jail enters the group by its doors.
-        let enters = |group: &Group| group.birthplace().is_none() || group.add(process.name().pid).is_ok();
-        let group = group.filter(|group| is_there || jailing.is_some() && enters(group));
-        let memlock = self.memlock(process.name().pid);
-        epoll_add(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
-        if let Some(jailing) = &jailing {
-            epoll_add(&self.epoll, jailing.output.as_fd(), Token::JailReadable(number))?;
-        }
-        Ok(Cell { number, process, socket, path, listener, lines, jailing, group, memlock })
-    }
-
-    /// Has a process wait in its node's jail, so that the next worker need not wait for that.
-    pub(super) fn prestart(&mut self, name: &str) {
-        let Some(node) = self.nodes.get(name) else { return };
-        if self.config.daemon.confine == Confine::Off || node.jail.cell.is_some() || node.jail.not_before > now() {
-            return;
-        }
-        let begun = self.begin_process(name, Path::new(""));
-        let Some(node) = self.nodes.get_mut(name) else { return };
-        match begun {
-            Ok(cell) => node.jail.cell = Some(cell),
-            // A worker that starts without it reports why.
-            Err(error) => tracing::debug!("no cell for node {name}: {error:#}"),
-        }
-    }
-
-    /// Returns the numbers of the waiting processes.
-    pub(super) fn cells(&self) -> impl Iterator<Item = u32> + '_ {
-        self.nodes.values().filter_map(|node| Some(node.jail.cell.as_ref()?.number))
-    }
-
-    /// Handles the end of a waiting process. Returns whether there was one of this number.
-    pub(super) fn cell_ended(&mut self, number: u32) -> bool {
-        let is_it = |cell: &Cell| cell.number == number;
-        let jails = self.nodes.values_mut().map(|node| &mut node.jail);
-        let Some(jail) = { jails }.find(|jail| jail.cell.as_ref().is_some_and(is_it)) else { return false };
-        // A worker that starts without one reports why that cannot be.
-        jail.not_before = now() + CELL_PAUSE;
-        jail.forget_cell();
-        true
-    }
-
     /// Handles a jail that has said something, has become the program, or has ended.
     pub(super) fn on_jail_readable(&mut self, number: u32) {
-        let waiting = self.nodes.values_mut().filter_map(|node| node.jail.cell.as_mut());
-        let cell = { waiting }.find(|cell| cell.number == number);
-        let (jailing, pid) = match (cell, self.workers.get_mut(&number)) {
+        let (jailing, pid) = match (self.cells.cell(number), self.workers.get_mut(&number)) {
             (Some(cell), _) => (&mut cell.jailing, cell.process.name().pid),
             (None, Some(worker)) => (&mut worker.jailing, worker.process.name().pid),
             (None, None) => return,
@@ -452,7 +269,7 @@ impl Supervisor {
 }
 
 /// Returns the path at which a process that the daemon starts finds the network.
-fn path_of(network: &Unnamed) -> PathBuf {
+pub(super) fn path_of(network: &Unnamed) -> PathBuf {
     format!("/proc/{}/fd/{}", std::process::id(), network.as_fd().as_raw_fd()).into()
 }
 
@@ -463,6 +280,16 @@ pub(super) fn nowhere() -> Result<OwnedFd> {
 }
 
 impl Jailing {
+    /// Creates that of a process with this standard output, which starts under these terms.
+    pub(super) fn new(output: std::io::PipeReader, terms: Terms) -> Self {
+        Jailing { output, received: Vec::new(), terms, verified: None }
+    }
+
+    /// Returns its standard output, until it becomes the program.
+    pub(super) fn output(&self) -> BorrowedFd<'_> {
+        self.output.as_fd()
+    }
+
     /// Reads the jail's new messages. Returns whether none will follow.
     fn read(&mut self) -> bool {
         let mut text = [0; 1024];

@@ -18,6 +18,7 @@ use tasuki_shm::crash;
 use super::card::Card;
 use super::deeds::time;
 use super::door::{Answer, Refusal};
+use super::staging::FileName;
 use super::worker::Worker;
 use super::{About, Supervisor, now};
 use crate::api::types::{DriverStateBy, Give, Inflight, Relayed, Settled, Upgrade};
@@ -62,8 +63,10 @@ pub struct Job {
     fenced_node: Option<String>,
     /// The worker that is to have the NICs.
     pub target: u32,
-    /// For an upgrade: another program.
+    /// For an upgrade: another program. For a staging: the program.
     with: Option<PathBuf>,
+    /// `Some` while the process of its worker is being made; inside, the file that is to be staged.
+    awaits: Option<Option<FileName>>,
     /// NICs still to be relayed.
     todo: VecDeque<u32>,
     /// `Some` once the arbiter of the first NIC was asked; inside, the worker that drove then.
@@ -99,6 +102,7 @@ impl Job {
             fenced_node: None,
             target,
             with: None,
+            awaits: None,
             todo,
             asked: None,
             asked_for: None,
@@ -124,9 +128,10 @@ impl Job {
         Job::new(Purpose::Mend, node, to, nics)
     }
 
-    /// Creates a job that gets a worker ready for these NICs.
-    pub fn staging(node: &str, worker: u32, nics: VecDeque<u32>) -> Self {
-        Job::new(Purpose::Stage, node, worker, nics)
+    /// Creates a job that gets a worker of this program ready for these NICs. If there is no `worker` yet,
+    /// [`Supervisor::start_target`] starts one.
+    pub fn staging(node: &str, worker: Option<u32>, program: PathBuf, nics: VecDeque<u32>) -> Self {
+        Job { with: Some(program), ..Job::new(Purpose::Stage, node, worker.unwrap_or(NO_WORKER), nics) }
     }
 
     /// Returns the node that is to have the NICs.
@@ -253,10 +258,35 @@ impl Supervisor {
             node.mending = Default::default();
         }
         let staged = self.staged_as(node, &self.program_of(node, with.clone()));
-        let started = staged.map_or_else(|| self.start_worker(node, with.clone(), true), Ok);
-        let target =
-            started.map_err(|error| Refusal::conflict(format!("no fresh worker for node {node}: {error:#}")))?;
-        Ok(Job { with, store: state == Some(DriverStateBy::Store), ..Job::new(Purpose::Upgrade, node, target, nics) })
+        let job = Job::new(Purpose::Upgrade, node, staged.unwrap_or(NO_WORKER), nics);
+        let job = Job { with, store: state == Some(DriverStateBy::Store), ..job };
+        if staged.is_some() {
+            return Ok(job);
+        }
+        self.start_target(job, None)
+            .map_err(|error| Refusal::conflict(format!("no fresh worker for node {node}: {error:#}")))
+    }
+
+    /// Gives a job its fresh worker, or has it wait for the worker's process. `staged` is the file that is to be staged.
+    ///
+    /// # Errors
+    /// No worker can start.
+    pub(super) fn start_target(&mut self, job: Job, staged: Option<FileName>) -> anyhow::Result<Job> {
+        let target = self.start_fresh(&job.node, job.with.clone(), staged)?;
+        Ok(Job { target: target.unwrap_or(NO_WORKER), awaits: target.is_none().then_some(staged), ..job })
+    }
+
+    fn start_fresh(
+        &mut self,
+        node: &str,
+        with: Option<PathBuf>,
+        staged: Option<FileName>,
+    ) -> anyhow::Result<Option<u32>> {
+        let target = self.start_worker(node, with, true)?;
+        if let (Some(target), Some(_)) = (target, staged) {
+            self.is_staged(target, staged);
+        }
+        Ok(target)
     }
 
     fn begin_give(&mut self, nic: &str, give: &Give) -> Result<Job, Refusal> {

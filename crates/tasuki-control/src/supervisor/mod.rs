@@ -7,6 +7,7 @@
 //! - [`deposits`]: descriptors that outlive the daemon, held by the keeper
 //! - [`bundles`]: descriptors that workers send
 //! - [`workers`]: gives nodes the workers they should have
+//! - [`cells`]: makes processes for workers, in a thread of its own
 //! - [`jails`]: the confinement a worker's process starts under
 //! - [`lines`]: workers' output on standard error
 //! - [`jobs`]: upgrades and handovers on request
@@ -37,6 +38,7 @@ pub mod apply;
 pub mod bundles;
 pub mod captures;
 pub mod card;
+pub mod cells;
 pub mod closing;
 pub mod deeds;
 pub mod deposits;
@@ -72,6 +74,7 @@ use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -81,7 +84,7 @@ use rustix::time::{ClockId, clock_gettime};
 use tasuki_relay::arbiter;
 use tasuki_shm::crash;
 
-use crate::cgroup::Groups;
+use crate::cgroup::{Group, Groups};
 use crate::config::Config;
 use crate::housekeeping_cpus;
 use crate::place::Place;
@@ -134,6 +137,7 @@ enum Token {
     Requests,
     Signal,
     Hangup,
+    Cells,
     WorkerStderr(u32),
 }
 
@@ -152,6 +156,7 @@ impl Token {
             Token::WorkerStderr(id) => (9, id),
             Token::KeeperReadable => (10, 0),
             Token::Hangup => (11, 0),
+            Token::Cells => (12, 0),
         };
         epoll::EventData::new_u64(kind << 32 | u64::from(id))
     }
@@ -172,6 +177,7 @@ impl Token {
             9 => Token::WorkerStderr(id),
             10 => Token::KeeperReadable,
             11 => Token::Hangup,
+            12 => Token::Cells,
             _ => return None,
         })
     }
@@ -188,7 +194,8 @@ struct Node {
     trouble: Option<String>,
     /// Attempts to mend a split; uplinks only.
     mending: split::Mending,
-    jail: jails::NodeJail,
+    /// The group that bounds its processes, while workers of an earlier daemon are sought.
+    group: Option<Group>,
 }
 
 impl Node {
@@ -197,15 +204,7 @@ impl Node {
         let program_state =
             Words::create("tasuki program state", PROGRAM_STATE_LEN).context("no memory for a node's program state")?;
         let (deaths, not_before, trouble) = (Vec::new(), Duration::ZERO, None);
-        Ok(Node {
-            record,
-            program_state,
-            deaths,
-            not_before,
-            trouble,
-            mending: split::Mending::default(),
-            jail: jails::NodeJail::default(),
-        })
+        Ok(Node { record, program_state, deaths, not_before, trouble, mending: split::Mending::default(), group: None })
     }
 }
 
@@ -255,7 +254,8 @@ pub struct Supervisor {
     /// An empty network namespace for openers and models.
     empty_netns: Option<tasuki_tap::namespace::Unnamed>,
     /// Control groups; [`Supervisor::begin`] looks for them.
-    groups: Option<Groups>,
+    groups: Option<Arc<Groups>>,
+    cells: cells::Cells,
     workers: BTreeMap<u32, Worker>,
     cards: BTreeMap<u32, Card>,
     nodes: BTreeMap<String, Node>,
@@ -366,6 +366,7 @@ impl Supervisor {
             exit_watch: ExitWatch::new()?,
             empty_netns: None,
             groups: None,
+            cells: cells::Cells::begin()?,
             workers: BTreeMap::new(),
             cards: BTreeMap::new(),
             nodes: BTreeMap::new(),
@@ -405,6 +406,7 @@ impl Supervisor {
         epoll_add(&supervisor.epoll, supervisor.signals.as_fd(), Token::Signal)?;
         epoll_add(&supervisor.epoll, supervisor.hangups.as_fd(), Token::Hangup)?;
         epoll_add(&supervisor.epoll, supervisor.exit_watch.fd(), Token::ExitMarks)?;
+        epoll_add(&supervisor.epoll, supervisor.cells.bell().as_fd(), Token::Cells)?;
         supervisor.find_groups(groups);
         let found = supervisor.find_or_start_keeper()?;
         let is_empty = found.is_empty();
@@ -439,8 +441,8 @@ impl Supervisor {
                     self.close_endpoints();
                     self.close_taps();
                     self.end_keeper();
-                    self.nodes.clear();
-                    self.groups.iter().for_each(Groups::sweep);
+                    self.cells.end(self.nodes.keys());
+                    self.groups.iter().for_each(|groups| groups.sweep());
                 }
                 self.flush();
                 if let Ended::Replaced(_) = ended {
@@ -488,6 +490,7 @@ impl Supervisor {
                 );
                 self.note(About::default(), sentence);
             }
+            Token::Cells => self.on_cells(),
             Token::Hangup => {
                 // Several are one.
                 let _ = (&self.hangups).read(&mut [0; 64]);
@@ -589,7 +592,7 @@ impl Supervisor {
             .workers
             .keys()
             .copied()
-            .chain(self.cells())
+            .chain(self.cells.numbers())
             .chain(self.cards.values().filter_map(|card| Some(card.opened.as_ref()?.made_by)))
             .collect();
         let free = |party: u32| taken.iter().all(|other| iova_of(*other) != iova_of(party));
@@ -669,6 +672,7 @@ mod tests {
             Token::Requests,
             Token::Signal,
             Token::Hangup,
+            Token::Cells,
             Token::WorkerStderr(7),
         ];
         assert!(all.iter().all(|token| Token::from_data(token.to_data()) == Some(*token)));

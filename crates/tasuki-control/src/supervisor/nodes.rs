@@ -318,6 +318,7 @@ impl Supervisor {
                 self.mark_deposit(Key::Card(nic));
             }
             self.nodes.remove(&name);
+            self.cells.forget_node(&name);
             self.mark_deposit(Key::ProgramState(name.clone()));
             if let Some(at) = self.config.node.iter().position(|node| node.name == name) {
                 let node = self.config.node.remove(at);

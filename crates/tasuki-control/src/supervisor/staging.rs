@@ -63,18 +63,13 @@ impl Supervisor {
         if there.is_none() {
             self.end_staged(node);
         }
-        let worker = match there {
-            Some(worker) => worker,
-            None => {
-                let failed =
-                    |error: anyhow::Error| Refusal::conflict(format!("nothing is staged for node {node}: {error:#}"));
-                let file = FileName::of(&binary).map_err(|error| failed(error.into()))?;
-                let worker = self.start_worker(node, Some(binary), true).map_err(failed)?;
-                self.is_staged(worker, Some(file));
-                worker
-            }
-        };
-        Ok(Job::staging(node, worker, nics))
+        let job = Job::staging(node, there, binary.clone(), nics);
+        if there.is_some() {
+            return Ok(job);
+        }
+        let failed = |error: anyhow::Error| Refusal::conflict(format!("nothing is staged for node {node}: {error:#}"));
+        let file = FileName::of(&binary).map_err(|error| failed(error.into()))?;
+        self.start_target(job, Some(file)).map_err(failed)
     }
 
     /// Returns whether a worker is staged, and no upgrade has taken it.

@@ -16,10 +16,11 @@ use tasuki_shm::crash;
 
 use super::card::LeasePage;
 use super::card::Opening;
+use super::cells::Cell;
 use super::deeds::{FROZEN_TIME_MAX, party};
 use super::deposits::Key;
 use super::door::why;
-use super::jails::{Cell, FirstMessage};
+use super::jails::FirstMessage;
 use super::policy::{self, Death, Trouble};
 use super::worker::{Readiness, Stage, Words, Worker, why_missed};
 use super::{About, Supervisor, Token, WORKER_TIMEOUT, epoll_add, iova_of, is_news, now, split};
@@ -71,14 +72,14 @@ impl Supervisor {
             self.retire_surplus(name);
             self.mend(name);
         }
-        // Starting a process takes this loop longer than everything else it does. So it starts none while a NIC
-        // waits for a driver. Nor does it when a worker has closed its end: a dying process does so a moment before
+        // Starting a process takes a CPU milliseconds. So none is started while a NIC waits for a driver. Nor does it when a worker has closed its end: a dying process does so a moment before
         // its pidfd reports the death.
         let is_calm =
             |card: &super::card::Card| card.arbiter.is_none() || card.is_settled() || card.waits_for_no_driver();
         if self.cards.values().all(is_calm) && self.workers.values().all(|worker| worker.hung_up_since.is_none()) {
             names.iter().for_each(|name| self.start_missing_workers(name));
             self.mend_sockets();
+            self.tell_of_late_cells();
             if self.jobs.is_empty() && self.workers.values().all(Worker::serves) {
                 names.iter().for_each(|name| self.prestart(name));
             }
@@ -191,8 +192,10 @@ impl Supervisor {
             if self.is_awaited(name) {
                 return;
             }
-            if let Err(error) = self.start_worker(name, None, false) {
-                return self.did_not_start(name, &error);
+            match self.start_worker(name, None, false) {
+                Ok(Some(_)) => {}
+                Ok(None) => return,
+                Err(error) => return self.did_not_start(name, &error),
             }
         }
     }
@@ -256,8 +259,12 @@ impl Supervisor {
         self.config.daemon.worker.clone().unwrap_or_else(|| self.programs.worker.clone())
     }
 
-    /// Starts a worker for a node, and sends its first message once the process is confined.
-    pub(super) fn start_worker(&mut self, name: &str, binary: Option<PathBuf>, wanted: bool) -> Result<u32> {
+    /// Starts a worker for a node, and sends its first message once the process is confined. Returns its number; `None` if
+    /// its process is still being made.
+    ///
+    /// # Errors
+    /// It cannot start as things are.
+    pub(super) fn start_worker(&mut self, name: &str, binary: Option<PathBuf>, wanted: bool) -> Result<Option<u32>> {
         let node = self.nodes.get(name).context("there is no such node")?;
         let config = self.config.node(name).context("there is no such node")?.clone();
         let generation = node.record.generation + u32::from(wanted);
@@ -279,8 +286,9 @@ impl Supervisor {
         let program_state = interface_node.program_state.region().fd().try_clone_to_owned()?;
         let heartbeat = Words::create("tasuki heartbeat", heartbeat::LEN)?;
         let file = jail::open_program(&binary).with_context(|| format!("{} does not start", binary.display()))?;
-        let cell = self.process_for(name, &binary)?;
-        let Cell { number, process, socket: ours, path: socket, listener, lines, jailing, group, memlock } = cell;
+        let waiting = self.process_for(name, &binary)?;
+        let Some(cell) = waiting.and_then(|number| self.take_cell(name, number)) else { return Ok(None) };
+        let Cell { number, process, socket: ours, path: socket, listener, lines, jailing, group, memlock, .. } = cell;
         let program = jailing.as_ref().map(|_| (binary.clone(), file));
         crash::point("daemon.worker-started");
         let mark = endpoint.as_ref().and_then(|(it, _)| self.endpoints.get(&it.label)?.mark());
@@ -328,13 +336,13 @@ impl Supervisor {
         self.mark_deposit(Key::Worker(number));
         self.deposit();
         self.let_begin(number);
-        let Some(worker) = self.workers.get_mut(&number) else { return Ok(number) };
+        let Some(worker) = self.workers.get_mut(&number) else { return Ok(Some(number)) };
         worker.heartbeat.iter().for_each(|heartbeat| self.exit_watch.watch(number, heartbeat));
         crash::point("daemon.worker-told");
         if let Some(nice) = config.nice.filter(|&nice| !may_be_nice(nice)) {
             self.note(About::node(name), format!("its workers may not have nice = {nice}, and have 0; start tasukid as root, or with CAP_SYS_NICE, or leave it out"));
         }
-        Ok(number)
+        Ok(Some(number))
     }
 
     /// Returns the bytes a worker may lock, and raises its limit to that if permitted.
@@ -542,6 +550,7 @@ impl Supervisor {
             .chain(lost)
             .chain(openings)
             .chain(self.registry.not_before())
+            .chain(self.cells.due())
             .chain(hearts)
             .chain(soon);
         all.min().unwrap_or_else(|| now() + Duration::from_secs(3600))

@@ -8,8 +8,9 @@ use tasuki_relay::wire::{Plan, Reason, Use};
 use tasuki_shm::crash;
 
 use super::super::deeds::party;
+use super::super::staging::FileName;
 use super::super::worker::Readiness;
-use super::super::{About, Supervisor, now};
+use super::super::{About, Supervisor, WORKER_TIMEOUT, cells, now};
 use super::{NO_WORKER, Purpose, finding};
 
 /// Time a job may take beyond the sum of its limits.
@@ -54,6 +55,9 @@ impl Supervisor {
     fn step(&mut self, at: usize) -> Step {
         if let Some(why) = self.jobs[at].failure.take() {
             return Step::Fail(why);
+        }
+        if let Some(staged) = self.jobs[at].awaits {
+            return self.await_process(at, staged);
         }
         let job = &self.jobs[at];
         let (target, purpose) = (job.target, job.purpose);
@@ -161,6 +165,23 @@ impl Supervisor {
                 next(&can).map_or_else(|| choose(&can, trust, job.asked_for), Ok)
             }
             None => Ok(method::Choice { method: Method::Cold, because: "nothing is known of the card" }),
+        }
+    }
+
+    /// Starts the job's worker, once there is a process for it.
+    fn await_process(&mut self, at: usize, staged: Option<FileName>) -> Step {
+        let job = &self.jobs[at];
+        if now().saturating_sub(job.since) >= WORKER_TIMEOUT {
+            return Step::Fail(cells::late());
+        }
+        let (node, with) = (job.node.clone(), job.with.clone());
+        match self.start_fresh(&node, with, staged) {
+            Ok(None) => Step::Wait,
+            Ok(Some(target)) => {
+                (self.jobs[at].target, self.jobs[at].awaits) = (target, None);
+                Step::Again
+            }
+            Err(error) => Step::Fail(format!("{error:#}")),
         }
     }
 

@@ -14,6 +14,7 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use super::real::{ENDLESS, moves, stop_whole, with_model};
 use super::rig::{NODES, Rig, lives, pid, signal, until};
 use super::storm::{Storm, need_storm};
 
@@ -347,4 +348,35 @@ fn the_watchdog_of_systemd_hears_of_a_daemon_that_is_well() {
     }
     rig.ask(&["stop"]);
     assert!(daemon.wait().expect("its end").success());
+}
+
+/// The kernel keeps a thread of the daemon's waiting while it makes a process, for more than ten seconds.
+#[test]
+fn the_daemon_serves_and_takes_over_while_the_kernel_keeps_a_process_from_its_start() {
+    let Some((mut rig, model)) = with_model(NODES, ENDLESS, "1000") else { return };
+    rig.start();
+    rig.await_pair("red");
+    until(&rig, "frames flow", || moves(&rig) > 0);
+    fs::write(rig.path("stall"), "").expect("a file");
+    // The first one's place is taken by a process that waits already, or is being made.
+    let (first, second) = rig.await_pair("red");
+    rig.kill(&first);
+    until(&rig, "its stand-by drives", || rig.worker("red", "drives").is_some_and(|it| it["pid"] == second["pid"]));
+    let (driver, third) = rig.await_pair("red");
+    rig.kill(&driver);
+    until(&rig, "its stand-by drives", || rig.worker("red", "drives").is_some_and(|it| it["pid"] == third["pid"]));
+    let said = rig.refused(&["worker", "upgrade", "red"]);
+    assert!(
+        said.contains("node red was not upgraded: the kernel has kept tasukid waiting for more than 10 s"),
+        "{said}"
+    );
+    rig.await_event("no worker for node red yet: the kernel has kept tasukid waiting for more than 10 s");
+    assert!(rig.worker("red", "stands by").is_none(), "none can have been made");
+    fs::remove_file(rig.path("stall")).expect("a file");
+    rig.await_pair("red");
+    rig.ask(&["worker", "upgrade", "red"]);
+    let (driver, _) = rig.await_pair("red");
+    assert_ne!(driver["pid"], third["pid"]);
+    until(&rig, "nothing is wrong", || rig.json(&["status"])["nodes"][0]["trouble"].is_null());
+    stop_whole(&mut rig, model);
 }

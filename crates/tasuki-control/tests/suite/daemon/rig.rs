@@ -137,6 +137,8 @@ impl Rig {
         command.arg("--config").arg(self.path("tasuki.toml")).arg("--dir").arg(dir);
         // Marks all its descendants as processes of this rig.
         command.env("TASUKI_ALIVE", self.path("alive"));
+        // While this file is there, each process that the daemon makes for a worker waits.
+        command.env("TASUKI_STALL", format!("daemon.makes-process:{}", self.path("stall").display()));
         command.env_remove("NOTIFY_SOCKET").env_remove("RUST_LOG").stdin(Stdio::null());
         command
     }
