@@ -92,7 +92,7 @@ impl Supervisor {
         let memory = Memory { layout, fds: fds.trust() };
         if let Some(card) = self.cards.get_mut(&nic) {
             card.coming = Some((number, memory));
-            self.mark_deposit(Key::Coming(nic));
+            self.mark_deposit(Key::NextMemory(nic));
         }
     }
 

@@ -76,7 +76,9 @@ impl Supervisor {
             }
             self.cards.remove(&nic);
             self.changes.push(Change::NoNic(nic));
-            [Key::Card(nic), Key::Page(nic), Key::Coming(nic)].into_iter().for_each(|key| self.mark_deposit(key));
+            [Key::Card(nic), Key::NextPage(nic), Key::NextMemory(nic)]
+                .into_iter()
+                .for_each(|key| self.mark_deposit(key));
             self.note(About::node(&node).of_nic(&name), format!("{name} is closed"));
         }
     }

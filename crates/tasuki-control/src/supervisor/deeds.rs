@@ -109,7 +109,7 @@ impl Supervisor {
 
     /// Moves the lease to the page of a node that is not trusted by the nodes that could write the last page.
     fn renew(&mut self, nic: u32, node: Node, word: Tenure) {
-        let are_deposited = self.is_deposited(&[Key::Card(nic), Key::Page(nic)]);
+        let are_deposited = self.is_deposited(&[Key::Card(nic), Key::NextPage(nic)]);
         let name = self.node_numbers.iter().find(|(_, number)| **number == node.0).map(|(name, _)| name);
         let Some(card) = self.cards.get_mut(&nic) else { return };
         let has_page = name.is_some_and(|name| card.replace_lease_page(name, word));
@@ -395,8 +395,8 @@ impl Supervisor {
         });
         self.changes.push(record);
         self.mark_deposit(Key::Card(nic));
-        self.mark_deposit(Key::Page(nic));
-        self.mark_deposit(Key::Coming(nic));
+        self.mark_deposit(Key::NextPage(nic));
+        self.mark_deposit(Key::NextMemory(nic));
     }
 
     /// Stamps the time at which a dead driver stopped driving: now, as its death is known.

@@ -35,13 +35,16 @@ pub(super) enum Key {
     /// A NIC's lease page and device bundle.
     Card(u32),
     /// The page that will replace a NIC's lease page.
-    Page(u32),
+    #[serde(rename = "page")]
+    NextPage(u32),
     /// The memory that a NIC will lie in.
-    Coming(u32),
+    #[serde(rename = "coming")]
+    NextMemory(u32),
     /// A node's program state.
     ProgramState(String),
     /// A worker's heartbeat, and the NICs it was given.
     Worker(u32),
+    /// The TAP with this label.
     Tap(String),
     /// The queue of another node's TAP that this node drives.
     Queue(String),
@@ -131,7 +134,7 @@ impl KeeperConnection {
                 Err(_) => return Ok(None),
             }
             // The keeper has yet to begin: until then the kernel names the daemon that started it, which is dead, or went on
-            // as this one. It has what that daemon said.
+            // as this one. What that daemon sent waits in the keeper's socket.
             if now() >= until {
                 return Ok(None);
             }
@@ -261,7 +264,7 @@ impl Supervisor {
         }
         let mut due = std::mem::take(&mut self.deposits.due);
         due.extend(std::mem::take(&mut self.deposits.left));
-        due.extend(self.cards.keys().flat_map(|nic| [Key::Card(*nic), Key::Page(*nic), Key::Coming(*nic)]));
+        due.extend(self.cards.keys().flat_map(|nic| [Key::Card(*nic), Key::NextPage(*nic), Key::NextMemory(*nic)]));
         due.extend(self.nodes.keys().cloned().map(Key::ProgramState));
         due.extend(self.workers.keys().copied().map(Key::Worker));
         due.extend(self.taps.keys().cloned().map(Key::Tap));
@@ -328,11 +331,11 @@ impl Supervisor {
                 let ours = [&card.lease_page.words, &card.lease_page_changes].map(|words| words.region().fd());
                 (text(&what), ours.into_iter().chain(channel::lend(&opened.fds)).collect())
             }
-            Key::Page(nic) => {
+            Key::NextPage(nic) => {
                 let (node, lease_page) = self.cards.get(nic)?.coming_lease_page.as_ref()?;
                 (node.clone(), vec![lease_page.words.region().fd()])
             }
-            Key::Coming(nic) => {
+            Key::NextMemory(nic) => {
                 let (party, memory) = self.cards.get(nic)?.coming.as_ref()?;
                 (text(&ComingText { party: *party, layout: memory.layout.clone() }), channel::lend(&memory.fds))
             }
@@ -386,7 +389,7 @@ impl Card {
         let Ok(changes) = Words::adopt(fds.remove(0), size_of::<u64>()) else { return };
         // If the counts differ, the earlier daemon moved the lease to the coming page and died before it told the
         // keeper.
-        let (lease_page, page_of) = match (changes.load(0) == turns, found.remove(&Key::Page(self.number))) {
+        let (lease_page, page_of) = match (changes.load(0) == turns, found.remove(&Key::NextPage(self.number))) {
             (true, _) => (lease_page, page_of),
             (false, Some((node, mut page))) if page.len() == 1 => (page.remove(0), BTreeSet::from([node])),
             (false, _) => return,
@@ -398,7 +401,7 @@ impl Card {
         (self.page_of, self.lease_page_changes) = (page_of, changes);
         (self.lease_page, self.opened, self.opening) =
             (lease_page, Some(Opened { bundle, fds, made_by }), Opening::Open);
-        let coming = found.remove(&Key::Coming(self.number));
+        let coming = found.remove(&Key::NextMemory(self.number));
         self.coming = coming.and_then(|(what, fds)| {
             let ComingText { party, layout } = serde_json::from_str(&what).ok()?;
             Some((party, Memory { layout, fds }))

@@ -83,6 +83,7 @@ pub struct Egress<'a> {
     pub(crate) most: usize,
     /// Whether frames must come from an address of this node. The receivers check that in any case.
     pub(crate) is_checked: bool,
+    /// Counts the frames of the node's programs that went to other nodes.
     pub(crate) taken: &'a mut u64,
     pub(crate) dropped: &'a mut Dropped,
 }

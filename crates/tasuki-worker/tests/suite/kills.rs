@@ -22,9 +22,12 @@ enum Way {
     Prepares,
     /// It is ordered to take.
     Takes,
+    /// It handles bursts.
     Drives,
     /// It is ordered to release.
     Gives,
+    /// It has passed the lease: the plain worker takes it.
+    HasGiven,
 }
 
 const PLACES: &[(&str, Way)] = &[
@@ -46,8 +49,8 @@ const PLACES: &[(&str, Way)] = &[
     ("nic.filled", Way::Drives),
     ("give.stopped", Way::Gives),
     ("give.written", Way::Gives),
-    ("give.passed", Way::Gives),
-    ("give.said", Way::Gives),
+    ("give.passed", Way::HasGiven),
+    ("give.said", Way::HasGiven),
 ];
 
 /// Returns the worker's next report about `nic`, or nothing if it dies instead.
@@ -55,7 +58,7 @@ fn next(worker: &mut Worker, nic: &Nic) -> Option<Report> {
     worker.report_or_end(nic)
 }
 
-/// Has the plain worker drive again; the other worker is dead.
+/// Has the plain worker, which dies nowhere, drive again; the other worker is dead.
 fn take_back(plain: &mut Worker, nic: &Nic) {
     // The plain worker may have been ordered to take before, and have taken.
     let holder = nic.tenure().holder;
@@ -92,7 +95,7 @@ fn kill(node: &mut Node, nic: &Nic, plain: &mut Worker, (place, way): (&str, Way
     victim.order(nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     plain.order(nic, Order::Release { epoch });
     assert_eq!(next(plain, nic), Some(Report::Released { epoch }), "{place}");
-    if way != Way::Gives {
+    if !matches!(way, Way::Gives | Way::HasGiven) {
         // Taken or not, it dies by itself; read its reports meanwhile.
         while next(&mut victim, nic).is_some() {}
     } else {
@@ -100,7 +103,7 @@ fn kill(node: &mut Node, nic: &Nic, plain: &mut Worker, (place, way): (&str, Way
         plain.order(nic, Order::Take { epoch: epoch + 1, after: After::Passed, wrote: epoch + 1 });
         victim.order(nic, Order::Release { epoch: epoch + 1 });
         while next(&mut victim, nic).is_some() {}
-        if place == "give.passed" || place == "give.said" {
+        if way == Way::HasGiven {
             assert_eq!(next(plain, nic), Some(Report::Taken { epoch: epoch + 2 }), "{:?}", plain.told);
         }
     }
@@ -127,8 +130,8 @@ fn killed_at_every_step(poll: bool) {
     let (mut kills, mut sent) = (0_usize, 0);
     while sent + plain.heartbeat(heartbeat::SENT) < frames * 9 / 10 {
         let place = PLACES[kills % PLACES.len()];
+        // At other bursts in each round; the crash points of a relay are passed once.
         let nth = 1 + (kills / PLACES.len()) as u64 % 7 * 3;
-        // The crash points of a relay are passed once.
         let nth = if place.1 == Way::Drives { nth } else { 1 };
         sent += kill(&mut node, &nic, &mut plain, place, nth);
         kills += 1;
