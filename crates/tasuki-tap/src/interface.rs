@@ -20,6 +20,7 @@ const NEW_ROUTE: u16 = 24;
 const GET_ROUTE: u16 = 26;
 const NEW_QUEUE: u16 = 36;
 const NEW_FILTER: u16 = 44;
+const GET_NAMESPACE_ID: u16 = 90;
 
 /// Create the object if it does not exist.
 const CREATE: u16 = 0x0400;
@@ -35,6 +36,11 @@ const IFLA_IFNAME: u16 = 3;
 const IFLA_MTU: u16 = 4;
 const IFLA_LINKINFO: u16 = 18;
 const IFLA_NET_NS_FD: u16 = 28;
+/// The namespace of a pair's other end, by the number that it has in this one.
+const IFLA_LINK_NETNSID: u16 = 37;
+/// Attributes of a namespace's number (`<linux/net_namespace.h>`): the number, and a descriptor of the namespace.
+const NETNSA_NSID: u16 = 1;
+const NETNSA_FD: u16 = 3;
 /// Attributes of IFLA_LINKINFO: the kind, and its data.
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_INFO_DATA: u16 = 2;
@@ -188,6 +194,20 @@ impl Interface {
     /// Returns whether the interface still exists: a veth end goes with its peer, whose namespace may go.
     pub fn is_there(&self) -> bool {
         netdevice::name_to_index(self.netlink.as_fd(), &self.name) == Ok(self.index)
+    }
+
+    /// Returns whether the other end of this veth pair is in the namespace `place`.
+    ///
+    /// # Errors
+    /// The kernel does not say: the pair may be gone.
+    pub fn other_end_is_in(&self, place: BorrowedFd<'_>) -> Result<bool, Errno> {
+        let link = self.netlink.get(Message::new(GET_LINK, 0, &link_of(self.index, 0)))?;
+        // Only a namespace that is another one has a number here.
+        let its = link.get(16..).and_then(|its| attribute(its, IFLA_LINK_NETNSID)).and_then(number);
+        let asked = Message::new(GET_NAMESPACE_ID, 0, &[0; 4]).with(NETNSA_FD, &place.as_raw_fd().to_ne_bytes());
+        let answer = self.netlink.get(asked)?;
+        let named = answer.get(4..).and_then(|answer| attribute(answer, NETNSA_NSID)).and_then(number);
+        Ok(its.is_some() && its == named)
     }
 
     fn ask(&self, what: impl Fn() -> String, message: Message) -> Result<(), TapError> {

@@ -15,7 +15,8 @@ const ERROR: u16 = 2;
 const DONE: u16 = 3;
 
 /// Flags: the kernel acts on the request, and reports the result.
-const REQUEST_AND_ACK: u16 = 0x0001 | 0x0004;
+const REQUEST: u16 = 0x0001;
+const REQUEST_AND_ACK: u16 = REQUEST | 0x0004;
 
 /// Flag of a request for a list.
 const DUMP: u16 = 0x0300;
@@ -127,6 +128,20 @@ impl Netlink {
         let (_, len) = rustix::io::retry_on_intr(|| rustix::net::recv(&self.0, &mut room[..], RecvFlags::empty()))?;
         // The rest of a reply that does not fit is not needed: only the error code at its start is.
         answer(room.get(..len.min(room.len())).unwrap_or_default())
+    }
+
+    /// Sends a request for one object, and returns it: the fixed part of its type, and attributes.
+    pub fn get(&self, mut message: Message) -> Result<Vec<u8>, Errno> {
+        message.0[6..8].copy_from_slice(&REQUEST.to_ne_bytes());
+        let kernel = SocketAddrNetlink::new(0, 0);
+        rustix::net::sendto(&self.0, &message.finish(), SendFlags::empty(), &kernel)?;
+        let mut room = vec![0; PACKET];
+        let (_, len) = rustix::io::retry_on_intr(|| rustix::net::recv(&self.0, &mut room[..], RecvFlags::empty()))?;
+        let found = room.get(..len).ok_or(Errno::MSGSIZE)?;
+        match found.get(4..6) {
+            Some(kind) if kind != ERROR.to_ne_bytes() => Ok(found.get(HEADER..).unwrap_or_default().to_vec()),
+            _ => answer(found).and(Err(Errno::BADMSG)),
+        }
     }
 
     /// Sends a request for a list, and returns its entries: the fixed part of their type, and attributes.

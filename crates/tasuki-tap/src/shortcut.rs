@@ -321,6 +321,11 @@ impl VethEnd {
         self.pair.is_there()
     }
 
+    /// Returns whether its namespace's interface is in `place`; `None` if the kernel does not say.
+    pub fn is_in(&self, place: &Namespace) -> Option<bool> {
+        self.pair.other_end_is_in(place.open().ok()?.as_fd()).ok()
+    }
+
     /// Removes the veth end with its namespace's interface, if that is there, and its TAP, which shows that to the
     /// TAP's reader.
     pub fn remove(mut self) {

@@ -232,6 +232,17 @@ mod tests {
     }
 
     #[test]
+    fn an_interface_that_is_moved_is_seen_to_be_elsewhere() {
+        let Some(rig) = Rig::new("moved") else { return };
+        let [here, there] = rig.places.each_ref().map(Place::here);
+        let is_in = || [&here, &there].map(|place| rig.veth_end(0).is_in(place));
+        assert_eq!(is_in(), [Some(true), Some(false)]);
+        let [from, to] = rig.places.each_ref().map(|place| &place.0[..]);
+        assert!(ip(&["-n", from, "link", "set", "lan", "name", "lan0", "netns", to]));
+        assert_eq!(is_in(), [Some(false), Some(true)]);
+    }
+
+    #[test]
     fn a_daemon_that_comes_later_goes_on_with_them() {
         let Some(mut rig) = Rig::new("adopted") else { return };
         rig.acquaint();

@@ -124,7 +124,7 @@ impl TapEnd {
     fn is_elsewhere(&self) -> bool {
         let Some(device) = &self.device else { return false };
         let is_in = match &self.veth_end {
-            // Of the pair, the other end is in the namespace.
+            Some(veth_end) if veth_end.is_in(&self.place()) == Some(false) => return true,
             Some(_) => self.made_in,
             None => namespace_of(device.as_fd()).ok().and_then(|namespace| Unnamed::of(namespace).identity()),
         };

@@ -503,15 +503,17 @@ fn is_missed(world: &World) {
 }
 
 #[test]
-fn an_interface_that_somebody_deletes_is_missed_and_made_anew_by_an_apply() {
+fn an_interface_that_somebody_deletes_or_moves_is_missed_and_made_anew_by_an_apply() {
     let Some(mut world) = by_file() else { return };
-    for by_workers in [false, true] {
-        if by_workers {
+    let moves = format!("link set lan name lan0 netns {}", world.desk.path());
+    let deletes = "link delete lan";
+    for (by_workers, command) in [(false, deletes), (false, &moves), (true, deletes), (true, &moves)] {
+        if by_workers && command == deletes {
             world.rig.configure(|text| text.replacen("/24\" }", "/24\", shortcut = false }", 1));
             world.rig.ask(&["apply"]);
             world.await_pairs();
         }
-        ip(&world.shop, "link delete lan");
+        ip(&world.shop, command);
         is_missed(&world);
         world.rig.kill_daemon();
         world.rig.start();
