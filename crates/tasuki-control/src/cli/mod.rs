@@ -15,13 +15,13 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 use hyper::Method as Verb;
 use serde_json::{Value, json};
 
 use crate::api::client;
-use crate::api::types::{Event, NodeView, Plan};
+use crate::api::types::{Event, NodeView, Plan, VniView};
 use crate::log::plain;
 use crate::place;
 pub use node::{Add, NativeWork, Nodes};
@@ -60,13 +60,13 @@ pub enum Vnis {
     List,
     /// List the nodes on a VNI, with their station addresses.
     Table {
-        /// Name of the VNI.
-        vni: String,
+        /// Name of the VNI; may be left out if there is one alone.
+        vni: Option<String>,
     },
     /// Show the frames that its nodes sent each other, and those that they could not send.
     Stats {
-        /// Name of the VNI.
-        vni: String,
+        /// Name of the VNI; may be left out if there is one alone.
+        vni: Option<String>,
     },
 }
 
@@ -251,8 +251,8 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
             client::ask(&folder, Verb::DELETE, &format!("/v1/nodes/{}", part(node)), None)?
         }
         Asked::Vnis(Vnis::List) => get("/v1/vnis")?,
-        Asked::Vnis(Vnis::Table { vni }) => get(&format!("/v1/vnis/{}/table", part(vni)))?,
-        Asked::Vnis(Vnis::Stats { vni }) => get(&format!("/v1/vnis/{}/stats", part(vni)))?,
+        Asked::Vnis(Vnis::Table { vni }) => get(&format!("/v1/vnis/{}/table", part(&vni_or_only_one(&folder, vni)?)))?,
+        Asked::Vnis(Vnis::Stats { vni }) => get(&format!("/v1/vnis/{}/stats", part(&vni_or_only_one(&folder, vni)?)))?,
         Asked::Status => get("/v1/status")?,
         Asked::Workers(Workers::List) => get("/v1/workers")?,
         Asked::Workers(Workers::Upgrade(Upgrade { node, with, state })) => {
@@ -285,6 +285,22 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
         false => show::show(asked, value)?.lines().map(|line| plain(line, usize::MAX) + "\n").collect(),
     };
     write(&text).map(|_| ())
+}
+
+/// Returns the named VNI, or the only one.
+fn vni_or_only_one(folder: &Path, named: &Option<String>) -> Result<String> {
+    if let Some(named) = named {
+        return Ok(named.clone());
+    }
+    let there: Vec<VniView> = show::read(client::ask(folder, Verb::GET, "/v1/vnis", None)?)?;
+    match &there[..] {
+        [] => bail!("there is no VNI; tasuki node add NAME --vni VNI … makes one with its first node"),
+        [only] => Ok(only.name.clone()),
+        several => {
+            let names: Vec<&str> = several.iter().map(|vni| &vni.name[..]).collect();
+            bail!("name one of the VNIs {}", names.join(", "))
+        }
+    }
 }
 
 /// Applies a configuration. Returns the answer.

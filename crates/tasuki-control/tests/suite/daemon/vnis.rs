@@ -570,6 +570,10 @@ fn a_node_that_cannot_be_is_refused_with_a_sentence_and_nothing_is_left_of_it() 
     let names: Vec<&Value> = nodes.as_array().expect("a list").iter().map(|node| &node["name"]).collect();
     assert_eq!(names, ["desk", "shop"]);
     assert!(world.shop.within(|| Interface::find("n").is_err()), "no interface is left of what was refused");
+    assert_eq!(world.rig.json(&["vni", "table"]), world.rig.json(&["vni", "table", "lan"]), "it is the only one");
+    world.rig.ask(&["node", "add", "new", "--netns", &path, "--interface", "n", "--vni", "wan"]);
+    let said = world.rig.refused(&["vni", "stats"]);
+    assert!(said.contains("name one of the VNIs lan, wan"), "{said}");
     world.end();
 }
 
