@@ -4,6 +4,9 @@
 //! - [`policy`]: when a dead worker is replaced (a pure function)
 //! - [`deeds`]: carries out an arbiter's decisions: orders, swaps, fences
 //! - [`hear`]: messages from workers
+//! - [`card`], [`worker`]: a NIC and a worker, as the daemon knows them
+//! - `exit_watch`: learns early that a worker has ended
+//! - `interrupts`: where the interrupts of cards behind VFIO go
 //! - [`deposits`]: descriptors that outlive the daemon, held by the keeper
 //! - [`bundles`]: descriptors that workers send
 //! - [`workers`]: gives nodes the workers they should have
