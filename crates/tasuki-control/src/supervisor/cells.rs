@@ -370,7 +370,7 @@ impl Cells {
     }
 }
 
-/// Returns why a worker does not start whose process has been ordered for [`WORKER_TIMEOUT`].
+/// Returns why a worker does not start whose process has been ordered for `WORKER_TIMEOUT`.
 pub fn late() -> String {
     format!(
         "the kernel has kept tasukid waiting for more than {} s for a process (its control group, its network, or the clone); look at the machine's load, and at dmesg",

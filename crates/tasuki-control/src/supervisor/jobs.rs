@@ -129,7 +129,7 @@ impl Job {
     }
 
     /// Creates a job that gets a worker of this program ready for these NICs. If there is no `worker` yet,
-    /// [`Supervisor::start_target`] starts one.
+    /// `Supervisor::start_target` starts one.
     pub fn staging(node: &str, worker: Option<u32>, program: PathBuf, nics: VecDeque<u32>) -> Self {
         Job { with: Some(program), ..Job::new(Purpose::Stage, node, worker.unwrap_or(NO_WORKER), nics) }
     }
