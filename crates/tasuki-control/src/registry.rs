@@ -11,6 +11,7 @@ use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -188,7 +189,7 @@ pub enum RegistryError {
     },
     /// It cannot be used.
     #[error(
-        "the registry {} cannot be used ({what}); if it is damaged, end the workers that it knows of and remove it", path.display()
+        "the registry {} cannot be used ({what}); if it is damaged, remove it: tasukid then ends the workers that go on, and starts others", path.display()
     )]
     Unusable { path: PathBuf, what: String },
     /// There is no descriptor for it.
@@ -321,8 +322,11 @@ impl Registry {
             }
             _ => RegistryError::Unusable { path: path.clone(), what: in_words(&error) },
         };
-        let database = open(&path, false).map_err(failed)?;
-        let (found, known) = all(&database).map_err(failed)?;
+        let read = || open(&path, false).and_then(|database| Ok((all(&database)?, database)));
+        // redb asserts where a file is shorter than its head says. Nothing of ours is changed by then.
+        let read = catch_unwind(AssertUnwindSafe(read))
+            .unwrap_or_else(|_| Err(Failed::Corrupted("it contradicts itself; was it cut short?".to_owned())));
+        let ((found, known), database) = read.map_err(failed)?;
         if found != FORMAT {
             return Err(RegistryError::Format { path, found });
         }
@@ -593,7 +597,18 @@ mod tests {
     fn a_file_that_is_no_registry_is_named() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("registry.redb"), "no such thing").unwrap();
-        let said = Registry::open(folder.path()).unwrap_err().to_string();
-        assert!(said.contains("registry.redb cannot be used") && said.contains("remove it"), "{said}");
+        let is_named = || {
+            let said = Registry::open(folder.path()).unwrap_err().to_string();
+            assert!(said.contains("registry.redb cannot be used") && said.contains("remove it"), "{said}");
+        };
+        is_named();
+        let path = folder.path().join("registry.redb");
+        std::fs::remove_file(&path).unwrap();
+        drop(Registry::open(folder.path()).unwrap());
+        let len = std::fs::metadata(&path).unwrap().len();
+        for shorter in [4096, 20_000, len / 2] {
+            OpenOptions::new().write(true).open(&path).unwrap().set_len(shorter).unwrap();
+            is_named();
+        }
     }
 }

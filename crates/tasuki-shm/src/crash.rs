@@ -2,7 +2,7 @@
 //! or a replacement.
 //!
 //! `TASUKI_CRASH=name:n` in the environment makes the process kill itself (SIGKILL) when it passes the crash point
-//! `name` for the n-th time. `TASUKI_STALL=name:path` makes a thread wait there as long as there is a file at `path`, as
+//! `name` for the n-th time. `TASUKI_STALL=name:path,…` makes a thread wait there as long as there is a file at `path`, as
 //! if the kernel kept it waiting. Without the feature `crash-points`, which no shipped build has, a crash point does nothing.
 
 /// Marks a crash point. Does nothing in this build.
@@ -17,7 +17,7 @@ pub fn point(name: &'static str) {
     use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
     static PLAN: OnceLock<Option<(String, u64)>> = OnceLock::new();
-    static STALL: OnceLock<Option<(String, std::path::PathBuf)>> = OnceLock::new();
+    static STALLS: OnceLock<Vec<(String, std::path::PathBuf)>> = OnceLock::new();
     static PASSES: AtomicU64 = AtomicU64::new(0);
     let plan = PLAN.get_or_init(|| {
         let plan = std::env::var("TASUKI_CRASH").ok()?;
@@ -33,12 +33,12 @@ pub fn point(name: &'static str) {
             std::hint::spin_loop();
         }
     }
-    let stall = STALL.get_or_init(|| {
-        let stall = std::env::var("TASUKI_STALL").ok()?;
-        let (name, path) = stall.split_once(':')?;
-        Some((name.to_owned(), path.into()))
+    let stalls = STALLS.get_or_init(|| {
+        let stalls = std::env::var("TASUKI_STALL").unwrap_or_default();
+        let stalls = stalls.split(',').filter_map(|stall| stall.split_once(':'));
+        stalls.map(|(name, path)| (name.to_owned(), path.into())).collect()
     });
-    if let Some((_, path)) = stall.as_ref().filter(|(place, _)| place == name) {
+    if let Some((_, path)) = stalls.iter().find(|(place, _)| place == name) {
         while path.exists() {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }

@@ -10,6 +10,7 @@ use landlock::{ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetA
 use rustix::fs::Access as May;
 use rustix::process::Resource;
 use rustix::thread::CpuSet;
+use serde_json::json;
 
 use super::Reach;
 use crate::cgroup::{Bounds, Groups};
@@ -57,14 +58,20 @@ pub fn run(reach: &Reach) -> Result<()> {
     all.extend([iommu(root), interrupts(root)]);
     all.extend(cards(root));
     all.push(daemon(&folder));
+    let word = |is: &Is| match is {
+        Is::Good => "ok",
+        Is::Less => "less",
+        Is::Bad => "no",
+    };
     let mut said = String::new();
-    for (about, is, sentence) in &all {
-        let is = match is {
-            Is::Good => "ok",
-            Is::Less => "less",
-            Is::Bad => "no",
-        };
-        let _ = writeln!(said, "{is:<5} {about:<12} {sentence}");
+    if reach.json {
+        let lines =
+            all.iter().map(|(about, is, sentence)| json!({ "about": about, "is": word(is), "sentence": sentence }));
+        said = serde_json::to_string_pretty(&lines.collect::<Vec<_>>())? + "\n";
+    } else {
+        for (about, is, sentence) in &all {
+            let _ = writeln!(said, "{:<5} {about:<12} {sentence}", word(is));
+        }
     }
     // A reader that has closed the pipe knows enough.
     let _ = std::io::stdout().write_all(said.as_bytes());

@@ -76,16 +76,20 @@ pub fn run(reach: &Reach, top: &Top) -> Result<()> {
     }
 }
 
-/// Writes a line a look, until it has no reader.
+/// Writes a line a look, until it has no reader. While tasukid is started anew, there are none.
 fn record(folder: &Path, every_ms: u64) -> Result<()> {
+    // While there is somebody to hear why it cannot be.
+    let mut moment = Some(Moment::look(folder, 0)?);
     let mut since = 0;
     loop {
-        let moment = Moment::look(folder, since)?;
-        since = moment.metrics.last_event;
-        if !write(&(serde_json::to_string(&moment)? + "\n"))? {
-            return Ok(());
+        if let Some(moment) = moment {
+            since = moment.metrics.last_event;
+            if !write(&(serde_json::to_string(&moment)? + "\n"))? {
+                return Ok(());
+            }
         }
         std::thread::sleep(Duration::from_millis(every_ms));
+        moment = Moment::look(folder, since).ok();
     }
 }
 

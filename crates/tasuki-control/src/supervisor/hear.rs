@@ -387,11 +387,15 @@ impl Supervisor {
                 worker.heart = Heartbeat::new(now);
             }
         }
+        let asks = !ask.is_empty();
         for (number, nic) in ask {
             if let Some(worker) = self.workers.get_mut(&number) {
                 worker.probe = Some(now);
                 let _ = worker.order(nic, Order::Who);
             }
+        }
+        if asks {
+            crash::point("daemon.asked");
         }
         silent.into_iter().for_each(|number| self.on_hang(number, limit));
     }

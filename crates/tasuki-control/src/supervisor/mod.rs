@@ -104,6 +104,9 @@ use worker::{Words, Worker};
 const PROGRAM_STATE_LEN: usize = 64 << 10;
 /// Number of events kept in memory.
 const EVENTS_MAX: usize = 1000;
+/// Descriptors of which the loop hears at once: of more than it watches. It judges workers by the clock after that, and
+/// must have read what they said in time, if it was itself late.
+const READY_MAX: usize = 16 << 10;
 /// Interval at which the daemon asks a sleeping worker whether it lives.
 const PROBE_EVERY: Duration = Duration::from_secs(1);
 /// Time a worker may take to begin, to answer a new daemon, or to end.
@@ -435,7 +438,7 @@ impl Supervisor {
     pub fn run(&mut self) -> Result<Ended> {
         // While a NIC changes hands, the daemon must read workers' messages at once, even beside a busy program.
         tasuki_shm::slice::brief();
-        let mut events = Vec::with_capacity(64);
+        let mut events = Vec::with_capacity(READY_MAX);
         let mut watchdog = Watchdog::begin(now());
         loop {
             self.run_housekeeping();

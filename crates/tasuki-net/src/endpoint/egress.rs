@@ -335,12 +335,13 @@ impl Egress<'_> {
                 *self.taken += 1;
                 self.waits.slow.had_room(node);
             }
-            Err(SendError::NoRoom(_)) => {
+            Err(SendError::NoRoom(none)) => {
                 let since = waited.unwrap_or_else(Instant::now);
                 if self.waits.slow.may_wait(node, since, self.patience) {
                     self.waits.since = Some(since);
                     return false;
                 }
+                self.vni.count_dropped(node, none);
                 self.dropped.no_room += 1;
             }
             Err(_) => self.dropped.nobody += 1,

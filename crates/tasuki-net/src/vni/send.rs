@@ -47,7 +47,7 @@ impl Vni {
             // Other nodes may have read frames since the last check.
             self.reap();
             if !self.has_room(to, piece)? {
-                return Err(self.no_room(to, NoRoom::Pool));
+                return Err(NoRoom::Pool.into());
             }
         }
         let neighbour = self.neighbours[usize::from(to)].as_mut().expect("just seen");
@@ -66,17 +66,18 @@ impl Vni {
         match neighbour.outbox.draft(piece, &mut stock) {
             Ok(Ok(())) => Ok(true),
             Ok(Err(NoRoom::Pool)) => Ok(false),
-            Ok(Err(none)) => Err(self.no_room(to, none)),
+            Ok(Err(none)) => Err(none.into()),
             Err(broken) => Err(SendError::Broken(neighbour.breaks(broken.into()))),
         }
     }
 
+    /// Counts a frame to node `to` that is dropped since there was no room. A frame that waits is tried again, and not
+    /// counted.
     #[cold]
-    fn no_room(&mut self, to: u16, none: NoRoom) -> SendError {
-        if let Some(neighbour) = &mut self.neighbours[usize::from(to)] {
+    pub fn count_dropped(&mut self, to: u16, none: NoRoom) {
+        if let Some(neighbour) = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut) {
             neighbour.counts.count(none);
         }
-        none.into()
     }
 
     /// Sends the first `len` bytes of the last draft for node `to`. The node sees them after the next
@@ -186,10 +187,7 @@ impl Vni {
                 neighbour.count_sent(&mut self.touched, to);
                 Ok(())
             }
-            Ok(Err(none)) => {
-                neighbour.counts.count(none);
-                Err(none.into())
-            }
+            Ok(Err(none)) => Err(none.into()),
             Err(broken) => Err(SendError::Broken(neighbour.breaks(broken.into()))),
         }
     }
@@ -291,7 +289,15 @@ impl Vni {
     /// Copies a frame of at least 14 bytes to node `to`.
     #[inline]
     pub fn send(&mut self, to: u16, frame: &[u8]) -> Result<(), SendError> {
-        self.draft(to, frame.len())?.copy_from_slice(frame);
+        match self.draft(to, frame.len()) {
+            Ok(room) => room.copy_from_slice(frame),
+            Err(error) => {
+                if let SendError::NoRoom(none) = error {
+                    self.count_dropped(to, none);
+                }
+                return Err(error);
+            }
+        }
         self.post(to, frame.len(), false);
         Ok(())
     }

@@ -168,6 +168,9 @@ fn v4_a_slow_reader_holds_up_itself_alone() {
     let large = frame(1, 60_000);
     let refused = (0..2000).find_map(|_| net.node(2).send(1, &large).err());
     assert_eq!(refused, Some(SendError::NoRoom(NoRoom::Quota)));
+    // One that its sender tries again is not dropped, and not counted.
+    let again = net.node(0).draft(1, sent.len()).map(drop);
+    assert_eq!(again, Err(SendError::NoRoom(NoRoom::Ring)));
     assert_eq!((net.node(0).counts(1).unwrap().ring_full, net.node(2).counts(1).unwrap().over_quota), (1, 1));
     for number in 0..1000 {
         let sent = frame(number, 60_000);

@@ -1,6 +1,7 @@
 //! Exhausted resources: disk space, descriptors. The daemon goes on, and reports the problem. Tests that fill a disk
 //! need root.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::symlink;
@@ -16,7 +17,7 @@ use tempfile::TempDir;
 
 use super::real::{ENDLESS, moves, stop_whole, with_model};
 use super::rig::{NODES, Rig, lives, pid, signal, until};
-use super::storm::{Storm, need_storm};
+use super::storm::{self, Storm, need_storm};
 
 /// A small separate disk for filling. It is unmounted however the test ends.
 struct Disk(TempDir);
@@ -348,6 +349,33 @@ fn the_watchdog_of_systemd_hears_of_a_daemon_that_is_well() {
     }
     rig.ask(&["stop"]);
     assert!(daemon.wait().expect("its end").success());
+}
+
+/// As with some hundred nodes, of which the loop has work for longer than `hang_after_ms`.
+#[test]
+fn a_daemon_that_is_late_itself_ends_no_worker_that_answered_in_time() {
+    const COUNT: usize = 90;
+    let node = |number| format!("[[node]]\nname = \"n{number}\"\nvni = \"lan\"\nwork = \"sink\"\nstandby = false\n");
+    let mut rig = Rig::without_daemon(&(0..COUNT).map(node).collect::<String>(), "");
+    if storm::beside("tasuki-worker").is_none() {
+        return println!("skipped: needs tasuki-worker beside tasukid: cargo build --workspace");
+    }
+    rig.with_stock_workers();
+    rig.configure(|text| text.replace("hang_after_ms = 5000", "hang_after_ms = 1000"));
+    rig.start();
+    let drivers = || rig.workers().iter().filter(|it| it["is"] == "drives").map(pid).collect::<BTreeSet<_>>();
+    until(&rig, "all drive", || drivers().len() == COUNT);
+    let before = drivers();
+    // After the first time, the loop asks all of them at once. The second time, more answers wait for it than it once took.
+    for _ in 0..2 {
+        fs::write(rig.path("late"), "").expect("a file");
+        std::thread::sleep(Duration::from_millis(2500));
+        fs::remove_file(rig.path("late")).expect("a file");
+        until(&rig, "tasukid answers", || rig.tasuki(&["status"]).status.success());
+    }
+    assert_eq!(drivers(), before);
+    assert!(!rig.ask(&["events"]).contains("hangs"), "{}", rig.log());
+    rig.stop();
 }
 
 /// The kernel keeps a thread of the daemon's waiting while it makes a process, for more than ten seconds.

@@ -137,8 +137,10 @@ impl Rig {
         command.arg("--config").arg(self.path("tasuki.toml")).arg("--dir").arg(dir);
         // Marks all its descendants as processes of this rig.
         command.env("TASUKI_ALIVE", self.path("alive"));
-        // While this file is there, each process that the daemon makes for a worker waits.
-        command.env("TASUKI_STALL", format!("daemon.makes-process:{}", self.path("stall").display()));
+        // While these files are there, each process that the daemon makes for a worker waits, and its loop does.
+        let [stall, late] = ["stall", "late"].map(|name| self.path(name));
+        let stalls = format!("daemon.makes-process:{},daemon.asked:{}", stall.display(), late.display());
+        command.env("TASUKI_STALL", stalls);
         command.env_remove("NOTIFY_SOCKET").env_remove("RUST_LOG").stdin(Stdio::null());
         command
     }
