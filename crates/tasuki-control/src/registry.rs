@@ -10,7 +10,7 @@ mod mirror;
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -284,6 +284,8 @@ pub struct Registry {
     path: PathBuf,
     /// `None` while it cannot be written.
     database: Option<Database>,
+    /// Device and inode of its file.
+    file: Option<(u64, u64)>,
     mirror: Mirror,
     trouble: Option<Trouble>,
 }
@@ -331,7 +333,8 @@ impl Registry {
             return Err(RegistryError::Format { path, found });
         }
         let mirror = Mirror::of(&known);
-        Ok((Registry { path, database: Some(database), mirror, trouble: None }, known))
+        let file = file_at(&path);
+        Ok((Registry { path, database: Some(database), file, mirror, trouble: None }, known))
     }
 
     /// Writes all of `changes`, or keeps them in memory until that succeeds. Returns news for users. The caller
@@ -362,6 +365,18 @@ impl Registry {
         (!was_broken).then_some(News::Broken(sentence))
     }
 
+    /// Looks whether its file is still at its path. If somebody deleted or replaced it, it is written anew, by the next
+    /// [`Registry::write`]. Returns news for users.
+    pub fn look(&mut self, now: Duration) -> Option<News> {
+        if self.database.is_none() || file_at(&self.path) == self.file {
+            return None;
+        }
+        self.database = None;
+        let sentence = format!("the registry {} was deleted or replaced; tasukid writes it anew", self.path.display());
+        self.trouble = Some(Trouble { sentence: sentence.clone(), not_before: now });
+        Some(News::Broken(sentence))
+    }
+
     /// Writes a new file with everything, and puts it in the place of the old one.
     fn begin_anew(&mut self) -> Result<(), Failed> {
         let aside = self.path.with_extension("new");
@@ -372,6 +387,7 @@ impl Registry {
         });
         // A partial file would take up the room that there is.
         self.database = Some(written.inspect_err(|_| drop(std::fs::remove_file(&aside)))?);
+        self.file = file_at(&self.path);
         Ok(())
     }
 
@@ -384,6 +400,11 @@ impl Registry {
     pub fn not_before(&self) -> Option<Duration> {
         self.trouble.as_ref().map(|trouble| trouble.not_before)
     }
+}
+
+/// Returns device and inode of the file at this path.
+fn file_at(path: &Path) -> Option<(u64, u64)> {
+    std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }
 
 /// Returns the error in words, without redb's own name for it.
@@ -591,6 +612,29 @@ mod tests {
         drop(registry);
         let (_registry, known) = Registry::open(folder.path()).unwrap();
         assert_eq!((known.fenced, known.last_party), (vec![4, 5], 9));
+    }
+
+    #[test]
+    fn one_that_somebody_deletes_or_replaces_is_written_anew() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, now) = (folder.path().join("registry.redb"), Duration::from_secs(1));
+        let (mut registry, _) = Registry::open(folder.path()).unwrap();
+        assert_eq!(registry.write(&[Change::Fence(4)], now), None);
+        let replace = || std::fs::write(folder.path().join("old"), "an old one").unwrap();
+        for is_replaced in [false, true] {
+            assert_eq!(registry.look(now), None);
+            match is_replaced {
+                false => std::fs::remove_file(&path).unwrap(),
+                true => {
+                    replace();
+                    std::fs::rename(folder.path().join("old"), &path).unwrap();
+                }
+            }
+            assert!(matches!(registry.look(now), Some(News::Broken(_))) && registry.trouble().is_some());
+            assert_eq!(registry.write(&[], now), Some(News::Whole));
+        }
+        drop(registry);
+        assert_eq!(Registry::open(folder.path()).unwrap().1.fenced, [4]);
     }
 
     #[test]

@@ -309,6 +309,8 @@ impl Supervisor {
         }
         self.interfaces_looked_at = now();
         self.tell_of_memory();
+        let news = self.registry.look(now());
+        self.tell_of_registry(news);
         let (mut lost, mut strange) = (Vec::new(), Vec::new());
         for (label, tap) in &mut self.taps {
             // If the veth end is gone, so is the TAP.
