@@ -177,6 +177,8 @@ fn up(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
         let mut daemon = Daemon::begin(&nodes(UP))?;
         let workers = daemon.await_pairs(UP)?;
         ups.push(ms(began.elapsed()));
+        // A process for the next worker of each node is being made, one after the other.
+        std::thread::sleep(Duration::from_secs(1));
         for _ in 0..4 {
             // The answer comes when the worker is there, confined, and has begun.
             let began = Instant::now();

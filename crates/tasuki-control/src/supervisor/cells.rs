@@ -430,8 +430,10 @@ impl Supervisor {
 
     /// Has a process wait in its node's jail, so that the next worker need not wait for that.
     pub(super) fn prestart(&mut self, name: &str) {
+        // One at a time: a worker that starts meanwhile waits for none of the others.
+        let is_making = self.cells.nodes.values().any(|waiting| !waiting.ordered.is_empty());
         let waiting = self.cells.nodes.entry(name.to_owned()).or_default();
-        let has = !waiting.cells.is_empty() || !waiting.ordered.is_empty();
+        let has = is_making || !waiting.cells.is_empty();
         if self.config.daemon.confine == Confine::Off || has || waiting.not_before > now() {
             return;
         }
