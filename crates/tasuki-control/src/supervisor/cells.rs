@@ -72,7 +72,7 @@ fn forget_files(socket: &Path) {
 
 /// The description of a process to make.
 #[derive(Debug)]
-struct Plan {
+struct Wanted {
     number: u32,
     node: String,
     /// The path at which it is to listen.
@@ -90,7 +90,7 @@ struct Plan {
 /// An order to the thread.
 #[derive(Debug)]
 enum Order {
-    Make(Box<Plan>),
+    Make(Box<Wanted>),
     /// Puts a worker's process into its group.
     Move {
         number: u32,
@@ -137,9 +137,9 @@ impl Maker {
     fn run(mut self, orders: &Receiver<Order>, done: &Sender<Done>, bell: &OwnedFd) {
         for order in orders {
             let answer = match order {
-                Order::Make(plan) => {
-                    let (node, number) = (plan.node.clone(), plan.number);
-                    Some(Done::Made { node, number, made: self.make(*plan).map(Box::new) })
+                Order::Make(wanted) => {
+                    let (node, number) = (wanted.node.clone(), wanted.number);
+                    Some(Done::Made { node, number, made: self.make(*wanted).map(Box::new) })
                 }
                 Order::Move { number, node, bounds, pid } => {
                     let group = self.group(&node, bounds, number).ok().filter(|group| group.add(pid).is_ok());
@@ -179,7 +179,8 @@ impl Maker {
 
     /// Returns the control group of a worker, in its node's.
     fn group(&mut self, node: &str, bounds: Bounds, number: u32) -> std::io::Result<Group> {
-        let groups = self.groups.as_ref().ok_or_else(|| std::io::Error::other("there is no such node"))?;
+        let groups =
+            self.groups.as_ref().ok_or_else(|| std::io::Error::other("tasukid has not looked for them yet"))?;
         let its = &mut self.nodes.entry(node.to_owned()).or_default().group;
         let mut group = its.take().filter(|(its, _)| *its == bounds).map(|(_, group)| group);
         let child = groups.child(&mut group, node, &bounds, &format!("worker-{number}"));
@@ -188,8 +189,8 @@ impl Maker {
     }
 
     /// Completes the terms of a jail. Returns them with the worker's group.
-    fn terms(&mut self, plan: Plan) -> (Terms, Option<Group>) {
-        let Plan { number, node, mut terms, bounds, is_apart, .. } = plan;
+    fn terms(&mut self, wanted: Wanted) -> (Terms, Option<Group>) {
+        let Wanted { number, node, mut terms, bounds, is_apart, .. } = wanted;
         let group = self.group(&node, bounds, number);
         let group = group.map_err(|error| terms.lacks.push(format!("it has no control group ({error})"))).ok();
         let missing = self.groups.iter().flat_map(|groups| groups.lacks(&bounds));
@@ -206,19 +207,24 @@ impl Maker {
         (terms, group)
     }
 
-    fn make(&mut self, plan: Plan) -> Result<Cell> {
+    fn make(&mut self, wanted: Wanted) -> Result<Cell> {
         crash::point("daemon.makes-process");
-        let (number, path, program) = (plan.number, plan.path.clone(), plan.program.clone());
+        let path = wanted.path.clone();
+        self.start(wanted).inspect_err(|_| forget_files(&path))
+    }
+
+    fn start(&mut self, wanted: Wanted) -> Result<Cell> {
+        let (number, path, program) = (wanted.number, wanted.path.clone(), wanted.program.clone());
         let listener = channel::listen(&path).with_context(|| format!("{} cannot be listened at", path.display()))?;
         let (socket, theirs) = channel::pair().context("the kernel has no sockets left")?;
         let (file, args, stdout, jailing, group) = match &program {
             Some(program) => {
                 // Without a freezer a fence waits for the end of each process.
-                let group = self.group(&plan.node, plan.bounds, number).ok();
+                let group = self.group(&wanted.node, wanted.bounds, number).ok();
                 (program.clone(), vec!["worker".into()], nowhere()?, None, group)
             }
             None => {
-                let (terms, group) = self.terms(plan);
+                let (terms, group) = self.terms(wanted);
                 let (output, stdout) = std::io::pipe().context("the kernel has no pipes left")?;
                 rustix::io::ioctl_fionbio(&output, true).context("the kernel has no pipes left")?;
                 let args = vec![jail::WORD.into(), serde_json::to_string(&terms)?.into()];
@@ -236,7 +242,6 @@ impl Maker {
             Ok(started) => started,
             Err(error) => {
                 group.iter().for_each(Group::remove);
-                forget_files(&path);
                 return Err(error);
             }
         };
@@ -421,10 +426,10 @@ impl Supervisor {
         let number = self.next_party();
         let path = self.place.worker_socket(number);
         let is_apart = rustix::process::geteuid().is_root();
-        let plan = Plan { number, node: name.to_owned(), path, program, terms, bounds, is_apart };
+        let wanted = Wanted { number, node: name.to_owned(), path, program, terms, bounds, is_apart };
         let ordered = Ordered { since: now(), is_spare };
         self.cells.nodes.entry(name.to_owned()).or_default().ordered.insert(number, ordered);
-        self.cells.order(Order::Make(Box::new(plan)));
+        self.cells.order(Order::Make(Box::new(wanted)));
         Ok(())
     }
 

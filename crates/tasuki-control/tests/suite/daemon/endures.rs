@@ -299,8 +299,8 @@ fn a_worker_is_not_ended_where_tasukid_lacks_descriptors_for_what_it_sends_in_a_
                 let sockets = fs::read_to_string("/proc/net/unix").expect("the kernel's list");
                 sockets.lines().filter(|line| line.ends_with(&*api)).count() == 1
             });
-            let is_open = |fd: &u64| Path::new(&format!("/proc/{daemon}/fd/{fd}")).is_symlink();
-            let was = limit((0..).filter(|fd| !is_open(fd)).nth(more));
+            let open = storm.rig.descriptors();
+            let was = limit((0..).filter(|fd| !open.contains(fd)).nth(more));
             let said = if stages { storm.upgrade("red", true) } else { storm.give("blue", Some("repoint")) };
             limit(was.current);
             let _ = storm.ask(Method::DELETE, "/v1/nodes/red/stage", None);
@@ -361,7 +361,7 @@ fn a_daemon_that_is_late_itself_ends_no_worker_that_answered_in_time() {
         return println!("skipped: needs tasuki-worker beside tasukid: cargo build --workspace");
     }
     rig.with_stock_workers();
-    rig.configure(|text| text.replace("hang_after_ms = 5000", "hang_after_ms = 1000"));
+    rig.configure(|text| text.replace("hang_after_ms = 5000", "hang_after_ms = 3000"));
     rig.start();
     let drivers = || rig.workers().iter().filter(|it| it["is"] == "drives").map(pid).collect::<BTreeSet<_>>();
     until(&rig, "all drive", || drivers().len() == COUNT);
@@ -369,7 +369,7 @@ fn a_daemon_that_is_late_itself_ends_no_worker_that_answered_in_time() {
     // After the first time, the loop asks all of them at once. The second time, more answers wait for it than it once took.
     for _ in 0..2 {
         fs::write(rig.path("late"), "").expect("a file");
-        std::thread::sleep(Duration::from_millis(2500));
+        std::thread::sleep(Duration::from_millis(4500));
         fs::remove_file(rig.path("late")).expect("a file");
         until(&rig, "tasukid answers", || rig.tasuki(&["status"]).status.success());
     }

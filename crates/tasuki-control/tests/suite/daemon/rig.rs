@@ -169,6 +169,24 @@ impl Rig {
         self.daemon.as_ref().expect("a daemon").0.id()
     }
 
+    /// Returns the daemon's open descriptors, once they stay the same: its threads have some for a moment.
+    pub fn descriptors(&self) -> BTreeSet<u64> {
+        let path = format!("/proc/{}/fd", self.daemon_pid());
+        let open = || {
+            let entries = fs::read_dir(&path).expect("descriptors").flatten();
+            entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect::<BTreeSet<u64>>()
+        };
+        let all = std::cell::RefCell::new(open());
+        until(self, "its descriptors stay the same", || {
+            (0..10).all(|_| {
+                std::thread::sleep(Duration::from_millis(10));
+                let now = open();
+                all.replace(now.clone()) == now
+            })
+        });
+        all.into_inner()
+    }
+
     /// Returns the process of the keeper.
     pub fn keeper(&self) -> Option<u32> {
         let words = format!("tasukid\0keep\0{}\0", self.dir().display());
