@@ -95,6 +95,25 @@ impl Daemon {
         self.await_workers(|workers| count(workers, "drives") == nodes && count(workers, "stands by") == nodes)
     }
 
+    /// Waits until a process waits for the next worker of each of so many nodes.
+    fn await_cells(&self, nodes: usize) -> Result<()> {
+        let tasks = format!("/proc/{}/task", self.process.id());
+        let is_cell = |pid: &str| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            line.split(|byte| *byte == 0).nth(1) == Some(b"jail")
+        };
+        let began = Instant::now();
+        loop {
+            let tasks = std::fs::read_dir(&tasks)?.flatten();
+            let children = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
+            match children.map(|all| all.split(' ').filter(|pid| is_cell(pid)).count()).sum::<usize>() {
+                count if count == nodes => return Ok(()),
+                _ if began.elapsed() < PATIENCE => std::thread::sleep(LOOK),
+                count => bail!("not within {PATIENCE:?}: {nodes} processes for the next workers; seen: {count}"),
+            }
+        }
+    }
+
     /// Ends everything; returns how long that took.
     fn end(&mut self) -> Result<Duration> {
         let began = Instant::now();
@@ -177,8 +196,7 @@ fn up(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
         let mut daemon = Daemon::begin(&nodes(UP))?;
         let workers = daemon.await_pairs(UP)?;
         ups.push(ms(began.elapsed()));
-        // A process for the next worker of each node is being made, one after the other.
-        std::thread::sleep(Duration::from_secs(1));
+        daemon.await_cells(UP)?;
         for _ in 0..4 {
             // The answer comes when the worker is there, confined, and has begun.
             let began = Instant::now();

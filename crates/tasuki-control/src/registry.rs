@@ -10,7 +10,7 @@ mod mirror;
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -21,6 +21,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::api::types::Standby;
+use crate::endpoint::socket::mark_behind;
 use crate::supervisor::failover::FailOver;
 use crate::supervisor::staging::FileName;
 use crate::{config, place, process};
@@ -284,8 +285,8 @@ pub struct Registry {
     path: PathBuf,
     /// `None` while it cannot be written.
     database: Option<Database>,
-    /// Device and inode of its file.
-    file: Option<(u64, u64)>,
+    /// Tells its file from another one that has taken the place.
+    file: Option<String>,
     mirror: Mirror,
     trouble: Option<Trouble>,
 }
@@ -333,7 +334,7 @@ impl Registry {
             return Err(RegistryError::Format { path, found });
         }
         let mirror = Mirror::of(&known);
-        let file = file_at(&path);
+        let file = mark_behind(&path);
         Ok((Registry { path, database: Some(database), file, mirror, trouble: None }, known))
     }
 
@@ -368,7 +369,7 @@ impl Registry {
     /// Looks whether its file is still at its path. If somebody deleted or replaced it, it is written anew, by the next
     /// [`Registry::write`]. Returns news for users.
     pub fn look(&mut self, now: Duration) -> Option<News> {
-        if self.database.is_none() || file_at(&self.path) == self.file {
+        if self.database.is_none() || mark_behind(&self.path) == self.file {
             return None;
         }
         self.database = None;
@@ -387,7 +388,7 @@ impl Registry {
         });
         // A partial file would take up the room that there is.
         self.database = Some(written.inspect_err(|_| drop(std::fs::remove_file(&aside)))?);
-        self.file = file_at(&self.path);
+        self.file = mark_behind(&self.path);
         Ok(())
     }
 
@@ -400,11 +401,6 @@ impl Registry {
     pub fn not_before(&self) -> Option<Duration> {
         self.trouble.as_ref().map(|trouble| trouble.not_before)
     }
-}
-
-/// Returns device and inode of the file at this path.
-fn file_at(path: &Path) -> Option<(u64, u64)> {
-    std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }
 
 /// Returns the error in words, without redb's own name for it.
@@ -620,14 +616,14 @@ mod tests {
         let (path, now) = (folder.path().join("registry.redb"), Duration::from_secs(1));
         let (mut registry, _) = Registry::open(folder.path()).unwrap();
         assert_eq!(registry.write(&[Change::Fence(4)], now), None);
-        let replace = || std::fs::write(folder.path().join("old"), "an old one").unwrap();
         for is_replaced in [false, true] {
             assert_eq!(registry.look(now), None);
             match is_replaced {
                 false => std::fs::remove_file(&path).unwrap(),
                 true => {
-                    replace();
-                    std::fs::rename(folder.path().join("old"), &path).unwrap();
+                    let old = folder.path().join("old");
+                    std::fs::write(&old, "an old one").unwrap();
+                    std::fs::rename(old, &path).unwrap();
                 }
             }
             assert!(matches!(registry.look(now), Some(News::Broken(_))) && registry.trouble().is_some());

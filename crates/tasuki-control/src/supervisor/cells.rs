@@ -22,7 +22,7 @@ use super::{About, Supervisor, Token, WORKER_TIMEOUT, epoll_add, is_news, now};
 use crate::cgroup::{Bounds, Group, Groups};
 use crate::config::Confine;
 use crate::jail::{self, Terms};
-use crate::process::Process;
+use crate::process::{Name, Process};
 use crate::spawn::Program;
 use crate::{channel, housekeeping_cpus};
 
@@ -96,10 +96,10 @@ enum Order {
         number: u32,
         node: String,
         bounds: Bounds,
-        pid: u32,
+        process: Name,
     },
     End(Box<Cell>),
-    /// Kills all that is left in the group of a dead worker, and removes it.
+    /// Removes the group of a dead worker.
     Remove(Group),
     /// A node is gone: its group and its network go.
     Forget(String),
@@ -141,8 +141,11 @@ impl Maker {
                     let (node, number) = (wanted.node.clone(), wanted.number);
                     Some(Done::Made { node, number, made: self.make(*wanted).map(Box::new) })
                 }
-                Order::Move { number, node, bounds, pid } => {
-                    let group = self.group(&node, bounds, number).ok().filter(|group| group.add(pid).is_ok());
+                Order::Move { number, node, bounds, process } => {
+                    // The number of one that has died may be another's by now.
+                    let lives = Process::find(process).is_ok_and(|found| found.is_some());
+                    let group = self.group(&node, bounds, number).ok();
+                    let group = group.filter(|group| lives && group.add(process.pid).is_ok());
                     group.map(|group| Done::Moved { number, group })
                 }
                 Order::End(cell) => {
@@ -150,7 +153,6 @@ impl Maker {
                     None
                 }
                 Order::Remove(group) => {
-                    let _ = group.kill();
                     group.remove();
                     None
                 }
@@ -304,7 +306,7 @@ impl Cells {
         let _ = self.orders.send(order);
     }
 
-    /// Has all that is left in the group of a dead worker killed, and the group removed.
+    /// Has the group of a dead worker removed.
     pub fn remove(&self, group: Group) {
         self.order(Order::Remove(group));
     }
@@ -384,12 +386,11 @@ pub fn late() -> String {
 }
 
 impl Supervisor {
-    /// Returns the number of a process that waits for the node's next worker, which is to run this program. If none
-    /// does, one is ordered.
+    /// Takes a process that waits for the node's next worker, which is to run this program. If none does, one is ordered.
     ///
     /// # Errors
     /// It could not be made.
-    pub(super) fn process_for(&mut self, name: &str, program: &Path) -> Result<Option<u32>> {
+    pub(super) fn process_for(&mut self, name: &str, program: &Path) -> Result<Option<Cell>> {
         let is_jailed = self.config.daemon.confine != Confine::Off;
         let waiting = self.cells.nodes.entry(name.to_owned()).or_default();
         if let Some(error) = waiting.failed.take() {
@@ -401,7 +402,7 @@ impl Supervisor {
         let (cells, odd) = std::mem::take(&mut waiting.cells).into_iter().partition(is_of_use);
         waiting.cells = cells;
         let odd: VecDeque<Cell> = odd;
-        let first = waiting.cells.front().map(|cell| cell.number);
+        let first = waiting.cells.pop_front();
         // A worker waits for it now.
         waiting.ordered.values_mut().for_each(|it| it.is_spare &= first.is_some());
         let is_ordered = !waiting.ordered.is_empty();
@@ -410,13 +411,6 @@ impl Supervisor {
             self.order_process(name, (!is_jailed).then(|| program.to_owned()), false)?;
         }
         Ok(first)
-    }
-
-    /// Takes the process with this number for a worker.
-    pub(super) fn take_cell(&mut self, name: &str, number: u32) -> Option<Cell> {
-        let waiting = self.cells.nodes.get_mut(name)?;
-        let at = waiting.cells.iter().position(|cell| cell.number == number)?;
-        waiting.cells.remove(at)
     }
 
     /// Has the thread make a process for a worker of this node.
@@ -450,9 +444,9 @@ impl Supervisor {
     /// Moves the process of a worker into its group, which has other bounds by now.
     pub(super) fn order_move(&mut self, number: u32) {
         let Some(worker) = self.workers.get(&number) else { return };
-        let (node, pid) = (worker.record.node.clone(), worker.process.name().pid);
+        let (node, process) = (worker.record.node.clone(), worker.process.name());
         let Some(bounds) = self.bounds_in_force(&node) else { return };
-        self.cells.order(Order::Move { number, node, bounds, pid });
+        self.cells.order(Order::Move { number, node, bounds, process });
     }
 
     /// Hears from the thread.

@@ -331,8 +331,13 @@ impl Supervisor {
         }
         self.cards.values_mut().for_each(|card| card.forget_memory_of(number));
         let how = worker.process.ended();
-        // Kill all processes that the worker has started.
-        worker.group.take().into_iter().for_each(|group| self.cells.remove(group));
+        if let Some(group) = worker.group.take() {
+            // The next owner of a NIC may run by now: no process that the worker has started goes on beside it.
+            if !group.processes().is_ok_and(|left| left.is_empty()) {
+                let _ = group.kill();
+            }
+            self.cells.remove(group);
+        }
         let node_name = worker.record.node.clone();
         let _ = std::fs::remove_file(&worker.record.socket);
         super::lines::forget(&worker.record.socket);

@@ -65,8 +65,8 @@ pub struct Job {
     pub target: u32,
     /// For an upgrade: another program. For a staging: the program.
     with: Option<PathBuf>,
-    /// `Some` while the process of its worker is being made; inside, the file that is to be staged.
-    awaits: Option<Option<FileName>>,
+    /// Whether the process of its worker is being made.
+    is_awaited: bool,
     /// NICs still to be relayed.
     todo: VecDeque<u32>,
     /// `Some` once the arbiter of the first NIC was asked; inside, the worker that drove then.
@@ -102,7 +102,7 @@ impl Job {
             fenced_node: None,
             target,
             with: None,
-            awaits: None,
+            is_awaited: false,
             todo,
             asked: None,
             asked_for: None,
@@ -263,25 +263,22 @@ impl Supervisor {
         if staged.is_some() {
             return Ok(job);
         }
-        self.start_target(job, None)
-            .map_err(|error| Refusal::conflict(format!("no fresh worker for node {node}: {error:#}")))
+        self.start_target(job).map_err(|error| Refusal::conflict(format!("no fresh worker for node {node}: {error:#}")))
     }
 
-    /// Gives a job its fresh worker, or has it wait for the worker's process. `staged` is the file that is to be staged.
+    /// Gives a job its fresh worker, or has it wait for the worker's process.
     ///
     /// # Errors
     /// No worker can start.
-    pub(super) fn start_target(&mut self, job: Job, staged: Option<FileName>) -> anyhow::Result<Job> {
-        let target = self.start_fresh(&job.node, job.with.clone(), staged)?;
-        Ok(Job { target: target.unwrap_or(NO_WORKER), awaits: target.is_none().then_some(staged), ..job })
+    pub(super) fn start_target(&mut self, job: Job) -> anyhow::Result<Job> {
+        let target = self.start_fresh(job.purpose, &job.node, job.with.clone())?;
+        Ok(Job { target: target.unwrap_or(NO_WORKER), is_awaited: target.is_none(), ..job })
     }
 
-    fn start_fresh(
-        &mut self,
-        node: &str,
-        with: Option<PathBuf>,
-        staged: Option<FileName>,
-    ) -> anyhow::Result<Option<u32>> {
+    fn start_fresh(&mut self, purpose: Purpose, node: &str, with: Option<PathBuf>) -> anyhow::Result<Option<u32>> {
+        // Of the file before it is started: one that takes its place meanwhile is another.
+        let stages = || FileName::of(&self.program_of(node, with.clone()));
+        let staged = (purpose == Purpose::Stage).then(stages).transpose()?;
         let target = self.start_worker(node, with, true)?;
         if let (Some(target), Some(_)) = (target, staged) {
             self.is_staged(target, staged);

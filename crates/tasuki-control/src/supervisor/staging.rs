@@ -63,13 +63,12 @@ impl Supervisor {
         if there.is_none() {
             self.end_staged(node);
         }
-        let job = Job::staging(node, there, binary.clone(), nics);
+        let job = Job::staging(node, there, binary, nics);
         if there.is_some() {
             return Ok(job);
         }
         let failed = |error: anyhow::Error| Refusal::conflict(format!("nothing is staged for node {node}: {error:#}"));
-        let file = FileName::of(&binary).map_err(|error| failed(error.into()))?;
-        self.start_target(job, Some(file)).map_err(failed)
+        self.start_target(job).map_err(failed)
     }
 
     /// Returns whether a worker is staged, and no upgrade has taken it.

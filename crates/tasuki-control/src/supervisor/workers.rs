@@ -72,8 +72,8 @@ impl Supervisor {
             self.retire_surplus(name);
             self.mend(name);
         }
-        // Starting a process takes a CPU milliseconds. So none is started while a NIC waits for a driver. Nor does it when a worker has closed its end: a dying process does so a moment before
-        // its pidfd reports the death.
+        // A process that starts takes milliseconds of a CPU. So none is started while a NIC waits for a driver, nor when a
+        // worker has closed its end: a dying process does so a moment before its pidfd reports the death.
         let is_calm =
             |card: &super::card::Card| card.arbiter.is_none() || card.is_settled() || card.waits_for_no_driver();
         if self.cards.values().all(is_calm) && self.workers.values().all(|worker| worker.hung_up_since.is_none()) {
@@ -286,8 +286,7 @@ impl Supervisor {
         let program_state = interface_node.program_state.region().fd().try_clone_to_owned()?;
         let heartbeat = Words::create("tasuki heartbeat", heartbeat::LEN)?;
         let file = jail::open_program(&binary).with_context(|| format!("{} does not start", binary.display()))?;
-        let waiting = self.process_for(name, &binary)?;
-        let Some(cell) = waiting.and_then(|number| self.take_cell(name, number)) else { return Ok(None) };
+        let Some(cell) = self.process_for(name, &binary)? else { return Ok(None) };
         let Cell { number, process, socket: ours, path: socket, listener, lines, jailing, group, memlock, .. } = cell;
         let program = jailing.as_ref().map(|_| (binary.clone(), file));
         crash::point("daemon.worker-started");

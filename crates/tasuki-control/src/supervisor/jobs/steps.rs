@@ -8,7 +8,6 @@ use tasuki_relay::wire::{Plan, Reason, Use};
 use tasuki_shm::crash;
 
 use super::super::deeds::party;
-use super::super::staging::FileName;
 use super::super::worker::Readiness;
 use super::super::{About, Supervisor, WORKER_TIMEOUT, cells, now};
 use super::{NO_WORKER, Purpose, finding};
@@ -56,8 +55,8 @@ impl Supervisor {
         if let Some(why) = self.jobs[at].failure.take() {
             return Step::Fail(why);
         }
-        if let Some(staged) = self.jobs[at].awaits {
-            return self.await_process(at, staged);
+        if self.jobs[at].is_awaited {
+            return self.await_process(at);
         }
         let job = &self.jobs[at];
         let (target, purpose) = (job.target, job.purpose);
@@ -169,16 +168,15 @@ impl Supervisor {
     }
 
     /// Starts the job's worker, once there is a process for it.
-    fn await_process(&mut self, at: usize, staged: Option<FileName>) -> Step {
-        let job = &self.jobs[at];
-        if now().saturating_sub(job.since) >= WORKER_TIMEOUT {
+    fn await_process(&mut self, at: usize) -> Step {
+        if now().saturating_sub(self.jobs[at].since) >= WORKER_TIMEOUT {
             return Step::Fail(cells::late());
         }
-        let (node, with) = (job.node.clone(), job.with.clone());
-        match self.start_fresh(&node, with, staged) {
+        let (purpose, node, with) = (self.jobs[at].purpose, self.jobs[at].node.clone(), self.jobs[at].with.clone());
+        match self.start_fresh(purpose, &node, with) {
             Ok(None) => Step::Wait,
             Ok(Some(target)) => {
-                (self.jobs[at].target, self.jobs[at].awaits) = (target, None);
+                (self.jobs[at].target, self.jobs[at].is_awaited) = (target, false);
                 Step::Again
             }
             Err(error) => Step::Fail(format!("{error:#}")),
