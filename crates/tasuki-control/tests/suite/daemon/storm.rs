@@ -312,8 +312,9 @@ impl Storm {
         let is_quiet = |worker: &Value| ["drives", "stands by", "idle"].iter().any(|is| worker["is"] == *is);
         while !self.rig.daemon_is_dead() && begun.elapsed() < SETTLED_WITHIN {
             let workers = self.workers();
-            // One worker for each of the three nodes, and a stand-by.
-            if workers.len() == 4 && workers.iter().all(is_quiet) && self.pair().is_some() {
+            // One worker for each of the three nodes, and a stand-by; after an upgrade, one of the new program.
+            let is_of_one = |(driver, standby): (Value, Value)| driver["generation"] == standby["generation"];
+            if workers.len() == 4 && workers.iter().all(is_quiet) && self.pair().is_some_and(is_of_one) {
                 break;
             }
             std::thread::sleep(Duration::from_millis(1));
