@@ -270,10 +270,11 @@ mod tests {
     use super::pcapng::tests::packet;
     use super::*;
     use crate::channel;
+    use crate::supervisor::door::Queued;
 
     /// The ends of a capture that the daemon's loop and workers have.
     struct Others {
-        requests: std::sync::mpsc::Receiver<Request>,
+        requests: std::sync::mpsc::Receiver<Queued>,
         worker: OwnedFd,
         missed: Arc<Words>,
         ports: UnboundedSender<Port>,
@@ -308,7 +309,7 @@ mod tests {
         /// Returns how many frames there were, and how many were missed.
         fn heard(&self) -> (u64, u64) {
             match self.requests.try_recv() {
-                Ok(Request::CaptureOver { number: 7, frames, missed }) => (frames, missed),
+                Ok((Request::CaptureOver { number: 7, frames, missed }, None)) => (frames, missed),
                 other => panic!("{other:?}"),
             }
         }

@@ -17,6 +17,8 @@ use crate::place;
 /// Times within which the daemon shows something, and does something. The second is longer than any limit of a relay.
 const GET_TIMEOUT: Duration = Duration::from_secs(20);
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(600);
+/// Pause between two looks whether a daemon that does something still answers.
+const LOOK_EVERY: Duration = Duration::from_secs(5);
 
 /// tasukid refuses a request, with this status of HTTP.
 #[derive(Debug, thiserror::Error)]
@@ -48,19 +50,44 @@ pub fn ask_within(
 ) -> Result<Value> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.context("the kernel has no room")?;
-    let answered = async {
-        let answer = open(folder, method, address, body).await?;
-        whole(folder, answer).await
-    };
-    let silent = || {
+    let answered = runtime.block_on(exchange_within(limit, folder, method, address, body));
+    serde_json::from_slice(&answered?).context("tasukid's answer is not JSON; rebuild the older of the two")
+}
+
+async fn exchange_within(
+    limit: Duration,
+    folder: &Path,
+    method: Method,
+    address: &str,
+    body: Option<&Value>,
+) -> Result<Bytes> {
+    let silent = |limit: Duration| {
         let (named, seconds) = (folder.display(), limit.as_secs());
-        format!(
+        anyhow::anyhow!(
             "the tasukid in {named} has not answered for {seconds} s; end it (kill -9), and start another: workers go on meanwhile"
         )
     };
-    let answered = runtime.block_on(async { tokio::time::timeout(limit, answered).await });
-    let bytes = answered.unwrap_or_else(|_| Err(anyhow::Error::msg(silent())))?;
-    serde_json::from_slice(&bytes).context("tasukid's answer is not JSON; rebuild the older of the two")
+    tokio::select! {
+        answered = exchange_whole(folder, method, address, body) => answered,
+        () = tokio::time::sleep(limit) => Err(silent(limit)),
+        () = stands_still(folder), if limit > GET_TIMEOUT => Err(silent(GET_TIMEOUT)),
+    }
+}
+
+async fn exchange_whole(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Bytes> {
+    let answer = open(folder, method, address, body).await?;
+    whole(folder, answer).await
+}
+
+/// Returns when the daemon has not answered a short question in time. A refusal is an answer.
+async fn stands_still(folder: &Path) {
+    let asks = || exchange_whole(folder, Method::GET, "/v1/status", None);
+    loop {
+        tokio::time::sleep(LOOK_EVERY).await;
+        if tokio::time::timeout(GET_TIMEOUT, asks()).await.is_err() {
+            return;
+        }
+    }
 }
 
 /// Returns the whole body of an answer.
@@ -122,4 +149,21 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
     // Ends with the answer, or with its reader.
     tokio::spawn(connection);
     sender.send_request(request).await.with_context(hung_up)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The clock jumps to the next moment that something waits for.
+    #[tokio::test(start_paused = true)]
+    async fn a_long_request_ends_when_the_daemon_answers_nothing_at_all() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let _stands_still = std::os::unix::net::UnixListener::bind(place::api_socket(folder.path())).expect("a socket");
+        let begun = tokio::time::Instant::now();
+        let answered = exchange_within(CHANGE_TIMEOUT, folder.path(), Method::POST, "/v1/stop", None).await;
+        let said = answered.expect_err("nothing answers").to_string();
+        assert!(said.contains("has not answered for 20 s; end it (kill -9)"), "{said}");
+        assert_eq!(begun.elapsed(), LOOK_EVERY + GET_TIMEOUT);
+    }
 }

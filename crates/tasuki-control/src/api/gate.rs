@@ -199,6 +199,8 @@ pub async fn guard(
         Err(_) => return refusal(StatusCode::REQUEST_TIMEOUT, too_slow("body", BODY_TIMEOUT)),
     };
     parts.extensions.insert(role);
+    // If the caller has hung up while tasukid stood still, its connection sees that first, and this request ends here.
+    tokio::task::yield_now().await;
     let is_last = ["/v1/stop", "/v1/upgrade"].contains(&route.as_str()) && parts.method == Method::POST;
     let answer = next.run(Request::from_parts(parts, Body::from(bytes))).await;
     if changes {

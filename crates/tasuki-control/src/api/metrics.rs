@@ -414,7 +414,7 @@ mod tests {
         let (sender, requests) = std::sync::mpsc::channel();
         let door = Door::new(sender).unwrap();
         let asked = std::thread::spawn(move || {
-            let answers = requests.iter().filter_map(|request| match request {
+            let answers = requests.iter().filter_map(|(request, _)| match request {
                 Request::Metrics(answer) => Some(answer),
                 _ => None,
             });

@@ -95,8 +95,12 @@ impl<T: Serialize> IntoResponse for Answered<T> {
 
 async fn ask<T>(door: &Door, request: impl FnOnce(oneshot::Sender<Result<T, Refusal>>) -> Request) -> Answered<T> {
     let (answer, answered) = oneshot::channel();
-    door.put(request(answer));
-    Answered(answered.await.unwrap_or(Err(Refusal::Ending)))
+    // Ends with this future, which ends with the connection.
+    let caller = Arc::new(());
+    door.put_for(&caller, request(answer));
+    let answered = Answered(answered.await.unwrap_or(Err(Refusal::Ending)));
+    drop(caller);
+    answered
 }
 
 fn words<T>(body: Result<Json<T>, JsonRejection>) -> Result<T, Refusal> {

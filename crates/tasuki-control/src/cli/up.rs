@@ -1,6 +1,7 @@
 //! `tasuki up`: from a configuration to nodes and NICs at work, whether a tasukid runs already or not; and `tasuki stop`,
 //! which returns when nothing of it is left.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -116,15 +117,25 @@ pub(super) fn await_node(folder: &Path, name: &str) -> Option<String> {
 
 /// Ends everything, and waits until tasukid is gone.
 pub(super) fn stop(folder: &Path) -> Result<serde_json::Value> {
-    let daemon = place::holder(folder).and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?));
-    let daemon = daemon.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
+    let daemon = daemon(folder);
     let value = client::ask(folder, Verb::POST, "/v1/stop", Some(&json!({})))?;
     let Stopped { sentence, .. } = show::read(value.clone())?;
     if let Some(daemon) = daemon {
-        let mut ends = [PollFd::new(&daemon, PollFlags::IN)];
-        let limit = Timespec::try_from(END_TIMEOUT).context("that is no time")?;
-        let ended = rustix::event::poll(&mut ends, Some(&limit)).unwrap_or(0);
-        ensure!(ended > 0, "{sentence}, but it is still there after {} s; its log says why", END_TIMEOUT.as_secs());
+        let is_gone = ends_within(&daemon, END_TIMEOUT);
+        ensure!(is_gone, "{sentence}, but it is still there after {} s; its log says why", END_TIMEOUT.as_secs());
     }
     Ok(value)
+}
+
+/// Returns the process that is at work in this directory.
+pub(super) fn daemon(folder: &Path) -> Option<OwnedFd> {
+    let pid = Pid::from_raw(i32::try_from(place::holder(folder)?).ok()?)?;
+    rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()
+}
+
+/// Waits until a process has ended. Returns whether it has.
+pub(super) fn ends_within(process: &OwnedFd, limit: Duration) -> bool {
+    let mut ends = [PollFd::new(process, PollFlags::IN)];
+    let limit = Timespec::try_from(limit).ok();
+    rustix::event::poll(&mut ends, limit.as_ref()).unwrap_or(0) > 0
 }

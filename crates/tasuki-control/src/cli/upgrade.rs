@@ -11,13 +11,15 @@ use hyper::Method as Verb;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::{Reach, absolute, part, show, write};
+use super::{Reach, absolute, part, show, up, write};
 use crate::api::client;
 use crate::api::types::{NodeView, Relayed, Replaced, Status, WorkerView};
 use crate::place;
 
 /// Time within which the daemon's next version must answer: it takes all workers over before.
 const DAEMON_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time within which another one must answer, if its process has ended: a service manager may start it anew.
+const ANOTHER_TIMEOUT: Duration = Duration::from_secs(3);
 /// Pause between two questions whether it does.
 const ASK_EVERY: Duration = Duration::from_millis(20);
 
@@ -101,11 +103,20 @@ fn replace_daemon(
     let Some(program) = program(with, "tasukid") else {
         return told("tasukid stays what it is: that folder has no tasukid");
     };
+    let process = up::daemon(folder);
     let asked = Instant::now();
     let replaced: Replaced = show::read(post(folder, "/v1/upgrade", &json!({ "with": program }))?)?;
     // The former one may still answer for a moment.
     let is_next = |status: &Status| u128::from(status.up_ms) <= asked.elapsed().as_millis();
+    let mut ended = None;
     while !get::<Status>(folder, "/v1/status").is_ok_and(|status| is_next(&status)) {
+        let is_gone = process.as_ref().is_some_and(|process| up::ends_within(process, Duration::ZERO));
+        if is_gone && ended.get_or_insert_with(Instant::now).elapsed() > ANOTHER_TIMEOUT {
+            bail!(
+                "{}, but it has ended since, and nothing has started another; start the one of before, for the workers go on meanwhile: the log says why",
+                replaced.sentence
+            );
+        }
         if asked.elapsed() > DAEMON_TIMEOUT {
             bail!(
                 "{}, but it has not answered for {} s; the workers go on meanwhile, and its log says why",
@@ -141,7 +152,10 @@ fn upgrade_nodes(folder: &Path, with: Option<&Path>, done: &mut Done, told: &dyn
         let program = name.map(|name| (name, program(with, name)));
         let (is_done, sentence) = match program {
             None => (false, format!("node {} has no worker to replace; tasuki status says why", node.name)),
-            Some((name, None)) => (false, format!("node {} keeps its program: that folder has no {name}", node.name)),
+            Some((name, None)) => {
+                ensure!(with.is_none_or(Path::is_dir), "{}: that folder is gone", stopped(&nodes, done, &node.name));
+                (false, format!("node {} keeps its program: that folder has no {name}", node.name))
+            }
             Some((_, Some(program))) => {
                 let body = json!({ "with": program, "state": null });
                 let relayed = post(folder, &format!("/v1/nodes/{}/upgrade", part(&node.name)), &body)

@@ -1,8 +1,8 @@
 //! Brings requests of other threads into the daemon's loop.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Weak};
 
 use rustix::event::EventfdFlags;
 use tokio::sync::oneshot;
@@ -171,24 +171,36 @@ pub enum Request {
     Note(String),
 }
 
+/// A request as the loop gets it, and the caller that it is for, if any.
+pub type Queued = (Request, Option<Weak<()>>);
+
 /// The entrance to the loop.
 #[derive(Debug, Clone)]
 pub struct Door {
-    requests: Sender<Request>,
+    requests: Sender<Queued>,
     bell: Arc<rustix::fd::OwnedFd>,
 }
 
 impl Door {
     /// Creates a door that puts requests into `requests` and rings its bell for each.
-    pub fn new(requests: Sender<Request>) -> std::io::Result<Self> {
+    pub fn new(requests: Sender<Queued>) -> std::io::Result<Self> {
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Door { requests, bell: Arc::new(bell) })
     }
 
-    /// Puts a request in.
+    /// Puts a request in that is carried out in any case.
     pub fn put(&self, request: Request) {
+        self.queue((request, None));
+    }
+
+    /// Puts a request in that is carried out only if `caller` is there when its turn comes.
+    pub fn put_for(&self, caller: &Arc<()>, request: Request) {
+        self.queue((request, Some(Arc::downgrade(caller))));
+    }
+
+    fn queue(&self, queued: Queued) {
         // If the loop has ended, the caller that waits for the answer sees that: its sender is dropped.
-        let _ = self.requests.send(request);
+        let _ = self.requests.send(queued);
         let _ = rustix::io::write(&*self.bell, &1_u64.to_ne_bytes());
     }
 

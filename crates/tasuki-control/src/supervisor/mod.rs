@@ -94,7 +94,7 @@ use crate::place::Place;
 use crate::registry::{Change, Event, News, NodeRecord, Registry};
 use crate::watchdog::Watchdog;
 use card::Card;
-use door::{Answer, Door, Request};
+use door::{Answer, Door, Queued};
 use exit_watch::ExitWatch;
 use jobs::Job;
 use policy::Death;
@@ -252,7 +252,7 @@ pub struct Supervisor {
     changes: Vec<Change>,
     table: arbiter::Table,
     epoll: rustix::fd::OwnedFd,
-    requests: Receiver<Request>,
+    requests: Receiver<Queued>,
     door: Door,
     signals: UnixStream,
     hangups: UnixStream,
@@ -322,7 +322,7 @@ pub struct Parts {
     /// The entrance for requests from other threads.
     pub door: Door,
     /// The receiving end of the door's requests.
-    pub requests: Receiver<Request>,
+    pub requests: Receiver<Queued>,
     /// Receives a byte when the daemon is told to exit.
     pub signals: UnixStream,
     /// Receives a byte when the daemon is told to apply its file anew.

@@ -25,8 +25,11 @@ impl Supervisor {
         if self.adopting {
             return;
         }
-        while let Ok(request) = self.requests.try_recv() {
-            self.answer_request(request);
+        while let Ok((request, caller)) = self.requests.try_recv() {
+            // A caller that has given up may have done otherwise since.
+            if caller.is_none_or(|caller| caller.strong_count() > 0) {
+                self.answer_request(request);
+            }
         }
     }
 

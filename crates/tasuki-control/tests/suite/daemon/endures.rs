@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::symlink;
-use std::os::unix::net::UnixDatagram;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -375,6 +375,38 @@ fn a_daemon_that_is_late_itself_ends_no_worker_that_answered_in_time() {
     }
     assert_eq!(drivers(), before);
     assert!(!rig.ask(&["events"]).contains("hangs"), "{}", rig.log());
+    rig.stop();
+}
+
+/// Sends a request, and hangs up.
+fn ask_and_go(rig: &Rig, path: &str) {
+    let mut stream = UnixStream::connect(rig.dir().join("api.sock")).expect("a daemon");
+    let head = "host: tasukid\r\ncontent-type: application/json\r\ncontent-length: 2";
+    write!(stream, "POST {path} HTTP/1.1\r\n{head}\r\n\r\n{{}}").expect("there is room");
+}
+
+/// All of the daemon stands still, or its loop does.
+#[test]
+fn nothing_is_done_for_a_caller_that_has_given_up_before_its_turn() {
+    let mut rig = Rig::new();
+    rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    let daemon = rig.daemon_pid();
+    signal(daemon, Signal::STOP);
+    ask_and_go(&rig, "/v1/stop");
+    signal(daemon, Signal::CONT);
+    assert_eq!(rig.json(&["status"])["pid"], daemon);
+    let before = rig.descriptors();
+    fs::write(rig.path("late"), "").expect("a file");
+    std::thread::scope(|scope| {
+        let given = scope.spawn(|| rig.ask(&["nic", "give", "eth0", "--to", "blue"]));
+        until(&rig, "the taker is asked", || rig.descriptors().len() > before.len());
+        ask_and_go(&rig, "/v1/stop");
+        until(&rig, "it is heard of no more", || rig.descriptors().len() == before.len() + 1);
+        fs::remove_file(rig.path("late")).expect("a file");
+        given.join().expect("it is given");
+    });
+    assert_eq!((&rig.json(&["status"])["pid"], rig.nic()["node"].as_str()), (&daemon.into(), Some("blue")));
     rig.stop();
 }
 

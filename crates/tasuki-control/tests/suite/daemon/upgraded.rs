@@ -183,6 +183,25 @@ fn the_daemon_goes_on_as_it_was_if_the_other_program_fails_after_its_check() {
 }
 
 #[test]
+fn an_upgrade_says_that_the_next_daemon_has_ended() {
+    let mut rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    let folder = version(&rig, "next");
+    let real = rig.path("real");
+    fs::rename(folder.join("tasukid"), &real).expect("a file");
+    let text = format!("case \"$*\" in *--check*) exec {} \"$@\";; esac\nexit 1", real.display());
+    script(&folder.join("tasukid"), &text);
+    let said = rig.refused(&["upgrade", "--with", folder.to_str().unwrap()]);
+    assert!(
+        said.contains("but it has ended since, and nothing has started another; start the one of before"),
+        "{said}"
+    );
+    assert!(lives(pid(&driver)));
+    rig.start();
+    assert_eq!(pid(&rig.await_pair("red").0), pid(&driver));
+}
+
+#[test]
 fn a_daemon_whose_nodes_have_cpus_finds_them_again() {
     let Ok(ours) = rustix::thread::sched_getaffinity(None) else { panic!("this test runs somewhere") };
     let first = (0..rustix::thread::CpuSet::MAX_CPU).find(|cpu| ours.is_set(*cpu)).expect("a CPU");
