@@ -216,7 +216,7 @@ impl Groups {
     /// # Errors
     /// The kernel refuses.
     pub fn node(&self, name: &str, bounds: &Bounds) -> io::Result<Group> {
-        let mut group = Group { places: Vec::new(), freezer: None };
+        let mut group = Group { places: Vec::new(), freezer: None, oom_kills_before: 0 };
         let any_v2 = self.hierarchies.iter().any(|it| it.is_v2);
         for it in self.hierarchies.iter().filter(|it| is_of_use(it, bounds, any_v2)) {
             let parent = of(&it.own, &self.id);
@@ -401,6 +401,8 @@ struct Place {
 pub struct Group {
     places: Vec<Place>,
     freezer: Option<Freezer>,
+    /// What [`oom_kills`](Self::oom_kills) was when it was made.
+    oom_kills_before: u64,
 }
 
 /// The files that stop a group, and show that it has stopped.
@@ -441,9 +443,29 @@ impl Group {
             made.or_else(|error| if error.kind() == AlreadyExists { Ok(()) } else { Err(error) })?;
             Ok(Place { path, is_its: place.freezes, ..*place })
         });
-        let mut group = Group { places: places.collect::<io::Result<_>>()?, freezer: None };
+        let mut group = Group { places: places.collect::<io::Result<_>>()?, freezer: None, oom_kills_before: 0 };
         group.open_freezer()?;
+        group.oom_kills_before = group.oom_kills();
         Ok(group)
+    }
+
+    /// Returns how many processes of the node, whose group this group is in, the kernel has killed for want of memory.
+    fn oom_kills(&self) -> u64 {
+        let of = |place: &Place| match place.is_v2 {
+            true => fs::read_to_string(place.path.parent()?.join("memory.events")).ok(),
+            false => fs::read_to_string(place.path.join("memory.oom_control")).ok(),
+        };
+        let texts = self.places.iter().filter_map(of).collect::<String>();
+        texts.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok()).unwrap_or(0)
+    }
+
+    /// Returns whether the kernel has killed one more process of the node for want of memory than `known`, or since this
+    /// group was made. Each is counted once.
+    pub fn has_new_oom_kill(&self, known: &mut u64) -> bool {
+        let before = self.oom_kills_before.max(*known);
+        let is_new = self.oom_kills() > before;
+        *known = before + u64::from(is_new);
+        is_new
     }
 
     /// Returns the group in which a process can be started so that it is a member from its beginning. It enters the

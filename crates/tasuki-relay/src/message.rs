@@ -497,8 +497,11 @@ pub mod heartbeat {
     /// Word: number of received frames that the node's TAP did not take, and of frames from the TAP that fit into no
     /// frame of the card's. Of a node with an end of a VNI: number of all frames that did not cross.
     pub const REFUSED: usize = 16;
-    /// First word of those with the frames of an end of a VNI that did not cross: one for each reason.
+    /// First word of those with the frames of an end of a VNI that did not cross: one for each reason. Of a NIC that was
+    /// handed over, those that came after the former owner had let go.
     pub const DROPPED_FOR: usize = 17;
+    /// Index of that reason.
+    pub const TOO_LATE: usize = 5;
     /// The reasons, as `tasuki nic counts` names them.
     pub const REASONS: [&str; 12] = [
         "refused",
@@ -520,6 +523,11 @@ pub mod heartbeat {
 mod tests {
     use super::*;
     use crate::wire::Order;
+
+    #[test]
+    fn a_reason_is_where_it_is_counted() {
+        assert_eq!(heartbeat::REASONS[heartbeat::TOO_LATE], "too_late");
+    }
 
     #[test]
     fn packets_and_messages_are_told_apart() {

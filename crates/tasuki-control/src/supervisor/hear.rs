@@ -34,6 +34,9 @@ const READS_MAX: usize = 16;
 /// Characters of the name of a worker's counter.
 const COUNT_NAME_MAX: usize = 64;
 
+/// How a worker has ended that a process of this machine, or the kernel, has killed.
+const KILLED: &str = "was killed by signal 9";
+
 /// Why a worker is ended that would keep limits of its own.
 pub(super) const LACKS_SHARED_LIMITS: &str = "is from before an interface with several queues could have limits, and its node has both; leave limits out, or name a later program (tasuki worker upgrade --with)";
 
@@ -331,14 +334,21 @@ impl Supervisor {
         }
         self.cards.values_mut().for_each(|card| card.forget_memory_of(number));
         let how = worker.process.ended();
+        let node_name = worker.record.node.clone();
+        let mut lacked = String::new();
         if let Some(group) = worker.group.take() {
+            let was_killed = how == KILLED && worker.stage != Stage::Excluded;
+            if let Some(node) = self.nodes.get_mut(&node_name).filter(|_| was_killed)
+                && group.has_new_oom_kill(&mut node.oom_kills)
+            {
+                lacked = self.lack_of_memory(&node_name);
+            }
             // The next owner of a NIC may run by now: no process that the worker has started goes on beside it.
             if !group.processes().is_ok_and(|left| left.is_empty()) {
                 let _ = group.kill();
             }
             self.cells.remove(group);
         }
-        let node_name = worker.record.node.clone();
         let _ = std::fs::remove_file(&worker.record.socket);
         super::lines::forget(&worker.record.socket);
         self.changes.push(Change::NoWorker(number));
@@ -351,10 +361,11 @@ impl Supervisor {
         let is_candidate = worker.record.staged.is_some() || self.jobs.iter().any(|job| job.target == number);
         if !was_meant && !for_relay && !is_candidate {
             // A SIGKILL from elsewhere says nothing about the node's program.
-            let was_killed = how == "was killed by signal 9" && worker.stage != Stage::Excluded;
+            let was_killed = how == KILLED && worker.stage != Stage::Excluded && lacked.is_empty();
             self.has_lost_a_worker(&node_name, worker.has_begun || was_killed);
         }
-        let early = match worker.stage {
+        let why = match worker.stage {
+            _ if !lacked.is_empty() => lacked,
             Stage::Starting(_) => format!(
                 " before it had begun; is {} a worker of Tasuki's? tasukid's log has its output",
                 worker.record.binary.display()
@@ -362,7 +373,14 @@ impl Supervisor {
             _ if worker.record.staged.is_some() => ", which was staged: stage it again".to_owned(),
             _ => String::new(),
         };
-        self.note(About::worker(&node_name, number), format!("worker {number} of node {node_name} {how}{early}"));
+        self.note(About::worker(&node_name, number), format!("worker {number} of node {node_name} {how}{why}"));
+    }
+
+    /// Returns the end of a sentence about a worker that the kernel killed for want of memory.
+    fn lack_of_memory(&self, node: &str) -> String {
+        let most = self.bounds_in_force(node).and_then(|bounds| bounds.memory);
+        let most = most.map(|bytes| format!(", of which node {node} may use {} MiB (bounds.memory_mib)", bytes >> 20));
+        format!(": the kernel found no memory for it{}", most.unwrap_or_default())
     }
 
     /// Checks the heartbeats of drivers, and asks sleeping workers for an answer.

@@ -202,6 +202,8 @@ struct Node {
     mending: split::Mending,
     /// The group that bounds its processes, while workers of an earlier daemon are sought.
     group: Option<Group>,
+    /// Processes of it that the kernel has killed for want of memory, as far as their deaths are heard of.
+    oom_kills: u64,
 }
 
 impl Node {
@@ -210,7 +212,8 @@ impl Node {
         let program_state =
             Words::create("tasuki program state", PROGRAM_STATE_LEN).context("no memory for a node's program state")?;
         let (deaths, not_before, trouble) = (Vec::new(), Duration::ZERO, None);
-        Ok(Node { record, program_state, deaths, not_before, trouble, mending: split::Mending::default(), group: None })
+        let mending = split::Mending::default();
+        Ok(Node { record, program_state, deaths, not_before, trouble, mending, group: None, oom_kills: 0 })
     }
 }
 

@@ -582,7 +582,7 @@ impl Supervisor {
 fn in_words(name: &str, trouble: Trouble) -> String {
     match trouble {
         Trouble::NeverBegins => format!(
-            "node {name} has a program that ends before it hears an order, three times in a row by now; tasukid's log has its output. tasukid tries it again every {} s at least; when it is mended, at once: tasuki worker upgrade {name}",
+            "node {name} has a program that ends, or hangs, before it hears an order, three times in a row by now; tasukid's log has its output. tasukid tries it again every {} s at least; when it is mended, at once: tasuki worker upgrade {name}",
             policy::RETRY_MAX.as_secs()
         ),
         Trouble::Dies => format!(

@@ -4,6 +4,8 @@
 //! `repoint`). On a card with a spare queue, the new owner fills that queue first, and then the card steers received
 //! frames there (`mbb`, make before break).
 
+use std::time::Duration;
+
 use super::bus::Iova;
 use super::{Failed, Mac, MemoryLayout, Nic, NicError, NicMemory, NicOptions};
 
@@ -139,6 +141,12 @@ pub trait Repoint: Nic {
     /// far as `repoint` was told and has found.
     fn came_too_late(&self) -> u64 {
         0
+    }
+
+    /// How long `repoint` took, if that was longer than the partner pauses. The card loses frames that come then, and does
+    /// not count them.
+    fn was_held_up(&self) -> Option<Duration> {
+        None
     }
 
     /// Cuts the card off from memory of a former owner that the card no longer uses, whether that owner is alive or

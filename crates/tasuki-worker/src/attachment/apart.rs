@@ -234,8 +234,17 @@ where
         let Some(old) = self.old.take() else { return };
         let late = nic.came_too_late();
         if late > 0 {
+            // The daemon may be dead.
+            common.heartbeat.add(heartbeat::DROPPED_FOR + heartbeat::TOO_LATE, late);
             let sentence = format!(
                 "{late} frames came after the former owner had let go and before we stopped the card: no worker has them, and they are lost"
+            );
+            common.channel.tell(Some(self.given.number), sentence);
+        }
+        if let Some(took) = nic.was_held_up() {
+            let sentence = format!(
+                "the machine held us up for {} ms in the middle of a handover, longer than the card's partner pauses: frames may be lost that nobody counts",
+                took.as_millis()
             );
             common.channel.tell(Some(self.given.number), sentence);
         }

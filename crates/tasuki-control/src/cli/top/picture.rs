@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use comfy_table::{CellAlignment, Table, presets};
 
 use super::Moment;
-use crate::api::types::{Event, TalkView, WorkerView};
+use crate::api::types::{Event, NodeView, TalkView, WorkerView};
 use crate::cli::show;
 use crate::supervisor::deeds::time;
 
@@ -147,18 +147,24 @@ impl Picture {
             ),
             String::new(),
         ];
-        lines.extend(self.table_of_nodes());
+        // The head, the foot, the line before the events, and one of them.
+        let room = rows.saturating_sub(lines.len() + 3);
+        let mut nics = Vec::new();
         if !status.nics.is_empty() {
-            lines.push(String::new());
-            lines.extend(self.table_of_nics());
+            nics = cut(self.table_of_nics(), room / 4, "NICs");
+            nics.insert(0, String::new());
         }
         let drops: Vec<String> = self.nodes.iter().filter_map(|(name, did)| drops(name, did)).collect();
         let troubles = status.nodes.iter().filter_map(|node| node.trouble.clone());
-        let more: Vec<String> = status.trouble.clone().into_iter().chain(troubles).chain(drops).collect();
+        let mut more: Vec<String> = status.trouble.clone().into_iter().chain(troubles).chain(drops).collect();
         if !more.is_empty() {
-            lines.push(String::new());
-            lines.extend(more);
+            more = cut(more, room / 4, "troubles");
+            more.insert(0, String::new());
         }
+        let rest = room.saturating_sub(nics.len() + more.len());
+        lines.extend(cut(self.table_of_nodes(rest), rest, "nodes"));
+        lines.extend(nics);
+        lines.extend(more);
         lines.push(String::new());
         let room = rows.saturating_sub(lines.len() + 1);
         let latest = self.events.iter().skip(self.events.len().saturating_sub(room));
@@ -168,10 +174,16 @@ impl Picture {
         lines
     }
 
-    fn table_of_nodes(&self) -> Vec<String> {
+    /// Returns a table of all nodes, the busiest first if there are more than `most` lines for them.
+    fn table_of_nodes(&self, most: usize) -> Vec<String> {
         let Some(Moment { metrics, .. }) = &self.last else { return Vec::new() };
         let none = Did::default();
-        let rows = metrics.status.nodes.iter().map(|node| {
+        let mut nodes: Vec<&NodeView> = metrics.status.nodes.iter().collect();
+        if nodes.len() >= most {
+            let frames = |node: &&NodeView| self.nodes.get(&node.name).map_or(0.0, |did| did.received + did.sent);
+            nodes.sort_by(|one, other| frames(other).total_cmp(&frames(one)));
+        }
+        let rows = nodes.into_iter().map(|node| {
             let did = self.nodes.get(&node.name).unwrap_or(&none);
             let worker = metrics.workers.iter().find(|it| it.node == node.name && it.is == "drives");
             let worker = worker.or_else(|| metrics.workers.iter().find(|it| it.node == node.name));
@@ -203,6 +215,18 @@ impl Picture {
         });
         table(&["nic", "node", "is", "worker", "relays", "last pause", "pauses"], rows, &[3, 4, 5])
     }
+}
+
+/// Leaves out the last lines if there are more than `most`, and says how many.
+fn cut(mut lines: Vec<String>, most: usize, of: &str) -> Vec<String> {
+    // A table's head, a line, and how many more there are.
+    let most = most.max(3);
+    if lines.len() > most {
+        let more = lines.len() - (most - 1);
+        lines.truncate(most - 1);
+        lines.push(format!("… {more} {of} more: tasuki status"));
+    }
+    lines
 }
 
 fn table<const N: usize>(header: &[&str; N], rows: impl Iterator<Item = [String; N]>, right: &[usize]) -> Vec<String> {
@@ -330,6 +354,28 @@ mod tests {
             let lines = picture.lines((20, rows), "foot");
             assert!(lines.len() <= rows && lines.last().is_some_and(|last| last == "foot"), "{lines:?}");
         }
+    }
+
+    #[test]
+    fn a_picture_of_many_nodes_has_the_busiest_and_says_that_there_are_more() {
+        let nodes: Vec<String> = (0..100).map(|number| format!("n{number}")).collect();
+        let mut picture = Picture::default();
+        for at in [1000, 2000] {
+            let workers = nodes.iter().enumerate().map(|(number, node)| {
+                let sleeps = node != "n90";
+                worker(u32::try_from(number).unwrap(), node, "drives", if sleeps { 7 } else { at })
+            });
+            let mut looked = moment(at, &workers.collect::<Vec<_>>(), 0, 1);
+            let one = looked.metrics.status.nodes[0].clone();
+            let named = |name: &String| NodeView { name: name.clone(), ..one.clone() };
+            looked.metrics.status.nodes = nodes.iter().map(named).collect();
+            picture.take(looked);
+        }
+        let lines = picture.lines((80, 24), "foot");
+        println!("{}", lines.join("\n"));
+        assert!(lines.len() == 24 && lines[3].starts_with("n90 "), "{lines:?}");
+        assert!(lines.iter().any(|line| line.ends_with(" nodes more: tasuki status")), "{lines:?}");
+        assert!(lines.iter().any(|line| line.starts_with("eth0 ")) && lines[22].contains("it is so"), "{lines:?}");
     }
 
     #[test]

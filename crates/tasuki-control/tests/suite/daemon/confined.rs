@@ -202,7 +202,9 @@ fn a_program_that_takes_all_there_is_harms_its_own_node() {
     until(&rig, "it has no more children", || rig.log().contains("attack forks: refused"));
     until(&rig, "it has no more memory", || {
         let events = rig.ask(&["events"]);
-        events.lines().any(|line| line.contains("of node blue was killed by signal 9"))
+        let why =
+            "of node blue was killed by signal 9: the kernel found no memory for it, of which node blue may use 64 MiB";
+        events.lines().any(|line| line.contains(why))
     });
     assert!(!rig.log().contains("attack memory: done"), "{}", rig.log());
     assert_eq!(pid(&rig.await_worker("red", "idle")), victim, "the victim goes on");

@@ -181,7 +181,7 @@ fn a_node_whose_workers_died_before_they_heard_that_another_left_talks_to_the_ne
     world.rig.start();
     world.rig.ask(&["apply"]);
     world.rig.await_pair("third");
-    world.rig.await_event("node shop has a program that ends before it hears an order");
+    world.rig.await_event("node shop has a program that ends, or hangs, before it hears an order");
     becomes(&stock);
     world.rig.ask(&upgrade);
     world.await_pairs();

@@ -24,6 +24,7 @@ mod ring;
 mod setup;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use tasuki_shm::arena::Slot;
 use tasuki_shm::crash;
@@ -78,6 +79,8 @@ pub struct I82574<B: Bus> {
     suspect: bool,
     /// Number of frames lost because they came to that owner.
     came_too_late: u64,
+    /// How long it took to point the card here, if frames may be lost by that.
+    held_up: Option<Duration>,
     /// Slots that such a card does not reach yet.
     rest: Vec<Slot>,
 }
@@ -119,6 +122,7 @@ impl<B: Bus> I82574<B> {
             mta,
             suspect: false,
             came_too_late: 0,
+            held_up: None,
             rest: Vec::new(),
         }
     }

@@ -136,6 +136,9 @@ const LONGEST: u16 = 16_384;
 /// pause.
 const PAUSED: u64 = 20;
 
+/// Time for which a partner pauses after a taker has begun: all of the longest pause, but for [`HELD_UP`].
+const PAUSE: Duration = Duration::from_millis(33 - HELD_UP);
+
 /// Time in ms after which a relay was held up: without that it is over by then.
 const HELD_UP: u64 = 2;
 
@@ -635,8 +638,13 @@ impl<B: Bus> Repoint for E1000e<B> {
         self.card.came_too_late
     }
 
+    fn was_held_up(&self) -> Option<Duration> {
+        self.card.held_up
+    }
+
     fn repoint(ready: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
         let Ready { mut nic, controls, fenced } = ready;
+        let begun = Instant::now();
         nic.bus.hurry(true);
         let stopped = match left.0 & RUNS {
             _ if fenced.is_some() => nic.inherit(left, controls),
@@ -684,6 +692,7 @@ impl<B: Bus> Repoint for E1000e<B> {
                 nic.card.mmio.write(regs::RDT.of(1), 0);
             }
         });
+        nic.card.held_up = Some(begun.elapsed()).filter(|took| *took > PAUSE);
         nic.memory.ledger().halted(false);
         nic.card.quiesce.let_go_at = nic.card.flow_control.then(Instant::now);
         // Such a giver's card was asked by `inherit`, if at all; any other that runs, by `stop_where`.
