@@ -122,6 +122,11 @@ impl Job {
         }
     }
 
+    /// Returns whether this node is to have the NICs.
+    pub(super) fn is_of(&self, node: &str) -> bool {
+        self.node == node
+    }
+
     /// Creates a job without a caller: it moves these NICs of an uplink to a worker that has the rest, or could have
     /// all.
     pub fn mending(node: &str, nics: VecDeque<u32>, to: u32) -> Self {

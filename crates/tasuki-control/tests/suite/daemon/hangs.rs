@@ -203,6 +203,8 @@ fn an_interrupt_at_any_step_of_a_relay_wakes_whoever_drives_then() {
     let places = ["map.done", "take.waiting", "take.won", "take.booked", "take.read", "take.looked"];
     let all = places.iter().chain(&["give.stopped", "give.written", "give.passed", "give.said"]);
     for (number, place) in (1..).zip(all) {
+        // The plan is for the worker that takes, and no stand-by's.
+        assert!(!storm.quiet_or_dead());
         storm.plan(&format!("TASUKI_STOP={place}:1"));
         if place.starts_with("give") {
             let said = storm.upgrade("red", false);

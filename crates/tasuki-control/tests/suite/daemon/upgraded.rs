@@ -182,6 +182,30 @@ fn the_daemon_goes_on_as_it_was_if_the_other_program_fails_after_its_check() {
     assert_eq!(fs::read_link(format!("/proc/{daemon}/fd/0")).expect("a file"), Path::new("/dev/null"));
 }
 
+/// The new program runs once, so that it has no stand-by.
+#[test]
+fn a_node_that_falls_back_on_the_program_before_says_so() {
+    let rig = Rig::new();
+    let (_, standby) = rig.await_pair("red");
+    let [next, was_here, worker] = ["next", "was-here", "worker"].map(|name| rig.path(name));
+    let text = "[ -e WAS_HERE ] && exit 1; : > WAS_HERE; exec WORKER \"$@\"";
+    let text = text.replace("WAS_HERE", was_here.to_str().unwrap()).replace("WORKER", worker.to_str().unwrap());
+    script(&next, &text);
+    rig.ask(&["worker", "upgrade", "red", "--with", next.to_str().unwrap()]);
+    let driver = rig.worker("red", "drives").expect("the new one");
+    let says = || rig.ask(&["status"]).contains("of the program from before its last upgrade");
+    assert!(!says() && driver["binary"] == next.to_str().unwrap());
+    rig.kill(&driver);
+    until(&rig, "the former program drives", || {
+        rig.worker("red", "drives").is_some_and(|now| now["binary"] == worker.to_str().unwrap())
+    });
+    until(&rig, "it is said", says);
+    assert!(lives(pid(&standby)));
+    fs::remove_file(was_here).expect("a file");
+    rig.ask(&["worker", "upgrade", "red", "--with", worker.to_str().unwrap()]);
+    until(&rig, "all is well", || !says());
+}
+
 #[test]
 fn an_upgrade_says_that_the_next_daemon_has_ended() {
     let mut rig = Rig::new();
