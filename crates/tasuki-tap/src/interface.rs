@@ -1,11 +1,12 @@
 //! A network interface: found, given addresses, brought up, made as a veth pair, and given a BPF program for its
 //! received frames; by route netlink (rtnetlink(7)).
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, netdevice};
+use rustix::net::AddressFamily;
 
 use crate::netlink::{Message, Netlink, attributes};
 use crate::{Address, Route, Settings, TapError};
@@ -136,6 +137,19 @@ fn text(name: &str) -> Vec<u8> {
     [name.as_bytes(), &[0]].concat()
 }
 
+/// Longest name of an interface, in bytes.
+const NAME_MAX: usize = 15;
+
+/// Returns the index of the interface `name` in the socket's network namespace. The error is `NODEV` if there is none.
+/// `SIOCGIFINDEX` would say the same, and have the kernel start modprobe(8) for each name that it does not find, and wait.
+pub(crate) fn index_of(netlink: &Netlink, name: &str) -> Result<u32, Errno> {
+    if name.len() > NAME_MAX {
+        return Err(Errno::NODEV);
+    }
+    let link = netlink.get(Message::new(GET_LINK, 0, &link_of(0, 0)).with(IFLA_IFNAME, &text(name)))?;
+    link.get(4..8).and_then(number).ok_or(Errno::BADMSG)
+}
+
 impl Interface {
     /// Finds the interface `name` in the caller's network namespace.
     pub fn find(name: &str) -> Result<Self, TapError> {
@@ -158,8 +172,18 @@ impl Interface {
 
     fn look(name: &str) -> Result<Self, Errno> {
         let netlink = Netlink::open()?;
-        let index = netdevice::name_to_index(netlink.as_fd(), name)?;
+        let index = index_of(&netlink, name)?;
         Ok(Interface { name: name.to_owned(), index, netlink })
+    }
+
+    /// Returns the names of all interfaces in the caller's network namespace.
+    pub fn names() -> Result<BTreeSet<String>, TapError> {
+        let all = Netlink::open().and_then(|netlink| netlink.list(Message::new(GET_LINK, 0, &link_of(0, 0))));
+        let name = |link: &Vec<u8>| {
+            let name = attribute(link.get(16..)?, IFLA_IFNAME)?;
+            Some(String::from_utf8_lossy(name.strip_suffix(&[0]).unwrap_or(name)).into_owned())
+        };
+        Ok(all.map_err(TapError::of)?.iter().filter_map(name).collect())
     }
 
     /// Creates a veth pair: `name` in the caller's network namespace, which is returned, and `peer` in the namespace
@@ -193,7 +217,7 @@ impl Interface {
 
     /// Returns whether the interface still exists: a veth end goes with its peer, whose namespace may go.
     pub fn is_there(&self) -> bool {
-        netdevice::name_to_index(self.netlink.as_fd(), &self.name) == Ok(self.index)
+        index_of(&self.netlink, &self.name) == Ok(self.index)
     }
 
     /// Returns whether the other end of this veth pair is in the namespace `place`.

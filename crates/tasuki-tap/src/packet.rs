@@ -11,10 +11,12 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType, netdevice};
+use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType};
 
 use crate::device;
+use crate::interface;
 use crate::namespace::Namespace;
+use crate::netlink::Netlink;
 use crate::{TapError, is_name};
 
 /// Bytes of received frames that the kernel keeps for the socket: a burst of GSO packets of 64 KiB.
@@ -43,7 +45,7 @@ fn find(name: &str) -> Result<(OwnedFd, u32), TapError> {
     // Without a protocol it receives nothing before it is bound.
     let protocol: Option<Protocol> = None;
     let socket = rustix::net::socket_with(AddressFamily::PACKET, SocketType::RAW, flags, protocol).map_err(refused)?;
-    match netdevice::name_to_index(&socket, name) {
+    match Netlink::open().and_then(|netlink| interface::index_of(&netlink, name)) {
         Ok(index) => Ok((socket, index)),
         Err(Errno::NODEV) => Err(TapError::NoInterface(name.to_owned())),
         Err(errno) => Err(refused(errno)),

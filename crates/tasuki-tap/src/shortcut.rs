@@ -192,10 +192,11 @@ impl Shortcut {
     /// Removes the veth ends whose TAP is gone; returns whether there were any.
     pub fn sweep(&self) -> Result<bool, TapError> {
         self.hub.within(|| {
+            let names = Interface::names()?;
+            let numbers = names.iter().filter_map(|name| name.strip_prefix(VETH_END)?.parse().ok());
             let mut swept = false;
-            for number in 0..WAYS {
-                let Some(veth_end) = veth_end_at(number)? else { continue };
-                if tap_at(number)?.is_none() {
+            for number in numbers.filter(|number| !names.contains(&format!("{TAP}{number}"))) {
+                if let Some(veth_end) = veth_end_at(number)? {
                     veth_end.delete()?;
                     swept = true;
                 }

@@ -25,7 +25,7 @@ use tasuki_control::place::{self, Place};
 use tasuki_control::spawn;
 use tasuki_control::successor::{self, Former};
 use tasuki_control::supervisor::door::Door;
-use tasuki_control::supervisor::{Ended, Parts, Programs, Supervisor};
+use tasuki_control::supervisor::{self, Ended, Parts, Programs, Supervisor};
 
 /// Time the daemon may take until it serves, if it goes into the background.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
@@ -129,9 +129,15 @@ fn read(file: &Path) -> Result<(Config, String)> {
     let text =
         std::fs::read_to_string(file).map_err(|why| config::ConfigError::Unreadable { path: file.to_owned(), why })?;
     let config = Config::parse(file, &text)?;
+    fits(file, &config)?;
+    Ok((config, text))
+}
+
+/// Checks that a configuration can hold on this machine.
+fn fits(file: &Path, config: &Config) -> Result<()> {
     let allowed = rustix::thread::sched_getaffinity(None).context("the kernel does not say where we may run")?;
     let may_use = |cpu: u32| usize::try_from(cpu).is_ok_and(|cpu| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu));
-    if let Some(stray) = config::stray_cpu(&config, may_use) {
+    if let Some(stray) = config::stray_cpu(config, may_use) {
         bail!("{}: {stray}", file.display());
     }
     let is_root = rustix::process::geteuid().is_root();
@@ -140,7 +146,16 @@ fn read(file: &Path) -> Result<(Config, String)> {
         "{}: only root can confine workers as they are to be; start tasukid as root, or write confine = \"best-effort\" under [daemon]: tasuki status then lists the missing restrictions",
         file.display()
     );
-    Ok((config, text))
+    Ok(())
+}
+
+/// Returns what to begin with: the file, or what was applied last if that can still be had and the file cannot be used.
+/// Workers drive by that, and a file with a mistake is no reason to leave them alone.
+fn read_or_go_on(file: &Path, folder: &Path) -> Result<(Config, Result<String, String>)> {
+    read(file).map(|(config, text)| (config, Ok(text))).or_else(|error| {
+        let config = supervisor::applied_last(folder).filter(|config| fits(file, config).is_ok());
+        Ok((config.ok_or_else(|| anyhow!("{error:#}"))?, Err(sentence(&error))))
+    })
 }
 
 /// Serves until the loop ends. Returns the program that is to go on, if any. If it fails to begin, `former` is left.
@@ -150,11 +165,14 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     log::rotate_when(told_by(&[SIGUSR1])?).context("the kernel has no thread left")?;
     successor::reap();
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
-    let (config, text) = read(file)?;
-    let file = &std::path::absolute(file)?;
+    if !folder.join("registry.redb").exists() {
+        read(file)?;
+    }
     let programs = programs()?;
     open_many();
     let place = Place::take(folder)?;
+    let (config, text) = read_or_go_on(file, place.folder())?;
+    let file = &std::path::absolute(file)?;
     let open = config.daemon.metrics.map(metrics::listen).transpose()?;
     let folder = place.folder().to_owned();
     let (signals, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);

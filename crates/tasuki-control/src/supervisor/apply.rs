@@ -21,7 +21,7 @@ use super::{About, Supervisor};
 use crate::api::types::{Applied, Apply, ConfigurationView, Give, Plan, Refused, Relayed, Removed, Upgrade, Written};
 use crate::config::plan::{Present, Step};
 use crate::config::{self, Config, StationAddress};
-use crate::registry::{AppliedRecord, Change};
+use crate::registry::{AppliedRecord, Change, Registry};
 
 /// The configuration that the daemon goes by.
 #[derive(Debug)]
@@ -33,6 +33,16 @@ pub struct Current {
     desired: Config,
     /// An earlier daemon has not come to all steps.
     resumes: bool,
+    /// Why the file cannot be used, if the daemon goes by what was applied last instead.
+    pub unusable: Option<String>,
+}
+
+/// Returns the configuration that an earlier daemon in this directory went by, if one has left any that can be read.
+pub fn applied_last(folder: &Path) -> Option<Config> {
+    // Only if there is one: to open it makes it.
+    let is_there = folder.join("registry.redb").exists();
+    let record = Some(Registry::open(folder)).filter(|_| is_there)?.ok()?.1.applied?;
+    Config::parse(Path::new(&record.path), &record.text).ok()
 }
 
 impl Current {
@@ -62,13 +72,21 @@ impl Current {
         })
     }
 
-    /// Returns the configuration to begin with: that of the daemon's file; or the one that was applied last, if the file
-    /// has not changed since.
-    pub fn begin(file: PathBuf, text: String, config: Config, known: Option<AppliedRecord>) -> (Self, Config) {
-        let base = crc32c::crc32c(text.as_bytes());
+    /// Returns the configuration to begin with: that of the daemon's file, with its text; or the one that was applied last,
+    /// if the file has not changed since, or cannot be used, as the error says.
+    ///
+    /// # Errors
+    /// The file cannot be used, and nothing was applied.
+    pub fn begin(
+        file: PathBuf,
+        config: Config,
+        text: Result<String, String>,
+        known: Option<AppliedRecord>,
+    ) -> Result<(Self, Config)> {
+        let base = text.as_ref().ok().map(|text| crc32c::crc32c(text.as_bytes()));
         let path = file.display().to_string();
         let before = known.as_ref().map_or(0, |known| known.generation);
-        if let Some(record) = known.filter(|known| known.base == base)
+        if let Some(record) = known.filter(|known| base.is_none_or(|base| known.base == base))
             && let Ok(desired) = Config::parse(Path::new(&record.path), &record.text)
         {
             // A NIC of the file that is elsewhere by now still names its node.
@@ -77,11 +95,22 @@ impl Current {
             };
             let mut config = desired.clone();
             config.node.retain(|node| !record.removed.contains(&node.name) || has_nic(&node.name));
-            return (Current { file, resumes: !record.is_done, record, desired }, config);
+            return Ok((Current { file, resumes: !record.is_done, record, desired, unusable: text.err() }, config));
         }
+        let text = text.map_err(anyhow::Error::msg)?;
+        let base = crc32c::crc32c(text.as_bytes());
         let record =
             AppliedRecord { generation: before + 1, path, text, base, is_done: true, removed: BTreeSet::new() };
-        (Current { file, record, resumes: false, desired: config.clone() }, config)
+        Ok((Current { file, record, resumes: false, desired: config.clone(), unusable: None }, config))
+    }
+
+    /// Returns a sentence if the daemon goes by another configuration than its file's, which cannot be used.
+    pub fn trouble(&self) -> Option<String> {
+        let why = self.unusable.as_ref()?;
+        let generation = self.record.generation;
+        Some(format!(
+            "tasukid goes by what was applied last (generation {generation}), for its configuration cannot be used: {why}"
+        ))
     }
 }
 
@@ -317,6 +346,7 @@ impl Supervisor {
         let read = |file: &PathBuf| std::fs::read(file).map_or(record.base, |bytes| crc32c::crc32c(&bytes));
         let base = if file == self.current.file { crc32c::crc32c(text.as_bytes()) } else { read(&self.current.file) };
         let generation = generation + u64::from(record.text != text);
+        self.current.unusable.take_if(|_| file == self.current.file);
         let (path, is_done) = (file.display().to_string(), todo.is_empty());
         *record = AppliedRecord { generation, path, text, base, is_done, removed: BTreeSet::new() };
         let said = match todo.len() {
@@ -688,12 +718,17 @@ mod tests {
         let (one, other) = ("[daemon]\nhang_after_ms = 1\n", "[daemon]\nhang_after_ms = 2\n");
         let begin = |text: &str, known| {
             let config = Config::parse(Path::new("t.toml"), text).unwrap();
-            let (current, config) = Current::begin("t.toml".into(), text.to_owned(), config, known);
+            let (current, config) = Current::begin("t.toml".into(), config, Ok(text.to_owned()), known).unwrap();
             (current.record, config.daemon.hang_after_ms)
         };
         let (record, hang) = begin(one, None);
         assert_eq!((record.generation, record.is_done, hang), (1, true, 1));
         assert_eq!(begin(one, Some(record.clone())), (record.clone(), 1), "nothing has changed");
+        let unusable = |known| Current::begin("t.toml".into(), Config::default(), Err("line 7".to_owned()), known);
+        let (current, config) = unusable(Some(record.clone())).unwrap();
+        assert_eq!((&current.record, config.daemon.hang_after_ms), (&record, 1), "the file counts as it was");
+        assert!(current.trouble().unwrap().ends_with("(generation 1), for its configuration cannot be used: line 7"));
+        assert_eq!(unusable(None).unwrap_err().to_string(), "line 7");
         let applied = AppliedRecord {
             generation: 2,
             path: "u.toml".to_owned(),

@@ -93,6 +93,7 @@ use crate::housekeeping_cpus;
 use crate::place::Place;
 use crate::registry::{Change, Event, News, NodeRecord, Registry};
 use crate::watchdog::Watchdog;
+pub use apply::applied_last;
 use card::Card;
 use door::{Answer, Door, Queued};
 use exit_watch::ExitWatch;
@@ -314,8 +315,8 @@ pub struct Supervisor {
 pub struct Parts {
     /// Nodes and NICs.
     pub config: Config,
-    /// The file of that, and its text.
-    pub file: (PathBuf, String),
+    /// The file of that, and its text. If it cannot be used, and `config` is what was [applied last](applied_last), why not.
+    pub file: (PathBuf, Result<String, String>),
     /// Programs to start.
     pub programs: Programs,
     /// The runtime directory.
@@ -350,7 +351,7 @@ impl Supervisor {
             not_replaced,
         } = parts;
         let (registry, mut known) = Registry::open(place.folder())?;
-        let (current, config) = apply::Current::begin(file, text, config, known.applied.take());
+        let (current, config) = apply::Current::begin(file, config, text, known.applied.take())?;
         let may_use = housekeeping_cpus::find(&Config::default());
         let housekeeping = housekeeping_cpus::find(&config);
         housekeeping_cpus::pin_this_thread(&housekeeping);
@@ -429,6 +430,9 @@ impl Supervisor {
         if let Some(why) = &supervisor.not_replaced {
             let sentence = format!("tasukid goes on as it was: {why}");
             supervisor.note(About::default(), sentence);
+        }
+        if let Some(trouble) = supervisor.current.trouble() {
+            supervisor.note(About::default(), trouble);
         }
         let (version, process) = (env!("CARGO_PKG_VERSION"), std::process::id());
         let (generation, workers) = (supervisor.current.record.generation, supervisor.workers.len());

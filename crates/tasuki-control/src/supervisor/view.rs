@@ -33,7 +33,9 @@ impl Supervisor {
 
     /// Returns the troubles of the daemon itself.
     fn trouble(&self) -> Option<String> {
-        let troubles: Vec<&str> = self.registry.trouble().into_iter().chain(self.deposits.trouble.as_deref()).collect();
+        let of_file = self.current.trouble();
+        let others = self.registry.trouble().into_iter().chain(self.deposits.trouble.as_deref());
+        let troubles: Vec<&str> = of_file.as_deref().into_iter().chain(others).collect();
         (!troubles.is_empty()).then(|| troubles.join("\n"))
     }
 

@@ -12,6 +12,7 @@ mod freezes;
 mod intx;
 #[path = "../suite/intx.rs"]
 mod intx_case;
+mod modules;
 #[path = "../suite/process.rs"]
 #[allow(dead_code, reason = "the other suite uses the rest of it")]
 mod process;

@@ -393,6 +393,32 @@ fn nothing_is_lost_while_configurations_are_applied() {
 }
 
 #[test]
+fn a_daemon_whose_file_has_a_mistake_goes_by_what_was_applied_last() {
+    let mut rig = Rig::new();
+    let pair = |rig: &Rig| {
+        let (driver, standby) = rig.await_pair("red");
+        (pid(&driver), pid(&standby))
+    };
+    let before = pair(&rig);
+    rig.kill_daemon();
+    rig.configure(|text| text + "\nnonsense = 1\n");
+    rig.start();
+    assert_eq!(pair(&rig), before, "its workers go on");
+    let says =
+        |rig: &Rig| rig.ask(&["status"]).contains("tasukid goes by what was applied last (generation 1), for its");
+    assert!(says(&rig) && rig.ask(&["status"]).contains("nonsense"), "{}", rig.ask(&["status"]));
+    assert!(rig.refused(&["upgrade"]).contains("tasukid stays what it is"));
+    rig.configure(|text| text.replace("\nnonsense = 1\n", ""));
+    rig.ask(&["apply", rig.path("tasuki.toml").to_str().unwrap()]);
+    assert!(!says(&rig));
+    // Where nothing was applied there is nothing to go by.
+    rig.stop();
+    rig.configure(|text| text + "\nnonsense = 1\n");
+    let output = rig.tasukid().output().expect("it runs");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("nonsense"), "{output:?}");
+}
+
+#[test]
 fn steps_wait_for_an_upgrade_that_a_user_has_begun() {
     let rig = Rig::new();
     rig.await_pair("red");
