@@ -54,7 +54,17 @@ pub fn make_static(checkout: &Checkout) -> anyhow::Result<PathBuf> {
     for made in ["man", "completions"] {
         fs::rename(place.join(made), folder.join(made))?;
     }
-    output(Command::new("cp").arg("-r").arg(checkout.root.join("contrib/systemd")).arg(&folder))?;
+    let parts = [
+        "README.md",
+        "LICENSE-APACHE",
+        "LICENSE-MIT",
+        "contrib/systemd",
+        "contrib/debian/tasuki.toml",
+        "docs",
+        "examples",
+    ];
+    let parts = parts.map(|part| checkout.root.join(part));
+    output(Command::new("cp").arg("-r").args(parts).arg(&folder))?;
     let archive = place.join("tasuki-static-x86_64.tar.gz");
     output(Command::new("tar").arg("-czf").arg(&archive).arg("-C").arg(&place).arg("tasuki"))?;
     Ok(archive)
@@ -70,8 +80,10 @@ fn build(checkout: &Checkout, target: Option<&str>) -> anyhow::Result<(PathBuf, 
     ensure!(stream::succeeds(&mut build)?, "the programs that ship do not build");
     let place = checkout.target.join("package");
     let release = checkout.target.join(target.unwrap_or_default()).join("release");
-    // A former version may have had files that this one has not.
-    let _ = fs::remove_dir_all(&place);
+    // A former version may have had files that this one has not. Packages stay: one may be the way back.
+    for made in ["man", "completions", "tasuki"] {
+        let _ = fs::remove_dir_all(place.join(made));
+    }
     let (man, completions) = (place.join("man"), place.join("completions"));
     for folder in [&man, &completions] {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
@@ -86,9 +98,11 @@ fn build(checkout: &Checkout, target: Option<&str>) -> anyhow::Result<(PathBuf, 
     Ok((release, place))
 }
 
+/// Returns the package that was made last.
 fn package_in(place: &Path) -> anyhow::Result<Option<PathBuf>> {
     let files = fs::read_dir(place)?.map(|entry| Ok(entry?.path())).collect::<anyhow::Result<Vec<_>>>()?;
-    Ok(files.into_iter().find(|file| file.extension() == Some(OsStr::new("deb"))))
+    let packages = files.into_iter().filter(|file| file.extension() == Some(OsStr::new("deb")));
+    Ok(packages.max_by_key(|file| file.metadata().and_then(|meta| meta.modified()).ok()))
 }
 
 /// Returns the path of cargo-deb, which is installed below `target` first if it is not there.

@@ -1,7 +1,7 @@
 //! The runtime directory: the named files of the daemon, and the lock by which only one daemon uses it.
 
 use std::collections::BTreeSet;
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -18,6 +18,9 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 /// The lock file; it contains the pid of the process that holds the lock.
 const LOCK: &str = "tasukid.lock";
 
+/// The directory of root's daemon.
+const OF_SYSTEM: &str = "/run/tasuki";
+
 /// Returns the directory used when none is named: `TASUKI_DIR`, or the default place.
 pub fn usual() -> PathBuf {
     if let Some(named) = std::env::var_os("TASUKI_DIR").filter(|named| !named.is_empty()) {
@@ -26,8 +29,17 @@ pub fn usual() -> PathBuf {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty());
     match (rustix::process::geteuid().is_root(), runtime) {
         (false, Some(folder)) => PathBuf::from(folder).join("tasuki"),
-        _ => PathBuf::from("/run/tasuki"),
+        _ => PathBuf::from(OF_SYSTEM),
     }
+}
+
+/// Returns the directory of the daemon that is asked when none is named: the [usual] one, or the system's where a user has
+/// no daemon and may ask that one.
+pub fn asked() -> PathBuf {
+    let (own, of_system) = (usual(), PathBuf::from(OF_SYSTEM));
+    let is_named = std::env::var_os("TASUKI_DIR").is_some_and(|named| !named.is_empty());
+    let serves = |folder: &Path| api_socket(folder).exists();
+    if !is_named && !serves(&own) && serves(&of_system) { of_system } else { own }
 }
 
 /// Returns the path of the HTTP socket.
@@ -72,7 +84,7 @@ pub fn holder(folder: &Path) -> Option<u32> {
 #[derive(Debug)]
 pub struct Place {
     folder: PathBuf,
-    _lock: File,
+    lock: File,
 }
 
 impl Place {
@@ -109,11 +121,27 @@ impl Place {
         let noted =
             lock.set_len(0).and_then(|()| lock.rewind()).and_then(|()| writeln!(lock, "{}", std::process::id()));
         noted.map_err(unwritable)?;
-        Ok(Place { folder, _lock: lock })
+        Ok(Place { folder, lock })
     }
 
     pub fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// Returns the same for another thread. The lock is held as long as one of both is there.
+    pub fn try_clone(&self) -> std::io::Result<Self> {
+        Ok(Place { folder: self.folder.clone(), lock: self.lock.try_clone()? })
+    }
+
+    /// Returns whether the lock in the directory is ours. It is another one if somebody has deleted the directory, and
+    /// another daemon has begun in it since. If there is none, takes it anew.
+    pub fn is_ours(&mut self) -> bool {
+        let mark = |meta: Metadata| (meta.dev(), meta.ino());
+        let there = std::fs::metadata(self.folder.join(LOCK)).map(mark).ok();
+        match there {
+            Some(there) => self.lock.metadata().is_ok_and(|ours| mark(ours) == there),
+            None => Place::take(&self.folder).map(|anew| *self = anew).is_ok(),
+        }
     }
 
     /// Returns the path at which a later daemon finds a worker.

@@ -30,8 +30,14 @@ pub struct Refusal {
 
 /// No tasukid is at work in this runtime directory.
 #[derive(Debug, thiserror::Error)]
-#[error("no tasukid is at work in {0}; start one (tasukid --config FILE --dir {0}), or name its directory with --dir")]
-pub struct NotThere(String);
+#[error(
+    "no tasukid is at work in {folder}{left}; start one (tasukid --config FILE --dir {folder}), or name its directory with --dir"
+)]
+pub struct NotThere {
+    folder: String,
+    /// What an earlier one has left there.
+    left: &'static str,
+}
 
 /// Sends a request to the daemon of this runtime directory, and returns its answer. A refusal is a [`Refusal`], and a
 /// daemon that cannot be asked [`NotThere`].
@@ -122,7 +128,9 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
     let stream = match tokio::net::UnixStream::connect(&path).await {
         Ok(stream) => stream,
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => {
-            return Err(NotThere(named.to_string()).into());
+            let has_left = folder.join("registry.redb").exists();
+            let left = if has_left { ", and workers of an earlier one may drive on" } else { "" };
+            return Err(NotThere { folder: named.to_string(), left }.into());
         }
         Err(error) if error.kind() == ErrorKind::PermissionDenied => {
             bail!(

@@ -174,7 +174,8 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     let (config, text) = read_or_go_on(file, place.folder())?;
     let file = &std::path::absolute(file)?;
     let open = config.daemon.metrics.map(metrics::listen).transpose()?;
-    let folder = place.folder().to_owned();
+    let (folder, mut watched) =
+        (place.folder().to_owned(), place.try_clone().context("the kernel has no descriptors left")?);
     let (signals, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);
     let (sender, requests) = std::sync::mpsc::channel();
     let door = Door::new(sender).context("the kernel has no eventfd left")?;
@@ -196,7 +197,9 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     let (path, of_socket) = (place::api_socket(&folder), folder.clone());
     let mut served = socket::mark(&path);
     let again = move || {
-        let made = (socket::mark(&path) != served).then(|| listen(&of_socket, is_for_others).ok()).flatten()?;
+        // In a directory that was deleted, another daemon may have begun since.
+        let is_to_be_made = socket::mark(&path) != served && watched.is_ours();
+        let made = is_to_be_made.then(|| listen(&of_socket, is_for_others).ok()).flatten()?;
         served = socket::mark(&path);
         tracing::info!("the socket {} was deleted, and is there anew", path.display());
         Some(made)

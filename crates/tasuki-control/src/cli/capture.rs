@@ -159,7 +159,7 @@ fn interruptions() -> Result<tokio::net::UnixStream> {
 
 /// Captures until the end.
 pub fn run(reach: &Reach, capture: &Capture) -> Result<()> {
-    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let folder = reach.dir.clone().unwrap_or_else(place::asked);
     let is_piped = capture.write.as_deref().is_none_or(|path| path == Path::new("-"));
     ensure!(
         !is_piped || !std::io::stdout().is_terminal(),

@@ -31,7 +31,7 @@ pub enum Configs {
 /// Carries one of them out.
 pub fn run(reach: &Reach, configs: &Configs) -> Result<()> {
     let Configs::Show { to } = configs else { return write(&config::schema::text()).map(drop) };
-    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let folder = reach.dir.clone().unwrap_or_else(place::asked);
     let answer = client::ask(&folder, Verb::GET, "/v1/configuration", None)?;
     let Written { generation, text } = show::read(answer.clone())?;
     if let Some(file) = to {

@@ -45,7 +45,7 @@ type Finding = (&'static str, Is, String);
 
 /// Prints the findings. The error says that there are bad ones.
 pub fn run(reach: &Reach) -> Result<()> {
-    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let folder = reach.dir.clone().unwrap_or_else(place::asked);
     let root = Path::new("/");
     let mut all = vec![user(), programs(), kernel(), landlock(), groups()];
     all.extend([

@@ -76,7 +76,7 @@ pub struct Upgrade {
     /// Name of the node.
     pub node: String,
     /// Another program than the one that its workers are now.
-    #[arg(long, value_name = "BINARY")]
+    #[arg(long, value_name = "BINARY", value_parser = text_path)]
     pub with: Option<PathBuf>,
     /// How the successor gets the driver state: it reads it in place, or from the daemon's store.
     #[arg(long, value_enum)]
@@ -89,7 +89,7 @@ pub struct Stage {
     /// Name of the node.
     pub node: String,
     /// The program that the upgrade will want; by default the one that its workers are now, as its file is now.
-    #[arg(long, value_name = "BINARY")]
+    #[arg(long, value_name = "BINARY", value_parser = text_path)]
     pub with: Option<PathBuf>,
 }
 
@@ -156,6 +156,7 @@ pub struct Standby {
 #[derive(Debug, Args)]
 pub struct Configuration {
     /// The file that it is in; by default the one that tasukid began with.
+    #[arg(value_parser = text_path)]
     pub file: Option<PathBuf>,
     /// Refuse, unless this is still the generation of the present configuration (tasuki plan says it).
     #[arg(long, value_name = "NUMBER")]
@@ -224,6 +225,11 @@ fn absolute(program: Option<&PathBuf>) -> Result<Option<PathBuf>> {
     program.map(std::path::absolute).transpose().context("that program has no path")
 }
 
+/// Reads a path that goes into a request, which is text.
+pub(crate) fn text_path(path: &str) -> Result<PathBuf, std::convert::Infallible> {
+    Ok(path.into())
+}
+
 /// Encodes a name as a part of an address.
 pub(crate) fn part(name: &str) -> String {
     name.bytes()
@@ -236,7 +242,7 @@ pub(crate) fn part(name: &str) -> String {
 
 /// Sends the request, and prints the answer.
 pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
-    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let folder = reach.dir.clone().unwrap_or_else(place::asked);
     let get = |address: &str| client::ask(&folder, Verb::GET, address, None);
     let post = |address: &str, body: Value| client::ask(&folder, Verb::POST, address, Some(&body));
     let value = match asked {

@@ -35,10 +35,10 @@ pub struct Add {
     #[arg(long, value_name = "NETNS")]
     pub netns: Option<String>,
     /// The socket at which a program on DPDK or VPP connects, as a client of memif.
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET", value_parser = super::text_path)]
     pub memif: Option<PathBuf>,
     /// The socket at which a virtual machine's front end connects, by vhost-user (docs/users/connect-a-virtual-machine.md).
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET", value_parser = super::text_path)]
     pub vm: Option<PathBuf>,
     /// Microseconds that a frame may wait for others, where many come one by one; by default 250, and 0 for none at all.
     #[arg(long, value_name = "US", conflicts_with = "native")]
@@ -62,7 +62,7 @@ pub struct Add {
     #[arg(long, value_enum, conflicts_with_all = ["netns", "memif", "vm", "link", "queue_of"])]
     pub work: Option<NativeWork>,
     /// A program of your own that handles frames (docs/users/own-programs.md).
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["netns", "memif", "vm", "link", "queue_of"])]
+    #[arg(long, value_name = "PATH", value_parser = super::text_path, conflicts_with_all = ["netns", "memif", "vm", "link", "queue_of"])]
     pub program: Option<PathBuf>,
     /// Text that only that program understands.
     #[arg(long, default_value = "", hide_default_value = true, requires = "program")]

@@ -1,5 +1,6 @@
 //! Renders the daemon's answers for people.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use anyhow::{Context, Result};
@@ -120,9 +121,15 @@ fn table_of_nodes(nodes: &[NodeView]) -> String {
 
 fn troubles(nodes: &[NodeView]) -> String {
     let troubles = nodes.iter().filter_map(|node| node.trouble.as_ref()).map(|trouble| format!("\n{trouble}\n"));
-    let unconfined = nodes.iter().filter(|node| !node.unconfined.is_empty()).map(|node| {
+    // Most often it is the kernel that lacks something, for all of them.
+    let mut lacking: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+    for node in nodes.iter().filter(|node| !node.unconfined.is_empty()) {
         let what: Vec<&str> = node.unconfined.iter().map(String::as_str).collect();
-        format!("\nnode {} is not confined as it is to be: {}\n", node.name, what.join("; "))
+        lacking.entry(what.join("; ")).or_default().push(&node.name);
+    }
+    let unconfined = lacking.iter().map(|(what, names)| match names[..] {
+        [name] => format!("\nnode {name} is not confined as it is to be: {what}\n"),
+        _ => format!("\nnodes {} are not confined as they are to be: {what}\n", names.join(", ")),
     });
     troubles.chain(unconfined).collect()
 }

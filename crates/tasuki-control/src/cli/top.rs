@@ -71,8 +71,8 @@ fn cpu_ms(pid: u32) -> Option<u64> {
 pub fn run(reach: &Reach, top: &Top) -> Result<()> {
     match (&top.play, reach.json) {
         (Some(file), _) => play(file),
-        (None, true) => record(&reach.dir.clone().unwrap_or_else(place::usual), top.every_ms),
-        (None, false) => watch(&reach.dir.clone().unwrap_or_else(place::usual), top.every_ms),
+        (None, true) => record(&reach.dir.clone().unwrap_or_else(place::asked), top.every_ms),
+        (None, false) => watch(&reach.dir.clone().unwrap_or_else(place::asked), top.every_ms),
     }
 }
 

@@ -32,6 +32,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug, Args)]
 pub struct Up {
     /// The configuration. If a tasukid is at work, it applies this; otherwise one begins with it.
+    #[arg(value_parser = super::text_path)]
     pub file: PathBuf,
     /// Seconds until all nodes and NICs must be at work. A card may take some for its link.
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]

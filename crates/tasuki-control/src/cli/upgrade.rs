@@ -28,7 +28,7 @@ const ASK_EVERY: Duration = Duration::from_millis(20);
 pub struct Everything {
     /// The folder with the programs of the other version. By default each program is replaced by its own file, as that
     /// is now.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = super::text_path)]
     pub with: Option<PathBuf>,
     /// Leave the daemon as it is, and upgrade the workers alone.
     #[arg(long)]
@@ -52,7 +52,7 @@ struct Node {
 
 /// Replaces everything. What was done is printed in any case.
 pub fn run(reach: &Reach, everything: &Everything) -> Result<()> {
-    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let folder = reach.dir.clone().unwrap_or_else(place::asked);
     let with = absolute(everything.with.as_ref())?;
     if let Some(with) = with.as_ref().filter(|with| !with.is_dir()) {
         bail!("nothing was upgraded: {} is no folder; name the one that has the programs", with.display());

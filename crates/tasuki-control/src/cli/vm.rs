@@ -190,7 +190,7 @@ fn options(run: &Run, vm: &VmView, host: Host) -> Vec<OsString> {
 
 /// Returns the node's socket, and the address for the machine's card.
 fn find(reach: &Reach, Run { node, more, print, .. }: &Run) -> Result<VmView> {
-    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let folder = reach.dir.clone().unwrap_or_else(place::asked);
     let nodes: Vec<NodeView> = show::read(client::ask(&folder, Verb::GET, "/v1/nodes", None)?)?;
     // A machine to which a guest migrates comes beside the one that has it.
     let is_alone = !print && !more.iter().any(|word| ["-incoming", "--incoming"].iter().any(|it| word == it));

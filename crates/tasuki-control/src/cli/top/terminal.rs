@@ -69,7 +69,9 @@ impl Terminal {
     /// Draws the lines that `picture` makes for these columns and lines.
     pub fn draw(&mut self, picture: impl FnOnce((usize, usize)) -> Vec<String>) -> Result<()> {
         let size = rustix::termios::tcgetwinsize(std::io::stdout()).context("the terminal does not say its size")?;
-        let (columns, rows) = (usize::from(size.ws_col.max(1)), usize::from(size.ws_row.max(1)));
+        // A terminal that does not know its size says 0.
+        let or = |said: u16, usual: usize| if said == 0 { usual } else { usize::from(said) };
+        let (columns, rows) = (or(size.ws_col, 80), or(size.ws_row, 24));
         let lines = picture((columns, rows));
         let lines = lines.iter().take(rows).map(|line| shown(line, columns));
         say(&format!("{HOME}{}{CLEAR_BELOW}", lines.collect::<Vec<_>>().join("\r\n")))

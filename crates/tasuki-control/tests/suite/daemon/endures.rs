@@ -83,6 +83,30 @@ fn a_socket_of_the_api_that_somebody_deletes_is_there_again() {
 }
 
 #[test]
+fn a_directory_that_somebody_deletes_has_one_daemon_all_the_same() {
+    let mut rig = Rig::new();
+    let daemon = rig.daemon_pid();
+    fs::remove_dir_all(rig.dir()).expect("it is there");
+    until(&rig, "it is there", || rig.tasuki(&["status"]).status.success());
+    let other = rig.tasukid().output().expect("it runs");
+    assert!(String::from_utf8_lossy(&other.stderr).contains("a tasukid is at work in"), "{other:?}");
+    // Another one is faster.
+    signal(daemon, Signal::STOP);
+    fs::remove_dir_all(rig.dir()).expect("it is there");
+    let log = fs::File::create(rig.path("other")).expect("a file");
+    let mut other = tasuki_testing::Program::start(rig.tasukid().stdout(Stdio::null()).stderr(log));
+    until(&rig, "the other one serves", || rig.tasuki(&["status"]).status.success());
+    signal(daemon, Signal::CONT);
+    // It looks each second.
+    std::thread::sleep(Duration::from_millis(2500));
+    assert_eq!(rig.json(&["status"])["pid"], other.0.id());
+    rig.ask(&["stop"]);
+    other.0.wait().expect("a child");
+    signal(daemon, Signal::TERM);
+    rig.daemon_ends();
+}
+
+#[test]
 fn a_registry_whose_disk_is_full_is_written_when_there_is_room() {
     let Some(disk) = Disk::new() else { return };
     let mut rig = disk.rig("");

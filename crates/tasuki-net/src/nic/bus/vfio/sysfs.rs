@@ -108,6 +108,12 @@ pub enum OpenError {
     /// This user may not open the file.
     #[error("this user may not open {0}; as root, give it to them: chown USER {0}")]
     NoPermission(PathBuf),
+    /// A filter of devices bars the file, whoever may open it.
+    #[error(
+        "the kernel bars {0} from this process, by the device filter of its unit or container; under systemd, where VFIO was loaded after tasukid \
+         began: systemctl daemon-reload, and systemctl restart tasukid"
+    )]
+    Filtered(PathBuf),
     /// Another process has the file open.
     #[error("another process has {0} open; end it (`fuser -v {0}` names it)")]
     Busy(PathBuf),
@@ -201,7 +207,8 @@ pub fn cannot_open(path: &Path, source: io::Error) -> OpenError {
     let path = path.to_owned();
     match source.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::NOENT | Errno::NODEV | Errno::NXIO) => OpenError::NoVfio(path),
-        Some(Errno::ACCESS | Errno::PERM) => OpenError::NoPermission(path),
+        Some(Errno::ACCESS) => OpenError::NoPermission(path),
+        Some(Errno::PERM) => OpenError::Filtered(path),
         Some(Errno::BUSY) => OpenError::Busy(path),
         _ => OpenError::Kernel { doing: "opening VFIO", source },
     }
