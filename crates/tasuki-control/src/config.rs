@@ -13,6 +13,8 @@ mod tap;
 mod work;
 pub mod written;
 
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -31,6 +33,9 @@ pub use crate::endpoint::Kind;
 pub use crate::endpoint::interface::Interface;
 pub use crate::endpoint::memif::Memif;
 pub use crate::endpoint::vm::Vm;
+
+/// Longest text of a configuration, in bytes: one of a thousand nodes is shorter.
+pub const TEXT_MAX: u64 = 256 << 10;
 
 /// Why a configuration is refused.
 #[derive(Debug, thiserror::Error)]
@@ -86,9 +91,17 @@ fn each_cpus_node<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<Node>
 impl Config {
     /// Reads and checks a file.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        let text =
-            std::fs::read_to_string(path).map_err(|why| ConfigError::Unreadable { path: path.to_owned(), why })?;
-        Self::parse(path, &text)
+        Self::parse(path, &Self::text(path)?)
+    }
+
+    /// Returns the text of a file.
+    pub fn text(path: &Path) -> Result<String, ConfigError> {
+        let mut text = String::new();
+        // Of a device file there may be no end.
+        let read = File::open(path).and_then(|file| file.take(TEXT_MAX + 1).read_to_string(&mut text));
+        let long = || std::io::Error::new(std::io::ErrorKind::FileTooLarge, "it is longer than any configuration");
+        let read = read.and_then(|len| if len as u64 > TEXT_MAX { Err(long()) } else { Ok(text) });
+        read.map_err(|why| ConfigError::Unreadable { path: path.to_owned(), why })
     }
 
     /// Checks the text of the file at `path`.

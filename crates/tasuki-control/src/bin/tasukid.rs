@@ -126,8 +126,7 @@ fn told_by(signals: &[i32]) -> Result<UnixStream> {
 
 /// Reads the configuration, and checks that it can hold on this machine. Returns it with its text.
 fn read(file: &Path) -> Result<(Config, String)> {
-    let text =
-        std::fs::read_to_string(file).map_err(|why| config::ConfigError::Unreadable { path: file.to_owned(), why })?;
+    let text = Config::text(file)?;
     let config = Config::parse(file, &text)?;
     fits(file, &config)?;
     Ok((config, text))

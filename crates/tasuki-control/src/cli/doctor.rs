@@ -291,9 +291,16 @@ fn card(path: &Path) -> Finding {
     let part = |file: &str| read(&path.join(file)).trim_start_matches("0x").to_owned();
     let id = format!("{}:{}", part("vendor"), part("device"));
     let last = |link: &str| Some(fs::read_link(path.join(link)).ok()?.file_name()?.to_string_lossy().into_owned());
-    let interfaces: Vec<String> = fs::read_dir(path.join("net"))
-        .map(|all| all.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
-        .unwrap_or_default();
+    let below = |path: &Path| -> Vec<PathBuf> {
+        fs::read_dir(path).map(|all| all.flatten().map(|entry| entry.path()).collect()).unwrap_or_default()
+    };
+    // A virtio card's interface belongs to a device below it.
+    let is_virtio = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("virtio"));
+    let owners = below(path).into_iter().filter(is_virtio).chain([path.to_owned()]);
+    let interfaces: Vec<String> = owners
+        .flat_map(|owner| below(&owner.join("net")))
+        .filter_map(|interface| Some(interface.file_name()?.to_string_lossy().into_owned()))
+        .collect();
     let known = CARDS.iter().find(|(of, _)| *of == id);
     let (driver, group) = (last("driver"), last("iommu_group"));
     let what = known.map_or_else(|| format!("[{id}]"), |(_, what)| format!("{what} [{id}]"));

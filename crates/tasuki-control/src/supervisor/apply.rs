@@ -163,10 +163,8 @@ impl Supervisor {
         if apply.text.is_none() && file.metadata().is_ok_and(|file| !file.is_file()) {
             return Err(Refusal::Malformed(format!("the configuration {} is not a file; name one", file.display())));
         }
-        let text = apply.text.clone().map_or_else(|| std::fs::read_to_string(&file), Ok);
-        let text = text.map_err(|why| {
-            Refusal::Malformed(config::ConfigError::Unreadable { path: file.clone(), why }.to_string())
-        })?;
+        let text = apply.text.clone().map_or_else(|| Config::text(&file), Ok);
+        let text = text.map_err(|error| Refusal::Malformed(error.to_string()))?;
         let desired = Config::parse(&file, &text).map_err(|error| Refusal::Malformed(error.to_string()))?;
         let wrong = |why: String| Refusal::Malformed(format!("{}: {why}", file.display()));
         if let Some(why) = config::stray_cpu(&desired, |cpu| self.may_use.contains(&cpu)) {
