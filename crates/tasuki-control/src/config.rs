@@ -34,8 +34,8 @@ pub use crate::endpoint::interface::Interface;
 pub use crate::endpoint::memif::Memif;
 pub use crate::endpoint::vm::Vm;
 
-/// Longest text of a configuration, in bytes: one of a thousand nodes is shorter.
-pub const TEXT_MAX: u64 = 256 << 10;
+/// Longest file, in bytes.
+const FILE_MAX: u64 = 4 << 20;
 
 /// Why a configuration is refused.
 #[derive(Debug, thiserror::Error)]
@@ -98,9 +98,9 @@ impl Config {
     pub fn text(path: &Path) -> Result<String, ConfigError> {
         let mut text = String::new();
         // Of a device file there may be no end.
-        let read = File::open(path).and_then(|file| file.take(TEXT_MAX + 1).read_to_string(&mut text));
-        let long = || std::io::Error::new(std::io::ErrorKind::FileTooLarge, "it is longer than any configuration");
-        let read = read.and_then(|len| if len as u64 > TEXT_MAX { Err(long()) } else { Ok(text) });
+        let read = File::open(path).and_then(|file| file.take(FILE_MAX + 1).read_to_string(&mut text));
+        let long = || std::io::Error::new(std::io::ErrorKind::FileTooLarge, "it is longer than 4 MiB");
+        let read = read.and_then(|len| if len as u64 > FILE_MAX { Err(long()) } else { Ok(text) });
         read.map_err(|why| ConfigError::Unreadable { path: path.to_owned(), why })
     }
 

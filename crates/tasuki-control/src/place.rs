@@ -5,6 +5,7 @@ use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -57,10 +58,10 @@ pub fn remedy(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// Takes a lock. A killed daemon holds it until the kernel has taken its process apart. Returns whether it was taken
+/// Takes a lock, within a limit. A killed daemon holds it until the kernel has taken its process apart. Returns whether it was taken
 /// in time.
-fn lock_soon(lock: &File) -> bool {
-    let until = Instant::now() + LOCK_TIMEOUT;
+fn lock_soon(lock: &File, limit: Duration) -> bool {
+    let until = Instant::now() + limit;
     while lock.try_lock().is_err() {
         if Instant::now() > until {
             return false;
@@ -80,68 +81,67 @@ pub fn holder(folder: &Path) -> Option<u32> {
     std::fs::read_to_string(folder.join(LOCK)).ok()?.trim().parse().ok()
 }
 
-/// The directory, for as long as this daemon uses it.
-#[derive(Debug)]
+/// Makes the directory, if it is not there, and takes its lock within a limit. Returns both.
+fn take(folder: &Path, limit: Duration) -> Result<(PathBuf, File)> {
+    let folder = std::path::absolute(folder).context("the runtime directory has no name")?;
+    let named = folder.display();
+    ensure!(
+        folder.as_os_str().len() + NAME_MAX <= PATH_MAX,
+        "{named} is too long for the sockets that are to be in it; choose a runtime directory with a shorter path"
+    );
+    if let Err(error) = DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
+        bail!("the runtime directory {named} cannot be made ({error}); {}", remedy(error.kind()));
+    }
+    let meta = std::fs::metadata(&folder).with_context(|| format!("{named} cannot be looked at"))?;
+    let ours = rustix::process::geteuid().as_raw();
+    ensure!(
+        meta.uid() == ours && meta.mode() & 0o022 == 0,
+        "others than you can write to {named}; choose a runtime directory that is yours alone (mode 0700)"
+    );
+    let opened =
+        OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(folder.join(LOCK));
+    let unwritable =
+        |error: std::io::Error| anyhow!("{named} cannot be written to ({error}); {}", remedy(error.kind()));
+    let mut lock = opened.map_err(unwritable)?;
+    if !lock_soon(&lock, limit) {
+        let mut holder = String::new();
+        let _ = lock.read_to_string(&mut holder);
+        bail!(
+            "a tasukid is at work in {named} already (process {}); stop that one, or choose another directory with --dir",
+            holder.trim()
+        );
+    }
+    let noted = lock.set_len(0).and_then(|()| lock.rewind()).and_then(|()| writeln!(lock, "{}", std::process::id()));
+    noted.map_err(unwritable)?;
+    Ok((folder, lock))
+}
+
+/// The directory, for as long as this daemon uses it. All clones hold one lock.
+#[derive(Debug, Clone)]
 pub struct Place {
     folder: PathBuf,
-    lock: File,
+    lock: Arc<Mutex<File>>,
 }
 
 impl Place {
     /// Takes the directory, and makes it if there is none. Fails while another daemon uses it.
     pub fn take(folder: &Path) -> Result<Self> {
-        let folder = std::path::absolute(folder).context("the runtime directory has no name")?;
-        let named = folder.display();
-        ensure!(
-            folder.as_os_str().len() + NAME_MAX <= PATH_MAX,
-            "{named} is too long for the sockets that are to be in it; choose a runtime directory with a shorter path"
-        );
-        if let Err(error) = DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
-            bail!("the runtime directory {named} cannot be made ({error}); {}", remedy(error.kind()));
-        }
-        let meta = std::fs::metadata(&folder).with_context(|| format!("{named} cannot be looked at"))?;
-        let ours = rustix::process::geteuid().as_raw();
-        ensure!(
-            meta.uid() == ours && meta.mode() & 0o022 == 0,
-            "others than you can write to {named}; choose a runtime directory that is yours alone (mode 0700)"
-        );
-        let opened =
-            OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(folder.join(LOCK));
-        let unwritable =
-            |error: std::io::Error| anyhow!("{named} cannot be written to ({error}); {}", remedy(error.kind()));
-        let mut lock = opened.map_err(unwritable)?;
-        if !lock_soon(&lock) {
-            let mut holder = String::new();
-            let _ = lock.read_to_string(&mut holder);
-            bail!(
-                "a tasukid is at work in {named} already (process {}); stop that one, or choose another directory with --dir",
-                holder.trim()
-            );
-        }
-        let noted =
-            lock.set_len(0).and_then(|()| lock.rewind()).and_then(|()| writeln!(lock, "{}", std::process::id()));
-        noted.map_err(unwritable)?;
-        Ok(Place { folder, lock })
+        let (folder, lock) = take(folder, LOCK_TIMEOUT)?;
+        Ok(Place { folder, lock: Arc::new(Mutex::new(lock)) })
     }
 
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Returns the same for another thread. The lock is held as long as one of both is there.
-    pub fn try_clone(&self) -> std::io::Result<Self> {
-        Ok(Place { folder: self.folder.clone(), lock: self.lock.try_clone()? })
-    }
-
     /// Returns whether the lock in the directory is ours. It is another one if somebody has deleted the directory, and
-    /// another daemon has begun in it since. If there is none, takes it anew.
-    pub fn is_ours(&mut self) -> bool {
+    /// another daemon has begun in it since. If nobody has one, takes it anew.
+    pub fn is_ours(&self) -> bool {
         let mark = |meta: Metadata| (meta.dev(), meta.ino());
-        let there = std::fs::metadata(self.folder.join(LOCK)).map(mark).ok();
-        match there {
-            Some(there) => self.lock.metadata().is_ok_and(|ours| mark(ours) == there),
-            None => Place::take(&self.folder).map(|anew| *self = anew).is_ok(),
-        }
+        let mut ours = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let there = std::fs::metadata(self.folder.join(LOCK)).map(mark);
+        let is_same = there.is_ok_and(|there| ours.metadata().is_ok_and(|ours| mark(ours) == there));
+        is_same || take(&self.folder, Duration::ZERO).map(|(_, lock)| *ours = lock).is_ok()
     }
 
     /// Returns the path at which a later daemon finds a worker.

@@ -495,7 +495,8 @@ pub mod heartbeat {
     /// Word: number of received frames that were dropped by order.
     pub const DROPPED: usize = 15;
     /// Word: number of received frames that the node's TAP did not take, and of frames from the TAP that fit into no
-    /// frame of the card's. Of a node with an end of a VNI: number of all frames that did not cross.
+    /// frame of the card's. Of a node with an end of a VNI: number of all frames that did not cross. All reasons below
+    /// are counted here, too.
     pub const REFUSED: usize = 16;
     /// First word of those with the frames of an end of a VNI that did not cross: one for each reason. Of a NIC that was
     /// handed over, those that came after the former owner had let go.

@@ -3,10 +3,10 @@
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
-use rustix::net::AddressFamily;
+use rustix::net::{AddressFamily, netdevice};
 
 use crate::netlink::{Message, Netlink, attributes};
 use crate::{Address, Route, Settings, TapError};
@@ -217,7 +217,8 @@ impl Interface {
 
     /// Returns whether the interface still exists: a veth end goes with its peer, whose namespace may go.
     pub fn is_there(&self) -> bool {
-        index_of(&self.netlink, &self.name) == Ok(self.index)
+        // Unlike a request by rtnetlink, this waits for no lock that others hold for seconds.
+        netdevice::index_to_name(self.netlink.as_fd(), self.index).is_ok_and(|name| name == self.name)
     }
 
     /// Returns whether the other end of this veth pair is in the namespace `place`.

@@ -196,7 +196,10 @@ impl Shortcut {
             let numbers = names.iter().filter_map(|name| name.strip_prefix(VETH_END)?.parse().ok());
             let mut swept = false;
             for number in numbers.filter(|number| !names.contains(&format!("{TAP}{number}"))) {
-                if let Some(veth_end) = veth_end_at(number)? {
+                // A list that the kernel makes while interfaces go may lack others.
+                if tap_at(number)?.is_none()
+                    && let Some(veth_end) = veth_end_at(number)?
+                {
                     veth_end.delete()?;
                     swept = true;
                 }

@@ -149,11 +149,14 @@ fn fits(file: &Path, config: &Config) -> Result<()> {
 }
 
 /// Returns what to begin with: the file, or what was applied last if that can still be had and the file cannot be used.
-/// Workers drive by that, and a file with a mistake is no reason to leave them alone.
+/// Workers may drive by that, and a file with a mistake is no reason to leave them alone.
 fn read_or_go_on(file: &Path, folder: &Path) -> Result<(Config, Result<String, String>)> {
     read(file).map(|(config, text)| (config, Ok(text))).or_else(|error| {
-        let config = supervisor::applied_last(folder).filter(|config| fits(file, config).is_ok());
-        Ok((config.ok_or_else(|| anyhow!("{error:#}"))?, Err(sentence(&error))))
+        let also =
+            |why: &dyn std::fmt::Display| anyhow!("{error:#}; nor can tasukid go by what was applied last: {why}");
+        let config = supervisor::applied_last(folder).map_err(|why| also(&why))?;
+        fits(file, &config).map_err(|why| also(&why))?;
+        Ok((config, Err(sentence(&error))))
     })
 }
 
@@ -164,17 +167,18 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     log::rotate_when(told_by(&[SIGUSR1])?).context("the kernel has no thread left")?;
     successor::reap();
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
-    if !folder.join("registry.redb").exists() {
-        read(file)?;
-    }
+    // It may be a pipe, which can be read once.
+    let read_now = if folder.join("registry.redb").exists() { None } else { Some(read(file)?) };
     let programs = programs()?;
     open_many();
     let place = Place::take(folder)?;
-    let (config, text) = read_or_go_on(file, place.folder())?;
+    let (config, text) = match read_now {
+        Some((config, text)) => (config, Ok(text)),
+        None => read_or_go_on(file, place.folder())?,
+    };
     let file = &std::path::absolute(file)?;
     let open = config.daemon.metrics.map(metrics::listen).transpose()?;
-    let (folder, mut watched) =
-        (place.folder().to_owned(), place.try_clone().context("the kernel has no descriptors left")?);
+    let (folder, held) = (place.folder().to_owned(), place.clone());
     let (signals, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);
     let (sender, requests) = std::sync::mpsc::channel();
     let door = Door::new(sender).context("the kernel has no eventfd left")?;
@@ -193,7 +197,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     })?;
     let is_for_others = roles.are_given();
     let listener = listen(&folder, is_for_others)?;
-    let (path, of_socket) = (place::api_socket(&folder), folder.clone());
+    let (path, of_socket, watched) = (place::api_socket(&folder), folder.clone(), held.clone());
     let mut served = socket::mark(&path);
     let again = move || {
         // In a directory that was deleted, another daemon may have begun since.
@@ -221,12 +225,13 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     // Callers that wait for an answer see that none will come.
     drop(supervisor);
     let _ = http.join();
-    let _ = std::fs::remove_file(place::api_socket(&folder));
+    let removes = |path: PathBuf| held.is_ours().then(|| std::fs::remove_file(path));
+    removes(place::api_socket(&folder));
     match ended? {
         Ended::Alone => {}
         Ended::Replaced(with) => return Ok(Some(with)),
         Ended::Everything => {
-            let _ = std::fs::remove_file(folder.join("registry.redb"));
+            removes(folder.join("registry.redb"));
             tracing::info!("all has ended");
         }
     }

@@ -22,7 +22,6 @@ use serde_json::{Value, json};
 
 use crate::api::client;
 use crate::api::types::{Event, NodeView, Plan, VniView};
-use crate::config::TEXT_MAX;
 use crate::log::plain;
 use crate::place;
 pub use node::{Add, NativeWork, Nodes};
@@ -168,9 +167,13 @@ impl Configuration {
     fn to_json(&self) -> Result<Value> {
         let text = self.file.as_ref().map(|file| {
             let mut text = String::new();
-            let read = File::open(file).and_then(|open| open.take(TEXT_MAX + 1).read_to_string(&mut text));
+            let read = File::open(file).and_then(|open| open.take(CONFIGURATION_MAX + 1).read_to_string(&mut text));
             let len = read.with_context(|| format!("the configuration {} cannot be read", file.display()))?;
-            ensure!(len as u64 <= TEXT_MAX, "{} is longer than any configuration; name another file", file.display());
+            ensure!(
+                len as u64 <= CONFIGURATION_MAX,
+                "{} is longer than any configuration; name another file",
+                file.display()
+            );
             Ok::<_, anyhow::Error>(text)
         });
         Ok(json!({ "path": absolute(self.file.as_ref())?, "text": text.transpose()?, "generation": self.generation }))
@@ -207,6 +210,17 @@ pub enum Asked {
     Stop,
 }
 
+impl Asked {
+    fn changes_something(&self) -> bool {
+        match self {
+            Asked::Status | Asked::NicList | Asked::Counts(_) | Asked::Events { .. } | Asked::Plan(_) => false,
+            Asked::Nodes(Nodes::List) | Asked::Workers(Workers::List) | Asked::Vnis(_) => false,
+            Asked::Nodes(_) | Asked::Workers(_) | Asked::Give(_) | Asked::Standby(_) => true,
+            Asked::Apply(_) | Asked::Stop => true,
+        }
+    }
+}
+
 /// Interval at which a follower asks for events: the API has no answer that waits for the next one.
 const FOLLOW_EVERY: Duration = Duration::from_millis(200);
 
@@ -218,6 +232,9 @@ fn word(value: Option<impl ValueEnum>) -> Value {
 fn absolute(program: Option<&PathBuf>) -> Result<Option<PathBuf>> {
     program.map(std::path::absolute).transpose().context("that program has no path")
 }
+
+/// Longest configuration that a request takes, in bytes: one of a thousand nodes is shorter.
+const CONFIGURATION_MAX: u64 = 256 << 10;
 
 /// Reads a path that goes into a request, which is text.
 pub(crate) fn text_path(path: &str) -> Result<PathBuf, std::convert::Infallible> {
@@ -236,7 +253,9 @@ pub(crate) fn part(name: &str) -> String {
 
 /// Sends the request, and prints the answer.
 pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
-    let folder = reach.dir.clone().unwrap_or_else(place::asked);
+    // What changes something goes to no other daemon than the one that `up` would start.
+    let usual = if asked.changes_something() { place::usual } else { place::asked };
+    let folder = reach.dir.clone().unwrap_or_else(usual);
     let get = |address: &str| client::ask(&folder, Verb::GET, address, None);
     let post = |address: &str, body: Value| client::ask(&folder, Verb::POST, address, Some(&body));
     let value = match asked {

@@ -2,6 +2,7 @@
 //! first trouble.
 
 use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -52,7 +53,7 @@ struct Node {
 
 /// Replaces everything. What was done is printed in any case.
 pub fn run(reach: &Reach, everything: &Everything) -> Result<()> {
-    let folder = reach.dir.clone().unwrap_or_else(place::asked);
+    let folder = reach.dir.clone().unwrap_or_else(place::usual);
     let with = absolute(everything.with.as_ref())?;
     if let Some(with) = with.as_ref().filter(|with| !with.is_dir()) {
         bail!("nothing was upgraded: {} is no folder; name the one that has the programs", with.display());
@@ -110,7 +111,9 @@ fn replace_daemon(
     let is_next = |status: &Status| u128::from(status.up_ms) <= asked.elapsed().as_millis();
     let mut ended = None;
     while !get::<Status>(folder, "/v1/status").is_ok_and(|status| is_next(&status)) {
-        let is_gone = process.as_ref().is_some_and(|process| up::ends_within(process, Duration::ZERO));
+        let has_ended = |process: &OwnedFd| up::ends_within(process, Duration::ZERO);
+        // A service manager may have started another, which takes a while to answer.
+        let is_gone = process.as_ref().is_some_and(has_ended) && up::daemon(folder).as_ref().is_none_or(has_ended);
         if is_gone && ended.get_or_insert_with(Instant::now).elapsed() > ANOTHER_TIMEOUT {
             bail!(
                 "{}, but it has ended since, and nothing has started another; start the one of before, for the workers go on meanwhile: the log says why",

@@ -37,12 +37,13 @@ pub struct Current {
     pub unusable: Option<String>,
 }
 
-/// Returns the configuration that an earlier daemon in this directory went by, if one has left any that can be read.
-pub fn applied_last(folder: &Path) -> Option<Config> {
-    // Only if there is one: to open it makes it.
-    let is_there = folder.join("registry.redb").exists();
-    let record = Some(Registry::open(folder)).filter(|_| is_there)?.ok()?.1.applied?;
-    Config::parse(Path::new(&record.path), &record.text).ok()
+/// Returns the configuration that an earlier daemon in this directory went by.
+///
+/// # Errors
+/// The registry cannot be read, or has none.
+pub fn applied_last(folder: &Path) -> Result<Config> {
+    let record = Registry::open(folder)?.1.applied.context("the registry has nothing")?;
+    Ok(Config::parse(Path::new(&record.path), &record.text)?)
 }
 
 impl Current {
@@ -344,7 +345,11 @@ impl Supervisor {
         let read = |file: &PathBuf| std::fs::read(file).map_or(record.base, |bytes| crc32c::crc32c(&bytes));
         let base = if file == self.current.file { crc32c::crc32c(text.as_bytes()) } else { read(&self.current.file) };
         let generation = generation + u64::from(record.text != text);
-        self.current.unusable.take_if(|_| file == self.current.file);
+        let is_own =
+            || file.canonicalize().is_ok_and(|file| self.current.file.canonicalize().is_ok_and(|own| own == file));
+        if is_own() {
+            self.current.unusable = None;
+        }
         let (path, is_done) = (file.display().to_string(), todo.is_empty());
         *record = AppliedRecord { generation, path, text, base, is_done, removed: BTreeSet::new() };
         let said = match todo.len() {
@@ -649,6 +654,7 @@ impl Supervisor {
             None => self.plan_to(&self.current.desired),
         };
         stays.extend(self.applying.as_ref().map(|_| format!("configuration {generation} is being applied")));
+        stays.extend(self.nodes.keys().filter_map(|name| self.why_of_an_older_program(name)));
         let drift = steps.iter().map(ToString::to_string).collect();
         let by_hand = self.by_hand.iter().cloned().collect();
         ConfigurationView { generation: *generation, path: path.clone(), drift, stays, by_hand }

@@ -309,8 +309,11 @@ impl Supervisor {
         }
         self.interfaces_looked_at = now();
         self.tell_of_memory();
-        let news = self.registry.look(now());
-        self.tell_of_registry(news);
+        // Another daemon may have begun in a directory that was deleted: the registry there is its own.
+        if self.place.is_ours() {
+            let news = self.registry.look(now());
+            self.tell_of_registry(news);
+        }
         let (mut lost, mut strange) = (Vec::new(), Vec::new());
         for (label, tap) in &mut self.taps {
             // If the veth end is gone, so is the TAP.

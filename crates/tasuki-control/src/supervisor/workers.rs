@@ -232,22 +232,21 @@ impl Supervisor {
         self.why_without_interface(name)
             .or_else(|| self.trouble_at_socket(name))
             .or_else(|| self.why_filtered_at(name))
-            .or_else(|| self.why_of_an_older_program(name))
             .or_else(|| node.trouble.clone())
             .or_else(dies)
     }
 
     /// Returns a sentence if a worker of an older program drives, and no upgrade is about to change that.
-    fn why_of_an_older_program(&self, name: &str) -> Option<String> {
+    pub(super) fn why_of_an_older_program(&self, name: &str) -> Option<String> {
         let generation = self.nodes.get(name)?.record.generation;
         let drives = |number: &u32| self.cards.values().any(|card| card.holder() == Some(*number));
         let older = |(number, worker): &(&u32, &Worker)| {
-            worker.record.node == name && worker.record.generation != generation && worker.serves() && drives(number)
+            worker.record.node == name && worker.record.generation < generation && worker.serves() && drives(number)
         };
         let (number, worker) =
             self.workers.iter().find(older).filter(|_| !self.jobs.iter().any(|job| job.is_of(name)))?;
         Some(format!(
-            "node {name} is driven by worker {number} of the program from before its last upgrade ({}): the upgraded one has ended before its stand-by was there; upgrade it again (tasuki worker upgrade {name})",
+            "node {name} is driven by worker {number} of the program from before its last upgrade ({}); upgrade it again (tasuki worker upgrade {name})",
             worker.binary().display()
         ))
     }

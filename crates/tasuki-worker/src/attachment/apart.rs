@@ -236,6 +236,7 @@ where
         if late > 0 {
             // The daemon may be dead.
             common.heartbeat.add(heartbeat::DROPPED_FOR + heartbeat::TOO_LATE, late);
+            common.heartbeat.add(heartbeat::REFUSED, late);
             let sentence = format!(
                 "{late} frames came after the former owner had let go and before we stopped the card: no worker has them, and they are lost"
             );

@@ -151,18 +151,18 @@ impl Picture {
         let room = rows.saturating_sub(lines.len() + 3);
         let mut nics = Vec::new();
         if !status.nics.is_empty() {
-            nics = cut(self.table_of_nics(), room / 4, "NICs");
+            nics = cut(self.table_of_nics(), room / 4, "NICs more: tasuki nic list");
             nics.insert(0, String::new());
         }
         let drops: Vec<String> = self.nodes.iter().filter_map(|(name, did)| drops(name, did)).collect();
         let troubles = status.nodes.iter().filter_map(|node| node.trouble.clone());
         let mut more: Vec<String> = status.trouble.clone().into_iter().chain(troubles).chain(drops).collect();
         if !more.is_empty() {
-            more = cut(more, room / 4, "troubles");
+            more = cut(more, room / 4, "lines more");
             more.insert(0, String::new());
         }
         let rest = room.saturating_sub(nics.len() + more.len());
-        lines.extend(cut(self.table_of_nodes(rest), rest, "nodes"));
+        lines.extend(cut(self.table_of_nodes(rest), rest, "nodes more: tasuki status"));
         lines.extend(nics);
         lines.extend(more);
         lines.push(String::new());
@@ -218,13 +218,13 @@ impl Picture {
 }
 
 /// Leaves out the last lines if there are more than `most`, and says how many.
-fn cut(mut lines: Vec<String>, most: usize, of: &str) -> Vec<String> {
+fn cut(mut lines: Vec<String>, most: usize, what: &str) -> Vec<String> {
     // A table's head, a line, and how many more there are.
     let most = most.max(3);
     if lines.len() > most {
         let more = lines.len() - (most - 1);
         lines.truncate(most - 1);
-        lines.push(format!("… {more} {of} more: tasuki status"));
+        lines.push(format!("… {more} {what}"));
     }
     lines
 }

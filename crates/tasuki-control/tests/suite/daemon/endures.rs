@@ -102,8 +102,10 @@ fn a_directory_that_somebody_deletes_has_one_daemon_all_the_same() {
     assert_eq!(rig.json(&["status"])["pid"], other.0.id());
     rig.ask(&["stop"]);
     other.0.wait().expect("a child");
-    signal(daemon, Signal::TERM);
-    rig.daemon_ends();
+    // The former one has it again.
+    until(&rig, "it is there", || rig.tasuki(&["status"]).status.success());
+    assert_eq!(rig.json(&["status"])["pid"], daemon);
+    rig.stop();
 }
 
 #[test]

@@ -692,7 +692,7 @@ impl<B: Bus> Repoint for E1000e<B> {
                 nic.card.mmio.write(regs::RDT.of(1), 0);
             }
         });
-        nic.card.held_up = Some(begun.elapsed()).filter(|took| *took > PAUSE);
+        nic.card.held_up = Some(begun.elapsed()).filter(|took| left.0 & RUNS != 0 && *took > PAUSE);
         nic.memory.ledger().halted(false);
         nic.card.quiesce.let_go_at = nic.card.flow_control.then(Instant::now);
         // Such a giver's card was asked by `inherit`, if at all; any other that runs, by `stop_where`.
