@@ -19,7 +19,7 @@ fn a_look_for_an_interface_that_is_not_there_starts_no_modprobe() {
     fs::write(SETTING, PROGRAM).expect("it is set");
     // This is how it shows if one does.
     let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None);
-    let _ = rustix::net::netdevice::name_to_index(&socket.expect("a socket"), "loads0");
+    let _ = rustix::net::netdevice::name_to_index(socket.expect("a socket"), "loads0");
     let found = Interface::if_there("loads1").expect("a look");
     let all = Interface::names().expect("a list");
     fs::write(SETTING, before.trim()).expect("it is set back");
