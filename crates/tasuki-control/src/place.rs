@@ -34,8 +34,8 @@ pub fn usual() -> PathBuf {
     }
 }
 
-/// Returns the directory of the daemon that is asked when none is named: the [usual] one, or the system's where a user has
-/// no daemon and may ask that one.
+/// Returns the directory of the daemon that shows something when none is named: the [usual] one, or the system's for a
+/// user who has no daemon.
 pub fn asked() -> PathBuf {
     let (own, of_system) = (usual(), PathBuf::from(OF_SYSTEM));
     let is_named = std::env::var_os("TASUKI_DIR").is_some_and(|named| !named.is_empty());
@@ -58,8 +58,8 @@ pub fn remedy(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// Takes a lock, within a limit. A killed daemon holds it until the kernel has taken its process apart. Returns whether it was taken
-/// in time.
+/// Takes a lock. A killed daemon holds it until the kernel has taken its process apart. Returns whether it was taken
+/// within the limit.
 fn lock_soon(lock: &File, limit: Duration) -> bool {
     let until = Instant::now() + limit;
     while lock.try_lock().is_err() {

@@ -141,6 +141,9 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
         Err(error) if error.kind() == ErrorKind::WouldBlock => bail!(
             "the tasukid in {named} has more requests than it answers; if it stays so, end it (kill -9), and start another: workers go on meanwhile"
         ),
+        Err(error) if error.kind() == ErrorKind::InvalidInput => {
+            bail!("{named} is too long for a socket, so no tasukid is at work there; name another directory with --dir")
+        }
         Err(error) => bail!("the tasukid in {named} cannot be reached: {error}"),
     };
     let hung_up = || hung_up(folder);

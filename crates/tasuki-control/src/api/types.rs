@@ -43,9 +43,8 @@ pub struct ConfigurationView {
     pub path: String,
     /// The steps to what it describes, of what is otherwise now: a NIC that was given away by hand, for one.
     pub drift: Vec<String>,
-    /// What is otherwise, stays so when it is applied, and why: NICs that failed over, nodes that fell back on the program from
-    /// before an upgrade, namespaces that were made without the
-    /// shortcut, and that it is being applied.
+    /// What is otherwise, stays so when it is applied, and why: NICs that failed over, nodes that fell back on the program
+    /// from before an upgrade, namespaces that were made without the shortcut, and that it is being applied.
     #[serde(default)]
     pub stays: Vec<String>,
     /// Nodes that it does not describe: they were added by hand.

@@ -199,10 +199,22 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     let listener = listen(&folder, is_for_others)?;
     let (path, of_socket, watched) = (place::api_socket(&folder), folder.clone(), held.clone());
     let mut served = socket::mark(&path);
+    let mut is_told = false;
     let again = move || {
+        if socket::mark(&path) == served {
+            return None;
+        }
         // In a directory that was deleted, another daemon may have begun since.
-        let is_to_be_made = socket::mark(&path) != served && watched.is_ours();
-        let made = is_to_be_made.then(|| listen(&of_socket, is_for_others).ok()).flatten()?;
+        if !watched.is_ours() {
+            if !std::mem::replace(&mut is_told, true) {
+                tracing::warn!(
+                    "{} is another tasukid's by now: this one is asked again when that has ended",
+                    of_socket.display()
+                );
+            }
+            return None;
+        }
+        let made = listen(&of_socket, is_for_others).ok()?;
         served = socket::mark(&path);
         tracing::info!("the socket {} was deleted, and is there anew", path.display());
         Some(made)

@@ -224,6 +224,9 @@ impl Asked {
 /// Interval at which a follower asks for events: the API has no answer that waits for the next one.
 const FOLLOW_EVERY: Duration = Duration::from_millis(200);
 
+/// Bytes of a configuration, at most: tasukid takes no longer request.
+const CONFIGURATION_MAX: u64 = 256 << 10;
+
 fn word(value: Option<impl ValueEnum>) -> Value {
     value.and_then(|value| value.to_possible_value()).map_or(Value::Null, |value| json!(value.get_name()))
 }
@@ -232,9 +235,6 @@ fn word(value: Option<impl ValueEnum>) -> Value {
 fn absolute(program: Option<&PathBuf>) -> Result<Option<PathBuf>> {
     program.map(std::path::absolute).transpose().context("that program has no path")
 }
-
-/// Longest configuration that a request takes, in bytes: one of a thousand nodes is shorter.
-const CONFIGURATION_MAX: u64 = 256 << 10;
 
 /// Reads a path that goes into a request, which is text.
 pub(crate) fn text_path(path: &str) -> Result<PathBuf, std::convert::Infallible> {

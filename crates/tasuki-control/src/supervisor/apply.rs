@@ -345,9 +345,8 @@ impl Supervisor {
         let read = |file: &PathBuf| std::fs::read(file).map_or(record.base, |bytes| crc32c::crc32c(&bytes));
         let base = if file == self.current.file { crc32c::crc32c(text.as_bytes()) } else { read(&self.current.file) };
         let generation = generation + u64::from(record.text != text);
-        let is_own =
-            || file.canonicalize().is_ok_and(|file| self.current.file.canonicalize().is_ok_and(|own| own == file));
-        if is_own() {
+        let real = |path: &Path| path.canonicalize().ok();
+        if real(&file).is_some_and(|file| real(&self.current.file) == Some(file)) {
             self.current.unusable = None;
         }
         let (path, is_done) = (file.display().to_string(), todo.is_empty());
@@ -654,7 +653,7 @@ impl Supervisor {
             None => self.plan_to(&self.current.desired),
         };
         stays.extend(self.applying.as_ref().map(|_| format!("configuration {generation} is being applied")));
-        stays.extend(self.nodes.keys().filter_map(|name| self.why_of_an_older_program(name)));
+        stays.extend(self.older_programs());
         let drift = steps.iter().map(ToString::to_string).collect();
         let by_hand = self.by_hand.iter().cloned().collect();
         ConfigurationView { generation: *generation, path: path.clone(), drift, stays, by_hand }

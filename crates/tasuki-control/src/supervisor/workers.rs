@@ -236,19 +236,21 @@ impl Supervisor {
             .or_else(dies)
     }
 
-    /// Returns a sentence if a worker of an older program drives, and no upgrade is about to change that.
-    pub(super) fn why_of_an_older_program(&self, name: &str) -> Option<String> {
-        let generation = self.nodes.get(name)?.record.generation;
-        let drives = |number: &u32| self.cards.values().any(|card| card.holder() == Some(*number));
-        let older = |(number, worker): &(&u32, &Worker)| {
-            worker.record.node == name && worker.record.generation < generation && worker.serves() && drives(number)
+    /// Returns a sentence for each node that a worker of an older program drives, if no upgrade is about to change that.
+    pub(super) fn older_programs(&self) -> impl Iterator<Item = String> {
+        let is_older = |(_, worker): &(&u32, &Worker)| {
+            let node = self.nodes.get(&worker.record.node);
+            worker.serves() && node.is_some_and(|node| worker.record.generation < node.record.generation)
         };
-        let (number, worker) =
-            self.workers.iter().find(older).filter(|_| !self.jobs.iter().any(|job| job.is_of(name)))?;
-        Some(format!(
-            "node {name} is driven by worker {number} of the program from before its last upgrade ({}); upgrade it again (tasuki worker upgrade {name})",
-            worker.binary().display()
-        ))
+        let drives = |number: u32| self.cards.values().any(|card| card.holder() == Some(number));
+        self.workers.iter().filter(is_older).filter_map(move |(number, worker)| {
+            let name = &worker.record.node;
+            let is_changing = self.jobs.iter().any(|job| job.is_of(name));
+            (drives(*number) && !is_changing).then(|| format!(
+                "node {name} is driven by worker {number} of the program from before its last upgrade ({}); upgrade it again (tasuki worker upgrade {name})",
+                worker.binary().display()
+            ))
+        })
     }
 
     fn did_not_start(&mut self, name: &str, error: &anyhow::Error) {

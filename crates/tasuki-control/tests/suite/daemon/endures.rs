@@ -97,8 +97,7 @@ fn a_directory_that_somebody_deletes_has_one_daemon_all_the_same() {
     let mut other = tasuki_testing::Program::start(rig.tasukid().stdout(Stdio::null()).stderr(log));
     until(&rig, "the other one serves", || rig.tasuki(&["status"]).status.success());
     signal(daemon, Signal::CONT);
-    // It looks each second.
-    std::thread::sleep(Duration::from_millis(2500));
+    until(&rig, "the first one has looked", || rig.log().contains("is another tasukid's by now"));
     assert_eq!(rig.json(&["status"])["pid"], other.0.id());
     rig.ask(&["stop"]);
     other.0.wait().expect("a child");

@@ -108,7 +108,7 @@ pub enum OpenError {
     /// This user may not open the file.
     #[error("this user may not open {0}; as root, give it to them: chown USER {0}")]
     NoPermission(PathBuf),
-    /// A filter of devices bars the file, whatever its mode.
+    /// The device filter of a unit or of a container bars the file.
     #[error(
         "the kernel bars {0} from this process, by the device filter of its unit or container; under systemd, where VFIO was loaded after tasukid \
          began: systemctl daemon-reload, and systemctl restart tasukid"
