@@ -134,6 +134,38 @@ fn a_restart_by_systemctl_loses_no_frame_and_no_worker() {
     assert_eq!((unit.workers("red"), unit.keeper()), (workers, keeper), "workers and keeper live on");
 }
 
+/// systemd shows what became of a file with a mistake: a reload that fails, and at boot a unit that has failed.
+#[test]
+fn a_configuration_with_a_mistake_fails_a_reload_and_a_first_start() {
+    const FILE: &str = "/etc/tasuki.toml";
+    let unit = Unit::begin(NODES);
+    unit.is_at_work();
+    let (daemon, good) = (unit.pid(), fs::read_to_string(FILE).expect("a file"));
+    let fails = |verb: &str| {
+        let done = Command::new("systemctl").args([verb, unit::UNIT]).status().expect("it is installed");
+        assert!(!done.success(), "systemctl {verb} takes a file with a mistake\n{}", log());
+    };
+    fs::write(FILE, good.clone() + "colour = 1\n").expect("root may");
+    fails("reload");
+    let said = run("journalctl", &["--unit", unit::UNIT, "--no-pager", "--lines", "5"]);
+    assert!(said.contains("the key `colour` means nothing here"), "{said}");
+    fs::write(
+        FILE,
+        good.clone() + NODES.replace("red", "grey").replace("blue", "brown").replace("green", "black").as_str(),
+    )
+    .expect("root may");
+    run("systemctl", &["reload", unit::UNIT]);
+    assert_eq!(ask(&["status"])["nodes"].as_array().map(Vec::len), Some(6), "the reload returned when it was applied");
+    assert_eq!(unit.pid(), daemon);
+    unit::stop_all();
+    fs::write(FILE, "colour = 1\n").expect("root may");
+    fails("start");
+    assert_eq!((property("ActiveState").as_str(), property("NRestarts").as_str()), ("failed", "0"));
+    fs::write(FILE, good).expect("root may");
+    run("systemctl", &["start", unit::UNIT]);
+    unit.is_at_work();
+}
+
 #[test]
 fn a_tasukid_that_is_killed_is_back_by_itself() {
     let unit = Unit::begin(NODES);

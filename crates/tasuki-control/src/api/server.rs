@@ -95,6 +95,8 @@ impl<T: Serialize> IntoResponse for Answered<T> {
 
 async fn ask<T>(door: &Door, request: impl FnOnce(oneshot::Sender<Result<T, Refusal>>) -> Request) -> Answered<T> {
     let (answer, answered) = oneshot::channel();
+    // The connection is looked at again before this goes on: a caller that hung up right after its request is not served.
+    tokio::task::yield_now().await;
     // Ends with this future, which ends with the connection.
     let caller = Arc::new(());
     door.put_for(&caller, request(answer));

@@ -30,6 +30,9 @@ use tasuki_control::supervisor::{self, Ended, Parts, Programs, Supervisor};
 /// Time the daemon may take until it serves, if it goes into the background.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Exit status for a configuration that cannot be used: `EX_CONFIG` of sysexits.h. No retry helps, and the unit makes none.
+const UNUSABLE: u8 = 78;
+
 /// Starts and watches workers, and relays NICs between them. On SIGTERM or Ctrl-C it leaves its workers running;
 /// `tasuki stop` ends all. On SIGHUP it applies its configuration anew, and on SIGUSR1 it opens its log anew.
 #[derive(Debug, Parser)]
@@ -48,7 +51,7 @@ struct Arguments {
     /// itself, or where that has other processes, the root of all groups].
     #[arg(long, value_name = "DIR")]
     groups: Option<PathBuf>,
-    /// Only say whether this tasukid takes the configuration. Exits with 1 if it does not.
+    /// Only say whether this tasukid takes the configuration. Exits with 78 if it does not, as without this option.
     #[arg(long)]
     check: bool,
     /// Stay in the terminal, and log to it. Without, the log is tasukid.log in DIR.
@@ -124,12 +127,21 @@ fn told_by(signals: &[i32]) -> Result<UnixStream> {
     Ok(end)
 }
 
-/// Reads the configuration, and checks that it can hold on this machine. Returns it with its text.
+/// The reason why a configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:#}")]
+struct Unusable(anyhow::Error);
+
+/// Reads the configuration, and checks that it can hold on this machine. Returns it with its text, or [`Unusable`].
 fn read(file: &Path) -> Result<(Config, String)> {
-    let text = Config::text(file)?;
-    let config = Config::parse(file, &text)?;
-    fits(file, &config)?;
-    Ok((config, text))
+    let read = || {
+        let text = Config::text(file)?;
+        let config = Config::parse(file, &text)?;
+        fits(file, &config)?;
+        Ok((config, text))
+    };
+    // A lack of descriptors is not the file's.
+    read().map_err(|error: anyhow::Error| if lacks_descriptors(&error) { error } else { Unusable(error).into() })
 }
 
 /// Checks that a configuration can hold on this machine.
@@ -152,8 +164,9 @@ fn fits(file: &Path, config: &Config) -> Result<()> {
 /// Workers may drive by that, and a file with a mistake is no reason to leave them alone.
 fn read_or_go_on(file: &Path, folder: &Path) -> Result<(Config, Result<String, String>)> {
     read(file).map(|(config, text)| (config, Ok(text))).or_else(|error| {
-        let also =
-            |why: &dyn std::fmt::Display| anyhow!("{error:#}; nor can tasukid go by what was applied last: {why}");
+        let also = |why: &dyn std::fmt::Display| {
+            Unusable(anyhow!("{error:#}; nor can tasukid go by what was applied last: {why}"))
+        };
         let config = supervisor::applied_last(folder).map_err(|why| also(&why))?;
         fits(file, &config).map_err(|why| also(&why))?;
         Ok((config, Err(sentence(&error))))
@@ -368,20 +381,23 @@ fn exit_code(done: Result<()>) -> ExitCode {
             // Its log may be where nothing can be written any more.
             let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Status(&sentence)]);
             log::say(&format!("tasukid: {sentence}"));
-            ExitCode::FAILURE
+            if error.is::<Unusable>() { ExitCode::from(UNUSABLE) } else { ExitCode::FAILURE }
         }
     }
+}
+
+fn lacks_descriptors(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        let of_kernel = cause.downcast_ref::<Errno>().is_some_and(|errno| channel::lacks(&(*errno).into()));
+        of_kernel || cause.downcast_ref().is_some_and(channel::lacks)
+    })
 }
 
 /// Returns an error in words. A limit on descriptors can strike at any step: the remedy is the same for all.
 fn sentence(error: &anyhow::Error) -> String {
     const LIMIT: &str = "LimitNOFILE=";
-    let lacks = |cause: &(dyn std::error::Error + 'static)| {
-        let of_kernel = cause.downcast_ref::<Errno>().is_some_and(|errno| channel::lacks(&(*errno).into()));
-        of_kernel || cause.downcast_ref().is_some_and(channel::lacks)
-    };
     let said = format!("{error:#}");
-    if said.contains(LIMIT) || !error.chain().any(lacks) {
+    if said.contains(LIMIT) || !lacks_descriptors(error) {
         return said;
     }
     format!("{said}; raise {LIMIT} of tasukid (ulimit -Hn)")

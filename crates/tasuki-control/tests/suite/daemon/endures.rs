@@ -346,8 +346,8 @@ fn the_unit_for_systemd_is_one_that_systemd_takes() {
         .expect("a unit");
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("tasukid.service");
-    // Name an existing program, in place of the one at the installation path.
-    fs::write(&path, unit.replace("/usr/bin/tasukid", env!("CARGO_BIN_EXE_tasukid"))).expect("a file");
+    // Name existing programs, tasuki and tasukid, in place of those at the installation path.
+    fs::write(&path, unit.replace("/usr/bin/tasuki", env!("CARGO_BIN_EXE_tasuki"))).expect("a file");
     let Ok(output) = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path).output() else {
         return println!("skipped: needs systemd-analyze: apt-get install systemd");
     };

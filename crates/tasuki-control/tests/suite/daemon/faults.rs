@@ -349,7 +349,7 @@ fn a_configuration_that_cannot_be_read_is_refused_before_anything_is_started() {
     let refused = |part: &str| {
         let output = rig.tasukid().stdout(Stdio::null()).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.code() == Some(1) && said.contains(part), "{said}");
+        assert!(output.status.code() == Some(78) && said.contains(part), "{said}");
         assert_eq!(said.lines().count(), 1, "{said}");
     };
     refused("tasuki.toml:10: the key `colour` means nothing here");
