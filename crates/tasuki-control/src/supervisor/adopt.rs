@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_relay::Party;
 use tasuki_relay::arbiter::{Arbiter, Node as Numbered};
-use tasuki_relay::message::{ToWorker, heartbeat};
+use tasuki_relay::message::{ToWorker, heartbeat, lease_page};
 use tasuki_shm::crash;
 
 use super::card::{Card, LeasePage};
@@ -352,7 +352,10 @@ impl Supervisor {
             let settle = |card: &mut Card| card.lease_page.pause_ns().is_some() && card.settle_memory();
             let has_driven = self.cards.get_mut(&nic).is_some_and(settle);
             // The stamps on the page say whether the dead driver drove, until another one does.
-            self.cards.entry(nic).and_modify(|card| card.found_dead = found_dead);
+            self.cards.entry(nic).and_modify(|card| {
+                card.found_dead = found_dead;
+                card.pause_told = card.lease_page.words.load(lease_page::DRIVING_AT);
+            });
             if members.is_empty() {
                 self.own_page(nic, has_driven);
                 continue;

@@ -270,6 +270,8 @@ pub struct Card {
     pub plan: Option<tasuki_relay::wire::Plan>,
     /// When this daemon began, in ns of `CLOCK_MONOTONIC`, if its driver died before that.
     pub found_dead: Option<u64>,
+    /// [`lease_page::DRIVING_AT`] of the takeover whose pause an event has given.
+    pub pause_told: u64,
     /// Why no worker drives it, or why the last relay failed.
     pub trouble: Option<String>,
     /// Whether its node is lost.
@@ -327,6 +329,7 @@ impl Card {
             fail_over: None,
             by_hand: None,
             found_dead: None,
+            pause_told: 0,
             waits: None,
             routed: None,
         })

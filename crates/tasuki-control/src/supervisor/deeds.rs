@@ -354,7 +354,10 @@ impl Supervisor {
         }
         let (name, node) = (card.name().to_owned(), card.node.clone());
         let tenure = card.lease_page.tenure();
-        let pause = card.lease_page.pause_ns().filter(|_| card.lease_page.words.load(lease_page::RELAYS) > 1);
+        let driving_at = card.lease_page.words.load(lease_page::DRIVING_AT);
+        let is_told = std::mem::replace(&mut card.pause_told, driving_at) == driving_at;
+        let is_relay = card.lease_page.words.load(lease_page::RELAYS) > 1 && !is_told;
+        let pause = card.lease_page.pause_ns().filter(|_| is_relay);
         // At the very beginning no worker is ready yet, and at the end none is meant to be: neither is news.
         let is_going_on = why == Some(Reason::NobodyLeft) && self.goes_on(nic);
         let is_news = (tenure.epoch > 1 && !leaves && !is_going_on) || holder.is_some();
