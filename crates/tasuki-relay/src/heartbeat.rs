@@ -25,6 +25,11 @@ impl Heartbeat {
         }
     }
 
+    /// Returns when the worker was last known to live.
+    pub fn at(&self) -> Duration {
+        self.at
+    }
+
     /// Returns whether the worker has been silent for `limit`. A clock that goes back proves nothing.
     pub fn silent(&self, now: Duration, limit: Duration) -> bool {
         now.saturating_sub(self.at) >= limit

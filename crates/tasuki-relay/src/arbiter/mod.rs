@@ -446,7 +446,10 @@ impl Arbiter {
             self.set(late, Is::Late);
             self.why = Some(Reason::Late);
         }
-        if matches!(event, Event::NextGone | Event::Deadline) && self.why.is_none() {
+        if self.state == State::Steady {
+            // A deadline of the last relay is none of the next one's.
+            self.why = self.why.filter(|_| next == State::Steady);
+        } else if matches!(event, Event::NextGone | Event::Deadline) && self.why.is_none() {
             self.why = Some(if event == Event::Deadline { Reason::Late } else { Reason::Died });
         }
         self.state = next;

@@ -275,3 +275,21 @@ fn a_stand_by_of_another_node_is_not_chosen() {
 fn every_report_of_every_worker_has_one_verdict() {
     assert_eq!(authority::gaps(AUTHORITY), []);
 }
+
+/// A new daemon asks workers which of them drives, with a deadline, and all have answered before that.
+#[test]
+fn a_deadline_that_expires_while_a_worker_drives_is_no_reason_of_the_next_relay() {
+    let (mut arbiter, table) = steady();
+    arbiter.give(party(2), HOME).unwrap();
+    says(&mut arbiter, &table, 2, Report::Ready);
+    let number = arbiter.deadline;
+    assert_eq!(arbiter.hear(&table, Input::Deadline(number)), Ok(vec![]));
+    arbiter.hear(&table, Input::Gone(party(1))).unwrap();
+    for _ in 0..2 {
+        arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    }
+    let epoch = arbiter.seen.epoch + 1;
+    let taken = Input::Report(party(2), Report::Taken { epoch }, held_by(2, epoch));
+    let doing = arbiter.hear(&table, taken).unwrap();
+    assert!(doing.contains(&Do::Say(RelayOutcome { driver: Some(party(2)), why: None })), "{doing:?}");
+}
