@@ -349,8 +349,14 @@ impl Region {
     /// Gives whole pages back to the kernel. They then read as zeroes, and cost memory again once they are written
     /// or read.
     pub fn give_back(&self, offset: usize, len: usize) -> Result<(), RegionError> {
-        use rustix::fs::FallocateFlags;
+        use rustix::fs::{FallocateFlags, SeekFrom};
         self.mapping.check(offset, len)?;
+        // The kernel looks at the page tables of every process that maps the memory, also for pages that no process has written.
+        let data = rustix::fs::seek(&self.memory, SeekFrom::Data(offset as u64));
+        let is_empty = data.map_or_else(|errno| errno == rustix::io::Errno::NXIO, |at| at >= (offset + len) as u64);
+        if is_empty {
+            return Ok(());
+        }
         let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&self.memory, how, offset as u64, len as u64)
             .map_err(|errno| RegionError::from_errno("giving back shared memory", len, errno))
