@@ -19,8 +19,14 @@ use crate::api::metrics::Metrics;
 use crate::api::types::{Applied, Stopped};
 use crate::place;
 
-/// Pause between two questions whether all is at work.
+/// Pause between two questions whether all is at work, at least.
 const ASK_EVERY: Duration = Duration::from_millis(10);
+
+/// The pause is this many times as long as the last answer took, so that a tasukid with many nodes has time for them.
+const ASK_AFTER: u32 = 4;
+
+/// Sentences about what is not at work, at most.
+const LACKS_SHOWN_MAX: usize = 5;
 
 /// Time for the first worker of a node that was added.
 const FIRST_WORKER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -55,6 +61,10 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
     }
     let (seen, lacks) = await_work(&folder, None, began + Duration::from_secs(up.within))?;
     if !lacks.is_empty() {
+        let shown = lacks.iter().take(LACKS_SHOWN_MAX).cloned();
+        let more = lacks.len().saturating_sub(LACKS_SHOWN_MAX);
+        let more = (more > 0).then(|| format!("and {more} more (tasuki status)"));
+        let lacks: Vec<String> = shown.chain(more).collect();
         bail!("not all is at work within {} s, but tasukid goes on trying: {}", up.within, lacks.join("; "));
     }
     let (nodes, nics, ms) = (seen.status.nodes.len(), seen.status.nics.len(), began.elapsed().as_millis());
@@ -70,12 +80,14 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
 /// without a full stop.
 fn await_work(folder: &Path, only: Option<&str>, until: Instant) -> Result<(Metrics, Vec<String>)> {
     loop {
+        let asked = Instant::now();
         let seen: Metrics = show::read(client::ask(folder, Verb::GET, "/v1/snapshot", None)?)?;
+        let took = asked.elapsed();
         let lacks = lacks(&seen, only);
         if lacks.is_empty() || Instant::now() > until {
             return Ok((seen, lacks));
         }
-        std::thread::sleep(ASK_EVERY);
+        std::thread::sleep(ASK_EVERY.max(took * ASK_AFTER));
     }
 }
 

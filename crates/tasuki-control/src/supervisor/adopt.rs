@@ -214,7 +214,7 @@ impl Supervisor {
             }
             // The node it was given to counts more than the one where it began, as long as that node is still there.
             if self.config.node(&record.node).is_some() {
-                card.node = record.node.clone();
+                card.set_node(&record.node);
             }
         }
         Ok(())
@@ -239,15 +239,17 @@ impl Supervisor {
         let peer = socket.as_ref().ok().and_then(|socket| rustix::net::sockopt::socket_peercred(socket).ok());
         let peer = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
         let is_itself = !reached || peer == Some(process.name().pid);
-        let socket = socket.unwrap_or(ours);
-        epoll_add(&self.epoll, socket.as_fd(), Token::WorkerReadable(number))?;
-        let asked = now();
         let its = its.and_then(|(given, fds)| {
             let heartbeat = Words::adopt(fds.into_iter().next()?, heartbeat::LEN).ok()?;
             Some((heartbeat, serde_json::from_str(&given).ok()?))
         });
         let (heartbeat, given) = its.unzip();
         let (is_kept, given) = (heartbeat.is_some(), given.unwrap_or_default());
+        // A worker that the keeper does not know is not heard: a successor that took over its client without its program state
+        // would go on in the client's rings where that client once began.
+        let socket = socket.ok().filter(|_| is_kept).unwrap_or(ours);
+        epoll_add(&self.epoll, socket.as_fd(), Token::WorkerReadable(number))?;
+        let asked = now();
         heartbeat.iter().for_each(|heartbeat| self.exit_watch.watch(number, heartbeat));
         let lines = Lines::find(&record.socket).ok();
         if let Some(lines) = &lines {
@@ -269,7 +271,7 @@ impl Supervisor {
                 self.kill_worker(number, "was fenced by the tasukid before this one".to_owned());
             }
             () if !is_ours => self.kill_worker(number, "runs as another user than it did".to_owned()),
-            () if !reached || sent.is_err() => {
+            () if !reached || is_kept && sent.is_err() => {
                 self.kill_worker(number, "is not to be reached by this tasukid".to_owned())
             }
             () if !is_itself => self.kill_worker(number, "is not the process that answers for it".to_owned()),
@@ -308,13 +310,14 @@ impl Supervisor {
     /// died between the two steps of giving the NIC to an untrusted node. That node keeps the NIC if it drove it, in
     /// memory of its own; otherwise the NIC stays where it was.
     fn own_page(&mut self, nic: u32, has_driven: bool) {
-        let Some(card) = self.cards.get_mut(&nic).filter(|card| !card.page_of.contains(&card.node)) else { return };
+        let Some(card) = self.cards.get_mut(&nic).filter(|card| !card.page_of.contains(card.node())) else { return };
         let next = card.page_of.first().filter(|_| has_driven).filter(|node| self.config.node(node).is_some());
         if let Some(next) = next {
-            card.node = next.clone();
+            let next = next.clone();
+            self.cards.move_by(nic, |card| card.set_node(&next));
         } else if let Ok(lease_page) = LeasePage::create() {
-            card.coming_lease_page = Some((card.node.clone(), lease_page));
-            card.replace_lease_page(&card.node.clone(), card.lease_page.tenure());
+            card.coming_lease_page = Some((card.node().to_owned(), lease_page));
+            card.replace_lease_page(&card.node().to_owned(), card.lease_page.tenure());
         }
         self.record_nic(nic);
     }
@@ -342,7 +345,7 @@ impl Supervisor {
             let members = self.members_of(nic);
             let page: Vec<String> = self.cards[&nic].page_of.iter().cloned().collect();
             let page: Vec<Numbered> = page.iter().map(|node| self.node_number(node)).collect();
-            let home = self.node_number(&self.cards[&nic].node.clone());
+            let home = self.node_number(&self.cards[&nic].node().to_owned());
             // If the lease page belongs to the node that the NIC was going to, that node is its home.
             let home = if page.contains(&home) { home } else { page.first().copied().unwrap_or(home) };
             let is_dead = |card: &Card| card.holder().is_some_and(|holder| !self.workers.contains_key(&holder));
@@ -352,7 +355,7 @@ impl Supervisor {
             let settle = |card: &mut Card| card.lease_page.pause_ns().is_some() && card.settle_memory();
             let has_driven = self.cards.get_mut(&nic).is_some_and(settle);
             // The stamps on the page say whether the dead driver drove, until another one does.
-            self.cards.entry(nic).and_modify(|card| {
+            self.cards.get_mut(&nic).into_iter().for_each(|card| {
                 card.found_dead = found_dead;
                 card.pause_told = card.lease_page.words.load(lease_page::DRIVING_AT);
             });
@@ -376,9 +379,7 @@ impl Supervisor {
             }
             if let Some(holder) = holder.and_then(|holder| self.workers.get(&holder)) {
                 let (holder, node) = (holder.party(), holder.record.node.clone());
-                if let Some(card) = self.cards.get_mut(&nic) {
-                    card.node = node.clone();
-                }
+                self.cards.move_by(nic, |card| card.set_node(&node));
                 let about = About::worker(&node, holder).of_nic(&name);
                 self.note(about, format!("{name} was driven by worker {holder} all the time"));
             }

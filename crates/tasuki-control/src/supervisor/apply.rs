@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use tokio::sync::oneshot::{self, Receiver, error::TryRecvError};
 
+use super::by_node::ByNode;
 use super::card::Card;
 use super::deeds::clock;
 use super::deposits::Key;
@@ -140,7 +141,7 @@ enum Waits {
 
 impl Waits {
     /// Returns whether it is over, or why it failed.
-    fn look(&mut self, cards: &BTreeMap<u32, Card>) -> Result<bool, Refusal> {
+    fn look(&mut self, cards: &ByNode<Card>) -> Result<bool, Refusal> {
         fn of<T>(answer: &mut Receiver<Result<T, Refusal>>) -> Result<bool, Refusal> {
             match answer.try_recv() {
                 Ok(answer) => answer.map(|_| true),
@@ -221,7 +222,7 @@ impl Supervisor {
     fn plan_to(&self, desired: &Config) -> (Vec<Step>, Vec<String>) {
         let is_nic = |card: &&Card| card.vni().is_none() && card.closing.is_none();
         let owners =
-            self.cards.values().filter(is_nic).map(|card| (card.name().to_owned(), card.node.clone())).collect();
+            self.cards.values().filter(is_nic).map(|card| (card.name().to_owned(), card.node().to_owned())).collect();
         let (stale, failed_over) = (self.stale_nodes(), self.all_failed_over());
         let (config, by_hand) = (&self.config, &self.by_hand);
         let lost = config.node.iter().filter(|node| self.why_without_interface(&node.name).is_some());
@@ -440,7 +441,7 @@ impl Supervisor {
         let is_going =
             |nic: &str| card_of(nic).is_some_and(|card| self.jobs.iter().any(|job| job.is_about(card.number)));
         match step {
-            Step::Close(nic) => is_going(nic) || card_of(nic).is_some_and(|card| is_busy(&card.node)),
+            Step::Close(nic) => is_going(nic) || card_of(nic).is_some_and(|card| is_busy(card.node())),
             Step::Remove(node, _) | Step::Renew(node, _) => is_busy(node),
             Step::AdjustNic(nic) => is_going(nic),
             Step::Give(nic, from, to) => {
@@ -624,9 +625,9 @@ impl Supervisor {
         let card = self.cards.get_mut(&number).ok_or(Refusal::Ending)?;
         to.clone_into(&mut card.config.node);
         if card.opened.is_none() && card.arbiter.is_none() {
-            to.clone_into(&mut card.node);
             card.page_of = BTreeSet::from([to.to_owned()]);
             card.fail_over = None;
+            self.cards.move_by(number, |card| card.set_node(to));
             self.record_nic(number);
             return Ok(None);
         }
@@ -672,7 +673,7 @@ impl Supervisor {
         let nic = |card: &Card| {
             // A node that a NIC was lost by may work by the time that this is read, and the NIC is meant for it.
             let from = card.failed_over().map(|it| &it.from).filter(|from| nodes.iter().any(|it| it.name == **from));
-            let node = from.unwrap_or(&card.node).clone();
+            let node = from.map_or(card.node(), String::as_str).to_owned();
             let standby = card.config.standby.clone().filter(|standby| *standby != node);
             config::Nic { node, standby, ..card.config.clone() }
         };

@@ -55,7 +55,7 @@ impl Of {
 
     fn covers(&self, card: &Card) -> bool {
         match self {
-            Of::Node(name) => card.node == *name,
+            Of::Node(name) => card.node() == *name,
             Of::Nic(name) => card.name() == name,
         }
     }
@@ -81,7 +81,7 @@ impl Supervisor {
     /// [`capture_over`](Self::capture_over); `run_housekeeping` runs after each.
     pub(super) fn is_captured(&self, node: &str) -> bool {
         let is_its = |capture: &Capture| {
-            let mut cards = self.cards.values().filter(|card| card.node == node);
+            let mut cards = self.cards.of(node);
             capture.open.is_some() && cards.any(|card| capture.of.covers(card))
         };
         self.captures.values().any(is_its)
@@ -165,7 +165,7 @@ impl Supervisor {
             }
             let mut wanted = BTreeSet::new();
             for card in cards.values().filter(|card| capture.open.is_some() && capture.of.covers(card)) {
-                let may_see = |node: &str| matches!(capture.of, Of::Nic(_)) || node == card.node;
+                let may_see = |node: &str| matches!(capture.of, Of::Nic(_)) || node == card.node();
                 let have = workers.values().filter(|worker| worker.nics.contains_key(&card.number));
                 let have = have.filter(|worker| worker.stage == Stage::Begun && may_see(&worker.record.node));
                 wanted.extend(have.map(|worker| (card.number, worker.party())));

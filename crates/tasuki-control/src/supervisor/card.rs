@@ -14,6 +14,7 @@ use tasuki_shm::lease::{Lease, Lost};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{RegionError, Span};
 
+use super::by_node::OfNode;
 use super::failover::{self, FailOver};
 use super::worker::Words;
 use crate::api::types::Standby;
@@ -81,6 +82,12 @@ impl LeasePage {
     pub fn pause_ns(&self) -> Option<u64> {
         let (stopped, driving) = (self.words.load(lease_page::STOPPED_AT), self.words.load(lease_page::DRIVING_AT));
         (stopped != 0).then(|| driving.checked_sub(stopped)).flatten()
+    }
+}
+
+impl OfNode for Card {
+    fn node(&self) -> &str {
+        &self.node
     }
 }
 
@@ -223,7 +230,7 @@ pub struct Card {
     /// The NIC's entry in the configuration.
     pub config: config::Nic,
     /// The node that has it now.
-    pub node: String,
+    node: String,
     /// The node's number on its VNI, if this is an end of a VNI and has been opened.
     pub number_on_vni: Option<u16>,
     /// The lease and the stamps.
@@ -337,6 +344,16 @@ impl Card {
 
     pub fn name(&self) -> &str {
         &self.config.name
+    }
+
+    /// Returns the node that has it now.
+    pub fn node(&self) -> &str {
+        &self.node
+    }
+
+    /// Sets the node that has it: before it is among the daemon's NICs, or in [`ByNode::move_by`](super::by_node::ByNode::move_by).
+    pub fn set_node(&mut self, node: &str) {
+        node.clone_into(&mut self.node);
     }
 
     /// Returns the worker that holds the lease. If the word names a party that cannot hold it, no worker does.

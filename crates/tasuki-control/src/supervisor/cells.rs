@@ -8,6 +8,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
@@ -18,7 +20,7 @@ use tasuki_tap::namespace::Unnamed;
 
 use super::jails::{Jailing, nowhere, path_of};
 use super::lines::Lines;
-use super::{About, Supervisor, Token, WORKER_TIMEOUT, epoll_add, is_news, now};
+use super::{About, Supervisor, Token, WORKER_TIMEOUT, epoll_add, is_news, nanoseconds, now};
 use crate::cgroup::{Bounds, Group, Groups};
 use crate::config::Confine;
 use crate::jail::{self, Terms};
@@ -131,11 +133,14 @@ struct Shared {
 struct Maker {
     groups: Option<Arc<Groups>>,
     nodes: BTreeMap<String, Shared>,
+    /// See [`Cells`].
+    at_since: Arc<AtomicU64>,
 }
 
 impl Maker {
     fn run(mut self, orders: &Receiver<Order>, done: &Sender<Done>, bell: &OwnedFd) {
         for order in orders {
+            self.at_since.store(nanoseconds(now()), Relaxed);
             let answer = match order {
                 Order::Make(wanted) => {
                     let (node, number) = (wanted.node.clone(), wanted.number);
@@ -176,6 +181,7 @@ impl Maker {
                 let _ = done.send(answer);
                 let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
             }
+            self.at_since.store(0, Relaxed);
         }
     }
 
@@ -281,6 +287,8 @@ pub struct Cells {
     done: Receiver<Done>,
     bell: Arc<OwnedFd>,
     nodes: BTreeMap<String, Waiting>,
+    /// When the thread began with the order that it is at, in ns of `CLOCK_MONOTONIC`; 0 if it is at none.
+    at_since: Arc<AtomicU64>,
 }
 
 impl Cells {
@@ -289,12 +297,13 @@ impl Cells {
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let bell = Arc::new(bell.context("the kernel has no eventfd left")?);
         let ((orders, theirs), (tell, done), rings) = (mpsc::channel(), mpsc::channel(), Arc::clone(&bell));
-        let maker = Maker { groups: None, nodes: BTreeMap::new() };
+        let at_since = Arc::new(AtomicU64::new(0));
+        let maker = Maker { groups: None, nodes: BTreeMap::new(), at_since: Arc::clone(&at_since) };
         std::thread::Builder::new()
             .name("starts".to_owned())
             .spawn(move || maker.run(&theirs, &tell, &rings))
             .context("the kernel has no threads left")?;
-        Ok(Cells { orders, done, bell, nodes: BTreeMap::new() })
+        Ok(Cells { orders, done, bell, nodes: BTreeMap::new(), at_since })
     }
 
     pub fn bell(&self) -> &OwnedFd {
@@ -364,10 +373,12 @@ impl Cells {
         self.nodes.values_mut().flat_map(|waiting| &mut waiting.cells).find(|cell| cell.number == number)
     }
 
-    /// Returns since when the kernel has kept the thread from making a process for which a worker of this node waits.
+    /// Returns since when the kernel has kept the thread from making a process for which a worker of this node waits. Many
+    /// orders before that one are no fault of the kernel's: the time counts from where the thread began with the one it is at.
     fn waits_since(&self, node: &str) -> Option<Duration> {
+        let at_since = Some(self.at_since.load(Relaxed)).filter(|ns| *ns > 0).map(Duration::from_nanos)?;
         let ordered = self.nodes.get(node)?.ordered.values();
-        ordered.filter(|it| !it.is_spare).map(|it| it.since).min()
+        ordered.filter(|it| !it.is_spare).map(|it| it.since.max(at_since)).min()
     }
 
     /// Returns when the loop is to look at late orders.
@@ -413,6 +424,16 @@ impl Supervisor {
         Ok(first)
     }
 
+    /// Returns whether the thread has yet to make this node's next process. If so, a worker waits for it from now on.
+    pub(super) fn waits_for_process(&mut self, name: &str) -> bool {
+        let Some(waiting) = self.cells.nodes.get_mut(name) else { return false };
+        let waits = waiting.failed.is_none() && waiting.cells.is_empty() && !waiting.ordered.is_empty();
+        if waits {
+            waiting.ordered.values_mut().for_each(|it| it.is_spare = false);
+        }
+        waits
+    }
+
     /// Has the thread make a process for a worker of this node.
     fn order_process(&mut self, name: &str, program: Option<PathBuf>, is_spare: bool) -> Result<()> {
         let terms = self.terms_for(name)?;
@@ -428,16 +449,21 @@ impl Supervisor {
     }
 
     /// Has a process wait in its node's jail, so that the next worker need not wait for that.
-    pub(super) fn prestart(&mut self, name: &str) {
+    pub(super) fn prestart(&mut self, names: &[String]) {
         // One at a time: a worker that starts meanwhile waits for none of the others.
         let is_making = self.cells.nodes.values().any(|waiting| !waiting.ordered.is_empty());
-        let waiting = self.cells.nodes.entry(name.to_owned()).or_default();
-        let has = is_making || !waiting.cells.is_empty();
-        if self.config.daemon.confine == Confine::Off || has || waiting.not_before > now() {
+        if self.config.daemon.confine == Confine::Off || is_making {
             return;
         }
-        if let Err(error) = self.order_process(name, None, true) {
-            tracing::debug!("no cell for node {name}: {error:#}");
+        for name in names {
+            let waiting = self.cells.nodes.entry(name.to_owned()).or_default();
+            if !waiting.cells.is_empty() || waiting.not_before > now() {
+                continue;
+            }
+            match self.order_process(name, None, true) {
+                Ok(()) => return,
+                Err(error) => tracing::debug!("no cell for node {name}: {error:#}"),
+            }
         }
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use tasuki_relay::message::ToWorker;
 use tokio::sync::oneshot;
 
-use super::card::{Card, Opening};
+use super::card::Opening;
 use super::deposits::Key;
 use super::door::Refusal;
 use super::worker::Stage;
@@ -20,7 +20,7 @@ impl Supervisor {
     /// another NIC gets its number.
     pub(super) fn begin_closing(&mut self, nic: u32) -> Result<(), Refusal> {
         let card = self.cards.get(&nic).ok_or(Refusal::Ending)?;
-        let (node, name) = (card.node.clone(), card.name().to_owned());
+        let (node, name) = (card.node().to_owned(), card.name().to_owned());
         self.is_free(&node, &[nic])?;
         if let Some(card) = self.cards.get_mut(&nic) {
             card.closing = Some(now());
@@ -33,8 +33,7 @@ impl Supervisor {
         let had = self.workers.values().filter(|worker| worker.given.contains(&nic));
         let nodes: BTreeSet<String> = had.map(|worker| worker.record.node.clone()).chain([node]).collect();
         for node in nodes {
-            let is_its = |card: &Card| card.node == node && card.closing.is_none() && card.opened.is_some();
-            let has_more = self.cards.values().any(is_its);
+            let has_more = self.cards.of(&node).any(|card| card.closing.is_none() && card.opened.is_some());
             let is_uplink = self.config.node(&node).is_some_and(|node| node.work == Work::Uplink);
             if has_more && !is_uplink && self.nodes.contains_key(&node) {
                 let (answer, _) = oneshot::channel();
@@ -53,13 +52,11 @@ impl Supervisor {
             self.cards.values().filter(|card| card.closing.is_some()).map(|card| card.number).collect();
         for nic in closing {
             let Some(card) = self.cards.get(&nic) else { continue };
-            let had = |node: &str| {
-                self.workers.values().any(|worker| worker.record.node == node && worker.given.contains(&nic))
-            };
-            if self.jobs.iter().any(|job| job.node() == card.node || had(job.node())) {
+            let had = |node: &str| self.workers.of(node).any(|worker| worker.given.contains(&nic));
+            if self.jobs.iter().any(|job| job.node() == card.node() || had(job.node())) {
                 continue;
             }
-            let (name, node) = (card.name().to_owned(), card.node.clone());
+            let (name, node) = (card.name().to_owned(), card.node().to_owned());
             let is_late = card.closing.is_some_and(|since| now().saturating_sub(since) >= WORKER_TIMEOUT / 2);
             let mut has_workers = false;
             for worker in self.workers.values_mut().filter(|worker| worker.given.contains(&nic)) {

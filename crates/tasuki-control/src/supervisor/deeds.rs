@@ -331,7 +331,7 @@ impl Supervisor {
 
     /// Handles the end of a relay.
     fn settled(&mut self, nic: u32, outcome: RelayOutcome) {
-        let leaves = self.cards.get(&nic).is_some_and(|card| self.leaves(&card.node));
+        let leaves = self.cards.get(&nic).is_some_and(|card| self.leaves(card.node()));
         let Some(card) = self.cards.get_mut(&nic) else { return };
         (card.last_outcome, card.plan) = (Some(outcome), None);
         card.deadline = None;
@@ -340,19 +340,20 @@ impl Supervisor {
         self.thaw_ahead(|it| it.nic == nic);
         let Some(card) = self.cards.get_mut(&nic) else { return };
         let holder = card.holder();
+        let of_holder = holder.and_then(|holder| self.workers.get(&holder)).map(|worker| worker.record.node.clone());
         // `NobodyLeft` is over once a worker drives.
         let why = outcome.why.filter(|why| holder.is_none() || *why != Reason::NobodyLeft);
         card.trouble = why.map(|why| why.to_string());
-        if let Some(node) = holder.and_then(|holder| self.workers.get(&holder)).map(|worker| worker.record.node.clone())
-        {
-            card.node = node;
+        if let Some(node) = of_holder {
             card.renewals = 0;
+            self.cards.move_by(nic, |card| card.set_node(&node));
         }
+        let Some(card) = self.cards.get_mut(&nic) else { return };
         if let Some(found) = card.found_dead.take_if(|_| holder.is_some()) {
             let stopped = card.lease_page.words.load(lease_page::STOPPED_AT).max(found);
             card.lease_page.words.store(lease_page::STOPPED_AT, stopped);
         }
-        let (name, node) = (card.name().to_owned(), card.node.clone());
+        let (name, node) = (card.name().to_owned(), card.node().to_owned());
         let tenure = card.lease_page.tenure();
         let driving_at = card.lease_page.words.load(lease_page::DRIVING_AT);
         let is_told = std::mem::replace(&mut card.pause_told, driving_at) == driving_at;
@@ -385,7 +386,7 @@ impl Supervisor {
             number: nic,
             name: card.name().to_owned(),
             device: card.config.device.to_string(),
-            node: card.node.clone(),
+            node: card.node().to_owned(),
             number_on_vni: card.number_on_vni,
             model: card.model.as_ref().map(|model| model.name()),
             uid: card.uid,
@@ -402,10 +403,12 @@ impl Supervisor {
         self.mark_deposit(Key::NextMemory(nic));
     }
 
-    /// Stamps the time at which a dead driver stopped driving: now, as its death is known.
+    /// Stamps the time at which a dead driver stopped driving: now, as its death is known, if it had not stopped before.
     pub(super) fn stamp_death(&self, nic: u32, number: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
-        if card.holder() == Some(number) {
+        let [stopped, driving] =
+            [lease_page::STOPPED_AT, lease_page::DRIVING_AT].map(|at| card.lease_page.words.load(at));
+        if card.holder() == Some(number) && stopped <= driving {
             card.lease_page.words.store(lease_page::STOPPED_AT, nanoseconds(now()));
         }
     }

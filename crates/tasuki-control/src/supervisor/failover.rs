@@ -161,12 +161,12 @@ impl Card {
     /// Returns the node that gets the NIC if the one that has it is lost.
     fn standby(&self) -> Option<&str> {
         let is_open = self.vni().is_none() && self.closing.is_none();
-        self.config.standby.as_deref().filter(|standby| is_open && *standby != self.node)
+        self.config.standby.as_deref().filter(|standby| is_open && *standby != self.node())
     }
 
     /// Returns how the NIC came where it is, if it came there by itself.
     pub(super) fn failed_over(&self) -> Option<&FailOver> {
-        self.fail_over.as_ref().filter(|it| it.took_ns.is_some() && it.to == self.node)
+        self.fail_over.as_ref().filter(|it| it.took_ns.is_some() && it.to == self.node())
     }
 
     /// Records a fail-over that is to begin. Returns whether it was recorded already.
@@ -223,11 +223,11 @@ impl Supervisor {
             return None;
         }
         let is_there = card.opened.is_some() && !card.has_lost_its_model() && self.is_lost(nic).is_none();
-        let node = self.nodes.get(&card.node);
+        let node = self.nodes.get(card.node());
         let has_died = node.is_some_and(|node| node.trouble.is_some() || !node.deaths.is_empty());
         let takes = |name: &str| self.taker_of(name).is_ok_and(|taker| taker.is_some());
         let is_busy = |name: &str| {
-            self.is_applying() || self.is_free(name, &[nic]).is_err() || self.is_free(&card.node, &[nic]).is_err()
+            self.is_applying() || self.is_free(name, &[nic]).is_err() || self.is_free(card.node(), &[nic]).is_err()
         };
         Some(Observation {
             is_armed: standby.is_some(),
@@ -242,7 +242,7 @@ impl Supervisor {
     fn is_lost_with_its_node(&mut self, nic: u32, to: &str, met: Duration) {
         let limit = self.config.daemon.failover_after_ms;
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        let (from, name) = (card.node.clone(), card.name().to_owned());
+        let (from, name) = (card.node().to_owned(), card.name().to_owned());
         let why = format!("no worker of node {from} had driven it for {limit} ms");
         if !card.is_recorded(&from, to, &why, met) {
             let about = About::node(&from).of_nic(&name);
@@ -263,7 +263,7 @@ impl Supervisor {
             Then::Wait(_) | Then::GetReady | Then::Busy | Then::Go => return,
         }
         let Some(to) = card.standby() else { return };
-        let (name, from) = (card.name().to_owned(), card.node.clone());
+        let (name, from) = (card.name().to_owned(), card.node().to_owned());
         let sentence = format!(
             "node {from} is lost, and its stand-by, node {to}, has no worker or no interface either: {name} goes to the first of the two that is back; tasuki events says what became of them"
         );
@@ -297,7 +297,7 @@ impl Supervisor {
     fn note_where(&mut self, nic: u32) {
         let is_held = self.is_held(nic);
         let Some(card) = self.cards.get_mut(&nic).filter(|card| is_held && card.is_settled()) else { return };
-        let (name, node, holder) = (card.name().to_owned(), card.node.clone(), card.holder());
+        let (name, node, holder) = (card.name().to_owned(), card.node().to_owned(), card.holder());
         let driving_at = card.lease_page.words.load(lease_page::DRIVING_AT);
         let Some(it) = &mut card.fail_over else { return };
         let sentence = match it.took_ns {
@@ -333,7 +333,7 @@ impl Supervisor {
     }
 
     fn is_nobodys_standby(&self, name: &str) -> Result<(), Refusal> {
-        let of = self.cards.values().find(|card| card.config.standby.as_deref() == Some(name) && card.node != name);
+        let of = self.cards.values().find(|card| card.config.standby.as_deref() == Some(name) && card.node() != name);
         of.map_or(Ok(()), |card| {
             let nic = card.name();
             Err(Refusal::conflict(format!(
@@ -344,8 +344,7 @@ impl Supervisor {
 
     /// Returns the NIC of a node, beside its end of a VNI.
     pub(super) fn nic_of(&self, node: &str) -> Option<&Card> {
-        let is_its = |card: &&Card| card.node == node && card.closing.is_none() && card.vni().is_none();
-        self.cards.values().find(is_its)
+        self.cards.of(node).find(|card| card.closing.is_none() && card.vni().is_none())
     }
 
     /// Returns whether a NIC could go to its stand-by node.
@@ -389,7 +388,7 @@ impl Supervisor {
 
     fn leaves_its_node(&mut self, nic: u32, to: &str) -> Result<(), Refusal> {
         let card = self.cards.get_mut(&nic).ok_or(Refusal::Ending)?;
-        let from = card.node.clone();
+        let from = card.node().to_owned();
         card.is_recorded(&from, to, &format!("node {from} was removed"), now());
         self.record_nic(nic);
         self.flush();
@@ -410,7 +409,7 @@ impl Supervisor {
     /// Begins an arbiter for a NIC that no living worker has.
     pub(super) fn begin_arbiter(&mut self, nic: u32) {
         let Some(card) = self.cards.get(&nic).filter(|card| card.arbiter.is_none()) else { return };
-        let (home, page) = (card.node.clone(), card.page_of.iter().cloned().collect::<Vec<_>>());
+        let (home, page) = (card.node().to_owned(), card.page_of.iter().cloned().collect::<Vec<_>>());
         let page: Vec<_> = page.iter().map(|node| self.node_number(node)).collect();
         let (arbiter, doing) = tasuki_relay::arbiter::Arbiter::begin(self.node_number(&home), &page, &[], &[]);
         self.cards.get_mut(&nic).into_iter().for_each(|card| card.arbiter = Some(arbiter.clone()));
@@ -433,13 +432,13 @@ impl Supervisor {
             if !self.nodes.contains_key(standby) {
                 return Err(self.no_node(standby));
             }
-            if *standby == card.node {
+            if *standby == card.node() {
                 return Err(Refusal::conflict(format!("node {standby} has {name} already; name another node")));
             }
-            if self.config.node(&card.node).is_some_and(|node| node.work == config::Work::Uplink) {
+            if self.config.node(card.node()).is_some_and(|node| node.work == config::Work::Uplink) {
                 return Err(Refusal::conflict(format!(
                     "node {} is an uplink, whose NIC goes to no other node",
-                    card.node
+                    card.node()
                 )));
             }
             let longer = self.config.too_long_for(&card.config, standby).map(|why| format!("nic {name:?}: {why}"));
@@ -474,7 +473,7 @@ impl Supervisor {
         let is_there = |it: &Standby| it.node.as_ref().is_none_or(|node| self.config.node(node).is_some());
         let by_hand = by_hand.filter(is_there);
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        if let Some(it) = fail_over.as_ref().filter(|it| it.took_ns.is_none() && it.from == card.node) {
+        if let Some(it) = fail_over.as_ref().filter(|it| it.took_ns.is_none() && it.from == card.node()) {
             card.lost.met = Some(Duration::from_nanos(it.met_ns));
         }
         (card.by_hand, card.fail_over) = (by_hand.clone(), fail_over);
@@ -496,7 +495,8 @@ impl Supervisor {
             entries.for_each(|nic| nic.node.clone_from(&new.node));
             let Some(card) = self.cards.values_mut().find(|card| card.config.name == new.name) else { continue };
             card.config.node.clone_from(&new.node);
-            let had = (card.by_hand.take(), card.fail_over.take_if(|_| new.node == card.node));
+            let is_there = new.node == card.node();
+            let had = (card.by_hand.take(), card.fail_over.take_if(|_| is_there));
             changed.extend((had != (None, None)).then_some(card.number));
         }
         changed.into_iter().for_each(|nic| self.record_nic(nic));

@@ -3,20 +3,22 @@
 //! The daemon does not trust workers: it checks each message against its own knowledge, and ends a worker that
 //! breaks the protocol.
 
+use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
 use tasuki_relay::arbiter::{Input, Verdict};
 use tasuki_relay::heartbeat::Heartbeat;
-use tasuki_relay::message::{self, PROTOCOL_VERSION, ToDaemon, ToWorker, heartbeat};
+use tasuki_relay::message::{self, PROTOCOL_VERSION, ToDaemon, ToWorker, heartbeat, lease_page};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Report, Standing, Use};
 use tasuki_shm::crash;
 
+use super::card::Card;
 use super::deeds::party;
 use super::deposits::Key;
 use super::worker::{Readiness, Stage};
-use super::{About, PROBE_EVERY, Supervisor, WORKER_TIMEOUT, bundles, now};
+use super::{About, PROBE_EVERY, Supervisor, WORKER_TIMEOUT, bundles, nanoseconds, now};
 use crate::api::types::Counts;
 use crate::channel::{self, Message, Nothing};
 use crate::foreign::Foreign;
@@ -127,7 +129,7 @@ impl Supervisor {
             // An earlier daemon gave the worker this NIC. It died before it had the worker prepare, or before it
             // heard that the worker cannot.
             (Report::Hello { standing: Standing::Idle | Standing::Unfit, .. }, _)
-                if worker.nics.get(&nic) == Some(&Readiness::Ready) && worker.record.node == card.node =>
+                if worker.nics.get(&nic) == Some(&Readiness::Ready) && worker.record.node == card.node() =>
             {
                 if let Some(prepare) = card.prepare(Use::Takeover, Method::Keep) {
                     worker.nics.insert(nic, Readiness::Preparing(now()));
@@ -386,11 +388,12 @@ impl Supervisor {
     /// Checks the heartbeats of drivers, and asks sleeping workers for an answer.
     pub(super) fn check_heartbeats(&mut self) {
         let (now, limit) = (now(), self.config.daemon.hang_after());
+        let holders: BTreeSet<u32> = self.cards.values().filter_map(Card::holder).collect();
         let mut silent = Vec::new();
         let mut ask = Vec::new();
-        for (number, worker) in &mut self.workers {
+        for (number, worker) in self.workers.iter_mut() {
             let Some(words) = worker.heartbeat.as_ref().filter(|_| worker.stage == Stage::Begun) else { continue };
-            let drives = self.cards.values().any(|card| card.holder() == Some(*number));
+            let drives = holders.contains(number);
             let sleeps = words.load(heartbeat::ASLEEP) != 0;
             worker.heart.beat(now, words.load(heartbeat::LOOKS));
             let timeout = if drives { limit } else { WORKER_TIMEOUT.max(limit) };
@@ -425,7 +428,7 @@ impl Supervisor {
 
     fn on_hang(&mut self, number: u32, limit: Duration) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
-        worker.probe = None;
+        let since = worker.probe.take().unwrap_or(worker.heart.at());
         worker.heard = now();
         worker.heart = Heartbeat::new(now());
         let node = worker.record.node.clone();
@@ -435,6 +438,9 @@ impl Supervisor {
             About::worker(&node, number),
             format!("worker {number} of node {node} has not looked for work for {} ms: it hangs", limit.as_millis()),
         );
+        for card in driven.iter().filter_map(|nic| self.cards.get(nic)) {
+            card.lease_page.words.store(lease_page::STOPPED_AT, nanoseconds(since));
+        }
         let all: Vec<u32> = self.cards.keys().copied().collect();
         if let Some(party) = party(number) {
             all.into_iter().for_each(|nic| self.tell_arbiter(nic, Input::Silent(party)));

@@ -254,9 +254,9 @@ impl Supervisor {
 
     fn on_unconfined(&mut self, number: u32, why: &str) {
         let Some(node) = self.workers.get(&number).map(|worker| worker.record.node.clone()) else { return };
-        let mut others = self.workers.iter().filter(|(its, worker)| **its != number && worker.record.node == node);
+        let goes_on = |worker: &Worker| worker.party() != number && matches!(worker.stage, Stage::Begun);
         // It was to follow one that goes on.
-        if others.any(|(_, worker)| matches!(worker.stage, Stage::Begun)) {
+        if self.workers.of(&node).any(goes_on) {
             return self.kill_worker(number, format!("did not start: {why}"));
         }
         let sentence = format!("no worker for node {node}: {why}");

@@ -217,8 +217,7 @@ impl Supervisor {
         if !self.nodes.contains_key(node) {
             return Err(self.no_node(node));
         }
-        let is_its = |card: &&Card| card.node == node && card.closing.is_none();
-        let its = self.cards.values().filter(is_its).filter(|card| card.opened.is_some());
+        let its = self.cards.of(node).filter(|card| card.closing.is_none() && card.opened.is_some());
         let nics: VecDeque<u32> = its.map(|card| card.number).collect();
         self.is_free(node, nics.as_slices().0)?;
         match with.and_then(|path| Some((path, not_startable(path)?))) {
@@ -298,7 +297,7 @@ impl Supervisor {
         }
         self.is_free(&give.to, &[number])?;
         let card = &self.cards[&number];
-        let from = card.node.clone();
+        let from = card.node().to_owned();
         if card.closing.is_some() {
             return Err(Refusal::conflict(format!("{nic} is being closed")));
         }
@@ -386,8 +385,8 @@ impl Supervisor {
 
     /// Returns the other NICs of a node that a worker drives.
     fn others_of<'a>(&'a self, node: &'a str, nic: u32) -> impl Iterator<Item = u32> + 'a {
-        let driven = self.cards.values().filter(|card| card.opened.is_some() && card.holder().is_some());
-        driven.filter(move |card| card.node == node && card.number != nic).map(|card| card.number)
+        let driven = self.cards.of(node).filter(|card| card.opened.is_some() && card.holder().is_some());
+        driven.filter(move |card| card.number != nic).map(|card| card.number)
     }
 
     /// Returns whether a NIC of this node is about to go to a node that does not trust it while other NICs stay. The
@@ -460,12 +459,10 @@ impl Supervisor {
             crash::point("daemon.upgraded");
             // Givers are done. A stand-by stays one until a worker of the new program can stand by.
             let generation = self.nodes[&name].record.generation;
-            let over = self.workers.values().filter(|worker| {
-                worker.record.node == name
-                    && worker.record.generation != generation
-                    && worker.serves()
-                    && worker.nics.is_empty()
-            });
+            let over = self
+                .workers
+                .of(&name)
+                .filter(|worker| worker.record.generation != generation && worker.serves() && worker.nics.is_empty());
             for number in over.map(Worker::party).collect::<Vec<_>>() {
                 self.retire(number);
             }
@@ -523,7 +520,7 @@ impl Supervisor {
     /// Ends workers that have the NIC's device bundle but are not trusted by its node: the NIC did not go to them.
     fn end_strangers(&mut self, nic: Option<u32>) {
         let Some(card) = nic.and_then(|nic| self.cards.get(&nic)) else { return };
-        let (name, node) = (card.name().to_owned(), card.node.clone());
+        let (name, node) = (card.name().to_owned(), card.node().to_owned());
         let is_stranger =
             |worker: &&Worker| !self.config.trust(&worker.record.node, &node) && worker.given.contains(&card.number);
         let strangers: Vec<u32> = self.workers.values().filter(is_stranger).map(Worker::party).collect();

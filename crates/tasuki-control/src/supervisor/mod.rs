@@ -39,6 +39,7 @@
 pub mod adopt;
 pub mod apply;
 pub mod bundles;
+pub mod by_node;
 pub mod captures;
 pub mod card;
 pub mod cells;
@@ -94,6 +95,7 @@ use crate::place::Place;
 use crate::registry::{Change, Event, News, NodeRecord, Registry};
 use crate::watchdog::Watchdog;
 pub use apply::applied_last;
+use by_node::ByNode;
 use card::Card;
 use door::{Answer, Door, Queued};
 use exit_watch::ExitWatch;
@@ -266,8 +268,8 @@ pub struct Supervisor {
     /// Control groups; [`Supervisor::begin`] looks for them.
     groups: Option<Arc<Groups>>,
     cells: cells::Cells,
-    workers: BTreeMap<u32, Worker>,
-    cards: BTreeMap<u32, Card>,
+    workers: ByNode<Worker>,
+    cards: ByNode<Card>,
     nodes: BTreeMap<String, Node>,
     taps: BTreeMap<String, taps::TapEnd>,
     /// Interfaces with several queues, by their nodes.
@@ -377,8 +379,8 @@ impl Supervisor {
             empty_netns: None,
             groups: None,
             cells: cells::Cells::begin()?,
-            workers: BTreeMap::new(),
-            cards: BTreeMap::new(),
+            workers: ByNode::default(),
+            cards: ByNode::default(),
             nodes: BTreeMap::new(),
             taps: BTreeMap::new(),
             interfaces: BTreeMap::new(),
@@ -514,6 +516,7 @@ impl Supervisor {
 
     /// Does the work that can wait until all urgent work is done.
     fn run_housekeeping(&mut self) {
+        debug_assert!(self.workers.is_whole() && self.cards.is_whole());
         if self.is_pressing() {
             return;
         }

@@ -98,7 +98,7 @@ impl Supervisor {
         for nic in &mut now.nic {
             // Where it is counts, and not where the configuration has it. Its stand-by was checked when it was named.
             let card = self.cards.values().find(|card| card.name() == nic.name);
-            card.into_iter().for_each(|card| nic.node.clone_from(&card.node));
+            card.into_iter().for_each(|card| card.node().clone_into(&mut nic.node));
             nic.standby = None;
         }
         now.senseless().map_or(Ok(config), Err)
@@ -184,7 +184,7 @@ impl Supervisor {
         let record = NodeRecord::of(node);
         self.nodes.insert(node.name.clone(), Node::new(record.clone())?);
         self.changes.push(Change::Node(node.name.clone(), record));
-        self.cards.extend(end.map(|card| (number, card)));
+        end.into_iter().for_each(|card| self.cards.insert(number, card));
         self.mark_deposit(Key::ProgramState(node.name.clone()));
         Ok(())
     }
@@ -236,12 +236,7 @@ impl Supervisor {
         }
         // The neighbours forget it. A daemon that adopted it would have it talk where nobody listens.
         self.flush();
-        let ends: Vec<u32> = self
-            .cards
-            .values()
-            .filter(|card| card.node == name && card.vni().is_some())
-            .map(|card| card.number)
-            .collect();
+        let ends: Vec<u32> = self.cards.of(name).filter(|card| card.vni().is_some()).map(|card| card.number).collect();
         ends.into_iter().for_each(|nic| self.leave(nic));
         crash::point("daemon.left");
         self.detach_queue(name);
@@ -305,13 +300,11 @@ impl Supervisor {
                 self.leaving[at].draining = Some(draining);
             }
         }
-        let stays = |leaving: &Leaving| {
-            leaving.draining.is_some() || self.workers.values().any(|worker| worker.record.node == leaving.node)
-        };
+        let stays = |leaving: &Leaving| leaving.draining.is_some() || self.workers.of(&leaving.node).next().is_some();
         let (rest, gone): (Vec<_>, Vec<_>) = std::mem::take(&mut self.leaving).into_iter().partition(stays);
         self.leaving = rest;
         for Leaving { node: name, answer, .. } in gone {
-            let ends = self.cards.values().filter(|card| card.node == name && card.vni().is_some());
+            let ends = self.cards.of(&name).filter(|card| card.vni().is_some());
             for nic in ends.map(|card| card.number).collect::<Vec<_>>() {
                 self.cards.remove(&nic);
                 self.changes.push(Change::NoNic(nic));

@@ -107,7 +107,7 @@ impl Supervisor {
             }
             let Some(card) = self.cards.get_mut(&nic) else { continue };
             card.give_up(lease_page, now());
-            let (name, node) = (card.name().to_owned(), card.node.clone());
+            let (name, node) = (card.name().to_owned(), card.node().to_owned());
             let about = About::node(&node).of_nic(&name);
             self.note(about, format!("{name} is opened anew, and frames under way in it are lost: no worker of node {node} can go on with it ({reason})"));
             self.record_nic(nic);
@@ -122,7 +122,7 @@ impl Supervisor {
         if !is_open || self.jobs.iter().any(|job| job.is_about(nic)) {
             return None;
         }
-        let of_node = self.workers.values().filter(|worker| worker.record.node == card.node && worker.counts());
+        let of_node = self.workers.of(card.node()).filter(|worker| worker.counts());
         let readiness: Vec<Option<&Readiness>> = of_node.map(|worker| worker.nics.get(&nic)).collect();
         let lost = |readiness: &Option<&Readiness>| match readiness {
             Some(Readiness::Unfit(reason)) if is_of_the_card(reason) => Some(*reason),
@@ -335,7 +335,7 @@ impl Supervisor {
             let said = said.unwrap_or_else(|| "it did not say why".to_owned());
             return self.not_opened(nic, &format!("its model {how}: {said}"));
         }
-        let is_uplink = self.config.node(&card.node).is_some_and(|node| node.work == config::Work::Uplink);
+        let is_uplink = self.config.node(card.node()).is_some_and(|node| node.work == config::Work::Uplink);
         let (what, it) = if is_uplink { ("the NIC and its node", "both") } else { ("the NIC", "it") };
         let trouble = format!(
             "the model of {name} {how}: the card is gone; take {what} out of the configuration, apply that, and put {it} back"

@@ -316,7 +316,7 @@ impl Supervisor {
 
     /// Returns a node's end of its VNI.
     pub(super) fn end_on_vni(&self, node: &str) -> Option<&Card> {
-        self.cards.values().find(|card| card.node == node && card.vni().is_some())
+        self.cards.of(node).find(|card| card.vni().is_some())
     }
 
     /// Has the kernel steer the flows of a node's interface as the daemon has decided. `queue` is any of its queues. It fails

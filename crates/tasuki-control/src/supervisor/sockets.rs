@@ -203,7 +203,7 @@ impl Supervisor {
             self.endpoints.iter().filter(|(_, end)| end.was_remade).map(|(label, _)| label.clone()).collect();
         for label in remade {
             let Some(node) = self.node_at(&label) else { continue };
-            let card = self.cards.values().find(|card| card.vni().is_some() && card.node == node);
+            let card = self.end_on_vni(&node);
             let driver = card.and_then(Card::holder).and_then(|holder| self.workers.get(&holder));
             let (Some(driver), Some(end)) = (driver, self.endpoints.get_mut(&label)) else { continue };
             if driver.record.endpoint.as_ref().or(end.adopted.as_ref()) == end.mark.as_ref() {

@@ -127,12 +127,12 @@ impl Supervisor {
             let state = card.arbiter.as_ref().map(Arbiter::state);
             Side { nic: card.number, holder, is_steady: state == Some(State::Steady) && holder.is_some() }
         };
-        self.cards.values().filter(|card| card.node == name).map(side).collect()
+        self.cards.of(name).map(side).collect()
     }
 
     pub(super) fn candidates_of(&self, name: &str) -> Vec<Candidate> {
         let present = self.present_workers_of(name);
-        let its = self.workers.values().filter(|worker| worker.record.node == name && worker.counts());
+        let its = self.workers.of(name).filter(|worker| worker.counts());
         let candidate = |worker: &Worker| Candidate {
             worker: worker.party(),
             runs_present_program: present.contains(&worker.party()),

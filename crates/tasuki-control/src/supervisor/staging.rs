@@ -44,8 +44,8 @@ impl FileName {
 impl Supervisor {
     /// Returns the living worker that is staged for a node, if there is one.
     pub(super) fn staged_of(&self, node: &str) -> Option<&Worker> {
-        let is_it = |worker: &&Worker| worker.record.node == node && worker.record.staged.is_some() && worker.counts();
-        self.workers.values().find(is_it)
+        let is_it = |worker: &&Worker| worker.record.staged.is_some() && worker.counts();
+        self.workers.of(node).find(is_it)
     }
 
     /// Returns the staged worker, if it runs the program that is at this path now.

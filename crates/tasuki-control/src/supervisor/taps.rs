@@ -388,7 +388,7 @@ impl Supervisor {
         for card in self.cards.values() {
             let Some(mac) = card.opened.as_ref().and_then(|opened| opened.bundle.mac) else { continue };
             let next = self.jobs.iter().filter(|job| job.is_about(card.number)).map(super::jobs::Job::node);
-            let nodes = [card.node.as_str()].into_iter().chain(next);
+            let nodes = [card.node()].into_iter().chain(next);
             let nodes = nodes.filter_map(|node| self.config.node(node)).filter(|node| node.vni.is_none());
             wanted.extend(nodes.filter_map(|node| Some((node.tap()?.label(), mac, card.name().to_owned()))));
         }
@@ -406,9 +406,9 @@ impl Supervisor {
     pub(super) fn may_have(&self, node: &str, nic: u32) -> Result<(), Refusal> {
         let label = |node: &str| self.config.tap(node).map(config::Tap::label);
         let Some(tap) = label(node) else { return Ok(()) };
-        let other = self.cards.values().find(|card| card.number != nic && label(&card.node).as_ref() == Some(&tap));
+        let other = self.cards.values().find(|card| card.number != nic && label(card.node()).as_ref() == Some(&tap));
         other.map_or(Ok(()), |other| {
-            let (has, other) = (&other.node, other.name());
+            let (has, other) = (other.node(), other.name());
             Err(Refusal::conflict(format!(
                 "{tap} of node {node} stands for {other} already; give that to another node than {has} first"
             )))

@@ -8,7 +8,7 @@ impl Supervisor {
     /// Returns the first two nodes that have the NIC's lease page and do not trust each other; the second one is to lose it.
     fn strangers_of(&self, card: &Card) -> Option<(String, String)> {
         let others = |one: &String| {
-            let is_stranger = |other: &&String| **other != card.node && !self.config.trust(one, other);
+            let is_stranger = |other: &&String| **other != card.node() && !self.config.trust(one, other);
             card.page_of.iter().find(is_stranger).cloned()
         };
         card.page_of.iter().find_map(|one| Some((one.clone(), others(one)?)))
@@ -16,7 +16,7 @@ impl Supervisor {
 
     /// Returns whether the lease page is shared by nodes that do not trust each other any more.
     pub(super) fn has_strangers(&self, card: &Card) -> bool {
-        card.page_of.len() > 1 && card.page_of.contains(&card.node) && self.strangers_of(card).is_some()
+        card.page_of.len() > 1 && card.page_of.contains(card.node()) && self.strangers_of(card).is_some()
     }
 
     /// Takes NICs' lease pages from nodes that are not trusted any more: their workers that had the NIC end first.
@@ -27,7 +27,7 @@ impl Supervisor {
         let strangers: Vec<(u32, String, (String, String))> =
             shared.filter_map(|card| Some((card.number, card.name().to_owned(), self.strangers_of(card)?))).collect();
         for (nic, name, (one, other)) in strangers {
-            let had = self.workers.values().filter(|worker| worker.record.node == other && worker.given.contains(&nic));
+            let had = self.workers.of(&other).filter(|worker| worker.given.contains(&nic));
             let had: Vec<u32> = had.map(Worker::party).collect();
             for number in &had {
                 self.kill_worker(*number, format!("has had {name}, and node {one} does not trust it any more"));

@@ -49,16 +49,14 @@ impl Supervisor {
         Some(NodeView {
             name: name.to_owned(),
             work: config.map(work_of).unwrap_or_default(),
-            workers: self.workers.values().filter(|worker| worker.record.node == name).map(Worker::party).collect(),
-            nics: self.cards.values().filter(|card| card.node == name).map(|card| card.name().to_owned()).collect(),
+            workers: self.workers.of(name).map(Worker::party).collect(),
+            nics: self.cards.of(name).map(|card| card.name().to_owned()).collect(),
             generation: node.record.generation,
             trouble: self.trouble_of(name),
             captured: self.is_captured(name),
             container: config.and_then(|config| config.container.clone()),
             netns: config.and_then(|config| config.tap()).and_then(|tap| tap.netns.clone()),
-            unconfined: { self.workers.values().filter(|worker| worker.record.node == name) }
-                .flat_map(|worker| worker.record.unconfined.iter().cloned())
-                .collect(),
+            unconfined: { self.workers.of(name) }.flat_map(|worker| worker.record.unconfined.iter().cloned()).collect(),
             client: self.client_view(name),
             vm: config.and_then(vm_of).map(|vm| VmView {
                 pairs: self.running_pairs(name),
@@ -142,7 +140,7 @@ impl Supervisor {
         NicView {
             name: card.name().to_owned(),
             device: card.config.device.to_string(),
-            node: card.node.clone(),
+            node: card.node().to_owned(),
             worker: holder,
             is: is.to_owned(),
             epoch: card.lease_page.tenure().epoch,

@@ -158,7 +158,7 @@ impl Supervisor {
     pub(super) fn make_end(&mut self, nic: u32) -> Result<()> {
         let card = self.cards.get(&nic).context("there is no such end")?;
         let vni = card.vni().context("it is a NIC")?.to_owned();
-        let node = self.config.node(&card.node).context("there is no such node")?;
+        let node = self.config.node(card.node()).context("there is no such node")?;
         let (pages, mac) = (node.pool_pages(), self.config.interface_node(node).mac());
         let name = card.name().to_owned();
         let number = self.number_on(&vni)?;
@@ -205,12 +205,12 @@ impl Supervisor {
         }
         // A queue that nobody drives yet gets no flows.
         let is_driven = |card: &Card| {
-            let is_queue = self.config.node(&card.node).is_some_and(|node| node.queue_of().is_some());
+            let is_queue = self.config.node(card.node()).is_some_and(|node| node.queue_of().is_some());
             let had_a_driver = card.lease_page.words.load(lease_page::RELAYS) > 0;
             !is_queue || had_a_driver || self.workers.values().any(|worker| worker.nics.contains_key(&card.number))
         };
         let is_new = |card: &&Card| {
-            card.opened.is_some() && !self.is_member(card) && !self.leaves(&card.node) && is_driven(card)
+            card.opened.is_some() && !self.is_member(card) && !self.leaves(card.node()) && is_driven(card)
         };
         let new: Vec<u32> =
             self.cards.values().filter(|card| card.vni().is_some()).filter(is_new).map(|card| card.number).collect();
@@ -258,7 +258,7 @@ impl Supervisor {
 
     fn join(&mut self, nic: u32) -> Result<()> {
         let card = self.cards.get(&nic).context("there is no such end")?;
-        let (vni, node) = (card.vni().context("it is a NIC")?.to_owned(), card.node.clone());
+        let (vni, node) = (card.vni().context("it is a NIC")?.to_owned(), card.node().to_owned());
         let number = card.number_on_vni.context("it has no number")?;
         let interface_node = self.config.interface_node(self.config.node(&node).context("there is no such node")?);
         let (mac, is_uplink, addresses) =

@@ -14,6 +14,7 @@ use tasuki_relay::wire::{Order, Plan, Reason};
 use tasuki_shm::region::{Region, RegionError, Span};
 use tasuki_shm::sync::AtomicU64;
 
+use super::by_node::OfNode;
 use super::jails::{FirstMessage, Jailing};
 use super::lines::Lines;
 use crate::bucket::Bucket;
@@ -171,6 +172,12 @@ pub struct Asked {
     pub client_at: Option<Duration>,
     /// Whether it was asked to say again who it is.
     pub again: bool,
+}
+
+impl OfNode for Worker {
+    fn node(&self) -> &str {
+        &self.record.node
+    }
 }
 
 impl Worker {

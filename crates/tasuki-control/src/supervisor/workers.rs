@@ -81,7 +81,7 @@ impl Supervisor {
             self.mend_sockets();
             self.tell_of_late_cells();
             if self.jobs.is_empty() && self.workers.values().all(Worker::serves) {
-                names.iter().for_each(|name| self.prestart(name));
+                self.prestart(&names);
             }
         }
         self.end_the_slow();
@@ -98,13 +98,13 @@ impl Supervisor {
             _ => false,
         };
         let present = self.present_workers_of(name);
-        let parked = self.cards.values().filter(|card| card.node == name && card.is_parked());
+        let parked = self.cards.of(name).filter(|card| card.is_parked());
         { parked }.any(|card| present.iter().any(|number| comes(*number, card.number)))
     }
 
     /// Returns how many workers a node should have.
     fn should_have(&self, node: &str) -> usize {
-        let has_nic = self.cards.values().any(|card| card.node == node && card.closing.is_none());
+        let has_nic = self.cards.of(node).any(|card| card.closing.is_none());
         let stands_by = self.config.node(node).is_some_and(|node| node.standby);
         1 + usize::from(has_nic && stands_by) + usize::from(self.needs_a_worker_more(node))
     }
@@ -112,10 +112,8 @@ impl Supervisor {
     /// Returns the workers of the node's present program that are to stay, by number.
     pub(super) fn present_workers_of(&self, node: &str) -> Vec<u32> {
         let generation = self.nodes.get(node).map_or(0, |node| node.record.generation);
-        let of_node = |worker: &&Worker| {
-            worker.record.node == node && worker.counts() && !worker.wanted && worker.record.generation == generation
-        };
-        self.workers.values().filter(of_node).map(Worker::party).collect()
+        let is_present = |worker: &&Worker| worker.counts() && !worker.wanted && worker.record.generation == generation;
+        self.workers.of(node).filter(is_present).map(Worker::party).collect()
     }
 
     /// Returns whether the worker holds a lease, or is about to.
@@ -126,8 +124,7 @@ impl Supervisor {
 
     fn ready_on_all(&self, number: u32) -> bool {
         let Some(worker) = self.workers.get(&number).filter(|worker| worker.serves()) else { return false };
-        let is_its = |card: &&super::card::Card| card.node == worker.record.node && card.closing.is_none();
-        let of_node = self.cards.values().filter(is_its).filter(|card| card.opened.is_some());
+        let of_node = self.cards.of(&worker.record.node).filter(|card| card.closing.is_none() && card.opened.is_some());
         { of_node }
             .all(|card| worker.nics.get(&card.number) == Some(&Readiness::Ready) || card.holder() == Some(number))
     }
@@ -137,16 +134,16 @@ impl Supervisor {
         let (wanted, present) = (self.should_have(node), self.present_workers_of(node));
         let ready = present.iter().filter(|number| self.ready_on_all(**number)).count();
         let generation = self.nodes.get(node).map_or(0, |node| node.record.generation);
-        let old = |worker: &&Worker| {
-            worker.record.node == node && worker.serves() && !worker.wanted && worker.record.generation != generation
-        };
+        let old = |worker: &&Worker| worker.serves() && !worker.wanted && worker.record.generation != generation;
         let mut leave: Vec<u32> =
-            self.workers.values().filter(old).filter(|_| ready >= wanted).map(Worker::party).collect();
+            self.workers.of(node).filter(old).filter(|_| ready >= wanted).map(Worker::party).collect();
         let too_many = present.len().saturating_sub(wanted);
-        // Workers that cannot take a NIC go first, then the youngest.
-        let mut surplus: Vec<u32> = present.into_iter().filter(|number| !self.is_needed(*number)).collect();
-        surplus.sort_by_key(|number| (self.ready_on_all(*number), std::cmp::Reverse(*number)));
-        leave.extend(surplus.into_iter().take(too_many));
+        if too_many > 0 {
+            // Workers that cannot take a NIC go first, then the youngest.
+            let mut surplus: Vec<u32> = present.into_iter().filter(|number| !self.is_needed(*number)).collect();
+            surplus.sort_by_key(|number| (self.ready_on_all(*number), std::cmp::Reverse(*number)));
+            leave.extend(surplus.into_iter().take(too_many));
+        }
         for number in leave {
             if !self.is_needed(number) {
                 self.retire(number);
@@ -202,10 +199,10 @@ impl Supervisor {
 
     /// Returns whether a NIC of this node has just begun to go to its stand-by node: starting a process would delay it.
     fn gives_way(&self, name: &str) -> bool {
-        let is_its = |card: &super::card::Card| {
-            card.node == name && self.jobs.iter().any(|job| job.has_just_begun(card.number, ALMOST_READY_TIMEOUT))
+        let goes = |card: &super::card::Card| {
+            self.jobs.iter().any(|job| job.has_just_begun(card.number, ALMOST_READY_TIMEOUT))
         };
-        self.cards.values().any(is_its)
+        self.cards.of(name).any(goes)
     }
 
     /// Handles the death of a worker that was not meant to die: sets when another may start, and notes trouble with
@@ -282,6 +279,9 @@ impl Supervisor {
     /// # Errors
     /// It cannot start as things are.
     pub(super) fn start_worker(&mut self, name: &str, binary: Option<PathBuf>, wanted: bool) -> Result<Option<u32>> {
+        if self.waits_for_process(name) {
+            return Ok(None);
+        }
         let node = self.nodes.get(name).context("there is no such node")?;
         let config = self.config.node(name).context("there is no such node")?.clone();
         let generation = node.record.generation + u32::from(wanted);
@@ -378,23 +378,27 @@ impl Supervisor {
     fn attach_to_nics(&mut self, name: &str) {
         let present = self.present_workers_of(name).into_iter();
         let serving: Vec<u32> = present.filter(|number| self.workers[number].serves()).collect();
-        let cards: Vec<(u32, bool)> = self
-            .cards
-            .values()
-            .filter(|card| card.opened.is_some() && card.closing.is_none())
-            .map(|card| (card.number, card.node == name))
-            .collect();
+        let is_open = |card: &super::card::Card| card.opened.is_some() && card.closing.is_none();
+        let its: Vec<u32> = self.cards.of(name).filter(|card| is_open(card)).map(|card| card.number).collect();
         let joiner = self.joiner_of(name, &serving);
         let staged = self.staged_of(name).filter(|staged| staged.serves()).map(Worker::party);
         for number in serving.into_iter().chain(staged) {
-            for (nic, is_its) in &cards {
-                let has = self.workers.get(&number).is_some_and(|worker| worker.nics.contains_key(nic));
-                match (is_its, has) {
-                    (true, false) if joiner.is_none_or(|joiner| joiner == number || self.is_held(*nic)) => {
-                        _ = self.attach(*nic, number, Use::Takeover, Method::Keep);
-                    }
-                    (false, true) if !self.is_needed(number) => self.dismiss(*nic, number),
-                    _ => {}
+            let has: Vec<u32> =
+                self.workers.get(&number).map_or_else(Vec::new, |worker| worker.nics.keys().copied().collect());
+            let lacks = its.iter().filter(|nic| !has.contains(nic));
+            for nic in lacks
+                .filter(|nic| joiner.is_none_or(|joiner| joiner == number || self.is_held(**nic)))
+                .copied()
+                .collect::<Vec<_>>()
+            {
+                _ = self.attach(nic, number, Use::Takeover, Method::Keep);
+            }
+            let others = has
+                .into_iter()
+                .filter(|nic| self.cards.get(nic).is_some_and(|card| is_open(card) && card.node() != name));
+            for nic in others.collect::<Vec<_>>() {
+                if !self.is_needed(number) {
+                    self.dismiss(nic, number);
                 }
             }
         }
@@ -431,7 +435,7 @@ impl Supervisor {
             return false;
         };
         // A worker with memory of its own sees nothing of the old owner's.
-        let is_trusted = self.config.trust(&card.node, &worker.record.node);
+        let is_trusted = self.config.trust(card.node(), &worker.record.node);
         let trust = if is_trusted { Trust::Full } else { Trust::None };
         let partial = opened.without_memory().filter(|_| method.is_apart(trust));
         let (bundle, count) = partial.unwrap_or_else(|| (opened.bundle.clone(), opened.fds.len()));
@@ -447,7 +451,7 @@ impl Supervisor {
         crash::point("daemon.bundle");
         self.tell_neighbours(nic, number);
         self.tell_client(nic, number);
-        let home = self.node_number(&self.cards[&nic].node.clone());
+        let home = self.node_number(&self.cards[&nic].node().to_owned());
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else {
             return false;
         };
@@ -476,15 +480,18 @@ impl Supervisor {
         let Some((node, is_staged)) = its else { return false };
         let is_target = self.jobs.iter().any(|job| job.target == number && job.is_about(nic));
         let is_going = self.jobs.iter().any(|job| job.keeps_away(nic, &node));
-        let trusts: Vec<String> = self.nodes.keys().filter(|other| self.config.trust(&node, other)).cloned().collect();
+        let may_trust = self.config.node(&node).map_or(&[][..], |config| &config.trusts);
+        let trusted = |other: &&String| self.nodes.contains_key(*other) && self.config.trust(&node, other);
+        let trusts: Vec<String> = may_trust.iter().chain([&node]).filter(trusted).cloned().collect();
         let ours = self.node_number(&node);
         let trusts: Vec<Node> = trusts.iter().map(|other| self.node_number(other)).collect();
         let (Some(card), Some(party)) = (self.cards.get_mut(&nic), party(number)) else { return false };
+        let is_elsewhere = card.node() != node;
         let Some(arbiter) = &mut card.arbiter else { return card.page_of.contains(&node) };
         arbiter.befriend(ours, &trusts);
         let is_stranger = arbiter.page_for(ours) == Page::Fresh;
         // A worker of the node that the NIC leaves would have to be fenced, too.
-        if is_going || is_stranger && !is_target && card.node != node {
+        if is_going || is_stranger && !is_target && is_elsewhere {
             return false;
         }
         let is_new = is_stranger && card.coming_lease_page.as_ref().is_none_or(|(of, _)| *of != node);
@@ -515,24 +522,24 @@ impl Supervisor {
         let (now, prepare) = (now(), self.config.daemon.prepare());
         let late = |since: Duration, limit: Duration| now.saturating_sub(since) >= limit;
         let mut slow = Vec::new();
-        for (number, worker) in &self.workers {
-            let what = match worker.stage {
-                _ if worker.hung_up_since.is_some_and(|since| late(since, WORKER_TIMEOUT)) => {
-                    "has stopped, or closed its end, and does not end"
-                }
-                Stage::Starting(since) if late(since, WORKER_TIMEOUT) => "has not begun in time",
-                Stage::Asked(since) if late(since, WORKER_TIMEOUT) => "does not answer this tasukid",
-                Stage::Leaving(since) if late(since, WORKER_TIMEOUT) => "was told to end and does not",
-                Stage::Begun
-                    if !self.is_needed(*number)
-                        && worker.nics.values().any(
+        for (number, worker) in self.workers.iter() {
+            let what =
+                match worker.stage {
+                    _ if worker.hung_up_since.is_some_and(|since| late(since, WORKER_TIMEOUT)) => {
+                        "has stopped, or closed its end, and does not end"
+                    }
+                    Stage::Starting(since) if late(since, WORKER_TIMEOUT) => "has not begun in time",
+                    Stage::Asked(since) if late(since, WORKER_TIMEOUT) => "does not answer this tasukid",
+                    Stage::Leaving(since) if late(since, WORKER_TIMEOUT) => "was told to end and does not",
+                    Stage::Begun
+                        if worker.nics.values().any(
                             |readiness| matches!(readiness, Readiness::Preparing(since) if late(*since, prepare)),
-                        ) =>
-                {
-                    "has not prepared in time"
-                }
-                _ => continue,
-            };
+                        ) && !self.is_needed(*number) =>
+                    {
+                        "has not prepared in time"
+                    }
+                    _ => continue,
+                };
             slow.push((*number, what));
         }
         for (number, what) in slow {

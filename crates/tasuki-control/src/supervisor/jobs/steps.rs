@@ -339,11 +339,8 @@ impl Supervisor {
     fn others_are_cared_for(&self, at: usize, nic: u32) -> bool {
         let Some(node) = self.jobs[at].fenced_node.as_deref() else { return true };
         let is_ready = |other: u32| {
-            self.workers.values().any(|worker| {
-                worker.record.node == node
-                    && worker.serves()
-                    && !worker.given.contains(&nic)
-                    && worker.nics.get(&other) == Some(&Readiness::Ready)
+            self.workers.of(node).any(|worker| {
+                worker.serves() && !worker.given.contains(&nic) && worker.nics.get(&other) == Some(&Readiness::Ready)
             })
         };
         self.others_of(node, nic).all(is_ready)
