@@ -238,12 +238,12 @@ impl Groups {
     }
 
     /// Returns the group `child` in that of a node. If `group`, which the node had so far, is gone, for somebody has removed
-    /// it, it is made anew with its bounds.
+    /// it, or has no CPU left, for its CPUs were taken off line, it is made anew with its bounds.
     ///
     /// # Errors
     /// The kernel refuses.
     pub fn child(&self, group: &mut Option<Group>, name: &str, bounds: &Bounds, child: &str) -> io::Result<Group> {
-        match group.as_ref().map(|group| group.child(child)) {
+        match group.as_ref().filter(|group| group.has_a_cpu()).map(|group| group.child(child)) {
             Some(Err(error)) if error.kind() == NotFound => {}
             Some(made) => return made,
             None => {}
@@ -322,15 +322,17 @@ fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
     Ok(())
 }
 
-/// Version 1 takes no process into a group without CPUs and memory. Gives each group below `own` those of its
-/// parent, if it has none.
+/// Version 1 takes no process into a group without CPUs and memory. Gives each group below `own` those of its parent: `group`
+/// only if it has none. The others get them anew, for the kernel takes a CPU that goes off line from all groups, and gives it
+/// back to none.
 fn inherit_cpuset(own: &Path, group: &Path) -> io::Result<()> {
     let mut around = own.to_owned();
     for part in group.strip_prefix(own).unwrap_or(Path::new("")) {
         let inner = around.join(part);
         for file in ["cpuset.cpus", "cpuset.mems"] {
-            if fs::read_to_string(inner.join(file))?.trim().is_empty() {
-                fs::write(inner.join(file), fs::read_to_string(around.join(file))?)?;
+            let (has, its) = (fs::read_to_string(inner.join(file))?, fs::read_to_string(around.join(file))?);
+            if has.trim().is_empty() || inner != group && has != its {
+                fs::write(inner.join(file), its)?;
             }
         }
         around = inner;
@@ -447,6 +449,16 @@ impl Group {
         group.open_freezer()?;
         group.oom_kills_before = group.oom_kills();
         Ok(group)
+    }
+
+    /// Returns whether version 1 would take a process into it.
+    fn has_a_cpu(&self) -> bool {
+        let cpus = self
+            .places
+            .iter()
+            .filter(|place| !place.is_v2)
+            .map(|place| fs::read_to_string(place.path.join("cpuset.cpus")));
+        { cpus }.all(|cpus| cpus.map_or(true, |cpus| !cpus.trim().is_empty()))
     }
 
     /// Returns how many processes of the node, whose group this group is in, the kernel has killed for want of memory.
@@ -696,6 +708,33 @@ mod tests {
             return;
         }
         assert_eq!(kept, ["7\n"]);
+    }
+
+    #[test]
+    fn a_group_whose_cpus_were_off_line_gets_them_back() {
+        let mut ours = Groups::find(&format!("test-cpus-{}", std::process::id()), None);
+        ours.hierarchies.retain(|it| !it.is_v2 && (it.has("cpuset") || it.has("freezer")));
+        let Some(own) = ours.hierarchies.iter().find(|it| it.has("cpuset")).map(|it| it.own.clone()) else {
+            println!("skipped: this machine has no control group of version 1 for CPUs, or not for us");
+            return;
+        };
+        let ours = Ours(ours);
+        let may = rustix::thread::sched_getaffinity(None).expect("the kernel says it");
+        let cpu = (0..CpuSet::MAX_CPU).find(|cpu| may.is_set(*cpu)).expect("a CPU");
+        let mut cpus = CpuSet::new();
+        cpus.set(cpu);
+        let bounds = Bounds { cpus: Some(cpus), ..Bounds::default() };
+        let mut node = None;
+        ours.0.child(&mut node, "red", &bounds, "worker-1").expect("a group");
+        let parent = of(&own, &ours.0.id);
+        let file = parent.join("node-red/cpuset.cpus");
+        assert_eq!(fs::read_to_string(&file).expect("a file").trim(), cpu.to_string());
+        // So the kernel leaves them.
+        [&file, &parent.join("cpuset.cpus")]
+            .into_iter()
+            .for_each(|file| fs::write(file, "\n").expect("no process is there"));
+        ours.0.child(&mut node, "red", &bounds, "worker-2").expect("a group");
+        assert_eq!(fs::read_to_string(&file).expect("a file").trim(), cpu.to_string());
     }
 
     fn is_frozen_and_killed(is_v2: bool) {

@@ -24,8 +24,10 @@ use rustix::pipe::PipeFlags;
 const FIRST_OTHER: i32 = 3;
 /// CLONE_INTO_CGROUP, for which the library's type is too short.
 const INTO_CGROUP: u64 = 0x2_0000_0000;
-/// Environment variables for the daemon, which the program must not get.
-const NOT_ITS: &[&str] = &["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
+/// Environment variables that the program gets, if the daemon has them. The others may be the daemon's secrets.
+const ITS: &[&str] = &["PATH", "LANG", "TZ", "LD_LIBRARY_PATH"];
+/// Beginnings of names of others that it gets.
+const ITS_BEGIN: &[&str] = &["LC_", "RUST_", "TASUKI_"];
 
 /// A program to start, with its arguments and descriptors.
 #[derive(Debug)]
@@ -74,7 +76,11 @@ pub fn start(program: &Program, group: Option<BorrowedFd<'_>>) -> io::Result<u32
     let path = text(find(&program.path).as_os_str())?;
     let args = [program.path.as_os_str()].into_iter().chain(program.args.iter().map(OsString::as_os_str));
     let args = args.map(text).collect::<io::Result<Vec<_>>>()?;
-    let its = std::env::vars_os().filter(|(name, _)| !NOT_ITS.iter().any(|not| name == not));
+    let is_its = |name: &OsStr| {
+        ITS.iter().any(|its| name == *its)
+            || ITS_BEGIN.iter().any(|begin| name.as_bytes().starts_with(begin.as_bytes()))
+    };
+    let its = std::env::vars_os().filter(|(name, _)| is_its(name));
     let environment =
         its.map(|(name, value)| text(&OsString::from_vec([name.as_bytes(), b"=", value.as_bytes()].concat())));
     let environment = environment.collect::<io::Result<Vec<_>>>()?;
@@ -195,13 +201,13 @@ mod tests {
     #[test]
     fn a_program_begins_with_what_it_was_given_and_nothing_else() {
         let (mut said, stdout) = std::io::pipe().unwrap();
-        let script = "echo $# $0 $1; ls /proc/self/fd | wc -l; grep SigBlk /proc/self/status; [ $(cut -d' ' -f5 /proc/$$/stat) = $$ ] && echo alone; exit 7";
+        let script = "echo $# $0 $1; env | grep -cv -e ^PATH= -e ^LANG= -e ^TZ= -e ^LD_LIBRARY_PATH= -e ^LC_ -e ^RUST_ -e ^TASUKI_ -e ^PWD= -e ^_=; ls /proc/self/fd | wc -l; grep SigBlk /proc/self/status; [ $(cut -d' ' -f5 /proc/$$/stat) = $$ ] && echo alone; exit 7";
         let (mut process, is_there) =
             Process::start(&program(&["-c", script, "a", "b c"], stdout.into()), None).unwrap();
         let mut text = String::new();
         said.read_to_string(&mut text).unwrap();
         // ls has the folder open besides its three.
-        assert_eq!(text, "1 a b c\n4\nSigBlk:\t0000000000000000\nalone\n");
+        assert_eq!(text, "1 a b c\n0\n4\nSigBlk:\t0000000000000000\nalone\n");
         assert!(!is_there);
         assert_eq!(process.ended(), "ended with code 7");
     }

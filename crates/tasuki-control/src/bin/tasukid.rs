@@ -185,12 +185,19 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     let programs = programs()?;
     open_many();
     let place = Place::take(folder)?;
+    let is_used = read_now.is_none();
     let (config, text) = match read_now {
         Some((config, text)) => (config, Ok(text)),
         None => read_or_go_on(file, place.folder())?,
     };
     let file = &std::path::absolute(file)?;
-    let open = config.daemon.metrics.map(metrics::listen).transpose()?;
+    let (open, not_scraped) = match config.daemon.metrics.map(metrics::listen).transpose() {
+        Ok(open) => (open, None),
+        // Workers may drive, and are not left alone for want of somebody who counts. After an upgrade, the former program would
+        // find the same address taken.
+        Err(error) if is_used => (None, Some(format!("{error:#}; then start tasukid anew (tasuki upgrade)"))),
+        Err(error) => return Err(error),
+    };
     let (folder, held) = (place.folder().to_owned(), place.clone());
     let (signals, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);
     let (sender, requests) = std::sync::mpsc::channel();
@@ -207,6 +214,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
         signals,
         hangups,
         not_replaced: successor::not_replaced(),
+        not_scraped,
     })?;
     let is_for_others = roles.are_given();
     let listener = listen(&folder, is_for_others)?;

@@ -16,7 +16,7 @@ use serde_json::json;
 use super::{Configuration, Reach, show, write};
 use crate::api::client;
 use crate::api::metrics::Metrics;
-use crate::api::types::{Applied, Stopped};
+use crate::api::types::{Applied, Status, Stopped};
 use crate::place;
 
 /// Pause between two questions whether all is at work, at least.
@@ -52,12 +52,19 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
         .with_context(|| format!("the configuration {} cannot be read; name another file", up.file.display()))?;
     let began = Instant::now();
     let told = |sentence: &str| if reach.json { Ok(()) } else { write(&format!("{sentence}\n")).map(drop) };
-    if client::ask(&folder, Verb::GET, "/v1/status", None).is_ok() {
+    let runs = || client::ask(&folder, Verb::GET, "/v1/status", None).and_then(show::read::<Status>);
+    let applies = if runs().is_ok() {
+        true
+    } else {
+        told(&begin(&folder, &up.file)?)?;
+        // With workers of before, it goes on with the configuration that was applied last, which may have been another file.
+        let file = std::path::absolute(&up.file).context("that file has no path")?;
+        runs().is_ok_and(|status| Path::new(&status.configuration.path) != file)
+    };
+    if applies {
         let configuration = Configuration { file: Some(up.file.clone()), generation: None };
         let applied: Applied = show::read(super::apply(&folder, &configuration)?)?;
         applied.steps.iter().chain([&applied.sentence]).try_for_each(|step| told(step))?;
-    } else {
-        told(&begin(&folder, &up.file)?)?;
     }
     let (seen, lacks) = await_work(&folder, None, began + Duration::from_secs(up.within))?;
     if !lacks.is_empty() {

@@ -295,6 +295,8 @@ pub struct Supervisor {
     node_numbers: BTreeMap<String, u32>,
     since: Duration,
     not_replaced: Option<String>,
+    /// Why nothing can be scraped, if metrics are configured.
+    not_scraped: Option<String>,
     adopted: u32,
     /// Whether workers of an earlier daemon have yet to answer.
     adopting: bool,
@@ -335,6 +337,8 @@ pub struct Parts {
     pub hangups: UnixStream,
     /// Why this daemon goes on, if it was to be replaced and the other did not begin.
     pub not_replaced: Option<String>,
+    /// Why nothing can be scraped, if metrics are configured.
+    pub not_scraped: Option<String>,
 }
 
 impl Supervisor {
@@ -351,6 +355,7 @@ impl Supervisor {
             signals,
             hangups,
             not_replaced,
+            not_scraped,
         } = parts;
         let (registry, mut known) = Registry::open(place.folder())?;
         let (current, config) = apply::Current::begin(file, config, text, known.applied.take())?;
@@ -403,6 +408,7 @@ impl Supervisor {
             node_numbers: BTreeMap::new(),
             since: now(),
             not_replaced,
+            not_scraped,
             adopted: 0,
             adopting: false,
             room: Vec::new(),
@@ -428,6 +434,9 @@ impl Supervisor {
                 supervisor.end_keeper();
             }
             return Err(error);
+        }
+        if let Some(why) = supervisor.not_scraped.clone() {
+            supervisor.note(About::default(), why);
         }
         if let Some(why) = &supervisor.not_replaced {
             let sentence = format!("tasukid goes on as it was: {why}");

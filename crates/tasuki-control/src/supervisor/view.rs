@@ -35,7 +35,8 @@ impl Supervisor {
     fn trouble(&self) -> Option<String> {
         let of_file = self.current.trouble();
         let others = self.registry.trouble().into_iter().chain(self.deposits.trouble.as_deref());
-        let troubles: Vec<&str> = of_file.as_deref().into_iter().chain(others).collect();
+        let own = of_file.as_deref().into_iter().chain(self.not_scraped.as_deref());
+        let troubles: Vec<&str> = own.chain(others).collect();
         (!troubles.is_empty()).then(|| troubles.join("\n"))
     }
 

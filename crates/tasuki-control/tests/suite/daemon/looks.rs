@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use rustix::process::Signal;
 use tasuki_testing::Program;
 
-use super::rig::{Rig, signal, until};
+use super::rig::{Rig, pid, signal, until};
 
 #[test]
 fn a_doctor_names_the_daemon_and_leaves_no_group_behind() {
@@ -119,6 +119,33 @@ fn scraped(address: &str, path: &str) -> Option<String> {
     Some(said)
 }
 
+/// Another process has its address by the time that the daemon starts anew, or goes on as another program.
+#[test]
+fn a_daemon_with_workers_begins_though_nothing_can_be_scraped() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = taken.local_addr().expect("an address").to_string();
+    let mut rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    rig.configure(|text| text.replace("[daemon]\n", &format!("[daemon]\nmetrics = \"{address}\"\n")));
+    rig.ask(&["apply"]);
+    let why = format!("metrics: {address} cannot be listened at");
+    rig.kill_daemon();
+    rig.start();
+    let lacks = |rig: &Rig| rig.json(&["status"])["trouble"].as_str().is_some_and(|said| said.contains(&why));
+    assert!(lacks(&rig));
+    assert_eq!(pid(&rig.await_worker("red", "drives")), pid(&driver));
+    rig.await_pair("red");
+    rig.ask(&["upgrade"]);
+    assert!(lacks(&rig));
+    rig.await_event(&why);
+    drop(taken);
+    rig.await_pair("red");
+    rig.ask(&["upgrade"]);
+    assert!(rig.json(&["status"])["trouble"].is_null());
+    assert!(scraped(&address, "/metrics").is_some_and(|said| said.contains("tasuki_info")));
+    rig.stop();
+}
+
 #[test]
 fn a_server_of_prometheus_reads_the_counts_and_nothing_else() {
     // The port is free now, and hardly another's in a moment.
@@ -193,13 +220,16 @@ fn a_follower_of_events_hears_of_those_of_the_next_daemon() {
 fn up_returns_when_all_is_at_work_and_down_when_nothing_is() {
     let rig = Rig::without_daemon(super::rig::NODES, "");
     let file = rig.path("tasuki.toml").display().to_string();
-    let up = |rig: &Rig| {
-        let mut command = rig.command(&["up", &file]);
+    let other = rig.path("other.toml").display().to_string();
+    std::fs::copy(&file, &other).expect("a file");
+    let up_with = |rig: &Rig, file: &str| {
+        let mut command = rig.command(&["up", file]);
         // Marks all its descendants as processes of this rig.
         let output = command.env("TASUKI_ALIVE", rig.path("alive")).output().expect("a program");
         let (said, why) = (output.stdout, String::from_utf8_lossy(&output.stderr).into_owned());
         (output.status.success(), String::from_utf8_lossy(&said).into_owned() + &why)
     };
+    let up = |rig: &Rig| up_with(rig, &file);
     let (done, said) = up(&rig);
     assert!(done && said.contains("is at work in") && said.contains("3 nodes and 1 NIC are at work after "), "{said}");
     let workers = rig.workers();
@@ -210,6 +240,14 @@ fn up_returns_when_all_is_at_work_and_down_when_nothing_is() {
     rig.configure(|text| text + "\n[[node]]\nname = \"pink\"\nwork = \"echo\"\n");
     let (done, said) = up(&rig);
     assert!(done && said.contains("4 nodes and 1 NIC"), "{said}");
+    // A tasukid that begins with workers of before goes by what was applied last, until the named file is.
+    let (done, said) = up_with(&rig, &other);
+    assert!(done && said.contains("3 nodes and 1 NIC"), "{said}");
+    let daemon = rig.json(&["status"])["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok()).expect("a process");
+    signal(daemon, Signal::TERM);
+    until(&rig, "it ends", || !tasuki_testing::process::lives(daemon));
+    let (done, said) = up(&rig);
+    assert!(done && said.contains("is at work in") && said.contains("4 nodes and 1 NIC"), "{said}");
     let pid = rig.json(&["status"])["pid"].as_u64().expect("a number");
     assert!(rig.ask(&["down"]).contains("workers have ended, and so does tasukid"));
     assert!(!tasuki_testing::process::lives(u32::try_from(pid).expect("a pid")), "it is gone when down returns");
