@@ -23,24 +23,24 @@ fn example(work: &str) -> Option<&'static str> {
     EXAMPLES.iter().find(|(name, _)| *name == work).map(|(_, table)| *table)
 }
 
+/// Stands for a value that is not quoted. Every user who may read events gets these sentences, and only the file's owner
+/// may know its secrets.
+const UNSAID: &str = "…";
+
 /// The place of an error.
 struct Place<'a> {
     /// The text there.
     found: &'a str,
     /// The key of which it is the value.
     key: Option<&'a str>,
-    /// The whole line.
-    line: &'a str,
 }
 
 impl<'a> Place<'a> {
     fn of(text: &'a str, span: Range<usize>) -> Self {
         let before = text.get(..span.start).unwrap_or_default();
-        let (start, after) = (before.rfind('\n').map_or(0, |at| at + 1), text.get(span.start..).unwrap_or_default());
-        let end = span.start + after.find('\n').unwrap_or(after.len());
+        let start = before.rfind('\n').map_or(0, |at| at + 1);
         let found = text.get(span).unwrap_or_default().lines().next().unwrap_or_default().trim();
-        let line = text.get(start..end).unwrap_or_default().trim();
-        Place { found, key: key_before(&before[start..]), line }
+        Place { found, key: key_before(&before[start..]) }
     }
 
     /// Returns the key and its value, as they stand there.
@@ -57,7 +57,7 @@ impl<'a> Place<'a> {
 /// Returns the key of the value that comes next on a line.
 fn key_before(line: &str) -> Option<&str> {
     let (before, _) = line.rsplit_once('=')?;
-    let key = before.trim_end().trim_matches('"');
+    let key = before.trim_end().trim_matches(['"', '\'']);
     let at = key.rfind(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != '-').map_or(0, |at| at + 1);
     Some(&key[at..]).filter(|key| !key.is_empty())
 }
@@ -65,12 +65,16 @@ fn key_before(line: &str) -> Option<&str> {
 /// Returns the sentence for the reader's `message` about this place in the text.
 pub fn sentence(text: &str, span: Option<Range<usize>>, message: &str) -> String {
     let span = span.unwrap_or(0..0);
-    let place = Place::of(text, span.clone());
+    let mut place = Place::of(text, span.clone());
     let message = message.trim().replace('\n', "; ");
     match DeTable::parse(text) {
         Err(_) => of_toml(&place, &message),
         Ok(table) => {
             let path = path_to(table.get_ref(), &span).unwrap_or_default();
+            let is_header = place.key.is_none();
+            if path.last() == Some(&"secret") || !is_header && place.found.starts_with(['[', '{']) {
+                place.found = UNSAID;
+            }
             // A message that `of_word` does not know is a sentence of this crate.
             of_word(&place, &path, &message).unwrap_or(message)
         }
@@ -112,13 +116,13 @@ pub fn line_of_standby(text: &str, nic: &str) -> usize {
 
 /// Returns the sentence for a text that is not valid TOML.
 fn of_toml(place: &Place<'_>, message: &str) -> String {
-    let Place { found, line, .. } = place;
     match message {
-        "duplicate key" => format!("`{}` is there twice; leave one out", found.trim_matches(['[', ']'])),
+        "duplicate key" => format!("`{}` is there twice; leave one out", place.found.trim_matches(['[', ']'])),
+        // The keys cannot be told from the values here, so nothing is quoted.
         _ if message.starts_with("string values must be quoted") => {
-            format!("{line} has no value that can be read; write text in quotes, and numbers, true and false without")
+            "no value can be read here; write text in quotes, and numbers, true and false without".to_owned()
         }
-        _ => format!("{line} is not valid TOML ({message}); correct this line"),
+        _ => format!("this line is not valid TOML ({message}); correct it"),
     }
 }
 
@@ -231,11 +235,8 @@ mod tests {
     const OF_A_NODE: &[(&str, &str)] = &[
         ("poll = \"no\"", "poll = \"no\" is neither true nor false; write one of these, without quotes"),
         ("standby = 0", "standby = 0 is neither true nor false; write one of these, without quotes"),
-        (
-            "poll = yes",
-            "poll = yes has no value that can be read; write text in quotes, and numbers, true and false without",
-        ),
-        ("cpu =", "cpu = has no value that can be read; write text in quotes, and numbers, true and false without"),
+        ("poll = yes", "no value can be read here; write text in quotes, and numbers, true and false without"),
+        ("cpu =", "no value can be read here; write text in quotes, and numbers, true and false without"),
         ("cpu = \"3\"", "cpu = \"3\" is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
         ("cpu = -1", "cpu = -1 is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
         ("cpu = 1.5", "cpu = 1.5 is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
@@ -255,11 +256,11 @@ mod tests {
         ("trusts = [1]", "trusts = 1 is not text; put it in quotes"),
         (
             "trusts = [\"a\" \"b\"]",
-            "trusts = [\"a\" \"b\"] is not valid TOML (missing comma between array elements, expected `,`); correct this line",
+            "this line is not valid TOML (missing comma between array elements, expected `,`); correct it",
         ),
         ("name = \"blue\"", "`name` is there twice; leave one out"),
         ("mac = 3", "mac = 3 is not text; put it in quotes"),
-        ("cpus: 3", "cpus: 3 is not valid TOML (key with no value, expected `=`); correct this line"),
+        ("cpus: 3", "this line is not valid TOML (key with no value, expected `=`); correct it"),
     ];
 
     /// Values of `work`, and the sentence for each.
@@ -317,7 +318,7 @@ mod tests {
         ),
         ("[daemon]\n\n[daemon]", "3: `daemon` is there twice; leave one out"),
         ("[daemon]\nrestart = \"often\"", "2: restart = \"often\" is not known; there is `careful` or `always`"),
-        ("[[node]", "1: [[node] is not valid TOML (unclosed array table, expected `]`); correct this line"),
+        ("[[node]", "1: this line is not valid TOML (unclosed array table, expected `]`); correct it"),
         ("work = \"sink\"", "1: the key `work` means nothing here; there are `daemon`, `api`, `node`, `nic`"),
         ("[[nic]]\nname = \"e\"\nnode = \"red\"", "1: the key `device` is missing; add device = …"),
         (
@@ -338,6 +339,36 @@ mod tests {
         for (text, said) in of_a_node.chain(of_work).chain(of_all) {
             let error = Config::parse(Path::new("t.toml"), &text).expect_err(&text);
             assert_eq!(error.to_string(), format!("t.toml:{said}"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_secret_is_in_no_sentence() {
+        let works = [
+            "{ memif = { socket = \"/a\", secret = \"hush } }",
+            "{ memif = { socket = \"/a\", secret = \"hush\"\" } }",
+            "{ memif = { socket = \"/a\", secret = hush } }",
+            "{ memif = { socket = \"/a\", secret: \"hush\" } }",
+            "{ memif = { socket = \"/a\" secret = \"hush\" } }",
+            "{ memif = { socket = \"/a\", secrt = \"hush }",
+            "{ memif = { socket = \"/a\", secret = \"\"\"\nhush\\q\"\"\" } }",
+            "{ memif = { socket = \"/a\", 'secret' = 1972 } }",
+            "{ memif = { socket = \"/a\", secret = [\"hush\"] } }",
+            "{ memif = { socket = \"/a\", secret = { is = \"hush\" } } }",
+            "{ memif = [{ socket = \"/a\", secret = \"hush\" }] }",
+            "{ memif = { socket = { secret = \"hush\" } } }",
+            "[\"memif\", { secret = \"hush\" }]",
+            "\"echo\"\nmemif.secret = \"hush",
+            "\"echo\"\nsecret = \"hush",
+            "\"echo\"\nsecret = \"hush\"",
+            "{ memif = { socket = \"/a\", secret = \"hush\", secret = \"hush\" } }",
+            "{ memif = { socket = \"/a\", secret = \"hush\", id = -1 } }",
+            "{ memif = { socket = \"/a\", secret = \"hush hush hush hush hush\" } }",
+        ];
+        for work in works {
+            let text = format!("[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = {work}\n");
+            let said = Config::parse(Path::new("t.toml"), &text).expect_err(&text).to_string();
+            assert!(!said.contains("hush") && !said.contains("1972"), "{text}: {said}");
         }
     }
 }

@@ -41,7 +41,8 @@ fn comment(line: &str) -> String {
 /// Returns a file with the `[daemon]` and `[api]` of the configuration `applied`, and with these nodes and NICs. If
 /// these are the same as there, it is that text. `origin` and `notes` become comments. An error is a sentence.
 pub fn file(applied: &str, nodes: &[Node], nics: &[Nic], origin: &str, notes: &[String]) -> Result<String, String> {
-    let wrong = |error: toml::de::Error| error.to_string();
+    // Not the whole error, which quotes the line.
+    let wrong = |error: toml::de::Error| error.message().to_owned();
     let before: Config = toml::from_str(applied).map_err(wrong)?;
     let is_in = |nodes: &[Node], nics: &[Nic], other: &Config| {
         nodes.len() == other.node.len()

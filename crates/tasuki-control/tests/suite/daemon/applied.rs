@@ -302,6 +302,23 @@ fn a_hangup_applies_the_daemons_own_file() {
     until(&rig, "green is gone", || names(&rig, "node") == ["blue", "red"]);
 }
 
+/// row: T143
+#[test]
+fn a_mistake_beside_a_secret_is_told_to_readers_of_events_without_it() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    rig.configure(|text| {
+        text + "\n[[node]]\nname = \"web\"\nvni = \"lan\"\n[node.work.memif]\nsocket = \"/nowhere/web.sock\"\nsecret = \"hush\" \"\n"
+    });
+    let of_plan = rig.refused(&["plan"]);
+    signal(rig.daemon_pid(), rustix::process::Signal::HUP);
+    rig.await_event("nothing was applied: ");
+    until(&rig, "it is in the log", || rig.log().contains("nothing was applied: "));
+    for said in [of_plan, rig.ask(&["events"]), rig.log()] {
+        assert!(said.contains("this line is not valid TOML") && !said.contains("hush"), "{said}");
+    }
+}
+
 #[test]
 fn wherever_the_daemon_dies_the_next_one_takes_the_remaining_steps() {
     if !cfg!(feature = "crash-points") {
