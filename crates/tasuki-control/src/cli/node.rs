@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};
 
@@ -146,10 +146,14 @@ pub enum NativeWork {
 
 impl Add {
     /// Returns the node's work, as a configuration has it.
-    fn work_to_json(&self, secret: &str) -> Value {
+    fn work_to_json(&self, secret: Option<&str>) -> Value {
         let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or(path.clone());
         if let Some(socket) = &self.memif {
-            return json!({ "memif": { "socket": absolute(socket), "id": self.id, "secret": secret } });
+            let mut work = json!({ "memif": { "socket": absolute(socket), "id": self.id } });
+            if let Some(secret) = secret {
+                work["memif"]["secret"] = json!(secret);
+            }
+            return work;
         }
         if let Some(socket) = &self.vm {
             let mut work = json!({ "vm": { "socket": absolute(socket) } });
@@ -201,16 +205,22 @@ impl Add {
     /// Returns the node, as a configuration has it.
     pub(super) fn to_json(&self) -> Result<Value> {
         let Add { node, vni, mac, spoof, pool_kib, latency_us, cpu, nice, no_standby, .. } = self;
-        let secret = self.secret_file.as_ref().map_or(Ok(String::new()), |path| {
-            std::fs::read_to_string(path).with_context(|| format!("the secret in {} cannot be read", path.display()))
-        })?;
+        let secret = self.secret_file.as_ref().map(|path| {
+            let named = path.display();
+            let text =
+                std::fs::read_to_string(path).with_context(|| format!("the secret in {named} cannot be read"))?;
+            let secret = text.trim_end_matches(['\n', '\r']);
+            ensure!(!secret.is_empty(), "{named} has no secret in it; write one, or leave --secret-file out");
+            Ok(secret.to_owned())
+        });
+        let secret = secret.transpose()?;
         let limit = |mbit: Option<u32>, kpps: Option<u32>| {
             (mbit.is_some() || kpps.is_some()).then(|| json!({ "mbit": mbit, "kpps": kpps }))
         };
         let limits = [("send", self.send_mbit, self.send_kpps), ("receive", self.receive_mbit, self.receive_kpps)];
         let limits = limits.into_iter().filter_map(|(way, mbit, kpps)| Some((way.to_owned(), limit(mbit, kpps)?)));
         let limits = Some(limits.collect::<serde_json::Map<_, _>>()).filter(|limits| !limits.is_empty());
-        let work = self.work_to_json(secret.trim_end_matches(['\n', '\r']));
+        let work = self.work_to_json(secret.as_deref());
         let mut node = json!({
             "name": node, "vni": vni, "mac": mac, "spoof": spoof, "pool_kib": pool_kib, "limits": limits, "cpu": cpu, "nice": nice, "standby": !no_standby, "work": work,
         });
@@ -219,5 +229,38 @@ impl Add {
             node["latency_us"] = json!(latency_us);
         }
         Ok(node)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        add: Add,
+    }
+
+    #[test]
+    fn a_file_without_a_secret_in_it_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("web.secret");
+        let named = file.to_str().expect("text").to_owned();
+        let node = |words: &[&str]| {
+            let words = ["add", "web", "--memif", "/run/web.sock"].into_iter().chain(words.iter().copied());
+            Line::parse_from(words).add.to_json()
+        };
+        for text in ["", "\n", "\r\n"] {
+            std::fs::write(&file, text).expect("a file");
+            let said = node(&["--secret-file", &named]).expect_err("it would let in every client").to_string();
+            assert_eq!(said, format!("{named} has no secret in it; write one, or leave --secret-file out"));
+        }
+        std::fs::write(&file, "hush\n").expect("a file");
+        let secret = |words: &[&str]| node(words).expect("a node")["work"]["memif"].get("secret").cloned();
+        assert_eq!(secret(&["--secret-file", &named]), Some(json!("hush")));
+        assert_eq!(secret(&[]), None);
     }
 }

@@ -234,6 +234,10 @@ fn what_means_nothing_is_refused_by_line() {
                 .to_owned(),
             &["its secret has 24 bytes, and memif has room for 23"],
         ),
+        (
+            "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = { memif = { socket = \"/a\", secret = \"\" } }\n".to_owned(),
+            &["t.toml:4: secret is empty; write one, or leave the key out to let in every client"],
+        ),
         (queue("red", "blue", ""), &["node \"red\": it is to drive a queue of the interface of node \"blue\", and there is no such node"]),
         (queue("red", "red", ""), &["there is no such node"]),
         (

@@ -26,10 +26,17 @@ pub struct Memif {
     /// The number by which the client asks for the port.
     #[serde(default)]
     pub id: u32,
-    /// The secret that the client must know, at most 23 bytes; by default it needs none.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    #[schema(max_length = 23)]
+    /// The secret that the client must know, 1 to 23 bytes; by default it needs none.
+    #[serde(default, skip_serializing_if = "String::is_empty", deserialize_with = "not_empty")]
+    #[schema(min_length = 1, max_length = 23)]
     pub secret: String,
+}
+
+/// Reads a secret. One that is empty would be none, and let in every client.
+fn not_empty<'de, D: serde::Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let secret = String::deserialize(from)?;
+    let empty = || serde::de::Error::custom("secret is empty; write one, or leave the key out to let in every client");
+    Some(secret).filter(|secret| !secret.is_empty()).ok_or_else(empty)
 }
 
 impl Kind for Memif {

@@ -71,6 +71,7 @@ const OF_WORK: &[&str] = &[
 const OF_WORK_ON_A_VNI: &[&str] = &[
     "{ memif = { socket = \"a\" } }",
     "{ memif = { socket = \"/a\", secret = \"123456789012345678901234\" } }",
+    "{ memif = { socket = \"/a\", secret = \"\" } }",
     "{ vm = { socket = \"/a\" } }\nlatency_us = 10001",
     "{ vm = { socket = \"/a\", latency_us = 1 } }",
     "{ vm = { socket = \"/a\", mtu = 67 } }",
