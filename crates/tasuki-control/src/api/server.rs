@@ -530,4 +530,14 @@ mod tests {
         let schemas = description["components"]["schemas"].as_object().unwrap();
         assert!(["Status", "Relayed", "Refused", "Give"].iter().all(|name| schemas.contains_key(*name)), "{schemas:?}");
     }
+
+    #[test]
+    fn a_path_without_a_text_is_refused_as_no_file_is_read_for_a_caller() {
+        let check = |body: &str| serde_json::from_str::<Apply>(body).expect("a body").check();
+        let said = check(r#"{ "path": "/etc/shadow" }"#).expect_err("it is root's");
+        assert!(said.contains("tasukid reads no file for others, and /etc/shadow came without its text"), "{said}");
+        for body in ["{}", r#"{ "text": "" }"#, r#"{ "path": "/etc/tasuki.toml", "text": "" }"#] {
+            assert_eq!(check(body), Ok(()), "{body}");
+        }
+    }
 }

@@ -64,15 +64,28 @@ pub struct Written {
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Apply {
-    /// The file that it is in; by default the one that the daemon began with.
+    /// The file that it is in, for the messages about it; by default the one that the daemon began with.
     #[serde(default)]
     pub path: Option<String>,
-    /// Its text, if the daemon is not to read the file.
+    /// Its text. Without path and text, the daemon reads the file that it began with; it reads no other.
     #[serde(default)]
     pub text: Option<String>,
     /// The generation of the configuration that it is to follow; any, by default.
     #[serde(default)]
     pub generation: Option<u64>,
+}
+
+impl Apply {
+    /// Returns why the daemon would have to read a file for the caller, if it would: it may read files that the caller
+    /// may not, and says what is wrong with them.
+    pub fn check(&self) -> Result<(), String> {
+        match (&self.path, &self.text) {
+            (Some(path), None) => Err(format!(
+                "tasukid reads no file for others, and {path} came without its text; send that along, or leave the path out to name tasukid's own configuration"
+            )),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The steps that applying a configuration would take.

@@ -160,6 +160,7 @@ impl Waits {
 impl Supervisor {
     /// Returns the configuration that `apply` names, checked, with its text and its file.
     fn desired(&self, apply: &Apply) -> Result<(Config, String, PathBuf), Refusal> {
+        apply.check().map_err(Refusal::Malformed)?;
         let file = apply.path.clone().map_or_else(|| self.current.file.clone(), PathBuf::from);
         // Anything else might keep the loop waiting.
         if apply.text.is_none() && file.metadata().is_ok_and(|file| !file.is_file()) {

@@ -99,6 +99,23 @@ fn say(rig: &Rig, text: &str) -> String {
     answer
 }
 
+/// The file is one that the daemon can read, and its caller perhaps not, row: T142
+#[test]
+fn no_file_is_read_for_a_caller_that_sends_a_path_alone() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    let file = rig.path("of-root");
+    fs::write(&file, "root:hush:19000\n").expect("a file");
+    let body = serde_json::json!({ "path": file }).to_string();
+    for ask in ["plan", "apply"] {
+        let head = format!("POST /v1/{ask} HTTP/1.1\r\nhost: tasukid\r\nconnection: close\r\n");
+        let len = body.len();
+        let answer = say(&rig, &format!("{head}content-type: application/json\r\ncontent-length: {len}\r\n\r\n{body}"));
+        assert!(answer.starts_with("HTTP/1.1 422 ") && answer.contains("tasukid reads no file for others"), "{answer}");
+        assert!(!answer.contains("root:"), "{answer}");
+    }
+}
+
 /// rows: in the table
 #[test]
 fn one_who_says_too_little_or_too_much_is_told_so_and_others_are_served() {
