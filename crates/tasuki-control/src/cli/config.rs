@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -51,19 +51,18 @@ pub fn run(reach: &Reach, configs: &Configs) -> Result<()> {
     .map(drop)
 }
 
-/// Writes a file: the whole of it, or nothing. A file that was there keeps its mode; any other is for its owner alone.
+/// Writes a file: the whole of it, or nothing. It is for its owner alone, also if one was there that was not: it may have
+/// secrets in it.
 fn replace(file: &Path, text: &str) -> Result<()> {
     // Through a link, to what it names.
     let file = std::fs::canonicalize(file).unwrap_or(file.to_owned());
-    let before = std::fs::metadata(&file).ok();
-    ensure!(before.as_ref().is_none_or(std::fs::Metadata::is_file), "it is no file");
-    let mode = before.map_or(0o600, |before| before.permissions().mode() & 0o777);
+    ensure!(std::fs::metadata(&file).ok().is_none_or(|before| before.is_file()), "it is no file");
     let mut aside = file.clone().into_os_string();
     aside.push(".new");
     // One that was left by a tasuki that was killed. What anybody else has put there is not written to.
     let _ = std::fs::remove_file(&aside);
     let written = (|| {
-        let mut new = OpenOptions::new().write(true).create_new(true).mode(mode).open(&aside)?;
+        let mut new = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&aside)?;
         new.write_all(text.as_bytes())?;
         new.sync_all()?;
         std::fs::rename(&aside, &file)?;
@@ -72,4 +71,30 @@ fn replace(file: &Path, text: &str) -> Result<()> {
     })();
     written.inspect_err(|_: &io::Error| drop(std::fs::remove_file(&aside)))?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_file_that_was_there_is_its_owners_alone_afterwards_and_stays_whole_on_an_error() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("kept.toml");
+        let mode = || file.metadata().expect("it is there").permissions().mode() & 0o777;
+        fs::write(&file, "of the last time").expect("a file");
+        fs::set_permissions(&file, Permissions::from_mode(0o644)).expect("a mode");
+        // A folder where the new file is to be.
+        let aside = folder.path().join("kept.toml.new");
+        fs::create_dir(&aside).expect("a folder");
+        replace(&file, "secrets").expect_err("there is no room for it");
+        assert_eq!((fs::read_to_string(&file).expect("text"), mode()), ("of the last time".to_owned(), 0o644));
+        fs::remove_dir(&aside).expect("a folder");
+        replace(&file, "secrets").expect("a file of ours");
+        assert_eq!((fs::read_to_string(&file).expect("text"), mode()), ("secrets".to_owned(), 0o600));
+        assert!(!aside.exists());
+    }
 }
