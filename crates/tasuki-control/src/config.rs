@@ -106,6 +106,7 @@ impl Config {
 
     /// Checks the text of the file at `path`.
     pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        let text = written::without_mark(text);
         if written::is_cut_off(text) {
             let what = "this file is cut off: the last line of what tasuki config show wrote is missing; copy it anew";
             return Err(ConfigError::Wrong {

@@ -15,6 +15,11 @@ const HEAD: &str = "#= tasuki config show: ";
 /// The last line.
 const END: &str = "#= The end: a copy without this line was cut off.";
 
+/// What some editors begin a file with: a mark of its encoding. TOML has it nowhere else.
+pub fn without_mark(text: &str) -> &str {
+    text.strip_prefix('\u{feff}').unwrap_or(text)
+}
+
 /// Returns whether the end is missing of what [`file()`] wrote. What is left would be a configuration of less.
 pub fn is_cut_off(text: &str) -> bool {
     text.starts_with(HEAD) && !text.lines().any(|line| line == END)
@@ -43,6 +48,7 @@ fn comment(line: &str) -> String {
 pub fn file(applied: &str, nodes: &[Node], nics: &[Nic], origin: &str, notes: &[String]) -> Result<String, String> {
     // Not the whole error, which quotes the line.
     let wrong = |error: toml::de::Error| error.message().to_owned();
+    let applied = without_mark(applied);
     let before: Config = toml::from_str(applied).map_err(wrong)?;
     let is_in = |nodes: &[Node], nics: &[Nic], other: &Config| {
         nodes.len() == other.node.len()
@@ -100,6 +106,23 @@ mod tests {
         assert!(fewer.contains("\n#= so it is\n"), "{fewer}");
         let none = file(EVERY_KEY, &[], &[], "a\nb", &[]).expect("a file");
         assert_eq!((parse(&none).node, parse(&none).api), (vec![], parse(EVERY_KEY).api), "{none}");
+    }
+
+    #[test]
+    fn a_file_of_an_editor_that_marks_its_encoding_and_ends_lines_in_two_is_written_too() {
+        let all = parse(EVERY_KEY);
+        let marked = format!("\u{feff}{}", EVERY_KEY.replace('\n', "\r\n"));
+        assert_eq!(parse(&marked).node, all.node);
+        for nics in [&all.nic[..], &all.nic[1..]] {
+            let written = file(&marked, &all.node, nics, "generation 1", &[]).expect("a file");
+            assert_eq!((parse(&written).node, &parse(&written).nic[..]), (all.node.clone(), nics));
+            // Kept in such an editor.
+            let kept = format!("\u{feff}{}", written.replace('\n', "\r\n"));
+            let again = file(&kept, &all.node, nics, "generation 1", &[]).expect("a file");
+            assert_eq!(again.matches(HEAD).count(), 1, "nothing adds up: {again}");
+            let cut_off = kept.split_once(END).expect("an end").0;
+            assert!(Config::parse(Path::new("t.toml"), cut_off).is_err_and(|it| it.to_string().contains("cut off")));
+        }
     }
 
     #[test]
