@@ -22,8 +22,10 @@ pub struct Nic {
     /// The node that gets it if the node that has it is lost.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub standby: Option<String>,
-    /// Descriptors in each of its rings; by default 256, or as many as the card can have.
+    /// Descriptors in each of its rings, a power of two from 2 to 1024, as far as the card goes; by default 256, or as many as
+    /// the card can have.
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 2, maximum = 1024)]
     pub ring: Option<u16>,
     /// Bytes of payload in the longest frame, from 68 to 9000, as far as the card goes; 1500 by default.
     #[serde(skip_serializing_if = "Option::is_none")]

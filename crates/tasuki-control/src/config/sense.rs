@@ -21,6 +21,11 @@ const MTUS: std::ops::RangeInclusive<u16> = 68..=65_521;
 /// Bytes of payload that a NIC's longest frame can have, and has by default.
 const NIC_MTUS: std::ops::RangeInclusive<u16> = 68..=9000;
 const MTU: u16 = 1500;
+/// Descriptors in a ring: of an 82574L, of a virtio device, and of any card that there is a driver for (each driver's
+/// options, in `crates/tasuki-net/src/nic`). They are powers of two.
+const RINGS_82574L: std::ops::RangeInclusive<u16> = 8..=1024;
+const RINGS_VIRTIO: std::ops::RangeInclusive<u16> = 2..=512;
+const RINGS: std::ops::RangeInclusive<u16> = 2..=1024;
 /// Queues of a TAP's interface.
 const QUEUES: std::ops::RangeInclusive<usize> = 1..=OWNERS_MAX;
 /// Addresses of a TAP's interface, at most, and routes: setting them holds up the daemon's loop.
@@ -92,7 +97,7 @@ impl Config {
                 });
                 let mut nodes = std::iter::once(&nic.node).chain(&nic.standby);
                 let longer = nodes.find_map(|node| self.too_long_for(nic, node)).map(named);
-                stranger(&nic.node).map(named).or(wire).or(mtu).or(longer)
+                stranger(&nic.node).map(named).or(wire).or(odd_ring(nic).map(named)).or(mtu).or(longer)
             })
         };
         let Daemon { hang_after_ms, deadline_ms, prepare_ms, failover_after_ms, .. } = self.daemon;
@@ -355,6 +360,18 @@ impl Config {
             _ => None,
         }
     }
+}
+
+/// Returns the fault of the length of a NIC's rings, as far as the card is known before it is opened. With a wrong one it
+/// would be closed, and not opened again.
+fn odd_ring(nic: &Nic) -> Option<String> {
+    let rings = match nic.device {
+        Device::Sim if nic.wire.iter().any(|word| word.ends_with("virtio-net")) => RINGS_VIRTIO,
+        Device::Sim => RINGS_82574L,
+        _ => RINGS,
+    };
+    let ring = nic.ring.filter(|ring| !ring.is_power_of_two() || !rings.contains(ring))?;
+    Some(format!("ring = {ring} is not a power of two from {} to {}", rings.start(), rings.end()))
 }
 
 /// Returns the fault of the settings that a TAP's interface is to get.

@@ -138,6 +138,23 @@ fn what_means_nothing_is_refused_by_line() {
             "[[node]]\nname = \"red\"\nwork = { source = { size = 9000 } }\n".to_owned(),
             &["a frame has 60 to 1514 bytes"],
         ),
+        (
+            node.to_owned() + &nic("e", "red") + "ring = 1000\n",
+            &["t.toml: nic \"e\": ring = 1000 is not a power of two from 8 to 1024"],
+        ),
+        (node.to_owned() + &nic("e", "red") + "ring = 4\n", &["ring = 4 is not a power of two from 8 to 1024"]),
+        (
+            node.to_owned() + &nic("e", "red") + "ring = 1024\nwire = [\"--card\", \"virtio-net\"]\n",
+            &["ring = 1024 is not a power of two from 2 to 512"],
+        ),
+        (
+            node.to_owned() + &nic("e", "red").replace("sim", "vfio:0000:03:00.0") + "ring = 2048\n",
+            &["ring = 2048 is not a power of two from 2 to 1024"],
+        ),
+        (
+            node.to_owned() + &nic("e", "red").replace("sim", "vfio:0000:03:00.0") + "ring = 0\n",
+            &["ring = 0 is not a power of two from 2 to 1024"],
+        ),
         (node.to_owned() + &nic("e", "red") + "mtu = 9001\n", &["nic \"e\": mtu = 9001 is not in the range 68 to 9000"]),
         (
             tap("red", "name = \"nic0\", mtu = 9000") + &nic("e", "red") + "mtu = 4000\n",

@@ -112,6 +112,8 @@ const OF_A_NIC: &[&str] = &[
     "name = \"e\"\nnode = \"red\"\ndevice = \"vfio-user:a\"",
     "name = \"e\"\nnode = \"red\"\ndevice = \"sim\"\nwire = \"--echo\"",
     "name = \"e\"\nnode = \"red\"\ndevice = \"sim\"\nring = -1",
+    "name = \"e\"\nnode = \"red\"\ndevice = \"vfio:0000:03:00.0\"\nring = 1",
+    "name = \"e\"\nnode = \"red\"\ndevice = \"sim\"\nring = 2048",
     "name = \"a/b\"\nnode = \"red\"\ndevice = \"sim\"",
     "name = \"e\"\nnode = [\"red\"]\ndevice = \"sim\"",
 ];
