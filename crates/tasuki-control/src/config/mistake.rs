@@ -208,10 +208,14 @@ fn of_type(place: &Place<'_>, path: &[&str], expected: &str) -> Option<String> {
         "a string" => format!("{shown} is not text; put it in quotes"),
         "path string" => format!("{shown} is not a path; write one from /, in quotes"),
         "a sequence" if place.found.starts_with('"') => {
-            let its = place.found.trim_matches('"');
             // A list of numbers, if that is one.
-            let its = if its.parse::<u32>().is_ok() { its } else { place.found };
-            format!("{shown} is not a list; write {}", place.instead(&format!("[{its}]")))
+            match bare.parse::<u32>() {
+                Ok(_) => format!("{shown} is not a list; write {}", place.instead(&format!("[{bare}]"))),
+                Err(_) if path.last() == Some(&"cpus") => {
+                    format!("{shown} is not a list; write numbers, as {}", place.instead("[0, 1]"))
+                }
+                Err(_) => format!("{shown} is not a list; write {}", place.instead(&format!("[{}]", place.found))),
+            }
         }
         "a sequence" => format!("{shown} is not a list; write one in brackets"),
         "newtype variant" => {
@@ -252,6 +256,8 @@ mod tests {
         ),
         ("trusts = \"blue\"", "trusts = \"blue\" is not a list; write trusts = [\"blue\"]"),
         ("cpus = \"2\"", "cpus = \"2\" is not a list; write cpus = [2]"),
+        ("cpus = \"0-3\"", "cpus = \"0-3\" is not a list; write numbers, as cpus = [0, 1]"),
+        ("cpus = []", "cpus names no CPU; name one at least, or leave it out"),
         ("trusts = 3", "trusts = 3 is not a list; write one in brackets"),
         ("trusts = [1]", "trusts = 1 is not text; put it in quotes"),
         (

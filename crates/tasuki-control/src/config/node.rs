@@ -64,8 +64,8 @@ pub struct Node {
     pub cpu: Option<u32>,
     /// Several CPUs, for a network namespace on a VNI: its interface gets a queue for each, and each queue but the first a node
     /// of its own, called NAME-1 and so on, with the settings of this one. In a configuration file alone.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schema(max_items = 8)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "not_empty")]
+    #[schema(min_items = 1, max_items = 8)]
     pub cpus: Vec<u32>,
     /// Its workers never sleep while they drive a NIC.
     #[serde(default)]
@@ -90,6 +90,11 @@ pub struct Node {
     /// The nodes that it trusts: a NIC moves between nodes that trust each other without the end of any worker.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub trusts: Vec<String>,
+}
+
+fn not_empty<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<u32>, D::Error> {
+    let empty = || serde::de::Error::custom("cpus names no CPU; name one at least, or leave it out");
+    Some(Vec::deserialize(from)?).filter(|cpus| !cpus.is_empty()).ok_or_else(empty)
 }
 
 /// The treatment of a frame whose source address is not the sending node's.

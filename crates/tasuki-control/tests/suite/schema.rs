@@ -70,6 +70,7 @@ const OF_WORK: &[&str] = &[
 /// Values of `work` of a node on a VNI.
 const OF_WORK_ON_A_VNI: &[&str] = &[
     "{ memif = { socket = \"a\" } }",
+    "{ tap = { name = \"t\" } }\ncpus = []",
     "{ memif = { socket = \"/a\", secret = \"123456789012345678901234\" } }",
     "{ memif = { socket = \"/a\", secret = \"\" } }",
     "{ vm = { socket = \"/a\" } }\nlatency_us = 10001",
