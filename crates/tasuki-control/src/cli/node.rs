@@ -40,6 +40,9 @@ pub struct Add {
     /// The socket at which a virtual machine's front end connects, by vhost-user (docs/users/connect-a-virtual-machine.md).
     #[arg(long, value_name = "SOCKET", value_parser = super::text_path)]
     pub vm: Option<PathBuf>,
+    /// The user or group that may use that socket beside tasukid's user, as user:NAME or group:NAME.
+    #[arg(long, conflicts_with_all = ["netns", "link", "native", "queue_of"])]
+    pub owner: Option<String>,
     /// Microseconds that a frame may wait for others, where many come one by one; by default 250, and 0 for none at all.
     #[arg(long, value_name = "US", conflicts_with = "native")]
     pub latency_us: Option<u32>,
@@ -153,12 +156,18 @@ impl Add {
             if let Some(secret) = secret {
                 work["memif"]["secret"] = json!(secret);
             }
+            if let Some(owner) = &self.owner {
+                work["memif"]["owner"] = json!(owner);
+            }
             return work;
         }
         if let Some(socket) = &self.vm {
             let mut work = json!({ "vm": { "socket": absolute(socket) } });
             if let Some(mtu) = self.mtu {
                 work["vm"]["mtu"] = json!(mtu);
+            }
+            if let Some(owner) = &self.owner {
+                work["vm"]["owner"] = json!(owner);
             }
             return work;
         }

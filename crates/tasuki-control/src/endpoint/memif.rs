@@ -30,6 +30,10 @@ pub struct Memif {
     #[serde(default, skip_serializing_if = "String::is_empty", deserialize_with = "not_empty")]
     #[schema(min_length = 1, max_length = 23)]
     pub secret: String,
+    /// The user or group that may use the socket beside tasukid's user, as user:NAME or group:NAME.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(pattern = "^(user|group):.+$")]
+    pub owner: Option<String>,
 }
 
 /// Reads a secret. One that is empty would be none, and let in every client.
@@ -62,7 +66,7 @@ impl Kind for Memif {
     }
 
     fn odd(&self) -> Option<String> {
-        odd("memif", &self.socket).or_else(|| {
+        odd("memif", &self.socket, self.owner.as_deref()).or_else(|| {
             (self.secret.len() > SECRET_MAX).then(|| {
                 let len = self.secret.len();
                 format!("memif: its secret has {len} bytes, and memif has room for {SECRET_MAX}; shorten it")
@@ -71,6 +75,6 @@ impl Kind for Memif {
     }
 
     fn make(&self) -> Result<OwnedFd> {
-        listen(&self.socket, SocketType::SEQPACKET)
+        listen(&self.socket, SocketType::SEQPACKET, self.owner.as_deref())
     }
 }

@@ -26,6 +26,10 @@ pub struct Vm {
     #[serde(default)]
     #[schema(minimum = 68)]
     pub mtu: Option<u16>,
+    /// The user or group that may use the socket beside tasukid's user, as user:NAME or group:NAME: QEMU's, under libvirt.
+    #[serde(default)]
+    #[schema(pattern = "^(user|group):.+$")]
+    pub owner: Option<String>,
 }
 
 /// The least MTU of a virtio network device (VIRTIO 1.2, 5.1.4.1).
@@ -86,11 +90,11 @@ impl Kind for Vm {
             let mtu = self.mtu.filter(|mtu| *mtu < MTU_MIN)?;
             Some(format!("vm: mtu is {mtu}, and a network card has {MTU_MIN} bytes at least; raise it"))
         };
-        odd("vm", &self.socket).or_else(is_short)
+        odd("vm", &self.socket, self.owner.as_deref()).or_else(is_short)
     }
 
     fn make(&self) -> Result<OwnedFd> {
-        listen(&self.socket, SocketType::STREAM)
+        listen(&self.socket, SocketType::STREAM, self.owner.as_deref())
     }
 }
 
