@@ -81,6 +81,14 @@ pub fn holder(folder: &Path) -> Option<u32> {
     std::fs::read_to_string(folder.join(LOCK)).ok()?.trim().parse().ok()
 }
 
+/// Returns whether a living tasukid states that it has the lock of the directory: it may not serve yet, as while it goes on as
+/// another program.
+pub fn is_held(folder: &Path) -> bool {
+    let Some(pid) = holder(folder) else { return false };
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    status.starts_with("Name:\ttasukid") && !status.contains("\nState:\tZ")
+}
+
 /// Makes the directory, if it is not there, and takes its lock within a limit. Returns both.
 fn take(folder: &Path, limit: Duration) -> Result<(PathBuf, File)> {
     let folder = std::path::absolute(folder).context("the runtime directory has no name")?;

@@ -107,6 +107,7 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
         "remove" => call(libc::SYS_unlinkat, [libc::AT_FDCWD.into(), path, 0, 0]),
         "shell" => shell(),
         "thread" => thread(),
+        "linger" => linger(),
         "read" => std::fs::read(argument).map_or(-1, |bytes| bytes.len().try_into().unwrap_or(libc::c_long::MAX)),
         "log-long" => {
             let _ =
@@ -178,6 +179,18 @@ fn shell() -> libc::c_long {
 
 fn thread() -> libc::c_long {
     std::thread::Builder::new().spawn(|| 7).map_or(-1, |thread| thread.join().unwrap_or(-1))
+}
+
+/// Starts a thread that stays.
+fn linger() -> libc::c_long {
+    let (runs, it_runs) = std::sync::mpsc::channel();
+    let stays = move || {
+        let _ = runs.send(());
+        loop {
+            std::thread::park();
+        }
+    };
+    std::thread::Builder::new().spawn(stays).map_or(-1, |_| it_runs.recv().map_or(-1, |()| 0))
 }
 
 /// Starts children, which wait, until it can start no more. They end with it.

@@ -327,7 +327,12 @@ fn only_calls(keeps: Keeps) -> Result<()> {
         std::env::consts::ARCH.try_into()?,
     )?;
     let program: BpfProgram = filter.try_into()?;
-    Ok(seccompiler::apply_filter(&program)?)
+    // A program of the user's has run by now, and may have started threads. One with a filter of its own makes the kernel refuse.
+    let for_all = seccompiler::apply_filter_all_threads(&program);
+    if for_all.is_err() {
+        seccompiler::apply_filter(&program)?;
+    }
+    Ok(for_all?)
 }
 
 #[cfg(test)]

@@ -20,6 +20,11 @@ const CHANGE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Pause between two looks whether a daemon that does something still answers.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
 
+/// Time for a tasukid that lives and does not serve: it begins, or goes on as another program.
+const COMING_TIMEOUT: Duration = Duration::from_secs(2);
+/// Pause between two looks whether it serves.
+const COMING_EVERY: Duration = Duration::from_millis(20);
+
 /// tasukid refuses a request, with this status of HTTP.
 #[derive(Debug, thiserror::Error)]
 #[error("{sentence}")]
@@ -125,9 +130,19 @@ pub async fn open(folder: &Path, method: Method, address: &str, body: Option<&Va
 async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Response<Incoming>> {
     let path = place::api_socket(folder);
     let named = folder.display();
-    let stream = match tokio::net::UnixStream::connect(&path).await {
+    let is_absent = |error: &std::io::Error| matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused);
+    let until = tokio::time::Instant::now() + COMING_TIMEOUT;
+    let connected = loop {
+        match tokio::net::UnixStream::connect(&path).await {
+            Err(error) if is_absent(&error) && place::is_held(folder) && tokio::time::Instant::now() < until => {
+                tokio::time::sleep(COMING_EVERY).await;
+            }
+            connected => break connected,
+        }
+    };
+    let stream = match connected {
         Ok(stream) => stream,
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => {
+        Err(error) if is_absent(&error) => {
             let has_left = folder.join("registry.redb").exists();
             let left = if has_left { ", and workers of an earlier one may drive on" } else { "" };
             return Err(NotThere { folder: named.to_string(), left }.into());

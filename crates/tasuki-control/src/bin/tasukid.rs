@@ -164,9 +164,9 @@ fn fits(file: &Path, config: &Config) -> Result<()> {
 /// Workers may drive by that, and a file with a mistake is no reason to leave them alone.
 fn read_or_go_on(file: &Path, folder: &Path) -> Result<(Config, Result<String, String>)> {
     read(file).map(|(config, text)| (config, Ok(text))).or_else(|error| {
-        let also = |why: &dyn std::fmt::Display| {
-            Unusable(anyhow!("{error:#}; nor can tasukid go by what was applied last: {why}"))
-        };
+        // Workers may drive: that is tried again.
+        let also =
+            |why: &dyn std::fmt::Display| anyhow!("{error:#}; nor can tasukid go by what was applied last: {why}");
         let config = supervisor::applied_last(folder).map_err(|why| also(&why))?;
         fits(file, &config).map_err(|why| also(&why))?;
         Ok((config, Err(sentence(&error))))

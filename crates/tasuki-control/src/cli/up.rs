@@ -56,10 +56,14 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
     let applies = if runs().is_ok() {
         true
     } else {
-        told(&begin(&folder, &up.file)?)?;
+        match begin(&folder, &up.file) {
+            Ok(said) => told(&said)?,
+            // If another one began meanwhile, with another file perhaps, that is the one.
+            Err(error) => runs().map(drop).map_err(|_| error)?,
+        }
         // With workers of before, it goes on with the configuration that was applied last, which may have been another file.
         let file = std::path::absolute(&up.file).context("that file has no path")?;
-        runs().is_ok_and(|status| Path::new(&status.configuration.path) != file)
+        Path::new(&runs()?.configuration.path) != file
     };
     if applies {
         let configuration = Configuration { file: Some(up.file.clone()), generation: None };

@@ -2,11 +2,12 @@
 
 use std::fs::Permissions;
 use std::io::ErrorKind;
-use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, chown};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -24,12 +25,16 @@ pub fn odd(what: &str, path: &Path, owner: Option<&str>) -> Option<String> {
         () if path.as_os_str().len() > SOCKET_MAX => Some(format!(
             "{what}: {shown} has more bytes than the path of a socket can ({SOCKET_MAX}); name a shorter one"
         )),
-        () => owner.and_then(|owner| Some(format!("{what}: owner {}", who(owner).err()?))),
+        () => owner.filter(|owner| !is_who(owner)).map(|owner| {
+            format!("{what}: owner {owner:?} names no user or group; write user:NAME or group:NAME, or a number instead of the name")
+        }),
     }
 }
 
-fn who(owner: &str) -> Result<Who, String> {
-    Who::try_from(owner.to_owned())
+/// Returns whether a text could name a user or group. One that this machine does not have any more is the trouble of one node
+/// alone.
+fn is_who(owner: &str) -> bool {
+    ["user:", "group:"].iter().any(|of| owner.strip_prefix(of).is_some_and(|name| !name.is_empty()))
 }
 
 /// Returns device and inode number of the file at `path`: if another file has taken its place, clients do not find the
@@ -63,22 +68,36 @@ pub fn listen(path: &Path, kind: SocketType, owner: Option<&str>) -> Result<Owne
     let listener = channel::listen_by(path, kind)
         .with_context(|| format!("{shown} cannot be listened at (is its folder there?)"))?;
     if let Some(owner) = owner {
-        give(path, who(owner).map_err(anyhow::Error::msg)?).with_context(|| {
-            format!("{shown} cannot be given to {owner}; start tasukid as root, or leave owner out")
+        let who = Who::try_from(owner.to_owned()).map_err(|why| anyhow::anyhow!("{shown}: owner {why}"))?;
+        give(path, who).with_context(|| {
+            format!("{shown} cannot be given to {owner} (start tasukid as root, or leave owner out)")
         })?;
     }
     Ok(listener)
 }
 
-/// Gives a file to a user, or lets a group use it.
-fn give(path: &Path, who: Who) -> std::io::Result<()> {
+/// Gives a socket to a user, or lets a group use it. A user that may write to its folder could have another file of ours given
+/// away in its place.
+fn give(path: &Path, who: Who) -> Result<()> {
+    let (folder, name) = (path.parent().context("it has no folder")?, path.file_name().context("it has no name")?);
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let folder = rustix::fs::open(folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let (its_folder, ours) = (rustix::fs::fstat(&folder)?, rustix::process::geteuid().as_raw());
+    let is_ours = [0, ours].contains(&its_folder.st_uid) && its_folder.st_mode & 0o022 == 0;
+    ensure!(is_ours, "other users may write to its folder; choose one that tasukid's user alone may write to");
+    let file = rustix::fs::openat(&folder, name, flags, Mode::empty())?;
+    let is_socket = FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) == FileType::Socket;
+    ensure!(is_socket, "another file is there by now; apply again");
+    let its = |user, group| rustix::fs::chownat(&file, "", user, group, AtFlags::EMPTY_PATH);
     match who {
-        Who::User(user) => chown(path, Some(user), None),
+        Who::User(user) => its(Some(Uid::from_raw(user)), None)?,
         Who::Group(group) => {
-            chown(path, None, Some(group))?;
-            std::fs::set_permissions(path, Permissions::from_mode(0o660))
+            its(None, Some(Gid::from_raw(group)))?;
+            let named = format!("/proc/self/fd/{}", file.as_raw_fd());
+            std::fs::set_permissions(named, Permissions::from_mode(0o660))?;
         }
     }
+    Ok(())
 }
 
 /// Returns whether a process serves at `path`.
@@ -118,10 +137,26 @@ mod tests {
                 .unwrap()
                 .contains("vm: owner \"root\" names no user or group; write user:NAME")
         );
-        assert!(odd("vm", &path, Some("user:nobody-at-all")).unwrap().contains("is not in /etc/passwd"));
+        assert_eq!(odd("vm", &path, Some("user:nobody-at-all")), None);
+        let why = listen(&path, SocketType::STREAM, Some("user:nobody-at-all")).unwrap_err();
+        assert!(why.to_string().contains("is not in /etc/passwd"), "{why}");
+        std::fs::remove_file(&path).unwrap();
         if !rustix::process::geteuid().is_root() {
             return println!("skipped: only root gives files away");
         }
         assert_eq!(seen(Some("user:4711")), (4711, group, alone));
+        let _listener = listen(&path, SocketType::STREAM, None).unwrap();
+        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o777)).unwrap();
+        assert!(give(&path, Who::User(4711)).unwrap_err().to_string().contains("other users may write to its folder"));
+        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        // Nor is another file given away.
+        let other = folder.path().join("other");
+        std::fs::write(&other, "").unwrap();
+        std::os::unix::fs::symlink(&other, &path).unwrap();
+        let before = other.metadata().unwrap();
+        assert!(give(&path, Who::Group(4711)).is_err() && give(&other, Who::User(4711)).is_err());
+        let after = other.metadata().unwrap();
+        assert_eq!((before.uid(), before.gid(), before.mode()), (after.uid(), after.gid(), after.mode()));
     }
 }

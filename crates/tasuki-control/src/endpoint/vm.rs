@@ -27,7 +27,7 @@ pub struct Vm {
     #[schema(minimum = 68)]
     pub mtu: Option<u16>,
     /// The user or group that may use the socket beside tasukid's user, as user:NAME or group:NAME: QEMU's, under libvirt.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(pattern = "^(user|group):.+$")]
     pub owner: Option<String>,
 }

@@ -317,7 +317,8 @@ impl Supervisor {
             self.cards.move_by(nic, |card| card.set_node(&next));
         } else if let Ok(lease_page) = LeasePage::create() {
             card.coming_lease_page = Some((card.node().to_owned(), lease_page));
-            card.replace_lease_page(&card.node().to_owned(), card.lease_page.tenure());
+            let node = card.node().to_owned();
+            card.replace_lease_page(&node, card.lease_page.tenure());
         }
         self.record_nic(nic);
     }
@@ -345,7 +346,8 @@ impl Supervisor {
             let members = self.members_of(nic);
             let page: Vec<String> = self.cards[&nic].page_of.iter().cloned().collect();
             let page: Vec<Numbered> = page.iter().map(|node| self.node_number(node)).collect();
-            let home = self.node_number(&self.cards[&nic].node().to_owned());
+            let home = self.cards[&nic].node().to_owned();
+            let home = self.node_number(&home);
             // If the lease page belongs to the node that the NIC was going to, that node is its home.
             let home = if page.contains(&home) { home } else { page.first().copied().unwrap_or(home) };
             let is_dead = |card: &Card| card.holder().is_some_and(|holder| !self.workers.contains_key(&holder));

@@ -375,15 +375,21 @@ impl Cells {
 
     /// Returns since when the kernel has kept the thread from making a process for which a worker of this node waits. Many
     /// orders before that one are no fault of the kernel's: the time counts from where the thread began with the one it is at.
-    fn waits_since(&self, node: &str) -> Option<Duration> {
+    pub fn waits_since(&self, node: &str) -> Option<Duration> {
         let at_since = Some(self.at_since.load(Relaxed)).filter(|ns| *ns > 0).map(Duration::from_nanos)?;
+        self.ordered_since(node).map(|since| since.max(at_since))
+    }
+
+    fn ordered_since(&self, node: &str) -> Option<Duration> {
         let ordered = self.nodes.get(node)?.ordered.values();
-        ordered.filter(|it| !it.is_spare).map(|it| it.since.max(at_since)).min()
+        ordered.filter(|it| !it.is_spare).map(|it| it.since).min()
     }
 
     /// Returns when the loop is to look at late orders.
     pub fn due(&self) -> Option<Duration> {
-        let late = self.nodes.keys().filter_map(|node| self.waits_since(node)).map(|since| since + WORKER_TIMEOUT);
+        // The thread may not have begun with an order of just now.
+        let since = |node: &String| self.waits_since(node).or_else(|| self.ordered_since(node));
+        let late = self.nodes.keys().filter_map(since).map(|since| since + WORKER_TIMEOUT);
         late.filter(|at| *at > now()).min()
     }
 }

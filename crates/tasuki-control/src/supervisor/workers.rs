@@ -451,7 +451,8 @@ impl Supervisor {
         crash::point("daemon.bundle");
         self.tell_neighbours(nic, number);
         self.tell_client(nic, number);
-        let home = self.node_number(&self.cards[&nic].node().to_owned());
+        let home = self.cards[&nic].node().to_owned();
+        let home = self.node_number(&home);
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else {
             return false;
         };

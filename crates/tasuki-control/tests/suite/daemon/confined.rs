@@ -6,6 +6,7 @@
 use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use super::rig::{Rig, lives, pid, until};
@@ -270,6 +271,26 @@ fn what_a_program_writes_is_its_own_and_no_terminal_obeys_it() {
     let mut count = 0;
     assert!(forged.inspect(|_| count += 1).all(|line| line.contains("pink")), "{log}");
     assert!(count > 0, "{log}");
+}
+
+/// Begun before the runtime has confined the program, row: T115
+#[test]
+fn a_thread_of_a_program_is_confined_as_the_program_is() {
+    need_hostile!();
+    let mut rig = Rig::without_daemon(&hostile("red", "first linger", "pids = 8"), "");
+    rig.with_stock_workers();
+    rig.start();
+    let worker = pid(&rig.await_worker("red", "idle"));
+    let filters = |task: &Path| {
+        let status = std::fs::read_to_string(task.join("status")).expect("a thread");
+        let number = status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:")).expect("a number");
+        number.trim().parse::<u32>().expect("a number")
+    };
+    let ours = filters(Path::new("/proc/self"));
+    let tasks = std::fs::read_dir(format!("/proc/{worker}/task")).expect("a process").flatten();
+    let tasks: Vec<u32> = tasks.map(|task| filters(&task.path()) - ours).collect();
+    assert_eq!(tasks, [2, 2], "that of the jail, and that of the runtime");
+    rig.stop();
 }
 
 /// A program may read the files that its node's configuration names, and start threads where the configuration

@@ -491,6 +491,8 @@ fn a_stock_guest_goes_on_when_daemon_and_keeper_have_died_together() {
     for _ in 0..2 {
         world.ping(300, "0.002", GUEST);
         let keeper = world.rig.keeper().expect("a keeper");
+        // It would start another keeper.
+        signal(world.rig.daemon_pid(), Signal::STOP);
         signal(keeper, Signal::KILL);
         world.rig.kill_daemon();
         world.rig.start();
