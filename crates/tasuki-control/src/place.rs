@@ -34,8 +34,8 @@ pub fn usual() -> PathBuf {
     }
 }
 
-/// Returns the directory of the daemon that shows something when none is named: the [usual] one, or the system's for a
-/// user who has no daemon.
+/// Returns the directory of the daemon that shows something when none is named: the [usual] one, or the system's where
+/// the user has no daemon.
 pub fn asked() -> PathBuf {
     let (own, of_system) = (usual(), PathBuf::from(OF_SYSTEM));
     let is_named = std::env::var_os("TASUKI_DIR").is_some_and(|named| !named.is_empty());

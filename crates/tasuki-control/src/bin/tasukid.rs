@@ -193,8 +193,8 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     let file = &std::path::absolute(file)?;
     let (open, not_scraped) = match config.daemon.metrics.map(metrics::listen).transpose() {
         Ok(open) => (open, None),
-        // Workers may drive, and are not left alone for want of somebody who counts. After an upgrade, the former program would
-        // find the same address taken.
+        // Workers may drive, and the counts are no reason to leave them alone. After an upgrade, the former program would find
+        // the same address taken.
         Err(error) if is_used => (None, Some(format!("{error:#}; then start tasukid anew (tasuki upgrade)"))),
         Err(error) => return Err(error),
     };

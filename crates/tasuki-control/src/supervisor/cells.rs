@@ -375,7 +375,7 @@ impl Cells {
 
     /// Returns since when the kernel has kept the thread from making a process for which a worker of this node waits. Many
     /// orders before that one are no fault of the kernel's: the time counts from where the thread began with the one it is at.
-    pub fn waits_since(&self, node: &str) -> Option<Duration> {
+    fn waits_since(&self, node: &str) -> Option<Duration> {
         let at_since = Some(self.at_since.load(Relaxed)).filter(|ns| *ns > 0).map(Duration::from_nanos)?;
         self.ordered_since(node).map(|since| since.max(at_since))
     }
@@ -383,6 +383,11 @@ impl Cells {
     fn ordered_since(&self, node: &str) -> Option<Duration> {
         let ordered = self.nodes.get(node)?.ordered.values();
         ordered.filter(|it| !it.is_spare).map(|it| it.since).min()
+    }
+
+    /// Returns whether the kernel has kept the thread from that for `WORKER_TIMEOUT`.
+    pub fn is_late(&self, node: &str) -> bool {
+        self.waits_since(node).is_some_and(|since| now().saturating_sub(since) >= WORKER_TIMEOUT)
     }
 
     /// Returns when the loop is to look at late orders.
@@ -551,8 +556,7 @@ impl Supervisor {
 
     /// Notes of each node for whose worker the kernel has kept the thread waiting.
     pub(super) fn tell_of_late_cells(&mut self) {
-        let is_late = |since: Duration| now().saturating_sub(since) >= WORKER_TIMEOUT;
-        let names = self.nodes.keys().filter(|name| self.cells.waits_since(name).is_some_and(is_late));
+        let names = self.nodes.keys().filter(|name| self.cells.is_late(name));
         for name in names.cloned().collect::<Vec<_>>() {
             let sentence = format!("no worker for node {name} yet: {}", late());
             if self.nodes.get_mut(&name).is_some_and(|node| is_news(&mut node.trouble, &sentence)) {

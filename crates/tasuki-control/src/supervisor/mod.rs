@@ -4,7 +4,7 @@
 //! - [`policy`]: when a dead worker is replaced (a pure function)
 //! - [`deeds`]: carries out an arbiter's decisions: orders, swaps, fences
 //! - [`hear`]: messages from workers
-//! - [`card`], [`worker`]: a NIC and a worker, as the daemon knows them
+//! - [`card`], [`worker`]: a NIC and a worker, as the daemon knows them; [`by_node`]: all of them, by number and by node
 //! - `exit_watch`: learns early that a worker has ended
 //! - `interrupts`: where the interrupts of cards behind VFIO go
 //! - [`deposits`]: descriptors that outlive the daemon, held by the keeper

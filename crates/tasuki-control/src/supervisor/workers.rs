@@ -383,20 +383,15 @@ impl Supervisor {
         let joiner = self.joiner_of(name, &serving);
         let staged = self.staged_of(name).filter(|staged| staged.serves()).map(Worker::party);
         for number in serving.into_iter().chain(staged) {
-            let has: Vec<u32> =
-                self.workers.get(&number).map_or_else(Vec::new, |worker| worker.nics.keys().copied().collect());
-            let lacks = its.iter().filter(|nic| !has.contains(nic));
-            for nic in lacks
-                .filter(|nic| joiner.is_none_or(|joiner| joiner == number || self.is_held(**nic)))
-                .copied()
-                .collect::<Vec<_>>()
-            {
+            let Some(worker) = self.workers.get(&number) else { continue };
+            let may_join = |nic: &u32| joiner.is_none_or(|joiner| joiner == number || self.is_held(*nic));
+            let lacks = its.iter().filter(|nic| !worker.nics.contains_key(nic) && may_join(nic));
+            let is_others = |nic: &&u32| self.cards.get(nic).is_some_and(|card| is_open(card) && card.node() != name);
+            let others = worker.nics.keys().filter(is_others).copied().collect::<Vec<_>>();
+            for nic in lacks.copied().collect::<Vec<_>>() {
                 _ = self.attach(nic, number, Use::Takeover, Method::Keep);
             }
-            let others = has
-                .into_iter()
-                .filter(|nic| self.cards.get(nic).is_some_and(|card| is_open(card) && card.node() != name));
-            for nic in others.collect::<Vec<_>>() {
+            for nic in others {
                 if !self.is_needed(number) {
                     self.dismiss(nic, number);
                 }
@@ -523,24 +518,21 @@ impl Supervisor {
         let (now, prepare) = (now(), self.config.daemon.prepare());
         let late = |since: Duration, limit: Duration| now.saturating_sub(since) >= limit;
         let mut slow = Vec::new();
+        let prepares_late = |worker: &Worker| {
+            let is_late = |it: &Readiness| matches!(it, Readiness::Preparing(since) if late(*since, prepare));
+            worker.nics.values().any(is_late)
+        };
         for (number, worker) in self.workers.iter() {
-            let what =
-                match worker.stage {
-                    _ if worker.hung_up_since.is_some_and(|since| late(since, WORKER_TIMEOUT)) => {
-                        "has stopped, or closed its end, and does not end"
-                    }
-                    Stage::Starting(since) if late(since, WORKER_TIMEOUT) => "has not begun in time",
-                    Stage::Asked(since) if late(since, WORKER_TIMEOUT) => "does not answer this tasukid",
-                    Stage::Leaving(since) if late(since, WORKER_TIMEOUT) => "was told to end and does not",
-                    Stage::Begun
-                        if worker.nics.values().any(
-                            |readiness| matches!(readiness, Readiness::Preparing(since) if late(*since, prepare)),
-                        ) && !self.is_needed(*number) =>
-                    {
-                        "has not prepared in time"
-                    }
-                    _ => continue,
-                };
+            let what = match worker.stage {
+                _ if worker.hung_up_since.is_some_and(|since| late(since, WORKER_TIMEOUT)) => {
+                    "has stopped, or closed its end, and does not end"
+                }
+                Stage::Starting(since) if late(since, WORKER_TIMEOUT) => "has not begun in time",
+                Stage::Asked(since) if late(since, WORKER_TIMEOUT) => "does not answer this tasukid",
+                Stage::Leaving(since) if late(since, WORKER_TIMEOUT) => "was told to end and does not",
+                Stage::Begun if prepares_late(worker) && !self.is_needed(*number) => "has not prepared in time",
+                _ => continue,
+            };
             slow.push((*number, what));
         }
         for (number, what) in slow {

@@ -170,10 +170,9 @@ impl Supervisor {
     /// Starts the job's worker, once there is a process for it.
     fn await_process(&mut self, at: usize) -> Step {
         if now().saturating_sub(self.jobs[at].since) >= WORKER_TIMEOUT {
-            let since = self.cells.waits_since(&self.jobs[at].node);
-            let is_kept = since.is_some_and(|since| now().saturating_sub(since) >= WORKER_TIMEOUT);
-            let is_busy = || "tasukid makes many other processes, and has not come to this one; ask again".to_owned();
-            return Step::Fail(if is_kept { cells::late() } else { is_busy() });
+            let busy = "tasukid makes many other processes, and has not come to this one; ask again";
+            let is_late = self.cells.is_late(&self.jobs[at].node);
+            return Step::Fail(if is_late { cells::late() } else { busy.to_owned() });
         }
         let (purpose, node, with) = (self.jobs[at].purpose, self.jobs[at].node.clone(), self.jobs[at].with.clone());
         match self.start_fresh(purpose, &node, with) {
