@@ -69,9 +69,8 @@ pub fn listen(path: &Path, kind: SocketType, owner: Option<&str>) -> Result<Owne
         .with_context(|| format!("{shown} cannot be listened at (is its folder there?)"))?;
     if let Some(owner) = owner {
         let who = Who::try_from(owner.to_owned()).map_err(|why| anyhow::anyhow!("{shown}: owner {why}"))?;
-        give(path, who).with_context(|| {
-            format!("{shown} cannot be given to {owner} (start tasukid as root, or leave owner out)")
-        })?;
+        let given = give(path, who).inspect_err(|_| drop(std::fs::remove_file(path)));
+        given.with_context(|| format!("{shown} cannot be given to {owner}"))?;
     }
     Ok(listener)
 }
@@ -88,7 +87,10 @@ fn give(path: &Path, who: Who) -> Result<()> {
     let file = rustix::fs::openat(&folder, name, flags, Mode::empty())?;
     let is_socket = FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) == FileType::Socket;
     ensure!(is_socket, "another file is there by now; apply again");
-    let its = |user, group| rustix::fs::chownat(&file, "", user, group, AtFlags::EMPTY_PATH);
+    let its = |user, group| {
+        let given = rustix::fs::chownat(&file, "", user, group, AtFlags::EMPTY_PATH);
+        given.context("start tasukid as root, or leave owner out")
+    };
     match who {
         Who::User(user) => its(Some(Uid::from_raw(user)), None)?,
         Who::Group(group) => {
