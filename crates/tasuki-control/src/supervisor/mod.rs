@@ -73,7 +73,7 @@ pub mod vnis;
 pub mod worker;
 pub mod workers;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -300,6 +300,8 @@ pub struct Supervisor {
     adopted: u32,
     /// Whether workers of an earlier daemon have yet to answer.
     adopting: bool,
+    /// Workers that had an end of a VNI before that joined, and the ends.
+    untold: VecDeque<(u32, u32)>,
     room: Vec<u8>,
     ended: Option<Ended>,
     /// Frozen workers that the daemon has yet to end.
@@ -411,6 +413,7 @@ impl Supervisor {
             not_scraped,
             adopted: 0,
             adopting: false,
+            untold: VecDeque::new(),
             room: Vec::new(),
             ended: None,
             frozen: Vec::new(),

@@ -35,6 +35,9 @@ const ADDRESSES: usize = 2 * NODES_MAX as usize;
 /// Free numbers to try. A number that some node's memory still mentions is used only if all of these are.
 const TRIED_MAX: usize = 64;
 
+/// Introductions of one node to one worker in a turn of the loop, at about 15 µs each. The last worker is told all of its own.
+const INTRODUCED_MAX: usize = 512;
+
 /// Positions of the node memory and the bell among a device bundle's descriptors.
 const CONTROL: usize = 1;
 const POOL: usize = 2;
@@ -223,10 +226,28 @@ impl Supervisor {
         // names.
         let vnis: BTreeSet<&str> = joined.iter().filter_map(|nic| self.cards.get(nic)?.vni()).collect();
         self.vnis.iter_mut().filter(|(name, _)| vnis.contains(name.as_str())).for_each(|(_, net)| net.publish());
-        for nic in &joined {
-            missed.extend(self.tell_directory(*nic));
+        for nic in joined {
+            let have_it = self.workers.values().filter(|worker| worker.nics.contains_key(&nic));
+            self.untold.extend(have_it.map(|worker| (worker.party(), nic)));
         }
         self.kill_those_without(missed);
+        self.tell_untold();
+    }
+
+    /// Gives workers that had an end before it joined all other members, and the directory: some in each turn, since after a
+    /// takeover these are the workers of all nodes, and requests and dead workers wait meanwhile. Until its turn comes, such a
+    /// worker goes by the directory of the tasukid that gave it the end.
+    fn tell_untold(&mut self) {
+        let mut count = 0;
+        while count < INTRODUCED_MAX
+            && let Some((number, nic)) = self.untold.pop_front()
+        {
+            if self.workers.get(&number).is_some_and(|worker| worker.nics.contains_key(&nic)) {
+                count += self.membership(nic).map_or(0, |(net, ..)| net.members.len());
+                self.tell_neighbours(nic, number);
+                self.tell_directory(nic, number);
+            }
+        }
     }
 
     /// Ends workers that missed a message: they would send into nothing for ever.
@@ -330,40 +351,31 @@ impl Supervisor {
         net.is_some_and(|net| net.members.values().any(|member| member.interface_node != member.node))
     }
 
-    /// Tells the workers of all other members about a new one. Tells its own workers, if there are any already,
-    /// about all members that did not join at the same time (`joined`). Returns the workers that missed a message.
+    /// Tells the workers of all other members about a new one, but for those that joined at the same time (`joined`).
+    /// Returns the workers that missed a message.
     fn tell_of(&self, nic: u32, joined: &[u32]) -> Vec<u32> {
         let Some((net, number, us)) = self.membership(nic) else { return Vec::new() };
+        let others: Vec<u32> = net.members.values().map(|it| it.nic).filter(|other| !joined.contains(other)).collect();
         let misses = |worker: &&Worker| {
-            let has_it = worker.nics.contains_key(&nic);
-            let mut is_missed = false;
-            for (other, member) in net.members.iter().filter(|(other, _)| **other != number) {
-                if worker.nics.contains_key(&member.nic) {
-                    is_missed |= why_missed(introduce(worker, member.nic, number, us)).is_some();
-                }
-                if has_it && !joined.contains(&member.nic) {
-                    is_missed |= why_missed(introduce(worker, nic, *other, member)).is_some();
-                }
-            }
-            is_missed
+            let its = others.iter().filter(|other| worker.nics.contains_key(other));
+            // All are told, also if it misses one.
+            its.filter(|other| why_missed(introduce(worker, **other, number, us)).is_some()).count() > 0
         };
         self.workers.values().filter(misses).map(Worker::party).collect()
     }
 
-    /// Gives the workers of a new member, if there are any already, the directory and the list of its nodes. Returns
-    /// the workers that missed it.
-    fn tell_directory(&self, nic: u32) -> Vec<u32> {
-        let Some((net, ..)) = self.membership(nic) else { return Vec::new() };
+    /// Gives a worker of a member the directory and the list of its nodes.
+    fn tell_directory(&mut self, nic: u32, number: u32) {
+        let Some((net, ..)) = self.membership(nic) else { return };
         let opened = self.cards.get(&nic).and_then(|card| card.opened.as_ref());
-        let Some(directory) = opened.and_then(|opened| opened.fds.get(vni::DIRECTORY)) else { return Vec::new() };
-        let misses = |worker: &&Worker| {
-            let nodes = net.members.keys().copied().collect();
-            let told = worker.write(&ToWorker::Directory { nic, nodes }, &[directory.as_fd()]);
-            crash::point("daemon.directory");
-            why_missed(told).is_some()
-        };
-        let has_it = |worker: &&Worker| worker.nics.contains_key(&nic);
-        self.workers.values().filter(has_it).filter(misses).map(Worker::party).collect()
+        let directory = opened.and_then(|opened| opened.fds.get(vni::DIRECTORY));
+        let Some((directory, worker)) = directory.zip(self.workers.get(&number)) else { return };
+        let nodes = net.members.keys().copied().collect();
+        let told = worker.write(&ToWorker::Directory { nic, nodes }, &[directory.as_fd()]);
+        crash::point("daemon.directory");
+        if why_missed(told).is_some() {
+            self.kill_those_without([number]);
+        }
     }
 
     /// Returns an end's VNI, its number there, and its entry as a member.

@@ -560,6 +560,7 @@ impl Supervisor {
         let soon = (busy || self.is_opening() || self.has_deposits_due()).then(|| now() + Duration::from_millis(20));
         let ahead = self.ahead.iter().map(|it| it.since);
         let frozen = self.frozen.iter().map(|it| it.since).chain(ahead).map(|since| since + FROZEN_TIME_MAX);
+        let at_once = (!self.untold.is_empty() && !self.is_pressing()).then(now);
         let all = watches
             .chain(frozen)
             .chain(waits)
@@ -568,7 +569,8 @@ impl Supervisor {
             .chain(self.registry.not_before())
             .chain(self.cells.due())
             .chain(hearts)
-            .chain(soon);
+            .chain(soon)
+            .chain(at_once);
         all.min().unwrap_or_else(|| now() + Duration::from_secs(3600))
     }
 

@@ -203,3 +203,36 @@ fn a_native_node_that_cannot_be_is_refused_with_a_sentence() {
     }
     world.end();
 }
+
+#[test]
+fn many_nodes_that_another_daemon_takes_over_all_go_by_its_directory() {
+    let Some(mut world) = World::new() else { return };
+    // Told of each other, both workers of all nodes hear more than tasukid tells in one turn of its loop.
+    let names: Vec<String> = (0..20).map(|number| format!("n{number}")).collect();
+    names.iter().for_each(|name| drop(world.rig.ask(&["node", "add", name, "--native", "--work", "echo"])));
+    names.iter().for_each(|name| drop(world.rig.await_pair(name)));
+    world.rig.kill_daemon();
+    world.rig.start();
+    // Only the directory of the new daemon has this node's address, and answers go there.
+    world.rig.ask(&["node", "add", "source", "--native", "--work", "source", "--rate", "1000"]);
+    world.rig.await_pair("source");
+    until(&world.rig, "each node answers one that is new", || {
+        let talks = world.rig.json(&["vni", "stats", "lan"]);
+        let answers = |talk: &&serde_json::Value| talk["node"] == "source" && talk["received"].as_u64() > Some(0);
+        talks.as_array().map(|talks| talks.iter().filter(answers).count()) == Some(names.len())
+    });
+    // Each stand-by has heard of it as well.
+    names.iter().for_each(|name| world.rig.kill_driver(name));
+    let received = |name: &str| {
+        let talks = world.rig.json(&["vni", "stats", "lan"]);
+        let its =
+            talks.as_array().and_then(|talks| talks.iter().find(|it| it["node"] == "source" && it["other"] == name));
+        its.and_then(|talk| talk["received"].as_u64()).unwrap_or(0)
+    };
+    for name in &names {
+        world.rig.await_pair(name);
+        let before = received(name);
+        until(&world.rig, "it answers on", || received(name) > before);
+    }
+    world.end();
+}
