@@ -448,7 +448,8 @@ pub mod lease_page {
     /// Word: time at which the last giver ended its last burst, in ns of `CLOCK_MONOTONIC`. For a giver that died,
     /// the daemon writes the time at which it learnt of that.
     pub const STOPPED_AT: usize = 8;
-    /// Word: time at which the last taker had looked at the rings once and drove.
+    /// Word: time at which the last taker had looked at the rings once and drove; if it started the card, at which the link
+    /// came up.
     pub const DRIVING_AT: usize = 9;
     /// Word: number of times the NIC was taken and driven.
     pub const RELAYS: usize = 10;
@@ -458,9 +459,13 @@ pub mod lease_page {
     /// Word: state in which the giver left the card, in its driver's terms, for a taker that points the card
     /// elsewhere; 0 if the card was not left so.
     pub const LEFT: usize = 12;
-    /// Word: 1 once a driver has found the link up since the card was started, and has told the card the
-    /// consequences. A taker then need not ask the card.
+    /// Word: what the driver found of the link when it looked last. [`LINK_UP`] says that it has told the card the
+    /// consequences, too: a taker then need not ask the card. 0 for a card that was just started.
     pub const LINK: usize = 13;
+    /// Value of that word: the link is up.
+    pub const LINK_UP: u64 = 1;
+    /// Value of that word: the card is gone, or its driver gave it up.
+    pub const CARD_GONE: u64 = 2;
     /// Word: time, in ns of `CLOCK_MONOTONIC`, until which a worker that prepares waits for the driver's CPU; 0 if
     /// none waits.
     pub const COMING: usize = 14;

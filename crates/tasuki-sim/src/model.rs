@@ -68,6 +68,9 @@ pub trait Model {
     /// Writes `width` (1, 2 or 4) bytes behind a BAR.
     fn write(&mut self, bar: Self::Bar, offset: u32, width: u8, value: u32, now: u64);
 
+    /// Plugs in (the initial state) or pulls out the other end of the cable.
+    fn set_partner(&mut self, there: bool);
+
     /// Does the work that is due now, a bounded amount of it; returns whether there was any.
     fn step(&mut self, host: &mut impl Host, wire: &mut impl Wire, now: u64) -> bool;
 

@@ -161,6 +161,10 @@ pub struct Attachment<N: InPlace + Repoint, D: FrameHandler> {
     method: Method,
     waits_since: Option<Instant>,
     link_is_up: bool,
+    /// We have started the card, and its link has not come up since.
+    awaits_link: bool,
+    /// When it asked the card for its link last.
+    link_looked_at: Instant,
     /// Whether the card is gone and we have reported it.
     gone: bool,
     /// Whether the card is released for a successor with memory of its own.
@@ -213,6 +217,8 @@ where
             method: Method::Keep,
             waits_since: None,
             link_is_up: false,
+            awaits_link: false,
+            link_looked_at: Instant::now(),
             gone: false,
             halted: false,
             is_last: false,
@@ -531,6 +537,7 @@ where
         }
         self.drive(nic);
         (self.gone, self.link_is_up, self.halted) = (false, self.given.lease_page.link_was_up(), false);
+        self.awaits_link = false;
         Ok(())
     }
 

@@ -86,14 +86,24 @@ impl LeasePage {
         self.words[lease_page::LEFT].store(left.0, Release);
     }
 
-    /// Returns whether the link was found up since the card was started.
+    /// Returns whether the link was up when the driver looked last.
     pub fn link_was_up(&self) -> bool {
-        self.words[lease_page::LINK].load(Relaxed) == 1
+        self.words[lease_page::LINK].load(Relaxed) == lease_page::LINK_UP
     }
 
-    /// Notes whether the link was found up; `false` is for a card that was just started.
+    /// Notes whether the link was found up; `false` also for a card that was just started.
     pub fn found_link(&self, up: bool) {
-        self.words[lease_page::LINK].store(up.into(), Relaxed);
+        self.words[lease_page::LINK].store(if up { lease_page::LINK_UP } else { 0 }, Relaxed);
+    }
+
+    /// Notes that a card which this driver started has a link from now on: the pause was until now.
+    pub fn frames_can_flow(&self) {
+        self.words[lease_page::DRIVING_AT].store(now_ns(), Relaxed);
+    }
+
+    /// Notes that the card is gone, or that its driver gave it up.
+    pub fn found_gone(&self) {
+        self.words[lease_page::LINK].store(lease_page::CARD_GONE, Relaxed);
     }
 
     /// Notes that the taker has looked at the rings and drives, and on which CPU.

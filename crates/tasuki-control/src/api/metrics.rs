@@ -169,6 +169,14 @@ impl Metrics {
         for nic in nics {
             text.sample("nic_driven", &[("nic", &nic.name), ("node", &nic.node)], u8::from(nic.is == "driven"));
         }
+        text.family(
+            "nic_link_up",
+            "gauge",
+            "1 while the NIC's link is up, 0 while it is down; nothing while no worker drives it.",
+        );
+        for (nic, link) in nics.iter().filter_map(|nic| Some((nic, nic.link.as_ref()?))) {
+            text.sample("nic_link_up", &[("nic", &nic.name), ("node", &nic.node)], u8::from(link == "up"));
+        }
         text.family("nic_failed_over", "gauge", "1 while the NIC is at its stand-by node, to which it failed over.");
         for nic in nics {
             text.sample("nic_failed_over", &[("nic", &nic.name)], u8::from(nic.failed_over.is_some()));

@@ -324,11 +324,15 @@ pub struct NicView {
     pub worker: Option<u32>,
     /// `driven`, `changes hands`, `is being closed`, `parked`, `waits for a worker`, `gone` or `not open`.
     pub is: String,
+    /// `up` or `down`, as its driver found its link within the last second; nothing while no worker drives it. For 2 s after a
+    /// card was started it may be down.
+    #[serde(default)]
+    pub link: Option<String>,
     /// How often its lease was taken.
     pub epoch: u32,
     /// How often it was taken and driven.
     pub relays: u64,
-    /// For how many ns no worker drove it when it last changed hands.
+    /// For how many ns no worker drove it when it last changed hands; until its link was up, if the card was started anew.
     pub pause_ns: Option<u64>,
     /// When its present driver began to drive, in ns of `CLOCK_MONOTONIC`.
     pub driving_at_ns: Option<u64>,
@@ -340,6 +344,14 @@ pub struct NicView {
     /// How it came to the node that has it, if it came there by itself.
     #[serde(default)]
     pub failed_over: Option<FailOver>,
+}
+
+impl NicView {
+    /// Returns what it is, in words.
+    pub fn state(&self) -> String {
+        let is_down = self.is == "driven" && self.link.as_deref() == Some("down");
+        if is_down { format!("{}, link down", self.is) } else { self.is.clone() }
+    }
 }
 
 /// The stand-by node of a NIC.

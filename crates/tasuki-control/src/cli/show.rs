@@ -222,7 +222,7 @@ fn nics(nics: &[NicView]) -> String {
         let worker = nic.worker.map(|worker| worker.to_string()).unwrap_or_default();
         let pause = nic.pause_ns.map(time).unwrap_or_default();
         let (relays, standby) = (nic.relays.to_string(), nic.standby.as_deref().unwrap_or_default());
-        rows.add_row([&nic.name, &nic.device, &nic.node, &nic.is, &worker, &relays, &pause, standby]);
+        rows.add_row([&nic.name, &nic.device, &nic.node, &nic.state(), &worker, &relays, &pause, standby]);
     }
     let mut said = text(rows, &[4, 5, 6]);
     for (name, trouble) in nics.iter().filter_map(|nic| Some((&nic.name, nic.trouble.as_ref()?))) {

@@ -24,6 +24,8 @@ use crate::process::Process;
 
 /// Bytes that the daemon reads of an opener's or a model's output.
 const SAYS_MAX: usize = 16 << 10;
+/// For this long a link is down before users are told: a card that was just started needs 2.2 s.
+const DOWN_TOLD_AFTER: Duration = Duration::from_secs(4);
 /// Characters of that output which the daemon passes on.
 const SENTENCE_MAX: usize = 1000;
 
@@ -277,6 +279,8 @@ pub struct Card {
     pub plan: Option<tasuki_relay::wire::Plan>,
     /// When this daemon began, in ns of `CLOCK_MONOTONIC`, if its driver died before that.
     pub found_dead: Option<u64>,
+    /// Since when its link is down, and whether that was told.
+    link_down: Option<(Duration, bool)>,
     /// [`lease_page::DRIVING_AT`] of the takeover whose pause an event has given.
     pub pause_told: u64,
     /// Why no worker drives it, or why the last relay failed.
@@ -336,6 +340,7 @@ impl Card {
             fail_over: None,
             by_hand: None,
             found_dead: None,
+            link_down: None,
             pause_told: 0,
             waits: None,
             routed: None,
@@ -390,6 +395,43 @@ impl Card {
     /// than its worker.
     pub fn has_lost_its_model(&self) -> bool {
         self.config.device == config::Device::Sim && self.model.is_none()
+    }
+
+    /// Returns whether there is no card any more, or its driver gave it up.
+    pub fn is_gone(&self) -> bool {
+        self.has_lost_its_model() || self.driver_found() == Some(lease_page::CARD_GONE)
+    }
+
+    /// Returns whether the link is `up` or `down`, as the driver says; nothing if no worker drives the card.
+    pub fn link(&self) -> Option<&'static str> {
+        self.driver_found().filter(|_| !self.is_gone()).map(|it| if it == lease_page::LINK_UP { "up" } else { "down" })
+    }
+
+    /// Returns what the driver noted of the card's link.
+    fn driver_found(&self) -> Option<u64> {
+        let is_driven = self.vni().is_none() && self.opened.is_some() && self.is_settled() && self.holder().is_some();
+        is_driven.then(|| self.lease_page.words.load(lease_page::LINK))
+    }
+
+    /// Returns a sentence when the link has been down for [`DOWN_TOLD_AFTER`], and when it is up again after that.
+    pub fn news_of_link(&mut self, now: Duration) -> Option<String> {
+        let name = self.name();
+        match (self.link()?, self.link_down) {
+            ("down", None) => self.link_down = Some((now, false)),
+            ("down", Some((since, false))) if now.saturating_sub(since) >= DOWN_TOLD_AFTER => {
+                let sentence = format!("the link of {name} is down; look at its cable, and at the other end");
+                self.link_down = Some((since, true));
+                return Some(sentence);
+            }
+            ("up", Some((since, is_told))) => {
+                let seconds = now.saturating_sub(since).as_secs();
+                let sentence = is_told.then(|| format!("the link of {name} is up again, after {seconds} s"));
+                self.link_down = None;
+                return sentence;
+            }
+            _ => {}
+        }
+        None
     }
 
     /// Returns the abilities of the card on which the choice of a method depends.

@@ -353,6 +353,7 @@ impl Supervisor {
             let stopped = card.lease_page.words.load(lease_page::STOPPED_AT).max(found);
             card.lease_page.words.store(lease_page::STOPPED_AT, stopped);
         }
+        let link = if card.link() == Some("down") { "; its link is not up yet" } else { "" };
         let (name, node) = (card.name().to_owned(), card.node().to_owned());
         let tenure = card.lease_page.tenure();
         let driving_at = card.lease_page.words.load(lease_page::DRIVING_AT);
@@ -364,8 +365,10 @@ impl Supervisor {
         let is_news = (tenure.epoch > 1 && !leaves && !is_going_on) || holder.is_some();
         let sentence = match (holder, why) {
             (Some(holder), None) => match pause {
-                Some(pause) => format!("{name} is driven by worker {holder} of node {node}, after {}", time(pause)),
-                None => format!("{name} is driven by worker {holder} of node {node}"),
+                Some(pause) => {
+                    format!("{name} is driven by worker {holder} of node {node}, after {}{link}", time(pause))
+                }
+                None => format!("{name} is driven by worker {holder} of node {node}{link}"),
             },
             (Some(holder), Some(why)) => format!("{name} stays with worker {holder} of node {node}: {why}"),
             (None, Some(why)) => format!("nobody drives {name}: {why}"),

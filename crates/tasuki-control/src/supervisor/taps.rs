@@ -314,6 +314,12 @@ impl Supervisor {
             let news = self.registry.look(now());
             self.tell_of_registry(news);
         }
+        let links: Vec<(String, String, String)> = self
+            .cards
+            .values_mut()
+            .filter_map(|card| Some((card.news_of_link(now())?, card.name().to_owned(), card.node().to_owned())))
+            .collect();
+        links.into_iter().for_each(|(sentence, nic, node)| self.note(About::node(&node).of_nic(&nic), sentence));
         let (mut lost, mut strange) = (Vec::new(), Vec::new());
         for (label, tap) in &mut self.taps {
             // If the veth end is gone, so is the TAP.

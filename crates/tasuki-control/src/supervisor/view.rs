@@ -131,7 +131,7 @@ impl Supervisor {
         let is = match (state, holder) {
             _ if card.closing.is_some() => "is being closed",
             _ if card.opened.is_none() || !matches!(card.opening, Opening::Open | Opening::Opener(_)) => "not open",
-            (Some(State::Steady), Some(_)) if card.has_lost_its_model() => "gone",
+            (Some(State::Steady), Some(_)) if card.is_gone() => "gone",
             (Some(State::Steady), Some(_)) => "driven",
             (Some(State::Parked), _) => "parked",
             (None, _) => "waits for a worker",
@@ -144,6 +144,7 @@ impl Supervisor {
             node: card.node().to_owned(),
             worker: holder,
             is: is.to_owned(),
+            link: holder.and_then(|_| card.link()).map(str::to_owned),
             epoch: card.lease_page.tenure().epoch,
             relays,
             driving_at_ns: holder.map(|_| card.lease_page.words.load(lease_page::DRIVING_AT)),

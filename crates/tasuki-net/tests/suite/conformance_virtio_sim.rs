@@ -71,10 +71,6 @@ impl<S: Shape> Modelled for Card<S> {
         model.waiting().0
     }
 
-    fn set_partner(model: &mut Device, there: bool) {
-        model.set_partner(there);
-    }
-
     fn set_removed(model: &mut Device, removed: bool) {
         model.faults.removed = removed;
     }

@@ -247,6 +247,11 @@ fn serve_card<W: Wire, M: Model>(arguments: &NicArguments, card: M, wire: W, cou
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         signal_hook::flag::register(signal, Arc::clone(&stop)).context("the kernel took no signal handler")?;
     }
+    // Pulls out the cable, and plugs it in again.
+    let cable = Arc::new(AtomicBool::new(false));
+    signal_hook::flag::register(signal_hook::consts::SIGUSR2, Arc::clone(&cable))
+        .context("the kernel took no signal handler")?;
+    let mut is_plugged = true;
     let mut server = server(&arguments.place, arguments.card.card)?;
     let mut served = Served::new(card, wire);
     let (mut had_driver, mut has_begun, mut said_back) = (server.has_client(), false, false);
@@ -264,6 +269,10 @@ fn serve_card<W: Wire, M: Model>(arguments: &NicArguments, card: M, wire: W, cou
             rounds += 1;
             rounds < 10_000 && !stop.load(Relaxed)
         })?;
+        if cable.swap(false, Relaxed) {
+            is_plugged = !is_plugged;
+            served.card().set_partner(is_plugged);
+        }
         if finish.load(Relaxed) {
             (course.finish)(served.wire());
             if !said_back && (course.is_back)(served.wire()) {

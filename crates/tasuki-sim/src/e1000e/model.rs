@@ -39,6 +39,10 @@ impl Model for Device {
         self.write(bar, offset, width, value, now);
     }
 
+    fn set_partner(&mut self, there: bool) {
+        self.set_partner(there);
+    }
+
     fn step(&mut self, host: &mut impl Host, wire: &mut impl Wire, now: u64) -> bool {
         self.step(host, wire, now)
     }

@@ -168,6 +168,7 @@ where
         };
         self.move_in(nic);
         (self.gone, self.link_is_up, self.halted) = (false, false, false);
+        self.awaits_link = true;
         self.given.lease_page.found_link(false);
         Ok(())
     }
@@ -195,6 +196,7 @@ where
         }
         self.move_in(nic);
         (self.gone, self.link_is_up, self.halted) = (false, self.given.lease_page.link_was_up(), false);
+        self.awaits_link = false;
         Ok(())
     }
 

@@ -19,6 +19,9 @@ use crate::attached::Attached;
 use crate::bundle;
 use crate::handler::FrameHandler;
 
+/// Time between two looks at a link that is up, and the longest sleep of a driver.
+const LINK_EVERY: Duration = Duration::from_secs(1);
+
 impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
 where
     N::Bus: BundleBus,
@@ -37,6 +40,7 @@ where
     pub(super) fn lose(&mut self, common: &mut Common, error: &NicError) {
         if !self.gone {
             self.gone = true;
+            self.given.lease_page.found_gone();
             let help = match error {
                 NicError::Gone if common.joins => {
                     "; when it is there again, take the NIC and its node out of the configuration, apply that, and put both back"
@@ -175,12 +179,20 @@ where
             return self.lose(common, &NicError::Gone);
         }
         self.forget_old(common);
-        if let (Card::Driven(nic), false) = (&mut self.card, self.link_is_up) {
-            self.link_is_up = nic.link() != Link::Down;
-            // A second register read: the driver's writes since then have reached the card, and doorbells are stores
-            // again.
-            nic.link();
+        // No driver has an interrupt for it; a cable may be pulled out, or plugged in at another partner.
+        let is_due = !self.link_is_up || self.link_looked_at.elapsed() >= LINK_EVERY;
+        if let (Card::Driven(nic), true) = (&mut self.card, is_due) {
+            let was_up = std::mem::replace(&mut self.link_is_up, nic.link() != Link::Down);
+            if !was_up {
+                // A second register read: the driver's writes since then have reached the card, and doorbells are stores
+                // again.
+                nic.link();
+            }
+            self.link_looked_at = Instant::now();
             self.given.lease_page.found_link(self.link_is_up);
+            if self.link_is_up && std::mem::take(&mut self.awaits_link) {
+                self.given.lease_page.frames_can_flow();
+            }
         }
     }
 
@@ -211,7 +223,8 @@ where
 
     fn rest(&mut self, _: &mut Common) -> Option<Duration> {
         let is_stuck = self.handler.holds_its_own() && !self.burst.is_empty();
-        if self.drives() && !self.gone { self.handler.rest().or(is_stuck.then_some(LAST_BURST)) } else { None }
+        let rest = self.handler.rest().or(is_stuck.then_some(LAST_BURST)).unwrap_or(LINK_EVERY);
+        (self.drives() && !self.gone).then_some(rest.min(LINK_EVERY))
     }
 
     fn fds<'a>(&'a self, _: &'a Common) -> [Option<BorrowedFd<'a>>; 2] {

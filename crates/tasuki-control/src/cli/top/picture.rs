@@ -211,7 +211,7 @@ impl Picture {
             let worker = nic.worker.map(|worker| worker.to_string()).unwrap_or_default();
             let pause = nic.pause_ns.map(time).unwrap_or_default();
             let curve = self.pauses.get(&nic.name).map(|(_, pauses)| curve(pauses)).unwrap_or_default();
-            [nic.name.clone(), nic.node.clone(), nic.is.clone(), worker, nic.relays.to_string(), pause, curve]
+            [nic.name.clone(), nic.node.clone(), nic.state(), worker, nic.relays.to_string(), pause, curve]
         });
         table(&["nic", "node", "is", "worker", "relays", "last pause", "pauses"], rows, &[3, 4, 5])
     }

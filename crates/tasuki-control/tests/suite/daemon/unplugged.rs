@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
 use tasuki_testing::process;
 
 use super::rig::{Rig, is_ours, lives, pid, until};
@@ -38,6 +39,7 @@ fn a_card_whose_server_is_gone_is_said_to_be_gone_and_comes_back_when_it_is_open
     let status = storm.rig.ask(&["status"]);
     assert!(status.contains("take the NIC out of the configuration, apply that, and put it back"), "{status}");
     assert_eq!(status.matches("the card is gone").count(), 1, "{status}");
+    assert_eq!(link_of(&storm), (None, "gone".to_owned()));
     nobody_spins(&storm.rig, &[pid(&driver), pid(&standby), storm.rig.daemon_pid()]);
     // New requests are refused, and no worker dies of them.
     let said = storm.rig.refused(&["worker", "upgrade", "red"]);
@@ -53,6 +55,54 @@ fn a_card_whose_server_is_gone_is_said_to_be_gone_and_comes_back_when_it_is_open
     storm.settle();
     storm.flows();
     storm.nothing_is_lost();
+}
+
+/// Returns what the daemon says of the link of the one NIC, and of the NIC.
+fn link_of(storm: &Storm) -> (Option<String>, String) {
+    let nic = storm.nic();
+    (nic["link"].as_str().map(str::to_owned), nic["is"].as_str().expect("a word").to_owned())
+}
+
+#[test]
+fn a_cable_that_is_pulled_out_is_told_of_and_frames_flow_when_it_is_plugged_in_again() {
+    need_storm!();
+    for card in ["82574l", "virtio-net"] {
+        let mut storm = Storm::with_card(card, 1000, false, &[]);
+        let (driver, standby) = storm.settle();
+        until(&storm.rig, "the link is up", || link_of(&storm).0.as_deref() == Some("up"));
+        storm.model.signal(Signal::USR2);
+        until(&storm.rig, "the link is down", || link_of(&storm) == (Some("down".to_owned()), "driven".to_owned()));
+        assert!(storm.rig.ask(&["nic", "list"]).contains("driven, link down"), "{}", storm.rig.ask(&["nic", "list"]));
+        storm.rig.await_event("the link of eth0 is down; look at its cable");
+        nobody_spins(&storm.rig, &[pid(&driver), pid(&standby), storm.rig.daemon_pid()]);
+        // A successor is not led to believe that the link is up.
+        storm.kill(&driver);
+        until(&storm.rig, "the next one says so, too", || {
+            storm.nic()["worker"] == standby["worker"] && link_of(&storm).0.as_deref() == Some("down")
+        });
+        storm.model.signal(Signal::USR2);
+        storm.rig.await_event("the link of eth0 is up again, after");
+        storm.flows();
+        // A source that hears nothing from a card without a link goes on sending.
+        storm.ends_with_losses();
+    }
+}
+
+#[test]
+fn the_pause_of_a_card_that_starts_anew_lasts_until_its_link_is_up() {
+    need_storm!();
+    let wire = ["--source", &u64::MAX.to_string(), "--rate", "1000", "--link-up", "1500"];
+    let storm = Storm::on(&wire, false, &[]);
+    until(&storm.rig, "the link is up", || link_of(&storm).0.as_deref() == Some("up"));
+    storm.give("blue", Some("cold")).expect("it is done");
+    storm.rig.await_event("of node blue, after ");
+    let said = storm.rig.ask(&["events"]);
+    assert!(said.contains("its link is not up yet"), "{said}");
+    until(&storm.rig, "the link is up again", || link_of(&storm).0.as_deref() == Some("up"));
+    let pause = storm.nic()["pause_ns"].as_u64().expect("a time");
+    assert!(pause >= 1_500_000_000, "{pause}: the model's link takes at least as long");
+    storm.flows();
+    storm.ends_with_losses();
 }
 
 /// Returns the process that the daemon has started with this word.

@@ -153,7 +153,6 @@ pub trait Modelled: 'static {
     fn new(mac: Mac) -> Self::Model;
     /// Returns the frames that wait in the card.
     fn waiting(model: &Self::Model) -> usize;
-    fn set_partner(model: &mut Self::Model, there: bool);
     fn set_removed(model: &mut Self::Model, removed: bool);
     /// Checks that the driver did only what it may, with so many starts.
     fn check(model: &Self::Model, starts: u64);
@@ -177,10 +176,6 @@ impl Modelled for The82574L {
 
     fn waiting(model: &Self::Model) -> usize {
         model.waiting().0
-    }
-
-    fn set_partner(model: &mut Self::Model, there: bool) {
-        model.set_partner(there);
     }
 
     fn set_removed(model: &mut Self::Model, removed: bool) {
@@ -252,7 +247,7 @@ impl<C: Modelled> World for OnSim<C> {
                 }
                 let waiting = C::waiting(served.card());
                 served.wire().look(waiting);
-                C::set_partner(served.card(), told.plugged.load(Relaxed));
+                served.card().set_partner(told.plugged.load(Relaxed));
                 let pulled = told.pulled.load(Relaxed);
                 C::set_removed(served.card(), pulled);
                 told.gone.store(pulled, Relaxed);
