@@ -101,12 +101,12 @@ impl Unit {
         Unit
     }
 
-    /// Waits until both NICs are driven and have stand-bys.
+    /// Waits until both NICs are driven, have a link and stand-bys.
     pub fn is_at_work(&self) {
         let is_so = || {
             let workers = ask(&["worker", "list"]);
             let (nics, workers) = (ask(&["nic", "list"]), workers.as_array().expect("workers").clone());
-            let driven = nics.as_array().expect("NICs").iter().all(|nic| nic["is"] == "driven");
+            let driven = nics.as_array().expect("NICs").iter().all(|nic| nic["is"] == "driven" && nic["link"] == "up");
             // Each of two may drive one of the NICs, and stand by for the other.
             let fit = |worker: &&Value| worker["is"] == "stands by" || worker["is"] == "drives";
             (driven && workers.iter().filter(fit).count() > 1).then_some(())
