@@ -163,8 +163,8 @@ pub struct Attachment<N: InPlace + Repoint, D: FrameHandler> {
     link_is_up: bool,
     /// We have started the card, and its link has not come up since.
     awaits_link: bool,
-    /// When it asked the card for its link last.
-    link_looked_at: Instant,
+    /// When it looked last whether the link is up, and the frames that this worker had received by then.
+    link_looked: (Instant, u64),
     /// Whether the card is gone and we have reported it.
     gone: bool,
     /// Whether the card is released for a successor with memory of its own.
@@ -218,7 +218,7 @@ where
             waits_since: None,
             link_is_up: false,
             awaits_link: false,
-            link_looked_at: Instant::now(),
+            link_looked: (Instant::now(), 0),
             gone: false,
             halted: false,
             is_last: false,

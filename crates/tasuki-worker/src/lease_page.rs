@@ -176,6 +176,11 @@ impl Heartbeat {
         self.words[heartbeat::ASLEEP].store(is.into(), Relaxed);
     }
 
+    /// Returns a word.
+    pub fn get(&self, word: usize) -> u64 {
+        self.words[word].load(Relaxed)
+    }
+
     /// Adds `count` to a word; most words count frames.
     #[inline]
     pub fn add(&self, word: usize, count: u64) {

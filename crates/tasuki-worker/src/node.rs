@@ -330,9 +330,14 @@ impl<D: FrameHandler> Node<D> {
         }
     }
 
+    fn see_what_it_drives(&mut self) {
+        self.common.drives_one = self.attachments.iter().filter(|attachment| attachment.drives()).count() == 1;
+    }
+
     /// Runs the checks that are not due once a burst.
     fn look_after(&mut self) {
         self.common.channel.flush();
+        self.see_what_it_drives();
         for attachment in &mut self.attachments {
             if attachment.drives() {
                 attachment.now_and_then(&mut self.common);
@@ -358,7 +363,7 @@ impl<D: FrameHandler> Node<D> {
         {
             self.common.cpus.step_aside();
         }
-        self.common.drives_one = self.attachments.iter().filter(|attachment| attachment.drives()).count() == 1;
+        self.see_what_it_drives();
         self.attachments[index].hear(&mut self.common, input);
         match self.attachments.iter().any(|attachment| attachment.is_ready()) {
             true => self.common.go_home(),

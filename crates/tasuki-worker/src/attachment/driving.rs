@@ -8,7 +8,7 @@ use tasuki_net::capture::Captures;
 use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::{InPlace, Link, NicError, Repoint, Scrub};
 use tasuki_net::port::Armed;
-use tasuki_relay::message::ToDaemon;
+use tasuki_relay::message::{ToDaemon, heartbeat};
 use tasuki_relay::wire::{Order, Plan};
 use tasuki_relay::worker::{Input, Side, Worker};
 use tasuki_relay::{After, taker};
@@ -19,7 +19,8 @@ use crate::attached::Attached;
 use crate::bundle;
 use crate::handler::FrameHandler;
 
-/// Time between two looks at a link that is up, and the longest sleep of a driver.
+/// Time between two looks at a link that is up, and the longest sleep of a driver. A cable that is plugged in again within this
+/// time goes unnoticed: partners take longer to agree (IEEE 802.3, clause 28).
 const LINK_EVERY: Duration = Duration::from_secs(1);
 
 impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
@@ -179,16 +180,21 @@ where
             return self.lose(common, &NicError::Gone);
         }
         self.forget_old(common);
-        // No driver has an interrupt for it; a cable may be pulled out, or plugged in at another partner.
-        let is_due = !self.link_is_up || self.link_looked_at.elapsed() >= LINK_EVERY;
-        if let (Card::Driven(nic), true) = (&mut self.card, is_due) {
+        let (at, before) = self.link_looked;
+        if self.link_is_up && at.elapsed() < LINK_EVERY {
+            return;
+        }
+        let received = common.heartbeat.get(heartbeat::RECEIVED);
+        self.link_looked = (Instant::now(), received);
+        // No driver has an interrupt for its link. Frames that came are as good as an answer, and cost no question.
+        let is_heard = common.drives_one && received != before;
+        if let (Card::Driven(nic), false) = (&mut self.card, self.link_is_up && is_heard) {
             let was_up = std::mem::replace(&mut self.link_is_up, nic.link() != Link::Down);
             if !was_up {
                 // A second register read: the driver's writes since then have reached the card, and doorbells are stores
                 // again.
                 nic.link();
             }
-            self.link_looked_at = Instant::now();
             self.given.lease_page.found_link(self.link_is_up);
             if self.link_is_up && std::mem::take(&mut self.awaits_link) {
                 self.given.lease_page.frames_can_flow();
