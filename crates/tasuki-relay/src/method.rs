@@ -96,38 +96,44 @@ pub struct Choice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NotPossible {
     /// The rings are in the old node's memory.
-    #[error("keep needs a NIC whose rings are in memory of its own; take repoint or cold")]
+    #[error("keep needs a NIC whose rings are in memory of its own")]
     ForeignMemory,
     /// The old node's memory would become the new node's.
     #[error(
-        "keep between nodes that do not trust each other is not safe: the new node gets the old one's memory, and the old one's settings stay; take repoint or cold, or declare the nodes trusted"
+        "keep between nodes that do not trust each other is not safe: the new node gets the old one's memory, and the old one's settings stay"
     )]
     SharedMemory,
     /// The card has one queue.
-    #[error(
-        "mbb needs a card with a receive queue to spare to which traffic can be steered, and this one has none; take keep or repoint"
-    )]
+    #[error("mbb needs a card with a receive queue to spare to which traffic can be steered, and this one has none")]
     NoSpareQueue,
     /// All queues reach the same memory.
     #[error(
-        "mbb between nodes that do not trust each other is not safe: while both queues run, each node's queue reaches the other's memory; take repoint or cold"
+        "mbb between nodes that do not trust each other is not safe: while both queues run, each node's queue reaches the other's memory"
     )]
     SharedReach,
     /// The new node cannot see all that the last owner has left in the card.
     #[error(
-        "repoint between nodes that do not trust each other needs a card whose settings the new node can all undo or read, and this one has others; take cold"
+        "repoint between nodes that do not trust each other needs a card whose settings the new node can all undo or read, and this one has others"
     )]
     Illegible,
     /// The ring bases are fixed once the card runs.
-    #[error(
-        "repoint needs a card whose ring bases can be written while its link stays up, and this one's cannot; take keep or cold"
-    )]
+    #[error("repoint needs a card whose ring bases can be written while its link stays up, and this one's cannot")]
     FixedBases,
     /// No worker drives the card.
     #[error(
-        "mbb, and repoint between nodes that trust each other, need a worker that lets the card go, and none drives it; take keep or cold"
+        "mbb, and repoint between nodes that trust each other, need a worker that lets the card go, and none drives it"
     )]
     NoGiver,
+}
+
+/// A requested method that is not possible.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{why}; if you name no method, it goes by {best}")]
+pub struct Refused {
+    /// The reason.
+    pub why: NotPossible,
+    /// The best that is possible.
+    pub best: Method,
 }
 
 /// Returns the reason why `card` can go by `method` from one node to another.
@@ -160,24 +166,28 @@ pub fn possible(card: &Card, trust: Trust, method: Method) -> Result<&'static st
 
 /// Returns the requested method, or the best that card and trust allow: first the methods that lose no frames, and
 /// among these the one that changes least.
-pub fn choose(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice, NotPossible> {
-    match asked {
-        Some(method) => possible(card, trust, method).map(|because| Choice { method, because }),
-        None => Ok(first_of(Method::ALL, card, trust)),
-    }
+///
+/// # Errors
+/// The requested method is not possible.
+pub fn choose(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice, Refused> {
+    choose_by(asked, |method| possible(card, trust, method).map(|because| Choice { method, because }))
 }
 
 /// Returns the same for a card that no worker drives, since its last driver died: nobody has steered its traffic, or left
 /// it as an owner expects that has memory of its own and trusts the last one. An owner that does not stops it itself.
-pub fn choose_without_giver(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice, NotPossible> {
-    let can = |method| match (method, trust) {
+///
+/// # Errors
+/// The requested method is not possible.
+pub fn choose_without_giver(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice, Refused> {
+    choose_by(asked, |method| match (method, trust) {
         (Method::Mbb, _) | (Method::Repoint, Trust::Full) => Err(NotPossible::NoGiver),
         _ => possible(card, trust, method).map(|because| Choice { method, because }),
-    };
-    match asked {
-        Some(method) => can(method),
-        None => Method::ALL.iter().find_map(|&method| can(method).ok()).ok_or(NotPossible::NoGiver),
-    }
+    })
+}
+
+fn choose_by(asked: Option<Method>, can: impl Fn(Method) -> Result<Choice, NotPossible>) -> Result<Choice, Refused> {
+    let best = first_of(Method::ALL, &can);
+    asked.map_or(Ok(best), |method| can(method).map_err(|why| Refused { why, best: best.method }))
 }
 
 /// Returns the next best method, after a taker has looked at the card and refused to go on with it by `refused`. Any
@@ -185,11 +195,11 @@ pub fn choose_without_giver(card: &Card, trust: Trust, asked: Option<Method>) ->
 pub fn after(card: &Card, trust: Trust, refused: Method) -> Option<Choice> {
     let at = Method::ALL.iter().position(|&method| method == refused)?;
     let rest = Method::ALL.get(at + 1..).filter(|rest| !rest.is_empty())?;
-    Some(first_of(rest, card, trust))
+    Some(first_of(rest, |method| possible(card, trust, method).map(|because| Choice { method, because })))
 }
 
-fn first_of(methods: &[Method], card: &Card, trust: Trust) -> Choice {
-    let best = methods.iter().find_map(|&method| Some(Choice { method, because: possible(card, trust, method).ok()? }));
+fn first_of(methods: &[Method], can: impl Fn(Method) -> Result<Choice, NotPossible>) -> Choice {
+    let best = methods.iter().find_map(|&method| can(method).ok());
     best.unwrap_or(Choice { method: Method::Cold, because: "nothing else is possible" })
 }
 
@@ -309,7 +319,10 @@ mod tests {
                     _ => Method::Cold,
                 };
                 assert_eq!(method, expected, "{card:?} {trust:?}");
-                assert_eq!(choose_without_giver(&card, trust, Some(Method::Mbb)), Err(NotPossible::NoGiver));
+                assert_eq!(
+                    choose_without_giver(&card, trust, Some(Method::Mbb)).map_err(|it| it.why),
+                    Err(NotPossible::NoGiver)
+                );
             }
         }
         assert!(NotPossible::NoGiver.to_string().contains("; take "));

@@ -147,11 +147,17 @@ fn become_program(terms: &str) -> Result<std::convert::Infallible> {
     say(&says, &Says::Confined(lacks));
     rustix::stdio::dup2_stdout(&nowhere)?;
     drop(nowhere);
-    let mut error = Command::new(&path).args(&args).exec();
+    let begin = |path: &Path| {
+        let mut command = Command::new(path);
+        // It can open no file to name the functions of a backtrace, and would end with that instead of with its panic.
+        command.args(&args).env_remove("RUST_BACKTRACE").env_remove("RUST_LIB_BACKTRACE");
+        command
+    };
+    let mut error = begin(&path).exec();
     if error.kind() == std::io::ErrorKind::PermissionDenied {
         // The program lies where its user cannot go, in a home directory for instance.
         let by_descriptor = format!("/proc/self/fd/{}", program.as_raw_fd());
-        error = Command::new(by_descriptor).arg0(&path).args(&args).exec();
+        error = begin(by_descriptor.as_ref()).arg0(&path).exec();
     }
     let why = match is_elf(&program) {
         true => format!("does not start: {error}"),

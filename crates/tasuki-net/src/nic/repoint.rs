@@ -50,16 +50,11 @@ impl Can {
     pub fn go(self, how: How) -> Result<(), NicError> {
         let refuse = |field, must| Err(NicError::Options { field, value: 0, must });
         match how {
-            How::Point if !self.point => {
-                refuse("repoint", "its rings cannot be elsewhere while it runs; take keep or cold")
+            How::Point if !self.point => refuse("repoint", "its rings cannot be elsewhere while it runs"),
+            How::Fenced(_) if !self.fenced => {
+                refuse("repoint", "what an owner that is not trusted has left in it cannot be read back while it runs")
             }
-            How::Fenced(_) if !self.fenced => refuse(
-                "repoint",
-                "what an owner that is not trusted has left in it cannot be read back while it runs; take cold",
-            ),
-            How::Steer if !self.steer => {
-                refuse("mbb", "it has no queue to spare that it can be told to steer to; take keep or cold")
-            }
+            How::Steer if !self.steer => refuse("mbb", "it has no queue to spare that it can be told to steer to"),
             How::Point | How::Fenced(_) | How::Steer => Ok(()),
         }
     }

@@ -154,7 +154,7 @@ impl Supervisor {
         }
     }
 
-    pub(super) fn choice(&self, at: usize, nic: u32) -> Result<method::Choice, method::NotPossible> {
+    pub(super) fn choice(&self, at: usize, nic: u32) -> Result<method::Choice, method::Refused> {
         let job = &self.jobs[at];
         let trust = if job.fence_first { Trust::None } else { Trust::Full };
         let next = |can: &method::Card| job.refused.and_then(|(refused, _)| method::after(can, trust, refused));

@@ -312,7 +312,10 @@ fn what_there_is_not_is_said_with_what_there_is() {
         ),
         (
             &["nic", "give", "eth0", "--to", "blue", "--method", "mbb"],
-            &["eth0 cannot go that way: mbb needs a card with a receive queue to spare"],
+            &[
+                "eth0 cannot go that way: mbb needs a card with a receive queue to spare",
+                "; if you name no method, it goes by keep",
+            ],
         ),
         (&["nic", "counts", "a/../b"], &["there is no NIC \"a/../b\""]),
     ] {
