@@ -246,6 +246,16 @@ impl Interface {
         Message::new(NEW_LINK, 0, &link_of(self.index, flags))
     }
 
+    /// Has the kernel announce the interface's addresses whenever it comes up: another interface may have had them a moment
+    /// ago, and neighbours remember its station address for half a minute. The calling thread is in its namespace. Where
+    /// `/proc/sys` cannot be written, neighbours find out by themselves.
+    pub fn announce_addresses(&self) {
+        for setting in [format!("ipv4/conf/{}/arp_notify", self.name), format!("ipv6/conf/{}/ndisc_notify", self.name)]
+        {
+            let _ = std::fs::write(format!("/proc/sys/net/{setting}"), "1");
+        }
+    }
+
     /// Brings the interface up.
     pub fn up(&self) -> Result<(), TapError> {
         self.ask(|| "its link up".to_owned(), self.link(IFF_UP))

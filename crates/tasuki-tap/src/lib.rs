@@ -225,6 +225,7 @@ impl Settings {
         self.mac.map_or(Ok(()), |mac| interface.set_mac(mac))?;
         self.mtu.map_or(Ok(()), |mtu| interface.set_mtu(mtu))?;
         self.addresses.iter().try_for_each(|address| interface.add_address(*address))?;
+        interface.announce_addresses();
         interface.up()?;
         // An interface that is down has no routes.
         self.routes.iter().try_for_each(|route| interface.add_route(*route))

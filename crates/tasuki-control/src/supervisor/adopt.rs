@@ -65,6 +65,7 @@ impl Supervisor {
         }
         self.add_nodes_of_before(added);
         let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
+        self.remove_taps_of_others(&living, &mut found);
         self.begin_queues(&living, &mut found);
         self.begin_taps(&living, &mut found)?;
         self.begin_endpoints(&living, &mut found);

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 use tasuki_relay::message::{self, ToWorker};
 use tasuki_tap::namespace::Unnamed;
 use tasuki_tap::packet;
@@ -40,6 +41,7 @@ const TEXT_MAX: usize = 8192;
 /// An endpoint, as far as it exists.
 #[derive(Debug)]
 pub struct Endpoint {
+    node: String,
     /// Its node's work, which has its settings.
     pub(super) work: config::Work,
     fd: Option<OwnedFd>,
@@ -58,6 +60,16 @@ pub struct Endpoint {
     pub(super) lost: Option<String>,
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
+}
+
+/// Text of a client's entry in the keeper.
+#[derive(Debug, Serialize, Deserialize)]
+struct ClientText {
+    #[serde(flatten)]
+    client: message::Client,
+    /// The node at which it is connected. An earlier daemon does not say it.
+    #[serde(default)]
+    node: Option<String>,
 }
 
 /// A connected client.
@@ -114,6 +126,7 @@ impl Endpoint {
         let work = node.work.clone();
         let client_events = Bucket::new(CLIENT_EVENTS_AT_ONCE_MAX, CLIENT_EVENT_EVERY, now());
         let end = Endpoint {
+            node: node.name.clone(),
             work,
             fd: None,
             mark: None,
@@ -147,7 +160,8 @@ impl Endpoint {
     /// Returns what the keeper gets of the client that is connected: text and descriptors.
     pub fn client_deposit(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
         let Connected { message, fds, .. } = self.client.as_ref()?;
-        Some((serde_json::to_string(message).expect("plain data"), channel::lend(fds)))
+        let text = ClientText { client: message.clone(), node: Some(self.node.clone()) };
+        Some((serde_json::to_string(&text).expect("plain data"), channel::lend(fds)))
     }
 
     /// Makes it, unless it exists.
@@ -227,9 +241,13 @@ impl Supervisor {
             if let Some((mark, fds)) = found.remove(&Key::Endpoint(label.clone())) {
                 end.adopt(mark, fds.into_iter().next(), of_living.contains(label));
             }
-            let client = found.remove(&Key::Client(label.clone()));
-            end.client =
-                client.and_then(|(what, fds)| Connected::new(serde_json::from_str(&what).ok()?, Foreign::new(fds)));
+            let client = found.remove(&Key::Client(label.clone())).and_then(|(text, fds)| {
+                let ClientText { client, node } = serde_json::from_str(&text).ok()?;
+                // The state of another node's client is in that node's memory. This client has to connect anew.
+                let is_ours = of_living.contains(label) || node.is_none_or(|node| node == end.node);
+                Some((client, Foreign::new(fds))).filter(|_| is_ours)
+            });
+            end.client = client.and_then(|(client, fds)| Connected::new(client, fds));
             end.look_at_memory();
         }
         let mut troubles = Vec::new();

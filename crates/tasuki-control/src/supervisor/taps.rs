@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
 use tasuki_relay::message;
 use tasuki_tap::device::{self, Before, is_gone, namespace_of};
 use tasuki_tap::interface::Interface;
@@ -33,6 +34,8 @@ const CHANGE_EVERY: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct TapEnd {
     config: config::Tap,
+    /// The node whose end of a VNI it is, if it is one.
+    node: Option<String>,
     /// The header before each frame.
     before: Before,
     /// Where it may have a veth end, or has one from before.
@@ -58,11 +61,24 @@ impl TapEnd {
         let config = node.tap()?.clone();
         // A card takes finished frames only; a VNI also frames that the next kernel may finish.
         let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
-        let on = OnVni::of(node);
+        let (on, its) = (OnVni::of(node), node.vni.as_ref().map(|_| node.name.clone()));
         let label = config.label();
         let (veth_end, device, mac, other_mac, made_in, is_gone) = (None, None, None, None, None, false);
         let (changes, stale) = (Bucket::new(CHANGES_AT_ONCE_MAX, CHANGE_EVERY, now()), BTreeSet::new());
-        let tap = TapEnd { config, before, on, veth_end, device, mac, other_mac, changes, stale, made_in, is_gone };
+        let tap = TapEnd {
+            config,
+            node: its,
+            before,
+            on,
+            veth_end,
+            device,
+            mac,
+            other_mac,
+            changes,
+            stale,
+            made_in,
+            is_gone,
+        };
         Some((label, tap))
     }
 
@@ -131,10 +147,10 @@ impl TapEnd {
         is_in.zip(self.place().identity()).is_some_and(|(is_in, named)| is_in != named)
     }
 
-    /// Returns what the keeper gets: the descriptor, if it exists, and the namespace in which it was made.
+    /// Returns what the keeper gets: the descriptor, if it exists, and where and for which node it was made.
     pub fn deposit(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
-        let made_in = self.made_in.map(|made_in| serde_json::to_string(&made_in).expect("plain data"));
-        Some((made_in.unwrap_or_default(), vec![self.fd()?]))
+        let text = Text { made_in: self.made_in, node: self.node.clone() };
+        Some((serde_json::to_string(&text).expect("plain data"), vec![self.fd()?]))
     }
 
     /// Returns whether its namespace has an interface of its name.
@@ -163,7 +179,13 @@ impl TapEnd {
 
     /// Adopts an earlier daemon's TAP; if its interface is gone, only where a worker that lives has it, too. Returns why it
     /// has no veth end, if it was to have one.
-    fn adopt(&mut self, device: OwnedFd, made_in: &str, lives: bool, shortcuts: &mut Shortcuts) -> Option<String> {
+    fn adopt(
+        &mut self,
+        device: OwnedFd,
+        made_in: Option<Identity>,
+        lives: bool,
+        shortcuts: &mut Shortcuts,
+    ) -> Option<String> {
         if self.device.is_some() {
             return None;
         }
@@ -174,7 +196,7 @@ impl TapEnd {
         }
         self.device = Some(device);
         // An earlier daemon does not say it.
-        self.made_in = serde_json::from_str(made_in).ok().or_else(|| self.place().identity());
+        self.made_in = made_in.or_else(|| self.place().identity());
         match adopted? {
             (_, Ok(veth_end)) => {
                 self.veth_end = Some(veth_end);
@@ -207,23 +229,59 @@ impl TapEnd {
                 remove_beside(&device);
                 // The keeper has it for a moment more, and a node that is added again wants the name. Best effort: it may
                 // be gone with its namespace.
-                let _ = tasuki_tap::device::remove(device.as_fd());
+                let _ = device::remove(device.as_fd());
             }
             (None, None) => {}
         }
     }
 }
 
+/// Text of a TAP's entry in the keeper.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Text {
+    made_in: Option<Identity>,
+    node: Option<String>,
+}
+
+impl Text {
+    /// Reads the text of this daemon, or of one from before there was a node in it.
+    fn read(text: &str) -> Self {
+        let of_before = || Text { made_in: serde_json::from_str(text).ok(), node: None };
+        serde_json::from_str(text).unwrap_or_else(|_| of_before())
+    }
+}
+
 impl Supervisor {
+    /// Removes the interfaces of nodes that are in the configuration no more where another node is to have one of the same
+    /// name: it would have the station address and the IP addresses of the former.
+    pub(super) fn remove_taps_of_others(&self, living: &[String], found: &mut Found) {
+        for (label, tap) in self.config.node.iter().filter_map(TapEnd::of) {
+            let key = Key::Tap(label);
+            let is_anothers = |(text, _): &(String, Vec<OwnedFd>)| {
+                let was = Text::read(text).node;
+                was.is_some() && tap.node.is_some() && was != tap.node
+            };
+            let lives = tap.node.as_ref().is_some_and(|node| living.contains(node));
+            if lives || !found.get(&key).is_some_and(is_anothers) {
+                continue;
+            }
+            if let Some(device) = found.remove(&key).and_then(|(_, fds)| fds.into_iter().next()) {
+                remove_beside(&device);
+                // Best effort: it may be gone with its namespace.
+                let _ = device::remove(device.as_fd());
+            }
+        }
+    }
+
     /// Adopts the TAPs of an earlier daemon, and makes the others, except those of which workers of the nodes in
     /// `living` have the only descriptor.
     pub(super) fn begin_taps(&mut self, living: &[String], found: &mut Found) -> Result<()> {
         self.taps = self.config.node.iter().filter_map(TapEnd::of).collect::<BTreeMap<_, _>>();
         for label in self.taps.keys().cloned().collect::<Vec<_>>() {
             let its = found.remove(&Key::Tap(label.clone()));
-            let device = its.and_then(|(made_in, fds)| Some((made_in, fds.into_iter().next()?)));
+            let device = its.and_then(|(text, fds)| Some((Text::read(&text).made_in, fds.into_iter().next()?)));
             let lives = living.iter().any(|node| self.config.tap(node).is_some_and(|tap| tap.label() == label));
-            device.into_iter().for_each(|(made_in, device)| self.adopt_tap(&label, device, &made_in, lives));
+            device.into_iter().for_each(|(made_in, device)| self.adopt_tap(&label, device, made_in, lives));
         }
         // Of TAPs no longer in the configuration, remove the parts that do not go with the descriptor.
         for (key, (_, fds)) in found.iter() {
@@ -260,7 +318,7 @@ impl Supervisor {
     }
 
     /// Adopts the TAP that an earlier daemon had.
-    fn adopt_tap(&mut self, label: &str, device: OwnedFd, made_in: &str, lives: bool) {
+    fn adopt_tap(&mut self, label: &str, device: OwnedFd, made_in: Option<Identity>, lives: bool) {
         let why = self.taps.get_mut(label).and_then(|tap| tap.adopt(device, made_in, lives, &mut self.shortcuts));
         why.into_iter().for_each(|why| self.note(About::default(), why));
     }

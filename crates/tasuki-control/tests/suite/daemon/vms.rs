@@ -340,6 +340,42 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
     world.end();
 }
 
+#[test]
+fn nodes_that_are_renamed_while_no_daemon_lives_are_other_nodes_and_have_nothing_of_the_former() {
+    let Some(mut world) = World::alone() else { return };
+    let (socket, room) = (world.rig.path("vm.sock"), world.shop.path());
+    world.rig.configure(|text| {
+        let shop = format!("tap = {{ netns = {room:?}, name = \"lan\", address = \"{SHOP}/24\" }}");
+        let vm = format!("vm = {{ socket = {socket:?} }} }}\nmac = \"02:00:00:00:00:99\"");
+        format!(
+            "{text}\n[[node]]\nname = \"shop\"\nvni = \"lan\"\nwork = {{ {shop} }}\n\n[[node]]\nname = \"vm\"\nvni = \"lan\"\nwork = {{ {vm}\n"
+        )
+    });
+    world.rig.ask(&["apply"]);
+    world.rig.await_pair("shop");
+    world.rig.await_pair("vm");
+    let Some(_machine) = machine(&world, &[]) else {
+        println!("skipped: needs QEMU and a kernel: cargo xtask test");
+        return world.end();
+    };
+    until(&world.rig, "it answers", || world.is_answered(GUEST));
+    world.rig.kill_daemon();
+    world.rig.configure(|text| {
+        text.replace("name = \"shop\"", "name = \"store\"").replace("name = \"vm\"", "name = \"guest\"")
+    });
+    world.rig.start();
+    world.rig.await_pair("store");
+    world.rig.await_pair("guest");
+    until(&world.rig, "it answers", || world.is_answered(GUEST));
+    let table = world.rig.json(&["vni", "table", "lan"]);
+    let store = table.as_array().and_then(|nodes| nodes.iter().find(|it| it["node"] == "store")).expect("it is there");
+    let said = world.shop.within(|| Command::new("ip").args(["link", "show", "lan"]).output().expect("ip"));
+    let said = String::from_utf8_lossy(&said.stdout).into_owned();
+    assert!(said.contains(store["mac"].as_str().expect("an address")), "{said} {store}");
+    assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
+    world.end();
+}
+
 /// Returns what a command says in the guest.
 fn said_in_guest(world: &World, command: &str) -> String {
     // It answers pings before it serves a shell.

@@ -517,6 +517,28 @@ fn nodes_come_and_go_beside_others_and_nothing_is_left_of_them() {
 }
 
 #[test]
+fn an_address_that_goes_to_another_node_is_known_at_its_new_place_to_all_that_talked_to_it() {
+    let Some(world) = World::with_both() else { return };
+    let neighbour = || {
+        let output = world.shop.within(|| Command::new("ip").args(["neigh", "show", DESK]).output().expect("ip"));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    assert!(world.is_answered(DESK));
+    let before = neighbour();
+    assert!(before.contains("lladdr"), "{before}");
+    world.rig.ask(&["node", "remove", "desk"]);
+    world.add("counter", &world.desk, DESK, &[]);
+    let table = world.rig.json(&["vni", "table", "lan"]);
+    let its =
+        table.as_array().and_then(|nodes| nodes.iter().find(|its| its["node"] == "counter")).expect("it is there");
+    let mac = its["mac"].as_str().expect("an address").to_owned();
+    assert!(!before.contains(&mac), "{before}");
+    // Without a question from here: a neighbour that answered a moment ago is not asked.
+    until(&world.rig, "it is announced", || neighbour().contains(&mac));
+    world.end();
+}
+
+#[test]
 fn a_node_that_cannot_be_is_refused_with_a_sentence_and_nothing_is_left_of_it() {
     let Some(world) = World::with_both() else { return };
     let path = world.shop.path();
