@@ -15,6 +15,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::ioctl::{IntegerSetter, Ioctl, IoctlOutput, Opcode, Setter, Updater, opcode};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::interface::Interface;
 use crate::namespace::Unnamed;
@@ -219,12 +220,25 @@ pub fn is_gone(device: BorrowedFd<'_>) -> bool {
 /// Returns the station address of a TAP device's interface.
 pub fn mac(device: BorrowedFd<'_>) -> Result<[u8; 6], Errno> {
     // Behind the family of the address.
-    Ok(*ask::<SIOCGIFHWADDR>(device)?.rest.first_chunk().expect("there is room for six bytes"))
+    mac_by(device, [0; NAME_LEN])
+}
+
+/// Returns the station address of an interface of the calling thread's namespace.
+pub fn mac_of(name: &str) -> Result<[u8; 6], Errno> {
+    let mut field = [0; NAME_LEN];
+    // One byte less: the name ends with a zero.
+    field[..NAME_LEN - 1].get_mut(..name.len()).ok_or(Errno::INVAL)?.copy_from_slice(name.as_bytes());
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    mac_by(socket.as_fd(), field)
+}
+
+fn mac_by(fd: BorrowedFd<'_>, name: [u8; NAME_LEN]) -> Result<[u8; 6], Errno> {
+    Ok(*ask::<SIOCGIFHWADDR>(fd, name)?.rest.first_chunk().expect("there is room for six bytes"))
 }
 
 /// Has the kernel fill in a request of this kind.
-fn ask<const WHAT: Opcode>(device: BorrowedFd<'_>) -> Result<Request, Errno> {
-    let mut request = Request { name: [0; NAME_LEN], flags: 0, rest: [0; 22] };
+fn ask<const WHAT: Opcode>(device: BorrowedFd<'_>, name: [u8; NAME_LEN]) -> Result<Request, Errno> {
+    let mut request = Request { name, flags: 0, rest: [0; 22] };
     // SAFETY: both kinds of requests fill in this structure (T1).
     let updater = unsafe { Updater::<WHAT, Request>::new(&mut request) };
     // SAFETY: the kernel refuses other kinds of descriptors; the request outlives the call (T1).
@@ -233,7 +247,7 @@ fn ask<const WHAT: Opcode>(device: BorrowedFd<'_>) -> Result<Request, Errno> {
 }
 
 fn name_and_flags(device: BorrowedFd<'_>) -> Result<(String, u16), Errno> {
-    let request = ask::<TUNGETIFF>(device)?;
+    let request = ask::<TUNGETIFF>(device, [0; NAME_LEN])?;
     let len = request.name.iter().position(|byte| *byte == 0).unwrap_or(NAME_LEN);
     Ok((String::from_utf8_lossy(&request.name[..len]).into_owned(), request.flags))
 }

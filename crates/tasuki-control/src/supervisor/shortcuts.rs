@@ -19,6 +19,8 @@ pub struct OnVni {
     pub may_shortcut: bool,
     /// Its station address.
     pub mac: [u8; 6],
+    /// Whether it may send from other addresses.
+    pub may_have_others: bool,
 }
 
 impl OnVni {
@@ -26,7 +28,7 @@ impl OnVni {
     pub fn of(node: &config::Node) -> Option<Self> {
         // Only workers look at IP addresses, and keep limits.
         let may_shortcut = node.tap()?.shortcut && node.addresses.is_empty() && node.limits.is_none();
-        Some(OnVni { vni: node.vni.clone()?, may_shortcut, mac: node.mac() })
+        Some(OnVni { vni: node.vni.clone()?, may_shortcut, mac: node.mac(), may_have_others: node.has_others() })
     }
 }
 

@@ -212,10 +212,21 @@ impl TapEnd {
         }
     }
 
-    /// Looks whether somebody gave it another station address than the NIC's. Returns whether that is news.
-    fn has_other_mac(&mut self) -> bool {
-        let has = self.device.as_ref().zip(self.mac).and_then(|(device, _)| device::mac(device.as_fd()).ok());
-        let other = has.filter(|has| self.mac != Some(*has));
+    /// Returns the station address that it has to keep, if there is one.
+    fn its_mac(&self) -> Option<[u8; 6]> {
+        self.mac.or_else(|| self.on.as_ref().filter(|on| !on.may_have_others).map(|on| on.mac))
+    }
+
+    /// Looks whether somebody gave it another station address than the one it has to keep. Returns whether that is news. To
+    /// ask an interface beside a veth end means to enter its namespace, which `may_enter` allows.
+    fn has_other_mac(&mut self, may_enter: bool) -> bool {
+        let (Some(its), Some(device)) = (self.its_mac(), &self.device) else { return false };
+        let has = match &self.veth_end {
+            None => device::mac(device.as_fd()).ok(),
+            Some(_) if may_enter => self.place().within(|| Ok(device::mac_of(&self.config.name).ok())).ok().flatten(),
+            Some(_) => return false,
+        };
+        let other = has.filter(|has| *has != its);
         let is_news = other.is_some() & (std::mem::replace(&mut self.other_mac, other) != other);
         is_news && self.changes.take(now())
     }
@@ -379,14 +390,16 @@ impl Supervisor {
             .collect();
         links.into_iter().for_each(|(sentence, nic, node)| self.note(About::node(&node).of_nic(&nic), sentence));
         let (mut lost, mut strange) = (Vec::new(), Vec::new());
-        for (label, tap) in &mut self.taps {
+        self.entered = self.entered.wrapping_add(1);
+        let enters = self.entered.checked_rem(self.taps.len());
+        for (at, (label, tap)) in self.taps.iter_mut().enumerate() {
             // If the veth end is gone, so is the TAP.
             tap.veth_end.take_if(|veth_end| !veth_end.is_there()).into_iter().for_each(VethEnd::remove);
             let is_gone = tap.device.as_ref().is_some_and(|device| is_gone(device.as_fd())) || tap.is_elsewhere();
             if !std::mem::replace(&mut tap.is_gone, is_gone) && is_gone {
                 lost.push(label.clone());
             }
-            if tap.has_other_mac() {
+            if tap.has_other_mac(enters == Some(at)) {
                 strange.push(label.clone());
             }
         }
@@ -409,9 +422,10 @@ impl Supervisor {
     /// Returns a sentence if a TAP has another station address than its NIC.
     fn why_filtered(&self, label: &str) -> Option<String> {
         let tap = self.taps.get(label)?;
-        let [other, mac] = [tap.other_mac?, tap.mac?].map(StationAddress);
+        let [other, mac] = [tap.other_mac?, tap.its_mac()?].map(StationAddress);
+        let takes = if tap.node.is_some() { "its VNI takes frames from" } else { "its NIC lets in frames for" };
         Some(format!(
-            "the interface {label} was given the station address {other}, and its NIC lets in frames for {mac} alone: give it that again (ip link set {} address {mac})",
+            "the interface {label} was given the station address {other}, and {takes} {mac} alone: give it that again (ip link set {} address {mac})",
             tap.config.name
         ))
     }

@@ -517,6 +517,26 @@ fn nodes_come_and_go_beside_others_and_nothing_is_left_of_them() {
 }
 
 #[test]
+fn an_interface_that_is_given_another_station_address_is_told_of() {
+    for begin in [World::with_both, World::with_both_by_workers] {
+        let Some(world) = begin() else { return };
+        let told = || {
+            let said = world.rig.ask(&["status"]);
+            let of = "was given the station address 02:00:00:00:00:55, and its VNI takes frames from ";
+            Some(said.split_once(of)?.1.split(' ').next()?.to_owned())
+        };
+        let set = |mac: &str| {
+            world.desk.within(|| Command::new("ip").args(["link", "set", "lan", "address", mac]).status().expect("ip"))
+        };
+        set("02:00:00:00:00:55");
+        until(&world.rig, "it is told", || told().is_some());
+        set(&told().expect("just told"));
+        until(&world.rig, "it is right again", || told().is_none());
+        world.end();
+    }
+}
+
+#[test]
 fn an_address_that_goes_to_another_node_is_known_at_its_new_place_to_all_that_talked_to_it() {
     let Some(world) = World::with_both() else { return };
     let neighbour = || {
