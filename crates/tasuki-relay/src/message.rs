@@ -460,12 +460,14 @@ pub mod lease_page {
     /// elsewhere; 0 if the card was not left so.
     pub const LEFT: usize = 12;
     /// Word: what the driver found of the link when it looked last. [`LINK_UP`] says that it has told the card the
-    /// consequences, too: a taker then need not ask the card. 0 for a card that was just started.
+    /// consequences, too: a taker then need not ask the card. 0 until a driver has looked since the card was started.
     pub const LINK: usize = 13;
     /// Value of that word: the link is up.
     pub const LINK_UP: u64 = 1;
-    /// Value of that word: the card is gone, or its driver gave it up.
+    /// Value of that word: the card is gone.
     pub const CARD_GONE: u64 = 2;
+    /// Value of that word: the link is down.
+    pub const LINK_DOWN: u64 = 3;
     /// Word: time, in ns of `CLOCK_MONOTONIC`, until which a worker that prepares waits for the driver's CPU; 0 if
     /// none waits.
     pub const COMING: usize = 14;

@@ -285,7 +285,10 @@ mod tests {
                 for &method in Method::ALL {
                     match choose(&card, trust, Some(method)) {
                         Ok(choice) => assert_eq!(choice.method, method, "nothing but the requested method"),
-                        Err(error) => assert!(error.to_string().contains("; take "), "{error}"),
+                        Err(error) => {
+                            assert_ne!(error.best, method);
+                            assert!(choose(&card, trust, Some(error.best)).is_ok(), "{error}");
+                        }
                     }
                 }
                 assert!(choose(&card, trust, Some(Method::Cold)).is_ok());
@@ -325,7 +328,6 @@ mod tests {
                 );
             }
         }
-        assert!(NotPossible::NoGiver.to_string().contains("; take "));
     }
 
     #[test]

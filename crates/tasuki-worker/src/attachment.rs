@@ -161,8 +161,8 @@ pub struct Attachment<N: InPlace + Repoint, D: FrameHandler> {
     method: Method,
     waits_since: Option<Instant>,
     link_is_up: bool,
-    /// We have started the card, and its link has not come up since.
-    awaits_link: bool,
+    /// When we started the card, if its link has not come up since.
+    awaits_link: Option<Instant>,
     /// When it looked last whether the link is up, and the frames that this worker had received by then.
     link_looked: (Instant, u64),
     /// Whether the card is gone and we have reported it.
@@ -217,7 +217,7 @@ where
             method: Method::Keep,
             waits_since: None,
             link_is_up: false,
-            awaits_link: false,
+            awaits_link: None,
             link_looked: (Instant::now(), 0),
             gone: false,
             halted: false,
@@ -537,7 +537,7 @@ where
         }
         self.drive(nic);
         (self.gone, self.link_is_up, self.halted) = (false, self.given.lease_page.link_was_up(), false);
-        self.awaits_link = false;
+        self.awaits_link = None;
         Ok(())
     }
 

@@ -91,9 +91,9 @@ impl LeasePage {
         self.words[lease_page::LINK].load(Relaxed) == lease_page::LINK_UP
     }
 
-    /// Notes whether the link was found up; `false` also for a card that was just started.
+    /// Notes whether the link was found up.
     pub fn found_link(&self, up: bool) {
-        self.words[lease_page::LINK].store(if up { lease_page::LINK_UP } else { 0 }, Relaxed);
+        self.words[lease_page::LINK].store(if up { lease_page::LINK_UP } else { lease_page::LINK_DOWN }, Relaxed);
     }
 
     /// Notes that a card which this driver started has a link from now on: the pause was until now.
@@ -101,7 +101,7 @@ impl LeasePage {
         self.words[lease_page::DRIVING_AT].store(now_ns(), Relaxed);
     }
 
-    /// Notes that the card is gone, or that its driver gave it up.
+    /// Notes that the card is gone.
     pub fn found_gone(&self) {
         self.words[lease_page::LINK].store(lease_page::CARD_GONE, Relaxed);
     }

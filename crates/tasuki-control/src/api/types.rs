@@ -324,8 +324,8 @@ pub struct NicView {
     pub worker: Option<u32>,
     /// `driven`, `changes hands`, `is being closed`, `parked`, `waits for a worker`, `gone` or `not open`.
     pub is: String,
-    /// `up` or `down`, as its driver found its link within the last second; nothing while no worker drives it. For 2 s after a
-    /// card was started it may be down.
+    /// `up` or `down`, as its driver found its link within the last two seconds; nothing while no worker drives it. A worker
+    /// from before 2026-11-29 looks only until the link is up once.
     #[serde(default)]
     pub link: Option<String>,
     /// How often its lease was taken.
@@ -334,7 +334,7 @@ pub struct NicView {
     pub relays: u64,
     /// For how many ns no worker drove it when it last changed hands; until its link was up, if the card was started anew.
     pub pause_ns: Option<u64>,
-    /// When its present driver began to drive, in ns of `CLOCK_MONOTONIC`.
+    /// When its present driver began to drive, in ns of `CLOCK_MONOTONIC`; when its link was up, if it started the card anew.
     pub driving_at_ns: Option<u64>,
     /// Why no worker drives it, or why the last relay did not end as intended.
     pub trouble: Option<String>,

@@ -133,13 +133,20 @@ impl Attachment {
     }
 }
 
-/// Switches IPv6 on for the interface to come, if it is wanted.
+/// Has the kernel announce the addresses when the interface comes up, also where the daemon may not write to /proc/sys:
+/// another container may have had them a moment ago, and neighbours remember its station address. Switches IPv6 on, if it
+/// is wanted.
 pub fn prepare(namespace: &Namespace, assigned: &Assigned) {
-    if assigned.ips.iter().any(|ip| ip.address.ip.is_ipv6()) {
-        // Where it cannot be written, the daemon says what IPv6 lacks.
-        let _ = namespace.within(|| {
-            drop(std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "0"));
-            Ok(())
-        });
-    }
+    let has_ipv6 = assigned.ips.iter().any(|ip| ip.address.ip.is_ipv6());
+    // The settings of interfaces to come, in the calling thread's namespace. Where they cannot be written, neighbours find
+    // out by themselves in half a minute, and the daemon says what IPv6 lacks.
+    let set = |path: &str, value: &str| drop(std::fs::write(format!("/proc/sys/net/{path}"), value));
+    let _ = namespace.within(|| {
+        set("ipv4/conf/default/arp_notify", "1");
+        set("ipv6/conf/default/ndisc_notify", "1");
+        if has_ipv6 {
+            set("ipv6/conf/default/disable_ipv6", "0");
+        }
+        Ok(())
+    });
 }

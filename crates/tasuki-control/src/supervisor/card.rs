@@ -16,8 +16,10 @@ use tasuki_shm::region::{RegionError, Span};
 
 use super::by_node::OfNode;
 use super::failover::{self, FailOver};
+use super::now;
 use super::worker::Words;
 use crate::api::types::Standby;
+use crate::bucket::Bucket;
 use crate::config;
 use crate::jail::{self, Says, Terms};
 use crate::process::Process;
@@ -26,6 +28,9 @@ use crate::process::Process;
 const SAYS_MAX: usize = 16 << 10;
 /// For this long a link is down before users are told: a card that was just started needs 2.2 s.
 const DOWN_TOLD_AFTER: Duration = Duration::from_secs(4);
+/// How often users hear that the link of a card goes down, at once, and after that.
+const LINK_EVENTS_AT_ONCE_MAX: u32 = 5;
+const LINK_EVENT_EVERY: Duration = Duration::from_secs(60);
 /// Characters of that output which the daemon passes on.
 const SENTENCE_MAX: usize = 1000;
 
@@ -281,6 +286,8 @@ pub struct Card {
     pub found_dead: Option<u64>,
     /// Since when its link is down, and whether that was told.
     link_down: Option<(Duration, bool)>,
+    /// How often users hear of its link.
+    link_events: Bucket,
     /// [`lease_page::DRIVING_AT`] of the takeover whose pause an event has given.
     pub pause_told: u64,
     /// Why no worker drives it, or why the last relay failed.
@@ -341,6 +348,7 @@ impl Card {
             by_hand: None,
             found_dead: None,
             link_down: None,
+            link_events: Bucket::new(LINK_EVENTS_AT_ONCE_MAX, LINK_EVENT_EVERY, now()),
             pause_told: 0,
             waits: None,
             routed: None,
@@ -397,14 +405,19 @@ impl Card {
         self.config.device == config::Device::Sim && self.model.is_none()
     }
 
-    /// Returns whether there is no card any more, or its driver gave it up.
+    /// Returns whether there is no card any more.
     pub fn is_gone(&self) -> bool {
         self.has_lost_its_model() || self.driver_found() == Some(lease_page::CARD_GONE)
     }
 
-    /// Returns whether the link is `up` or `down`, as the driver says; nothing if no worker drives the card.
+    /// Returns whether the link is `up` or `down`, as the driver says; nothing if no worker drives the card, or it has not
+    /// looked.
     pub fn link(&self) -> Option<&'static str> {
-        self.driver_found().filter(|_| !self.is_gone()).map(|it| if it == lease_page::LINK_UP { "up" } else { "down" })
+        match self.driver_found()? {
+            lease_page::LINK_UP => Some("up"),
+            lease_page::LINK_DOWN => Some("down"),
+            _ => None,
+        }
     }
 
     /// Returns what the driver noted of the card's link.
@@ -413,22 +426,24 @@ impl Card {
         is_driven.then(|| self.lease_page.words.load(lease_page::LINK))
     }
 
-    /// Returns a sentence when the link has been down for [`DOWN_TOLD_AFTER`], and when it is up again after that.
+    /// Returns a sentence when the link has been down for [`DOWN_TOLD_AFTER`], and when it is up again after that. Not as often
+    /// as a hostile driver would like.
     pub fn news_of_link(&mut self, now: Duration) -> Option<String> {
-        let name = self.name();
-        match (self.link()?, self.link_down) {
-            ("down", None) => self.link_down = Some((now, false)),
-            ("down", Some((since, false))) if now.saturating_sub(since) >= DOWN_TOLD_AFTER => {
-                let sentence = format!("the link of {name} is down; look at its cable, and at the other end");
-                self.link_down = Some((since, true));
-                return Some(sentence);
+        let (link, name) = (self.link(), self.name().to_owned());
+        match (link, self.link_down) {
+            (Some("down"), None) => self.link_down = Some((now, false)),
+            (Some("down"), Some((since, false))) if now.saturating_sub(since) >= DOWN_TOLD_AFTER => {
+                let is_told = self.link_events.take(now);
+                self.link_down = Some((since, is_told));
+                return is_told.then(|| format!("the link of {name} is down; look at its cable, and at the other end"));
             }
-            ("up", Some((since, is_told))) => {
-                let seconds = now.saturating_sub(since).as_secs();
-                let sentence = is_told.then(|| format!("the link of {name} is up again, after {seconds} s"));
+            (Some("up"), Some((since, is_told))) => {
                 self.link_down = None;
-                return sentence;
+                let seconds = now.saturating_sub(since).as_secs();
+                return is_told.then(|| format!("the link of {name} is up again, after {seconds} s"));
             }
+            // Another driver may start the card anew.
+            (None, Some((_, false))) => self.link_down = None,
             _ => {}
         }
         None

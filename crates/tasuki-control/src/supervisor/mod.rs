@@ -276,8 +276,8 @@ pub struct Supervisor {
     interfaces: BTreeMap<String, queues::Interface>,
     shortcuts: shortcuts::Shortcuts,
     interfaces_looked_at: Duration,
-    /// How often it went to look into a namespace.
-    entered: usize,
+    /// Tells which interface is asked in its namespace.
+    turn: usize,
     vnis: BTreeMap<String, vnis::Net>,
     endpoints: BTreeMap<String, endpoints::Endpoint>,
     sockets: sockets::Sockets,
@@ -395,7 +395,7 @@ impl Supervisor {
             interfaces: BTreeMap::new(),
             shortcuts: shortcuts::Shortcuts::default(),
             interfaces_looked_at: Duration::ZERO,
-            entered: 0,
+            turn: 0,
             vnis: BTreeMap::new(),
             endpoints: BTreeMap::new(),
             sockets: sockets::Sockets::default(),

@@ -337,8 +337,8 @@ impl Supervisor {
 
     /// Has the flows of each queue go by it while a worker drives it, or is about to.
     pub(super) fn reconcile_queues(&mut self) {
-        if self.adopting {
-            // The workers have yet to say what they drive.
+        if self.adopting || !self.untold.is_empty() {
+            // The workers have yet to say what they drive, or go by the directory of another tasukid.
             for interface in self.interfaces.values_mut() {
                 let others = interface.others.values_mut().map(|queue| &mut queue.flows);
                 others.chain([&mut interface.first]).for_each(|flows| flows.since = now());

@@ -46,7 +46,7 @@ pub struct TapEnd {
     mac: Option<[u8; 6]>,
     /// The namespace that had the name when the interface was made there.
     made_in: Option<Identity>,
-    /// The station address that it had when the daemon looked last, if that is not the NIC's, and how often users hear of it.
+    /// The station address that it had when the daemon looked last, if it has to keep another, and how often users hear of it.
     other_mac: Option<[u8; 6]>,
     changes: Bucket,
     /// Nodes whose workers have the interface in whose place this one came.
@@ -61,13 +61,13 @@ impl TapEnd {
         let config = node.tap()?.clone();
         // A card takes finished frames only; a VNI also frames that the next kernel may finish.
         let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
-        let (on, its) = (OnVni::of(node), node.vni.as_ref().map(|_| node.name.clone()));
+        let (on, name) = (OnVni::of(node), node.vni.as_ref().map(|_| node.name.clone()));
         let label = config.label();
         let (veth_end, device, mac, other_mac, made_in, is_gone) = (None, None, None, None, None, false);
         let (changes, stale) = (Bucket::new(CHANGES_AT_ONCE_MAX, CHANGE_EVERY, now()), BTreeSet::new());
         let tap = TapEnd {
             config,
-            node: its,
+            node: name,
             before,
             on,
             veth_end,
@@ -390,8 +390,8 @@ impl Supervisor {
             .collect();
         links.into_iter().for_each(|(sentence, nic, node)| self.note(About::node(&node).of_nic(&nic), sentence));
         let (mut lost, mut strange) = (Vec::new(), Vec::new());
-        self.entered = self.entered.wrapping_add(1);
-        let enters = self.entered.checked_rem(self.taps.len());
+        self.turn = self.turn.wrapping_add(1);
+        let enters = self.turn.checked_rem(self.taps.len()).filter(|_| !self.is_pressing());
         for (at, (label, tap)) in self.taps.iter_mut().enumerate() {
             // If the veth end is gone, so is the TAP.
             tap.veth_end.take_if(|veth_end| !veth_end.is_there()).into_iter().for_each(VethEnd::remove);
@@ -399,7 +399,7 @@ impl Supervisor {
             if !std::mem::replace(&mut tap.is_gone, is_gone) && is_gone {
                 lost.push(label.clone());
             }
-            if tap.has_other_mac(enters == Some(at)) {
+            if tap.has_other_mac(enters == Some(at) && !tap.is_gone) {
                 strange.push(label.clone());
             }
         }
@@ -419,7 +419,7 @@ impl Supervisor {
         }
     }
 
-    /// Returns a sentence if a TAP has another station address than its NIC.
+    /// Returns a sentence if a TAP has another station address than it has to keep.
     fn why_filtered(&self, label: &str) -> Option<String> {
         let tap = self.taps.get(label)?;
         let [other, mac] = [tap.other_mac?, tap.its_mac()?].map(StationAddress);

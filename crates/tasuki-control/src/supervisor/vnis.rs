@@ -236,7 +236,8 @@ impl Supervisor {
 
     /// Gives workers that had an end before it joined all other members, and the directory: some in each turn, since after a
     /// takeover these are the workers of all nodes, and requests and dead workers wait meanwhile. Until its turn comes, such a
-    /// worker goes by the directory of the tasukid that gave it the end.
+    /// worker goes by the directory of the tasukid that gave it the end: nodes that are added meanwhile it does not know, and
+    /// the flows of queues stay as they are.
     fn tell_untold(&mut self) {
         let mut count = 0;
         while count < INTRODUCED_MAX

@@ -560,7 +560,7 @@ impl Supervisor {
         let soon = (busy || self.is_opening() || self.has_deposits_due()).then(|| now() + Duration::from_millis(20));
         let ahead = self.ahead.iter().map(|it| it.since);
         let frozen = self.frozen.iter().map(|it| it.since).chain(ahead).map(|since| since + FROZEN_TIME_MAX);
-        let at_once = (!self.untold.is_empty() && !self.is_pressing()).then(now);
+        let at_once = (!self.untold.is_empty() && !self.is_pressing() && self.stopping.is_none()).then(now);
         let all = watches
             .chain(frozen)
             .chain(waits)

@@ -168,8 +168,8 @@ where
         };
         self.move_in(nic);
         (self.gone, self.link_is_up, self.halted) = (false, false, false);
-        self.awaits_link = true;
-        self.given.lease_page.found_link(false);
+        self.awaits_link = Some(Instant::now());
+        self.ask_for_link();
         Ok(())
     }
 
@@ -196,7 +196,7 @@ where
         }
         self.move_in(nic);
         (self.gone, self.link_is_up, self.halted) = (false, self.given.lease_page.link_was_up(), false);
-        self.awaits_link = false;
+        self.awaits_link = None;
         Ok(())
     }
 

@@ -19,9 +19,11 @@ use crate::attached::Attached;
 use crate::bundle;
 use crate::handler::FrameHandler;
 
-/// Time between two looks at a link that is up, and the longest sleep of a driver. A cable that is plugged in again within this
-/// time goes unnoticed: partners take longer to agree (IEEE 802.3, clause 28).
+/// Time between two looks at a link that is up, and the longest sleep of a driver.
 const LINK_EVERY: Duration = Duration::from_secs(1);
+/// Time for the link of a card that was started, and time between two looks at it meanwhile: the pause lasts until it is up.
+const LINK_TIME: Duration = Duration::from_secs(10);
+const LINK_SOON: Duration = Duration::from_millis(10);
 
 impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
 where
@@ -36,12 +38,31 @@ where
         }
     }
 
+    /// Asks the card for its link, and notes the answer for takers and users.
+    pub(super) fn ask_for_link(&mut self) {
+        let Card::Driven(nic) = &mut self.card else { return };
+        let was_up = std::mem::replace(&mut self.link_is_up, nic.link() != Link::Down);
+        if !was_up {
+            // A second register read: the driver's writes since then have reached the card, and doorbells are stores
+            // again.
+            nic.link();
+        }
+        self.given.lease_page.found_link(self.link_is_up);
+        // One that comes up much later was no part of the pause.
+        let is_pause = self.link_is_up && self.awaits_link.take().is_some_and(|at| at.elapsed() < LINK_TIME);
+        if is_pause {
+            self.given.lease_page.frames_can_flow();
+        }
+    }
+
     /// Marks the card as gone and reports it. No other worker can drive it either.
     #[cold]
     pub(super) fn lose(&mut self, common: &mut Common, error: &NicError) {
         if !self.gone {
             self.gone = true;
-            self.given.lease_page.found_gone();
+            if matches!(error, NicError::Gone) {
+                self.given.lease_page.found_gone();
+            }
             let help = match error {
                 NicError::Gone if common.joins => {
                     "; when it is there again, take the NIC and its node out of the configuration, apply that, and put both back"
@@ -188,17 +209,8 @@ where
         self.link_looked = (Instant::now(), received);
         // No driver has an interrupt for its link. Frames that came are as good as an answer, and cost no question.
         let is_heard = common.drives_one && received != before;
-        if let (Card::Driven(nic), false) = (&mut self.card, self.link_is_up && is_heard) {
-            let was_up = std::mem::replace(&mut self.link_is_up, nic.link() != Link::Down);
-            if !was_up {
-                // A second register read: the driver's writes since then have reached the card, and doorbells are stores
-                // again.
-                nic.link();
-            }
-            self.given.lease_page.found_link(self.link_is_up);
-            if self.link_is_up && std::mem::take(&mut self.awaits_link) {
-                self.given.lease_page.frames_can_flow();
-            }
+        if !(self.link_is_up && is_heard) {
+            self.ask_for_link();
         }
     }
 
@@ -229,8 +241,10 @@ where
 
     fn rest(&mut self, _: &mut Common) -> Option<Duration> {
         let is_stuck = self.handler.holds_its_own() && !self.burst.is_empty();
-        let rest = self.handler.rest().or(is_stuck.then_some(LAST_BURST)).unwrap_or(LINK_EVERY);
-        (self.drives() && !self.gone).then_some(rest.min(LINK_EVERY))
+        let is_soon = self.awaits_link.is_some_and(|at| at.elapsed() < LINK_TIME);
+        let until_look = if is_soon { LINK_SOON } else { LINK_EVERY };
+        let rest = self.handler.rest().or(is_stuck.then_some(LAST_BURST)).unwrap_or(until_look);
+        (self.drives() && !self.gone).then_some(rest.min(until_look))
     }
 
     fn fds<'a>(&'a self, _: &'a Common) -> [Option<BorrowedFd<'a>>; 2] {
