@@ -85,7 +85,7 @@ impl<T: Serialize> IntoResponse for Answered<T> {
                     Refusal::Malformed(_) => StatusCode::UNPROCESSABLE_ENTITY,
                     Refusal::Conflict { .. } => StatusCode::CONFLICT,
                     Refusal::Forbidden(_) => StatusCode::FORBIDDEN,
-                    Refusal::Ending => StatusCode::SERVICE_UNAVAILABLE,
+                    Refusal::Busy(_) | Refusal::Ending => StatusCode::SERVICE_UNAVAILABLE,
                 };
                 (status, Json(Refused::from(refusal))).into_response()
             }
@@ -220,7 +220,7 @@ async fn give(
 }
 
 #[utoipa::path(post, path = "/v1/nics/{name}/standby", params(("name" = String, Path, description = "a NIC")), request_body = Standby,
-    responses((status = 200, body = NicView), (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused)))]
+    responses((status = 200, body = NicView), (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused), (status = 503, body = Refused)))]
 async fn standby(
     State(door): State<Door>,
     Path(nic): Path<String>,
@@ -239,7 +239,7 @@ async fn counts(State(door): State<Door>, Path(nic): Path<String>) -> Answered<C
 }
 
 #[utoipa::path(post, path = "/v1/nodes", request_body = config::Node,
-    responses((status = 200, body = NodeView), (status = 409, body = Refused), (status = 422, body = Refused)))]
+    responses((status = 200, body = NodeView), (status = 409, body = Refused), (status = 422, body = Refused), (status = 503, body = Refused)))]
 async fn add_node(State(door): State<Door>, body: Result<Json<config::Node>, JsonRejection>) -> Answered<NodeView> {
     match words(body) {
         Ok(node) => ask(&door, |answer| Request::AddNode { node: Box::new(node), answer }).await,
@@ -248,7 +248,7 @@ async fn add_node(State(door): State<Door>, body: Result<Json<config::Node>, Jso
 }
 
 #[utoipa::path(delete, path = "/v1/nodes/{name}", params(("name" = String, Path, description = "a node")),
-    responses((status = 200, body = Removed), (status = 404, body = Refused), (status = 409, body = Refused)))]
+    responses((status = 200, body = Removed), (status = 404, body = Refused), (status = 409, body = Refused), (status = 503, body = Refused)))]
 async fn remove_node(State(door): State<Door>, Path(node): Path<String>) -> Answered<Removed> {
     ask(&door, |answer| Request::RemoveNode { node, answer }).await
 }

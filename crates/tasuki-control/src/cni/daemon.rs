@@ -20,8 +20,8 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(60);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time for a daemon that is being replaced to be back.
 const RESTART_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time for a node to be free of an upgrade, so that it can be removed.
-const UPGRADE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for what a change of a node has to wait for: a configuration that is being applied, an upgrade of the node.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for a node's first worker to be at work.
 const FIRST_WORKER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two tries.
@@ -68,18 +68,19 @@ fn has_status(error: &anyhow::Error, status: StatusCode) -> bool {
     error.downcast_ref::<Refusal>().is_some_and(|refusal| refusal.status == status)
 }
 
-/// Tries until the result is none that may be another one in a moment, or the time is over.
-fn patiently<T>(
-    until: Instant,
-    passes: impl Fn(&anyhow::Error) -> bool,
-    ask: impl Fn() -> anyhow::Result<T>,
-) -> anyhow::Result<T> {
-    loop {
-        match ask() {
-            Err(error) if passes(&error) && Instant::now() < until => std::thread::sleep(TRY_EVERY),
-            result => return result,
-        }
-    }
+/// Returns whether no daemon has answered, and the next one may.
+fn is_away(error: &anyhow::Error) -> bool {
+    error.is::<NotThere>()
+}
+
+/// Returns whether the daemon has not heard the request, and may in a moment.
+fn is_busy(error: &anyhow::Error) -> bool {
+    has_status(error, StatusCode::SERVICE_UNAVAILABLE)
+}
+
+/// Returns whether a node cannot be removed, and perhaps can in a moment.
+fn is_held(error: &anyhow::Error) -> bool {
+    is_busy(error) || has_status(error, StatusCode::CONFLICT)
 }
 
 fn read<T: DeserializeOwned>(value: Value) -> Result<T, Failure> {
@@ -111,11 +112,32 @@ impl Daemon {
         client::ask_within(ANSWER_TIMEOUT.min(left), &self.folder, method, address, body)
     }
 
-    /// Asks, with patience while the daemon is replaced: it has not heard a request that it refuses so.
-    fn ask(&self, method: &Method, address: &str, body: Option<&Value>) -> anyhow::Result<Value> {
-        let is_being_replaced =
-            |error: &anyhow::Error| error.is::<NotThere>() || has_status(error, StatusCode::SERVICE_UNAVAILABLE);
-        patiently(self.end_of(RESTART_TIMEOUT), is_being_replaced, || self.ask_once(method.clone(), address, body))
+    /// Asks again while the daemon is replaced, and while its refusal is one that passes.
+    fn patiently<T>(
+        &self,
+        passes: impl Fn(&anyhow::Error) -> bool,
+        ask: impl Fn() -> anyhow::Result<T>,
+    ) -> anyhow::Result<T> {
+        let busy_until = self.end_of(BUSY_TIMEOUT);
+        let mut away_until = None;
+        loop {
+            let error = match ask() {
+                Ok(answer) => return Ok(answer),
+                Err(error) => error,
+            };
+            let until = if is_away(&error) {
+                *away_until.get_or_insert_with(|| self.end_of(RESTART_TIMEOUT))
+            } else if passes(&error) {
+                away_until = None;
+                busy_until
+            } else {
+                return Err(error);
+            };
+            if Instant::now() >= until {
+                return Err(error);
+            }
+            std::thread::sleep(TRY_EVERY);
+        }
     }
 
     /// Returns all nodes, or that there is no daemon now.
@@ -124,7 +146,8 @@ impl Daemon {
     }
 
     fn get<T: DeserializeOwned>(&self, address: &str) -> Result<T, Failure> {
-        read(self.ask(&Method::GET, address, None).map_err(|error| failure(&error))?)
+        let answer = self.patiently(is_busy, || self.ask_once(Method::GET, address, None));
+        read(answer.map_err(|error| failure(&error))?)
     }
 
     /// Returns all nodes.
@@ -145,7 +168,7 @@ impl Daemon {
     /// Adds the node of a container's interface, and waits until its worker is at work. If that fails, takes it away again.
     pub fn add(&self, node: &Node) -> Result<(), NotAdded> {
         let body = serde_json::to_value(node).expect("plain data");
-        if let Err(error) = self.ask(&Method::POST, "/v1/nodes", Some(&body)) {
+        if let Err(error) = self.patiently(is_busy, || self.ask_once(Method::POST, "/v1/nodes", Some(&body))) {
             // One that is there all the same is another call's.
             let is_gone = error.is::<Refusal>() || error.is::<NotThere>();
             return Err(self.take_away(node, NotAdded { failure: failure(&error), is_gone }));
@@ -191,9 +214,8 @@ impl Daemon {
     pub fn remove(&self, container: &str) -> Result<(), Failure> {
         let Some(node) = self.node_of(container)? else { return Ok(()) };
         let address = format!("/v1/nodes/{}", part(&node.name));
-        let is_busy = |error: &anyhow::Error| has_status(error, StatusCode::CONFLICT);
-        match patiently(self.end_of(UPGRADE_TIMEOUT), is_busy, || self.ask(&Method::DELETE, &address, None)) {
-            Err(error) if !has_status(&error, StatusCode::NOT_FOUND) => Err(match is_busy(&error) {
+        match self.patiently(is_held, || self.ask_once(Method::DELETE, &address, None)) {
+            Err(error) if !has_status(&error, StatusCode::NOT_FOUND) => Err(match is_held(&error) {
                 true => Failure { code: code::AGAIN, ..failure(&error) },
                 false => failure(&error),
             }),
@@ -204,14 +226,87 @@ impl Daemon {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::os::unix::net::UnixListener;
+    use std::path::Path;
+
+    use serde_json::json;
+
     use super::*;
     use crate::place;
+
+    /// Answers a request each with these statuses and bodies, in this order, as tasukid does. Returns the requests' first
+    /// words.
+    fn answers(folder: &Path, all: Vec<(u16, Value)>) -> std::thread::JoinHandle<Vec<String>> {
+        let socket = UnixListener::bind(place::api_socket(folder)).expect("a socket");
+        std::thread::spawn(move || {
+            let mut asked = Vec::new();
+            for (status, body) in all {
+                let (mut stream, _) = socket.accept().expect("a caller");
+                let mut lines = BufReader::new(stream.try_clone().expect("a descriptor"));
+                let head: Vec<String> =
+                    lines.by_ref().lines().map_while(Result::ok).take_while(|line| !line.is_empty()).collect();
+                let length = head
+                    .iter()
+                    .find_map(|line| line.to_ascii_lowercase().strip_prefix("content-length: ")?.parse().ok());
+                lines.read_exact(&mut vec![0; length.unwrap_or(0)]).expect("a body");
+                asked.push(head[0].split(' ').take(2).collect::<Vec<_>>().join(" "));
+                let body = body.to_string();
+                write!(stream, "HTTP/1.1 {status} Said\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+                    .expect("a caller");
+            }
+            asked
+        })
+    }
+
+    fn refused(why: &str) -> Value {
+        json!({ "error": why, "relays": [] })
+    }
+
+    /// The node of a container, as it is posted.
+    fn node() -> Node {
+        let text = json!({
+            "name": "cni-4f3c", "container": "lan/4f3c/eth0", "vni": "lan",
+            "work": { "tap": { "name": "eth0", "netns": "/run/netns/4f3c" } },
+        });
+        crate::config::Config::node_of(&text).expect("a node")
+    }
+
+    fn daemon(folder: &Path) -> Daemon {
+        Daemon { folder: folder.to_owned(), until: Instant::now() + CALL_TIMEOUT }
+    }
+
+    #[test]
+    fn a_node_is_added_and_removed_once_a_configuration_is_applied_and_other_refusals_are_told_at_once() {
+        let applying = || (503, refused("a configuration is being applied; ask again when that is done"));
+        let its = json!([{ "name": "cni-4f3c", "work": "", "workers": [], "nics": [], "generation": 0, "container": "lan/4f3c/eth0" }]);
+        let folder = tempfile::tempdir().expect("a folder");
+        let asked = answers(
+            folder.path(),
+            vec![
+                applying(),
+                applying(),
+                (409, refused("node \"cni-4f3c\" has no TAP; name another")),
+                (200, its),
+                applying(),
+                (409, refused("an upgrade or a handover of node cni-4f3c is under way; ask again")),
+                (200, json!({})),
+            ],
+        );
+        let daemon = daemon(folder.path());
+        let NotAdded { failure, is_gone } = daemon.add(&node()).expect_err("the daemon refuses");
+        assert_eq!((failure.sentence(), is_gone), ("node \"cni-4f3c\" has no TAP; name another".to_owned(), true));
+        daemon.remove("lan/4f3c/eth0").expect("it is removed");
+        let asked = asked.join().expect("an end");
+        let [post, delete] = ["POST /v1/nodes", "DELETE /v1/nodes/cni-4f3c"];
+        assert_eq!(asked, [post, post, post, "GET /v1/nodes", delete, delete, delete]);
+    }
 
     #[test]
     fn a_daemon_that_stands_still_is_given_up_whatever_the_call_has_to_ask() {
         let folder = tempfile::tempdir().expect("a folder");
         // The kernel takes requests for it, and nobody reads them.
-        let _socket = std::os::unix::net::UnixListener::bind(place::api_socket(folder.path())).expect("a socket");
+        let _socket = UnixListener::bind(place::api_socket(folder.path())).expect("a socket");
         let daemon = Daemon { folder: folder.path().to_owned(), until: Instant::now() + Duration::from_millis(50) };
         let silent = daemon.remove("lan/4f3c/eth0").expect_err("nobody answers");
         assert!(silent.code == code::AGAIN && silent.msg.contains("has not answered for"), "{silent:?}");

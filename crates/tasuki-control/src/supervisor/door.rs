@@ -33,6 +33,8 @@ pub enum Refusal {
         /// Relays that had settled by then.
         relays: Vec<Settled>,
     },
+    /// The daemon does something that the request has to wait for; the same request may succeed in a moment.
+    Busy(String),
     /// The caller lacks permission.
     Forbidden(String),
     /// The daemon is ending.
@@ -63,7 +65,7 @@ pub fn why(error: &anyhow::Error) -> String {
 impl From<Refusal> for Refused {
     fn from(refusal: Refusal) -> Self {
         match refusal {
-            Refusal::NotFound(error) | Refusal::Malformed(error) | Refusal::Forbidden(error) => {
+            Refusal::NotFound(error) | Refusal::Malformed(error) | Refusal::Busy(error) | Refusal::Forbidden(error) => {
                 Refused { error, relays: Vec::new() }
             }
             Refusal::Conflict { sentence, relays } => Refused { error: sentence, relays },

@@ -110,7 +110,7 @@ impl Supervisor {
         }
         let name = node.name.clone();
         if self.leaving.iter().any(|leaving| leaving.node == name) {
-            return Err(Refusal::conflict(format!("node {name} is being removed; ask again when it is gone")));
+            return Err(Refusal::Busy(format!("node {name} is being removed; ask again when it is gone")));
         }
         if node.work == config::Work::Uplink {
             return Err(Refusal::Malformed(format!(

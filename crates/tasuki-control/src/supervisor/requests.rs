@@ -13,8 +13,8 @@ pub(super) fn there_are(names: impl Iterator<Item = impl AsRef<str>>) -> String 
 }
 
 /// Returns that what is changed by hand now could contradict the steps to come.
-fn applying() -> Refusal {
-    Refusal::conflict("a configuration is being applied; ask again when that is done")
+pub(super) fn applying() -> Refusal {
+    Refusal::Busy("a configuration is being applied; ask again when that is done".to_owned())
 }
 
 impl Supervisor {

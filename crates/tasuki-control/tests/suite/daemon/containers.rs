@@ -6,10 +6,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use tasuki_tap::interface::Interface;
 
-use super::rig::{Rig, until};
+use super::rig::{Rig, pid, signal, until};
 use super::rooms::{Exchange, Room};
 use super::vnis::{DESK, SHOP, World};
 
@@ -324,6 +325,35 @@ fn a_call_that_fails_half_way_leaves_nothing() {
     runtime.world.rig.start();
     runtime.ends("DEL", "d", &network);
     nothing_is_left(&runtime, "DEL d");
+    runtime.world.end();
+}
+
+#[test]
+fn a_container_starts_and_ends_while_a_configuration_is_applied() {
+    let Some(runtime) = Runtime::new() else { return };
+    let (network, rig) = (runtime.network(&json!({})), &runtime.world.rig);
+    runtime.assigns("a", &json!({ "ips": [{ "address": "192.0.2.1/24" }] }));
+    let file = "\n[[node]]\nname = \"file\"\nwork = \"sink\"\n";
+    for command in ["ADD", "DEL"] {
+        rig.configure(|text| text + file);
+        rig.ask(&["apply"]);
+        // The node cannot go while its worker stands still.
+        let worker = pid(&rig.await_worker("file", "idle"));
+        signal(worker, Signal::STOP);
+        rig.configure(|text| text.replace(file, ""));
+        std::thread::scope(|scope| {
+            let applied = scope.spawn(|| rig.ask(&["apply"]));
+            until(rig, "it is being applied", || rig.ask(&["status"]).contains("is being applied"));
+            let called = scope.spawn(|| runtime.ask(command, "a", Some(&runtime.world.shop), &network));
+            // Of DEL nothing is seen as yet.
+            until(rig, "addresses are assigned", || command == "DEL" || runtime.folder().join("calls").exists());
+            signal(worker, Signal::CONT);
+            let called = called.join().expect("an end");
+            assert!(called.is_ok(), "{command}: {called:?}\n{}", rig.log());
+            applied.join().expect("it is applied");
+        });
+        assert_eq!((runtime.assigned(), has_eth0(&runtime.world.shop)), (format!("{command} a"), command == "ADD"));
+    }
     runtime.world.end();
 }
 
