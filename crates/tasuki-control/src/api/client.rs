@@ -44,8 +44,21 @@ pub struct NotThere {
     left: &'static str,
 }
 
-/// Sends a request to the daemon of this runtime directory, and returns its answer. A refusal is a [`Refusal`], and a
-/// daemon that cannot be asked [`NotThere`].
+/// A tasukid has heard a request, perhaps, and died or gone on as another program before its answer.
+#[derive(Debug, thiserror::Error)]
+#[error("the tasukid in {folder} hung up before it had answered; its log says why")]
+pub struct HungUp {
+    folder: String,
+}
+
+impl HungUp {
+    fn of(folder: &Path) -> Self {
+        HungUp { folder: folder.display().to_string() }
+    }
+}
+
+/// Sends a request to the daemon of this runtime directory, and returns its answer. A refusal is a [`Refusal`], a daemon
+/// that cannot be asked [`NotThere`], and one that ends meanwhile [`HungUp`].
 pub fn ask(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Value> {
     let limit = if method == Method::GET { GET_TIMEOUT } else { CHANGE_TIMEOUT };
     ask_within(limit, folder, method, address, body)
@@ -103,11 +116,7 @@ async fn stands_still(folder: &Path) {
 
 /// Returns the whole body of an answer.
 async fn whole(folder: &Path, answer: Response<Incoming>) -> Result<Bytes> {
-    Ok(answer.into_body().collect().await.with_context(|| hung_up(folder))?.to_bytes())
-}
-
-fn hung_up(folder: &Path) -> String {
-    format!("the tasukid in {} hung up before it had answered; its log says why", folder.display())
+    Ok(answer.into_body().collect().await.with_context(|| HungUp::of(folder))?.to_bytes())
 }
 
 /// The header that gives the number of a capture.
@@ -161,7 +170,7 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
         }
         Err(error) => bail!("the tasukid in {named} cannot be reached: {error}"),
     };
-    let hung_up = || hung_up(folder);
+    let hung_up = || HungUp::of(folder);
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.with_context(hung_up)?;
     let text = body.map(ToString::to_string).unwrap_or_default();

@@ -1,5 +1,6 @@
 //! The daemon, as the plugin asks it: with patience while it is replaced, and with the specification's codes.
 
+use std::cell::Cell;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use serde_json::Value;
 
 use super::network::Network;
 use super::{Failure, code};
-use crate::api::client::{self, NotThere, Refusal};
+use crate::api::client::{self, HungUp, NotThere, Refusal};
 use crate::api::types::{NicView, NodeView};
 use crate::cli::part;
 use crate::config::Node;
@@ -70,7 +71,7 @@ fn has_status(error: &anyhow::Error, status: StatusCode) -> bool {
 
 /// Returns whether no daemon has answered, and the next one may.
 fn is_away(error: &anyhow::Error) -> bool {
-    error.is::<NotThere>()
+    error.is::<NotThere>() || error.is::<HungUp>()
 }
 
 /// Returns whether the daemon has not heard the request, and may in a moment.
@@ -81,6 +82,13 @@ fn is_busy(error: &anyhow::Error) -> bool {
 /// Returns whether a node cannot be removed, and perhaps can in a moment.
 fn is_held(error: &anyhow::Error) -> bool {
     is_busy(error) || has_status(error, StatusCode::CONFLICT)
+}
+
+/// Returns whether a node is the one that was asked for: no call but the one that made it has its container and its
+/// namespace.
+fn is_same(view: &NodeView, node: &Node) -> bool {
+    let netns = node.tap().and_then(|tap| tap.netns.as_ref());
+    view.name == node.name && view.container == node.container && view.netns.as_ref() == netns
 }
 
 fn read<T: DeserializeOwned>(value: Value) -> Result<T, Failure> {
@@ -112,7 +120,8 @@ impl Daemon {
         client::ask_within(ANSWER_TIMEOUT.min(left), &self.folder, method, address, body)
     }
 
-    /// Asks again while the daemon is replaced, and while its refusal is one that passes.
+    /// Asks again while the daemon is replaced, and while its refusal is one that passes. A daemon that died may have done
+    /// what it was asked.
     fn patiently<T>(
         &self,
         passes: impl Fn(&anyhow::Error) -> bool,
@@ -168,9 +177,21 @@ impl Daemon {
     /// Adds the node of a container's interface, and waits until its worker is at work. If that fails, takes it away again.
     pub fn add(&self, node: &Node) -> Result<(), NotAdded> {
         let body = serde_json::to_value(node).expect("plain data");
-        if let Err(error) = self.patiently(is_busy, || self.ask_once(Method::POST, "/v1/nodes", Some(&body))) {
+        let may_be_there = Cell::new(false);
+        let added = self.patiently(is_busy, || {
+            if may_be_there.get() {
+                let nodes: Vec<NodeView> = serde_json::from_value(self.ask_once(Method::GET, "/v1/nodes", None)?)?;
+                if nodes.iter().any(|it| is_same(it, node)) {
+                    return Ok(());
+                }
+            }
+            let posted = self.ask_once(Method::POST, "/v1/nodes", Some(&body));
+            may_be_there.set(may_be_there.get() || posted.as_ref().is_err_and(|error| error.is::<HungUp>()));
+            posted.map(drop)
+        });
+        if let Err(error) = added {
             // One that is there all the same is another call's.
-            let is_gone = error.is::<Refusal>() || error.is::<NotThere>();
+            let is_gone = error.is::<Refusal>() || error.is::<NotThere>() && !may_be_there.get();
             return Err(self.take_away(node, NotAdded { failure: failure(&error), is_gone }));
         }
         self.await_worker(&node.name).map_err(|why| self.take_away(node, why))
@@ -235,8 +256,8 @@ mod tests {
     use super::*;
     use crate::place;
 
-    /// Answers a request each with these statuses and bodies, in this order, as tasukid does. Returns the requests' first
-    /// words.
+    /// Answers a request each with these statuses and bodies, in this order, as tasukid does; with status 0, hangs up.
+    /// Returns the requests' first words.
     fn answers(folder: &Path, all: Vec<(u16, Value)>) -> std::thread::JoinHandle<Vec<String>> {
         let socket = UnixListener::bind(place::api_socket(folder)).expect("a socket");
         std::thread::spawn(move || {
@@ -251,6 +272,9 @@ mod tests {
                     .find_map(|line| line.to_ascii_lowercase().strip_prefix("content-length: ")?.parse().ok());
                 lines.read_exact(&mut vec![0; length.unwrap_or(0)]).expect("a body");
                 asked.push(head[0].split(' ').take(2).collect::<Vec<_>>().join(" "));
+                if status == 0 {
+                    continue;
+                }
                 let body = body.to_string();
                 write!(stream, "HTTP/1.1 {status} Said\r\ncontent-length: {}\r\n\r\n{body}", body.len())
                     .expect("a caller");
@@ -272,6 +296,14 @@ mod tests {
         crate::config::Config::node_of(&text).expect("a node")
     }
 
+    /// The list of nodes with that one.
+    fn with_it() -> Value {
+        json!([{
+            "name": "cni-4f3c", "work": "", "workers": [], "nics": [], "generation": 0, "container": "lan/4f3c/eth0",
+            "netns": "/run/netns/4f3c",
+        }])
+    }
+
     fn daemon(folder: &Path) -> Daemon {
         Daemon { folder: folder.to_owned(), until: Instant::now() + CALL_TIMEOUT }
     }
@@ -279,7 +311,6 @@ mod tests {
     #[test]
     fn a_node_is_added_and_removed_once_a_configuration_is_applied_and_other_refusals_are_told_at_once() {
         let applying = || (503, refused("a configuration is being applied; ask again when that is done"));
-        let its = json!([{ "name": "cni-4f3c", "work": "", "workers": [], "nics": [], "generation": 0, "container": "lan/4f3c/eth0" }]);
         let folder = tempfile::tempdir().expect("a folder");
         let asked = answers(
             folder.path(),
@@ -287,7 +318,7 @@ mod tests {
                 applying(),
                 applying(),
                 (409, refused("node \"cni-4f3c\" has no TAP; name another")),
-                (200, its),
+                (200, with_it()),
                 applying(),
                 (409, refused("an upgrade or a handover of node cni-4f3c is under way; ask again")),
                 (200, json!({})),
@@ -300,6 +331,51 @@ mod tests {
         let asked = asked.join().expect("an end");
         let [post, delete] = ["POST /v1/nodes", "DELETE /v1/nodes/cni-4f3c"];
         assert_eq!(asked, [post, post, post, "GET /v1/nodes", delete, delete, delete]);
+    }
+
+    #[test]
+    fn a_daemon_that_dies_before_it_answers_is_asked_again() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let dies = || (0, Value::Null);
+        let refuses = || (422, refused("no CPU 9; name one"));
+        let mut other = with_it();
+        other[0]["netns"] = json!("/run/netns/other");
+        let all = vec![
+            // It had not made the node.
+            dies(),
+            dies(),
+            (200, json!([])),
+            refuses(),
+            // The node is another call's.
+            dies(),
+            (200, other),
+            refuses(),
+            // It had made the node, which another call has removed since.
+            dies(),
+            (200, with_it()),
+            dies(),
+            (200, json!([])),
+            (200, json!([])),
+            // It had removed the node.
+            dies(),
+            (200, with_it()),
+            dies(),
+            (404, refused("there is no node")),
+        ];
+        let asked = answers(folder.path(), all);
+        let daemon = daemon(folder.path());
+        let add = || {
+            let NotAdded { failure, is_gone } = daemon.add(&node()).expect_err("it fails");
+            assert!(is_gone, "{failure:?}");
+            failure.msg
+        };
+        assert_eq!([add(), add()], ["no CPU 9"; 2]);
+        assert_eq!(add(), "node cni-4f3c was removed before it was at work");
+        daemon.remove("lan/4f3c/eth0").expect("it is removed");
+        let [get, post, delete] = ["GET /v1/nodes", "POST /v1/nodes", "DELETE /v1/nodes/cni-4f3c"];
+        let (ends, of_removal) = ("GET /v1/nics", [get, get, delete, delete]);
+        let of_adding = [post, get, get, post, post, get, post, post, get, ends, ends, get];
+        assert_eq!(asked.join().expect("an end"), [&of_adding[..], &of_removal].concat());
     }
 
     #[test]

@@ -123,10 +123,12 @@ impl Supervisor {
             return Err(Refusal::Malformed(why));
         }
         self.make_whole_node(&node)?;
+        crash::point("daemon.adding");
         self.by_hand.insert(name.clone());
         self.changes.push(Change::Added(node));
         // A caller that hears of the node must find it there, even if this daemon dies.
         self.flush();
+        crash::point("daemon.added");
         self.node_view(&name).ok_or(Refusal::Ending)
     }
 
@@ -327,6 +329,7 @@ impl Supervisor {
             let sentence = format!("node {name} is gone");
             self.note(About::node(&name), sentence.clone());
             self.flush();
+            crash::point("daemon.removed");
             answer.into_iter().for_each(|answer| drop(answer.send(Ok(Removed { sentence: sentence.clone() }))));
         }
     }

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -115,6 +115,16 @@ impl Runtime {
         let path = room.map(Room::path).unwrap_or_default();
         let variables = [("CNI_CONTAINERID", id), ("CNI_IFNAME", "eth0"), ("CNI_NETNS", &path)];
         self.call(command, &variables, &network.to_string())
+    }
+
+    /// Calls the plugin for the interface eth0 of a container in the shop, and does not wait for its answer.
+    fn call_beside(&self, command: &str, id: &str, network: &Value) -> Child {
+        let mut plugin = Command::new(PLUGIN);
+        plugin.env_clear().env("CNI_COMMAND", command).env("CNI_PATH", self.folder()).env("PATH", "/usr/bin:/bin");
+        plugin.env("CNI_CONTAINERID", id).env("CNI_IFNAME", "eth0").env("CNI_NETNS", self.world.shop.path());
+        let mut plugin = plugin.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a program");
+        plugin.stdin.take().expect("a pipe").write_all(network.to_string().as_bytes()).expect("it reads");
+        plugin
     }
 
     fn add(&self, id: &str, room: &Room, network: &Value) -> Value {
@@ -353,6 +363,36 @@ fn a_container_starts_and_ends_while_a_configuration_is_applied() {
             applied.join().expect("it is applied");
         });
         assert_eq!((runtime.assigned(), has_eth0(&runtime.world.shop)), (format!("{command} a"), command == "ADD"));
+    }
+    runtime.world.end();
+}
+
+/// It dies before the registry has the change, and after that; each time before its answer.
+#[test]
+fn a_container_starts_and_ends_though_the_daemon_dies_before_its_answer() {
+    let Some(mut runtime) = Runtime::new() else { return };
+    let network = runtime.network(&json!({}));
+    runtime.assigns("a", &json!({ "ips": [{ "address": "192.0.2.1/24" }] }));
+    let places = [("ADD", ["daemon.adding", "daemon.added"]), ("DEL", ["daemon.left", "daemon.removed"])];
+    for (command, place) in places.into_iter().flat_map(|(command, places)| places.map(|place| (command, place))) {
+        if (command, runtime.world.rig.json(&["node", "list"])) == ("DEL", json!([])) {
+            runtime.add("a", &runtime.world.shop, &network);
+        }
+        runtime.assigned();
+        runtime.world.rig.kill_daemon();
+        runtime.world.rig.start_to_die(Some(format!("{place}:1")));
+        until(&runtime.world.rig, "tasukid serves", || runtime.world.rig.tasuki(&["status"]).status.success());
+        let calls = runtime.call_beside(command, "a", &network);
+        runtime.world.rig.daemon_ends();
+        runtime.world.rig.start();
+        let called = calls.wait_with_output().expect("an end");
+        let said = String::from_utf8_lossy(&called.stdout);
+        assert!(called.status.success(), "{place}: {said}\n{}", runtime.world.rig.log());
+        assert_eq!((runtime.assigned(), has_eth0(&runtime.world.shop)), (format!("{command} a"), command == "ADD"));
+        assert_eq!(nodes(&runtime.world.rig).len(), usize::from(command == "ADD"));
+        if place == "daemon.adding" {
+            runtime.ends("DEL", "a", &network);
+        }
     }
     runtime.world.end();
 }
