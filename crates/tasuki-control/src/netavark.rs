@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use tasuki_tap::Address;
 
-use crate::cni::attachment::{Attachment, Front, is_identifier, prepare};
+use crate::cni::attachment::{Attachment, Front, is_gone, is_identifier, prepare};
 use crate::cni::call::read_input;
 use crate::cni::daemon::Daemon;
 use crate::cni::ipam::{Assigned, Ip, Way, address};
@@ -290,17 +290,13 @@ fn setup(netns: String, connection: &Connection) -> Result<Value, Failure> {
 /// their addresses to others. One is of this container, which was started anew: the new namespace has no such
 /// interface. Others of its network have lost their namespaces.
 fn remove_left(daemon: &Daemon, its: &Attachment) -> Result<(), Failure> {
-    let is_gone = |netns: &String| {
-        netns.starts_with('/')
-            && std::fs::symlink_metadata(netns).is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
-    };
     for node in daemon.nodes()? {
         let Some(container) = node.container.filter(|container| container.starts_with(&its.keys_of_network())) else {
             continue;
         };
         if container == its.key() {
             daemon.remove(&container)?;
-        } else if node.netns.as_ref().is_some_and(is_gone) {
+        } else if node.netns.as_deref().is_some_and(is_gone) {
             // Whether this succeeds is of no interest to the container that starts.
             let _ = daemon.remove(&container);
         }

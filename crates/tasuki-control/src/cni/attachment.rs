@@ -34,6 +34,12 @@ pub fn is_identifier(text: &str) -> bool {
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte))
 }
 
+/// Returns whether the namespace at this path is gone.
+pub fn is_gone(netns: &str) -> bool {
+    netns.starts_with('/')
+        && std::fs::symlink_metadata(netns).is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
+}
+
 impl Attachment {
     /// Returns the name of the container's interface for the node's key `container`. None of its three parts has a
     /// slash. A network of netavark's is no other's, although both may have one name: GC of the one removes no node of

@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::config::StationAddress;
-use attachment::prepare;
+use attachment::{is_gone, prepare};
 use call::{Call, Command, VERSIONS};
 use daemon::{Daemon, NotAdded};
 use ipam::{Assigned, Ipam};
@@ -117,8 +117,11 @@ fn add(call: &Call) -> Result<Value, Failure> {
     network.node(&call.its, &call.input, &Assigned::default())?;
     let namespace = call.its.free_namespace(&daemon)?;
     // Nothing is assigned while no daemon is at work.
-    if let Some(node) = daemon.node_of(&container)? {
-        return Err(call.its.is_there(&node.name));
+    match daemon.node_of(&container)? {
+        // The container was stopped while no daemon was at work, and is started anew.
+        Some(node) if node.netns.as_deref().is_some_and(is_gone) => delete(call)?,
+        Some(node) => return Err(call.its.is_there(&node.name)),
+        None => {}
     }
     let ipam = Ipam::of(call)?;
     let assigned = match &ipam {

@@ -442,6 +442,9 @@ impl Supervisor {
         let is_gone = self.taps.get(&label).is_some_and(|tap| tap.is_gone || tap.stale.contains(name))
             || self.endpoints.get(&label).is_some_and(|endpoint| endpoint.is_gone);
         let remedy = match self.by_hand.contains(name) {
+            true if node.container.is_some() => {
+                format!("remove the node (tasuki node remove {name}), and start the container anew")
+            }
             true => format!("remove the node (tasuki node remove {name}) and add it again"),
             false => format!("apply the configuration, which makes the node anew ({})", self.current.command()),
         };

@@ -367,6 +367,33 @@ fn a_container_starts_and_ends_while_a_configuration_is_applied() {
     runtime.world.end();
 }
 
+#[test]
+fn a_container_that_ended_while_no_daemon_was_at_work_starts_again() {
+    let Some(mut runtime) = Runtime::new() else { return };
+    let network = runtime.network(&json!({}));
+    runtime.assigns("a", &json!({ "ips": [{ "address": "192.0.2.1/24" }] }));
+    let room = Room::new();
+    runtime.add("a", &room, &network);
+    let node = runtime.node("a");
+    // Its namespace is there, without its interface: somebody else may have moved that.
+    let failed = runtime.ask("ADD", "a", Some(&runtime.world.shop), &network).expect_err("it is there");
+    assert!(failed.said.contains("is on the network already"), "{failed:?}");
+    runtime.world.rig.kill_daemon();
+    let failed = runtime.ask("DEL", "a", Some(&room), &network).expect_err("no daemon");
+    assert_eq!(failed.code, 11, "{failed:?}");
+    drop(room);
+    runtime.world.rig.start();
+    let says = || runtime.world.rig.ask(&["status"]);
+    until(&runtime.world.rig, "it is told what to do", || {
+        says().contains(&format!("remove the node (tasuki node remove {node}), and start the container anew"))
+    });
+    runtime.add("a", &runtime.world.shop, &network);
+    assert_eq!(runtime.assigned(), "ADD a, DEL a, ADD a", "its address was free before it was assigned again");
+    assert_eq!((nodes(&runtime.world.rig).len(), has_eth0(&runtime.world.shop)), (1, true));
+    runtime.ends("DEL", "a", &network);
+    runtime.world.end();
+}
+
 /// It dies before the registry has the change, and after that; each time before its answer.
 #[test]
 fn a_container_starts_and_ends_though_the_daemon_dies_before_its_answer() {
