@@ -383,7 +383,7 @@ async fn apply(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection
 }
 
 #[utoipa::path(post, path = "/v1/upgrade", request_body = Replace,
-    responses((status = 200, body = Replaced), (status = 409, body = Refused), (status = 422, body = Refused)))]
+    responses((status = 200, body = Replaced), (status = 409, body = Refused), (status = 422, body = Refused), (status = 503, body = Refused)))]
 async fn replace(
     State(door): State<Door>,
     Extension(Cpus(cpus)): Extension<Cpus>,

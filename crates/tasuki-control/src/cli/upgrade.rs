@@ -1,14 +1,15 @@
 //! `tasuki upgrade`: replaces everything that runs, the daemon first and then the workers node by node, and stops at the
-//! first trouble.
+//! first trouble. A node that goes meanwhile is no trouble, and one that comes starts with the program that is the usual
+//! one by then.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::Args;
-use hyper::Method as Verb;
+use hyper::{Method as Verb, StatusCode};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -21,6 +22,9 @@ use crate::place;
 const DAEMON_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time within which another one must answer, if its process has ended: a service manager may start it anew.
 const ANOTHER_TIMEOUT: Duration = Duration::from_secs(3);
+/// Time within which what the daemon does must settle, so that another program can go on: nodes of containers go all the
+/// time.
+const SETTLED_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two questions whether it does.
 const ASK_EVERY: Duration = Duration::from_millis(20);
 
@@ -46,9 +50,19 @@ struct Done {
 #[derive(Debug, Serialize)]
 struct Node {
     node: String,
-    /// Whether its workers were replaced.
+    /// Whether its workers were replaced, or there are none any more.
     done: bool,
+    /// Whether it was removed meanwhile.
+    gone: bool,
     sentence: String,
+}
+
+impl Done {
+    /// Returns how many nodes have other workers now, and how many are gone.
+    fn counts(&self) -> (usize, usize) {
+        let count = |is: &dyn Fn(&Node) -> bool| self.nodes.iter().filter(|node| is(node)).count();
+        (count(&|node| node.done && !node.gone), count(&|node| node.gone))
+    }
 }
 
 /// Replaces everything. What was done is printed in any case.
@@ -66,7 +80,7 @@ pub fn run(reach: &Reach, everything: &Everything) -> Result<()> {
         }
         upgrade_nodes(&folder, with.as_deref(), &mut done, &told)?;
         if let Some(with) = &with {
-            let is_something = done.daemon.is_some() || done.nodes.iter().any(|node| node.done);
+            let is_something = done.daemon.is_some() || done.counts().0 > 0;
             ensure!(
                 is_something,
                 "nothing was upgraded: {} has none of the programs that run; name their folder",
@@ -95,6 +109,23 @@ fn post(folder: &Path, address: &str, body: &Value) -> Result<Value> {
     client::ask(folder, Verb::POST, address, Some(body))
 }
 
+fn has_status(error: &anyhow::Error, status: StatusCode) -> bool {
+    error.downcast_ref::<client::Refusal>().is_some_and(|refusal| refusal.status == status)
+}
+
+/// Asks the daemon to go on as another program, until what it does now has settled.
+fn ask_to_go_on(folder: &Path, body: &Value) -> Result<Value> {
+    let until = Instant::now() + SETTLED_TIMEOUT;
+    loop {
+        match post(folder, "/v1/upgrade", body) {
+            Err(error) if has_status(&error, StatusCode::SERVICE_UNAVAILABLE) && Instant::now() < until => {
+                std::thread::sleep(ASK_EVERY);
+            }
+            asked => return asked,
+        }
+    }
+}
+
 fn replace_daemon(
     folder: &Path,
     with: Option<&Path>,
@@ -106,7 +137,7 @@ fn replace_daemon(
     };
     let process = up::daemon(folder);
     let asked = Instant::now();
-    let replaced: Replaced = show::read(post(folder, "/v1/upgrade", &json!({ "with": program }))?)?;
+    let replaced: Replaced = show::read(ask_to_go_on(folder, &json!({ "with": program }))?)?;
     // The former one may still answer for a moment.
     let is_next = |status: &Status| u128::from(status.up_ms) <= asked.elapsed().as_millis();
     let mut ended = None;
@@ -153,29 +184,38 @@ fn upgrade_nodes(folder: &Path, with: Option<&Path>, done: &mut Done, told: &dyn
             .collect();
         let name = its.first().and_then(|binary| Path::new(binary).file_name()).and_then(|name| name.to_str());
         let program = name.map(|name| (name, program(with, name)));
-        let (is_done, sentence) = match program {
-            None => (false, format!("node {} has no worker to replace; tasuki status says why", node.name)),
+        let (is_done, is_gone, sentence) = match program {
+            None => (false, false, format!("node {} has no worker to replace; tasuki status says why", node.name)),
             Some((name, None)) => {
                 ensure!(with.is_none_or(Path::is_dir), "{}: that folder is gone", stopped(&nodes, done, &node.name));
-                (false, format!("node {} keeps its program: that folder has no {name}", node.name))
+                (false, false, format!("node {} keeps its program: that folder has no {name}", node.name))
             }
             Some((_, Some(program))) => {
                 let body = json!({ "with": program, "state": null });
                 let relayed = post(folder, &format!("/v1/nodes/{}/upgrade", part(&node.name)), &body)
-                    .and_then(show::read::<Relayed>)
-                    .with_context(|| stopped(&nodes, done, &node.name))?;
-                (true, relayed.sentence)
+                    .and_then(show::read::<Relayed>);
+                match relayed {
+                    Ok(relayed) => (true, false, relayed.sentence),
+                    Err(error) if has_status(&error, StatusCode::NOT_FOUND) => {
+                        (true, true, format!("node {} is gone: it was removed meanwhile", node.name))
+                    }
+                    Err(error) => return Err(error.context(stopped(&nodes, done, &node.name))),
+                }
             }
         };
         told(&sentence)?;
-        done.nodes.push(Node { node: node.name.clone(), done: is_done, sentence });
+        done.nodes.push(Node { node: node.name.clone(), done: is_done, gone: is_gone, sentence });
     }
-    Ok(())
+    match done.counts() {
+        (_, 0) => Ok(()),
+        (upgraded, gone) => told(&format!("{upgraded} of {} nodes are upgraded, and {gone} are gone", nodes.len())),
+    }
 }
 
 /// Returns what is done and what is not, at the first trouble.
 fn stopped(nodes: &[NodeView], done: &Done, at: &str) -> String {
-    let upgraded = done.nodes.iter().filter(|node| node.done).count();
+    let (upgraded, gone) = done.counts();
+    let gone = if gone == 0 { String::new() } else { format!(", {gone} are gone") };
     let rest: Vec<&str> = nodes.iter().map(|node| node.name.as_str()).skip_while(|name| *name != at).collect();
-    format!("{upgraded} of {} nodes are upgraded, and not {}", nodes.len(), rest.join(", "))
+    format!("{upgraded} of {} nodes are upgraded{gone}, and not {}", nodes.len(), rest.join(", "))
 }

@@ -19,9 +19,8 @@ impl Supervisor {
             return Err(Refusal::Ending);
         }
         if self.is_applying() || !self.jobs.is_empty() || !self.leaving.is_empty() || !self.emptying.is_empty() {
-            return Err(Refusal::conflict(
-                "an upgrade, a handover, a node's removal or a configuration is under way; ask again when that has settled",
-            ));
+            let sentence = "an upgrade, a handover, a node's removal or a configuration is under way; ask again when that has settled";
+            return Err(Refusal::Busy(sentence.to_owned()));
         }
         if let Some(why) = self.current.has_changed() {
             return Err(Refusal::conflict(why));

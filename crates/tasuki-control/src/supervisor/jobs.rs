@@ -200,7 +200,8 @@ impl Supervisor {
             return Err(Refusal::Ending);
         }
         if self.leaves(node) {
-            return Err(Refusal::conflict(format!("node {node} is being removed")));
+            // For a caller that goes through all nodes it is gone.
+            return Err(Refusal::NotFound(format!("node {node} is being removed")));
         }
         let busy = self.jobs.iter().find(|job| job.node == node || job.todo.iter().any(|nic| nics.contains(nic)));
         match busy {

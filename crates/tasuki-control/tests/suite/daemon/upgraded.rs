@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 
 use rustix::process::Signal;
 use serde_json::Value;
@@ -93,6 +94,44 @@ fn an_upgrade_of_all_stops_at_the_first_trouble_and_says_how_far_it_came() {
         assert!(said.contains("nothing was upgraded: ") && said.contains(why), "{said}");
     }
     assert_eq!(rig.json(&["status"])["pid"], daemon);
+}
+
+#[test]
+fn an_upgrade_of_all_goes_on_when_nodes_go_meanwhile() {
+    let rig = Rig::new();
+    rig.ask(&["node", "add", "grey", "--native", "--work", "sink", "--vni", "lan"]);
+    rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    rig.await_worker("green", "idle");
+    let (grey, standby) = rig.await_pair("grey");
+    let [folder, begun, go, worker] = ["next", "begun", "go", "worker"].map(|name| rig.path(name));
+    fs::create_dir(&folder).expect("a folder");
+    // The first node's next worker waits until the others are as they should be.
+    let text = ": > BEGUN; while [ -e ALIVE ] && [ ! -e GO ]; do sleep 0.01; done; exec WORKER \"$@\"";
+    let text = [("BEGUN", &begun), ("ALIVE", &rig.path("alive")), ("GO", &go), ("WORKER", &worker)]
+        .iter()
+        .fold(text.to_owned(), |text, (word, path)| text.replace(word, path.to_str().unwrap()));
+    script(&folder.join("worker"), &text);
+    let upgrade = rig
+        .command(&["upgrade", "--workers-only", "--with", folder.to_str().unwrap()])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a program");
+    until(&rig, "the upgrade of blue has begun", || begun.exists());
+    rig.ask(&["node", "remove", "green"]);
+    signal(pid(&grey), Signal::STOP);
+    let removes = rig.command(&["node", "remove", "grey"]).stdout(Stdio::null()).spawn().expect("a program");
+    until(&rig, "its workers are told to end", || !lives(pid(&standby)));
+    fs::write(&go, "").expect("a file");
+    let output = upgrade.wait_with_output().expect("an end");
+    let [said, why] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    assert!(output.status.success(), "{said}{why}\n{}", rig.log());
+    signal(pid(&grey), Signal::CONT);
+    assert!(removes.wait_with_output().expect("an end").status.success());
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines[1..3], ["green", "grey"].map(|node| format!("node {node} is gone: it was removed meanwhile")));
+    assert_eq!((lines.len(), lines[4]), (5, "2 of 4 nodes are upgraded, and 2 are gone"), "{said}");
 }
 
 #[test]
