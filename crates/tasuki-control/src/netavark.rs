@@ -22,7 +22,7 @@ use crate::cni::daemon::Daemon;
 use crate::cni::ipam::{Assigned, Ip, Way, address};
 use crate::cni::network::{Network, known_keys};
 use crate::cni::{Failure, code};
-use crate::config::StationAddress;
+use crate::config::{Node, StationAddress};
 
 /// Version of the plugins' interface.
 const API_VERSION: &str = "1.0.0";
@@ -111,6 +111,11 @@ fn answer(verb: &str, netns: String) -> Result<Value, Failure> {
 
 fn refused(sentence: String) -> Failure {
     Failure::new(code::CONFIGURATION, sentence)
+}
+
+/// Returns the node for a container's interface. The user wrote no quotes around an option, so none are to be left out.
+fn node(network: &Network, its: &Attachment, keys: &Map<String, Value>, assigned: &Assigned) -> Result<Node, Failure> {
+    network.node(its, keys, assigned).map_err(|failure| refused(failure.sentence().replace(", without quotes", "")))
 }
 
 fn read<T: DeserializeOwned>(input: Map<String, Value>) -> Result<T, Failure> {
@@ -222,7 +227,7 @@ fn create(mut input: Map<String, Value>) -> Result<Value, Failure> {
     // The node of a container that could be.
     let [id, netns, ifname] = ["container", "/proc/self/ns/net", "eth0"].map(str::to_owned);
     let its = Attachment { front: Front::Netavark, network: name.clone(), id, netns, ifname };
-    network.node(&its, &keys, &assigned)?;
+    node(&network, &its, &keys, &assigned)?;
     Daemon::of(&network).nodes_now()?;
     // podman takes servers only for a network with names.
     input.insert("dns_enabled".to_owned(), json!(configuration.network_dns_servers.is_some_and(|it| !it.is_empty())));
@@ -259,7 +264,7 @@ fn setup(netns: String, connection: &Connection) -> Result<Value, Failure> {
     let mac = options.static_mac.as_ref().filter(|mac| !mac.is_empty());
     network.mac = mac.map(|mac| StationAddress::try_from(mac.to_lowercase())).transpose().map_err(refused)?;
     let assigned = configuration.assigned(options.static_ips.as_deref().unwrap_or_default())?;
-    let node = network.node(&its, &keys, &assigned)?;
+    let node = node(&network, &its, &keys, &assigned)?;
     let daemon = Daemon::of(&network);
     let namespace = its.free_namespace(&daemon)?;
     remove_left(&daemon, &its)?;
@@ -342,6 +347,12 @@ mod tests {
             ),
             (options("mtu", "9"), "network lan: mtu = 9 is not in the range 68 to 65521; correct"),
             (options("mtu", "many"), "network lan: mtu = \"many\""),
+            (options("mtu", "70000"), "network lan: mtu = 70000 is not in the range 68 to 65521; "),
+            (options("cpu", "many"), "cpu = \"many\" is not a valid number; write a whole one from 0 to 4294967295"),
+            (
+                options("limits", "abc"),
+                r#"network lan: limits = "abc" is no object of JSON; write for example { "send": { "mbit": 100 } }"#,
+            ),
             (options("check_addresses", "1"), "network lan: check_addresses = 1 cannot be used"),
             (options("limits", r#"{ "send": {} }"#), "limits.send names no limit"),
             (options("dir", "tasuki"), "network lan: dir = tasuki is no path from /; "),
@@ -351,7 +362,7 @@ mod tests {
         ];
         for (more, part) in cases {
             let said = said(more);
-            assert!(said.contains(part), "{said}");
+            assert!(said.contains(part) && !said.contains("without quotes"), "{said}");
         }
     }
 

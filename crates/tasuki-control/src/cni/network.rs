@@ -36,6 +36,10 @@ const OWN: [&str; 3] = ["vni", "dir", "check_addresses"];
 const OF_NODE: [&str; 8] = ["spoof", "pool_kib", "limits", "latency_us", "bounds", "cpu", "nice", "standby"];
 const OF_TAP: [&str; 2] = ["mtu", "shortcut"];
 
+/// Keys whose values are objects, and an example of each.
+const OF_OBJECTS: [(&str, &str); 2] =
+    [("limits", r#"{ "send": { "mbit": 100 } }"#), ("bounds", r#"{ "memory_mib": 256 }"#)];
+
 /// Returns all keys of a network that mean something to us.
 pub fn known_keys() -> impl Iterator<Item = &'static str> {
     OWN.into_iter().chain(OF_NODE).chain(OF_TAP)
@@ -162,6 +166,12 @@ impl Network {
             "work": { "tap": { "name": its.ifname, "netns": its.netns } },
         });
         for (key, value) in keys.iter().filter(|(_, value)| !value.is_null()) {
+            if let Some((_, example)) = OF_OBJECTS.iter().find(|(its, _)| its == key).filter(|_| !value.is_object()) {
+                return Err(refused(format!(
+                    "network {}: {key} = {value} is no object of JSON; write for example {example}",
+                    its.network
+                )));
+            }
             let place = match () {
                 () if OF_NODE.contains(&&key[..]) => &mut text,
                 () if OF_TAP.contains(&&key[..]) => &mut text["work"]["tap"],
@@ -251,8 +261,9 @@ mod tests {
             (r#""limits": { "send": {} }"#, 7, "limits.send names no limit"),
             (r#""limits": {}"#, 7, "limits names no limit"),
             (r#""limits": { "send": { "mbit": 0.5 } }"#, 7, "mbit = 0.5 is not a valid number"),
-            (r#""limits": 5"#, 7, "limits = 5 is not a table"),
-            (r#""latency_us": -1"#, 7, "latency_us = -1 is not a valid number"),
+            (r#""limits": 5"#, 7, "limits = 5 is no object of JSON"),
+            (r#""bounds": [5]"#, 7, "bounds = [5] is no object of JSON"),
+            (r#""latency_us": -1"#, 7, "latency_us = -1 is not in the range 0 to 10000"),
             (r#""dir": "tasuki""#, 7, "dir = tasuki"),
             (r#""runtimeConfig": { "mac": "01:00:00:00:00:01" }"#, 7, "01:00:00:00:00:01"),
             (r#""runtimeConfig": { "ips": "192.0.2.1" }"#, 7, "ips"),

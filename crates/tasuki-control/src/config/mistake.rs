@@ -199,9 +199,14 @@ fn of_type(place: &Place<'_>, path: &[&str], expected: &str) -> Option<String> {
     }
     if let Some([least, most]) = range_of_type(expected) {
         let [its_least, its_most] = schema::range_of(path);
-        let least = its_least.or(least).unwrap_or_default();
-        let to = its_most.or(most).map(|most| format!(" to {most}")).unwrap_or_default();
-        return Some(format!("{shown} is not a valid number; write a whole one from {least}{to}, without quotes"));
+        let (least, most) = (its_least.or(least).unwrap_or_default(), its_most.or(most));
+        let to = most.map(|most| format!(" to {most}")).unwrap_or_default();
+        let quotes = if place.found.starts_with(['"', '\'']) { ", without quotes" } else { "" };
+        return Some(match (place.found.parse::<i64>(), most) {
+            (Ok(_), Some(most)) => format!("{shown} is not in the range {least} to {most}; write a number in it"),
+            (Ok(_), None) => format!("{shown} is less than {least}; write a whole number from {least}"),
+            (Err(_), _) => format!("{shown} is not a valid number; write a whole one from {least}{to}{quotes}"),
+        });
     }
     Some(match expected {
         "a boolean" => format!("{shown} is neither true nor false; write one of these, without quotes"),
@@ -242,18 +247,15 @@ mod tests {
         ("poll = yes", "no value can be read here; write text in quotes, and numbers, true and false without"),
         ("cpu =", "no value can be read here; write text in quotes, and numbers, true and false without"),
         ("cpu = \"3\"", "cpu = \"3\" is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
-        ("cpu = -1", "cpu = -1 is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
-        ("cpu = 1.5", "cpu = 1.5 is not a valid number; write a whole one from 0 to 4294967295, without quotes"),
-        ("latency_us = -1", "latency_us = -1 is not a valid number; write a whole one from 0 to 10000, without quotes"),
-        ("nice = 0.5", "nice = 0.5 is not a valid number; write a whole one from -20 to 0, without quotes"),
+        ("cpu = -1", "cpu = -1 is not in the range 0 to 4294967295; write a number in it"),
+        ("cpu = 1.5", "cpu = 1.5 is not a valid number; write a whole one from 0 to 4294967295"),
+        ("latency_us = -1", "latency_us = -1 is not in the range 0 to 10000; write a number in it"),
+        ("nice = 0.5", "nice = 0.5 is not a valid number; write a whole one from -20 to 0"),
         (
             "limits = { receive = { mbit = 0.5 } }",
-            "mbit = 0.5 is not a valid number; write a whole one from 1 to 1000000, without quotes",
+            "mbit = 0.5 is not a valid number; write a whole one from 1 to 1000000",
         ),
-        (
-            "bounds = { cpu = -1 }",
-            "cpu = -1 is not a valid number; write a whole one from 0 to 4294967295, without quotes",
-        ),
+        ("bounds = { cpu = -1 }", "cpu = -1 is not in the range 0 to 4294967295; write a number in it"),
         ("trusts = \"blue\"", "trusts = \"blue\" is not a list; write trusts = [\"blue\"]"),
         ("cpus = \"2\"", "cpus = \"2\" is not a list; write cpus = [2]"),
         ("cpus = \"0-3\"", "cpus = \"0-3\" is not a list; write numbers, as cpus = [0, 1]"),
@@ -283,19 +285,13 @@ mod tests {
             "{ program = \"/a\" }",
             "program = \"/a\" is not a table; write for example program = { path = \"/opt/mine\" }",
         ),
-        (
-            "{ source = { size = 70000 } }",
-            "size = 70000 is not a valid number; write a whole one from 60 to 1514, without quotes",
-        ),
-        ("{ source = { rate = -1 } }", "rate = -1 is not a valid number; write a whole one from 0, without quotes"),
+        ("{ source = { size = 70000 } }", "size = 70000 is not in the range 60 to 1514; write a number in it"),
+        ("{ source = { rate = -1 } }", "rate = -1 is less than 0; write a whole number from 0"),
         (
             "{ tap = { name = \"t\", mtu = \"9000\" } }",
             "mtu = \"9000\" is not a valid number; write a whole one from 68 to 65521, without quotes",
         ),
-        (
-            "{ tap = { name = \"t\", queues = -1 } }",
-            "queues = -1 is not a valid number; write a whole one from 1 to 8, without quotes",
-        ),
+        ("{ tap = { name = \"t\", queues = -1 } }", "queues = -1 is not in the range 1 to 8; write a number in it"),
         ("{ source = { speed = 1 } }", "the key `speed` means nothing here; there are `rate`, `size`, `to`"),
         ("{ answer = { } }", "the key `address` is missing; add address = …"),
         (
@@ -314,14 +310,8 @@ mod tests {
         ("node = 3", "1: node = 3 is not a list; write one in brackets"),
         ("[node]\nname = \"red\"\nwork = \"sink\"", "1: [node] can be there more than once; write [[node]]"),
         ("\n[[daemon]]", "2: [[daemon]] is there only once; write [daemon]"),
-        (
-            "[daemon]\nhang_after_ms = -1",
-            "2: hang_after_ms = -1 is not a valid number; write a whole one from 1, without quotes",
-        ),
-        (
-            "[[nic]]\nname = \"e\"\nmtu = 1.5",
-            "3: mtu = 1.5 is not a valid number; write a whole one from 68 to 9000, without quotes",
-        ),
+        ("[daemon]\nhang_after_ms = -1", "2: hang_after_ms = -1 is less than 1; write a whole number from 1"),
+        ("[[nic]]\nname = \"e\"\nmtu = 1.5", "3: mtu = 1.5 is not a valid number; write a whole one from 68 to 9000"),
         ("[daemon]\n\n[daemon]", "3: `daemon` is there twice; leave one out"),
         ("[daemon]\nrestart = \"often\"", "2: restart = \"often\" is not known; there is `careful` or `always`"),
         ("[[node]", "1: this line is not valid TOML (unclosed array table, expected `]`); correct it"),
