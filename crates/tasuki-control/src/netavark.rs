@@ -113,9 +113,16 @@ fn refused(sentence: String) -> Failure {
     Failure::new(code::CONFIGURATION, sentence)
 }
 
-/// Returns the node for a container's interface. The user wrote no quotes around an option, so none are to be left out.
+/// Returns the node for a container's interface. The user wrote no quotes around an option's text, so none are to be left
+/// out; there may be some within its JSON.
 fn node(network: &Network, its: &Attachment, keys: &Map<String, Value>, assigned: &Assigned) -> Result<Node, Failure> {
-    network.node(its, keys, assigned).map_err(|failure| refused(failure.sentence().replace(", without quotes", "")))
+    network.node(its, keys, assigned).map_err(|failure| {
+        let sentence = failure.sentence();
+        match keys.keys().any(|key| sentence.contains(&format!(": {key} = "))) {
+            true => refused(sentence.replace(", without quotes", "")),
+            false => failure,
+        }
+    })
 }
 
 fn read<T: DeserializeOwned>(input: Map<String, Value>) -> Result<T, Failure> {
@@ -351,8 +358,9 @@ mod tests {
             (options("cpu", "many"), "cpu = \"many\" is not a valid number; write a whole one from 0 to 4294967295"),
             (
                 options("limits", "abc"),
-                r#"network lan: limits = "abc" is no object of JSON; write for example { "send": { "mbit": 100 } }"#,
+                r#"network lan: limits = "abc" cannot be used; write JSON, for example { "send": { "mbit": 100 } }"#,
             ),
+            (options("limits", r#"{ "send": { "mbit": "5" } }"#), r#"mbit = "5" is not a valid number; write a whole"#),
             (options("check_addresses", "1"), "network lan: check_addresses = 1 cannot be used"),
             (options("limits", r#"{ "send": {} }"#), "limits.send names no limit"),
             (options("dir", "tasuki"), "network lan: dir = tasuki is no path from /; "),
@@ -362,7 +370,8 @@ mod tests {
         ];
         for (more, part) in cases {
             let said = said(more);
-            assert!(said.contains(part) && !said.contains("without quotes"), "{said}");
+            let speaks_of_quotes = said.contains("without quotes");
+            assert!(said.contains(part) && speaks_of_quotes == said.contains("mbit = \"5\""), "{said}");
         }
     }
 

@@ -68,6 +68,12 @@ fn refused(sentence: String) -> Failure {
     Failure::new(code::CONFIGURATION, sentence)
 }
 
+/// Returns whether a value is an object, and so are the two that `limits` has.
+fn is_of_objects(key: &str, value: &Value) -> bool {
+    let is_object = |value: &Value| value.is_object() || value.is_null();
+    value.as_object().is_some_and(|its| key != "limits" || its.values().all(is_object))
+}
+
 /// Returns the value of a key, as something of this type.
 pub fn value<T: serde::de::DeserializeOwned>(
     network: &str,
@@ -166,10 +172,12 @@ impl Network {
             "work": { "tap": { "name": its.ifname, "netns": its.netns } },
         });
         for (key, value) in keys.iter().filter(|(_, value)| !value.is_null()) {
-            if let Some((_, example)) = OF_OBJECTS.iter().find(|(its, _)| its == key).filter(|_| !value.is_object()) {
+            if let Some((_, example)) =
+                OF_OBJECTS.iter().find(|(its, _)| its == key).filter(|_| !is_of_objects(key, value))
+            {
+                let network = &its.network;
                 return Err(refused(format!(
-                    "network {}: {key} = {value} is no object of JSON; write for example {example}",
-                    its.network
+                    "network {network}: {key} = {value} cannot be used; write JSON, for example {example}"
                 )));
             }
             let place = match () {
@@ -261,8 +269,9 @@ mod tests {
             (r#""limits": { "send": {} }"#, 7, "limits.send names no limit"),
             (r#""limits": {}"#, 7, "limits names no limit"),
             (r#""limits": { "send": { "mbit": 0.5 } }"#, 7, "mbit = 0.5 is not a valid number"),
-            (r#""limits": 5"#, 7, "limits = 5 is no object of JSON"),
-            (r#""bounds": [5]"#, 7, "bounds = [5] is no object of JSON"),
+            (r#""limits": 5"#, 7, "limits = 5 cannot be used"),
+            (r#""limits": { "send": 5 }"#, 7, r#"limits = {"send":5} cannot be used"#),
+            (r#""bounds": [5]"#, 7, "bounds = [5] cannot be used"),
             (r#""latency_us": -1"#, 7, "latency_us = -1 is not in the range 0 to 10000"),
             (r#""dir": "tasuki""#, 7, "dir = tasuki"),
             (r#""runtimeConfig": { "mac": "01:00:00:00:00:01" }"#, 7, "01:00:00:00:00:01"),
