@@ -80,7 +80,7 @@ pub fn run(reach: &Reach, everything: &Everything) -> Result<()> {
         }
         upgrade_nodes(&folder, with.as_deref(), &mut done, &told)?;
         if let Some(with) = &with {
-            let is_something = done.daemon.is_some() || done.counts().0 > 0;
+            let is_something = done.daemon.is_some() || done.counts() != (0, 0);
             ensure!(
                 is_something,
                 "nothing was upgraded: {} has none of the programs that run; name their folder",
@@ -208,14 +208,14 @@ fn upgrade_nodes(folder: &Path, with: Option<&Path>, done: &mut Done, told: &dyn
     }
     match done.counts() {
         (_, 0) => Ok(()),
-        (upgraded, gone) => told(&format!("{upgraded} of {} nodes are upgraded, and {gone} are gone", nodes.len())),
+        (upgraded, gone) => told(&format!("{upgraded} of {} nodes are upgraded, {gone} gone", nodes.len())),
     }
 }
 
 /// Returns what is done and what is not, at the first trouble.
 fn stopped(nodes: &[NodeView], done: &Done, at: &str) -> String {
     let (upgraded, gone) = done.counts();
-    let gone = if gone == 0 { String::new() } else { format!(", {gone} are gone") };
+    let gone = if gone == 0 { String::new() } else { format!(", {gone} gone") };
     let rest: Vec<&str> = nodes.iter().map(|node| node.name.as_str()).skip_while(|name| *name != at).collect();
     format!("{upgraded} of {} nodes are upgraded{gone}, and not {}", nodes.len(), rest.join(", "))
 }

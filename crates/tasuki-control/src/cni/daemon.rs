@@ -190,8 +190,10 @@ impl Daemon {
             posted.map(drop)
         });
         if let Err(error) = added {
-            // One that is there all the same is another call's.
-            let is_gone = error.is::<Refusal>() || error.is::<NotThere>() && !may_be_there.get();
+            // One that is there though this one is refused is another call's.
+            let is_refused = error.is::<Refusal>() && !has_status(&error, StatusCode::SERVICE_UNAVAILABLE);
+            let is_away = error.is::<Refusal>() || error.is::<NotThere>();
+            let is_gone = is_refused || is_away && !may_be_there.get();
             return Err(self.take_away(node, NotAdded { failure: failure(&error), is_gone }));
         }
         self.await_worker(&node.name).map_err(|why| self.take_away(node, why))

@@ -119,7 +119,10 @@ fn add(call: &Call) -> Result<Value, Failure> {
     // Nothing is assigned while no daemon is at work.
     match daemon.node_of(&container)? {
         // The container was stopped while no daemon was at work, and is started anew.
-        Some(node) if node.netns.as_deref().is_some_and(is_gone) => delete(call)?,
+        Some(node) if node.netns.as_deref().is_some_and(is_gone) => {
+            daemon.remove(&container)?;
+            Ipam::of(call)?.map_or(Ok(()), |ipam| ipam.ask("DEL").map(drop))?;
+        }
         Some(node) => return Err(call.its.is_there(&node.name)),
         None => {}
     }

@@ -426,7 +426,7 @@ impl Card {
         is_driven.then(|| self.lease_page.words.load(lease_page::LINK))
     }
 
-    /// Returns a sentence when the link has been down for [`DOWN_TOLD_AFTER`], and when it is up again after that. Not as often
+    /// Returns a sentence when the link has been down for `DOWN_TOLD_AFTER`, and when it is up again after that. Not as often
     /// as a hostile driver would like.
     pub fn news_of_link(&mut self, now: Duration) -> Option<String> {
         let (link, name) = (self.link(), self.name().to_owned());

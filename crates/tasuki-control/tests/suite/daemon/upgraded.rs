@@ -131,7 +131,7 @@ fn an_upgrade_of_all_goes_on_when_nodes_go_meanwhile() {
     assert!(removes.wait_with_output().expect("an end").status.success());
     let lines: Vec<&str> = said.lines().collect();
     assert_eq!(lines[1..3], ["green", "grey"].map(|node| format!("node {node} is gone: it was removed meanwhile")));
-    assert_eq!((lines.len(), lines[4]), (5, "2 of 4 nodes are upgraded, and 2 are gone"), "{said}");
+    assert_eq!((lines.len(), lines[4]), (5, "2 of 4 nodes are upgraded, 2 gone"), "{said}");
 }
 
 #[test]
