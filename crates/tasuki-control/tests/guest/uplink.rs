@@ -36,6 +36,15 @@ impl Shop {
         ask(&["node", "add", name, "--vni", vni, "--netns", name, "--address", &format!("{SHOP}/24")]);
         let bound = || Namespace::named(name).within(|| Ok(UdpSocket::bind((SHOP, PORT)).ok())).ok().flatten();
         let socket = until("the namespace has its address", bound);
+        // The unit has left tasukid the means.
+        let announced = Namespace::named(name).within(|| {
+            let all = std::fs::read_dir("/proc/sys/net/ipv4/conf").expect("settings").flatten();
+            let all = all.filter(|it| !["all", "default", "lo"].iter().any(|other| it.file_name() == *other));
+            Ok(all
+                .map(|it| std::fs::read_to_string(it.path().join("arp_notify")).expect("a setting"))
+                .collect::<String>())
+        });
+        assert_eq!(announced.expect("the namespace"), "1\n");
         socket.set_read_timeout(Some(Duration::from_millis(100))).expect("a limit");
         let over = Arc::new(AtomicBool::new(false));
         let told = Arc::clone(&over);
