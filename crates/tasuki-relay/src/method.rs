@@ -100,7 +100,7 @@ pub enum NotPossible {
     ForeignMemory,
     /// The old node's memory would become the new node's.
     #[error(
-        "keep between nodes that do not trust each other is not safe: the new node gets the old one's memory, and the old one's settings stay"
+        "keep needs nodes that trust each other (trusts in the configuration): the new node gets the old one's memory, and the old one's settings stay"
     )]
     SharedMemory,
     /// The card has one queue.
@@ -108,7 +108,7 @@ pub enum NotPossible {
     NoSpareQueue,
     /// All queues reach the same memory.
     #[error(
-        "mbb between nodes that do not trust each other is not safe: while both queues run, each node's queue reaches the other's memory"
+        "mbb needs nodes that trust each other (trusts in the configuration): while both queues run, each node's queue reaches the other's memory"
     )]
     SharedReach,
     /// The new node cannot see all that the last owner has left in the card.
