@@ -16,21 +16,15 @@ use tasuki_shm::region::{RegionError, Span};
 
 use super::by_node::OfNode;
 use super::failover::{self, FailOver};
-use super::now;
+use super::link_news::LinkNews;
 use super::worker::Words;
 use crate::api::types::Standby;
-use crate::bucket::Bucket;
 use crate::config;
 use crate::jail::{self, Says, Terms};
 use crate::process::Process;
 
 /// Bytes that the daemon reads of an opener's or a model's output.
 const SAYS_MAX: usize = 16 << 10;
-/// For this long a link is down before users are told: a card that was just started needs 2.2 s.
-const DOWN_TOLD_AFTER: Duration = Duration::from_secs(4);
-/// How often users hear that the link of a card goes down, at once, and after that.
-const LINK_EVENTS_AT_ONCE_MAX: u32 = 5;
-const LINK_EVENT_EVERY: Duration = Duration::from_secs(60);
 /// Characters of that output which the daemon passes on.
 const SENTENCE_MAX: usize = 1000;
 
@@ -284,10 +278,7 @@ pub struct Card {
     pub plan: Option<tasuki_relay::wire::Plan>,
     /// When this daemon began, in ns of `CLOCK_MONOTONIC`, if its driver died before that.
     pub found_dead: Option<u64>,
-    /// Since when its link is down, and whether that was told.
-    link_down: Option<(Duration, bool)>,
-    /// How often users hear of its link.
-    link_events: Bucket,
+    link_news: LinkNews,
     /// [`lease_page::DRIVING_AT`] of the takeover whose pause an event has given.
     pub pause_told: u64,
     /// Why no worker drives it, or why the last relay failed.
@@ -347,8 +338,7 @@ impl Card {
             fail_over: None,
             by_hand: None,
             found_dead: None,
-            link_down: None,
-            link_events: Bucket::new(LINK_EVENTS_AT_ONCE_MAX, LINK_EVENT_EVERY, now()),
+            link_news: LinkNews::new(super::now()),
             pause_told: 0,
             waits: None,
             routed: None,
@@ -426,27 +416,11 @@ impl Card {
         is_driven.then(|| self.lease_page.words.load(lease_page::LINK))
     }
 
-    /// Returns a sentence when the link has been down for `DOWN_TOLD_AFTER`, and when it is up again after that. Not as often
-    /// as a hostile driver would like.
+    /// Returns what users are to hear of the link now.
     pub fn news_of_link(&mut self, now: Duration) -> Option<String> {
-        let (link, name) = (self.link(), self.name().to_owned());
-        match (link, self.link_down) {
-            (Some("down"), None) => self.link_down = Some((now, false)),
-            (Some("down"), Some((since, false))) if now.saturating_sub(since) >= DOWN_TOLD_AFTER => {
-                let is_told = self.link_events.take(now);
-                self.link_down = Some((since, is_told));
-                return is_told.then(|| format!("the link of {name} is down; look at its cable, and at the other end"));
-            }
-            (Some("up"), Some((since, is_told))) => {
-                self.link_down = None;
-                let seconds = now.saturating_sub(since).as_secs();
-                return is_told.then(|| format!("the link of {name} is up again, after {seconds} s"));
-            }
-            // Another driver may start the card anew.
-            (None, Some((_, false))) => self.link_down = None,
-            _ => {}
-        }
-        None
+        let link = self.link();
+        let news = self.link_news.look(link, now)?;
+        Some(format!("the link of {} {news}", self.name()))
     }
 
     /// Returns the abilities of the card on which the choice of a method depends.

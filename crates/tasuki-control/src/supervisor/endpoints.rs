@@ -41,6 +41,7 @@ const TEXT_MAX: usize = 8192;
 /// An endpoint, as far as it exists.
 #[derive(Debug)]
 pub struct Endpoint {
+    /// Name of its node.
     node: String,
     /// Its node's work, which has its settings.
     pub(super) work: config::Work,

@@ -16,6 +16,7 @@ use tasuki_tap::namespace::{Identity, Namespace, Unnamed};
 use tasuki_tap::shortcut::remove_beside;
 use tasuki_tap::{Settings, Tap, TapError, set_mac};
 
+use super::card::Card;
 use super::deposits::{Found, Key};
 use super::door::Refusal;
 use super::shortcuts::{Crossed, OnVni, Shortcuts, VethEnd};
@@ -149,7 +150,7 @@ impl TapEnd {
 
     /// Returns what the keeper gets: the descriptor, if it exists, and where and for which node it was made.
     pub fn deposit(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
-        let text = Text { made_in: self.made_in, node: self.node.clone() };
+        let text = TapText { made_in: self.made_in, node: self.node.clone() };
         Some((serde_json::to_string(&text).expect("plain data"), vec![self.fd()?]))
     }
 
@@ -236,28 +237,32 @@ impl TapEnd {
         match (self.veth_end, self.device) {
             (Some(veth_end), _) => veth_end.remove(),
             (None, Some(device)) => {
-                // It may have a veth end that could not be adopted.
-                remove_beside(&device);
-                // The keeper has it for a moment more, and a node that is added again wants the name. Best effort: it may
-                // be gone with its namespace.
-                let _ = device::remove(device.as_fd());
+                // The keeper has it for a moment more, and a node that is added again wants the name.
+                remove(&device);
             }
             (None, None) => {}
         }
     }
 }
 
+/// Removes a TAP, and the veth end beside it, which may be one that could not be adopted. Best effort: it may be gone with
+/// its namespace.
+fn remove(device: &OwnedFd) {
+    remove_beside(device);
+    let _ = device::remove(device.as_fd());
+}
+
 /// Text of a TAP's entry in the keeper.
-#[derive(Debug, Default, Serialize, Deserialize)]
-struct Text {
+#[derive(Debug, Serialize, Deserialize)]
+struct TapText {
     made_in: Option<Identity>,
     node: Option<String>,
 }
 
-impl Text {
+impl TapText {
     /// Reads the text of this daemon, or of one from before there was a node in it.
     fn read(text: &str) -> Self {
-        let of_before = || Text { made_in: serde_json::from_str(text).ok(), node: None };
+        let of_before = || TapText { made_in: serde_json::from_str(text).ok(), node: None };
         serde_json::from_str(text).unwrap_or_else(|_| of_before())
     }
 }
@@ -269,7 +274,7 @@ impl Supervisor {
         for (label, tap) in self.config.node.iter().filter_map(TapEnd::of) {
             let key = Key::Tap(label);
             let is_anothers = |(text, _): &(String, Vec<OwnedFd>)| {
-                let was = Text::read(text).node;
+                let was = TapText::read(text).node;
                 was.is_some() && tap.node.is_some() && was != tap.node
             };
             let lives = tap.node.as_ref().is_some_and(|node| living.contains(node));
@@ -277,9 +282,7 @@ impl Supervisor {
                 continue;
             }
             if let Some(device) = found.remove(&key).and_then(|(_, fds)| fds.into_iter().next()) {
-                remove_beside(&device);
-                // Best effort: it may be gone with its namespace.
-                let _ = device::remove(device.as_fd());
+                remove(&device);
             }
         }
     }
@@ -290,7 +293,7 @@ impl Supervisor {
         self.taps = self.config.node.iter().filter_map(TapEnd::of).collect::<BTreeMap<_, _>>();
         for label in self.taps.keys().cloned().collect::<Vec<_>>() {
             let its = found.remove(&Key::Tap(label.clone()));
-            let device = its.and_then(|(text, fds)| Some((Text::read(&text).made_in, fds.into_iter().next()?)));
+            let device = its.and_then(|(text, fds)| Some((TapText::read(&text).made_in, fds.into_iter().next()?)));
             let lives = living.iter().any(|node| self.config.tap(node).is_some_and(|tap| tap.label() == label));
             device.into_iter().for_each(|(made_in, device)| self.adopt_tap(&label, device, made_in, lives));
         }
@@ -383,12 +386,7 @@ impl Supervisor {
             let news = self.registry.look(now());
             self.tell_of_registry(news);
         }
-        let links: Vec<(String, String, String)> = self
-            .cards
-            .values_mut()
-            .filter_map(|card| Some((card.news_of_link(now())?, card.name().to_owned(), card.node().to_owned())))
-            .collect();
-        links.into_iter().for_each(|(sentence, nic, node)| self.note(About::node(&node).of_nic(&nic), sentence));
+        self.tell_of_links();
         let (mut lost, mut strange) = (Vec::new(), Vec::new());
         self.turn = self.turn.wrapping_add(1);
         let enters = self.turn.checked_rem(self.taps.len()).filter(|_| !self.is_pressing());
@@ -417,6 +415,12 @@ impl Supervisor {
         for why in strange.iter().filter_map(|label| self.why_filtered(label)).collect::<Vec<_>>() {
             self.note(About::default(), why);
         }
+    }
+
+    fn tell_of_links(&mut self) {
+        let its = |card: &mut Card| Some((card.news_of_link(now())?, card.name().to_owned(), card.node().to_owned()));
+        let news: Vec<_> = self.cards.values_mut().filter_map(its).collect();
+        news.into_iter().for_each(|(sentence, nic, node)| self.note(About::node(&node).of_nic(&nic), sentence));
     }
 
     /// Returns a sentence if a TAP has another station address than it has to keep.

@@ -217,7 +217,7 @@ impl Supervisor {
         };
         let new: Vec<u32> =
             self.cards.values().filter(|card| card.vni().is_some()).filter(is_new).map(|card| card.number).collect();
-        let joined: Vec<u32> = new.into_iter().filter(|nic| self.joins(*nic)).collect();
+        let joined: BTreeSet<u32> = new.into_iter().filter(|nic| self.joins(*nic)).collect();
         let mut missed = BTreeSet::new();
         for nic in &joined {
             missed.extend(self.tell_of(*nic, &joined));
@@ -354,7 +354,7 @@ impl Supervisor {
 
     /// Tells the workers of all other members about a new one, but for those that joined at the same time (`joined`).
     /// Returns the workers that missed a message.
-    fn tell_of(&self, nic: u32, joined: &[u32]) -> Vec<u32> {
+    fn tell_of(&self, nic: u32, joined: &BTreeSet<u32>) -> Vec<u32> {
         let Some((net, number, us)) = self.membership(nic) else { return Vec::new() };
         let others: Vec<u32> = net.members.values().map(|it| it.nic).filter(|other| !joined.contains(other)).collect();
         let misses = |worker: &&Worker| {
