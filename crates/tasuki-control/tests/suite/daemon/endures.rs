@@ -309,25 +309,15 @@ fn a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() {
 fn a_worker_is_not_ended_where_tasukid_lacks_descriptors_for_what_it_sends_in_a_relay() {
     need_storm!();
     let mut storm = Storm::new(1000, false, &[]);
-    let daemon = storm.rig.daemon_pid();
-    let (process, maximum) = (i32::try_from(daemon).ok().and_then(Pid::from_raw), getrlimit(Resource::Nofile).maximum);
-    let limit = |current| prlimit(process, Resource::Nofile, Rlimit { current, maximum }).expect("a limit");
-    let api = storm.rig.dir().join("api.sock").display().to_string();
     // It has too few for each step of the relay, one after the other.
     for (stages, lacks) in [(true, "the driver state of eth0 is lost"), (false, "lacks those of the memory")] {
         for more in 1..=9 {
             if stages {
                 storm.ask(Method::POST, "/v1/nodes/red/stage", Some(&json!({}))).expect("a staged worker");
             }
-            // The connection for that is closed, too.
-            until(&storm.rig, "only the listening socket is left", || {
-                let sockets = fs::read_to_string("/proc/net/unix").expect("the kernel's list");
-                sockets.lines().filter(|line| line.ends_with(&*api)).count() == 1
-            });
-            let open = storm.rig.descriptors();
-            let was = limit((0..).filter(|fd| !open.contains(fd)).nth(more));
+            let few = storm.rig.leave_descriptors(more);
             let said = if stages { storm.upgrade("red", true) } else { storm.give("blue", Some("repoint")) };
-            limit(was.current);
+            drop(few);
             let _ = storm.ask(Method::DELETE, "/v1/nodes/red/stage", None);
             storm.settle();
             if said.is_ok() && !stages {

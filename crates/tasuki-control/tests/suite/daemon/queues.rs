@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
+use rustix::process::Signal;
 
 use super::real::released;
 use super::rig::{pid, signal, until};
@@ -340,17 +340,13 @@ const COUNTS_MAX: usize = 10;
 fn flows_go_by_all_queues_after_one_more_could_not_be_added() {
     let Some(world) = World::new() else { return };
     let flows = begin(&world, 3);
-    let daemon = i32::try_from(world.rig.daemon_pid()).ok().and_then(Pid::from_raw);
-    let maximum = getrlimit(Resource::Nofile).maximum;
-    let limit = |current| prlimit(daemon, Resource::Nofile, Rlimit { current, maximum }).expect("a limit");
     let mut refused = 0;
     for _ in 0..COUNTS_MAX {
-        let open = world.rig.descriptors().len() as u64;
         // It has too few descriptors for each step of the work, one after the other.
         for more in 2.. {
-            let was = limit(Some(open + more));
+            let few = world.rig.leave_descriptors(more);
             let said = world.rig.tasuki(&["node", "add", "shop-2", "--queue-of", "shop"]);
-            limit(was.current);
+            drop(few);
             if said.status.success() {
                 break;
             }

@@ -8,7 +8,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 use serde_json::Value;
 use tasuki_testing::Program;
 pub use tasuki_testing::process::lives;
@@ -46,6 +46,18 @@ name = "eth0"
 device = "vfio-user:/nowhere/card.sock"
 node = "red"
 "#;
+
+/// A daemon that may open few descriptors. Gets its former limit back when it is dropped.
+pub struct FewDescriptors {
+    daemon: Option<Pid>,
+    was: Rlimit,
+}
+
+impl Drop for FewDescriptors {
+    fn drop(&mut self) {
+        let _ = prlimit(self.daemon, Resource::Nofile, Rlimit { ..self.was });
+    }
+}
 
 /// A daemon, its directory, and every process seen so far.
 pub struct Rig {
@@ -185,6 +197,17 @@ impl Rig {
             })
         });
         all.into_inner()
+    }
+
+    /// Leaves the daemon this many descriptors that it may still open, until the return value is dropped.
+    ///
+    /// It counts numbers: one that is open above the limit takes none of those below it.
+    pub fn leave_descriptors(&self, count: usize) -> FewDescriptors {
+        let open = self.descriptors();
+        let limit = (0..).filter(|fd| !open.contains(fd)).nth(count);
+        let daemon = i32::try_from(self.daemon_pid()).ok().and_then(Pid::from_raw);
+        let limit = Rlimit { current: limit, ..getrlimit(Resource::Nofile) };
+        FewDescriptors { daemon, was: prlimit(daemon, Resource::Nofile, limit).expect("a limit") }
     }
 
     /// Returns the process of the keeper.

@@ -12,13 +12,13 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::net::{Shutdown, SocketAddrUnix};
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal, getrlimit, prlimit};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal};
 use tasuki_testing::Program;
 
 use super::captures::Capture;
 use super::real::released;
 use super::rig::{pid, signal, until};
-use super::vnis::{self, SHOP, World, fds};
+use super::vnis::{self, SHOP, World};
 
 /// How often a guest's driver starts while its workers are killed, and how many of them each time.
 const ROUNDS: usize = 4;
@@ -112,20 +112,16 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     // It comes while tasukid may open no more descriptors, and is kept as soon as it may.
     let (driver, _) = world.rig.await_pair("vm");
     let capture = Capture::begin(&world.rig, "vm.pcapng", &["vm"]);
-    let daemon = Pid::from_raw(i32::try_from(world.rig.daemon_pid()).expect("a process"));
     // A thread of tasukid closes those of the last machine.
     until(&world.rig, "it has no eventfd of a machine", || eventfds(&world) == without);
-    let open = fds(world.rig.daemon_pid());
-    let maximum = getrlimit(Resource::Nofile).maximum;
-    let limit = |current| prlimit(daemon, Resource::Nofile, Rlimit { current, maximum }).expect("a limit");
-    let was = limit(Some(open as u64 + 2));
+    let few = world.rig.leave_descriptors(2);
     let _program = echoing(&socket, "packed_vq=1,in_order=1");
     let lacks =
         |world: &World| world.rig.ask(&["status"]).contains("lacks those of the program that is connected to node vm");
     until(&world.rig, "it says so", || lacks(&world));
     until(&world.rig, "it answers", || answers(&world));
     assert_eq!(pid(&world.rig.worker("vm", "drives").expect("it drives")), pid(&driver), "nobody is ended for that");
-    limit(was.current);
+    drop(few);
     until(&world.rig, "nothing is wrong any more", || !lacks(&world));
     let asked = SystemTime::now().duration_since(UNIX_EPOCH).expect("a date");
     assert!(answers(&world), "its worker was asked for it again");
