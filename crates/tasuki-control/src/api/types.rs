@@ -41,10 +41,13 @@ pub struct ConfigurationView {
     pub generation: u64,
     /// The file that it was in.
     pub path: String,
+    /// Whether it is being applied. Then drift and stays have nothing of what it has yet to change.
+    #[serde(default)]
+    pub applying: bool,
     /// The steps to what it describes, of what is otherwise now: a NIC that was given away by hand, for one.
     pub drift: Vec<String>,
     /// What is otherwise, stays so when it is applied, and why: NICs that failed over, nodes that fell back on the program
-    /// from before an upgrade, namespaces that were made without the shortcut, and that it is being applied.
+    /// from before an upgrade, and namespaces that were made without the shortcut.
     #[serde(default)]
     pub stays: Vec<String>,
     /// Nodes that it does not describe: they were added by hand.

@@ -86,8 +86,9 @@ fn status(status: &Status) -> String {
     if status.adopted > 0 {
         let _ = write!(said, ", took over {} workers", status.adopted);
     }
-    let ConfigurationView { generation, path, drift, stays, by_hand } = &status.configuration;
-    let _ = writeln!(said, "\nconfiguration {generation}, {path}\n");
+    let ConfigurationView { generation, path, applying, drift, stays, by_hand } = &status.configuration;
+    let applying = if *applying { " (is being applied)" } else { "" };
+    let _ = writeln!(said, "\nconfiguration {generation}, {path}{applying}\n");
     said.push_str(&table_of_nodes(&status.nodes));
     said.push('\n');
     said.push_str(&nics(&status.nics));

@@ -16,7 +16,7 @@ use serde_json::json;
 use super::{Configuration, Reach, show, write};
 use crate::api::client;
 use crate::api::metrics::Metrics;
-use crate::api::types::{Applied, Status, Stopped};
+use crate::api::types::{Applied, ConfigurationView, Status, Stopped};
 use crate::place;
 
 /// Pause between two questions whether all is at work, at least.
@@ -53,24 +53,25 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
     let began = Instant::now();
     let told = |sentence: &str| if reach.json { Ok(()) } else { write(&format!("{sentence}\n")).map(drop) };
     let runs = || client::ask(&folder, Verb::GET, "/v1/status", None).and_then(show::read::<Status>);
-    let applies = if runs().is_ok() {
-        true
-    } else {
+    let until = began + Duration::from_secs(up.within);
+    let is_new = runs().is_err();
+    if is_new {
         match begin(&folder, &up.file) {
             Ok(said) => told(&said)?,
             // If another one began meanwhile, with another file perhaps, that is the one.
             Err(error) => runs().map(drop).map_err(|_| error)?,
         }
-        // With workers of before, it goes on with the configuration that was applied last, which may have been another file.
-        let file = std::path::absolute(&up.file).context("that file has no path")?;
-        Path::new(&runs()?.configuration.path) != file
-    };
+    }
+    let status = await_applied(runs, until)?;
+    let file = std::path::absolute(&up.file).context("that file has no path")?;
+    // With workers of before, it goes by the configuration that was applied last, and by what was changed by hand since.
+    let applies = !is_new || status.adopted > 0 || Path::new(&status.configuration.path) != file;
     if applies {
         let configuration = Configuration { file: Some(up.file.clone()), generation: None };
         let applied: Applied = show::read(super::apply(&folder, &configuration)?)?;
         applied.steps.iter().chain([&applied.sentence]).try_for_each(|step| told(step))?;
     }
-    let (seen, lacks) = await_work(&folder, None, began + Duration::from_secs(up.within))?;
+    let (seen, lacks) = await_work(&folder, None, until)?;
     if !lacks.is_empty() {
         let shown = lacks.iter().take(LACKS_SHOWN_MAX).cloned();
         let more = lacks.len().saturating_sub(LACKS_SHOWN_MAX);
@@ -84,6 +85,19 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
     match reach.json {
         true => write(&format!("{}\n", json!({ "nodes": nodes, "nics": nics, "ms": ms }))).map(drop),
         false => told(&sentence),
+    }
+}
+
+/// Asks until no configuration is being applied any more. Returns the last answer.
+fn await_applied(status: impl Fn() -> Result<Status>, until: Instant) -> Result<Status> {
+    loop {
+        let status = status()?;
+        let ConfigurationView { generation, path, applying, .. } = &status.configuration;
+        if !applying {
+            return Ok(status);
+        }
+        ensure!(Instant::now() < until, "configuration {generation}, {path}, is still being applied (tasuki events)");
+        std::thread::sleep(ASK_EVERY);
     }
 }
 

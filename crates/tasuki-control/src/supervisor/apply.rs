@@ -2,7 +2,7 @@
 //! ([`plan`](crate::config::plan)).
 //!
 //! The registry has the text before the first step begins, and that it is applied after the last one. So the next
-//! daemon begins with that text, and takes the remaining steps.
+//! daemon begins with that text, and takes the remaining steps. It takes those to a file that has changed since as well.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ pub struct Current {
     pub record: AppliedRecord,
     /// The configuration in the record.
     desired: Config,
-    /// An earlier daemon has not come to all steps.
+    /// An earlier daemon has not come to all steps: it died amid them, or the file has changed since.
     resumes: bool,
     /// Why the file cannot be used, if the daemon goes by what was applied last instead.
     pub unusable: Option<String>,
@@ -101,9 +101,9 @@ impl Current {
         }
         let text = text.map_err(anyhow::Error::msg)?;
         let base = crc32c::crc32c(text.as_bytes());
-        let record =
-            AppliedRecord { generation: before + 1, path, text, base, is_done: true, removed: BTreeSet::new() };
-        Ok((Current { file, record, resumes: false, desired: config.clone(), unusable: None }, config))
+        let is_done = before == 0;
+        let record = AppliedRecord { generation: before + 1, path, text, base, is_done, removed: BTreeSet::new() };
+        Ok((Current { file, record, resumes: !is_done, desired: config.clone(), unusable: None }, config))
     }
 
     /// Returns a sentence if the daemon goes by another configuration than its file's, which cannot be used.
@@ -113,6 +113,15 @@ impl Current {
         Some(format!(
             "tasukid goes by what was applied last (generation {generation}), for its configuration cannot be used: {why}"
         ))
+    }
+}
+
+/// Returns how many steps there are, for users.
+fn counted(steps: usize) -> String {
+    match steps {
+        0 => "nothing changes".to_owned(),
+        1 => "1 step".to_owned(),
+        steps => format!("{steps} steps"),
     }
 }
 
@@ -169,38 +178,45 @@ impl Supervisor {
         let text = apply.text.clone().map_or_else(|| Config::text(&file), Ok);
         let text = text.map_err(|error| Refusal::Malformed(error.to_string()))?;
         let desired = Config::parse(&file, &text).map_err(|error| Refusal::Malformed(error.to_string()))?;
-        let wrong = |why: String| Refusal::Malformed(format!("{}: {why}", file.display()));
-        if let Some(why) = config::stray_cpu(&desired, |cpu| self.may_use.contains(&cpu)) {
-            return Err(wrong(why));
+        match self.why_not(&desired) {
+            None => Ok((desired, text, file)),
+            Some(why) => Err(Refusal::Malformed(format!("{}: {why}", file.display()))),
+        }
+    }
+
+    /// Returns why a configuration cannot be applied to what there is.
+    fn why_not(&self, desired: &Config) -> Option<String> {
+        if let Some(why) = config::stray_cpu(desired, |cpu| self.may_use.contains(&cpu)) {
+            return Some(why);
         }
         let by_hand = self.config.node.iter().filter(|node| self.by_hand.contains(&node.name));
         let by_hand = by_hand.filter(|node| desired.node(&node.name).is_none()).cloned();
         let all = Config { node: desired.node.iter().cloned().chain(by_hand).collect(), ..desired.clone() };
         if let Some(why) = all.senseless() {
-            return Err(wrong(format!("with the nodes that were added by hand: {why}")));
+            return Some(format!("with the nodes that were added by hand: {why}"));
         }
         let mut begun = self.workers.iter().filter(|(_, worker)| worker.stage == Stage::Begun);
-        if let Some((number, worker)) = begun.find(|(number, _)| self.keeps_own_limits(**number, &desired)) {
+        if let Some((number, worker)) = begun.find(|(number, _)| self.keeps_own_limits(**number, desired)) {
             let node = &worker.record.node;
-            return Err(wrong(format!(
+            return Some(format!(
                 "worker {number} of node {node} is from before an interface with several queues could have limits; replace it by a later program (tasuki worker upgrade {node} --with PROGRAM), and apply this again"
-            )));
+            ));
         }
-        if let Some(why) = self.would_lose_a_queue(&desired) {
-            return Err(wrong(why));
+        if let Some(why) = self.would_lose_a_queue(desired) {
+            return Some(why);
         }
         if desired.api != self.config.api {
-            return Err(wrong(
+            return Some(
                 "[api] differs from what tasukid began with, and counts only then; start tasukid anew (workers go on)"
                     .to_owned(),
-            ));
+            );
         }
         if desired.daemon.confine != self.config.daemon.confine {
-            return Err(wrong(
+            return Some(
                 "[daemon], confine: it counts only when tasukid begins; start tasukid anew (workers go on)".to_owned(),
-            ));
+            );
         }
-        Ok((desired, text, file))
+        None
     }
 
     /// Returns why an interface cannot be made anew as `desired` says: a node that was added by hand drives a queue of it.
@@ -353,11 +369,7 @@ impl Supervisor {
         }
         let (path, is_done) = (file.display().to_string(), todo.is_empty());
         *record = AppliedRecord { generation, path, text, base, is_done, removed: BTreeSet::new() };
-        let said = match todo.len() {
-            0 => "nothing changes".to_owned(),
-            1 => "1 step".to_owned(),
-            count => format!("{count} steps"),
-        };
+        let said = counted(todo.len());
         self.note(About::default(), format!("configuration {generation}, {}, is applied: {said}", file.display()));
         self.begin_with(desired, todo, answer);
         Ok(())
@@ -368,9 +380,14 @@ impl Supervisor {
         if self.adopting || !self.leaving.is_empty() || !std::mem::take(&mut self.current.resumes) {
             return;
         }
-        let (desired, generation) = (self.current.desired.clone(), self.current.record.generation);
-        self.note(About::default(), format!("configuration {generation} is applied to its end"));
-        let todo = self.steps_to(&desired).into();
+        let desired = self.current.desired.clone();
+        let AppliedRecord { generation, path, .. } = &self.current.record;
+        let which = format!("configuration {generation}, {path},");
+        if let Some(why) = self.why_not(&desired) {
+            return self.note(About::default(), format!("{which} is not applied to its end: {why}"));
+        }
+        let todo: VecDeque<Step> = self.steps_to(&desired).into();
+        self.note(About::default(), format!("{which} is applied to its end: {}", counted(todo.len())));
         self.begin_with(desired, todo, None);
     }
 
@@ -649,16 +666,13 @@ impl Supervisor {
 
     pub(super) fn configuration_view(&self) -> ConfigurationView {
         let AppliedRecord { generation, path, .. } = &self.current.record;
-        let (steps, mut stays) = match &self.applying {
-            // It is on its way there: what it has yet to do is no difference.
-            Some(_) => (Vec::new(), Vec::new()),
-            None => self.plan_to(&self.current.desired),
-        };
-        stays.extend(self.applying.as_ref().map(|_| format!("configuration {generation} is being applied")));
+        let applying = self.is_applying() || self.current.resumes;
+        // It is on its way there: what it has yet to do is no difference.
+        let (steps, mut stays) = if applying { (Vec::new(), Vec::new()) } else { self.plan_to(&self.current.desired) };
         stays.extend(self.older_programs());
         let drift = steps.iter().map(ToString::to_string).collect();
         let by_hand = self.by_hand.iter().cloned().collect();
-        ConfigurationView { generation: *generation, path: path.clone(), drift, stays, by_hand }
+        ConfigurationView { generation: *generation, path: path.clone(), applying, drift, stays, by_hand }
     }
 
     /// Returns nodes and NICs as they are now, as a configuration.
@@ -743,6 +757,6 @@ mod tests {
         };
         assert_eq!(begin(one, Some(applied.clone())), (applied.clone(), 2), "and its remaining steps are taken");
         let (newer, hang) = begin("[daemon]\nhang_after_ms = 3\n", Some(applied));
-        assert_eq!((newer.generation, &newer.path[..], newer.is_done, hang), (3, "t.toml", true, 3));
+        assert_eq!((newer.generation, &newer.path[..], newer.is_done, hang), (3, "t.toml", false, 3));
     }
 }

@@ -29,11 +29,6 @@ fn configuration(rig: &Rig) -> Value {
     rig.json(&["status"])["configuration"].clone()
 }
 
-/// Returns whether nothing is otherwise than the configuration has it.
-fn is_as_configured(rig: &Rig) -> bool {
-    configuration(rig)["drift"].as_array().is_some_and(Vec::is_empty)
-}
-
 /// A node with memory for frames, whose length counts when it is made.
 const POND: &str = "[[node]]\nname = \"pond\"\nwork = \"sink\"\nvni = \"lan\"\npool_kib = 512\n";
 
@@ -88,7 +83,7 @@ fn a_nic_goes_where_the_file_has_it_and_comes_back_from_where_it_was_given_by_ha
     rig.configure(|text| text.replace("node = \"red\"", "node = \"green\""));
     rig.ask(&["apply"]);
     assert_eq!(rig.nic()["node"], "green", "a stranger to red");
-    assert!(is_as_configured(&rig));
+    assert!(rig.is_as_configured());
 }
 
 #[test]
@@ -114,25 +109,20 @@ fn a_nic_is_closed_and_another_opened_and_a_node_keeps_the_one_that_stays() {
     rig.start();
     until(&rig, "it is closed", || names(&rig, "nic") == ["eth0"]);
     let (driver, _) = rig.await_pair("red");
-    // A NIC that another daemon opened has its settings until they are applied.
+    // What else has changed in its file it applies.
     rig.kill_daemon();
     rig.configure(|text| {
         let text = text.replace("node = \"red\"", "mtu = 9000\nnode = \"red\"");
         text.replace("name = \"blue\"", "name = \"blue\"\nvni = \"lan\"")
     });
     rig.start();
-    assert_eq!(pid(&rig.await_pair("red").0), pid(&driver), "its driver goes on");
-    let step = "NIC eth0 is closed: its link goes down";
-    let drift = configuration(&rig)["drift"].clone();
-    assert_eq!(drift[0], step);
-    assert!(
-        drift[1].as_str().is_some_and(|step| step.starts_with("node blue: vni changes, so it is removed")),
-        "{drift}"
-    );
-    assert!(!rig.ask(&["config", "show"]).contains("mtu"), "as it is now");
-    assert!(rig.ask(&["apply"]).contains(step));
-    assert!(rig.ask(&["config", "show"]).contains("mtu = 9000") && is_as_configured(&rig));
+    until(&rig, "all is as described", || {
+        rig.ask(&["config", "show"]).contains("mtu = 9000") && rig.is_as_configured()
+    });
+    let said = rig.ask(&["events"]);
+    assert!(said.contains("tasuki.toml, is applied to its end: 4 steps"), "{said}");
     rig.await_pair("red");
+    assert_ne!(pid(&rig.await_pair("red").0), pid(&driver), "its NIC was closed");
     // A node goes with its NIC.
     rig.configure(|text| text[..text.find("[[node]]").expect("a node")].to_owned() + GREEN);
     rig.ask(&["apply"]);
@@ -222,7 +212,7 @@ fn a_node_that_is_made_anew_gets_a_nic_as_one_that_is_trusted() {
     assert!(said.contains("NIC eth0 goes from node red to node blue while packets flow"), "{said}");
     let said = rig.ask(&["events"]);
     assert!(said.contains(" of node blue in ") && said.contains(", by keep: "), "not as to a stranger: {said}");
-    assert!(is_as_configured(&rig));
+    assert!(rig.is_as_configured());
 }
 
 #[test]
@@ -286,7 +276,7 @@ fn while_a_configuration_is_applied_no_node_comes_by_hand_and_its_caller_hears_o
     assert!(!said.contains("hung up"), "{said}");
     rig.start();
     until(&rig, "the next one has taken the remaining steps", || {
-        names(&rig, "node") == ["blue", "grey", "red"] && is_as_configured(&rig)
+        names(&rig, "node") == ["blue", "grey", "red"] && rig.is_as_configured()
     });
 }
 
@@ -353,7 +343,7 @@ fn wherever_the_daemon_dies_the_next_one_takes_the_remaining_steps() {
             let is = configuration(&rig);
             is["generation"] == 2
                 && is["path"] == *other
-                && is_as_configured(&rig)
+                && rig.is_as_configured()
                 && rig.ask(&["plan", &other]).starts_with("nothing changes")
         });
         until(&rig, &format!("{place}: the NIC is driven"), || {
@@ -373,38 +363,47 @@ fn wherever_the_daemon_dies_the_next_one_takes_the_remaining_steps() {
 /// Numbered frames flow between two nodes while all others come, change and go, and while their own CPU changes.
 #[test]
 fn nothing_is_lost_while_configurations_are_applied() {
-    let Some(world) = World::new() else { return };
-    let rig = &world.rig;
+    let Some(mut world) = World::new() else { return };
+    let rig = &mut world.rig;
     let flow = "[[node]]\nname = \"sink\"\nwork = \"sink\"\nvni = \"lan\"\nmac = \"02:00:00:00:00:88\"\n\
                 [[node]]\nname = \"source\"\nwork = { source = { rate = 2000, to = \"02:00:00:00:00:88\" } }\nvni = \"lan\"\n";
     let begin = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
-    let apply = |nodes: &str| {
+    let apply = |rig: &Rig, nodes: &str| {
         fs::write(rig.path("tasuki.toml"), format!("{begin}{nodes}")).expect("a file");
         rig.ask(&["apply"])
     };
-    apply(flow);
+    apply(rig, flow);
     rig.await_pair("sink");
     rig.await_pair("source");
     flows(rig, 500);
     let drivers = drivers(rig);
     let others = "[[node]]\nname = \"one\"\nwork = \"echo\"\nvni = \"lan\"\n[[node]]\nname = \"two\"\nwork = \"sink\"\nvni = \"dmz\"\n";
-    apply(&format!("{flow}{others}"));
+    apply(rig, &format!("{flow}{others}"));
     flows(rig, 200);
-    apply(&format!("{flow}{}", others.replace("dmz", "lan").replace("echo", "sink")));
+    apply(rig, &format!("{flow}{}", others.replace("dmz", "lan").replace("echo", "sink")));
     flows(rig, 200);
-    apply(flow);
+    apply(rig, flow);
     flows(rig, 200);
     let after = self::drivers(rig);
     assert!(["sink", "source"].iter().all(|node| drivers[*node] == after[*node]), "nobody has touched them");
     // Their own settings change.
     let said = apply(
+        rig,
         &flow.replace("vni = \"lan\"\nmac", "vni = \"lan\"\nnice = -5\nmac").replace("rate = 2000", "rate = 1500"),
     );
     assert!(said.contains("node sink: nice changes; a fresh worker"), "{said}");
     assert!(said.contains("node source: work changes; a fresh worker"), "{said}");
     flows(rig, 500);
+    // The next tasukid finds another file.
+    rig.kill_daemon();
+    let text =
+        flow.replace("vni = \"lan\"\nmac", "vni = \"lan\"\nnice = -4\nmac").replace("rate = 2000", "rate = 1000");
+    fs::write(rig.path("tasuki.toml"), format!("{begin}{text}{}", others.replace("echo", "sink"))).expect("a file");
+    rig.start();
+    until(rig, "all is as described", || names(rig, "node").contains(&"two".to_owned()) && rig.is_as_configured());
+    flows(rig, 500);
     let stopped = flow.split("[[node]]").take(2).collect::<Vec<_>>().join("[[node]]");
-    apply(&stopped.replace("vni = \"lan\"\nmac", "vni = \"lan\"\nnice = -5\nmac"));
+    apply(rig, &stopped.replace("vni = \"lan\"\nmac", "vni = \"lan\"\nnice = -5\nmac"));
     assert_exact(rig);
     world.end();
 }
@@ -453,7 +452,7 @@ fn steps_wait_for_an_upgrade_that_a_user_has_begun() {
         rig.ask(&["apply"]);
         // It may have come second, and was refused then.
         upgrade.wait().expect("it ends");
-        assert!(is_as_configured(&rig), "{}", rig.log());
+        assert!(rig.is_as_configured(), "{}", rig.log());
     }
 }
 
@@ -504,7 +503,7 @@ fn what_was_changed_by_hand_can_be_kept_and_comes_back_where_nothing_is_left() {
     rig.await_pair("blue");
     assert_eq!(names(&rig, "node"), ["blue", "mine", "red"]);
     assert_eq!((&rig.nic()["node"], &rig.nic()["standby"]), (&Value::from("blue"), &Value::from("red")));
-    assert!(is_as_configured(&rig) && configuration(&rig)["by_hand"].as_array().is_some_and(Vec::is_empty));
+    assert!(rig.is_as_configured() && configuration(&rig)["by_hand"].as_array().is_some_and(Vec::is_empty));
 }
 
 /// Returns the entry of a node in the file whose interface is in this namespace.
@@ -565,7 +564,7 @@ fn an_interface_that_somebody_deletes_or_moves_is_missed_and_made_anew_by_an_app
         world.await_pairs();
         assert!(world.is_answered(DESK));
         assert_eq!(trouble(&world), "null");
-        assert!(is_as_configured(&world.rig));
+        assert!(world.rig.is_as_configured());
     }
     world.end();
 }
@@ -636,7 +635,7 @@ fn a_node_of_the_file_that_was_removed_by_hand_stays_away_under_the_next_daemon(
     rig.kill_daemon();
     rig.start();
     assert_eq!(names(&rig, "node"), ["blue", "green", "red"]);
-    assert!(is_as_configured(&rig));
+    assert!(rig.is_as_configured());
 }
 
 #[test]
@@ -683,7 +682,7 @@ fn a_node_that_cannot_be_made_anew_is_made_as_it_was_and_no_other_is_gone() {
     world.rig.configure(|_| before.clone());
     world.rig.ask(&["apply"]);
     world.await_pairs();
-    assert!(world.is_answered(DESK) && is_as_configured(&world.rig));
+    assert!(world.is_answered(DESK) && world.rig.is_as_configured());
     world.end();
 }
 

@@ -333,11 +333,13 @@ fn a_program_runs_on_no_other_nodes_cpu() {
     if !is_there("/proc/mounts", "cpuset") && !is_there("/sys/fs/cgroup/cgroup.controllers", "cpuset") {
         return println!("skipped: needs a control group for CPUs (cpuset)");
     }
-    let (mut rig, victim) = with_victim();
+    let (mut rig, _) = with_victim();
+    rig.configure(|text| text.replace("name = \"red\"\n", &format!("name = \"red\"\ncpu = {others}\n")));
+    rig.ask(&["apply"]);
+    let victim = pid(&rig.await_worker("red", "idle"));
     rig.kill_daemon();
     let tries = format!("first other-cpu {others}; first other-cpu {its}");
-    let green = hostile("green", &tries, "pids = 20") + &format!("cpu = {its}\n");
-    rig.configure(|text| text.replace("name = \"red\"\n", &format!("name = \"red\"\ncpu = {others}\n")) + &green);
+    rig.configure(|text| text + &hostile("green", &tries, "pids = 20") + &format!("cpu = {its}\n"));
     rig.start();
     until(&rig, "both are tried", || rig.log().matches("attack other-cpu: ").count() >= 2);
     let log = rig.log();

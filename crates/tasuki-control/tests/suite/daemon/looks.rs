@@ -248,6 +248,15 @@ fn up_returns_when_all_is_at_work_and_down_when_nothing_is() {
     until(&rig, "it ends", || !tasuki_testing::process::lives(daemon));
     let (done, said) = up(&rig);
     assert!(done && said.contains("is at work in") && said.contains("4 nodes and 1 NIC"), "{said}");
+    // So is what was edited, and what was changed by hand.
+    let daemon = rig.json(&["status"])["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok()).expect("a process");
+    rig.ask(&["node", "remove", "pink"]);
+    signal(daemon, Signal::TERM);
+    until(&rig, "it ends", || !tasuki_testing::process::lives(daemon));
+    rig.configure(|text| text.replace("work = \"echo\"\ntrusts", "work = \"echo\"\nnice = -2\ntrusts"));
+    let (done, said) = up(&rig);
+    assert!(done && said.contains("4 nodes and 1 NIC"), "{said}");
+    assert!(rig.is_as_configured() && rig.ask(&["config", "show"]).contains("nice = -2"), "{said}");
     let pid = rig.json(&["status"])["pid"].as_u64().expect("a number");
     assert!(rig.ask(&["down"]).contains("workers have ended, and so does tasukid"));
     assert!(!tasuki_testing::process::lives(u32::try_from(pid).expect("a pid")), "it is gone when down returns");

@@ -181,6 +181,12 @@ impl Rig {
         self.daemon.as_ref().expect("a daemon").0.id()
     }
 
+    /// Returns whether nothing is otherwise than the configuration has it, nor about to change.
+    pub fn is_as_configured(&self) -> bool {
+        let view = &self.json(&["status"])["configuration"];
+        view["drift"].as_array().is_some_and(Vec::is_empty) && view["applying"] == false
+    }
+
     /// Returns the daemon's open descriptors, once they stay the same: its threads have some for a moment.
     pub fn descriptors(&self) -> BTreeSet<u64> {
         let path = format!("/proc/{}/fd", self.daemon_pid());

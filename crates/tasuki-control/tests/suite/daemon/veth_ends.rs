@@ -55,6 +55,7 @@ fn a_node_that_may_take_the_shortcut_no_more_goes_by_its_worker_under_the_next_d
     let its = format!("address = \"{SHOP}/24\"");
     world.rig.configure(|text| text.replace(&its, &format!("{its}, shortcut = false")));
     world.rig.start();
+    until(&world.rig, "all is as described", || world.rig.is_as_configured());
     world.await_pairs();
     exchange.goes_on(&world.rig, 100);
     let before = by_workers(&world, "shop", "desk");
