@@ -7,14 +7,17 @@
 //! | IPv6 | source is the node's, or the link-local address that follows from its station address (RFC 4291, appendix A); or ::, in an ICMPv6 query |
 //! | neighbour discovery | also: a link-layer address in an option is the frame's source; an advertisement's target is the node's. No node is a router: router advertisements and redirects never pass |
 //! | reverse ARP; a frame that is cut off or malformed | never |
+//! | a frame whose checksum is left to its receivers, in a place that decides here | never: they would write what was checked |
 //! | any other | always: it says nothing about IP |
 //!
-//! The same holds behind VLAN tags. A frame whose chain of headers exceeds [`CHECKED_MAX`] bytes counts as cut off: the
+//! The same holds behind VLAN tags, and in SNAP (RFC 1042). A frame whose chain of headers exceeds [`CHECKED_MAX`] bytes counts as cut off: the
 //! chain would hide what follows it.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use tasuki_shm::vni::directory::Mac;
+
+use crate::switch::ADDRESSES_LEN;
 
 /// Maximum number of first bytes that the check reads of a frame.
 pub const CHECKED_MAX: usize = 256;
@@ -25,6 +28,12 @@ const ARP: u16 = 0x0806;
 const RARP: u16 = 0x8035;
 const IPV6: u16 = 0x86dd;
 const TAGS: [u16; 3] = [0x8100, 0x88a8, 0x9100];
+
+/// A larger number is an EtherType, and no length (IEEE 802.3).
+const LENGTH_MAX: u16 = 1500;
+
+/// What stands between a length in place of an EtherType and the EtherType (RFC 1042).
+const SNAP: [u8; 6] = [0xaa, 0xaa, 3, 0, 0, 0];
 
 /// IP protocol numbers.
 const UDP: u8 = 17;
@@ -84,16 +93,29 @@ impl Own {
 
     /// Returns whether the node may have sent the frame that begins with `front`, of at most [`CHECKED_MAX`] bytes.
     pub fn may_send(&self, front: &[u8]) -> bool {
-        self.is_empty() || self.is_true(front).unwrap_or(false)
+        self.decided_by(front).is_some()
     }
 
-    /// `None` if the frame is cut off.
-    fn is_true(&self, mut front: &[u8]) -> Option<bool> {
-        let [_, from] = [take::<6>(&mut front)?, take::<6>(&mut front)?];
-        let mut kind = u16::from_be_bytes(take(&mut front)?);
+    /// Returns how many of a frame's first bytes decide that the node may have sent it; `None` if it may not.
+    pub fn decided_by(&self, front: &[u8]) -> Option<usize> {
+        if self.is_empty() {
+            return Some(ADDRESSES_LEN);
+        }
+        let mut rest = front;
+        self.is_true(&mut rest)?.then(|| front.len() - rest.len())
+    }
+
+    /// Takes the bytes that decide. `None` if the frame is cut off.
+    fn is_true(&self, front: &mut &[u8]) -> Option<bool> {
+        let [_, from] = [take::<6>(front)?, take::<6>(front)?];
+        let mut kind = u16::from_be_bytes(take(front)?);
         while TAGS.contains(&kind) {
-            skip(&mut front, 2)?;
-            kind = u16::from_be_bytes(take(&mut front)?);
+            skip(front, 2)?;
+            kind = u16::from_be_bytes(take(front)?);
+        }
+        if kind <= LENGTH_MAX && front.starts_with(&SNAP) {
+            skip(front, SNAP.len())?;
+            kind = u16::from_be_bytes(take(front)?);
         }
         match kind {
             ARP => self.is_arp_true(from, front),
@@ -104,24 +126,26 @@ impl Own {
         }
     }
 
-    fn is_arp_true(&self, from: Mac, mut arp: &[u8]) -> Option<bool> {
-        let head: [u8; 6] = take(&mut arp)?;
-        skip(&mut arp, 2)?;
-        let hardware: Mac = take(&mut arp)?;
-        let protocol = Ipv4Addr::from(take::<4>(&mut arp)?);
+    fn is_arp_true(&self, from: Mac, arp: &mut &[u8]) -> Option<bool> {
+        let head: [u8; 6] = take(arp)?;
+        skip(arp, 2)?;
+        let hardware: Mac = take(arp)?;
+        let protocol = Ipv4Addr::from(take::<4>(arp)?);
         // Ethernet and IPv4, with addresses of 6 and 4 bytes.
         let is_known = head == [0, 1, 8, 0, 6, 4];
         Some(is_known && hardware == from && (protocol.is_unspecified() || self.v4.contains(&protocol)))
     }
 
-    fn is_ipv4_true(&self, ip: &[u8]) -> Option<bool> {
-        let source = Ipv4Addr::from(*ip.get(12..)?.first_chunk::<4>()?);
+    fn is_ipv4_true(&self, ip: &mut &[u8]) -> Option<bool> {
+        let head: [u8; 12] = take(ip)?;
+        let source = Ipv4Addr::from(take::<4>(ip)?);
         if !source.is_unspecified() {
-            return Some(ip[0] >> 4 == 4 && self.v4.contains(&source));
+            return Some(head[0] >> 4 == 4 && self.v4.contains(&source));
         }
         // From a DHCP client's port to a server's.
-        let ports = ip.get(usize::from(ip[0] & 0xf) * 4..)?.first_chunk()?;
-        Some(ip[9] == UDP && *ports == [0, 68, 0, 67] && ip[6] & 0x3f == 0 && ip[7] == 0)
+        skip(ip, (usize::from(head[0] & 0xf) * 4).checked_sub(16)?)?;
+        let ports: [u8; 4] = take(ip)?;
+        Some(head[9] == UDP && ports == [0, 68, 0, 67] && head[6] & 0x3f == 0 && head[7] == 0)
     }
 
     fn has_v6(&self, from: Mac, address: Ipv6Addr) -> bool {
@@ -130,10 +154,10 @@ impl Own {
         address == link_local || self.v6.contains(&address)
     }
 
-    fn is_ipv6_true(&self, from: Mac, mut ip: &[u8]) -> Option<bool> {
-        let head: [u8; 8] = take(&mut ip)?;
-        let source = Ipv6Addr::from(take::<16>(&mut ip)?);
-        skip(&mut ip, 16)?;
+    fn is_ipv6_true(&self, from: Mac, ip: &mut &[u8]) -> Option<bool> {
+        let head: [u8; 8] = take(ip)?;
+        let source = Ipv6Addr::from(take::<16>(ip)?);
+        skip(ip, 16)?;
         let is_nobodys = source.is_unspecified();
         if head[0] >> 4 != 6 || !is_nobodys && !self.has_v6(from, source) {
             return Some(false);
@@ -143,7 +167,7 @@ impl Own {
             next = match next {
                 ICMPV6 => return self.is_icmp_true(from, is_nobodys, ip),
                 FRAGMENT => {
-                    let [next, _, high, low, ..]: [u8; 8] = take(&mut ip)?;
+                    let [next, _, high, low, ..]: [u8; 8] = take(ip)?;
                     if high != 0 || low & 0xf8 != 0 {
                         // Not the first fragment: the check has seen that one.
                         return Some(!is_nobodys);
@@ -151,13 +175,13 @@ impl Own {
                     next
                 }
                 kind if EXTENSIONS.contains(&kind) => {
-                    let [next, len] = take(&mut ip)?;
-                    skip(&mut ip, usize::from(len) * 8 + 6)?;
+                    let [next, len] = take(ip)?;
+                    skip(ip, usize::from(len) * 8 + 6)?;
                     next
                 }
                 AUTHENTICATION => {
-                    let [next, len] = take(&mut ip)?;
-                    skip(&mut ip, usize::from(len) * 4 + 6)?;
+                    let [next, len] = take(ip)?;
+                    skip(ip, usize::from(len) * 4 + 6)?;
                     next
                 }
                 _ => return Some(!is_nobodys),
@@ -165,26 +189,28 @@ impl Own {
         }
     }
 
-    fn is_icmp_true(&self, from: Mac, is_nobodys: bool, mut icmp: &[u8]) -> Option<bool> {
-        let [kind, ..]: [u8; 4] = take(&mut icmp)?;
-        skip(&mut icmp, 4)?;
+    fn is_icmp_true(&self, from: Mac, is_nobodys: bool, icmp: &mut &[u8]) -> Option<bool> {
+        // The checksum is behind these two bytes.
+        let [kind, _] = take(icmp)?;
+        let discovers = (ROUTER_SOLICITATION..=REDIRECT).contains(&kind);
+        if !discovers {
+            // From ::, a node may ask whether an address is free, and report the groups it listens to (RFC 2710, RFC
+            // 3810).
+            return Some(!is_nobodys || matches!(kind, 131 | 132 | 143));
+        }
+        skip(icmp, 6)?;
         match kind {
             ROUTER_ADVERTISEMENT | REDIRECT => return Some(false),
-            ROUTER_SOLICITATION => {}
-            NEIGHBOUR_SOLICITATION => skip(&mut icmp, 16)?,
+            NEIGHBOUR_SOLICITATION => skip(icmp, 16)?,
             NEIGHBOUR_ADVERTISEMENT => {
-                let target = Ipv6Addr::from(take::<16>(&mut icmp)?);
+                let target = Ipv6Addr::from(take::<16>(icmp)?);
                 if is_nobodys || !self.has_v6(from, target) {
                     return Some(false);
                 }
             }
-            // From ::, a node may ask whether an address is free, and report the groups it listens to (RFC 2710, RFC
-            // 3810).
-            131 | 132 | 143 => return Some(true),
-            _ => return Some(!is_nobodys),
+            _ => {}
         }
-        while !icmp.is_empty() {
-            let [option, len, rest @ ..] = icmp else { return None };
+        while let [option, len, rest @ ..] = *icmp {
             // The link-layer address of the sender, or of the target.
             if (1..=2).contains(option) && rest.first_chunk() != Some(&from) {
                 return Some(false);
@@ -192,9 +218,9 @@ impl Own {
             if *len == 0 {
                 return Some(false);
             }
-            skip(&mut icmp, usize::from(*len) * 8)?;
+            skip(icmp, usize::from(*len) * 8)?;
         }
-        Some(true)
+        icmp.is_empty().then_some(true)
     }
 }
 
@@ -233,6 +259,11 @@ mod tests {
 
     fn discovery(kind: u8, target: [u8; 16], option: u8, mac: Mac) -> Vec<u8> {
         [&[kind, 0, 0, 0, 0, 0, 0, 0][..], &target, &[option, 1], &mac].concat()
+    }
+
+    /// Returns a frame with its EtherType in SNAP.
+    fn snap(frame: &[u8]) -> Vec<u8> {
+        ethernet(&[0, 64], &[&SNAP, &frame[12..]].concat())
     }
 
     fn hidden(kind: u8, len: u8, behind: &[u8]) -> Vec<u8> {
@@ -291,6 +322,10 @@ mod tests {
             ),
             ("a second fragment", ipv6(OURS, 44, &[58, 0, 1, 0, 0, 0, 0, 0]), true),
             ("nothing of IP's", ethernet(&[0x88, 0xb5], &[]), true),
+            ("a spanning tree", ethernet(&[0, 38], &[0x42, 0x42, 3, 0, 0, 0, 0, 0]), true),
+            ("SNAP", snap(&arp(MAC, mine)), true),
+            ("ARP of another in SNAP", snap(&arp(MAC, [10, 0, 0, 2])), false),
+            ("an answer for another in SNAP", snap(&ipv6(OURS, 58, &advertises(THEIRS, MAC))), false),
             ("a short one", vec![0; 13], false),
         ];
         for (what, frame, passes) in table {
@@ -302,6 +337,17 @@ mod tests {
                 assert_eq!(front(&tagged), passes, "{what}, behind tags");
             }
         }
+    }
+
+    #[test]
+    fn a_checksum_of_tcp_or_udp_decides_nothing() {
+        let tcp = ipv4([10, 0, 0, 1], 6, &[0; 20]);
+        assert_eq!(own().decided_by(&tcp), Some(14 + 16));
+        let behind = ipv6(OURS, 60, &hidden(17, 1, &[0; 8]));
+        assert_eq!(own().decided_by(&behind), Some(14 + 40 + 16));
+        let ping = ipv6(OURS, 58, &[128, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(own().decided_by(&ping), Some(14 + 40 + 2), "its checksum is next");
+        assert_eq!(own().decided_by(&arp(MAC, [10, 0, 0, 1])), Some(14 + 18));
     }
 
     /// A frame that passes the check, with some bytes changed and its end cut off.
@@ -321,6 +367,24 @@ mod tests {
     }
 
     proptest! {
+        /// Receivers leave a sender's checksum there.
+        #[test]
+        fn what_does_not_decide_may_become_anything(
+            mut frame in nearly(),
+            more in prop::collection::vec(any::<u8>(), 0..40),
+            at in any::<prop::sample::Index>(),
+            sum in any::<[u8; 2]>(),
+        ) {
+            frame.extend(more);
+            frame.truncate(CHECKED_MAX);
+            let decided = own().decided_by(&frame).filter(|decided| decided + 2 <= frame.len());
+            if let Some(decided) = decided {
+                let at = decided + at.index(frame.len() - 1 - decided);
+                frame[at..at + 2].copy_from_slice(&sum);
+                prop_assert_eq!(own().decided_by(&frame), Some(decided));
+            }
+        }
+
         #[test]
         fn whatever_comes_is_answered(frame in prop_oneof![nearly(), prop::collection::vec(any::<u8>(), 0..CHECKED_MAX)]) {
             let may = own().may_send(&frame);

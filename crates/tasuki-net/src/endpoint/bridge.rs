@@ -123,7 +123,8 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         let (mut egress, _) = self.split();
         // These frames are noted already.
         egress.notes = None;
-        for frame in frames.iter().filter(|frame| frame.len() >= HEADER_LEN + 14) {
+        // A frame says how long it is, and may say anything.
+        for frame in frames.iter().filter(|frame| (HEADER_LEN + 14..=PIECE_MAX).contains(&frame.len())) {
             let Some((room, _)) = egress.stage() else { break };
             room[..frame.len()].copy_from_slice(frame);
             if !egress.send_staged(frame.len()) {
@@ -393,6 +394,9 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Does periodic work; call it a few times a second. Returns whether the next tick has work.
     pub fn tick(&mut self, now: Instant) -> bool {
         self.switch.age(now);
+        // Another node may get the number of one that is gone.
+        let Self { stalls, vni, .. } = self;
+        stalls.retain(|(node, _)| vni.counts(*node).is_some());
         self.vni.tick(now) | self.endpoint.tick(now)
     }
 

@@ -190,7 +190,17 @@ impl Egress<'_> {
     #[inline]
     pub(super) fn send_waiting(&mut self) -> bool {
         self.waits.is_full = false;
-        self.waits.staged.take().is_none_or(|(node, len)| self.send_staged_to(node, len))
+        let Some((node, len)) = self.waits.staged.take() else { return true };
+        let taken = *self.taken;
+        let goes_on = self.send_staged_to(node, len);
+        if goes_on
+            && *self.taken == taken
+            && let Some(notes) = &mut self.notes
+        {
+            // It was dropped, and the next frame comes to its place. The only note is the one on it.
+            notes.published(None);
+        }
+        goes_on
     }
 
     /// Sends a frame of `len` bytes without an offload header, or drops it; `copy` copies its front. Returns false if

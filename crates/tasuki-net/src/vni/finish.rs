@@ -66,7 +66,7 @@ pub fn finish(offload: &Offload, frame: &mut [u8], mut each: impl FnMut(&[u8], &
 /// the frame.
 fn compute(offload: &Offload, frame: &mut [u8]) -> Result<(), Malformed> {
     let start = usize::from(offload.csum_start.get());
-    let at = start + usize::from(offload.csum_offset.get());
+    let at = offload.sum_at();
     if start < ETHERNET_LEN || at + 2 > frame.len() {
         return Err(Malformed);
     }

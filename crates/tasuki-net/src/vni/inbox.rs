@@ -8,11 +8,11 @@ use tasuki_shm::line::Line;
 use tasuki_shm::pool::{NoSuchPiece, PeerPool, Piece};
 use tasuki_shm::region::{CommonRegion, RegionError, Span};
 use tasuki_shm::ring::{Broken, Consumer};
-use zerocopy::{FromZeros, IntoBytes};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::halves;
 use super::ledger::point;
-use super::offload::{HEADER_LEN, Offload};
+use super::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use super::outbox::{WITH_HEADER, piece_of};
 use crate::own::{CHECKED_MAX, Own};
 use crate::switch::{ADDRESSES_LEN, Addresses, CheckedPrefix};
@@ -131,26 +131,27 @@ impl Incoming<'_> {
         self.check().map(|()| offload)
     }
 
-    /// Copies the offload header and the frame behind it to the front of `into`. Returns the number of bytes copied in
-    /// all.
-    pub fn copy_with_header(&self, into: &mut [u8]) -> Result<usize, TakenBack> {
-        if self.header > 0 {
-            let len = (self.piece.len as usize).min(into.len());
-            self.pool.copy_to(self.piece, &mut into[..len]);
-            return self.check().map(|()| len);
-        }
-        let (header, frame) = into.split_at_mut(HEADER_LEN);
-        header.fill(0);
-        self.copy_to(frame).map(|len| HEADER_LEN + len)
+    /// Returns whether a receiver that finishes the frame leaves alone what decided that its sender may have sent it.
+    /// `front` was checked.
+    #[inline]
+    pub(crate) fn spares(&self, offload: &Offload, front: &CheckedPrefix) -> bool {
+        offload.flags & NEEDS_CSUM == 0 || self.own.decided_by(front).is_some_and(|first| offload.sum_at() >= first)
     }
 
     /// Writes the offload header and the frame behind it to a descriptor, in one call. The kernel copies the frame out
     /// of the sender's memory, except for `front`, which was checked.
+    ///
+    /// # Errors
+    /// The kernel refuses it; or `InvalidData`, if the kernel would write a checksum into what was checked.
     #[inline]
     pub fn write_with_header(&self, fd: BorrowedFd<'_>, front: &CheckedPrefix) -> io::Result<usize> {
         let mut before = [0; HEADER_LEN + CHECKED_MAX];
         if self.header > 0 {
             self.pool.copy_to(self.piece, &mut before[..HEADER_LEN]);
+            let (offload, _) = Offload::ref_from_prefix(&before).expect("it is longer");
+            if !self.spares(offload, front) {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
         }
         let before = &mut before[..HEADER_LEN + front.len()];
         before[HEADER_LEN..].copy_from_slice(front);

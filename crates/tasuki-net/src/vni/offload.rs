@@ -29,4 +29,12 @@ pub struct Offload {
     pub csum_offset: U16,
 }
 
+impl Offload {
+    /// Returns the place of the checksum, in bytes from the start of the frame.
+    #[inline]
+    pub(crate) fn sum_at(&self) -> usize {
+        usize::from(self.csum_start.get()) + usize::from(self.csum_offset.get())
+    }
+}
+
 const _: () = assert!(size_of::<Offload>() == HEADER_LEN);

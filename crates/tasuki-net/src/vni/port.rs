@@ -25,7 +25,7 @@ use crate::capture::{Captures, Direction};
 use crate::endpoint::egress::Waits;
 use crate::endpoint::{Dropped, Egress};
 use crate::nic::Mac;
-use crate::own::Own;
+use crate::own::{CHECKED_MAX, Own};
 use crate::port::{Armed, BURST_MAX, Burst, Frame, Port, Transactional};
 use crate::switch::Switch;
 
@@ -340,7 +340,10 @@ impl Frames {
             self.open.push(whole);
             return true;
         }
-        if !is_finished(&offload) && finish(&offload, &mut slot.bytes_mut()[..len], |_, _| ()).is_err() {
+        if !is_finished(&offload)
+            && (!incoming.spares(&offload, checked(&slot.bytes_mut()[..len]))
+                || finish(&offload, &mut slot.bytes_mut()[..len], |_, _| ()).is_err())
+        {
             dropped.malformed += 1;
             self.open.push(whole);
             return true;
@@ -364,6 +367,11 @@ impl Frames {
         let copied = incoming.copy_to(copy);
         if copied.is_ok_and(|len| !may_be(&copy[..len])) {
             incoming.refuse(&mut dropped.forged, &mut dropped.too_late);
+            self.open.push(whole);
+            return true;
+        }
+        if copied.is_ok_and(|len| !incoming.spares(offload, checked(&copy[..len]))) {
+            dropped.malformed += 1;
             self.open.push(whole);
             return true;
         }
@@ -404,6 +412,12 @@ impl Frames {
         self.give_cut(burst);
         true
     }
+}
+
+/// Returns the part of a frame that [`Switch::admits_copy`] checks.
+#[inline]
+fn checked(frame: &[u8]) -> &[u8] {
+    &frame[..frame.len().min(CHECKED_MAX)]
 }
 
 #[inline]

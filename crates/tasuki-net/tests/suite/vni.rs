@@ -66,15 +66,14 @@ fn an_offload_header_travels_with_its_frame() {
     let mut came = Vec::new();
     while came.len() < 2 {
         net.node(1).receive(|incoming| {
-            let mut both = vec![0xff; HEADER_LEN + 60];
-            assert_eq!(incoming.copy_with_header(&mut both), Ok(HEADER_LEN + 60));
-            came.push((incoming.offload().unwrap(), incoming.len(), both));
+            let mut copy = [0; 60];
+            assert_eq!(incoming.copy_to(&mut copy), Ok(60));
+            came.push((incoming.offload().unwrap(), incoming.len(), copy));
         });
     }
-    assert_eq!((came[0].0, came[0].1), (offload, 60));
-    assert_eq!(came[0].2, [offload.as_bytes(), &frame(1, 60)].concat());
-    assert_eq!((came[1].0, came[1].1), (Offload::default(), 60));
-    assert_eq!(came[1].2, [&[0; HEADER_LEN][..], &frame(2, 60)].concat());
+    for (at, (offload, number)) in [(offload, 1), (Offload::default(), 2)].into_iter().enumerate() {
+        assert_eq!((came[at].0, came[at].1, &came[at].2[..]), (offload, 60, &frame(number, 60)[..]));
+    }
 }
 
 #[test]
@@ -632,6 +631,37 @@ fn w3_what_was_checked_is_what_goes_on() {
         let mut came = vec![0; HEADER_LEN + sent.len()];
         out.read_exact(&mut came).unwrap();
         assert!(count > 0 && came[HEADER_LEN..] == sent, "{came:02x?}");
+    }
+}
+
+/// A hostile sender leaves a checksum to its receivers, in a place that was checked.
+#[test]
+fn w3_no_receiver_writes_a_checksum_into_what_was_checked() {
+    use std::os::fd::AsFd;
+
+    const OWN: [u8; 6] = [2, 0, 0, 0xaa, 0xbb, 1];
+    let lines: Arc<[Line]> = (0..directory_lines(8)).map(|_| Line::default()).collect();
+    Directory::new(Arc::clone(&lines)).add(OWN, 1).unwrap();
+    let mut switch = Switch::new(0, Lookup::new(Claims::of(lines)));
+    let mut net = Net::of(2);
+    let into = std::fs::File::options().write(true).open("/dev/null").unwrap();
+    // Into the source address of Ethernet, and behind both addresses.
+    for (csum_start, csum_offset, is_taken) in [(0, 6, false), (10, 1, false), (11, 1, true), (34, 16, true)] {
+        let offload = Offload {
+            flags: NEEDS_CSUM,
+            csum_start: csum_start.into(),
+            csum_offset: csum_offset.into(),
+            ..Offload::default()
+        };
+        let sent = [offload.as_bytes(), &[2, 0, 0, 0xaa, 0xbb, 0], &OWN, &[0x88, 0xb5], &[7; 86]].concat();
+        net.node(1).draft(0, sent.len()).unwrap().copy_from_slice(&sent);
+        net.node(1).post(0, sent.len(), true);
+        net.node(1).flush();
+        take(&mut net, |incoming| {
+            let front = switch.admits(&incoming).expect("it is in its own name");
+            let written = incoming.write_with_header(into.as_fd(), front);
+            assert_eq!(written.is_ok(), is_taken, "{csum_start} {csum_offset}: {written:?}");
+        });
     }
 }
 

@@ -80,7 +80,7 @@ impl Guest {
             Offload::default()
         } else {
             let Ok(offload) = incoming.offload() else { return Ok(too_late(dropped)) };
-            let Some(offload) = sound(offload, incoming.len()) else {
+            let Some(offload) = sound(offload, incoming.len()).filter(|offload| incoming.spares(offload, front)) else {
                 dropped.malformed += 1;
                 return Ok(Given::Taken(0));
             };

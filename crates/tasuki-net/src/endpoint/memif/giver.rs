@@ -26,7 +26,9 @@ impl Giver<'_> {
         match incoming.offload() {
             Err(_) => self.dropped.too_late += 1,
             Ok(offload) if is_finished(&offload) => self.give_finished(incoming, front),
-            Ok(_) if incoming.len() > self.copy.len() => self.dropped.malformed += 1,
+            Ok(offload) if incoming.len() > self.copy.len() || !incoming.spares(&offload, front) => {
+                self.dropped.malformed += 1;
+            }
             Ok(offload) => match incoming.copy_to(self.copy) {
                 Err(_) => self.dropped.too_late += 1,
                 Ok(len) => {

@@ -109,6 +109,70 @@ fn no_frame_is_lost_wherever_a_worker_is_killed() {
     assert!(twice <= 1, "between what is published and that this is noted is one place, and not {twice}");
 }
 
+/// Returns an IPv4 or IPv6 frame for a node, of this length, which states another one.
+fn of_false_length(to: u16, kind: [u8; 2], len: usize, stated: u16) -> Vec<u8> {
+    let at = if kind == [8, 0] { 16 } else { 18 };
+    let mut frame = [&mac(to)[..], &mac(US), &kind].concat();
+    frame.resize(len, 0);
+    frame[at..at + 2].copy_from_slice(&stated.to_be_bytes());
+    frame
+}
+
+/// A frame that says that it is longer than any can be does not end its reader's successors, one after the other.
+#[test]
+fn a_frame_of_a_false_length_ends_no_successor() {
+    for (kind, stated) in [([0x86, 0xdd], 0xffff), ([0x86, 0xdd], 65_505), ([8, 0], 0xffff), ([8, 0], 0)] {
+        for places in 0.. {
+            let mut net = Net::new();
+            let mut worker = net.worker();
+            let bytes = of_false_length(OTHER, kind, 60, stated);
+            rustix::io::write(&net.namespace, &[&[0; HEADER_LEN][..], &bytes].concat()).unwrap();
+            let was_killed = lives_for(places, || _ = worker.turn());
+            drop(worker);
+            let mut worker = net.worker();
+            net.send(0..2);
+            while worker.turn() > 0 {}
+            let came = received(&mut net.other);
+            assert!(came.ends_with(&[frame(0), frame(1)]), "{kind:x?} {stated}, killed at place {places}");
+            if !was_killed {
+                break;
+            }
+        }
+    }
+}
+
+/// A frame waits for room in vain, and the next one is read to its place.
+#[test]
+fn a_frame_that_was_dropped_leaves_no_length_for_the_next_one() {
+    const THIRD: u16 = 2;
+    for places in 0.. {
+        let nodes = Nodes::new(3);
+        let (other, mut third) = (nodes.end(OTHER), nodes.end(THIRD));
+        let mut net = Net { nodes, other, ..Net::new() };
+        let mut worker = net.worker();
+        for number in 0.. {
+            net.send(4 * number..4 * number + 1);
+            worker.turn();
+            if worker.dropped.no_room > 0 || worker.waits().is_some() {
+                break;
+            }
+        }
+        std::thread::sleep(super::super::egress::WAIT);
+        let last = of_false_length(THIRD, [8, 0], 14 + 300, 300);
+        rustix::io::write(&net.namespace, &[&[0; HEADER_LEN][..], &last].concat()).unwrap();
+        let was_killed = lives_for(places, || _ = worker.turn());
+        drop(worker);
+        let mut worker = net.worker();
+        while worker.turn() > 0 {}
+        let came = received(&mut third);
+        assert!(!came.is_empty() && came.iter().all(|frame| *frame == last), "killed at place {places}: {came:x?}");
+        drop(received(&mut net.other));
+        if !was_killed {
+            break;
+        }
+    }
+}
+
 #[test]
 fn what_a_liar_leaves_on_the_page_harms_nobody() {
     let mut net = Net::new();

@@ -277,6 +277,30 @@ fn a_program_gets_finished_frames_and_a_successor_the_rest_of_a_segment() {
     }
 }
 
+/// A worker leaves a checksum to its receivers, in the place of the address that they check.
+#[test]
+fn no_checksum_is_written_over_an_address_that_was_checked() {
+    let mut net = Net::new();
+    let port = net.port.as_mut().unwrap();
+    port.set_own(0, Own { v4: vec![[192, 0, 2, 1].into()], v6: Vec::new() });
+    for (gso_type, csum_start, is_taken) in [(GSO_NONE, 22, false), (GSO_UDP_L4, 22, false), (GSO_NONE, 34, true)] {
+        let (whole, frame) = segment(0, 5, 1);
+        let offload = Offload { gso_type, csum_start: csum_start.into(), ..whole };
+        let bytes = [offload.as_bytes(), &frame].concat();
+        let vni = net.others.get_mut(&0).unwrap();
+        vni.draft(US, bytes.len()).unwrap().copy_from_slice(&bytes);
+        vni.post(US, bytes.len(), true);
+        vni.flush();
+        port.wake();
+        let before = port.dropped;
+        let came = all(port);
+        assert_eq!(came.len(), usize::from(is_taken), "{offload:?}");
+        assert!(came.iter().all(|came| came[..34] == frame[..34]));
+        let malformed = before.malformed + u64::from(!is_taken);
+        assert_eq!(port.dropped, Dropped { malformed, ..before }, "{offload:?}");
+    }
+}
+
 #[test]
 fn what_cannot_be_sent_is_counted_and_holds_nobody_up() {
     let mut net = Net::new();

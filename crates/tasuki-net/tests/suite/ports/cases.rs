@@ -5,6 +5,8 @@ use std::time::Duration;
 use tasuki_net::own::Own;
 use tasuki_net::port::Armed;
 use tasuki_net::vni::PIECE_MAX;
+use tasuki_net::vni::offload::{NEEDS_CSUM, Offload};
+use zerocopy::IntoBytes;
 
 use super::{Kind, Lost, World};
 use crate::memif::port::{frame_to, mac};
@@ -380,4 +382,22 @@ pub fn a_worker_that_sends_in_anothers_address_of_ip_is_not_heard(pair: [Kind; 2
         assert_same(&world.take(TO, 3), &right);
     }
     assert_eq!(world.end(TO).lost(), Lost { forged: 4, ..Lost::default() });
+    if pair[1] == Kind::Native {
+        // It leaves a frame as it is.
+        return;
+    }
+    // Receivers are to write a checksum over the address that they checked.
+    for (frame, at) in [(&right[0], 30), (&right[1], 28)] {
+        let offload =
+            Offload { flags: NEEDS_CSUM, csum_start: 20.into(), csum_offset: (at - 20).into(), ..Offload::default() };
+        let bytes = [offload.as_bytes(), frame].concat();
+        let node = world.end(OTHER).vni();
+        let to = u16::try_from(TO).unwrap();
+        node.draft(to, bytes.len()).unwrap().copy_from_slice(&bytes);
+        node.post(to, bytes.len(), true);
+        node.flush();
+        world.send(OTHER, &right[2]);
+        assert_same(&world.take(TO, 1), &right[2..]);
+    }
+    assert_eq!(world.end(TO).lost(), Lost { forged: 4, malformed: 2, ..Lost::default() });
 }

@@ -52,14 +52,17 @@ pub struct Lost {
     pub not_own: u64,
     /// Another node's worker sent it with a source address that is not its own.
     pub forged: u64,
+    /// Its offload header contradicts the frame, or would have receivers write what was checked.
+    pub malformed: u64,
 }
 
 impl Lost {
     /// Takes an endpoint's counts; panics if one is counted that no case expects.
     pub fn of(dropped: Dropped) -> Lost {
         let Dropped { no_room, nobody, length, away, not_own, forged, .. } = dropped;
-        assert_eq!(dropped.sum(), no_room + nobody + length + away + not_own + forged, "{dropped:?}");
-        Lost { no_room, nobody, length, away, not_own, forged }
+        let malformed = dropped.malformed + dropped.refused;
+        assert_eq!(dropped.sum(), no_room + nobody + length + away + not_own + forged + malformed, "{dropped:?}");
+        Lost { no_room, nobody, length, away, not_own, forged, malformed }
     }
 }
 
