@@ -93,6 +93,11 @@ pub fn is_gone(socket: &OwnedFd) -> bool {
     bound_to(socket).is_ok_and(|address| address.sll_ifindex <= 0)
 }
 
+/// Returns the number that the interface of the socket has in its namespace; `None` once it is [gone](is_gone).
+pub fn index(socket: &OwnedFd) -> Option<u32> {
+    u32::try_from(bound_to(socket).ok()?.sll_ifindex).ok().filter(|index| *index > 0)
+}
+
 /// Returns the namespace of the interface that the socket was bound to.
 ///
 /// # Errors

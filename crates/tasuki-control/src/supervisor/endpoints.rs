@@ -8,11 +8,11 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use tasuki_relay::message::{self, ToWorker};
-use tasuki_tap::namespace::Unnamed;
+use tasuki_tap::namespace::{Identity, Namespace, Unnamed};
 use tasuki_tap::packet;
 
 use super::card::Card;
@@ -186,10 +186,17 @@ impl Endpoint {
     fn has_no_interface(&self, fd: &OwnedFd) -> bool {
         let config::Work::Interface(interface) = &self.work else { return false };
         let is_elsewhere = || {
-            let is_in = packet::namespace_of(fd).ok().and_then(|namespace| Unnamed::of(namespace).identity());
-            is_in.zip(interface.place().identity()).is_some_and(|(is_in, named)| is_in != named)
+            // The socket keeps a namespace that has lost its name.
+            let place = interface.place();
+            place != Namespace::Own && identity_of(fd).is_some_and(|is_in| place.identity() != Some(is_in))
         };
         packet::is_gone(fd) || is_elsewhere()
+    }
+
+    /// Returns its interface, if it is one, as the kernel knows it: the namespace, and the number there.
+    fn interface(&self) -> Option<(Identity, u32)> {
+        let fd = self.fd.as_ref().filter(|_| matches!(self.work, config::Work::Interface(_)))?;
+        Some((identity_of(fd)?, packet::index(fd)?))
     }
 
     /// Returns whether a program is connected.
@@ -224,6 +231,11 @@ impl Endpoint {
     }
 }
 
+/// Returns which namespace the interface of a packet socket is in.
+fn identity_of(socket: &OwnedFd) -> Option<Identity> {
+    Unnamed::of(packet::namespace_of(socket).ok()?).identity()
+}
+
 /// Returns that the client of this node cannot be kept.
 fn no_room(node: &str) -> String {
     format!(
@@ -251,15 +263,36 @@ impl Supervisor {
             end.client = client.and_then(|(client, fds)| Connected::new(client, fds));
             end.look_at_memory();
         }
-        let mut troubles = Vec::new();
-        for (label, end) in self.endpoints.iter_mut().filter(|(label, _)| !of_living.contains(label)) {
+        let labels: Vec<String> = self.endpoints.keys().filter(|label| !of_living.contains(label)).cloned().collect();
+        for label in labels {
             // A node that was added by hand is in no file that could be mended. Its worker is started once the
             // endpoint exists.
-            if let Err(error) = end.make() {
-                troubles.push(format!("{label} is not served yet: {error:#}"));
+            if let Err(error) = self.make_endpoint(&label) {
+                self.note(About::default(), format!("{label} is not served yet: {error:#}"));
             }
         }
-        troubles.into_iter().for_each(|trouble| self.note(About::default(), trouble));
+    }
+
+    /// Makes the endpoint of this label, unless it exists.
+    fn make_endpoint(&mut self, label: &str) -> Result<&OwnedFd> {
+        let mut end = self.endpoints.remove(label).with_context(|| format!("there is no endpoint {label}"))?;
+        let made = self.make_alone(&mut end);
+        let end = self.endpoints.entry(label.to_owned()).or_insert(end);
+        made.and_then(|()| end.make())
+    }
+
+    /// Makes an endpoint that is not among the others yet, unless it exists. An interface has several names, and one that two
+    /// nodes had would give each frame to both, and to each other.
+    pub(super) fn make_alone(&self, end: &mut Endpoint) -> Result<()> {
+        let is_new = end.fd.is_none();
+        end.make()?;
+        let its = end.interface().filter(|_| is_new);
+        let ends = || self.endpoints.values().find(|other| its.is_some() && other.interface() == its);
+        let taps = || self.taps.values().find(|tap| its.is_some_and(|its| tap.is_at(its)));
+        let node = ends().map(|other| &other.node).or_else(|| taps().and_then(|tap| tap.node.as_ref()));
+        let Some(node) = node else { return Ok(()) };
+        end.fd = None;
+        bail!("the interface is node {node:?}'s as well, by another name; on a VNI each node has its own")
     }
 
     /// Returns the description and the descriptor for a worker of this node, if it is to have an endpoint.
@@ -269,8 +302,7 @@ impl Supervisor {
         let (label, text, limits, latency_us) = (kind.label(), kind.text(), config.limits(), config.latency_us);
         let kind = kind.kind().to_owned();
         let description = message::Endpoint { kind, label: label.clone(), text, limits, latency_us };
-        let end = self.endpoints.get_mut(&label).with_context(|| format!("there is no endpoint {label}"))?;
-        let fd = end.make()?.as_fd().try_clone_to_owned()?;
+        let fd = self.make_endpoint(&label)?.try_clone()?;
         self.mark_deposit(Key::Endpoint(label));
         Ok(Some((description, fd)))
     }

@@ -153,7 +153,8 @@ impl Supervisor {
         self.make_queue(node)
             .map_err(|error| Refusal::conflict(format!("node {name:?} was not added: {}", why(&error))))?;
         if let Some((label, mut end)) = Endpoint::of(node) {
-            end.make().map_err(|error| Refusal::conflict(format!("node {name:?} was not added: {}", why(&error))))?;
+            self.make_alone(&mut end)
+                .map_err(|error| Refusal::conflict(format!("node {name:?} was not added: {}", why(&error))))?;
             self.endpoints.insert(label, end);
         }
         match self.make_node(node) {

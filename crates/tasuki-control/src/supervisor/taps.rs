@@ -14,7 +14,7 @@ use tasuki_tap::device::{self, Before, is_gone, namespace_of};
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::{Identity, Namespace, Unnamed};
 use tasuki_tap::shortcut::remove_beside;
-use tasuki_tap::{Settings, Tap, TapError, set_mac};
+use tasuki_tap::{Settings, Tap, TapError, packet, set_mac};
 
 use super::card::Card;
 use super::deposits::{Found, Key};
@@ -36,7 +36,7 @@ const CHANGE_EVERY: Duration = Duration::from_secs(10);
 pub struct TapEnd {
     config: config::Tap,
     /// The node whose end of a VNI it is, if it is one.
-    node: Option<String>,
+    pub(super) node: Option<String>,
     /// The header before each frame.
     before: Before,
     /// Where it may have a veth end, or has one from before.
@@ -139,13 +139,24 @@ impl TapEnd {
     /// Returns whether its interface is not in the namespace any more that has the name: the name is another's, or the
     /// interface was moved. Not if that is not known.
     fn is_elsewhere(&self) -> bool {
-        let Some(device) = &self.device else { return false };
-        let is_in = match &self.veth_end {
-            Some(veth_end) if veth_end.is_in(&self.place()) == Some(false) => return true,
+        if self.veth_end.as_ref().is_some_and(|veth_end| veth_end.is_in(&self.place()) == Some(false)) {
+            return self.device.is_some();
+        }
+        self.is_in().zip(self.place().identity()).is_some_and(|(is_in, named)| is_in != named)
+    }
+
+    /// Returns the namespace of its interface, if it exists; of one with a veth end, that in which it was made.
+    fn is_in(&self) -> Option<Identity> {
+        let device = self.device.as_ref()?;
+        match &self.veth_end {
             Some(_) => self.made_in,
-            None => namespace_of(device.as_fd()).ok().and_then(|namespace| Unnamed::of(namespace).identity()),
-        };
-        is_in.zip(self.place().identity()).is_some_and(|(is_in, named)| is_in != named)
+            None => Unnamed::of(namespace_of(device.as_fd()).ok()?).identity(),
+        }
+    }
+
+    /// Returns whether its interface is the one with this number in this namespace.
+    pub fn is_at(&self, (namespace, index): (Identity, u32)) -> bool {
+        self.is_in() == Some(namespace) && packet::index_of(&self.place(), &self.config.name) == Some(index)
     }
 
     /// Returns what the keeper gets: the descriptor, if it exists, and where and for which node it was made.

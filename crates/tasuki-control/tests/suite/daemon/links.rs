@@ -4,6 +4,7 @@
 use std::process::Command;
 use std::time::Duration;
 
+use super::rig::until;
 use super::rooms::{BURST, Exchange, Room, Stream, deaths};
 use super::vnis::{DESK, SHOP, World};
 
@@ -69,6 +70,24 @@ fn what_is_behind_an_interface_loses_nothing_when_its_worker_is_killed() {
     world.end();
 }
 
+/// The worker's socket keeps the namespace, and frames flow on: users have to hear that it has no name any more.
+#[test]
+fn an_interface_whose_namespace_has_lost_its_name_is_told_of() {
+    let Some(world) = World::new() else { return };
+    ip(&world.desk, &["link", "add", "eth0", "type", "veth", "peer", "name", "wire0"]);
+    let name = world.rig.path("namespace");
+    std::os::unix::fs::symlink(world.desk.path(), &name).expect("a link");
+    world.rig.ask(&["node", "add", "desk", "--link", &format!("{}:wire0", name.display())]);
+    world.rig.await_pair("desk");
+    let is_missed = || world.rig.ask(&["status"]).contains("has no interface any more");
+    assert!(!is_missed());
+    std::fs::remove_file(&name).expect("it is there");
+    until(&world.rig, "it is told of", is_missed);
+    std::os::unix::fs::symlink(world.desk.path(), &name).expect("a link");
+    until(&world.rig, "it is there again", || !is_missed());
+    world.end();
+}
+
 #[test]
 fn long_segments_cross_an_interface() {
     let Some(world) = with_wire() else { return };
@@ -98,6 +117,12 @@ fn an_interface_that_is_not_there_or_goes_is_told_of_and_stops_nobody_else() {
     }
     let said = world.rig.tasuki(&["node", "add", "yard", "--link", &format!("{path}:wire0")]);
     assert!(String::from_utf8_lossy(&said.stderr).contains("is node \"desk\"'s as well"), "{said:?}");
+    // By whatever name: it may also be the one that tasukid made for a namespace of the VNI.
+    for (room, name, node) in [(&world.desk, "wire0", "desk"), (&world.shop, "lan", "shop")] {
+        let link = format!("{}:{name}", room.path().replace("/ns/", "/./ns/"));
+        let said = world.rig.refused(&["node", "add", "yard", "--link", &link]);
+        assert!(said.contains(&format!("the interface is node {node:?}'s as well, by another name")), "{said}");
+    }
     let guest = Room::new();
     world.add("guest", &guest, "192.0.2.3", &[]);
     world.rig.await_pair("guest");
