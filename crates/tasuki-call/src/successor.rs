@@ -21,7 +21,7 @@ use tasuki_shm::crash;
 use tasuki_shm::lease::Lost;
 use tasuki_shm::wake::nap_cost;
 
-use super::client::{ConnectError, DIALS_MAX, dial};
+use super::client::{ConnectError, DIALS_MAX, dial, within};
 use super::server::{BindError, Server, ServerOptions};
 use super::state::{State, StateError};
 use super::wire::{self, Packet, Received, Refusal};
@@ -73,10 +73,11 @@ pub struct Successor {
 /// Asks the server for its listening socket and state. A server that is leaving or dying closes the socket; its
 /// successor listens at the same path, so ask again.
 fn ask_for_inheritance(path: &Path) -> Result<(OwnedFd, Received), SucceedError> {
+    let patience = Duration::from_secs(5);
     for _ in 1..DIALS_MAX {
-        let socket = dial(path, Duration::from_secs(5))?;
-        let asked = wire::send(socket.as_fd(), &Packet::Succeed, &[]);
-        match asked.and_then(|()| wire::receive(socket.as_fd())) {
+        let socket = dial(path, patience)?;
+        let asked = within(&socket, patience, || wire::send(socket.as_fd(), &Packet::Succeed, &[]));
+        match asked.and_then(|()| within(&socket, patience, || wire::receive(socket.as_fd()))) {
             Ok(Some(answer)) => return Ok((socket, answer)),
             Ok(None) => {}
             Err(error) if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}

@@ -190,7 +190,7 @@ impl Client {
         let mut fds = vec![self.segment.fd(), self.arena.region().fd()];
         fds.extend(uffd.as_ref().map(AsFd::as_fd));
         let say = |packet: &Packet, fds: &[BorrowedFd<'_>]| {
-            wire::send(socket.as_fd(), packet, fds)
+            within(&socket, patience, || wire::send(socket.as_fd(), packet, fds))
                 .map_err(|error| self.silent_or(error, patience, "sending the handshake"))
         };
         say(&Packet::Hello(hello), &fds)?;
@@ -204,7 +204,6 @@ impl Client {
 
     /// Waits for the server's half. If no answer comes in time, keeps the handshake for a later wait.
     fn be_welcomed(&mut self, greeting: Greeting, patience: Duration) -> Result<(), ConnectError> {
-        limit(&greeting.socket, patience)?;
         let (welcome, fds) = match self.welcome(&greeting.socket, patience) {
             Err(silent @ ConnectError::Silent { .. }) => {
                 self.greeting = Some(greeting);
@@ -231,7 +230,7 @@ impl Client {
     }
 
     fn welcome(&self, socket: &OwnedFd, patience: Duration) -> Result<(Welcome, [OwnedFd; 4]), ConnectError> {
-        let answer = wire::receive(socket.as_fd());
+        let answer = within(socket, patience, || wire::receive(socket.as_fd()));
         let answer = answer.map_err(|error| self.silent_or(error, patience, "waiting for the server's welcome"))?;
         let Some(answer) = answer else { return Err(ConnectError::NoServer { path: self.path.clone() }) };
         match answer.packet {
@@ -285,14 +284,28 @@ pub(super) fn check(options: &ClientOptions) -> Result<(), ConnectError> {
     Ok(())
 }
 
-/// Limits every operation on the socket to `patience`, or to 1 ms if that is longer.
-fn limit(socket: &OwnedFd, patience: Duration) -> Result<(), ConnectError> {
-    let timeout = Some(patience.max(Duration::from_millis(1)));
-    for which in [Timeout::Recv, Timeout::Send] {
-        rustix::net::sockopt::set_socket_timeout(socket, which, timeout)
-            .map_err(|errno| ConnectError::Kernel { doing: "setting a time limit", source: errno.into() })?;
+/// Runs an operation on the socket within `patience`, or within 1 ms if that is longer. A signal does not end it: the
+/// kernel never restarts an operation that has a time limit, not even after SIGSTOP and SIGCONT (signal(7)).
+pub(crate) fn within<T>(
+    socket: &OwnedFd,
+    patience: Duration,
+    mut operation: impl FnMut() -> io::Result<T>,
+) -> io::Result<T> {
+    let until = Instant::now() + patience;
+    let mut left = patience;
+    loop {
+        for which in [Timeout::Recv, Timeout::Send] {
+            rustix::net::sockopt::set_socket_timeout(socket, which, Some(left.max(Duration::from_millis(1))))?;
+        }
+        match operation() {
+            // After a long stop the time is up, but the answer may be there: look once more.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => match left.is_zero() {
+                true => return Err(Errno::AGAIN.into()),
+                false => left = until.saturating_duration_since(Instant::now()),
+            },
+            ended => return ended,
+        }
     }
-    Ok(())
 }
 
 /// Connects a handshake socket to the server at `path`.
@@ -304,19 +317,18 @@ pub(crate) fn dial(path: &Path, patience: Duration) -> Result<OwnedFd, ConnectEr
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(ConnectError::NoSocket { path: at }),
         _ => {}
     }
-    let kernel = |doing, errno: Errno| ConnectError::Kernel { doing, source: errno.into() };
     let socket = wire::socket().map_err(|source| match Errno::from_io_error(&source) {
         Some(Errno::MFILE | Errno::NFILE) => ConnectError::NoDescriptors,
         _ => ConnectError::Kernel { doing: "making a socket", source },
     })?;
-    limit(&socket, patience)?;
-    match rustix::net::connect(&socket, &address) {
-        Ok(()) => Ok(socket),
-        Err(Errno::CONNREFUSED) => Err(ConnectError::NoServer { path: at }),
-        Err(Errno::NOENT) => Err(ConnectError::NoSocket { path: at }),
-        Err(Errno::ACCESS | Errno::PERM) => Err(ConnectError::Forbidden { path: at }),
-        Err(Errno::PROTOTYPE) => Err(ConnectError::ForeignSocket { path: at }),
-        Err(Errno::AGAIN) => Err(ConnectError::Silent { path: at, limit: patience }),
-        Err(errno) => Err(kernel("connecting", errno)),
-    }
+    let connected = within(&socket, patience, || Ok(rustix::net::connect(&socket, &address)?));
+    let Err(source) = connected else { return Ok(socket) };
+    Err(match Errno::from_io_error(&source) {
+        Some(Errno::CONNREFUSED) => ConnectError::NoServer { path: at },
+        Some(Errno::NOENT) => ConnectError::NoSocket { path: at },
+        Some(Errno::ACCESS | Errno::PERM) => ConnectError::Forbidden { path: at },
+        Some(Errno::PROTOTYPE) => ConnectError::ForeignSocket { path: at },
+        Some(Errno::AGAIN) => ConnectError::Silent { path: at, limit: patience },
+        _ => ConnectError::Kernel { doing: "connecting", source },
+    })
 }

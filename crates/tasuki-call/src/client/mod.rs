@@ -28,7 +28,7 @@ use super::wire::Service;
 use super::{Ask, Body, Breach, CallError, Deadline, Failure, Payload, Refused, Reply};
 use connect::Greeting;
 pub use connect::{ClientOptions, ConnectError};
-pub(super) use connect::{DIALS_MAX, dial};
+pub(super) use connect::{DIALS_MAX, dial, within};
 use gone::Orphaned;
 
 /// Number of looks at the ring between two looks at the clock while spinning.

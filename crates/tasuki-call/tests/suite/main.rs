@@ -27,6 +27,7 @@ fn child_role() {
     bad_input::take_resources(&told);
     match told.role.as_str() {
         "caller" => death::caller(&told),
+        "interrupted" => replacement::interrupted(&told),
         "victim" => kill_matrix::victim(&told),
         _ => told.act(),
     }

@@ -1,5 +1,6 @@
 //! Replacement: the next server continues where the last one stopped, and each call runs at most once.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
@@ -9,9 +10,10 @@ use tasuki_call::{
     State, SucceedError, Successor, Turn,
 };
 use tasuki_shm::arena::Detach;
+use tasuki_testing::process;
 
 use crate::common::*;
-use crate::watched;
+use crate::{forger, watched};
 
 const WORDS: usize = 1 << 20;
 
@@ -598,6 +600,75 @@ fn a_stand_by_that_is_slow_costs_a_deadline_and_no_call() {
         });
         assert_eq!(client.generation(), Some(2));
         assert_whole(&client);
+    }
+}
+
+/// Waits for a server's answer while the test stops this process, and lets it continue.
+pub fn interrupted(told: &Told) {
+    let refused = |refusal| assert_eq!(refusal, Refusal::Watched);
+    match told.var("TASUKI_STYLE").unwrap().as_str() {
+        "connects" => match Client::connect(&told.socket, &small()) {
+            Err(ConnectError::Refused(refusal)) => refused(refusal),
+            other => panic!("{other:?}"),
+        },
+        "approaches" => match Successor::approach(&told.socket) {
+            Err(SucceedError::Connect(ConnectError::Refused(refusal))) => refused(refusal),
+            other => panic!("{other:?}"),
+        },
+        "has a call in flight" => {
+            let mut client = Client::connect(&told.socket, &small()).unwrap();
+            let bytes = numbered(1, 1000);
+            let reply = client.call(Ask::new(HOLD, &bytes).idempotent(), ample()).unwrap();
+            assert_eq!(reply.to_vec(), bytes);
+        }
+        other => panic!("no such style: {other}"),
+    }
+}
+
+/// Stops a child that waits for an answer, and lets it continue. Each time, the kernel ends its wait.
+fn interrupt(child: &mut Child) {
+    for _ in 0..3 {
+        until("it waits", || {
+            assert!(child.ended().is_none(), "it waits on");
+            process::stat(child.pid()).is_some_and(|(_, fields)| fields[0] == "S")
+        });
+        child.stop();
+        child.go_on();
+    }
+}
+
+#[test]
+fn a_client_that_is_stopped_while_it_waits_for_the_successor_loses_no_call() {
+    watched!();
+    let stage = Stage::new(WORDS);
+    let mut server = stage.server();
+    let standby = stage.spawn_until("standby", APPROACHED, &[]);
+    let (mut client, _) = stage.spawn("interrupted", &[var("TASUKI_STYLE", "has a call in flight")]);
+    stage.board.wait(HELD, 1);
+    standby.stop();
+    server.kill();
+    interrupt(&mut client);
+    stage.board.set(GATE, 1);
+    standby.go_on();
+    client.succeeded();
+    assert_eq!(stage.runs(1), 2);
+}
+
+#[test]
+fn a_stop_while_a_process_waits_for_its_first_answer_costs_it_nothing() {
+    watched!();
+    for style in ["connects", "approaches"] {
+        let stage = Stage::new(0);
+        let listener = forger::listen(&stage.socket());
+        let (mut child, _) = stage.spawn("interrupted", &[var("TASUKI_STYLE", style)]);
+        let socket = forger::accept(listener.as_fd()).unwrap();
+        // It has said all that it says before it waits.
+        let _ = forger::receive(socket.as_fd()).unwrap();
+        interrupt(&mut child);
+        let code_of_watched = [11, 0].into_iter().chain([0; 16]);
+        let refused: Vec<u8> = forger::packet(4).into_iter().chain(code_of_watched).collect();
+        forger::send(&socket, &refused, &[] as &[OwnedFd]).unwrap();
+        child.succeeded();
     }
 }
 
