@@ -168,6 +168,33 @@ fn refusal(status: StatusCode, error: String) -> Response {
     (status, axum::Json(Refused { error, relays: Vec::new() })).into_response()
 }
 
+/// The line of a request that changes something. It is written when this is dropped, also if the caller has hung up: then hyper
+/// drops the request, though the daemon's loop may have carried it out, or goes on with it.
+struct Record<'a> {
+    gate: &'a Gate,
+    peer: &'a Peer,
+    asked: &'a str,
+    /// The status of the answer, and whether the loop that makes events has ended.
+    outcome: Option<(StatusCode, bool)>,
+}
+
+impl Record<'_> {
+    fn end(mut self, status: StatusCode, is_last: bool) {
+        self.outcome = Some((status, is_last));
+    }
+}
+
+impl Drop for Record<'_> {
+    fn drop(&mut self) {
+        let (outcome, is_last) = match self.outcome {
+            Some((status, is_last)) if status.is_success() => (format!("done ({})", status.as_u16()), is_last),
+            Some((status, _)) => (format!("refused ({})", status.as_u16()), false),
+            None => ("the caller hung up before the answer".to_owned(), false),
+        };
+        self.gate.write_down(self.peer, self.asked, &outcome, is_last);
+    }
+}
+
 /// Admits a request if its caller has the role for it and has sent all of it in time. A request that changes
 /// something, or was refused, goes into the audit log.
 pub async fn guard(
@@ -202,15 +229,10 @@ pub async fn guard(
     // If the caller has hung up while tasukid stood still, its connection sees that first, and this request ends here.
     tokio::task::yield_now().await;
     let is_last = ["/v1/stop", "/v1/upgrade"].contains(&route.as_str()) && parts.method == Method::POST;
+    let record = changes.then(|| Record { gate: &gate, peer: &peer, asked: &asked, outcome: None });
     let answer = next.run(Request::from_parts(parts, Body::from(bytes))).await;
-    if changes {
-        let outcome = if answer.status().is_success() { "done" } else { "refused" };
-        gate.write_down(
-            &peer,
-            &asked,
-            &format!("{outcome} ({})", answer.status().as_u16()),
-            is_last && answer.status().is_success(),
-        );
+    if let Some(record) = record {
+        record.end(answer.status(), is_last);
     }
     answer
 }
@@ -329,6 +351,38 @@ mod tests {
         assert!(gate.seat(&peer(gate.0.own)).is_ok());
         drop((strangers, readers));
         assert!(gate.seats().is_empty(), "a caller that hung up has no place");
+    }
+
+    #[tokio::test]
+    async fn a_change_whose_caller_hangs_up_before_the_answer_is_in_the_record() {
+        let (sender, requests) = std::sync::mpsc::channel();
+        let gate = Gate::new(Roles::default(), Door::new(sender).unwrap());
+        let (begins, mut begun) = tokio::sync::mpsc::unbounded_channel();
+        let answers = async move || {
+            begins.send(()).unwrap();
+            std::future::pending::<()>().await;
+        };
+        let router = Router::new()
+            .route("/v1/nodes/{name}/upgrade", axum::routing::post(answers.clone()))
+            .route("/v1/status", axum::routing::get(answers))
+            .layer(axum::middleware::from_fn_with_state(gate.clone(), guard));
+        let peer = Arc::new(Peer { uid: gate.0.own, groups: Vec::new(), pid: 7, program: "curl".to_owned() });
+        for (method, path, line) in [
+            ("POST", "/v1/nodes/red/upgrade", Some("POST /v1/nodes/red/upgrade: the caller hung up before the answer")),
+            ("GET", "/v1/status", None),
+        ] {
+            let request = Request::builder().method(method).uri(path).extension(Arc::clone(&peer));
+            let request = request.body(Body::empty()).unwrap();
+            tokio::select! {
+                answer = TowerToHyperService::new(router.clone()).call(request) => panic!("{answer:?}"),
+                begun = begun.recv() => begun.unwrap(),
+            }
+            let written = requests.try_recv().ok().map(|(request, _)| match request {
+                Asked::Note(sentence) => sentence,
+                other => panic!("{other:?}"),
+            });
+            assert_eq!(written.as_ref().and_then(|written| Some(written.split_once(" asked ")?.1)), line);
+        }
     }
 
     #[test]
