@@ -127,23 +127,32 @@ impl Interface {
         other.or(Some(&self.first).filter(|_| of == node)).map(|flows| flows.is_attached)
     }
 
+    /// Returns whether the flows of the first queue may go to another one, or stay there.
+    fn may_detach_first(&self, seen: &BTreeMap<String, Observation>) -> bool {
+        let mut attached =
+            self.others.iter().filter(|(_, queue)| queue.flows.is_attached).map(|(node, _)| seen.get(node));
+        if !self.first.is_attached {
+            return attached.flatten().any(|it| !it.is_leaving);
+        }
+        // Any of those that are attached may be the one that would get them (the kernel's queue 1): it moves the last one into
+        // the place of one that is detached, and no later tasukid knows in which order they came. So a worker has to drive
+        // each, and none may be about to go.
+        let leaves = self.others.keys().any(|node| seen.get(node).is_some_and(|it| it.is_leaving));
+        let is_any = attached.clone().next().is_some();
+        is_any && !leaves && attached.all(|it| it.is_some_and(|it| it.is_driven))
+    }
+
     /// Decides how the steering of the interface of node `of` changes. Nothing is decided about nodes that are not seen.
     fn decide(&mut self, of: &str, seen: &BTreeMap<String, Observation>, now: Duration) -> Vec<Change> {
-        let others = || self.others.iter().filter_map(|(node, queue)| Some((queue, seen.get(node)?)));
-        let mut attached = others().filter(|(queue, it)| queue.flows.is_attached && !it.is_leaving);
-        // The flows of the first queue go to another one once that is driven, and stay there while one is attached. One
-        // that is about to go may be the one that would get them.
-        let may_detach_first = match self.first.is_attached {
-            true => attached.any(|(_, it)| it.is_driven) && !others().any(|(_, it)| it.is_leaving),
-            false => attached.next().is_some(),
-        };
         let mut changes = Vec::new();
-        for node in once(of.to_owned()).chain(self.others.keys().cloned()).collect::<Vec<_>>() {
+        // The first queue comes last: what becomes of its flows depends on the others.
+        for node in self.others.keys().cloned().chain(once(of.to_owned())).collect::<Vec<_>>() {
             let Some(observed) = seen.get(&node).filter(|it| !it.is_leaving) else { continue };
             let is_first = node == of;
+            let stays_attached = is_first && !self.may_detach_first(seen);
             let other = self.others.get_mut(&node).map(|queue| &mut queue.flows);
             let flows = other.unwrap_or(&mut self.first);
-            let is_attached = flows.observe(*observed, now) || is_first && !may_detach_first;
+            let is_attached = flows.observe(*observed, now) || stays_attached;
             let is_settled = flows.is_driven && now.saturating_sub(flows.since) >= DIRECTORY_TIMEOUT;
             if std::mem::replace(&mut flows.is_attached, is_attached) != is_attached {
                 let steering = match is_first {
@@ -397,9 +406,13 @@ mod tests {
     use super::*;
 
     /// Returns an interface of node `of` whose other queues nodes a and b drive, all three as they are since time 0. Of a
-    /// queue, `a` says attached, `d` driven and `b` bypassed.
+    /// queue, `a` says attached, `d` driven and `b` bypassed; a number says since which second it is as it is.
     fn interface(queues: &str) -> Interface {
-        let flows = |is: &str| Flows { is_driven: is.contains('d'), ..Flows::new(is.contains('a'), Duration::ZERO) };
+        let since = |is: &str| is.trim_start_matches(char::is_alphabetic).parse().unwrap_or(0);
+        let flows = |is: &str| Flows {
+            is_driven: is.contains('d'),
+            ..Flows::new(is.contains('a'), Duration::from_secs(since(is)))
+        };
         let device = || std::fs::File::open("/dev/null").expect("it is there").into();
         let queue = |is| Queue { device: device(), flows: flows(is), is_bypassed: is.contains('b') };
         let mut queues = queues.split(' ');
@@ -441,6 +454,7 @@ mod tests {
     #[test]
     fn flows_go_by_the_queues_that_workers_drive() {
         let all = "driven driven driven";
+        let all_but_first = "undriven driven driven";
         let gone = "address a-, event a";
         let cases = [
             ("all are driven", "ad ad ad", 99_000, all, "".to_owned()),
@@ -452,7 +466,13 @@ mod tests {
             ("its node is in trouble", "ad a ad", 2_000, "driven troubled driven", format!("queue a-, {gone}")),
             ("it was new", "ad ab ad", 10_000, "driven undriven driven", format!("queue a-, {gone}, spread")),
             ("it is driven again", "ad - ad", 20_000, all, "address a+, queue a+, event a".to_owned()),
-            ("the first one is not driven", "a ad ad", 10_000, "undriven driven driven", first('-', "all to 1")),
+            ("the first one is not driven", "a ad ad", 10_000, all_but_first, first('-', "all to 1")),
+            ("nor is another one for so long", "a a5 ad", 14_999, "undriven undriven driven", "".to_owned()),
+            ("that one is not driven, either", "a a5 ad", 15_000, "undriven undriven driven", {
+                format!("queue a-, {gone}, {}", first('-', "all to 1"))
+            }),
+            ("another one is driven again", "a a5 ad", 11_000, all_but_first, first('-', "all to 1")),
+            ("nobody sees another one", "a ad ad", 10_000, "undriven driven", "".to_owned()),
             ("nor are the others", "a a a", 9_999, "troubled undriven undriven", "".to_owned()),
             ("another one is about to go", "a ad ad", 10_000, "undriven driven leaving", "".to_owned()),
             ("the first one is driven again", "- ad ad", 20_000, all, first('+', "spread")),
