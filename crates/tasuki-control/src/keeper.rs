@@ -86,10 +86,13 @@ fn await_daemon(listener: &OwnedFd, folder: &Path) -> Result<Option<OwnedFd>> {
             Ok(_) => {}
             Err(errno) => return Err(errno).context("the kernel refused to wait"),
         }
+        // Not once the caller is here: it may take the last descriptor, which the daemon before it left. A daemon has the lock
+        // before it connects.
+        let holder = place::holder(folder);
         let Ok(caller) = rustix::net::accept_with(listener, SocketFlags::CLOEXEC) else { continue };
         let peer = rustix::net::sockopt::socket_peercred(&caller)?;
         let is_ours = peer.uid == rustix::process::geteuid();
-        if is_ours && place::holder(folder) == Some(peer.pid.as_raw_nonzero().get().unsigned_abs()) {
+        if is_ours && holder == Some(peer.pid.as_raw_nonzero().get().unsigned_abs()) {
             return Ok(Some(caller));
         }
     }

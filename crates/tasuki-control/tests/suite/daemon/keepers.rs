@@ -71,6 +71,19 @@ fn a_keeper_that_dies_costs_nothing_and_its_successor_has_everything() {
 }
 
 #[test]
+fn a_keeper_that_may_open_no_more_descriptors_lets_the_next_daemon_in() {
+    let mut rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    let few = rig.leave_descriptors_to(rig.keeper().expect("a keeper"), 0);
+    rig.kill_daemon();
+    rig.start();
+    let (same, _) = rig.await_pair("red");
+    assert_eq!(pid(&same), pid(&driver), "{}", rig.log());
+    assert_eq!(opened(&rig), 1, "{}", rig.log());
+    drop(few);
+}
+
+#[test]
 fn where_daemon_and_keeper_die_together_all_begins_anew() {
     let mut rig = Rig::new();
     let (driver, _) = rig.await_pair("red");

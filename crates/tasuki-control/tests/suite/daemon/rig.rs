@@ -47,15 +47,15 @@ device = "vfio-user:/nowhere/card.sock"
 node = "red"
 "#;
 
-/// A daemon that may open few descriptors. Gets its former limit back when it is dropped.
+/// A process that may open few descriptors. Gets its former limit back when it is dropped.
 pub struct FewDescriptors {
-    daemon: Option<Pid>,
+    process: Option<Pid>,
     was: Rlimit,
 }
 
 impl Drop for FewDescriptors {
     fn drop(&mut self) {
-        let _ = prlimit(self.daemon, Resource::Nofile, Rlimit { ..self.was });
+        let _ = prlimit(self.process, Resource::Nofile, Rlimit { ..self.was });
     }
 }
 
@@ -189,7 +189,11 @@ impl Rig {
 
     /// Returns the daemon's open descriptors, once they stay the same: its threads have some for a moment.
     pub fn descriptors(&self) -> BTreeSet<u64> {
-        let path = format!("/proc/{}/fd", self.daemon_pid());
+        self.descriptors_of(self.daemon_pid())
+    }
+
+    fn descriptors_of(&self, process: u32) -> BTreeSet<u64> {
+        let path = format!("/proc/{process}/fd");
         let open = || {
             let entries = fs::read_dir(&path).expect("descriptors").flatten();
             entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect::<BTreeSet<u64>>()
@@ -209,11 +213,16 @@ impl Rig {
     ///
     /// It counts numbers: one that is open above the limit takes none of those below it.
     pub fn leave_descriptors(&self, count: usize) -> FewDescriptors {
-        let open = self.descriptors();
+        self.leave_descriptors_to(self.daemon_pid(), count)
+    }
+
+    /// Leaves a process this many.
+    pub fn leave_descriptors_to(&self, process: u32, count: usize) -> FewDescriptors {
+        let open = self.descriptors_of(process);
         let limit = (0..).filter(|fd| !open.contains(fd)).nth(count);
-        let daemon = i32::try_from(self.daemon_pid()).ok().and_then(Pid::from_raw);
+        let process = i32::try_from(process).ok().and_then(Pid::from_raw);
         let limit = Rlimit { current: limit, ..getrlimit(Resource::Nofile) };
-        FewDescriptors { daemon, was: prlimit(daemon, Resource::Nofile, limit).expect("a limit") }
+        FewDescriptors { process, was: prlimit(process, Resource::Nofile, limit).expect("a limit") }
     }
 
     /// Returns the process of the keeper.
