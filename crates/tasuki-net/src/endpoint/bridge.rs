@@ -184,6 +184,15 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// find it.
     pub fn finish(&mut self) {
         while !self.split().0.send_waiting() {}
+        loop {
+            let (mut egress, endpoint) = self.split();
+            // They are no more than a turn's.
+            egress.rate = None;
+            if endpoint.send_rest(&mut egress) {
+                break;
+            }
+            self.flush();
+        }
         self.endpoint.finish();
         match self.ledger {
             // What the endpoint has heard last is committed, too.

@@ -161,6 +161,11 @@ pub trait Endpoint: fmt::Debug {
     /// Sends the frames that the programs have for others, up to a burst, until one must wait. Returns their number.
     fn take(&mut self, egress: &mut Egress<'_>) -> usize;
 
+    /// Sends what it keeps of frames that it has taken, before a handover. Returns false if some must wait.
+    fn send_rest(&mut self, _egress: &mut Egress<'_>) -> bool {
+        true
+    }
+
     /// Returns the descriptor that becomes readable when the programs send, or `None` if they are gone for good.
     fn fd(&self) -> Option<BorrowedFd<'_>>;
 

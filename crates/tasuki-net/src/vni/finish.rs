@@ -4,9 +4,12 @@
 //! These are pure functions on a private copy. The header is its sender's claim: a frame that contradicts it is
 //! [`Malformed`], and no part of it goes anywhere.
 //!
-//! Sources: Virtual I/O Device (VIRTIO) 1.2, 5.1.6.2 and 5.1.6.4; RFC 791, 768, 9293, 8200, 1071. For flags and
+//! A GSO packet can be inside a tunnel: in UDP (VXLAN, Geneve), GRE or IP. Its header says nothing of that. Each segment
+//! gets the headers of the tunnel, too, with its own lengths.
+//!
+//! Sources: Virtual I/O Device (VIRTIO) 1.2, 5.1.6.2 and 5.1.6.4; RFC 791, 768, 9293, 8200, 1071, 2784. For flags and
 //! identifications in the second and later frames: Linux, `net/ipv4/tcp_offload.c` (`tcp_gso_segment`) and `af_inet.c`
-//! (`inet_gso_segment`).
+//! (`inet_gso_segment`); for tunnels, `udp_offload.c` (`__skb_udp_tunnel_segment`).
 
 use super::offload::{NEEDS_CSUM, Offload};
 
@@ -29,8 +32,12 @@ pub const GSO_SEGMENTS_MAX: usize = 256;
 const HEADERS_MAX: usize = 256;
 
 const ETHERNET_LEN: usize = 14;
+/// IP protocol numbers.
+const IPV4_INSIDE: u8 = 4;
 const TCP: u8 = 6;
 const UDP: u8 = 17;
+const IPV6_INSIDE: u8 = 41;
+const GRE: u8 = 47;
 /// Offset in bytes of the checksum in a UDP header.
 const UDP_CHECK_AT: u16 = 6;
 
@@ -78,15 +85,120 @@ fn compute(offload: &Offload, frame: &mut [u8]) -> Result<(), Malformed> {
     Ok(())
 }
 
+/// Returns whether a GSO packet is inside a tunnel. A kernel that is given it whole, with this header, drops it.
+pub fn is_in_tunnel(offload: &Offload, frame: &[u8]) -> bool {
+    let kind = Kind::of(offload);
+    let outer = Ip::first_in(frame);
+    kind.zip(outer).is_some_and(|(kind, outer)| !outer.is_before(frame, kind.transport, kind.protocol()))
+}
+
+/// What is to be cut, as its header says.
+#[derive(Debug, Clone, Copy)]
+struct Kind {
+    is_tcp: bool,
+    /// The version of IP, if the header says it.
+    is_v4: Option<bool>,
+    /// Offset of the TCP or UDP header.
+    transport: usize,
+}
+
+impl Kind {
+    fn of(offload: &Offload) -> Option<Self> {
+        let (is_tcp, is_v4) = match offload.gso_type & !GSO_ECN {
+            GSO_TCPV4 => (true, Some(true)),
+            GSO_TCPV6 => (true, Some(false)),
+            GSO_UDP_L4 => (false, None),
+            _ => return None,
+        };
+        Some(Kind { is_tcp, is_v4, transport: offload.csum_start.get().into() })
+    }
+
+    fn protocol(self) -> u8 {
+        if self.is_tcp { TCP } else { UDP }
+    }
+}
+
+/// An IP header.
+#[derive(Debug, Clone, Copy)]
+struct Ip {
+    at: usize,
+    is_v4: bool,
+    /// Offset of the header behind it.
+    end: usize,
+}
+
+impl Ip {
+    /// Returns the first one of a frame; where it has extensions, without these.
+    fn first_in(frame: &[u8]) -> Option<Self> {
+        let (at, is_v4) = network_of(frame)?;
+        let len = if is_v4 { usize::from(frame.get(at)? & 15) * 4 } else { 40 };
+        Some(Ip { at, is_v4, end: at + len })
+    }
+
+    /// Returns whether it, with its extensions, ends at `transport`.
+    fn is_before(self, frame: &[u8], transport: usize, protocol: u8) -> bool {
+        match self.is_v4 {
+            true => is_v4_before(frame, self.at, transport, protocol),
+            false => is_v6_before(frame, self.at, transport, protocol),
+        }
+    }
+
+    /// Returns the protocol of what is in it, if that is all of the frame behind it.
+    fn holds(self, frame: &[u8]) -> Option<u8> {
+        let protocol = *frame.get(self.at + if self.is_v4 { 9 } else { 6 })?;
+        self.is_before(frame, self.end, protocol).then_some(protocol)
+    }
+
+    /// Returns the one that ends at the TCP or UDP header of a packet inside a tunnel, not before `from`.
+    fn inside(frame: &[u8], kind: Kind, from: usize) -> Option<Self> {
+        let Kind { transport, is_v4, .. } = kind;
+        let at = |len: usize| transport.checked_sub(len).filter(|at| *at >= from);
+        let v4 = (5..=15).filter_map(|words| Some(Ip { at: at(words * 4)?, is_v4: true, end: transport }));
+        let v6 = at(40).map(|at| Ip { at, is_v4: false, end: transport });
+        let is_it = |ip: &Ip| {
+            let len = if ip.is_v4 { frame.len() - ip.at } else { frame.len() - ip.end };
+            let stated = frame.get(ip.at + if ip.is_v4 { 2 } else { 4 }..).and_then(|bytes| bytes.first_chunk());
+            is_v4.is_none_or(|is_v4| is_v4 == ip.is_v4)
+                && ip.is_before(frame, transport, kind.protocol())
+                && stated.is_some_and(|stated| usize::from(u16::from_be_bytes(*stated)) == len)
+        };
+        v4.chain(v6).find(is_it)
+    }
+
+    /// Completes it for frame `i`, which has `part` bytes of payload behind all headers.
+    fn complete(self, headers: &mut [u8], i: usize, part: usize) {
+        let at = self.at;
+        let len = headers.len() - at + part;
+        if !self.is_v4 {
+            return put(headers, at + 4, short(len - 40));
+        }
+        put(headers, at + 2, short(len));
+        let id = get(headers, at + 4).wrapping_add(short(i));
+        put(headers, at + 4, id);
+        put(headers, at + 10, 0);
+        let check = !fold(sum(&headers[at..self.end]));
+        put(headers, at + 10, check);
+    }
+
+    /// Writes the checksum of TCP or UDP, whose header is behind it, at `at`.
+    fn check(self, headers: &mut [u8], part: &[u8], at: usize, protocol: u8) {
+        let addresses = if self.is_v4 { self.at + 12..self.at + 20 } else { self.at + 8..self.at + 40 };
+        put(headers, at, 0);
+        let len = headers.len() - self.end + part.len();
+        let pseudo = sum(&headers[addresses]) + len as u64 + u64::from(protocol);
+        // All bytes before the payload are even in number.
+        let check = !fold(pseudo + sum(&headers[self.end..]) + sum(part));
+        put(headers, at, if check == 0 && protocol == UDP { u16::MAX } else { check });
+    }
+}
+
 /// How to cut a GSO packet.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
-    /// Offset of the IP header.
-    network: usize,
-    /// Whether the IP header is version 4.
-    is_v4: bool,
-    /// Offset of the TCP or UDP header.
-    transport: usize,
+    /// The IP header of the tunnel that it is in, and the protocol there.
+    tunnel: Option<(Ip, u8)>,
+    /// The last IP header, which ends at the TCP or UDP header.
+    ip: Ip,
     is_tcp: bool,
     /// Offset of the payload.
     payload: usize,
@@ -96,28 +208,27 @@ struct Cut {
 
 impl Cut {
     fn of(offload: &Offload, frame: &[u8]) -> Result<Self, Malformed> {
-        let (network, is_v4) = network_of(frame).ok_or(Malformed)?;
-        let is_tcp = match offload.gso_type & !GSO_ECN {
-            GSO_TCPV4 if is_v4 => true,
-            GSO_TCPV6 if !is_v4 => true,
-            GSO_UDP_L4 => false,
-            _ => return Err(Malformed),
-        };
-        let transport = usize::from(offload.csum_start.get());
+        let kind = Kind::of(offload).ok_or(Malformed)?;
+        let outer = Ip::first_in(frame).ok_or(Malformed)?;
+        let Kind { is_tcp, is_v4, transport } = kind;
         let check_at = usize::from(offload.csum_offset.get());
         let size = usize::from(offload.gso_size.get());
-        let protocol = if is_tcp { TCP } else { UDP };
         if offload.flags & NEEDS_CSUM == 0 || size == 0 || check_at != if is_tcp { 16 } else { 6 } {
             return Err(Malformed);
         }
-        let fits = match is_v4 {
-            true => is_v4_before(frame, network, transport, protocol),
-            false => is_v6_before(frame, network, transport, protocol),
-        };
         let least = if is_tcp { 20 } else { 8 };
-        if !fits || transport + least > frame.len() {
+        if transport + least > frame.len() {
             return Err(Malformed);
         }
+        let is_plain = outer.is_before(frame, transport, kind.protocol());
+        let (tunnel, ip) = match is_plain {
+            true if is_v4.is_none_or(|is_v4| is_v4 == outer.is_v4) => (None, Ip { end: transport, ..outer }),
+            true => return Err(Malformed),
+            false => {
+                let (tunnel, from) = tunnel_of(outer, frame).ok_or(Malformed)?;
+                (Some(tunnel), Ip::inside(frame, kind, from).ok_or(Malformed)?)
+            }
+        };
         let len = if is_tcp { usize::from(frame[transport + 12] >> 4) * 4 } else { 8 };
         let payload = transport + len;
         if len < least
@@ -126,48 +237,46 @@ impl Cut {
         {
             return Err(Malformed);
         }
-        Ok(Cut { network, is_v4, transport, is_tcp, payload, size })
+        Ok(Cut { tunnel, ip, is_tcp, payload, size })
     }
 
     fn each(self, frame: &[u8], mut each: impl FnMut(&[u8], &[u8])) -> usize {
         let (headers, payload) = frame.split_at(self.payload);
         let count = payload.len().div_ceil(self.size).max(1);
         let mut own = [0; HEADERS_MAX];
+        let transport = self.ip.end;
         for i in 0..count {
             let own = &mut own[..headers.len()];
             own.copy_from_slice(headers);
             let from = i * self.size;
             let part = &payload[from..payload.len().min(from + self.size)];
-            self.address(own, i, part.len());
-            match self.is_tcp {
-                true => self.finish_tcp(own, from, i == 0, i + 1 == count),
-                false => put(own, self.transport + 4, short(8 + part.len())),
+            self.ip.complete(own, i, part.len());
+            if self.is_tcp {
+                self.finish_tcp(own, from, i == 0, i + 1 == count);
+                self.ip.check(own, part, transport + 16, TCP);
+            } else {
+                put(own, transport + 4, short(8 + part.len()));
+                self.ip.check(own, part, transport + 6, UDP);
             }
-            self.check(own, part);
+            if let Some((tunnel, protocol)) = self.tunnel {
+                tunnel.complete(own, i, part.len());
+                if protocol == UDP {
+                    put(own, tunnel.end + 4, short(own.len() - tunnel.end + part.len()));
+                    // A tunnel may do without.
+                    if get(own, tunnel.end + 6) != 0 {
+                        tunnel.check(own, part, tunnel.end + 6, UDP);
+                    }
+                }
+            }
             each(own, part);
         }
         count
     }
 
-    /// Completes the IP header of frame `i`, which has `part` bytes of payload behind all headers.
-    fn address(self, headers: &mut [u8], i: usize, part: usize) {
-        let at = self.network;
-        let len = headers.len() - at + part;
-        if !self.is_v4 {
-            return put(headers, at + 4, short(len - 40));
-        }
-        put(headers, at + 2, short(len));
-        let id = get(headers, at + 4).wrapping_add(short(i));
-        put(headers, at + 4, id);
-        put(headers, at + 10, 0);
-        let check = !fold(sum(&headers[at..self.transport]));
-        put(headers, at + 10, check);
-    }
-
     fn finish_tcp(self, headers: &mut [u8], from: usize, is_first: bool, is_last: bool) {
         const FIN_PSH: u8 = 0x09;
         const CWR: u8 = 0x80;
-        let tcp = &mut headers[self.transport..];
+        let tcp = &mut headers[self.ip.end..];
         let sequence = u32::from_be_bytes(tcp[4..8].try_into().expect("four bytes"));
         let from = u32::try_from(from).expect("within a frame");
         tcp[4..8].copy_from_slice(&sequence.wrapping_add(from).to_be_bytes());
@@ -178,19 +287,19 @@ impl Cut {
             tcp[13] &= !CWR;
         }
     }
+}
 
-    /// Writes the checksum of TCP or UDP.
-    fn check(self, headers: &mut [u8], part: &[u8]) {
-        let addresses =
-            if self.is_v4 { self.network + 12..self.network + 20 } else { self.network + 8..self.network + 40 };
-        let at = self.transport + if self.is_tcp { 16 } else { 6 };
-        put(headers, at, 0);
-        let len = headers.len() - self.transport + part.len();
-        let pseudo = sum(&headers[addresses]) + len as u64 + u64::from(if self.is_tcp { TCP } else { UDP });
-        // All bytes before the payload are even in number.
-        let check = !fold(pseudo + sum(&headers[self.transport..]) + sum(part));
-        put(headers, at, if check == 0 && !self.is_tcp { u16::MAX } else { check });
-    }
+/// Returns the tunnel that begins with this IP header: its protocol, and where the packet inside can begin.
+fn tunnel_of(ip: Ip, frame: &[u8]) -> Option<((Ip, u8), usize)> {
+    const HAS_CHECKSUM: u8 = 0x80;
+    let protocol = ip.holds(frame)?;
+    let len = match protocol {
+        UDP => 8,
+        GRE if frame.get(ip.end)? & HAS_CHECKSUM == 0 => 4,
+        IPV4_INSIDE | IPV6_INSIDE => 0,
+        _ => return None,
+    };
+    Some(((ip, protocol), ip.end + len))
 }
 
 /// Returns the offset of the IP header, behind up to two tags, and whether it is version 4.

@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use smoltcp::wire::{IpAddress, Ipv4Packet, Ipv6Packet, TcpPacket, UdpPacket};
-use tasuki_net::vni::finish::{GSO_SEGMENTS_MAX, finish};
+use tasuki_net::vni::finish::{GSO_SEGMENTS_MAX, finish, is_in_tunnel};
 use tasuki_net::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use zerocopy::FromBytes;
 
@@ -155,7 +155,81 @@ fn segments() -> impl Strategy<Value = Segment> {
     })
 }
 
+/// A tunnel: the version of IP outside, its protocol, and the bytes between that and the packet inside.
+#[derive(Debug, Clone, Copy)]
+struct Tunnel {
+    is_v4: bool,
+    protocol: u8,
+    has_checksum: bool,
+}
+
+const IPV4_INSIDE: u8 = 4;
+const IPV6_INSIDE: u8 = 41;
+const GRE: u8 = 47;
+
+impl Tunnel {
+    /// Returns a segment inside, with its offload header as a kernel has it.
+    fn around(self, segment: &Segment) -> (Offload, Vec<u8>) {
+        let inside = segment.frame();
+        let (head, inside): (&[u8], &[u8]) = match self.protocol {
+            // VXLAN, network 5.
+            UDP => (&[0x12, 0xb5, 0x12, 0xb5, 0, 0, 0, u8::from(self.has_checksum), 8, 0, 0, 0, 0, 0, 5, 0], &inside),
+            GRE => (&[0, 0, 8, 0], &inside[segment.network()..]),
+            _ => (&[], &inside[segment.network()..]),
+        };
+        let payload = [head, inside].concat();
+        let outside = Segment { protocol: self.protocol, is_v4: self.is_v4, tags: 0, ip_options: 0, ..segment.clone() };
+        let mut frame = outside.frame()[..outside.transport()].to_vec();
+        let len = if self.is_v4 { payload.len() + 20 } else { payload.len() };
+        let at = outside.network() + if self.is_v4 { 2 } else { 4 };
+        frame[at..at + 2].copy_from_slice(&u16::try_from(len).unwrap().to_be_bytes());
+        frame.extend(&payload);
+        let before = frame.len() - segment.frame().len() + segment.transport();
+        let csum_start = u16::try_from(before).unwrap().into();
+        (Offload { csum_start, ..segment.offload(segment.gso_type()) }, frame)
+    }
+
+    /// Checks a frame as the end of the tunnel would; returns the bytes inside.
+    fn check<'a>(self, segment: &Segment, frame: &'a [u8], index: usize) -> &'a [u8] {
+        let outside = Segment { is_v4: self.is_v4, tags: 0, ip_options: 0, ..segment.clone() };
+        let (from, to, rest) = outside.check_ip(frame, u16::try_from(index).unwrap());
+        match self.protocol {
+            UDP => {
+                let udp = UdpPacket::new_checked(rest).expect("a datagram");
+                assert_eq!((usize::from(udp.len()), udp.checksum() != 0), (rest.len(), self.has_checksum));
+                assert!(!self.has_checksum || udp.verify_checksum(&from, &to));
+                &rest[16..]
+            }
+            GRE => &rest[4..],
+            _ => rest,
+        }
+    }
+}
+
+fn tunnels() -> impl Strategy<Value = Tunnel> {
+    let protocols = prop::sample::select(vec![UDP, GRE, IPV4_INSIDE, IPV6_INSIDE]);
+    let all = (any::<bool>(), protocols, any::<bool>());
+    all.prop_map(|(is_v4, protocol, has_checksum)| Tunnel { is_v4, protocol, has_checksum })
+}
+
 proptest! {
+    #[test]
+    fn a_segment_in_a_tunnel_is_cut_to_what_it_would_be_outside(segment in segments(), tunnel in tunnels()) {
+        let ip_options = if segment.is_v4 { segment.ip_options } else { 0 };
+        let segment = Segment { ip_options, ..segment };
+        let (offload, frame) = tunnel.around(&segment);
+        prop_assert!(is_in_tunnel(&offload, &frame));
+        let direct = segment.offload(segment.gso_type());
+        prop_assert!(!is_in_tunnel(&direct, &segment.frame()));
+        let expected = finished(&direct, &segment.frame()).expect("it is cut");
+        let frames = finished(&offload, &frame).expect("it is cut");
+        prop_assert_eq!(frames.len(), expected.len());
+        for (index, (one, expected)) in frames.iter().zip(&expected).enumerate() {
+            let inside = tunnel.check(&segment, one, index);
+            prop_assert!(expected.ends_with(inside), "frame {}", index);
+        }
+    }
+
     #[test]
     fn a_segment_that_was_cut_is_whole_frames_with_the_same_bytes(segment in segments()) {
         let frame = segment.frame();
@@ -218,6 +292,7 @@ proptest! {
         bytes in prop::collection::vec(any::<u8>(), 14..400),
     ) {
         let offload = Offload::read_from_bytes(&header).unwrap();
+        let _ = is_in_tunnel(&offload, &bytes);
         if let Some(frames) = finished(&offload, &bytes) {
             prop_assert!(frames.len() <= GSO_SEGMENTS_MAX);
         }
@@ -227,17 +302,19 @@ proptest! {
     #[test]
     fn nor_if_it_is_nearly_right(
         segment in segments(),
+        tunnel in prop::option::of(tunnels()),
         gso_type in prop::sample::select(vec![1_u8, 3, 4, 5, 0x81, 0x84]),
         spoilt in prop::collection::vec((0_usize..160, any::<u8>()), 0..4),
         spoilt_header in prop::collection::vec((0_usize..HEADER_LEN, any::<u8>()), 0..2),
         len in 14_usize..9000,
     ) {
-        let mut frame = segment.frame();
+        let plain = (segment.offload(gso_type), segment.frame());
+        let (whole, mut frame) = tunnel.map_or(plain, |tunnel| tunnel.around(&segment));
         frame.truncate(len.max(14));
         for (at, value) in spoilt {
             if let Some(byte) = frame.get_mut(at) { *byte = value; }
         }
-        let mut header: [u8; HEADER_LEN] = zerocopy::transmute!(segment.offload(gso_type));
+        let mut header: [u8; HEADER_LEN] = zerocopy::transmute!(Offload { gso_type, ..whole });
         for (at, value) in spoilt_header { header[at] = value; }
         let offload = Offload::read_from_bytes(&header).unwrap();
         if let Some(frames) = finished(&offload, &frame) {

@@ -99,6 +99,39 @@ fn long_segments_cross_an_interface() {
     world.end();
 }
 
+/// A kernel hands over segments inside a tunnel as if they were in none.
+#[test]
+fn long_segments_in_a_tunnel_cross_an_interface() {
+    let Some(world) = with_wire() else { return };
+    let vxlan = ["type", "vxlan", "id", "5", "dstport", "4789"];
+    let probe = [&["link", "add", "probe"][..], &vxlan].concat();
+    let has_vxlan = world.shop.within(|| Command::new("ip").args(&probe).status()).is_ok_and(|it| it.success());
+    if !has_vxlan {
+        println!("skipped: the kernel has no VXLAN: modprobe vxlan");
+        return world.end();
+    }
+    ip(&world.shop, &["link", "del", "probe"]);
+    for (room, link, us, far, inside) in
+        [(&world.shop, "lan", SHOP, DESK, "198.51.100.1"), (&world.desk, "eth0", DESK, SHOP, "198.51.100.2")]
+    {
+        let place = ["local", us, "remote", far, "dev", link];
+        ip(room, &[&["link", "add", "tunnel"][..], &vxlan, &place].concat());
+        ip(room, &["address", "add", &format!("{inside}/24"), "dev", "tunnel"]);
+        ip(room, &["link", "set", "tunnel", "up"]);
+    }
+    for (near, far, at_far) in [(&world.desk, &world.shop, "198.51.100.1"), (&world.shop, &world.desk, "198.51.100.2")]
+    {
+        let stream = Stream::begin(near, far, at_far, Duration::ZERO);
+        stream.goes_on(&world.rig, 16 << 20);
+        world.rig.ask(&["worker", "upgrade", "desk"]);
+        stream.goes_on(&world.rig, 1 << 20);
+        world.rig.kill_driver("desk");
+        stream.goes_on(&world.rig, 1 << 20);
+        stream.end();
+    }
+    world.end();
+}
+
 #[test]
 fn an_interface_that_is_not_there_or_goes_is_told_of_and_stops_nobody_else() {
     let Some(world) = with_wire() else { return };

@@ -2,10 +2,14 @@
 //! that is still undone, as those of a TAP do.
 //!
 //! The kernel takes the outermost VLAN tag out of a frame before a packet socket sees it. It is put back here.
+//!
+//! A GSO packet inside a tunnel comes as if it were none inside one, and a kernel that is given it so drops it. It is cut
+//! here. A worker that is killed meanwhile loses what it had cut of it.
 
 mod socket;
 
 use std::cell::Cell;
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
@@ -16,6 +20,7 @@ use super::notes::READS;
 use super::{Dropped, Egress, Endpoint, Given, Recovery, is_readable};
 use crate::switch::CheckedPrefix;
 use crate::vni::Incoming;
+use crate::vni::finish::{GSO_NONE, finish, is_in_tunnel};
 use crate::vni::ledger::point;
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use socket::Tag;
@@ -41,13 +46,31 @@ pub struct Packet {
     gone: bool,
     /// Number of frames that the kernel dropped because the socket had no room.
     missed: Cell<u64>,
+    /// What is left of a packet that was cut.
+    cut: VecDeque<Vec<u8>>,
 }
 
 impl Packet {
     /// Opens the interface behind `socket`: a raw packet socket that is bound to it, with offload headers
     /// (`PACKET_VNET_HDR`) and `PACKET_AUXDATA`.
     pub fn new(socket: OwnedFd) -> Self {
-        Packet { socket, gone: false, missed: Cell::new(0) }
+        Packet { socket, gone: false, missed: Cell::new(0), cut: VecDeque::new() }
+    }
+
+    /// Cuts the staged packet of `len` bytes, with its offload header, if it is inside a tunnel. Returns whether it did.
+    fn cut(&mut self, egress: &mut Egress<'_>, len: usize) -> bool {
+        let staged = &egress.staged()[..len];
+        let Ok((offload, frame)) = Offload::read_from_prefix(staged) else { return false };
+        if offload.gso_type == GSO_NONE || !is_in_tunnel(&offload, frame) {
+            return false;
+        }
+        let mut frame = frame.to_vec();
+        egress.forget_staged();
+        let each = |front: &[u8], back: &[u8]| self.cut.push_back([front, back].concat());
+        if finish(&offload, &mut frame, each).is_err() {
+            egress.dropped.malformed += 1;
+        }
+        true
     }
 }
 
@@ -76,6 +99,9 @@ impl Endpoint for Packet {
 
     fn take(&mut self, egress: &mut Egress<'_>) -> usize {
         for count in 0..READS {
+            if !self.send_rest(egress) {
+                return count;
+            }
             let Some((room, beside)) = egress.stage() else { return count };
             let most = room.len() - TAG_LEN;
             let (len, tag) = match socket::receive(self.socket.as_fd(), &mut room[..most], beside) {
@@ -103,11 +129,21 @@ impl Endpoint for Packet {
                     put_back(tag, egress.staged(), len)
                 }
             };
-            if !egress.send_staged(len) {
+            if !self.cut(egress, len) && !egress.send_staged(len) {
                 return count;
             }
         }
         READS
+    }
+
+    fn send_rest(&mut self, egress: &mut Egress<'_>) -> bool {
+        while let Some(frame) = self.cut.front() {
+            if !egress.send_bytes(frame) {
+                return false;
+            }
+            self.cut.pop_front();
+        }
+        true
     }
 
     fn mend(&self, frame: &mut Vec<u8>, beside: &[u8]) {
@@ -123,7 +159,7 @@ impl Endpoint for Packet {
     }
 
     fn has_frames(&self) -> Option<bool> {
-        Some(self.fd().is_some_and(is_readable))
+        Some(!self.cut.is_empty() || self.fd().is_some_and(is_readable))
     }
 
     fn counts(&self) -> Vec<(&'static str, u64)> {
