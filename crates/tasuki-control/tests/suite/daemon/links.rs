@@ -99,6 +99,18 @@ fn long_segments_cross_an_interface() {
     world.end();
 }
 
+#[test]
+fn a_frame_that_is_longer_than_the_interface_takes_is_counted_as_that() {
+    let Some(world) = with_wire() else { return };
+    ip(&world.desk, &["link", "set", "wire0", "mtu", "1000"]);
+    assert!(world.pinged(&["-c", "1", "-W", "5", "-s", "900", DESK]).contains(" 1 received"));
+    world.pinged(&["-c", "2", "-i", "0.01", "-W", "0.01", "-s", "1200", DESK]);
+    let long = || super::natives::count(&world.rig, "desk@lan", "dropped_too_long");
+    until(&world.rig, "both are counted", || long() == 2);
+    assert_eq!(super::natives::count(&world.rig, "desk@lan", "dropped_refused"), 0);
+    world.end();
+}
+
 /// A kernel hands over segments inside a tunnel as if they were in none.
 #[test]
 fn long_segments_in_a_tunnel_cross_an_interface() {

@@ -17,7 +17,7 @@ use super::vnis::{SHOP, World};
 const DRIVER: &[&str] = &["burst.received", "burst.turned", "burst.sent", "vni.written", "vni.committed", "vni.done"];
 
 /// Returns a count of an end's port, or of its program.
-fn count(rig: &Rig, end: &str, name: &str) -> u64 {
+pub fn count(rig: &Rig, end: &str, name: &str) -> u64 {
     let said = rig.json(&["nic", "counts", end]);
     let counts = said["counts"].as_array().expect("a list");
     let count = counts.iter().find(|count| count[0] == name).and_then(|count| count[1].as_u64());

@@ -88,11 +88,15 @@ impl Endpoint for Packet {
         match incoming.write_with_header(self.socket.as_fd(), front) {
             Ok(_) if incoming.is_whole() => return Given::Taken(1),
             Ok(_) => dropped.too_late += 1,
-            Err(error) => {
-                dropped.refused += 1;
-                // The kernel unbinds the socket when its interface goes.
-                self.gone |= Errno::from_io_error(&error) == Some(Errno::NXIO);
-            }
+            Err(error) => match Errno::from_io_error(&error) {
+                // Longer than the interface's MTU, and no segment.
+                Some(Errno::MSGSIZE) => dropped.too_long += 1,
+                errno => {
+                    dropped.refused += 1;
+                    // The kernel unbinds the socket when its interface goes.
+                    self.gone |= errno == Some(Errno::NXIO);
+                }
+            },
         }
         Given::Taken(0)
     }
