@@ -218,9 +218,13 @@ impl Groups {
     pub fn node(&self, name: &str, bounds: &Bounds) -> io::Result<Group> {
         let mut group = Group { places: Vec::new(), freezer: None, oom_kills_before: 0 };
         let any_v2 = self.hierarchies.iter().any(|it| it.is_v2);
-        for it in self.hierarchies.iter().filter(|it| is_of_use(it, bounds, any_v2)) {
+        for it in &self.hierarchies {
             let parent = of(&it.own, &self.id);
             let path = parent.join(format!("node-{name}"));
+            // The node may have had bounds there before.
+            if !is_of_use(it, bounds, any_v2) && !path.is_dir() {
+                continue;
+            }
             fs::create_dir_all(&path)?;
             if it.is_v2 {
                 let asked: Vec<_> = wanted(bounds).into_iter().filter(|name| it.has(name)).collect();
@@ -362,30 +366,34 @@ fn is_ours(pid: &str) -> bool {
     program(pid).is_some_and(|its| Some(its) == program("self"))
 }
 
+/// Sets the bounds, and takes away those that the group had before and is not to have any more.
 fn bound(group: &Path, it: &Hierarchy, bounds: &Bounds) -> io::Result<()> {
-    let or_max = |value: Option<u64>| value.map_or("max".to_owned(), |value| value.to_string());
-    let set = |controller: &str, file: &str, text: String| {
-        if it.has(controller) { fs::write(group.join(file), text) } else { Ok(()) }
-    };
-    if let Some(bytes) = bounds.memory {
-        let file = if it.is_v2 { "memory.max" } else { "memory.limit_in_bytes" };
-        set("memory", file, bytes.to_string())?;
-    }
-    if bounds.pids.is_some() {
-        set("pids", "pids.max", or_max(bounds.pids.map(u64::from)))?;
-    }
-    if let Some(cpus) = bounds.cpus {
-        let numbers = (0..CpuSet::MAX_CPU).filter(|&cpu| cpus.is_set(cpu)).map(|cpu| cpu.to_string());
-        set("cpuset", "cpuset.cpus", numbers.collect::<Vec<_>>().join(","))?;
-    }
-    if let Some(hundredths) = bounds.cpu {
-        let quota = u64::from(hundredths) * CPU_PERIOD / 100;
-        match it.is_v2 {
-            true => set("cpu", "cpu.max", format!("{quota} {CPU_PERIOD}"))?,
-            false => set("cpu", "cpu.cfs_quota_us", quota.to_string())?,
+    let set = |controller: &str, file: &str, text: Option<String>, unbounded: &str| {
+        let file = group.join(file);
+        match text {
+            _ if !it.has(controller) => Ok(()),
+            Some(text) => fs::write(file, text),
+            None if file.exists() => fs::write(file, unbounded),
+            None => Ok(()),
         }
+    };
+    let text = |number: u64| number.to_string();
+    let (memory, no_memory) = if it.is_v2 { ("memory.max", "max") } else { ("memory.limit_in_bytes", "-1") };
+    set("memory", memory, bounds.memory.map(text), no_memory)?;
+    set("pids", "pids.max", bounds.pids.map(|pids| text(pids.into())), "max")?;
+    let numbers = bounds.cpus.map(|cpus| {
+        let numbers = (0..CpuSet::MAX_CPU).filter(|&cpu| cpus.is_set(cpu)).map(|cpu| cpu.to_string());
+        numbers.collect::<Vec<_>>().join(",")
+    });
+    // In version 2, a group without a list has all that its parent has.
+    let parents = group.parent().filter(|_| !it.is_v2);
+    let all = parents.and_then(|parent| fs::read_to_string(parent.join("cpuset.cpus")).ok());
+    set("cpuset", "cpuset.cpus", numbers, all.as_deref().unwrap_or("\n"))?;
+    let quota = bounds.cpu.map(|hundredths| u64::from(hundredths) * CPU_PERIOD / 100);
+    match it.is_v2 {
+        true => set("cpu", "cpu.max", quota.map(|quota| format!("{quota} {CPU_PERIOD}")), "max"),
+        false => set("cpu", "cpu.cfs_quota_us", quota.map(text), "-1"),
     }
-    Ok(())
 }
 
 /// A group in one hierarchy.
@@ -686,6 +694,28 @@ mod tests {
             assert!(Instant::now() < end, "waited in vain for {what}");
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    #[test]
+    fn a_bound_that_is_taken_away_is_in_force_no_more() {
+        let mut ours = Groups::find(&format!("test-less-{}", std::process::id()), None);
+        ours.hierarchies.retain(|it| it.has("pids") || it.has("cpu") || it.is_v2);
+        let ours = Ours(ours);
+        let bounded = Bounds { pids: Some(7), cpu: Some(50), ..Bounds::default() };
+        let group = ours.0.node("red", &bounded).expect("a group");
+        let read = |group: &Group| {
+            let files = ["pids.max", "cpu.max", "cpu.cfs_quota_us"];
+            let all = group.places.iter().flat_map(|place| files.map(|file| place.path.join(file)));
+            all.filter_map(|file| fs::read_to_string(file).ok()).collect::<Vec<_>>()
+        };
+        let before = read(&group);
+        if before.is_empty() {
+            return println!("skipped: this machine has no control group for that, or not for us");
+        }
+        let after = read(&ours.0.node("red", &Bounds::default()).expect("a group"));
+        let is_bound = |text: &String| ["7\n", "50000 100000\n", "50000\n"].contains(&text.as_str());
+        assert!(before.iter().all(is_bound) && !after.iter().any(is_bound), "{before:?} {after:?}");
+        assert_eq!(before.len(), after.len());
     }
 
     /// row: T137

@@ -358,6 +358,8 @@ impl Supervisor {
             Err(refusal) => return Err((refusal, answer)),
         };
         let todo: VecDeque<Step> = self.steps_to(&desired).into();
+        // It comes in place of one that an earlier daemon has not applied to its end.
+        self.current.resumes = false;
         let record = &mut self.current.record;
         // The file counts for the next daemon as it is now, or as it was read.
         let read = |file: &PathBuf| std::fs::read(file).map_or(record.base, |bytes| crc32c::crc32c(&bytes));
@@ -377,7 +379,8 @@ impl Supervisor {
 
     /// Takes the steps that an earlier daemon did not come to.
     pub(super) fn apply_the_rest(&mut self) {
-        if self.adopting || !self.leaving.is_empty() || !std::mem::take(&mut self.current.resumes) {
+        let waits = self.adopting || self.is_applying() || !self.leaving.is_empty();
+        if waits || !std::mem::take(&mut self.current.resumes) {
             return;
         }
         let desired = self.current.desired.clone();

@@ -123,6 +123,9 @@ pub struct Opener {
     pub speech: Speech,
     /// Why it failed, if the daemon knows better than the opener.
     pub why: Option<String>,
+    /// Whether it was given the way to the card's server, and how many sentences it has told.
+    pub has_way: bool,
+    pub told: usize,
     /// Number of the party from which the addresses of its memory derive.
     pub party: u32,
     /// When it began.
@@ -148,9 +151,11 @@ impl Speech {
 
     fn hear(&mut self) {
         let mut text = [0; 1024];
-        while let Ok(len @ 1..) = self.pipe.read(&mut text) {
-            let room = SAYS_MAX.saturating_sub(self.heard.len()).min(len);
-            self.heard.extend_from_slice(&text[..room]);
+        // One that writes without end does so into a full pipe.
+        while self.heard.len() < SAYS_MAX
+            && let Ok(len @ 1..) = self.pipe.read(&mut text)
+        {
+            self.heard.extend_from_slice(&text[..len]);
         }
     }
 

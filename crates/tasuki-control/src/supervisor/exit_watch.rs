@@ -4,11 +4,12 @@
 //! drives its NIC. But the kernel marks the robust futex in the worker's heartbeat (`message::heartbeat::LIFE`) as
 //! soon as its thread begins to end. A thread of the daemon sleeps on each futex, and reports the mark.
 
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
-use std::sync::atomic::Ordering::{AcqRel, Acquire};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -22,11 +23,16 @@ use super::worker::Words;
 /// Interval of looks at a futex that its worker has not yet marked as its own.
 const UNMARKED_POLL_EVERY: Duration = Duration::from_millis(50);
 
+/// Interval of looks whether the watch is over, where the worker's processes see to it that no wake-up comes.
+const OVER_POLL_EVERY: Duration = Duration::from_secs(10);
+
 /// The pipe that reports ended workers.
 #[derive(Debug)]
 pub struct ExitWatch {
     told: std::io::PipeReader,
     tell: Arc<OwnedFd>,
+    /// Whether the watch of each worker is over. Processes of a worker can write its futex, and this they cannot.
+    over: BTreeMap<u32, Arc<AtomicBool>>,
 }
 
 fn life(heartbeat: &Words) -> Option<Span<AtomicU32>> {
@@ -37,7 +43,7 @@ impl ExitWatch {
     pub fn new() -> Result<Self> {
         let (told, tell) = std::io::pipe().context("the kernel has no pipes left")?;
         rustix::io::ioctl_fionbio(&told, true)?;
-        Ok(ExitWatch { told, tell: Arc::new(tell.into()) })
+        Ok(ExitWatch { told, tell: Arc::new(tell.into()), over: BTreeMap::new() })
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -45,13 +51,24 @@ impl ExitWatch {
     }
 
     /// Starts watching for the end of worker `number`, whose heartbeat this is.
-    pub fn watch(&self, number: u32, heartbeat: &Words) {
+    pub fn watch(&mut self, number: u32, heartbeat: &Words) {
         let (Some(life), tell) = (life(heartbeat), Arc::clone(&self.tell)) else { return };
+        let over = Arc::new(AtomicBool::new(false));
+        self.over.insert(number, Arc::clone(&over));
         // Without a thread, the pidfd reports the death.
         let _ = std::thread::Builder::new().name(format!("exit of {number}")).spawn(move || {
-            await_end(&life[0]);
+            await_end(&life[0], &over);
             let _ = rustix::io::write(&*tell, &number.to_ne_bytes());
         });
+    }
+
+    /// Ends the watch of a worker that is gone by now, whether the kernel has marked its futex or not.
+    pub fn close(&mut self, number: u32, heartbeat: &Words) {
+        self.over.remove(&number).into_iter().for_each(|over| over.store(true, Release));
+        if let Some(life) = life(heartbeat) {
+            life[0].fetch_or(heartbeat::ENDED, AcqRel);
+            let _ = futex::wake(&life[0], futex::Flags::empty(), u32::MAX >> 1);
+        }
     }
 
     /// Returns the workers that have ended.
@@ -62,24 +79,19 @@ impl ExitWatch {
     }
 }
 
-/// Sleeps until the word says that its thread has ended.
-fn await_end(life: &AtomicU32) {
+/// Sleeps until the word says that its thread has ended, or the watch is `over`. The word changes once before that: its
+/// thread marks it as its own. One that is changed again is a lie, and counts as the end.
+fn await_end(life: &AtomicU32, over: &AtomicBool) {
+    let mut mark = 0;
     loop {
         let word = life.load(Acquire);
-        if word & heartbeat::ENDED != 0 {
+        if over.load(Acquire) || word & heartbeat::ENDED != 0 || mark != 0 && word != mark {
             return;
         }
-        let yet = (word == 0).then(|| UNMARKED_POLL_EVERY.try_into().expect("50 ms"));
+        mark = word;
+        let most = if word == 0 { UNMARKED_POLL_EVERY } else { OVER_POLL_EVERY };
         // Ignore the result: the loop reads the word again.
-        let _ = futex::wait(life, futex::Flags::empty(), word, yet.as_ref());
-    }
-}
-
-/// Ends the thread that watches a worker which is gone by now, whether the kernel has marked its futex or not.
-pub fn close(heartbeat: &Words) {
-    if let Some(life) = life(heartbeat) {
-        life[0].fetch_or(heartbeat::ENDED, AcqRel);
-        let _ = futex::wake(&life[0], futex::Flags::empty(), 1);
+        let _ = futex::wait(life, futex::Flags::empty(), word, Some(&most.try_into().expect("seconds at most")));
     }
 }
 
@@ -96,5 +108,30 @@ impl Supervisor {
                 worker.process.send_to(&self.housekeeping_cpus);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A process of the worker may write its futex after the worker's end, and take wake-ups.
+    #[test]
+    fn a_watch_is_over_whatever_is_in_the_word() {
+        let (life, over) = (AtomicU32::new(0), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let watch = scope.spawn(|| await_end(&life, &over));
+            over.store(true, Release);
+            watch.join().expect("it ends");
+        });
+        over.store(false, Release);
+        std::thread::scope(|scope| {
+            let watch = scope.spawn(|| await_end(&life, &over));
+            // Each value but the first is a lie.
+            for value in (1..heartbeat::ENDED).cycle().take_while(|_| !watch.is_finished()) {
+                life.store(value, Release);
+            }
+            watch.join().expect("it ends");
+        });
     }
 }

@@ -314,7 +314,7 @@ impl Supervisor {
         self.on_stderr(number);
         self.on_worker_readable(number);
         let Some(mut worker) = self.workers.remove(&number) else { return };
-        worker.heartbeat.iter().for_each(super::exit_watch::close);
+        worker.heartbeat.iter().for_each(|heartbeat| self.exit_watch.close(number, heartbeat));
         let nics: Vec<u32> = self.cards.keys().copied().collect();
         if let (None, Some(party)) = (&self.stopping, party(number)) {
             nics.iter().for_each(|nic| self.stamp_death(*nic, number));

@@ -19,7 +19,15 @@ use super::{About, Supervisor, Token, WORKER_TIMEOUT, bundles, epoll_add, iova_o
 use crate::channel::{self, Nothing};
 use crate::config::{self, Confine, Device};
 use crate::jail::Terms;
+use crate::log::plain;
 use crate::process::Process;
+
+/// How many messages of an opener are read before the daemon looks after the others.
+const MESSAGES_AT_ONCE_MAX: usize = 64;
+
+/// How many sentences an opener may tell users, and how long each may be.
+const SENTENCES_MAX: usize = 16;
+const SENTENCE_MAX: usize = 1000;
 
 /// Returns an option in a model's wire that would give it something of the machine.
 fn out_of_reach(wire: &[String]) -> Option<&str> {
@@ -219,7 +227,16 @@ impl Supervisor {
         epoll_add(&self.epoll, process.pidfd(), Token::OpenerEnd(nic))?;
         epoll_add(&self.epoll, ours.as_fd(), Token::OpenerReadable(nic))?;
         let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
-        card.opening = Opening::Opener(Opener { process, socket: ours, speech, why: None, party, since: now() });
+        card.opening = Opening::Opener(Opener {
+            process,
+            socket: ours,
+            speech,
+            why: None,
+            has_way: false,
+            told: 0,
+            party,
+            since: now(),
+        });
         Ok(())
     }
 
@@ -231,6 +248,7 @@ impl Supervisor {
             _ => self.place.model_socket(&card.config.name),
         };
         let Opening::Opener(opener) = &mut card.opening else { return Ok(()) };
+        ensure!(!std::mem::replace(&mut opener.has_way, true), "its opener asks for its card twice");
         let is_confined = opener.speech.is_confined(&opener.process).map_err(anyhow::Error::msg)?;
         ensure!(is_confined, "its opener speaks before it is confined");
         let way = connect(&path)?;
@@ -238,7 +256,7 @@ impl Supervisor {
     }
 
     pub(super) fn on_opener_readable(&mut self, nic: u32) {
-        loop {
+        for _ in 0..MESSAGES_AT_ONCE_MAX {
             let Some(card) = self.cards.get_mut(&nic) else { return };
             let Opening::Opener(opener) = &mut card.opening else { return };
             let made_by = opener.party;
@@ -254,7 +272,10 @@ impl Supervisor {
                 }
             };
             match serde_json::from_slice(&message.bytes) {
-                Ok(ToDaemon::DeviceBundle { bundle, .. }) if bundle.fds == message.fds.len() => {
+                // Workers may have the first bundle by the time that a second one comes.
+                Ok(ToDaemon::DeviceBundle { bundle, .. })
+                    if bundle.fds == message.fds.len() && card.opened.is_none() =>
+                {
                     self.opened(nic, bundle, message.fds.trust(), made_by)
                 }
                 Ok(ToDaemon::Begun { .. }) => {
@@ -265,9 +286,10 @@ impl Supervisor {
                         opener.process.kill();
                     }
                 }
-                Ok(ToDaemon::Told { sentence, .. }) => {
+                Ok(ToDaemon::Told { sentence, .. }) if opener.told < SENTENCES_MAX => {
+                    opener.told += 1;
                     let name = card.config.name.clone();
-                    self.note(About::nic(&name), sentence);
+                    self.note(About::nic(&name), plain(&sentence, SENTENCE_MAX));
                 }
                 _ => opener.process.kill(),
             }

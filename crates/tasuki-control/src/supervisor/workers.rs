@@ -73,14 +73,19 @@ impl Supervisor {
             self.mend(name);
         }
         // A process that starts takes milliseconds of a CPU. So none is started while a NIC waits for a driver, nor when a
-        // worker has closed its end: a dying process does so a moment before its pidfd reports the death.
+        // worker has just closed its end: a dying process does so a moment before its pidfd reports the death. One that
+        // lives on keeps no other node waiting.
         let is_calm =
             |card: &super::card::Card| card.arbiter.is_none() || card.is_settled() || card.waits_for_no_driver();
-        if self.cards.values().all(is_calm) && self.workers.values().all(|worker| worker.hung_up_since.is_none()) {
+        let is_dying = |worker: &Worker| {
+            worker.hung_up_since.is_some_and(|since| now().saturating_sub(since) < ALMOST_READY_TIMEOUT)
+        };
+        if self.cards.values().all(is_calm) && !self.workers.values().any(is_dying) {
             names.iter().for_each(|name| self.start_missing_workers(name));
             self.mend_sockets();
             self.tell_of_late_cells();
-            if self.jobs.is_empty() && self.workers.values().all(Worker::serves) {
+            let is_settled = |worker: &Worker| worker.serves() || worker.hung_up_since.is_some();
+            if self.jobs.is_empty() && self.workers.values().all(is_settled) {
                 self.prestart(&names);
             }
         }

@@ -117,7 +117,7 @@ fn a_nic_is_closed_and_another_opened_and_a_node_keeps_the_one_that_stays() {
     });
     rig.start();
     until(&rig, "all is as described", || {
-        rig.ask(&["config", "show"]).contains("mtu = 9000") && rig.is_as_configured()
+        rig.is_as_configured() && rig.ask(&["config", "show"]).contains("mtu = 9000")
     });
     let said = rig.ask(&["events"]);
     assert!(said.contains("tasuki.toml, is applied to its end: 4 steps"), "{said}");

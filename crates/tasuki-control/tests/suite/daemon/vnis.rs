@@ -237,7 +237,11 @@ fn a_removal_that_its_daemon_does_not_live_to_end_is_ended_by_the_next_one() {
     talk(&world, "third", before);
     let [before, after] = THIRD;
     world.rig.configure(|text| text.replace(&format!("{before}/24"), &format!("{after}/24")));
-    die_amid(&mut world, &["apply"]);
+    // The next tasukid applies that as it begins, and so does the one after it.
+    world.rig.kill_daemon();
+    world.rig.start_to_die(Some("daemon.left:1".to_owned()));
+    world.rig.daemon_ends();
+    world.rig.start();
     until(&world.rig, "it has its new address", || world.is_answered(after));
     talk(&world, "third", after);
     world.end();
