@@ -3,7 +3,7 @@
 //! # Invariants
 //!
 //! - **T1** `Request` has the layout of `struct ifreq` in `<linux/if.h>`, of which TUNSETIFF reads the name and the
-//!   flags, and TUNSETQUEUE the flags. TUNGETIFF and SIOCGIFHWADDR write it, and no more than it.
+//!   flags, and TUNSETQUEUE the flags. TUNGETIFF, SIOCGIFHWADDR and SIOCGIFFLAGS write it, and no more than it.
 //! - **T2** TUNSETOFFLOAD takes a number where others take an address.
 //! - **T3** TUNSETSTEERINGEBPF takes an `int`, and keeps no address.
 //! - **T4** TUNGETDEVNETNS and SIOCGSKNS take no argument, and return a new descriptor that has no other owner.
@@ -55,6 +55,9 @@ const TUNGETIFF: Opcode = opcode::read::<u32>(b'T', 210);
 
 /// Fills in the address of a `struct ifreq` (netdevice(7)).
 const SIOCGIFHWADDR: Opcode = 0x8927;
+
+/// Fills in the flags of a `struct ifreq` (netdevice(7)).
+const SIOCGIFFLAGS: Opcode = 0x8913;
 
 /// Returns the network namespace of the interface (since Linux 5.8).
 const TUNGETDEVNETNS: Opcode = opcode::none(b'T', 227);
@@ -225,11 +228,21 @@ pub fn mac(device: BorrowedFd<'_>) -> Result<[u8; 6], Errno> {
 
 /// Returns the station address of an interface of the calling thread's namespace.
 pub fn mac_of(name: &str) -> Result<[u8; 6], Errno> {
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    mac_by(socket.as_fd(), field(name)?)
+}
+
+/// Returns the flags (`IFF_*`, the lower 16) of an interface of the socket's namespace.
+pub(crate) fn flags_of(socket: BorrowedFd<'_>, name: &str) -> Result<u16, Errno> {
+    Ok(ask::<SIOCGIFFLAGS>(socket, field(name)?)?.flags)
+}
+
+/// Returns a name as a request has it.
+fn field(name: &str) -> Result<[u8; NAME_LEN], Errno> {
     let mut field = [0; NAME_LEN];
     // One byte less: the name ends with a zero.
     field[..NAME_LEN - 1].get_mut(..name.len()).ok_or(Errno::INVAL)?.copy_from_slice(name.as_bytes());
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
-    mac_by(socket.as_fd(), field)
+    Ok(field)
 }
 
 fn mac_by(fd: BorrowedFd<'_>, name: [u8; NAME_LEN]) -> Result<[u8; 6], Errno> {
@@ -239,7 +252,7 @@ fn mac_by(fd: BorrowedFd<'_>, name: [u8; NAME_LEN]) -> Result<[u8; 6], Errno> {
 /// Has the kernel fill in a request of this kind.
 fn ask<const WHAT: Opcode>(device: BorrowedFd<'_>, name: [u8; NAME_LEN]) -> Result<Request, Errno> {
     let mut request = Request { name, flags: 0, rest: [0; 22] };
-    // SAFETY: both kinds of requests fill in this structure (T1).
+    // SAFETY: these kinds of requests fill in this structure (T1).
     let updater = unsafe { Updater::<WHAT, Request>::new(&mut request) };
     // SAFETY: the kernel refuses other kinds of descriptors; the request outlives the call (T1).
     unsafe { rustix::ioctl::ioctl(device, updater) }?;

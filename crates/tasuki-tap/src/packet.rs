@@ -11,7 +11,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType, netdevice};
 
 use crate::device;
 use crate::interface;
@@ -96,6 +96,26 @@ pub fn is_gone(socket: &OwnedFd) -> bool {
 /// Returns the number that the interface of the socket has in its namespace; `None` once it is [gone](is_gone).
 pub fn index(socket: &OwnedFd) -> Option<u32> {
     u32::try_from(bound_to(socket).ok()?.sll_ifindex).ok().filter(|index| *index > 0)
+}
+
+/// An interface's name and link.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Link {
+    /// The name that it has now. It can be found by others, too (`altname`).
+    pub name: String,
+    /// An administrator has brought it up.
+    pub is_up: bool,
+    /// It has a carrier: frames reach the other end.
+    pub has_carrier: bool,
+}
+
+/// Returns how the interface of the socket is called and linked now; `None` once it is [gone](is_gone). The caller may be in
+/// any namespace. Unlike a request by rtnetlink, this waits for no lock that others hold for seconds.
+pub fn link(socket: &OwnedFd) -> Option<Link> {
+    let name = netdevice::index_to_name(socket.as_fd(), index(socket)?).ok()?;
+    let flags = i32::from(device::flags_of(socket.as_fd(), &name).ok()?);
+    let [is_up, has_carrier] = [libc::IFF_UP, libc::IFF_RUNNING].map(|flag| flags & flag != 0);
+    Some(Link { name, is_up, has_carrier })
 }
 
 /// Returns the namespace of the interface that the socket was bound to.

@@ -328,7 +328,7 @@ pub struct NicView {
     /// `driven`, `changes hands`, `is being closed`, `parked`, `waits for a worker`, `gone` or `not open`.
     pub is: String,
     /// `up` or `down`, as its driver found its link within the last two seconds; nothing while no worker drives it. A worker
-    /// from before 2026-11-29 looks only until the link is up once.
+    /// from before 2026-11-29 looks only until the link is up once. The same of the Linux interface for which an end stands.
     #[serde(default)]
     pub link: Option<String>,
     /// How often its lease was taken.

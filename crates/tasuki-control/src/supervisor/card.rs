@@ -16,7 +16,7 @@ use tasuki_shm::region::{RegionError, Span};
 
 use super::by_node::OfNode;
 use super::failover::{self, FailOver};
-use super::link_news::LinkNews;
+use super::link_news::{LOOK_AT_CABLE, LinkNews};
 use super::worker::Words;
 use crate::api::types::Standby;
 use crate::config;
@@ -424,7 +424,7 @@ impl Card {
     /// Returns what users are to hear of the link now.
     pub fn news_of_link(&mut self, now: Duration) -> Option<String> {
         let link = self.link();
-        let news = self.link_news.look(link, now)?;
+        let news = self.link_news.look(link, LOOK_AT_CABLE, now)?;
         Some(format!("the link of {} {news}", self.name()))
     }
 

@@ -13,15 +13,17 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use tasuki_relay::message::{self, ToWorker};
 use tasuki_tap::namespace::{Identity, Namespace, Unnamed};
-use tasuki_tap::packet;
+use tasuki_tap::packet::{self, Link};
 
 use super::card::Card;
 use super::deposits::{Found, Key};
+use super::link_news::{LOOK_AT_CABLE, LinkNews};
 use super::sockets::Look;
 use super::worker::{Worker, why_missed};
 use super::{About, Supervisor, is_news, now};
 use crate::api::peer::Peer;
 use crate::bucket::Bucket;
+use crate::endpoint::Kind;
 use crate::foreign::Foreign;
 use crate::{channel, config};
 
@@ -34,6 +36,10 @@ const CLIENT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 /// How many sentences of programs that come and leave users hear of an endpoint at once, and how often after that.
 const CLIENT_EVENTS_AT_ONCE_MAX: u32 = 20;
 const CLIENT_EVENT_EVERY: Duration = Duration::from_secs(10);
+
+/// How often users hear of other names of an interface at once, and after that.
+const RENAMES_AT_ONCE_MAX: u32 = 5;
+const RENAME_EVERY: Duration = Duration::from_secs(10);
 
 /// Bytes of a client's description, at most.
 const TEXT_MAX: usize = 8192;
@@ -61,6 +67,12 @@ pub struct Endpoint {
     pub(super) lost: Option<String>,
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
+    /// The interface's name and link when the daemon looked last, and what users hear of the link.
+    link: Option<Link>,
+    link_news: LinkNews,
+    /// The name that it has in place of the one by which the next daemon would look for it, and how often users hear of it.
+    other_name: Option<String>,
+    renames: Bucket,
 }
 
 /// Text of a client's entry in the keeper.
@@ -139,6 +151,10 @@ impl Endpoint {
             look: None,
             lost: None,
             is_gone: false,
+            link: None,
+            link_news: LinkNews::new(now()),
+            other_name: None,
+            renames: Bucket::new(RENAMES_AT_ONCE_MAX, RENAME_EVERY, now()),
         };
         Some((label, end))
     }
@@ -223,12 +239,40 @@ impl Endpoint {
         !std::mem::replace(&mut self.is_gone, is_gone) && is_gone
     }
 
+    /// Looks at the name and the link of its interface, if it is one that is there. Returns news of the link, as a sentence,
+    /// and whether it is news that it has another name.
+    fn look_at_link(&mut self) -> (Option<String>, bool) {
+        let config::Work::Interface(interface) = &self.work else { return (None, false) };
+        let link = self.fd.as_ref().filter(|_| !self.is_gone).and_then(packet::link);
+        let remedy = match &link {
+            Some(link) if !link.is_up => format!("bring the interface up (ip link set {} up)", link.name),
+            _ => LOOK_AT_CABLE.to_owned(),
+        };
+        let news = self.link_news.look(link.as_ref().map(up_or_down), &remedy, now());
+        let sentence = news.map(|news| format!("the link of {} {news}", interface.label()));
+        let name = |link: &Option<Link>| link.as_ref().map(|link| link.name.clone());
+        let (was, is) = (name(&self.link), name(&link));
+        self.link = link;
+        if was == is {
+            return (sentence, false);
+        }
+        // The configured name may be another one by which the kernel finds it, too. To ask that means to enter its namespace.
+        let index = self.fd.as_ref().and_then(packet::index);
+        let is_found = || packet::index_of(&interface.place(), &interface.name) == index;
+        self.other_name = is.filter(|is| *is != interface.name && !is_found());
+        (sentence, self.other_name.is_some() && self.renames.take(now()))
+    }
+
     /// Removes it. Not when the daemon exits alone: then the next daemon has it.
     pub fn close(self) {
         if let (Some(_), Some(kind)) = (self.fd, self.work.endpoint()) {
             kind.remove();
         }
     }
+}
+
+fn up_or_down(link: &Link) -> &'static str {
+    if link.is_up && link.has_carrier { "up" } else { "down" }
 }
 
 /// Returns which namespace the interface of a packet socket is in.
@@ -493,6 +537,34 @@ impl Supervisor {
         if why_missed(told).is_some() {
             self.kill_worker(number, "does not take messages about its node's client".to_owned());
         }
+    }
+
+    /// Tells users of interfaces whose link goes down or comes back, and of those with another name. Neither stops a worker.
+    pub(super) fn tell_of_endpoints_links(&mut self) {
+        let looks = self.endpoints.values_mut().map(|end| (end.node.clone(), end.look_at_link()));
+        for (node, (link, is_renamed)) in looks.collect::<Vec<_>>() {
+            let renamed = is_renamed.then(|| self.why_renamed(&node)).flatten();
+            link.into_iter().chain(renamed).for_each(|sentence| self.note(About::node(&node), sentence));
+        }
+    }
+
+    /// Returns whether the link of the interface for which an end stands is `up` or `down`, if it stands for one.
+    pub(super) fn link_behind(&self, card: &Card) -> Option<&'static str> {
+        let label = self.config.node(card.node()).filter(|_| card.vni().is_some())?.endpoint()?.label();
+        self.endpoints.get(&label)?.link.as_ref().map(up_or_down)
+    }
+
+    /// Returns a sentence if the node's interface has another name by now.
+    pub(super) fn why_renamed(&self, name: &str) -> Option<String> {
+        let label = self.config.node(name)?.endpoint()?.label();
+        let other = self.endpoints.get(&label)?.other_name.as_ref()?;
+        let remedy = match self.by_hand.contains(name) {
+            true => "remove the node and add it with that name",
+            false => "change the file",
+        };
+        Some(format!(
+            "the interface {label} of node {name} is called {other} by now: its workers go on, but the next tasukid looks for the former name; rename it back, or {remedy}"
+        ))
     }
 
     /// Removes all endpoints.

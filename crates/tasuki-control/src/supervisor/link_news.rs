@@ -1,4 +1,5 @@
-//! What users hear of a card's link. Its driver says how the link is, and may lie.
+//! What users hear of the link of a card, or of a Linux interface. A card's driver says how the link is, and may lie; the
+//! owner of an interface's namespace may take it down and up all the time.
 
 use std::time::Duration;
 
@@ -6,6 +7,8 @@ use crate::bucket::Bucket;
 
 /// For this long a link is down before users are told: a card that was just started needs 2.2 s.
 const TOLD_AFTER: Duration = Duration::from_secs(4);
+/// Remedy where a link has no carrier.
+pub const LOOK_AT_CABLE: &str = "look at its cable, and at the other end";
 /// How often users hear that it goes down, at once, and after that.
 const AT_ONCE_MAX: u32 = 5;
 const EVERY: Duration = Duration::from_secs(60);
@@ -23,14 +26,14 @@ impl LinkNews {
     }
 
     /// Takes note of the link: `up`, `down`, or not known. Returns the news, as the end of a sentence that begins with the
-    /// link.
-    pub fn look(&mut self, link: Option<&str>, now: Duration) -> Option<String> {
+    /// link, with what is to be done if it is down.
+    pub fn look(&mut self, link: Option<&str>, remedy: &str, now: Duration) -> Option<String> {
         match (link, self.down) {
             (Some("down"), None) => self.down = Some((now, false)),
             (Some("down"), Some((since, false))) if now.saturating_sub(since) >= TOLD_AFTER => {
                 let is_told = self.told.take(now);
                 self.down = Some((since, is_told));
-                return is_told.then(|| "is down; look at its cable, and at the other end".to_owned());
+                return is_told.then(|| format!("is down; {remedy}"));
             }
             (Some("up"), Some((since, is_told))) => {
                 self.down = None;
@@ -51,7 +54,7 @@ mod tests {
 
     /// Returns the news of looks at these times, in s.
     fn news(news: &mut LinkNews, looks: &[(u64, Option<&str>)]) -> Vec<String> {
-        looks.iter().filter_map(|(at, link)| news.look(*link, Duration::from_secs(*at))).collect()
+        looks.iter().filter_map(|(at, link)| news.look(*link, LOOK_AT_CABLE, Duration::from_secs(*at))).collect()
     }
 
     #[test]

@@ -13,7 +13,7 @@
 //! - [`cells`]: makes processes for workers, in a thread of its own
 //! - [`jails`]: the confinement a worker's process starts under
 //! - [`lines`]: workers' output on standard error
-//! - [`link_news`]: what users hear of a card's link (pure)
+//! - [`link_news`]: what users hear of the link of a card or an interface (pure)
 //! - [`jobs`]: upgrades and handovers on request
 //! - [`staging`]: programs started ahead of an upgrade
 //! - [`failover`]: NICs that go to their stand-by nodes by themselves

@@ -423,6 +423,7 @@ impl Supervisor {
             let why = self.why_without_interface(&node);
             why.into_iter().for_each(|why| self.note(About::node(&node), why));
         }
+        self.tell_of_endpoints_links();
         for why in strange.iter().filter_map(|label| self.why_filtered(label)).collect::<Vec<_>>() {
             self.note(About::default(), why);
         }

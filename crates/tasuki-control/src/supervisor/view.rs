@@ -144,7 +144,7 @@ impl Supervisor {
             node: card.node().to_owned(),
             worker: holder,
             is: is.to_owned(),
-            link: holder.and_then(|_| card.link()).map(str::to_owned),
+            link: holder.and_then(|_| card.link().or_else(|| self.link_behind(card))).map(str::to_owned),
             epoch: card.lease_page.tenure().epoch,
             relays,
             driving_at_ns: holder.map(|_| card.lease_page.words.load(lease_page::DRIVING_AT)),

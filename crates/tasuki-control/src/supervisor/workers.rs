@@ -234,6 +234,7 @@ impl Supervisor {
         self.why_without_interface(name)
             .or_else(|| self.trouble_at_socket(name))
             .or_else(|| self.why_filtered_at(name))
+            .or_else(|| self.why_renamed(name))
             .or_else(|| node.trouble.clone())
             .or_else(dies)
     }

@@ -4,6 +4,8 @@
 use std::process::Command;
 use std::time::Duration;
 
+use serde_json::Value;
+
 use super::rig::until;
 use super::rooms::{BURST, Exchange, Room, Stream, deaths};
 use super::vnis::{DESK, SHOP, World};
@@ -85,6 +87,59 @@ fn an_interface_whose_namespace_has_lost_its_name_is_told_of() {
     until(&world.rig, "it is told of", is_missed);
     std::os::unix::fs::symlink(world.desk.path(), &name).expect("a link");
     until(&world.rig, "it is there again", || !is_missed());
+    world.end();
+}
+
+/// The kernel refuses frames to it meanwhile, and nobody else says why. It may be meant, so the node is in no trouble.
+#[test]
+fn an_interface_whose_link_is_down_is_told_of_and_no_trouble() {
+    let Some(world) = with_wire() else { return };
+    let is = |what: &str| {
+        let nics = world.rig.json(&["nic", "list"]);
+        nics.as_array().expect("a list").iter().any(|nic| nic["node"] == "desk" && nic["link"] == what)
+    };
+    until(&world.rig, "its link is up", || is("up"));
+    ip(&world.desk, &["link", "set", "wire0", "down"]);
+    world.rig.await_event(":wire0 is down; bring the interface up (ip link set wire0 up)");
+    let status = world.rig.ask(&["status"]);
+    assert!(is("down") && status.contains("driven, link down"), "{status}");
+    let nodes = world.rig.json(&["node", "list"]);
+    assert!(nodes.as_array().expect("a list").iter().all(|node| node["trouble"].is_null()), "{nodes}");
+    ip(&world.desk, &["link", "set", "wire0", "up"]);
+    world.rig.await_event(":wire0 is up again");
+    // The other end of its cable.
+    ip(&world.desk, &["link", "set", "eth0", "down"]);
+    world.rig.await_event(":wire0 is down; look at its cable, and at the other end");
+    world.rig.ask(&["node", "remove", "desk"]);
+    world.end();
+}
+
+#[test]
+fn an_interface_that_is_renamed_is_told_of_and_goes_on() {
+    let Some(world) = with_wire() else { return };
+    let rename = |from: &str, to: &str| {
+        ip(&world.desk, &["link", "set", from, "down"]);
+        ip(&world.desk, &["link", "set", from, "name", to]);
+        ip(&world.desk, &["link", "set", to, "up"]);
+    };
+    let is_told = || world.rig.ask(&["status"]).contains(":wire0 of node desk is called wire9 by now");
+    assert!(!is_told());
+    rename("wire0", "wire9");
+    until(&world.rig, "it is told of", is_told);
+    let exchange = world.exchange();
+    exchange.goes_on(&world.rig, 200);
+    exchange.end();
+    rename("wire9", "wire0");
+    until(&world.rig, "it has its name again", || !is_told());
+    // The kernel finds it by a second name, too.
+    ip(&world.desk, &["link", "property", "add", "dev", "wire0", "altname", "cable0"]);
+    world.rig.ask(&["node", "remove", "desk"]);
+    world.rig.ask(&["node", "add", "desk", "--link", &format!("{}:cable0", world.desk.path())]);
+    let is_up = |nic: &Value| nic["node"] == "desk" && nic["link"] == "up";
+    let nics = || world.rig.json(&["nic", "list"]);
+    until(&world.rig, "it was looked at", || nics().as_array().expect("a list").iter().any(is_up));
+    let status = world.rig.ask(&["status"]);
+    assert!(!status.contains("by now"), "{status}");
     world.end();
 }
 
