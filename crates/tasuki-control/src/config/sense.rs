@@ -18,6 +18,8 @@ const ADDRESSES_MAX: usize = 8;
 
 /// Bytes of a packet on a TAP's interface: from the least that IP knows to the most that a TAP takes.
 const MTUS: std::ops::RangeInclusive<u16> = 68..=65_521;
+/// What IPv6 asks of an interface (RFC 8200, section 5). The kernel gives none with less an address of it.
+const MTU_IPV6_MIN: u16 = 1280;
 /// Bytes of payload that a NIC's longest frame can have, and has by default.
 const NIC_MTUS: std::ops::RangeInclusive<u16> = 68..=9000;
 const MTU: u16 = 1500;
@@ -378,6 +380,14 @@ fn odd_ring(nic: &Nic) -> Option<String> {
 fn odd_settings(tap: &Tap) -> Option<String> {
     if let Some(mtu) = tap.mtu.filter(|mtu| !MTUS.contains(mtu)) {
         return Some(format!("mtu = {mtu} is not in the range {} to {}", MTUS.start(), MTUS.end()));
+    }
+    let its = tap.addresses.iter().chain(tap.routes.iter().map(|route| &route.to));
+    if let Some((mtu, of_ipv6)) =
+        tap.mtu.filter(|mtu| *mtu < MTU_IPV6_MIN).zip(its.into_iter().find(|it| it.ip.is_ipv6()))
+    {
+        return Some(format!(
+            "mtu = {mtu} is less than IPv6 needs, {MTU_IPV6_MIN} (RFC 8200, section 5), and {of_ipv6} is IPv6; raise the mtu, or leave that out"
+        ));
     }
     if tap.addresses.len().max(tap.routes.len()) > SETTINGS_MAX {
         return Some(format!("more than {SETTINGS_MAX} addresses or routes are too many; leave some out"));

@@ -283,6 +283,14 @@ fn what_means_nothing_is_refused_by_line() {
                 + "[[node]]\nname = \"blue\"\nvni = \"lan\"\nwork = { interface = { name = \"e0\", netns = \"/var/run/netns/web\" } }\n",
             &["node \"blue\"", "/var/run/netns/web:e0 is node \"red\"'s as well"],
         ),
+        (
+            tap("red", "name = \"nic0\", mtu = 1279, address = [\"192.0.2.1/24\", \"2001:db8::9/64\"]"),
+            &["node \"red\", tap: mtu = 1279 is less than IPv6 needs, 1280 (RFC 8200, section 5), and 2001:db8::9/64 is IPv6"],
+        ),
+        (
+            tap("red", "name = \"nic0\", mtu = 1000, routes = [{ to = \"2001:db8::/32\" }]"),
+            &["and 2001:db8::/32 is IPv6; raise the mtu, or leave that out"],
+        ),
         (tap("red", "name = \"lo\""), &["an interface lo already; choose another name"]),
         (tap("red", "name = \"t\", address = \"0.0.0.0/0\""), &["address = \"0.0.0.0/0\" is no station's"]),
         (tap("red", "name = \"t\", address = \"224.0.0.1/4\""), &["address = \"224.0.0.1/4\" is no station's"]),
