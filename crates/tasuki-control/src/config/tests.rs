@@ -291,6 +291,10 @@ fn what_means_nothing_is_refused_by_line() {
             tap("red", "name = \"nic0\", mtu = 1000, routes = [{ to = \"2001:db8::/32\" }]"),
             &["and 2001:db8::/32 is IPv6; raise the mtu, or leave that out"],
         ),
+        (
+            "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = { interface = { name = \"e0\", netns = \"\" } }\n".to_owned(),
+            &["node \"red\": interface: the namespace is empty (netns; before the colon of --link); name one, or leave it out"],
+        ),
         (tap("red", "name = \"lo\""), &["an interface lo already; choose another name"]),
         (tap("red", "name = \"t\", address = \"0.0.0.0/0\""), &["address = \"0.0.0.0/0\" is no station's"]),
         (tap("red", "name = \"t\", address = \"224.0.0.1/4\""), &["address = \"224.0.0.1/4\" is no station's"]),

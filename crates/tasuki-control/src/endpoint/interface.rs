@@ -52,6 +52,12 @@ impl Kind for Interface {
 
     fn odd(&self) -> Option<String> {
         let name = &self.name;
+        if self.netns.as_ref().is_some_and(String::is_empty) {
+            return Some(
+                "interface: the namespace is empty (netns; before the colon of --link); name one, or leave it out for tasukid's own"
+                    .to_owned(),
+            );
+        }
         (!is_name(name)).then(|| {
             format!("interface: {name:?} cannot be the name of one; it has 1 to 15 bytes, without blanks, slashes, colons and %")
         })
