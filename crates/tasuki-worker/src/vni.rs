@@ -545,7 +545,7 @@ impl<D: FrameHandler> Attached<D> for VniAttachment<D> {
         {
             self.is_gone = true;
             let sentence = format!(
-                "the interface {} of the node is gone, with its network namespace or removed by hand: frames for it are dropped; remove the node and add it anew (tasuki node remove, tasuki node add)",
+                "the interface {} of the node is gone, with its network namespace or removed by hand: frames for it are dropped; tasuki status says what to do",
                 endpoint.label()
             );
             common.channel.tell(None, sentence);

@@ -230,7 +230,10 @@ fn an_interface_that_is_not_there_or_goes_is_told_of_and_stops_nobody_else() {
     let exchange = Exchange::begin([(&world.shop, SHOP), (&guest, "192.0.2.3")]);
     exchange.goes_on(&world.rig, 300);
     // A frame for all reaches the end, where it finds no interface.
-    world.rig.await_event("is gone, with its network namespace or removed by hand");
+    world.rig.await_event(
+        "is gone, with its network namespace or removed by hand: frames for it are dropped; tasuki status says",
+    );
+    world.rig.await_event("or has lost its name; remove the node (tasuki node remove desk) and add it again");
     let tally = exchange.end();
     assert_eq!(tally.back, tally.sent, "{tally:?}");
     // Another of the same name, and the node anew.
