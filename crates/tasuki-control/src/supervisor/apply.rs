@@ -193,7 +193,10 @@ impl Supervisor {
         let by_hand = by_hand.filter(|node| desired.node(&node.name).is_none()).cloned();
         let all = Config { node: desired.node.iter().cloned().chain(by_hand).collect(), ..desired.clone() };
         if let Some(why) = all.senseless() {
-            return Some(format!("with the nodes that were added by hand: {why}"));
+            return Some(format!(
+                "with the nodes that were added by hand: {why}{}",
+                self.remedy_by_hand(desired, &all)
+            ));
         }
         let mut begun = self.workers.iter().filter(|(_, worker)| worker.stage == Stage::Begun);
         if let Some((number, worker)) = begun.find(|(number, _)| self.keeps_own_limits(**number, desired)) {
@@ -217,6 +220,20 @@ impl Supervisor {
             );
         }
         None
+    }
+
+    /// Returns what to do about a contradiction in `all`, as the end of a sentence: `desired`, which has none, beside the nodes
+    /// that were added by hand.
+    fn remedy_by_hand(&self, desired: &Config, all: &Config) -> String {
+        let without = |name: &str| {
+            let others = all.node.iter().filter(|node| node.name != name).cloned();
+            Config { node: others.collect(), ..all.clone() }
+        };
+        let mut by_hand = all.node.iter().map(|node| &node.name).filter(|name| desired.node(name).is_none());
+        let at_fault = by_hand.find(|name| without(name).senseless().is_none());
+        at_fault.map_or_else(String::new, |name| {
+            format!("; node {name} was added by hand: remove it first (tasuki node remove {name}), or change the file")
+        })
     }
 
     /// Returns why an interface cannot be made anew as `desired` says: a node that was added by hand drives a queue of it.

@@ -148,6 +148,19 @@ fn the_second_of_two_that_are_applied_at_once_is_refused_and_so_is_nonsense() {
     assert!(refused.contains("there is no node \"mine\""), "the file alone has to make sense: {refused}");
     let refused = rig.refused(&["apply", "/nowhere/at.all"]);
     assert!(refused.contains("the configuration /nowhere/at.all cannot be read"), "{refused}");
+    // Of two that were added by hand, one has the station address of a node of the file.
+    rig.ask(&["node", "add", "extra", "--native", "--work", "sink", "--vni", "lan", "--mac", "02:00:00:00:00:07"]);
+    let twin = rig.path("twin.toml");
+    let text = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+    let text = text.replace("trusts = [\"mine\"]", "vni = \"lan\"\nmac = \"02:00:00:00:00:07\"");
+    fs::write(&twin, text).expect("a file");
+    let refused = rig.refused(&["apply", &twin.display().to_string()]);
+    assert!(
+        refused
+            .contains("; node extra was added by hand: remove it first (tasuki node remove extra), or change the file"),
+        "{refused}"
+    );
+    rig.ask(&["node", "remove", "extra"]);
     assert_eq!(names(&rig, "node"), ["blue", "green", "mine", "red"]);
     assert_eq!(configuration(&rig)["by_hand"], serde_json::json!(["mine"]));
     // Another file; a node that was added by hand stays, and is the file's once that names it.
