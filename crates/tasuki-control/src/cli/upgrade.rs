@@ -147,7 +147,7 @@ fn replace_daemon(
         let is_gone = process.as_ref().is_some_and(has_ended) && up::daemon(folder).as_ref().is_none_or(has_ended);
         if is_gone && ended.get_or_insert_with(Instant::now).elapsed() > ANOTHER_TIMEOUT {
             bail!(
-                "{}, but it has ended since, and nothing has started another; start the one of before, for the workers go on meanwhile: the log says why",
+                "{}, but no tasukid is at work any more, and its log says why; the workers go on: start the former tasukid again (tasuki up FILE, or systemctl start tasukid)",
                 replaced.sentence
             );
         }

@@ -255,10 +255,7 @@ fn an_upgrade_says_that_the_next_daemon_has_ended() {
     let text = format!("case \"$*\" in *--check*) exec {} \"$@\";; esac\nexit 1", real.display());
     script(&folder.join("tasukid"), &text);
     let said = rig.refused(&["upgrade", "--with", folder.to_str().unwrap()]);
-    assert!(
-        said.contains("but it has ended since, and nothing has started another; start the one of before"),
-        "{said}"
-    );
+    assert!(said.contains("but no tasukid is at work any more, and its log says why; the workers go on"), "{said}");
     assert!(lives(pid(&driver)));
     rig.start();
     assert_eq!(pid(&rig.await_pair("red").0), pid(&driver));
