@@ -27,6 +27,10 @@ use crate::config::{self, StationAddress};
 /// Interval at which the daemon asks whether interfaces are there.
 const INTERFACES_EVERY: Duration = Duration::from_secs(1);
 
+/// How often an interface is tried again, and after which pause, while that of workers that were ended is still going away.
+const GOES_ATTEMPTS: u32 = 20;
+pub(super) const GOES_RETRY_PAUSE: Duration = Duration::from_millis(100);
+
 /// How often users hear of other station addresses of an interface at once, and after that.
 const CHANGES_AT_ONCE_MAX: u32 = 5;
 const CHANGE_EVERY: Duration = Duration::from_secs(10);
@@ -54,6 +58,8 @@ pub struct TapEnd {
     stale: BTreeSet<String>,
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
+    /// How often its name may still be found taken without users hearing of it.
+    goes: u32,
 }
 
 impl TapEnd {
@@ -79,6 +85,7 @@ impl TapEnd {
             stale,
             made_in,
             is_gone,
+            goes: 0,
         };
         Some((label, tap))
     }
@@ -317,6 +324,9 @@ impl Supervisor {
         let has_it = |node: &String| self.config.tap(node).is_some_and(|tap| self.taps[&tap.label()].device.is_some());
         let living: Vec<String> = living.iter().filter(|node| !has_it(node)).cloned().collect();
         let of_living: Vec<String> = living.iter().filter_map(|node| Some(self.config.tap(node)?.label())).collect();
+        // These workers end, as no keeper has their descriptors, and the kernel removes the interfaces some moments after them.
+        let going = self.taps.iter_mut().filter(|(label, _)| of_living.contains(label));
+        going.for_each(|(_, tap)| tap.goes = GOES_ATTEMPTS);
         let mut troubles = Vec::new();
         // Namespaces that are to reach each other must be connected where an earlier daemon connected the others:
         // the new ones wait for those.
@@ -361,6 +371,17 @@ impl Supervisor {
         let latency_us = config.and_then(|node| node.latency_us);
         let description = message::Endpoint { kind: "tap".to_owned(), label, text: String::new(), limits, latency_us };
         Ok(Some((description, device)))
+    }
+
+    /// Returns whether a node has no TAP only because the interface of workers that were ended is still going away. If that
+    /// lasts, it is another's.
+    pub(super) fn waits_for_name(&mut self, node: &str, error: &anyhow::Error) -> bool {
+        let is_taken = matches!(error.downcast_ref(), Some(TapError::Taken(_)));
+        let label = self.config.tap(node).filter(|_| is_taken).map(config::Tap::label);
+        let Some(tap) = label.and_then(|label| self.taps.get_mut(&label)) else { return false };
+        let left = tap.goes.checked_sub(1);
+        tap.goes = left.unwrap_or(0);
+        left.is_some()
     }
 
     /// Sends all frames of a namespace that is captured, or may not take the shortcut, by way of its worker.

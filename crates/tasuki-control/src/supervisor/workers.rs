@@ -22,6 +22,7 @@ use super::deposits::Key;
 use super::door::why;
 use super::jails::FirstMessage;
 use super::policy::{self, Death, Trouble};
+use super::taps::GOES_RETRY_PAUSE;
 use super::worker::{Readiness, Stage, Words, Worker, why_missed};
 use super::{About, Supervisor, Token, WORKER_TIMEOUT, epoll_add, iova_of, is_news, now, split};
 use crate::config::{Device, Work};
@@ -258,7 +259,12 @@ impl Supervisor {
 
     fn did_not_start(&mut self, name: &str, error: &anyhow::Error) {
         let sentence = format!("no worker for node {name}: {}", why(error));
+        let waits = self.waits_for_name(name, error);
         let Some(node) = self.nodes.get_mut(name) else { return };
+        if waits {
+            node.not_before = now() + GOES_RETRY_PAUSE;
+            return;
+        }
         // A missing program may soon be there: it is being built, or installed.
         node.not_before = now() + Duration::from_secs(1);
         if is_news(&mut node.trouble, &sentence) {

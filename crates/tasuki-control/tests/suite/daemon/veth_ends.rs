@@ -3,6 +3,7 @@
 
 use std::os::fd::OwnedFd;
 
+use rustix::process::Signal;
 use tasuki_control::config;
 use tasuki_control::supervisor::shortcuts::{OnVni, Shortcuts};
 use tasuki_tap::device::Before;
@@ -10,7 +11,7 @@ use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::{Settings, Tap, TapError};
 
-use super::rig::until;
+use super::rig::{signal, until};
 use super::rooms::{Exchange, Room, is_impossible};
 use super::vnis::{DESK, SHOP, World, fds};
 
@@ -44,6 +45,25 @@ fn by_workers(world: &World, from: &str, to: &str) -> u64 {
     let mut talks = talks.as_array().expect("a list").iter();
     let talk = talks.find(|talk| talk["node"] == from && talk["other"] == to);
     talk.and_then(|talk| talk["sent"].as_u64()).unwrap_or(0)
+}
+
+/// Nobody has the descriptors of the interfaces but the workers, which end: their interfaces take a moment to go.
+#[test]
+fn an_interface_of_dead_workers_that_is_going_away_is_no_trouble() {
+    let Some(mut world) = configured() else { return };
+    for _ in 0..3 {
+        let keeper = world.rig.keeper().expect("a keeper");
+        // It would start another keeper.
+        signal(world.rig.daemon_pid(), Signal::STOP);
+        signal(keeper, Signal::KILL);
+        world.rig.kill_daemon();
+        world.rig.start();
+        world.await_pairs();
+        until(&world.rig, "it answers", || world.is_answered(DESK));
+        let said = world.rig.ask(&["events"]);
+        assert!(!said.contains("is not a free TAP"), "{said}");
+    }
+    world.end();
 }
 
 #[test]
