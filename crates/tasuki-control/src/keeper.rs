@@ -6,6 +6,7 @@
 //! serves one daemon at a time: the next one is let in when the connection to the one before it has ended.
 
 use std::collections::BTreeMap;
+use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
@@ -20,6 +21,9 @@ use crate::place;
 
 /// Most entries: a VNI of as many nodes as there can be has a quarter of them.
 const ENTRIES_MAX: usize = 16 * 1024;
+
+/// Name of its process for ps(1) and pkill(1); the kernel takes 15 bytes.
+const NAME: &CStr = c"tasuki-keeper";
 
 /// Interval at which a keeper without a daemon checks whether another could find it.
 const SOCKET_CHECK_EVERY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -52,6 +56,9 @@ pub fn say(socket: BorrowedFd<'_>, word: &Word, fds: &[BorrowedFd<'_>]) -> Resul
 
 /// Keeps descriptors for the daemons of this directory, until one tells it to end, or none could find it any more.
 pub fn run(folder: &Path) -> Result<()> {
+    // It was started by /proc/self/exe, and would be called `exe`. As `tasukid` it would get signals that are meant for that
+    // alone (pkill).
+    let _ = rustix::thread::set_name(NAME);
     let listener = std::io::stdin().as_fd().try_clone_to_owned().context("the keeper has no standard input")?;
     // From now on a client that connects reaches this process.
     rustix::net::listen(&listener, 4).context("standard input is not a listening socket; tasukid starts this")?;

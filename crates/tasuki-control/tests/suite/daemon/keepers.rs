@@ -54,6 +54,8 @@ fn a_keeper_that_dies_costs_nothing_and_its_successor_has_everything() {
     let mut rig = Rig::new();
     let (driver, _) = rig.await_pair("red");
     let keeper = rig.keeper().expect("a keeper");
+    let name = || std::fs::read_to_string(format!("/proc/{keeper}/comm")).expect("a name");
+    until(&rig, "it has a name of its own, which no signal for tasukid goes by", || name() == "tasuki-keeper\n");
     signal(keeper, Signal::KILL);
     until(&rig, "there is another", || rig.keeper().is_some_and(|another| another != keeper));
     rig.await_event("another is told everything anew");
