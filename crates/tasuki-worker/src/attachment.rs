@@ -555,6 +555,7 @@ where
         // Do this before any other process hears that we drive. Bus addresses are used again, and memory that a
         // later taker has mapped there must not be mistaken for the old memory.
         self.forget_old(common);
+        fail::point("take.forgot");
         if let Err(error) = looked {
             self.lose(common, &error);
         }

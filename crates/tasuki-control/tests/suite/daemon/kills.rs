@@ -193,6 +193,8 @@ const STEERING: &[&str] = &[
     "take.won",
     "take.pointed",
     "take.looked",
+    "nic.unmapped",
+    "take.forgot",
     "give.quiesced",
     "give.stopped",
     "give.written",
@@ -362,7 +364,7 @@ fn the_daemon_together_with_driver_and_standby() {
 
 /// Places where a taker with memory of its own dies before any record says that it drives, together with the daemon
 /// and all earlier owners of the card.
-const UNKNOWN: &[&str] = &["take.won", "take.pointed", "take.read", "take.looked"];
+const UNKNOWN: &[&str] = &["take.won", "take.pointed", "take.read", "take.looked", "nic.unmapped", "take.forgot"];
 
 fn a_taker_dies_with_the_daemon(card: &str, to: &str, method: &str) {
     let mut storm = Storm::with_card(card, RARELY, false, &[]);

@@ -291,11 +291,22 @@ impl<C: Card> Driver<C> {
         self.bus.hurry(true);
         let outcome = old.unmap_by(|at, len| {
             let unmapped = self.bus.unmap_dma(at, len);
+            crash::point("nic.unmapped");
             between(self);
             unmapped
         });
         self.bus.hurry(false);
         Ok(outcome?)
+    }
+
+    /// Lets the card reach our memory again, before it comes back from the memory of a taker that has ended: the
+    /// taker may have had any part of ours [forgotten](Self::unmap_old), and died before anybody heard that it drove.
+    /// The card must use none of our memory, since parts that are still mapped are mapped anew.
+    pub(super) fn reach_again(&mut self) -> Result<(), NicError> {
+        self.bus.hurry(true);
+        let mapped = self.memory.map_anew(&mut self.bus);
+        self.bus.hurry(false);
+        Ok(mapped?)
     }
 }
 

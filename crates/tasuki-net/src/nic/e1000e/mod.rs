@@ -326,7 +326,7 @@ impl<B: Bus> Card for I82574<B> {
             nic.tx.take_over(driver_state);
         }
         if nic.memory.ledger().is_halted() {
-            nic.go_on_halted();
+            nic.go_on_halted()?;
             nic.card.held = true;
         }
         Ok(())

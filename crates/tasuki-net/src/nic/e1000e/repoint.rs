@@ -329,12 +329,16 @@ impl<B: Bus> E1000e<B> {
 
     /// Lets a card that a predecessor had halted go on with our rings: it may have been pointed at the rings of a
     /// taker that has ended.
-    pub(super) fn go_on_halted(&mut self) {
+    ///
+    /// # Errors
+    /// Our memory cannot be mapped again. The card was not touched.
+    pub(super) fn go_on_halted(&mut self) -> Result<(), NicError> {
         let (low, high) = self.memory.rings_at().halves();
         if [self.card.mmio.read(regs::RDBAL.of(0)), self.card.mmio.read(regs::RDBAH.of(0))] == [low, high] {
             park::go_on(&self.card.mmio);
-            return;
+            return Ok(());
         }
+        self.reach_again()?;
         let controls =
             [self.card.mmio.read(regs::RCTL) & !rctl::EN, self.card.mmio.read(regs::TCTL) & !(tctl::EN | tctl::SWXOFF)];
         self.card.mmio.write(regs::RCTL, controls[0]);
@@ -343,6 +347,7 @@ impl<B: Bus> E1000e<B> {
         let heads = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::TDH)];
         park::settles(STOP_LIMIT, park::quiet(self.card.shape.frame(), 1000), heads);
         go_on_with(&self.card.mmio, self.memory.rings_at(), (&self.rx, &self.tx), self.card.shape, controls, false);
+        Ok(())
     }
 
     /// Takes over a card from an owner that is not trusted and was fenced. Stops the card, whatever that owner says,
@@ -625,7 +630,7 @@ impl<B: Bus> Repoint for E1000e<B> {
         }
         if self.card.quiesce.off || self.card.quiesce.left != 0 {
             // A taker that had already pointed the card elsewhere has ended by now.
-            self.go_on_halted();
+            self.go_on_halted()?;
         }
         self.card.quiesce = Quiesce::default();
         self.card.held = true;

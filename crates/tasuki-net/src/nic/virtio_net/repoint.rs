@@ -81,6 +81,7 @@ impl<B: Bus> VirtioNet<B> {
 
     /// Makes the device use our queues again, where they were reset, or moved elsewhere by a taker that is gone.
     pub(super) fn bring_back(&mut self) -> Result<(), NicError> {
+        let mut reaches = false;
         for queue in self.queues() {
             let ours = match queue {
                 queues::RECEIVE => self.card.layout.rx,
@@ -90,7 +91,13 @@ impl<B: Bus> VirtioNet<B> {
             let [descriptors, ..] = ours.addresses(&self.memory);
             match self.card.transport.queue(queue)? {
                 (_, Some(at)) if at == descriptors => continue,
-                (_, Some(_)) => self.card.transport.reset_queue(queue)?,
+                (_, Some(_)) => {
+                    // A taker has this queue only after all of ours were reset, so the device uses none of our memory.
+                    if !std::mem::replace(&mut reaches, true) {
+                        self.reach_again()?;
+                    }
+                    self.card.transport.reset_queue(queue)?;
+                }
                 (_, None) => {}
             }
             // If we die before this is complete, the device must be started anew.

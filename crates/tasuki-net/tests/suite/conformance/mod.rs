@@ -362,6 +362,7 @@ macro_rules! suite_repoint {
             an_owner_with_other_memory_is_woken
             who_gives_up_is_not_missed
             a_card_goes_back_to_its_giver
+            a_card_goes_back_from_a_taker_that_had_its_givers_memory_forgotten
         );
     };
 }

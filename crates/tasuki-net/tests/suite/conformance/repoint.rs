@@ -215,3 +215,26 @@ pub fn a_card_goes_back_to_its_giver<W: Repointed>() {
     assert_same(&bench.bring_in(&sent[80..]), &sent[80..]);
     assert_same(&bench.bring_out(&sent), &sent);
 }
+
+/// Nobody has heard that the taker drove. Its giver goes back, or picks the card up where only that is possible: the
+/// command queue is the taker's by then.
+pub fn a_card_goes_back_from_a_taker_that_had_its_givers_memory_forgotten<W: Repointed>() {
+    let Some((mut bench, next)) = start::<W>(1) else { return };
+    let sent: Vec<_> = (0..80).map(|number| frame(W::MAC, number, SHORTEST)).collect();
+    assert_same(&bench.bring_in(&sent[..40]), &sent[..40]);
+    assert_same(&bench.quiesce_and_stop(), &[]);
+    let mut taker = W::Nic::repoint(next.ready, bench.nic().left()).expect("a card that has stopped");
+    let slots = bench.arena().geometry();
+    taker.forget(&MemoryLayout { rings_at: W::MEMORY_AT, slots, ..next.layout }, |_| ()).expect("it was mapped");
+    drop(taker);
+    if W::HOW == How::Steer {
+        let (bus, memory) = bench.take().stand_down();
+        let arena = memory.arena().clone();
+        let prepared = W::Nic::prepare(bus, memory).expect("it was ready before");
+        bench.put(W::Nic::pick_up(prepared).expect("the memory is mapped again"), arena);
+    } else {
+        bench.nic().go_back().expect("the memory is mapped again");
+    }
+    assert_same(&bench.bring_in(&sent[40..]), &sent[40..]);
+    assert_same(&bench.bring_out(&sent), &sent);
+}
