@@ -21,6 +21,7 @@ use super::card::{Card, LeasePage};
 use super::deeds::party;
 use super::deposits::{Found, Key, TOO_FEW_DESCRIPTORS};
 use super::lines::Lines;
+use super::open::why_astray;
 use super::worker::{Stage, Words, Worker};
 use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, epoll_add, nanoseconds, now};
 use crate::channel;
@@ -309,14 +310,19 @@ impl Supervisor {
 
     /// Handles a NIC that no living worker has: its node must have its lease page, too. The earlier daemon may have
     /// died between the two steps of giving the NIC to an untrusted node. That node keeps the NIC if it drove it, in
-    /// memory of its own; otherwise the NIC stays where it was.
+    /// memory of its own; otherwise the NIC stays where it was. A worker of that node that won the lease may have left
+    /// the card in any state before it ended: then the NIC is opened anew.
     fn own_page(&mut self, nic: u32, has_driven: bool) {
-        let Some(card) = self.cards.get_mut(&nic).filter(|card| !card.page_of.contains(card.node())) else { return };
+        let Some(card) = self.cards.get_mut(&nic).filter(|card| card.is_astray()) else { return };
         let next = card.page_of.first().filter(|_| has_driven).filter(|node| self.config.node(node).is_some());
         if let Some(next) = next {
             let next = next.clone();
             self.cards.move_by(nic, |card| card.set_node(&next));
         } else if let Ok(lease_page) = LeasePage::create() {
+            if card.opened.is_some() && !card.has_lost_its_model() && card.lease_page.holder().is_some() {
+                let why = why_astray(card.node());
+                return self.open_anew(nic, lease_page, &why);
+            }
             card.coming_lease_page = Some((card.node().to_owned(), lease_page));
             let node = card.node().to_owned();
             card.replace_lease_page(&node, card.lease_page.tenure());

@@ -388,6 +388,12 @@ impl Card {
         true
     }
 
+    /// Returns whether the lease page went to a node that the NIC's node does not trust, and the NIC did not: a worker of that
+    /// node was to take the card, and may have left it in any state.
+    pub fn is_astray(&self) -> bool {
+        !self.page_of.contains(&self.node)
+    }
+
     /// Returns whether no relay is under way.
     pub fn is_settled(&self) -> bool {
         let state = self.arbiter.as_ref().map(Arbiter::state);

@@ -155,6 +155,11 @@ impl Job {
         self.is_about(nic) && self.fences(node) && !(self.parked && self.asked.is_none())
     }
 
+    /// Returns whether the job is to bring this NIC to another node.
+    pub fn gives(&self, nic: u32) -> bool {
+        self.is_about(nic) && self.purpose.relays() == Use::Handover
+    }
+
     /// Returns whether the NIC goes to its stand-by node by itself.
     pub fn fails_over(&self) -> bool {
         self.purpose == Purpose::FailOver
@@ -519,7 +524,7 @@ impl Supervisor {
     }
 
     /// Ends workers that have the NIC's device bundle but are not trusted by its node: the NIC did not go to them.
-    fn end_strangers(&mut self, nic: Option<u32>) {
+    pub(super) fn end_strangers(&mut self, nic: Option<u32>) {
         let Some(card) = nic.and_then(|nic| self.cards.get(&nic)) else { return };
         let (name, node) = (card.name().to_owned(), card.node().to_owned());
         let is_stranger =

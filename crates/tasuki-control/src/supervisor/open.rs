@@ -13,6 +13,7 @@ use tasuki_relay::message::{DeviceBundle, ToDaemon, lease_page};
 use tasuki_relay::wire::{Order, Reason};
 
 use super::card::{Card, LeasePage, Opened, Opener, Opening, Speech};
+use super::jobs::Job;
 use super::policy;
 use super::worker::{Readiness, Worker};
 use super::{About, Supervisor, Token, WORKER_TIMEOUT, bundles, epoll_add, iova_of, is_news, now};
@@ -71,6 +72,11 @@ fn is_of_the_card(reason: &Reason) -> bool {
     )
 }
 
+/// Returns why a NIC of this node that is astray is opened anew.
+pub(super) fn why_astray(node: &str) -> String {
+    format!("a worker that node {node} does not trust was to drive it, and may have left it in any state")
+}
+
 impl Supervisor {
     pub(super) fn is_opening(&self) -> bool {
         self.cards.values().any(|card| match card.opening {
@@ -103,40 +109,55 @@ impl Supervisor {
     }
 
     /// Reopens a NIC that no worker drives and no worker of its node can continue to drive from its last driver's
-    /// state. Reopening is the only remedy, also for an operator.
+    /// state, or may. Reopening is the only remedy, also for an operator.
     fn begin_anew(&mut self) {
         let numbers: Vec<u32> = self.cards.keys().copied().collect();
         for nic in numbers {
-            let Some(reason) = self.is_lost(nic) else { continue };
+            let Some(why) = self.is_lost(nic) else { continue };
             let Ok(lease_page) = LeasePage::create() else { continue };
-            let having = self.workers.values().filter(|worker| worker.nics.contains_key(&nic)).map(Worker::party);
-            for number in having.collect::<Vec<_>>() {
-                self.order(nic, number, Order::Leave);
-            }
-            let Some(card) = self.cards.get_mut(&nic) else { continue };
-            card.give_up(lease_page, now());
-            let (name, node) = (card.name().to_owned(), card.node().to_owned());
-            let about = About::node(&node).of_nic(&name);
-            self.note(about, format!("{name} is opened anew, and frames under way in it are lost: no worker of node {node} can go on with it ({reason})"));
-            self.record_nic(nic);
+            self.open_anew(nic, lease_page, &why);
         }
     }
 
-    /// Returns why no worker of its node can take a NIC that no worker drives, if the card is the reason.
-    pub(super) fn is_lost(&self, nic: u32) -> Option<Reason> {
+    /// Has all workers leave the NIC, so that the card is reset, and opens it once more.
+    pub(super) fn open_anew(&mut self, nic: u32, lease_page: LeasePage, why: &str) {
+        let having = self.workers.values().filter(|worker| worker.nics.contains_key(&nic)).map(Worker::party);
+        for number in having.collect::<Vec<_>>() {
+            self.order(nic, number, Order::Leave);
+        }
+        // A worker that is not trusted may keep what it had of the card, and then the card would not be reset.
+        self.end_strangers(Some(nic));
+        let Some(card) = self.cards.get_mut(&nic) else { return };
+        card.give_up(lease_page, now());
+        let (name, node) = (card.name().to_owned(), card.node().to_owned());
+        let about = About::node(&node).of_nic(&name);
+        self.note(about, format!("{name} is opened anew, and frames under way in it are lost: {why}"));
+        self.record_nic(nic);
+    }
+
+    /// Returns why no worker of its node can or may take a NIC that no worker drives, if the card is the reason.
+    pub(super) fn is_lost(&self, nic: u32) -> Option<String> {
         let card =
             self.cards.get(&nic).filter(|card| card.is_parked() && card.vni().is_none() && card.closing.is_none())?;
         let is_open = matches!(card.opening, Opening::Open) && card.opened.is_some() && !card.has_lost_its_model();
-        if !is_open || self.jobs.iter().any(|job| job.is_about(nic)) {
+        // Of a card that is astray, only a job that gives it to a stranger can make something.
+        let is_awaited = |job: &Job| if card.is_astray() { job.gives(nic) } else { job.is_about(nic) };
+        if !is_open || self.jobs.iter().any(is_awaited) {
             return None;
         }
-        let of_node = self.workers.of(card.node()).filter(|worker| worker.counts());
+        let node = card.node();
+        if card.is_astray() {
+            return Some(why_astray(node));
+        }
+        let of_node = self.workers.of(node).filter(|worker| worker.counts());
         let readiness: Vec<Option<&Readiness>> = of_node.map(|worker| worker.nics.get(&nic)).collect();
         let lost = |readiness: &Option<&Readiness>| match readiness {
             Some(Readiness::Unfit(reason)) if is_of_the_card(reason) => Some(*reason),
             _ => None,
         };
-        readiness.iter().map(lost).collect::<Option<Vec<Reason>>>()?.first().copied()
+        let reasons = readiness.iter().map(lost).collect::<Option<Vec<Reason>>>()?;
+        let reason = reasons.first()?;
+        Some(format!("no worker of node {node} can go on with it ({reason})"))
     }
 
     fn begin_opening(&mut self, nic: u32) -> Result<()> {

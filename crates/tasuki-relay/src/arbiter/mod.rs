@@ -519,8 +519,18 @@ impl Arbiter {
         None
     }
 
+    /// Returns whether the lease lies on a page of nodes that the device's node does not trust: a worker of theirs was
+    /// granted the lease, and is not known to drive. It may have left the device in any state.
+    fn is_astray(&self) -> bool {
+        !self.page.contains(&self.home)
+    }
+
     fn choose(&mut self) -> Event {
-        let can = |party: &Party| matches!(self.is(*party), Some(Is::Ready | Is::Waiting));
+        // A worker of the device's node, or of one that this node trusts, would go on from where the last driver of that node
+        // stopped, and the device is not there any more. A worker that trusts neither sets it up itself.
+        let may_go_on =
+            |party: &Party| !self.is_astray() || self.node(*party).is_some_and(|node| !self.trust(node, self.home));
+        let can = |party: &Party| matches!(self.is(*party), Some(Is::Ready | Is::Waiting)) && may_go_on(party);
         let stands_by = |member: &&Member| member.node == self.home && !member.staged;
         let at_home = self.members.iter().filter(stands_by).map(|member| member.party);
         let next = self.next.into_iter().chain(self.giver).chain(at_home).find(can);

@@ -259,6 +259,45 @@ fn a_device_that_nobody_drives_goes_to_whom_it_is_asked_for_and_who_is_ready() {
     assert!(matches!(doing[..], [Do::Tell(to, Order::Take { .. }), Do::Watch(_)] if to == party(4)), "{doing:?}");
 }
 
+/// The taker may have reset the device, or pointed it elsewhere, and no worker of the old node finds that in its ledger.
+#[test]
+fn a_device_that_a_stranger_was_granted_and_did_not_settle_with_goes_to_nobody_who_would_go_on_with_it() {
+    const FRIEND: Node = Node(7);
+    for (home, ready_when_it_dies) in [(HOME, true), (HOME, false), (FRIEND, false)] {
+        let (mut arbiter, table) = steady();
+        arbiter.befriend(HOME, &[FRIEND]);
+        arbiter.give(party(3), ABROAD);
+        arbiter.hear(&table, ask(3)).unwrap();
+        says(&mut arbiter, &table, 3, Report::Ready);
+        arbiter.hear(&table, Input::Report(party(1), Report::Released { epoch: 1 }, Tenure::free(1))).unwrap();
+        arbiter.hear(&table, Input::Fenced(party(1))).unwrap();
+        arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+        arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+        let fresh = |arbiter: &mut Arbiter| {
+            assert_eq!(arbiter.give(party(4), home), Some(Page::Fresh));
+            says(arbiter, &table, 4, Report::Ready)
+        };
+        if ready_when_it_dies {
+            assert_eq!(fresh(&mut arbiter), []);
+        }
+        let doing = arbiter.hear(&table, Input::Gone(party(3))).unwrap();
+        assert!(matches!(doing[..], [Do::Swap { .. }]), "{doing:?}");
+        let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+        assert!(matches!(doing[..], [Do::Say(RelayOutcome { driver: None, why: Some(_) })]), "{doing:?}");
+        if !ready_when_it_dies {
+            let doing = fresh(&mut arbiter);
+            assert!(matches!(doing[..], [Do::Say(RelayOutcome { driver: None, .. })]), "{doing:?}");
+        }
+        let keep = Ask { purpose: Use::Handover, to: party(4), method: Method::Keep, kind: 0, version: 0 };
+        let doing = arbiter.hear(&table, Input::Asked(keep)).unwrap();
+        assert!(matches!(doing[..], [Do::Say(RelayOutcome { driver: None, .. })]), "{doing:?}");
+        // Another stranger begins from the card as it finds it.
+        arbiter.give(party(5), ABROAD).unwrap();
+        says(&mut arbiter, &table, 5, Report::Ready);
+        assert!(matches!(arbiter.hear(&table, ask(5)).unwrap()[..], [Do::Fence(who)] if who == party(4)));
+    }
+}
+
 /// Finding 1 without malice: when the new owner's driver dies, no worker of the old owner is chosen.
 #[test]
 fn a_stand_by_of_another_node_is_not_chosen() {

@@ -418,6 +418,33 @@ fn a_card_whose_driver_never_pointed_it_at_its_memory_is_opened_anew() {
     storm.ends_with_losses();
 }
 
+/// A taker of a node that is not trusted has the lease, and dies before the daemon has heard that it drives. It may have
+/// reset the card, or pointed it at its memory: no worker of the old node goes on with that.
+fn a_stranger_dies_before_it_is_known_to_drive(card: &str, method: Option<&str>) {
+    let mut storm = Storm::with_card(card, RARELY, false, &[]);
+    for (place, nth) in ["take.won", "take.read", "take.looked", "take.forgot"].into_iter().zip(1..) {
+        storm.plan_death(place, 1);
+        storm.upgrade("green", false).expect("a node without a NIC");
+        storm.settle();
+        let said = storm.give("green", method);
+        assert!(said.is_err(), "{place}: {said:?}\n{}", storm.rig.log());
+        storm.settle();
+        storm.flows();
+        assert_eq!(storm.node(), "red", "{place}\n{}", storm.rig.log());
+        assert_eq!(storm.rig.log().matches("is opened anew").count(), nth, "{place}\n{}", storm.rig.log());
+        storm.forget_plans();
+    }
+    storm.ends_with_losses();
+}
+
+#[test]
+fn a_card_that_a_stranger_took_and_is_not_known_to_drive_is_opened_anew() {
+    need_storm!();
+    a_stranger_dies_before_it_is_known_to_drive("virtio-net", None);
+    a_stranger_dies_before_it_is_known_to_drive("82574l", Some("cold"));
+    a_stranger_dies_before_it_is_known_to_drive("82574l", None);
+}
+
 /// The cold method loses frames. It must lose nothing else.
 #[test]
 fn a_cold_handover_settles_whoever_is_killed() {
