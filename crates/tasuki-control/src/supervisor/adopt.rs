@@ -21,7 +21,7 @@ use super::card::{Card, LeasePage};
 use super::deeds::party;
 use super::deposits::{Found, Key, TOO_FEW_DESCRIPTORS};
 use super::lines::Lines;
-use super::open::why_astray;
+use super::open::ASTRAY;
 use super::worker::{Stage, Words, Worker};
 use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, epoll_add, nanoseconds, now};
 use crate::channel;
@@ -319,9 +319,11 @@ impl Supervisor {
             let next = next.clone();
             self.cards.move_by(nic, |card| card.set_node(&next));
         } else if let Ok(lease_page) = LeasePage::create() {
-            if card.opened.is_some() && !card.has_lost_its_model() && card.lease_page.holder().is_some() {
-                let why = why_astray(card.node());
-                return self.open_anew(nic, lease_page, &why);
+            // If the page's nodes are gone, the NIC was theirs, and its node is another since tasukid began.
+            let is_theirs = card.page_of.iter().all(|node| self.config.node(node).is_none());
+            let is_usable = card.opened.is_some() && !card.has_lost_its_model();
+            if is_usable && !is_theirs && card.lease_page.holder().is_some() {
+                return self.open_anew(nic, lease_page, ASTRAY);
             }
             card.coming_lease_page = Some((card.node().to_owned(), lease_page));
             let node = card.node().to_owned();

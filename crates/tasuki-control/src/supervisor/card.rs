@@ -123,8 +123,8 @@ pub struct Opener {
     pub speech: Speech,
     /// Why it failed, if the daemon knows better than the opener.
     pub why: Option<String>,
-    /// Whether it was given the way to the card's server, and how many sentences it has told.
-    pub has_way: bool,
+    /// Whether it was given a connection to the card's server, and how many sentences it has told.
+    pub was_connected: bool,
     pub told: usize,
     /// Number of the party from which the addresses of its memory derive.
     pub party: u32,

@@ -67,6 +67,8 @@ pub struct Endpoint {
     pub(super) lost: Option<String>,
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
+    /// Its interface was there, and no namespace had the name of its own.
+    is_nameless: bool,
     /// The interface's name and link when the daemon looked last, and what users hear of the link.
     link: Option<Link>,
     link_news: LinkNews,
@@ -151,6 +153,7 @@ impl Endpoint {
             look: None,
             lost: None,
             is_gone: false,
+            is_nameless: false,
             link: None,
             link_news: LinkNews::new(now()),
             other_name: None,
@@ -201,11 +204,8 @@ impl Endpoint {
     /// Returns whether it is a socket of an interface that is gone, or not in the namespace any more that has the name.
     fn has_no_interface(&self, fd: &OwnedFd) -> bool {
         let config::Work::Interface(interface) = &self.work else { return false };
-        let is_elsewhere = || {
-            // The socket keeps a namespace that has lost its name.
-            let place = interface.place();
-            place != Namespace::Own && identity_of(fd).is_some_and(|is_in| place.identity() != Some(is_in))
-        };
+        let is_elsewhere =
+            || identity_of(fd).zip(interface.place().identity()).is_some_and(|(is_in, named)| is_in != named);
         packet::is_gone(fd) || is_elsewhere()
     }
 
@@ -240,9 +240,13 @@ impl Endpoint {
     }
 
     /// Looks at the name and the link of its interface, if it is one that is there. Returns news of the link, as a sentence,
-    /// and whether it is news that it has another name.
+    /// and whether it is news that it, or its namespace, has another name or none.
     fn look_at_link(&mut self) -> (Option<String>, bool) {
         let config::Work::Interface(interface) = &self.work else { return (None, false) };
+        // The socket keeps a namespace that has lost its name, and is of use.
+        let place = interface.place();
+        let is_nameless = place != Namespace::Own && self.fd.is_some() && !self.is_gone && place.identity().is_none();
+        let was_nameless = std::mem::replace(&mut self.is_nameless, is_nameless);
         let link = self.fd.as_ref().filter(|_| !self.is_gone).and_then(packet::link);
         let remedy = match &link {
             Some(link) if !link.is_up => format!("bring the interface up (ip link set {} up)", link.name),
@@ -253,12 +257,12 @@ impl Endpoint {
         let name = |link: &Option<Link>| link.as_ref().map(|link| link.name.clone());
         let (was, is) = (name(&self.link), name(&link));
         self.link = link;
-        if was == is {
-            return (sentence, false);
+        if was == is || is_nameless {
+            return (sentence, is_nameless && !was_nameless && self.renames.take(now()));
         }
         // The configured name may be another one by which the kernel finds it, too. To ask that means to enter its namespace.
         let index = self.fd.as_ref().and_then(packet::index);
-        let is_found = || packet::index_of(&interface.place(), &interface.name) == index;
+        let is_found = || packet::index_of(&place, &interface.name) == index;
         self.other_name = is.filter(|is| *is != interface.name && !is_found());
         (sentence, self.other_name.is_some() && self.renames.take(now()))
     }
@@ -554,16 +558,23 @@ impl Supervisor {
         self.endpoints.get(&label)?.link.as_ref().map(up_or_down)
     }
 
-    /// Returns a sentence if the node's interface has another name by now.
+    /// Returns a sentence if the node's interface has another name by now, or its namespace has none.
     pub(super) fn why_renamed(&self, name: &str) -> Option<String> {
         let label = self.config.node(name)?.endpoint()?.label();
-        let other = self.endpoints.get(&label)?.other_name.as_ref()?;
+        let end = self.endpoints.get(&label)?;
+        let goes_on = "its workers go on, but if they die together with tasukid, the next ones";
+        if end.is_nameless {
+            return Some(format!(
+                "the namespace of the interface {label} of node {name} has lost its name: {goes_on} do not find it; give it the name again (ip netns attach)"
+            ));
+        }
+        let other = end.other_name.as_ref()?;
         let remedy = match self.by_hand.contains(name) {
             true => "remove the node and add it with that name",
             false => "change the file",
         };
         Some(format!(
-            "the interface {label} of node {name} is called {other} by now: its workers go on, but the next tasukid looks for the former name; rename it back, or {remedy}"
+            "the interface {label} of node {name} is called {other} by now: {goes_on} look for the former name; rename it back, or {remedy}"
         ))
     }
 

@@ -72,10 +72,8 @@ fn is_of_the_card(reason: &Reason) -> bool {
     )
 }
 
-/// Returns why a NIC of this node that is astray is opened anew.
-pub(super) fn why_astray(node: &str) -> String {
-    format!("a worker that node {node} does not trust was to drive it, and may have left it in any state")
-}
+/// Why a NIC that is astray is opened anew.
+pub(super) const ASTRAY: &str = "a worker of another node was to drive it, and may have left it in any state";
 
 impl Supervisor {
     pub(super) fn is_opening(&self) -> bool {
@@ -147,7 +145,7 @@ impl Supervisor {
         }
         let node = card.node();
         if card.is_astray() {
-            return Some(why_astray(node));
+            return Some(ASTRAY.to_owned());
         }
         let of_node = self.workers.of(node).filter(|worker| worker.counts());
         let readiness: Vec<Option<&Readiness>> = of_node.map(|worker| worker.nics.get(&nic)).collect();
@@ -253,7 +251,7 @@ impl Supervisor {
             socket: ours,
             speech,
             why: None,
-            has_way: false,
+            was_connected: false,
             told: 0,
             party,
             since: now(),
@@ -269,7 +267,7 @@ impl Supervisor {
             _ => self.place.model_socket(&card.config.name),
         };
         let Opening::Opener(opener) = &mut card.opening else { return Ok(()) };
-        ensure!(!std::mem::replace(&mut opener.has_way, true), "its opener asks for its card twice");
+        ensure!(!std::mem::replace(&mut opener.was_connected, true), "its opener asks for its card twice");
         let is_confined = opener.speech.is_confined(&opener.process).map_err(anyhow::Error::msg)?;
         ensure!(is_confined, "its opener speaks before it is confined");
         let way = connect(&path)?;

@@ -28,8 +28,8 @@ use crate::config::{self, StationAddress};
 const INTERFACES_EVERY: Duration = Duration::from_secs(1);
 
 /// How often an interface is tried again, and after which pause, while that of workers that were ended is still going away.
-const GOES_ATTEMPTS: u32 = 20;
-pub(super) const GOES_RETRY_PAUSE: Duration = Duration::from_millis(100);
+const NAME_RETRIES: u32 = 100;
+pub(super) const NAME_RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// How often users hear of other station addresses of an interface at once, and after that.
 const CHANGES_AT_ONCE_MAX: u32 = 5;
@@ -59,7 +59,7 @@ pub struct TapEnd {
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
     /// How often its name may still be found taken without users hearing of it.
-    goes: u32,
+    name_retries: u32,
 }
 
 impl TapEnd {
@@ -85,7 +85,7 @@ impl TapEnd {
             stale,
             made_in,
             is_gone,
-            goes: 0,
+            name_retries: 0,
         };
         Some((label, tap))
     }
@@ -140,6 +140,7 @@ impl TapEnd {
                 }
             }
         };
+        self.name_retries = 0;
         Ok((self.device.insert(device), why))
     }
 
@@ -326,7 +327,7 @@ impl Supervisor {
         let of_living: Vec<String> = living.iter().filter_map(|node| Some(self.config.tap(node)?.label())).collect();
         // These workers end, as no keeper has their descriptors, and the kernel removes the interfaces some moments after them.
         let going = self.taps.iter_mut().filter(|(label, _)| of_living.contains(label));
-        going.for_each(|(_, tap)| tap.goes = GOES_ATTEMPTS);
+        going.for_each(|(_, tap)| tap.name_retries = NAME_RETRIES);
         let mut troubles = Vec::new();
         // Namespaces that are to reach each other must be connected where an earlier daemon connected the others:
         // the new ones wait for those.
@@ -379,8 +380,8 @@ impl Supervisor {
         let is_taken = matches!(error.downcast_ref(), Some(TapError::Taken(_)));
         let label = self.config.tap(node).filter(|_| is_taken).map(config::Tap::label);
         let Some(tap) = label.and_then(|label| self.taps.get_mut(&label)) else { return false };
-        let left = tap.goes.checked_sub(1);
-        tap.goes = left.unwrap_or(0);
+        let left = tap.name_retries.checked_sub(1);
+        tap.name_retries = left.unwrap_or(0);
         left.is_some()
     }
 

@@ -22,7 +22,7 @@ use super::deposits::Key;
 use super::door::why;
 use super::jails::FirstMessage;
 use super::policy::{self, Death, Trouble};
-use super::taps::GOES_RETRY_PAUSE;
+use super::taps::NAME_RETRY_PAUSE;
 use super::worker::{Readiness, Stage, Words, Worker, why_missed};
 use super::{About, Supervisor, Token, WORKER_TIMEOUT, epoll_add, iova_of, is_news, now, split};
 use crate::config::{Device, Work};
@@ -262,7 +262,7 @@ impl Supervisor {
         let waits = self.waits_for_name(name, error);
         let Some(node) = self.nodes.get_mut(name) else { return };
         if waits {
-            node.not_before = now() + GOES_RETRY_PAUSE;
+            node.not_before = now() + NAME_RETRY_PAUSE;
             return;
         }
         // A missing program may soon be there: it is being built, or installed.

@@ -221,6 +221,8 @@ proptest! {
         prop_assert!(is_in_tunnel(&offload, &frame));
         let direct = segment.offload(segment.gso_type());
         prop_assert!(!is_in_tunnel(&direct, &segment.frame()));
+        let checked = Offload { flags: 0, csum_start: 0.into(), csum_offset: 0.into(), ..direct };
+        prop_assert!(!is_in_tunnel(&checked, &segment.frame()));
         let expected = finished(&direct, &segment.frame()).expect("it is cut");
         let frames = finished(&offload, &frame).expect("it is cut");
         prop_assert_eq!(frames.len(), expected.len());

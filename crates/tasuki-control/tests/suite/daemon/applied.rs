@@ -174,6 +174,19 @@ fn the_second_of_two_that_are_applied_at_once_is_refused_and_so_is_nonsense() {
     assert_eq!(configuration(&rig)["by_hand"], serde_json::json!([]));
 }
 
+/// Its workers end, and the card stays open: nothing has happened to it.
+#[test]
+fn a_nic_of_a_node_that_is_renamed_while_no_daemon_lives_is_not_opened_anew() {
+    let mut rig = Rig::new();
+    rig.await_pair("red");
+    rig.kill_daemon();
+    rig.configure(|text| text.replace("\"red\"", "\"ruby\""));
+    rig.start();
+    rig.await_pair("ruby");
+    let said = rig.ask(&["events"]);
+    assert!(!said.contains("opened anew"), "{said}");
+}
+
 #[test]
 fn a_node_that_is_not_trusted_any_more_loses_the_workers_that_had_the_nic() {
     let own = "\n[[nic]]\nname = \"eth1\"\ndevice = \"vfio-user:/nowhere/other.sock\"\nnode = \"blue\"\n";

@@ -81,7 +81,7 @@ fn an_interface_whose_namespace_has_lost_its_name_is_told_of() {
     std::os::unix::fs::symlink(world.desk.path(), &name).expect("a link");
     world.rig.ask(&["node", "add", "desk", "--link", &format!("{}:wire0", name.display())]);
     world.rig.await_pair("desk");
-    let is_missed = || world.rig.ask(&["status"]).contains("has no interface any more");
+    let is_missed = || world.rig.ask(&["status"]).contains("has lost its name: its workers go on");
     assert!(!is_missed());
     std::fs::remove_file(&name).expect("it is there");
     until(&world.rig, "it is told of", is_missed);
@@ -217,7 +217,7 @@ fn an_interface_that_is_not_there_or_goes_is_told_of_and_stops_nobody_else() {
     }
     let said = world.rig.tasuki(&["node", "add", "yard", "--link", &format!("{path}:wire0")]);
     assert!(String::from_utf8_lossy(&said.stderr).contains("is node \"desk\"'s as well"), "{said:?}");
-    // By whatever name: it may also be the one that tasukid made for a namespace of the VNI.
+    // Nor by another name; it may also be the one that tasukid made for a namespace of the VNI.
     for (room, name, node) in [(&world.desk, "wire0", "desk"), (&world.shop, "lan", "shop")] {
         let link = format!("{}:{name}", room.path().replace("/ns/", "/./ns/"));
         let said = world.rig.refused(&["node", "add", "yard", "--link", &link]);
