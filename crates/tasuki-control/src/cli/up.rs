@@ -91,13 +91,15 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
 /// Asks until no configuration is being applied any more. Returns the last answer.
 fn await_applied(status: impl Fn() -> Result<Status>, until: Instant) -> Result<Status> {
     loop {
+        let asked = Instant::now();
         let status = status()?;
+        let took = asked.elapsed();
         let ConfigurationView { generation, path, applying, .. } = &status.configuration;
         if !applying {
             return Ok(status);
         }
         ensure!(Instant::now() < until, "configuration {generation}, {path}, is still being applied (tasuki events)");
-        std::thread::sleep(ASK_EVERY);
+        std::thread::sleep(ASK_EVERY.max(took * ASK_AFTER));
     }
 }
 

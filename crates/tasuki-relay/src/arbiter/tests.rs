@@ -230,18 +230,23 @@ fn a_stranger_gets_the_device_when_nobody_of_the_old_node_can_run() {
     assert!(!arbiter.may_hold(party(1)) && arbiter.page_for(HOME) == Page::Fresh);
 }
 
+/// Grants the lease to party 3, which its device's node does not trust, once party 1 has let go and is fenced.
+fn grants_abroad(arbiter: &mut Arbiter, table: &Table) {
+    arbiter.give(party(3), ABROAD);
+    arbiter.hear(table, ask(3)).unwrap();
+    says(arbiter, table, 3, Report::Ready);
+    arbiter.hear(table, Input::Report(party(1), Report::Released { epoch: 1 }, Tenure::free(1))).unwrap();
+    arbiter.hear(table, Input::Fenced(party(1))).unwrap();
+    arbiter.hear(table, Input::Swapped(Ok(()))).unwrap();
+    arbiter.hear(table, Input::Swapped(Ok(()))).unwrap();
+}
+
 /// The taker refuses the card that the last owner has left, and all workers of that owner are fenced. A device that no
 /// worker drives then goes to the requested worker if that is ready, and to no other.
 #[test]
 fn a_device_that_nobody_drives_goes_to_whom_it_is_asked_for_and_who_is_ready() {
     let (mut arbiter, table) = steady();
-    arbiter.give(party(3), ABROAD);
-    arbiter.hear(&table, ask(3)).unwrap();
-    says(&mut arbiter, &table, 3, Report::Ready);
-    arbiter.hear(&table, Input::Report(party(1), Report::Released { epoch: 1 }, Tenure::free(1))).unwrap();
-    arbiter.hear(&table, Input::Fenced(party(1))).unwrap();
-    arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
-    arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    grants_abroad(&mut arbiter, &table);
     let reason = Reason::LeftBehind { value: 2 };
     let failed = Input::Report(party(3), Report::Failed { epoch: 3, reason }, Tenure::free(3));
     assert!(matches!(arbiter.hear(&table, failed).unwrap()[..], [Do::Swap { .. }]));
@@ -266,13 +271,7 @@ fn a_device_that_a_stranger_was_granted_and_did_not_settle_with_goes_to_nobody_w
     for (home, ready_when_it_dies) in [(HOME, true), (HOME, false), (FRIEND, false)] {
         let (mut arbiter, table) = steady();
         arbiter.befriend(HOME, &[FRIEND]);
-        arbiter.give(party(3), ABROAD);
-        arbiter.hear(&table, ask(3)).unwrap();
-        says(&mut arbiter, &table, 3, Report::Ready);
-        arbiter.hear(&table, Input::Report(party(1), Report::Released { epoch: 1 }, Tenure::free(1))).unwrap();
-        arbiter.hear(&table, Input::Fenced(party(1))).unwrap();
-        arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
-        arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+        grants_abroad(&mut arbiter, &table);
         let fresh = |arbiter: &mut Arbiter| {
             assert_eq!(arbiter.give(party(4), home), Some(Page::Fresh));
             says(arbiter, &table, 4, Report::Ready)
@@ -294,7 +293,7 @@ fn a_device_that_a_stranger_was_granted_and_did_not_settle_with_goes_to_nobody_w
         // Another stranger begins from the card as it finds it.
         arbiter.give(party(5), ABROAD).unwrap();
         says(&mut arbiter, &table, 5, Report::Ready);
-        assert!(matches!(arbiter.hear(&table, ask(5)).unwrap()[..], [Do::Fence(who)] if who == party(4)));
+        assert!(matches!(arbiter.hear(&table, ask(5)).unwrap()[..], [Do::Fence(fenced)] if fenced == party(4)));
     }
 }
 
