@@ -491,3 +491,24 @@ impl Card {
         self.coming.take_if(|(of, _)| *of == party);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    /// A process that was broken into writes as fast as it can: the daemon reads no more than it keeps, row: T33
+    #[test]
+    fn output_without_end_keeps_nobody_waiting() {
+        let (mut speech, mut theirs) = Speech::new(None).expect("a pipe");
+        let writes = std::thread::spawn(move || while theirs.write_all(&[b'x'; 4096]).is_ok() {});
+        while speech.heard.len() < SAYS_MAX {
+            speech.hear();
+        }
+        speech.hear();
+        assert!(speech.heard.len() < SAYS_MAX + 1024, "{}", speech.heard.len());
+        drop(speech);
+        writes.join().expect("its pipe is closed");
+    }
+}
