@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -32,6 +33,10 @@ use crate::registry::{Change, Known, NodeRecord, WorkerRecord};
 
 /// Time in which a worker ends that is told to. The daemon does nothing else meanwhile.
 const END_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+/// Time for which a daemon that begins waits for the end of workers that it has killed. The kernel may not let one end: it
+/// waits for a device, or a file system.
+const DEATHS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Tells the worker at the other end of this socket to end, and returns whether it has.
 fn ends_when_told(socket: &OwnedFd) -> bool {
@@ -290,7 +295,7 @@ impl Supervisor {
     /// over. Returns whether there were any.
     fn end_those_off_the_page(&mut self) -> bool {
         let mut over = Vec::new();
-        for worker in self.workers.values() {
+        for worker in self.workers.values().filter(|worker| !worker.is_excluded()) {
             let off =
                 |card: &&Card| worker.nics.contains_key(&card.number) && !card.page_of.contains(&worker.record.node);
             over.extend(self.cards.values().find(off).map(|card| (worker.party(), card.name().to_owned())));
@@ -303,7 +308,10 @@ impl Supervisor {
 
     /// Returns the workers that have a NIC, and their nodes.
     fn members_of(&mut self, nic: u32) -> Vec<(Party, Numbered)> {
-        let have = self.workers.values().filter(|worker| worker.nics.contains_key(&nic));
+        // One that was killed before it answered has those that it was ever given.
+        let has =
+            |worker: &&Worker| worker.nics.contains_key(&nic) || worker.is_excluded() && worker.given.contains(&nic);
+        let have = self.workers.values().filter(has);
         let have: Vec<(u32, String)> = have.map(|worker| (worker.party(), worker.record.node.clone())).collect();
         have.into_iter().filter_map(|(number, node)| Some((party(number)?, self.node_number(&node)))).collect()
     }
@@ -332,13 +340,18 @@ impl Supervisor {
         self.record_nic(nic);
     }
 
-    /// Starts the arbiters once all workers have answered or are dead.
+    /// Starts the arbiters once all workers have answered or are dead. Those that were killed and do not end are waited for
+    /// no longer than `DEATHS_TIMEOUT`: the arbiters of their NICs go on waiting, and no other does.
     pub(super) fn go_on_adopting(&mut self) {
         if !self.adopting {
             return;
         }
         self.end_the_slow();
-        let is_open = |worker: &Worker| matches!(worker.stage, Stage::Asked(_) | Stage::Excluded);
+        let is_open = |worker: &Worker| match worker.stage {
+            Stage::Asked(_) => true,
+            Stage::Excluded(since) => now().saturating_sub(since) < DEATHS_TIMEOUT,
+            _ => false,
+        };
         if self.workers.values().any(is_open) {
             return;
         }
@@ -375,7 +388,9 @@ impl Supervisor {
                 continue;
             }
             let Some(card) = self.cards.get_mut(&nic) else { continue };
-            let (mut arbiter, doing) = Arbiter::begin(home, &page, &members, &[]);
+            let is_excluded = |number: u32| self.workers.get(&number).is_some_and(Worker::is_excluded);
+            let killed = members.iter().map(|(party, _)| *party).filter(|party| is_excluded(party.0.get()));
+            let (mut arbiter, doing) = Arbiter::begin(home, &page, &members, &killed.collect::<Vec<_>>());
             let staged = self.workers.values().filter(|worker| worker.record.staged.is_some());
             staged.filter_map(|worker| party(worker.party())).for_each(|staged| arbiter.stage(staged));
             card.arbiter = Some(arbiter);
@@ -388,7 +403,8 @@ impl Supervisor {
             if let Some(drives) = holder.filter(|holder| self.is_staged_now(*holder)) {
                 self.was_upgraded_to(drives);
             }
-            if let Some(holder) = holder.and_then(|holder| self.workers.get(&holder)) {
+            let drives = |worker: &&Worker| !worker.is_excluded();
+            if let Some(holder) = holder.and_then(|holder| self.workers.get(&holder)).filter(drives) {
                 let (holder, node) = (holder.party(), holder.record.node.clone());
                 self.cards.move_by(nic, |card| card.set_node(&node));
                 let about = About::worker(&node, holder).of_nic(&name);

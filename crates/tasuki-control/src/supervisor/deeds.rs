@@ -189,7 +189,7 @@ impl Supervisor {
 
     /// Returns the control group of a worker that is not dying already.
     fn group(&self, number: u32) -> Option<&Group> {
-        self.workers.get(&number).filter(|worker| worker.stage != Stage::Excluded)?.group.as_ref()
+        self.workers.get(&number).filter(|worker| !worker.is_excluded())?.group.as_ref()
     }
 
     /// Freezes a worker and all processes that it has started, if the machine permits. It resumes only to die.
@@ -303,10 +303,10 @@ impl Supervisor {
 
     /// Has no arbiter choose a worker any more. Returns whether that was not so before.
     fn exclude(&mut self, number: u32) -> bool {
-        let Some(worker) = self.workers.get_mut(&number).filter(|worker| worker.stage != Stage::Excluded) else {
+        let Some(worker) = self.workers.get_mut(&number).filter(|worker| !worker.is_excluded()) else {
             return false;
         };
-        worker.stage = Stage::Excluded;
+        worker.stage = Stage::Excluded(now());
         let arbiters = self.cards.values_mut().filter_map(|card| card.arbiter.as_mut());
         arbiters.for_each(|arbiter| party(number).into_iter().for_each(|party| arbiter.rule_out(party)));
         true

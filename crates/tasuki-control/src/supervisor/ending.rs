@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use tasuki_relay::message::ToWorker;
 
 use super::door::{Answer, Refusal};
-use super::worker::Stage;
+use super::worker::{Stage, Worker};
 use super::{About, Ended, Supervisor, WORKER_TIMEOUT, now};
 use crate::api::types::{Replaced, Stopped};
 use crate::config;
@@ -81,11 +81,12 @@ impl Supervisor {
 
     pub(super) fn go_on_stopping(&mut self) {
         let Some((since, count, _)) = self.stopping else { return };
-        let is_late = now().saturating_sub(since) >= WORKER_TIMEOUT / 2;
-        if !self.workers.is_empty() {
-            if is_late {
-                self.workers.values().for_each(|worker| worker.process.kill());
-            }
+        let elapsed = now().saturating_sub(since);
+        let is_late = elapsed >= WORKER_TIMEOUT / 2;
+        if is_late {
+            self.workers.values().for_each(|worker| worker.process.kill());
+        }
+        if !self.workers.is_empty() && elapsed < WORKER_TIMEOUT {
             return;
         }
         // Switch cards off once no worker drives them any more.
@@ -93,8 +94,17 @@ impl Supervisor {
         if self.cards.values().any(|card| card.model.is_some()) {
             return;
         }
+        let stays = |worker: &Worker| {
+            let (number, pid, node) = (worker.party(), worker.process.name().pid, &worker.record.node);
+            format!(
+                "; worker {number} of node {node} (process {pid}) was killed, and ends once the kernel lets it: see /proc/{pid}/stack"
+            )
+        };
+        let stay: String = self.workers.values().map(stays).collect();
+        let count = count.saturating_sub(u32::try_from(self.workers.len()).unwrap_or(u32::MAX));
         let workers = if count == 1 { "1 worker has".to_owned() } else { format!("{count} workers have") };
-        let sentence = format!("{workers} ended, and so does tasukid");
+        let sentence = format!("{workers} ended, and so does tasukid{stay}");
+        self.note(About::default(), sentence.clone());
         if let Some((.., Some(answer))) = self.stopping.take() {
             let _ = answer.send(Ok(Stopped { workers: count, sentence }));
         }

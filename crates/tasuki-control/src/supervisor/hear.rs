@@ -339,7 +339,7 @@ impl Supervisor {
         let node_name = worker.record.node.clone();
         let mut lacked = String::new();
         if let Some(group) = worker.group.take() {
-            let was_killed = how == KILLED && worker.stage != Stage::Excluded;
+            let was_killed = how == KILLED && !worker.is_excluded();
             if let Some(node) = self.nodes.get_mut(&node_name).filter(|_| was_killed)
                 && group.has_new_oom_kill(&mut node.oom_kills)
             {
@@ -359,11 +359,11 @@ impl Supervisor {
             matches!(worker.stage, Stage::Leaving(_)) || worker.stage == Stage::Begun && worker.nics.is_empty();
         let was_meant = had_no_part && how == "ended" || self.stopping.is_some();
         // A worker fenced for a relay has done nothing wrong.
-        let for_relay = worker.stage == Stage::Excluded && self.jobs.iter().any(|job| job.fences(&node_name));
+        let for_relay = worker.is_excluded() && self.jobs.iter().any(|job| job.fences(&node_name));
         let is_candidate = worker.record.staged.is_some() || self.jobs.iter().any(|job| job.target == number);
         if !was_meant && !for_relay && !is_candidate {
             // A SIGKILL from elsewhere says nothing about the node's program.
-            let was_killed = how == KILLED && worker.stage != Stage::Excluded && lacked.is_empty();
+            let was_killed = how == KILLED && !worker.is_excluded() && lacked.is_empty();
             self.has_lost_a_worker(&node_name, worker.has_begun || was_killed);
         }
         let why = match worker.stage {

@@ -89,7 +89,7 @@ impl Supervisor {
         let is = match worker.stage {
             _ if !drives.is_empty() => "drives",
             Stage::Starting(_) | Stage::Asked(_) => "starting",
-            Stage::Leaving(_) | Stage::Excluded => "leaves",
+            Stage::Leaving(_) | Stage::Excluded(_) => "leaves",
             _ if worker.hung_up_since.is_some() => "leaves",
             Stage::Begun if worker.nics.values().any(|it| matches!(it, Readiness::Preparing(_))) => "prepares",
             Stage::Begun if worker.record.staged.is_some() => "staged",

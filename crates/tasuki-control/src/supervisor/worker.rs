@@ -95,8 +95,8 @@ pub enum Stage {
     Begun,
     /// It was told to end at this time.
     Leaving(Duration),
-    /// It is frozen or killed for good, and not known to be dead.
-    Excluded,
+    /// It was frozen or killed for good at this time, and is not known to be dead.
+    Excluded(Duration),
 }
 
 /// Sentences a worker may pass to users at once, and the time until it may pass one more.
@@ -249,6 +249,11 @@ impl Worker {
     /// Returns whether it accepts orders and is not ending.
     pub fn serves(&self) -> bool {
         self.stage == Stage::Begun && self.hung_up_since.is_none()
+    }
+
+    /// Returns whether it was frozen or killed for good.
+    pub fn is_excluded(&self) -> bool {
+        matches!(self.stage, Stage::Excluded(_))
     }
 
     /// Returns whether it is meant to serve, now or soon.

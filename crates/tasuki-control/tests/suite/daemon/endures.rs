@@ -455,3 +455,76 @@ fn the_daemon_serves_and_takes_over_while_the_kernel_keeps_a_process_from_its_st
     until(&rig, "nothing is wrong", || rig.json(&["status"])["nodes"][0]["trouble"].is_null());
     stop_whole(&mut rig, model);
 }
+
+/// A freezer of control groups of version 1: a process in it does not run, and does not end of SIGKILL, as one that waits in
+/// the kernel for a device that does not answer.
+struct Ice(TempDir);
+
+impl Ice {
+    /// Where such groups cannot be mounted, prints so and returns `None`.
+    fn new() -> Option<Self> {
+        let ice = Ice(tempfile::Builder::new().prefix("tasuki-ice-").tempdir().expect("a folder"));
+        let mount = ["-t", "cgroup", "-o", "freezer", "tasuki-ice"];
+        let mounted = Command::new("mount").args(mount).arg(ice.0.path()).output().expect("mount");
+        if !mounted.status.success() {
+            println!("skipped: needs root, and control groups of version 1");
+            return None;
+        }
+        fs::create_dir(ice.group()).expect("a group");
+        Some(ice)
+    }
+
+    fn group(&self) -> PathBuf {
+        self.0.path().join(format!("tasuki-ice-{}", std::process::id()))
+    }
+
+    fn freeze(&self, process: u32) {
+        fs::write(self.group().join("cgroup.procs"), process.to_string()).expect("a process of ours");
+        fs::write(self.group().join("freezer.state"), "FROZEN").expect("a freezer");
+    }
+
+    fn thaw(&self) {
+        let _ = fs::write(self.group().join("freezer.state"), "THAWED");
+    }
+}
+
+impl Drop for Ice {
+    fn drop(&mut self) {
+        self.thaw();
+        let procs = fs::read_to_string(self.group().join("cgroup.procs")).unwrap_or_default();
+        for process in procs.lines() {
+            let _ = fs::write(self.0.path().join("cgroup.procs"), process);
+        }
+        let _ = fs::remove_dir(self.group());
+        let _ = Command::new("umount").arg("--lazy").arg(self.0.path()).output();
+    }
+}
+
+#[test]
+fn a_driver_that_the_kernel_does_not_let_end_keeps_nobody_but_its_nic_from_the_next_daemon() {
+    let mut rig = Rig::new();
+    let Some(ice) = Ice::new() else { return };
+    let (driver, other) = rig.await_pair("red");
+    rig.kill_daemon();
+    ice.freeze(pid(&driver));
+    // The next daemon need not wait until the worker has not answered for long.
+    let socket = |worker: &Value| rig.dir().join(format!("worker-{}.sock", worker["worker"]));
+    fs::remove_file(socket(&driver)).expect("its socket");
+    rig.start();
+
+    rig.await_event("is not to be reached by this tasukid: it is ended");
+    until(&rig, "others serve", || rig.worker("red", "stands by").is_some_and(|now| now["pid"] == other["pid"]));
+    let blue = rig.await_worker("blue", "idle");
+    rig.kill(&blue);
+    until(&rig, "blue has another", || rig.worker("blue", "idle").is_some_and(|now| now["pid"] != blue["pid"]));
+    assert!(lives(pid(&driver)), "{}", rig.log());
+    assert!(rig.worker("red", "drives").is_none_or(|now| now["pid"] == driver["pid"]), "two drive: {}", rig.log());
+
+    ice.thaw();
+    rig.kill_driver("red");
+
+    let (driver, _) = rig.await_pair("red");
+    ice.freeze(pid(&driver));
+    let said = rig.ask(&["stop"]);
+    assert!(said.contains("was killed, and ends once the kernel lets it"), "{said}");
+}
