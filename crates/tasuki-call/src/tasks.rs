@@ -61,7 +61,10 @@ impl AsyncClient {
 
     /// Runs `what` on the client itself, for synchronous operations: taking slots, looking at its state.
     pub fn with<T>(&self, what: impl FnOnce(&mut Client) -> T) -> T {
-        what(&mut lock(&self.shared.client))
+        let mut client = lock(&self.shared.client);
+        let result = what(&mut client);
+        ask_to_be_woken(&mut client);
+        result
     }
 
     /// Connects again after [`CallError::ServerGone`](super::CallError::ServerGone). Blocks during the handshake.
@@ -74,9 +77,21 @@ impl AsyncClient {
 
     /// Makes a call.
     pub async fn call(&self, ask: Ask<'_>) -> Result<Reply, Failure> {
-        let ticket = self.with(|client| client.submit(ask))?;
+        let ticket = {
+            let mut client = lock(&self.shared.client);
+            client.submit(ask).inspect_err(|_| ask_to_be_woken(&mut client))?
+        };
         let mut call = InFlight { client: Arc::clone(&self.shared.client), ticket: Some(ticket) };
         poll_fn(|context| call.poll(context)).await
+    }
+}
+
+/// Has the server ring for the results that tasks sleep for. Whatever a caller did with the client since may have told the server
+/// that this process is awake.
+fn ask_to_be_woken(client: &mut Client) {
+    if client.in_flight() > 0 {
+        // Wakes the callers whose results are here.
+        while let Ok(Armed::Busy) = client.arm() {}
     }
 }
 
@@ -94,6 +109,7 @@ impl InFlight {
         match outcome {
             Some(outcome) => {
                 self.ticket = None;
+                ask_to_be_woken(&mut client);
                 Poll::Ready(outcome)
             }
             None => {

@@ -109,6 +109,8 @@ pub struct Server {
     /// `None` once a successor serves: clients would wait in an unserved copy after the successor's death.
     listener: Option<OwnedFd>,
     listening: bool,
+    /// When the server last stopped accepting clients, or last tried to accept them again.
+    deaf_since: Instant,
     epoll: OwnedFd,
     options: ServerOptions,
     spin: Duration,
@@ -204,6 +206,7 @@ impl Server {
             inode,
             listener: Some(listener),
             listening: true,
+            deaf_since: Instant::now(),
             epoll,
             spin: options.spin.unwrap_or_else(nap_cost),
             options,
@@ -415,7 +418,7 @@ impl Server {
 
     /// Waits until `until` for events at the descriptors and handles them. Returns the number of events.
     fn doorbells(&mut self, until: Option<Instant>) -> Result<usize, ServerError> {
-        let deaf = (!self.listening).then(|| Instant::now() + DEAF_FOR);
+        let deaf = (!self.listening).then(|| self.deaf_since + DEAF_FOR);
         let until = [until, deaf].into_iter().flatten().min();
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
         // A time that the kernel cannot count is no limit.
@@ -428,6 +431,7 @@ impl Server {
         };
         self.last_doorbells = Instant::now();
         if deaf.is_some_and(|until| until <= self.last_doorbells) {
+            self.deaf_since = self.last_doorbells;
             self.listen_again();
         }
         for event in &events[..count] {
@@ -490,7 +494,9 @@ impl Server {
 
     fn stop_listening(&mut self) {
         let Some(listener) = &self.listener else { return };
+        self.deaf_since = Instant::now();
         self.listening = self.listening && epoll::delete(&self.epoll, listener).is_err();
+        self.deaf_since = Instant::now();
     }
 
     fn clear_desk(&mut self) {

@@ -365,6 +365,38 @@ fn results_are_heard_whoever_noticed_the_replacement() {
     });
 }
 
+/// Each call tells the server that this process is awake. The results of tasks that sleep must be rung for all the same.
+#[test]
+fn a_call_that_is_answered_at_once_leaves_no_other_task_asleep() {
+    watched!();
+    for (_, runtime) in runtimes() {
+        let folder = Folder::new();
+        let host = Host::start(folder.socket(), options());
+        runtime.block_on(async {
+            let client = AsyncClient::connect(&host.path, &small()).unwrap();
+            for round in 0..20 {
+                host.board.set(DEFERRED, 0);
+                let late = tokio::spawn({
+                    let client = client.clone();
+                    async move { call(&client, Ask::new(DEFER, &pattern(round, 8))).await.map(drop) }
+                });
+                while host.board.get(DEFERRED) == 0 {
+                    tokio::time::sleep(Duration::from_micros(100)).await;
+                }
+                // Give the server time to fall asleep: only a sleeping server is rung.
+                tokio::time::sleep(Duration::from_millis(2)).await;
+                client.with(|client| {
+                    let ticket = client.submit(Ask::new(ECHO, b"at once")).unwrap();
+                    assert_eq!(client.wait(ticket, ample()).unwrap().to_vec(), b"at once");
+                });
+                host.board.add(RELEASE, 1);
+                late.await.unwrap().unwrap();
+            }
+            whole(&client);
+        });
+    }
+}
+
 #[test]
 fn a_client_that_is_dropped_leaves_the_server() {
     watched!();

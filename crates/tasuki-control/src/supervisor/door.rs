@@ -203,6 +203,11 @@ impl Door {
     fn queue(&self, queued: Queued) {
         // If the loop has ended, the caller that waits for the answer sees that: its sender is dropped.
         let _ = self.requests.send(queued);
+        self.ring();
+    }
+
+    /// Has the loop look for requests.
+    pub fn ring(&self) {
         let _ = rustix::io::write(&*self.bell, &1_u64.to_ne_bytes());
     }
 

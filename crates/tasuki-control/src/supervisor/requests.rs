@@ -1,5 +1,7 @@
 //! Requests of other threads, and the part of the daemon that answers each.
 
+use std::time::Duration;
+
 use tasuki_relay::message::ToWorker;
 
 use super::door::{Answer, Refusal, Request};
@@ -17,6 +19,9 @@ pub(super) fn applying() -> Refusal {
     Refusal::Busy("a configuration is being applied; ask again when that is done".to_owned())
 }
 
+/// Time for which the daemon answers requests before it looks at anything else.
+const ANSWERING_TIME_MAX: Duration = Duration::from_millis(1);
+
 impl Supervisor {
     pub(super) fn answer_requests(&mut self) {
         let mut count = [0; 8];
@@ -25,10 +30,16 @@ impl Supervisor {
         if self.adopting {
             return;
         }
+        let since = now();
         while let Ok((request, caller)) = self.requests.try_recv() {
             // A caller that has given up may have done otherwise since.
             if caller.is_none_or(|caller| caller.strong_count() > 0) {
                 self.answer_request(request);
+            }
+            if now().saturating_sub(since) >= ANSWERING_TIME_MAX {
+                // A worker may have died meanwhile. The rest of the requests comes after that.
+                self.door.ring();
+                return;
             }
         }
     }
