@@ -496,7 +496,6 @@ impl Server {
         let Some(listener) = &self.listener else { return };
         self.deaf_since = Instant::now();
         self.listening = self.listening && epoll::delete(&self.epoll, listener).is_err();
-        self.deaf_since = Instant::now();
     }
 
     fn clear_desk(&mut self) {
