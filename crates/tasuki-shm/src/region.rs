@@ -34,7 +34,7 @@ use crate::sync::AtomicU64;
 
 mod common;
 mod copy;
-mod guard;
+pub mod guard;
 
 pub use common::CommonRegion;
 use copy::{copy_abroad, prefetch_to_read, prefetch_to_write};
@@ -614,7 +614,27 @@ fn sealed_len(memory: BorrowedFd<'_>, more: SealFlags) -> Result<(usize, usize),
     let stat =
         rustix::fs::fstat(memory).map_err(|errno| RegionError::from_errno("measuring shared memory", 0, errno))?;
     let number = |n: i64| usize::try_from(n).map_err(|_| RegionError::NotMemory);
-    Ok((number(stat.st_size)?, number(stat.st_blksize)?.max(PAGE_LEN)))
+    Ok((number(stat.st_size)?, page_len(memory, &stat)?))
+}
+
+/// File system type that `statfs` reports for a file on huge pages. Source: `include/uapi/linux/magic.h`.
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+
+/// Returns the length in bytes of the pages of which a memory file consists: a part of one can be neither unmapped nor
+/// replaced. A tmpfs that uses huge pages where it can (`transparent_hugepage/shmem_enabled`) also states their length, but
+/// splits them.
+fn page_len(memory: BorrowedFd<'_>, stat: &rustix::fs::Stat) -> Result<usize, RegionError> {
+    let kind =
+        rustix::fs::fstatfs(memory).map_err(|errno| RegionError::from_errno("looking at shared memory", 0, errno))?;
+    #[allow(clippy::useless_conversion, reason = "its type is another on other machines")]
+    let is_huge = u64::try_from(kind.f_type).is_ok_and(|kind| kind & 0xffff_ffff == HUGETLBFS_MAGIC);
+    let stated = usize::try_from(stat.st_blksize).map_or(PAGE_LEN, |page| page.max(PAGE_LEN));
+    Ok(if is_huge { stated } else { PAGE_LEN })
+}
+
+/// Returns whether a memory file exists up to `end` bytes, cannot be cut, and has small pages only (M3).
+pub fn is_kept(memory: BorrowedFd<'_>, end: u64) -> bool {
+    kept_len(memory).is_ok_and(|len| usize::try_from(end).is_ok_and(|end| end <= len))
 }
 
 /// Returns the length in bytes of memory that a third party keeps, after checking that it has small pages only (M3).

@@ -9,15 +9,11 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use rustix::fs::SealFlags;
 use rustix::mm::ProtFlags;
 
 use super::copy::store_word;
-use super::guard::Guard;
-use super::{Mapping, PAGE_LEN, PeerRegion, RegionError, Shared, Span, copy_abroad, sealed_len};
-
-/// File system type that `statfs` reports for a file on huge pages. Source: `include/uapi/linux/magic.h`.
-const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+use super::guard::{Guard, Instead};
+use super::{Mapping, PAGE_LEN, PeerRegion, RegionError, Shared, Span, copy_abroad, kept_len, page_len};
 
 /// Memory that a stranger made, and that both sides write.
 #[derive(Debug)]
@@ -29,13 +25,7 @@ impl CommonRegion {
     /// Maps `len` bytes of memory from a stranger, after checking that they exist and cannot go away (M3).
     pub fn map(memory: BorrowedFd<'_>, len: usize) -> Result<Self, RegionError> {
         // Ask for the seals first: only a memory file answers, and we must not ask anything else of other files.
-        let (have, _) = sealed_len(memory, SealFlags::empty())?;
-        let kind = rustix::fs::fstatfs(memory)
-            .map_err(|errno| RegionError::from_errno("looking at shared memory", len, errno))?;
-        #[allow(clippy::useless_conversion, reason = "its type is another on other machines")]
-        if u64::try_from(kind.f_type).is_ok_and(|kind| kind & 0xffff_ffff == HUGETLBFS_MAGIC) {
-            return Err(RegionError::Unguarded);
-        }
+        let have = kept_len(memory)?;
         if have < len {
             return Err(RegionError::Truncated { have, need: len });
         }
@@ -55,10 +45,9 @@ impl CommonRegion {
             return Err(RegionError::Truncated { have, need: len });
         }
         // Whole pages of the file: a part of a huge page can be neither unmapped nor replaced.
-        let page = usize::try_from(stat.st_blksize).map_or(PAGE_LEN, |page| page.max(PAGE_LEN));
-        let whole = len.max(1).next_multiple_of(page);
+        let whole = len.max(1).next_multiple_of(page_len(memory, &stat)?);
         let mut mapping = Mapping::new(memory, whole, ProtFlags::READ | ProtFlags::WRITE)?;
-        mapping.guard = Some(Guard::on(&mapping)?);
+        mapping.guard = Some(Guard::on(mapping.base, mapping.len, Instead::Zeroes)?);
         Ok(CommonRegion { mapping: Arc::new(mapping) })
     }
 
@@ -203,7 +192,7 @@ mod tests {
         let memory = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&memory, 4096).unwrap();
         assert!(matches!(CommonRegion::map(memory.as_fd(), 4096), Err(RegionError::Unsealed)));
-        rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK).unwrap();
+        rustix::fs::fcntl_add_seals(&memory, rustix::fs::SealFlags::SHRINK).unwrap();
         assert!(matches!(CommonRegion::map(memory.as_fd(), 4097), Err(RegionError::Truncated { .. })));
         assert!(CommonRegion::map(memory.as_fd(), 4096).is_ok());
     }
@@ -236,7 +225,7 @@ mod tests {
             return;
         };
         rustix::fs::ftruncate(&memory, 2 << 20).unwrap();
-        rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK).unwrap();
+        rustix::fs::fcntl_add_seals(&memory, rustix::fs::SealFlags::SHRINK).unwrap();
         assert!(matches!(CommonRegion::map(memory.as_fd(), 4096), Err(RegionError::Unguarded)));
     }
 }

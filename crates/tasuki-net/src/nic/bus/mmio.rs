@@ -3,8 +3,9 @@
 //! # Invariants
 //!
 //! - **I1** A mapping's `base` is page-aligned and stays mapped for `len` bytes until the value is dropped.
-//! - **I2** The memory behind a mapping does not vanish. It is a device's own memory, which the kernel answers for,
-//!   or a memfd of small pages that is sealed against shrinking. So no load or store inside `len` raises SIGBUS.
+//! - **I2** No load or store inside `len` ends the process. The memory behind a mapping is a memfd of small pages that is sealed
+//!   against shrinking; or a device's own memory under a guard (G1), for the kernel raises SIGBUS while the device is out of its
+//!   bus, or is told not to answer there.
 //! - **I3** No reference points to these bytes: they are only loaded and stored, at multiples of the access's size
 //!   below `len`. The accesses are volatile, since each has a meaning for the device.
 #![allow(unsafe_code, reason = "maps registers, loads and stores them")]
@@ -14,15 +15,16 @@ use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{Ordering, fence};
 
-use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags};
-use tasuki_shm::region::PAGE_LEN;
+use tasuki_shm::region::guard::Guard;
+use tasuki_shm::region::is_kept;
 
 /// A mapped piece of a BAR.
 #[derive(Debug)]
 pub(super) struct Mmio {
     base: NonNull<u8>,
     len: u32,
+    guard: Option<Guard>,
 }
 
 // SAFETY: a mapping belongs to the process, not to a thread (I1); accesses are volatile and of one machine word
@@ -32,9 +34,14 @@ unsafe impl Send for Mmio {}
 unsafe impl Sync for Mmio {}
 
 impl Mmio {
-    /// Maps `len` bytes of a device's own memory, from `offset` of its descriptor on.
+    /// Maps `len` bytes of a device's own memory, from `offset` of its descriptor on. While the device does not answer, they
+    /// read as ones, and from then on.
     pub fn of_device(device: BorrowedFd<'_>, offset: u64, len: u32) -> io::Result<Self> {
-        Self::map(device, offset, len, MapFlags::SHARED)
+        let mut mmio = Self::map(device, offset, len, MapFlags::SHARED)?;
+        // SAFETY: a mapping of our own, just made; the guard is dropped first (I1).
+        let guard = unsafe { Guard::on_registers(mmio.base, mmio.len as usize) };
+        mmio.guard = Some(guard.map_err(io::Error::other)?);
+        Ok(mmio)
     }
 
     fn map(device: BorrowedFd<'_>, offset: u64, len: u32, flags: MapFlags) -> io::Result<Self> {
@@ -44,18 +51,13 @@ impl Mmio {
             rustix::mm::mmap(std::ptr::null_mut(), len as usize, protection, flags, device, offset)
         }?;
         let base = NonNull::new(base.cast::<u8>()).expect("the kernel maps nothing at address 0");
-        Ok(Mmio { base, len })
+        Ok(Mmio { base, len, guard: None })
     }
 
     /// Maps `len` bytes of memory that another process handed over, if they exist and cannot go away (I2). Returns
     /// `None` otherwise.
     pub fn of_process(memory: BorrowedFd<'_>, offset: u64, len: u32) -> io::Result<Option<Self>> {
-        let Ok(seals) = rustix::fs::fcntl_get_seals(memory) else { return Ok(None) };
-        let stat = rustix::fs::fstat(memory)?;
-        let small = usize::try_from(stat.st_blksize).is_ok_and(|page| page <= PAGE_LEN);
-        let there =
-            offset.checked_add(len.into()).is_some_and(|end| u64::try_from(stat.st_size).is_ok_and(|n| end <= n));
-        if !(seals.contains(SealFlags::SHRINK) && small && there) {
+        if !offset.checked_add(len.into()).is_some_and(|end| is_kept(memory, end)) {
             return Ok(None);
         }
         // Map all pages now: a page fault would cost time when the card is taken over.
@@ -114,6 +116,8 @@ fn publish() {
 
 impl Drop for Mmio {
     fn drop(&mut self) {
+        // Before the range can belong to another mapping (G1).
+        self.guard = None;
         // SAFETY: `base` and `len` come from mmap, and no reference points to them (I1, I3).
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len as usize) };
         debug_assert!(unmapped.is_ok(), "munmap of our own mapping failed: {unmapped:?}");
@@ -156,7 +160,7 @@ register!(u8, u16, u32);
 mod tests {
     use std::os::fd::AsFd;
 
-    use tasuki_shm::region::{Pages, Region};
+    use tasuki_shm::region::{PAGE_LEN, Pages, Region};
 
     use super::*;
 
@@ -182,6 +186,20 @@ mod tests {
             mmio.store(offset, 7_u32);
         }
         assert_eq!(mmio.load::<u32>(4092), Some(0));
+    }
+
+    #[test]
+    fn registers_that_do_not_answer_any_more_read_as_ones() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(3 * 4096).unwrap();
+        let (device, other) =
+            (Mmio::of_device(file.as_fd(), 0, 4096).unwrap(), Mmio::of_device(file.as_fd(), 4096, 8192).unwrap());
+        other.store(4, 7_u32);
+        device.store(8, 7_u32);
+        file.set_len(4096).unwrap();
+        assert_eq!((other.load(4), other.load(8188)), (Some(u32::MAX), Some(u32::MAX)));
+        other.store(4, 7_u32);
+        assert_eq!(device.load(8), Some(7_u32));
     }
 
     #[test]
