@@ -160,6 +160,11 @@ pub enum NicError {
         /// Number of bytes available.
         have: usize,
     },
+    /// The device's accesses to memory are not translated, though an IOMMU is there (virtio 1.2, 6.1).
+    #[error(
+        "the device would reach any memory, past the IOMMU: it does not offer VIRTIO_F_ACCESS_PLATFORM; give it iommu_platform=on (QEMU), or take another"
+    )]
+    PastIommu,
     /// The card did not finish a step in time.
     #[error("the card did not finish {step} within {limit_ms} ms; it is stuck: reset it")]
     Stuck {

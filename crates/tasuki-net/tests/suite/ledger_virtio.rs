@@ -96,6 +96,21 @@ fn number(frame: &Frame) -> u64 {
     u64::from_ne_bytes(frame.bytes()[16..24].try_into().expect("eight bytes"))
 }
 
+/// QEMU's default behind VFIO. The device would take our addresses for those of the machine's memory.
+#[test]
+fn a_device_that_reaches_memory_past_the_iommu_is_refused() {
+    const ACCESS_PLATFORM: u64 = 1 << 33;
+    let start = |features| {
+        let (play, memory) = Play::new(features);
+        play.device.is_behind_an_iommu.set(true);
+        (Card::start(play.bus(), memory, &options()).map(drop), play)
+    };
+    let (started, play) = start(PLAIN);
+    assert!(matches!(started.expect_err("a refusal").error, NicError::PastIommu));
+    assert_eq!([RX, TX].map(|queue| play.device.queue(queue)), [None; 2]);
+    start(PLAIN | ACCESS_PLATFORM).0.expect("a device behind the IOMMU");
+}
+
 #[test]
 fn what_is_in_hand_comes_again_and_what_is_not_does_not() {
     let mut desk = start(PLAIN);

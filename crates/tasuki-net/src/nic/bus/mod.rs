@@ -251,6 +251,11 @@ pub trait Bus {
         pci::enable_again(self)
     }
 
+    /// Returns whether an IOMMU translates the addresses that the device uses.
+    fn translates(&self) -> bool {
+        false
+    }
+
     /// Sets whether frames wait while the bus waits for answers. If so, the bus polls for longer before it sleeps.
     fn hurry(&mut self, _hurries: bool) {}
 }

@@ -1,6 +1,6 @@
 //! The two queues of frames: receive and transmit. See `chains.rs` for their structure.
 
-use tasuki_shm::arena::Arena;
+use tasuki_shm::arena::{Arena, Slot};
 use tasuki_shm::slots::SlotId;
 
 use super::chains::{Chains, Done};
@@ -35,8 +35,11 @@ impl Receiver {
     fn receive_one(&mut self, arena: &Arena) -> Result<Option<Frame>, NicError> {
         let Some(Done { chain, slot, room, written }) = self.chains.peek()? else { return Ok(None) };
         let len = frame_len(written, room)?;
-        let slot = take_back(arena, slot)?;
+        let mut slot = take_back(arena, slot)?;
         self.chains.take(chain);
+        if written < HEADER_LEN + FRAME_MIN {
+            fill_up(&mut slot, written);
+        }
         // The device has just written it; prefetch it for the code that handles the burst.
         slot.fetch();
         Ok(Some(Frame { slot, len }))
@@ -143,13 +146,19 @@ impl Receive for Receiver {
     }
 }
 
-/// Returns the length of a frame in a slot with `room` bytes. The device claims to have written `written` bytes, with
-/// the header.
+/// Fills a frame up with zeroes to the shortest length, as QEMU does for other cards. Its network may bring any number of bytes.
+#[cold]
+fn fill_up(slot: &mut Slot, written: u32) {
+    slot.bytes_mut()[(written - HEADER_LEN) as usize..FRAME_MIN as usize].fill(0);
+}
+
+/// Returns the length of a frame in a slot with `room` bytes, once it is filled up. The device claims to have written `written`
+/// bytes, with the header.
 #[inline]
 fn frame_len(written: u32, room: u32) -> Result<u16, NicError> {
     let len = written.wrapping_sub(HEADER_LEN);
-    match u16::try_from(len) {
-        Ok(short) if (FRAME_MIN..=room).contains(&len) => Ok(short),
+    match u16::try_from(len.max(FRAME_MIN)) {
+        Ok(whole) if len <= room => Ok(whole),
         _ => Err(NicError::Absurd { what: "the length of a used buffer", value: written.into() }),
     }
 }

@@ -13,6 +13,8 @@
 
 use std::time::Instant;
 
+use arrayvec::ArrayVec;
+
 use super::regs::{common, feature, queue as queues, status};
 use super::setup::{self, Layout, Terms, wrong};
 use super::transport::{Transport, other};
@@ -81,7 +83,8 @@ impl<B: Bus> VirtioNet<B> {
 
     /// Makes the device use our queues again, where they were reset, or moved elsewhere by a taker that is gone.
     pub(super) fn bring_back(&mut self) -> Result<(), NicError> {
-        let mut reaches = false;
+        let mut is_used = false;
+        let mut away = ArrayVec::<(u16, Option<Iova>), 3>::new();
         for queue in self.queues() {
             let ours = match queue {
                 queues::RECEIVE => self.card.layout.rx,
@@ -90,15 +93,18 @@ impl<B: Bus> VirtioNet<B> {
             };
             let [descriptors, ..] = ours.addresses(&self.memory);
             match self.card.transport.queue(queue)? {
-                (_, Some(at)) if at == descriptors => continue,
-                (_, Some(_)) => {
-                    // A taker has this queue only after all of ours were reset, so the device uses none of our memory.
-                    if !std::mem::replace(&mut reaches, true) {
-                        self.reach_again()?;
-                    }
-                    self.card.transport.reset_queue(queue)?;
-                }
-                (_, None) => {}
+                (_, Some(at)) if at == descriptors => is_used = true,
+                (_, at) => away.push((queue, at)),
+            }
+        }
+        // A taker has a queue. It may have unmapped our memory, unless the device uses that: it is steered to our pair, or has
+        // begun to come back.
+        if !is_used && away.iter().any(|(_, at)| at.is_some()) {
+            self.reach_again()?;
+        }
+        for (queue, at) in away {
+            if at.is_some() {
+                self.card.transport.reset_queue(queue)?;
             }
             // If we die before this is complete, the device must be started anew.
             self.memory.ledger().belongs(None);

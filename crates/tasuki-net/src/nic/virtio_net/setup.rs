@@ -180,6 +180,9 @@ impl<B: Bus> Device<B> {
         transport.reset()?;
         memory.take_back();
         let terms = Terms::agree(&transport, options)?;
+        if bus.translates() && terms.features & feature::ACCESS_PLATFORM == 0 {
+            return Err(NicError::PastIommu);
+        }
         memory.map_anew(bus)?;
         pci::enable(bus, true)?;
         transport.find_pairs(terms.features)?;

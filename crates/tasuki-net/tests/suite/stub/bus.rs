@@ -14,6 +14,10 @@ pub trait Answers {
     fn read(&self, offset: u32) -> u32;
     /// Writes the register at `offset`.
     fn write(&self, offset: u32, value: u32);
+    /// Returns whether the card's accesses to memory go through an IOMMU.
+    fn is_behind_an_iommu(&self) -> bool {
+        false
+    }
     /// Learns that the driver did something else to the card than to read or write a register.
     fn touch(&self) {}
     /// Lets the card reach memory.
@@ -51,6 +55,10 @@ impl<C: Answers> Bus for Stub<C> {
 
     fn registers(&mut self, _: u8) -> Result<Stub<C>, BusError> {
         Ok(self.clone())
+    }
+
+    fn translates(&self) -> bool {
+        self.0.is_behind_an_iommu()
     }
 
     fn map_part(&mut self, Part { len, at, .. }: Part<'_>) -> Result<(), BusError> {

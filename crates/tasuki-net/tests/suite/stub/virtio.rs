@@ -53,6 +53,7 @@ pub struct Device {
     queues: RefCell<[HashMap<u32, u32>; 3]>,
     /// Number of resets of each queue.
     resets: Cell<[u64; 3]>,
+    pub is_behind_an_iommu: Cell<bool>,
 }
 
 /// The bus to a [`Device`].
@@ -77,6 +78,10 @@ impl Device {
 }
 
 impl Answers for Device {
+    fn is_behind_an_iommu(&self) -> bool {
+        self.is_behind_an_iommu.get()
+    }
+
     fn config(&self, offset: u16) -> u32 {
         let words = [
             (0x00, 0x1041_1af4),
@@ -165,8 +170,8 @@ impl Play {
             let copy = region.fd().try_clone_to_owned().expect("a descriptor is free");
             Region::adopt(copy).expect("memory of ours").span(0, region.len() / 8).expect("all of it")
         };
-        let (registers, queues, resets) = Default::default();
-        let device = Rc::new(Device { features, registers, queues, resets });
+        let (registers, queues, resets, is_behind_an_iommu) = Default::default();
+        let device = Rc::new(Device { features, registers, queues, resets, is_behind_an_iommu });
         let (rings, frames, had) = (all(memory.rings()), all(memory.arena().region()), Default::default());
         (Play { device, rings, frames, had, random: 0x9e37_79b9_7f4a_7c15 }, memory)
     }

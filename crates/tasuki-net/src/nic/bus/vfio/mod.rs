@@ -194,6 +194,10 @@ fn region_info(device: &OwnedFd, index: u32) -> Result<RegionInfo, BusError> {
 impl Bus for Vfio {
     type Registers = VfioRegisters;
 
+    fn translates(&self) -> bool {
+        true
+    }
+
     fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
         let mut bytes = [0; 4];
         let doing = "reading the configuration space";

@@ -152,16 +152,16 @@ fn an_index_that_runs_ahead_is_an_error() {
 #[test]
 fn lengths_that_no_frame_has_are_errors() {
     let longest = ROOM + HEADER_LEN;
-    for len in [0, 11, 12, 25, longest + 1, u32::MAX] {
+    for len in [0, 11, longest + 1, u32::MAX] {
         let (memory, mut receiver, mut device) = receiver();
         device.use_chain(0, len);
         let error = receive(&memory, &mut receiver).unwrap_err();
         assert!(matches!(error, NicError::Absurd { value, .. } if value == u64::from(len)), "{error}");
     }
-    for len in [26, longest] {
+    for len in [12, 25, 26, longest] {
         let (memory, mut receiver, mut device) = receiver();
         device.use_chain(0, len);
-        assert_eq!(receive(&memory, &mut receiver).unwrap(), [u16::try_from(len - 12).unwrap()]);
+        assert_eq!(receive(&memory, &mut receiver).unwrap(), [u16::try_from(len - 12).unwrap().max(14)]);
     }
 }
 
