@@ -125,11 +125,20 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         egress.notes = None;
         // A frame says how long it is, and may say anything.
         for frame in frames.iter().filter(|frame| (HEADER_LEN + 14..=PIECE_MAX).contains(&frame.len())) {
-            let Some((room, _)) = egress.stage() else { break };
+            let since = Instant::now();
+            // Readers that see the frames so far make room for the others. They are noted until all have gone.
+            while egress.stage().is_none() && since.elapsed() < WAIT {
+                egress.vni.flush();
+            }
+            let Some((room, _)) = egress.stage() else {
+                egress.dropped.no_room += 1;
+                continue;
+            };
             room[..frame.len()].copy_from_slice(frame);
-            if !egress.send_staged(frame.len()) {
-                // One frame waits; a ring without room for it has none for the others.
-                break;
+            let mut goes_on = egress.send_staged(frame.len());
+            while !goes_on {
+                egress.vni.flush();
+                goes_on = egress.send_waiting();
             }
         }
         self.flush();

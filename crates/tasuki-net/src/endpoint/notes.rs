@@ -22,6 +22,7 @@ use tasuki_shm::region::Span;
 use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release};
 
 use crate::vni::halves;
+use crate::vni::ledger::point;
 use crate::vni::offload::HEADER_LEN;
 
 /// Maximum number of frames that an endpoint reads in a turn.
@@ -65,24 +66,35 @@ impl Notes {
     /// Notes that the frame read to `page` is staged and not yet published.
     #[inline]
     pub(super) fn goes(&mut self, page: Option<u32>, len: usize) {
-        let (Some(page), Ok(len)) = (page, u32::try_from(len)) else { return };
-        if self.count < FRAMES_MAX {
-            self.word(FRAMES_AT + self.count).store(u64::from(page) << 32 | u64::from(len), Relaxed);
-            self.count += 1;
-            self.word(COUNT).store(self.count as u64, Release);
+        if let (Some(page), true) = (page, self.count < FRAMES_MAX) {
+            self.note(self.count, page, len);
         }
+    }
+
+    /// Notes a frame as the last one, in this place.
+    #[inline]
+    fn note(&mut self, at: usize, page: u32, len: usize) {
+        let Ok(len) = u32::try_from(len) else { return };
+        self.word(FRAMES_AT + at).store(u64::from(page) << 32 | u64::from(len), Relaxed);
+        point("notes.written");
+        self.count = at + 1;
+        self.word(COUNT).store(self.count as u64, Release);
     }
 
     /// Notes that all staged frames are published, except one that waits.
     #[inline]
     pub(super) fn published(&mut self, waits: Option<(u32, usize)>) {
+        match waits {
+            // It is noted at any time: in the old notes or in these, or as the one that was being read.
+            Some((page, len)) => self.note(0, page, len),
+            None if self.count > 0 => {
+                self.count = 0;
+                self.word(COUNT).store(0, Release);
+            }
+            None => {}
+        }
+        point("notes.noted");
         self.reads_to(None);
-        if std::mem::take(&mut self.count) > 0 {
-            self.word(COUNT).store(0, Release);
-        }
-        if let Some((page, len)) = waits {
-            self.goes(Some(page), len);
-        }
     }
 
     /// Returns the frames that a predecessor left: the page of each, and its length where known.

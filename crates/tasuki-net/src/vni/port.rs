@@ -170,11 +170,10 @@ impl VniPort {
     }
 
     /// Sends frames that this port did not receive, from the front of `burst`, as many as there is room for. Returns
-    /// their number. Frames of this port in `in_hand` stay pending.
-    pub fn forward(&mut self, burst: &mut Burst, in_hand: &Burst) -> usize {
+    /// their number; the caller removes them. Frames of this port in `in_hand` stay pending.
+    pub fn forward(&mut self, burst: &Burst, in_hand: &Burst) -> usize {
         let went = self.stage(burst);
         self.commit(in_hand);
-        burst.drain(..went);
         went
     }
 

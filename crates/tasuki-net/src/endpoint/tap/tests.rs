@@ -173,6 +173,76 @@ fn a_frame_that_was_dropped_leaves_no_length_for_the_next_one() {
     }
 }
 
+/// Sends frames to the other node, which reads none, until one waits. Returns their number.
+fn send_until_one_waits(net: &mut Net, worker: &mut Bridge<Tap>) -> u16 {
+    for number in 0.. {
+        net.send(number..number + 1);
+        worker.turn();
+        if worker.waits().is_some() {
+            return number + 1;
+        }
+    }
+    unreachable!("a ring has an end")
+}
+
+/// A frame waits for room over many turns. It is noted at each instant of them.
+#[test]
+fn a_frame_that_waits_outlives_its_worker_at_any_time() {
+    for places in 0.. {
+        let mut net = Net::new();
+        let mut worker = net.worker();
+        let all = send_until_one_waits(&mut net, &mut worker);
+        let was_killed = lives_for(places, || _ = worker.turn());
+        drop(worker);
+        let mut came = net.came();
+        let mut worker = net.worker();
+        while worker.turn() > 0 {}
+        came.extend(net.came());
+        came.sort_unstable();
+        came.dedup();
+        assert_eq!(came, (0..all).collect::<Vec<_>>(), "killed at place {places}");
+        if !was_killed {
+            assert!(places > 2, "a waiting frame is noted anew");
+            break;
+        }
+    }
+}
+
+/// A successor finds noted frames for a node without room, and behind them frames for another.
+#[test]
+fn a_full_ring_loses_no_noted_frame_of_another_node() {
+    const THIRD: u16 = 2;
+    const BEHIND: usize = 10;
+    let mut was_full = false;
+    for places in 0.. {
+        let nodes = Nodes::new(3);
+        let (other, mut third) = (nodes.end(OTHER), nodes.end(THIRD));
+        let mut net = Net { nodes, other, ..Net::new() };
+        let mut worker = net.worker();
+        let all = send_until_one_waits(&mut net, &mut worker);
+        // The node makes room for the frame that waits and for the next ones, and not for those once more.
+        net.other.wake();
+        let read = net.other.receive(|_| ());
+        worker.turn();
+        net.send(all..all + u16::try_from(read - 1).unwrap());
+        let last = of_false_length(THIRD, [8, 0], 14 + 300, 300);
+        for _ in 0..BEHIND {
+            rustix::io::write(&net.namespace, &[&[0; HEADER_LEN][..], &last].concat()).unwrap();
+        }
+        let was_killed = lives_for(places, || while worker.turn() > 0 {});
+        drop(worker);
+        let mut worker = net.worker();
+        was_full |= worker.dropped.no_room > 0;
+        while worker.turn() > 0 {}
+        let came = received(&mut third).len();
+        assert!(came >= BEHIND, "killed at place {places}: {came}");
+        if !was_killed {
+            break;
+        }
+    }
+    assert!(was_full, "at some place the other node's ring was full");
+}
+
 #[test]
 fn what_a_liar_leaves_on_the_page_harms_nobody() {
     let mut net = Net::new();
