@@ -117,6 +117,11 @@ impl<'a> Ask<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct Deadline(Limit);
 
+/// Returns a time that can be added to the present one: a longer one than a year is none that ends.
+pub(crate) fn bounded(time: Duration) -> Duration {
+    time.min(Duration::from_secs(365 * 24 * 3600))
+}
+
 #[derive(Debug, Clone, Copy)]
 enum Limit {
     Never,

@@ -21,6 +21,7 @@ use tasuki_shm::crash;
 use tasuki_shm::lease::Lost;
 use tasuki_shm::wake::nap_cost;
 
+use super::bounded;
 use super::client::{ConnectError, DIALS_MAX, dial, within};
 use super::server::{BindError, Server, ServerOptions};
 use super::state::{State, StateError};
@@ -81,6 +82,9 @@ fn ask_for_inheritance(path: &Path) -> Result<(OwnedFd, Received), SucceedError>
             Ok(Some(answer)) => return Ok((socket, answer)),
             Ok(None) => {}
             Err(error) if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Err(ConnectError::Silent { path: path.to_owned(), limit: patience }.into());
+            }
             Err(source) => return Err(SucceedError::Kernel { doing: "asking the server for its state", source }),
         }
     }
@@ -116,7 +120,7 @@ impl Successor {
     /// # Errors
     /// [`SucceedError::NotReleased`] if the server has not let go within `limit`: it continues to serve.
     pub fn take_over(self, options: ServerOptions, limit: Duration) -> Result<Server, SucceedError> {
-        let until = Instant::now() + limit;
+        let until = Instant::now() + bounded(limit);
         // A dead server needs no request.
         let _ = wire::send(self.socket.as_fd(), &Packet::Release, &[]);
         if !self.wait_for_release(Some(until))? {

@@ -25,7 +25,7 @@ use super::message::{Cargo, FromClient, FromServer, Inline};
 use super::pending::{Outcome, Pending};
 use super::segment::{Layout, Segment};
 use super::wire::Service;
-use super::{Ask, Body, Breach, CallError, Deadline, Failure, Payload, Refused, Reply};
+use super::{Ask, Body, Breach, CallError, Deadline, Failure, Payload, Refused, Reply, bounded};
 use connect::Greeting;
 pub use connect::{ClientOptions, ConnectError};
 pub(super) use connect::{DIALS_MAX, dial, within};
@@ -112,11 +112,11 @@ impl Client {
         let bell = Bell::new(segment.bell(), this_cpu());
         let mut client = Client {
             path: path.as_ref().to_owned(),
-            options: options.clone(),
+            options: ClientOptions { handshake: bounded(options.handshake), ..options.clone() },
             counters: segment.counters(),
             slept: segment.slept(),
             pending: Pending::new(options.ring),
-            spin: options.spin.unwrap_or_else(nap_cost),
+            spin: options.spin.map_or_else(nap_cost, bounded),
             link: Err(CallError::ServerGone { generation: 0 }),
             orphaned: None,
             greeting: None,

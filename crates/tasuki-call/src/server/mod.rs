@@ -18,10 +18,10 @@ use tasuki_shm::lease::Tenure;
 use tasuki_shm::slots::Census;
 use tasuki_shm::wake::{BellSender, bell_pipe, drain, nap_cost, this_cpu};
 
-use super::Breach;
 use super::session::{Deferred, Desk, Request, Session};
 use super::state::{State, random_word};
 use super::wire::Service;
+use super::{Breach, bounded};
 use admission::Handshake;
 pub use bind::{BindError, Peers, ServerOptions};
 use bind::{claim_folder, clear_the_way, listen, raise_descriptor_limit};
@@ -208,7 +208,7 @@ impl Server {
             listening: true,
             deaf_since: Instant::now(),
             epoll,
-            spin: options.spin.unwrap_or_else(nap_cost),
+            spin: options.spin.map_or_else(nap_cost, bounded),
             options,
             service,
             tenure,
@@ -286,7 +286,7 @@ impl Server {
 
     /// Serves the waiting requests. If there are none, waits for one, at most `wait`: spins first, then sleeps.
     pub fn turn(&mut self, wait: Option<Duration>, mut handler: impl FnMut(Request<'_>)) -> Result<Turn, ServerError> {
-        let mut until = None;
+        let (wait, mut until) = (wait.map(bounded), None);
         self.go_on_giving();
         loop {
             if matches!(self.giving, Giving::Over) {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use tasuki_call::{
     Armed, Ask, CallError, Client, ClientOptions, Deadline, Failure, INLINE_MAX, Reply, STATUS_DROPPED,
-    STATUS_REPLY_TOO_LARGE, Server, Ticket, Turn,
+    STATUS_REPLY_TOO_LARGE, Server, ServerOptions, Ticket, Turn,
 };
 use tasuki_shm::arena::{Detach, Geometry, Slot};
 
@@ -678,4 +678,23 @@ fn finish(host: &Host, client: &mut Client, call: Call, held: &mut Vec<Slot>) {
         }
     };
     held.extend(call.settle(outcome));
+}
+
+#[test]
+fn the_longest_times_are_times_like_any_other() {
+    watched!();
+    let folder = Folder::new();
+    let mut server = Server::bind(folder.socket(), ServerOptions { spin: Some(Duration::MAX), ..options() }).unwrap();
+    let mut worker = Worker::new(&Board::new(), server.state());
+    std::thread::scope(|scope| {
+        let called = scope.spawn(|| {
+            let longest = ClientOptions { spin: Some(Duration::MAX), handshake: Duration::MAX, ..small() };
+            let mut client = Client::connect(folder.socket(), &longest).unwrap();
+            echo(&mut client, &[7; 40]);
+        });
+        while server.tally().departed == 0 {
+            server.turn(Some(Duration::MAX), |request| worker.handle(request)).unwrap();
+        }
+        called.join().unwrap();
+    });
 }
