@@ -11,7 +11,9 @@
 //! identifications in the second and later frames: Linux, `net/ipv4/tcp_offload.c` (`tcp_gso_segment`) and `af_inet.c`
 //! (`inet_gso_segment`); for tunnels, `udp_offload.c` (`__skb_udp_tunnel_segment`).
 
-use super::offload::{NEEDS_CSUM, Offload};
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 
 /// `gso_type`: the frame is no GSO packet.
 pub const GSO_NONE: u8 = 0;
@@ -83,6 +85,25 @@ fn compute(offload: &Offload, frame: &mut [u8]) -> Result<(), Malformed> {
     let is_udp = offload.csum_offset.get() == UDP_CHECK_AT;
     put(frame, at, if check == 0 && is_udp { u16::MAX } else { check });
     Ok(())
+}
+
+/// Completes the header of a packet of `len` bytes that a card has joined of segments whose checksums it has checked: it asks for
+/// none, and the frames that are cut from it need theirs. `packet` has its header before it.
+pub fn ask_for_checksums(packet: &mut [u8]) {
+    let Some((header, frame)) = packet.split_at_mut_checked(HEADER_LEN) else { return };
+    let Ok(mut offload) = Offload::read_from_bytes(header) else { return };
+    let Some(kind) = Kind::of(&offload).filter(|_| offload.flags & NEEDS_CSUM == 0) else { return };
+    let fits = |ip: &Ip| kind.is_v4.is_none_or(|is_v4| is_v4 == ip.is_v4) && ip.holds(frame) == Some(kind.protocol());
+    let Some(ip) = Ip::first_in(frame).filter(fits) else { return };
+    let offset = if kind.is_tcp { 16 } else { 6 };
+    if ip.end + offset + 2 > frame.len() {
+        return;
+    }
+    let pseudo = fold(ip.pseudo(frame, frame.len() - ip.end, kind.protocol()));
+    put(frame, ip.end + offset, pseudo);
+    offload.flags |= NEEDS_CSUM;
+    (offload.csum_start, offload.csum_offset) = (short(ip.end).into(), short(offset).into());
+    header.copy_from_slice(offload.as_bytes());
 }
 
 /// Returns whether a GSO packet is inside a tunnel. A kernel that is given it whole, with this header, drops it.
@@ -184,12 +205,16 @@ impl Ip {
         put(headers, at + 10, check);
     }
 
+    /// Returns the sum of the pseudo-header of `len` bytes behind it.
+    fn pseudo(self, headers: &[u8], len: usize, protocol: u8) -> u64 {
+        let addresses = if self.is_v4 { self.at + 12..self.at + 20 } else { self.at + 8..self.at + 40 };
+        sum(&headers[addresses]) + len as u64 + u64::from(protocol)
+    }
+
     /// Writes the checksum of TCP or UDP, whose header is behind it, at `at`.
     fn check(self, headers: &mut [u8], part: &[u8], at: usize, protocol: u8) {
-        let addresses = if self.is_v4 { self.at + 12..self.at + 20 } else { self.at + 8..self.at + 40 };
         put(headers, at, 0);
-        let len = headers.len() - self.end + part.len();
-        let pseudo = sum(&headers[addresses]) + len as u64 + u64::from(protocol);
+        let pseudo = self.pseudo(headers, headers.len() - self.end + part.len(), protocol);
         // All bytes before the payload are even in number.
         let check = !fold(pseudo + sum(&headers[self.end..]) + sum(part));
         put(headers, at, if check == 0 && protocol == UDP { u16::MAX } else { check });

@@ -419,11 +419,11 @@ impl Outbox {
         Ok(Ok(()))
     }
 
-    /// Returns how far the reader is, or `None` if it has read everything.
+    /// Returns how far the reader is, or `None` if it has read all that it can see.
     pub(super) fn behind(&mut self, stock: &mut Stock<'_>) -> Result<Option<u32>, Broken> {
-        let all_read = self.reap(stock)?;
+        self.reap(stock)?;
         let unread = self.ring.capacity() - self.ring.known_room();
-        Ok((!all_read).then(|| self.ring.tail().wrapping_sub(unread)))
+        Ok((unread > 0).then(|| self.ring.tail().wrapping_sub(unread)))
     }
 
     /// Returns whether the reader holds any page.

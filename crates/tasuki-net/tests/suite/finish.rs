@@ -3,9 +3,9 @@
 
 use proptest::prelude::*;
 use smoltcp::wire::{IpAddress, Ipv4Packet, Ipv6Packet, TcpPacket, UdpPacket};
-use tasuki_net::vni::finish::{GSO_SEGMENTS_MAX, finish, is_in_tunnel};
+use tasuki_net::vni::finish::{GSO_SEGMENTS_MAX, ask_for_checksums, finish, is_in_tunnel};
 use tasuki_net::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
-use zerocopy::FromBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
 const TCP: u8 = 6;
 const UDP: u8 = 17;
@@ -260,6 +260,24 @@ proptest! {
             payload.extend_from_slice(bytes);
         }
         prop_assert!(payload == segment.payload);
+    }
+
+    #[test]
+    fn a_packet_that_a_card_has_joined_asks_for_the_check_sums_of_its_segments(segment in segments(), found: u16) {
+        let ip_options = if segment.is_v4 { segment.ip_options } else { 0 };
+        let segment = Segment { ip_options, ..segment };
+        let (offload, mut frame) = (segment.offload(segment.gso_type()), segment.frame());
+        let whole = [offload.as_bytes(), &frame].concat();
+        let at = segment.transport() + usize::from(segment.check_at());
+        frame[at..at + 2].copy_from_slice(&found.to_be_bytes());
+        // DATA_VALID: the card has checked them.
+        let checked = Offload { flags: 2, csum_start: 0.into(), csum_offset: 0.into(), ..offload };
+        let mut joined = [checked.as_bytes(), &frame].concat();
+        for _ in 0..2 {
+            ask_for_checksums(&mut joined);
+            prop_assert_eq!(joined[0], 2 | NEEDS_CSUM);
+            prop_assert_eq!(&joined[1..], &whole[1..]);
+        }
     }
 
     #[test]

@@ -20,7 +20,7 @@ use super::notes::READS;
 use super::{Dropped, Egress, Endpoint, Given, Recovery, is_readable};
 use crate::switch::CheckedPrefix;
 use crate::vni::Incoming;
-use crate::vni::finish::{GSO_NONE, finish, is_in_tunnel};
+use crate::vni::finish::{GSO_NONE, ask_for_checksums, finish, is_in_tunnel};
 use crate::vni::ledger::point;
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use socket::Tag;
@@ -91,6 +91,8 @@ impl Endpoint for Packet {
             Err(error) => match Errno::from_io_error(&error) {
                 // Longer than the interface's MTU, and no segment.
                 Some(Errno::MSGSIZE) => dropped.too_long += 1,
+                // The card sends more slowly, and the kernel keeps no more frames for it.
+                Some(Errno::AGAIN | Errno::NOBUFS) => dropped.no_room += 1,
                 errno => {
                     dropped.refused += 1;
                     // The kernel unbinds the socket when its interface goes.
@@ -133,6 +135,7 @@ impl Endpoint for Packet {
                     put_back(tag, egress.staged(), len)
                 }
             };
+            ask_for_checksums(&mut egress.staged()[..len]);
             if !self.cut(egress, len) && !egress.send_staged(len) {
                 return count;
             }
@@ -156,6 +159,7 @@ impl Endpoint for Packet {
             frame.resize(len + TAG_LEN, 0);
             put_back(tag, frame, len);
         }
+        ask_for_checksums(frame);
     }
 
     fn fd(&self) -> Option<BorrowedFd<'_>> {

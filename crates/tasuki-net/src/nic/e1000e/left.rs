@@ -246,7 +246,9 @@ pub const PHY: [(u32, u16, u16); 3] = [
 
 /// Returns whether a register of the PHY is as after a reset, in the bits that matter.
 pub fn is_sound<R: Registers>(mmio: &Mmio<R>, (register, bits, must): (u32, u16, u16)) -> bool {
-    flow::read_phy(mmio, register).is_some_and(|found| found & bits == must)
+    // A management controller may have been at the PHY: then the access fails, and the next one does not.
+    let found = (0..3).find_map(|_| flow::read_phy(mmio, register));
+    found.is_some_and(|found| found & bits == must)
 }
 
 /// Time for which the PHY is held in reset: the maker's drivers wait as long.

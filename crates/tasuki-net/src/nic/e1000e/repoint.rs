@@ -156,6 +156,9 @@ impl<B: Bus> std::fmt::Debug for Ready<B> {
 /// tail is written while the unit is off. Until then the card has the tail of the previous ring. In a full ring that
 /// tail is within the posted descriptors, wherever it is. In a ring that begins at that tail, nothing is posted yet.
 /// In all other cases the tail is written first.
+///
+/// Writes the low half of the first receive ring's place last of all places: if we are killed before that, our successor sees that
+/// the card is not ours yet ([`go_on_halted`](E1000e::go_on_halted)).
 fn go_on_with<R: Registers>(
     mmio: &Mmio<R>,
     rings_at: Iova,
@@ -164,22 +167,22 @@ fn go_on_with<R: Registers>(
     [receive_control, transmit_control]: [u32; 2],
     begins_at_tail: bool,
 ) {
-    let rings = || (0_usize..).zip(0_u32..).zip(rx);
+    let rings = || [(0_usize, 0_u32), (1, 1)].into_iter().take(rx.len()).zip(rx);
     mmio.0.together(|| {
-        for ((queue, index), its) in rings() {
-            let (low, high) = shape.ring_at(rings_at, queue).halves();
-            mmio.write(regs::RDBAL.of(index), low);
-            mmio.write(regs::RDBAH.of(index), high);
-            mmio.write(regs::RDH.of(index), its.head());
-            if !its.is_full() && !begins_at_tail {
-                mmio.write(regs::RDT.of(index), its.tail());
-            }
-        }
         let (low, high) = shape.ring_at(rings_at, rx.len()).halves();
         mmio.write(regs::TDBAL, low);
         mmio.write(regs::TDBAH, high);
         mmio.write(regs::TDH, tx.head());
         mmio.write(regs::TDT, tx.tail());
+        for ((queue, index), its) in rings().rev() {
+            let (low, high) = shape.ring_at(rings_at, queue).halves();
+            mmio.write(regs::RDBAH.of(index), high);
+            mmio.write(regs::RDH.of(index), its.head());
+            if !its.is_full() && !begins_at_tail {
+                mmio.write(regs::RDT.of(index), its.tail());
+            }
+            mmio.write(regs::RDBAL.of(index), low);
+        }
         mmio.write(regs::TCTL, transmit_control | tctl::EN);
         mmio.write(regs::RCTL, receive_control | rctl::EN);
         for ((_, index), its) in rings().filter(|(_, its)| its.is_full() || begins_at_tail) {

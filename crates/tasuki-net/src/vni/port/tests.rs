@@ -5,7 +5,7 @@ use zerocopy::IntoBytes;
 
 use super::*;
 use crate::vni::finish::GSO_UDP_L4;
-use crate::vni::fixture::{Nodes, mac};
+use crate::vni::fixture::{Nodes, mac, received};
 use crate::vni::mortal::lives_for;
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 
@@ -357,4 +357,33 @@ fn who_reads_nothing_is_waited_for_as_long_as_the_port_has_patience() {
     let port = net.port.as_mut().unwrap();
     assert!(port.takes(&burst));
     assert_eq!(port.transmit(&mut burst), Ok(BURST_MAX));
+}
+
+/// A frame waits in a turn that does not end, for the node of another frame reads nothing. Its own node has read all that it can
+/// see.
+#[test]
+fn a_staged_frame_is_neither_shown_nor_taken_back_before_its_turn_ends() {
+    let [stalled, other] = TO;
+    let mut net = Net::new();
+    let port = net.port.as_mut().unwrap();
+    while port.vni.send(stalled, &[&mac(stalled)[..], &mac(US), &[0; 4000]].concat()).is_ok() {}
+    port.vni.flush();
+    let mut burst = Burst::new();
+    for to in [other, stalled] {
+        let mut slot = port.arena().take().unwrap();
+        let bytes = [&mac(to)[..], &mac(US), &[8, 0, 7, 7]].concat();
+        slot.bytes_mut()[..bytes.len()].copy_from_slice(&bytes);
+        burst.push(Frame { slot, len: u16::try_from(bytes.len()).unwrap() });
+    }
+    let now = Instant::now();
+    assert!(!port.takes(&burst));
+    assert!(port.tick(now) && port.tick(now + PATIENCE), "a node is behind");
+    assert_eq!(received(net.others.get_mut(&other).unwrap()), [[0; 0]; 0], "no ledger has it");
+    net.others.get_mut(&stalled).unwrap().wake();
+    while net.others.get_mut(&stalled).unwrap().receive(|_| ()) > 0 {}
+    let port = net.port.as_mut().unwrap();
+    while !burst.is_empty() {
+        let Ok(_) = port.transmit(&mut burst);
+    }
+    assert_eq!(received(net.others.get_mut(&other).unwrap()).len(), 1);
 }
