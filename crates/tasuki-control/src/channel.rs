@@ -111,8 +111,13 @@ pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, No
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut beside = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let got =
-        rustix::io::retry_on_intr(|| rustix::net::recvmsg(socket, &mut [IoSliceMut::new(room)], &mut beside, flags));
+    let mut get =
+        || rustix::io::retry_on_intr(|| rustix::net::recvmsg(socket, &mut [IoSliceMut::new(room)], &mut beside, flags));
+    let got = match get() {
+        // The peer ended with messages of ours unread. The kernel says that first, and has the peer's last ones all the same.
+        Err(Errno::CONNRESET) => get(),
+        got => got,
+    };
     let got = match got {
         Err(Errno::WOULDBLOCK) => return Err(Nothing::Yet),
         Err(Errno::CONNRESET) => return Err(Nothing::Closed),

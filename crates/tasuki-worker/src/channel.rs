@@ -124,7 +124,12 @@ impl DaemonChannel {
             self.has_called |= self.daemon.is_some();
         }
         let socket = self.daemon.as_ref()?;
-        match receive(socket.as_fd(), &mut self.buffer) {
+        let mut received = receive(socket.as_fd(), &mut self.buffer);
+        if received.as_ref().is_err_and(|errno| *errno == Errno::CONNRESET) {
+            // The daemon ended with messages of ours unread. The kernel says that first, and has its last orders all the same.
+            received = receive(socket.as_fd(), &mut self.buffer);
+        }
+        match received {
             Ok(Some((len, fds, whole))) => return Some(understand(&self.buffer[..len], fds, whole)),
             Err(Errno::AGAIN | Errno::INTR) => {}
             // The daemon has ended.

@@ -227,9 +227,9 @@ impl<N: Transactional> InHand<'_, N> {
             return None;
         }
         let slot = self.own()?;
-        if let Some(added) = slot.bytes_mut().get_mut(had..len.into()) {
-            added.fill(0);
-        }
+        let (now, bytes) = (usize::from(len), slot.bytes_mut());
+        // What is added, or cut off: a slot may go to another node, wiped as far as its frame goes.
+        bytes[now.min(had)..now.max(had)].fill(0);
         self.frame.len = len;
         Some(&mut self.frame.slot.bytes_mut()[..len.into()])
     }

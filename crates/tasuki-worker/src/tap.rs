@@ -106,7 +106,10 @@ impl Tap {
                     burst.push(Frame { slot, len });
                     fail::point("tap.taken");
                 }
-                Ok(_) => heartbeat.add(heartbeat::REFUSED, 1),
+                Ok(len) => {
+                    room[..len].fill(0);
+                    heartbeat.add(heartbeat::REFUSED, 1);
+                }
                 Err(errno) => return self.note(errno),
             }
         }

@@ -38,10 +38,12 @@ impl Uplink {
         Uplink { port, burst: Burst::new(), stuck: None, is_joined: false }
     }
 
-    /// Gives the VNI frames from the NIC, from the front of `burst`. Returns the number of frames given.
+    /// Gives the VNI frames from the NIC, from the front of `burst`, and moves them to `given`. Returns their number.
     #[inline]
-    pub fn give(&mut self, burst: &mut Burst) -> usize {
-        self.port.forward(burst, &self.burst)
+    pub fn give(&mut self, burst: &mut Burst, given: &mut Burst) -> usize {
+        let went = self.port.forward(burst, &self.burst);
+        given.extend(burst.drain(..went));
+        went
     }
 
     /// Receives frames from the VNI if all earlier frames have gone. Returns the number received.

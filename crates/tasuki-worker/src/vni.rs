@@ -261,7 +261,10 @@ impl<D: FrameHandler> VniAttachment<D> {
     fn stop(&mut self, common: &mut Common) {
         match &mut self.end {
             Some(End::Native(native)) => native.stop(&mut self.handler, common),
-            Some(End::Bridge(bridge)) => bridge.finish(),
+            Some(End::Bridge(bridge)) => {
+                bridge.finish();
+                self.count(common);
+            }
             Some(End::Uplink) | None => {}
         }
         self.entrust_client(common);
@@ -397,19 +400,26 @@ impl<D: FrameHandler> VniAttachment<D> {
     /// Passes frames on once, both ways. Returns the number of frames moved.
     #[inline]
     fn move_frames(&mut self, common: &mut Common) -> usize {
-        let (moved, now) = match &mut self.end {
-            Some(End::Bridge(bridge)) => {
-                let moved = bridge.turn();
-                (moved, (bridge.given, bridge.taken, bridge.dropped.sum()))
-            }
-            Some(End::Native(native)) => {
-                let moved = native.turn(&mut self.handler, common);
-                // The program counts its frames itself.
-                (moved, (0, 0, native.dropped()))
-            }
-            // The NIC's attachment moves the frames and counts them.
-            Some(End::Uplink) => (0, (0, 0, common.uplink.as_ref().map_or(0, |uplink| uplink.port.dropped.sum()))),
-            None => return 0,
+        let moved = match &mut self.end {
+            Some(End::Bridge(bridge)) => bridge.turn(),
+            Some(End::Native(native)) => native.turn(&mut self.handler, common),
+            // The NIC's attachment moves the frames.
+            Some(End::Uplink) | None => 0,
+        };
+        self.count(common);
+        moved
+    }
+
+    /// Adds the frames since the last time to the heartbeat.
+    #[inline]
+    fn count(&mut self, common: &mut Common) {
+        let now = match &self.end {
+            Some(End::Bridge(bridge)) => (bridge.given, bridge.taken, bridge.dropped.sum()),
+            // The program counts its frames itself.
+            Some(End::Native(native)) => (0, 0, native.dropped()),
+            // The NIC's attachment counts them.
+            Some(End::Uplink) => (0, 0, common.uplink.as_ref().map_or(0, |uplink| uplink.port.dropped.sum())),
+            None => return,
         };
         let (now_given, now_taken, now_dropped) = now;
         let (given, taken, dropped) = self.told;
@@ -422,7 +432,6 @@ impl<D: FrameHandler> VniAttachment<D> {
                 self.tell_dropped(common);
             }
         }
-        moved
     }
 
     /// Adds the frames that did not cross since the last time to the heartbeat, by reason.

@@ -116,7 +116,9 @@ impl FrameHandler for Job {
     ) -> Result<usize, N::Fault> {
         match self.work.kind {
             // Frames from the NIC go to the VNI.
-            message::Work::Uplink => Ok(context.uplink.as_mut().map_or(0, |uplink| uplink.give(burst))),
+            message::Work::Uplink => {
+                Ok(context.uplink.as_mut().map_or(0, |uplink| uplink.give(burst, &mut self.given)))
+            }
             _ => transmit(nic, burst, context.heartbeat),
         }
     }
@@ -159,8 +161,11 @@ pub struct Job {
     work: Work,
     pace: Pace,
     account: Account,
-    /// Frames that a source receives and drops, or frames for the TAP.
+    /// Frames that a source receives and drops, frames for the TAP, or frames of an uplink's end for the NIC.
     came: Burst,
+    /// Frames of an uplink's NIC that the VNI has, until the NIC's ledger says so. A successor receives their slots again, so
+    /// these must stay as they are.
+    given: Burst,
 }
 
 impl Job {
@@ -172,7 +177,7 @@ impl Job {
         };
         let [seen, missing, late, next, ..] = program_state;
         let account = Account { seen, missing, late, next };
-        Job { work, pace: Pace::new(rate, Instant::now()), account, came: Burst::new() }
+        Job { work, pace: Pace::new(rate, Instant::now()), account, came: Burst::new(), given: Burst::new() }
     }
 
     /// Returns the later of two copies: accounts only grow.
@@ -219,6 +224,7 @@ impl Job {
                 // Call this even when there is nothing to send: it commits the frames that the TAP has received, so
                 // that a successor does not give them to the TAP again.
                 let went = if came > 0 || !burst.is_empty() { transmit(nic, burst, heartbeat)? } else { 0 };
+                self.came.clear();
                 Ok(came + went)
             }
         }
@@ -241,7 +247,9 @@ impl Job {
             }
             message::Work::Tap => {
                 let came = self.feed_tap(nic, heartbeat, BURST_MAX)?;
-                Ok(came + if came > 0 || !burst.is_empty() { transmit(nic, burst, heartbeat)? } else { 0 })
+                let went = if came > 0 || !burst.is_empty() { transmit(nic, burst, heartbeat)? } else { 0 };
+                self.came.clear();
+                Ok(came + went)
             }
             _ => self.turn(nic, context, burst),
         }
@@ -260,6 +268,7 @@ impl Job {
         uplink.is_joined = true;
         let mut moved = 0;
         if burst.is_empty() {
+            self.given.clear();
             moved = nic.receive(burst)?;
             context.heartbeat.add(heartbeat::RECEIVED, moved as u64);
             if moved > 0 {
@@ -267,7 +276,7 @@ impl Job {
             }
         }
         if !burst.is_empty() {
-            moved += uplink.give(burst);
+            moved += uplink.give(burst, &mut self.given);
             if !burst.is_empty() {
                 // Sending now would end the turn of the pending frames.
                 return Ok(moved);
@@ -279,6 +288,7 @@ impl Job {
             return Ok(moved);
         }
         let went = transmit(nic, &mut self.came, context.heartbeat)?;
+        self.given.clear();
         uplink.went(went);
         // Frames that found no room are copied again when there is room.
         self.came.iter_mut().for_each(|frame| frame.slot.bytes_mut()[..frame.len.into()].fill(0));
@@ -286,12 +296,15 @@ impl Job {
         Ok(moved + went)
     }
 
+    /// Receives frames and gives them to the TAP. Their slots stay as they are until the caller has them committed: a
+    /// successor receives them again.
     fn feed_tap<N: Transactional>(
         &mut self,
         nic: &mut N,
         heartbeat: &Heartbeat,
         most: usize,
     ) -> Result<usize, N::Fault> {
+        self.came.clear();
         let came = nic.receive_some(&mut self.came, most)?;
         if came == 0 {
             return Ok(0);
@@ -300,7 +313,6 @@ impl Job {
         if let Some(tap) = self.work.tap {
             tap.give(&self.came, heartbeat);
         }
-        self.came.clear();
         heartbeat.add(heartbeat::RECEIVED, came as u64);
         fail::point("burst.turned");
         Ok(came)

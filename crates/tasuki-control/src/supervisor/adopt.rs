@@ -38,6 +38,10 @@ const END_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// waits for a device, or a file system.
 const DEATHS_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// First number of a node's end of a VNI. The numbers below are for NICs: the program state of a node has a place for each of
+/// the first ones.
+pub(super) const FIRST_END: u32 = 1 << 16;
+
 /// Tells the worker at the other end of this socket to end, and returns whether it has.
 fn ends_when_told(socket: &OwnedFd) -> bool {
     let end = serde_json::to_vec(&ToWorker::End).expect("plain data");
@@ -97,8 +101,10 @@ impl Supervisor {
         let mut numbers: BTreeSet<u32> = nics.iter().map(|record| record.number).collect();
         for config in self.config.nic.clone() {
             let record = nics.iter().find(|record| record.name == config.name);
-            let number =
-                record.map(|record| record.number).or_else(|| self.next_nic(&numbers)).context("too many NICs")?;
+            let number = record
+                .map(|record| record.number)
+                .or_else(|| self.next_number(0, &numbers))
+                .context("too many NICs")?;
             numbers.insert(number);
             let mut card = Card::new(number, config).context("no memory for a NIC's lease page")?;
             card.restore(&mut found, is_used);
@@ -124,7 +130,7 @@ impl Supervisor {
         for node in self.config.node.clone().iter().filter(|node| node.vni.is_some()) {
             let name = node.vni.as_deref().map(|vni| super::vnis::end_name(&node.name, vni));
             let record = nics.iter().find(|record| Some(&record.name) == name.as_ref());
-            let unused = self.next_nic(&numbers);
+            let unused = self.next_number(FIRST_END, &numbers);
             let number = record.map(|record| record.number).or(unused).context("too many NICs")?;
             numbers.insert(number);
             let Some(mut card) = self.end_of(node, number)? else { continue };
@@ -202,10 +208,10 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Returns a number for messages that no NIC has, and that never makes a packet look like a message.
-    pub(super) fn next_nic(&self, taken: &BTreeSet<u32>) -> Option<u32> {
+    /// Returns a number for messages that no NIC has, from `first` on, and that never makes a packet look like a message.
+    pub(super) fn next_number(&self, first: u32, taken: &BTreeSet<u32>) -> Option<u32> {
         let is_free = |number: &u32| !taken.contains(number) && !self.cards.contains_key(number);
-        (0..).find(|number| is_free(number) && number & 0xFF != u32::from(b'{'))
+        (first..).find(|number| is_free(number) && number & 0xFF != u32::from(b'{'))
     }
 
     /// Restores the registry's record of a NIC, as far as it is still true.

@@ -676,7 +676,7 @@ impl Supervisor {
     }
 
     fn open_nic(&mut self, nic: config::Nic) -> Result<()> {
-        let number = self.next_nic(&BTreeSet::new()).context("there are too many NICs")?;
+        let number = self.next_number(0, &BTreeSet::new()).context("there are too many NICs")?;
         let card = Card::new(number, nic.clone()).context("no memory for a NIC's lease page")?;
         self.cards.insert(number, card);
         self.config.nic.push(nic);

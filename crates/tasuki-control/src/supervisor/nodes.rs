@@ -182,7 +182,7 @@ impl Supervisor {
     }
 
     fn make_node(&mut self, node: &config::Node) -> anyhow::Result<()> {
-        let number = self.next_nic(&std::collections::BTreeSet::new()).unwrap_or(u32::MAX);
+        let number = self.next_number(super::adopt::FIRST_END, &std::collections::BTreeSet::new()).unwrap_or(u32::MAX);
         let end = self.end_of(node, number)?;
         let record = NodeRecord::of(node);
         self.nodes.insert(node.name.clone(), Node::new(record.clone())?);

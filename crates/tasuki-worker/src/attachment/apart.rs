@@ -321,6 +321,8 @@ where
             if self.burst.is_empty() && still && nic.is_quiet() {
                 self.given.lease_page.stopped();
                 self.stamped = true;
+                // To leave ends a turn.
+                self.handler.remember(&common.program_state, self.given.number, nic.turns().wrapping_add(1));
                 if nic.leave()? {
                     self.given.lease_page.leaves(nic.left());
                     return Ok(true);
@@ -377,6 +379,8 @@ where
             if !self.empty_hands(common)? {
                 return Ok(false);
             }
+            // This ends a turn, too.
+            self.remember(&common.program_state);
             if let (Card::Driven(nic), true) = (&mut self.card, scrubs) {
                 nic.wipe_free();
             }
@@ -391,8 +395,12 @@ where
         let since = Instant::now();
         self.given.lease_page.stopped();
         self.stamped = true;
-        let Card::Driven(nic) = &mut self.card else { return Ok(false) };
-        while scrubs && !nic.wipe_rest() {
+        while scrubs {
+            self.remember(&common.program_state);
+            let Card::Driven(nic) = &mut self.card else { return Ok(false) };
+            if nic.wipe_rest() {
+                break;
+            }
             if since.elapsed() > EMPTY_HANDS {
                 return Ok(false);
             }

@@ -30,9 +30,10 @@ where
     N::Bus: BundleBus,
 {
     /// Returns the bell: while the NIC is driven, the card rings it; while we wait for the lease, the giver does.
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn bell(&self, can_work: bool) -> Option<BorrowedFd<'_>> {
         match &self.card {
-            Card::Driven(nic) if self.drives() && !self.gone => Some(nic.fd()),
+            // One that cannot work empties no bell.
+            Card::Driven(nic) if self.drives() && !self.gone && can_work => Some(nic.fd()),
             _ if self.waits_since.is_some() => self.wake.as_ref().map(AsFd::as_fd),
             _ => None,
         }
@@ -70,7 +71,7 @@ where
                 NicError::Gone => {
                     "; when it is there again, take the NIC out of the configuration, apply that, and put it back"
                 }
-                _ => "",
+                _ => "; to have it reset, take the NIC out of the configuration, apply that, and put it back",
             };
             common.channel.tell(Some(self.given.number), format!("{error}{help}"));
         }
@@ -144,6 +145,9 @@ where
         }
         if let Input::Order(Order::Take { epoch, after, .. }) = input {
             self.called = None;
+            // An earlier owner had this eventfd, and may have set it to blocking, for all who have it. None that we do not trust runs
+            // by now.
+            self.wake.iter().for_each(|wake| _ = rustix::io::ioctl_fionbio(wake, true));
             // The plan to store counts once. If the relay comes to nothing, the lease is granted anew and the ledger
             // says where to go on.
             let stores = self.plan.as_mut().is_some_and(|plan| plan.store.take().is_some());
@@ -152,6 +156,7 @@ where
         if matches!(input, Input::Order(Order::StandDown)) {
             // A driver state stored for a relay that came to nothing is not valid for the next relay.
             (self.stored, self.awaits_driver_state) = (None, None);
+            self.plan.iter_mut().for_each(|plan| plan.store = None);
         }
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
@@ -247,9 +252,10 @@ where
         (self.drives() && !self.gone).then_some(rest.min(until_look))
     }
 
-    fn fds<'a>(&'a self, _: &'a Common) -> [Option<BorrowedFd<'a>>; 2] {
+    fn fds<'a>(&'a self, common: &'a Common) -> [Option<BorrowedFd<'a>>; 2] {
+        let can_work = self.handler.can_work(common.uplink.is_some());
         let takes = self.drives() && !self.gone && self.burst.is_empty();
-        [self.bell(), self.handler.bell().filter(|_| takes)]
+        [self.bell(can_work), self.handler.bell().filter(|_| takes)]
     }
 
     fn line(&self) -> Option<BorrowedFd<'_>> {

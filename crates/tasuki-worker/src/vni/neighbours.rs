@@ -41,7 +41,7 @@ impl<D: FrameHandler> VniAttachment<D> {
             return Ok(());
         }
         // Whatever becomes of the new one, another node had the memory of before.
-        self.neighbours.remove(&number);
+        self.part(common, number);
         let node_memory = PeerNodeMemory::map(&NodeMemoryFds { control, pool })
             .with_context(|| format!("node {number} of the VNI is left out"))?;
         // The daemon opened this descriptor for us alone.
