@@ -124,7 +124,7 @@ impl Config {
                 what: mistake::sentence(text, error.span(), error.message()),
             }
         })?;
-        if let (None, Some((nic, what))) = (config.senseless_but_standbys(), config.odd_standby()) {
+        if let (None, Some((nic, what))) = (config.faults_but_of_standbys().first(), config.odd_standby()) {
             return Err(ConfigError::Wrong { path: path.to_owned(), line: mistake::line_of_standby(text, nic), what });
         }
         match config.senseless() {

@@ -1,6 +1,6 @@
 //! Finds contradictions in a configuration: each becomes a sentence with the fault and its repair.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr};
 
 use tasuki_relay::message;
@@ -40,35 +40,92 @@ const LATENCY_US_MAX: u32 = 10_000;
 /// Bytes of the name of a node's container, at most.
 pub const CONTAINER_MAX: usize = 256;
 
+/// The nodes by what each has for itself: its label, and its station address on its VNI. To compare every node with every
+/// other one takes too long where there are hundreds.
+struct Ends<'a> {
+    nodes: &'a [Node],
+    /// Numbers of nodes, in their order.
+    labels: HashMap<String, Vec<usize>>,
+    macs: HashMap<(&'a str, [u8; 6]), usize>,
+}
+
+impl<'a> Ends<'a> {
+    fn of(nodes: &'a [Node]) -> Self {
+        let (mut labels, mut macs) = (HashMap::<_, Vec<usize>>::new(), HashMap::new());
+        for (at, node) in nodes.iter().enumerate() {
+            if let Some(label) = node.label() {
+                labels.entry(spelled_by_name(&label).to_owned()).or_default().push(at);
+            }
+            if let Some(vni) = &node.vni {
+                macs.entry((&vni[..], node.mac())).or_insert(at);
+            }
+        }
+        Ends { nodes, labels, macs }
+    }
+
+    /// Returns the node beside which that with the number `at`, which is on a VNI, cannot have this label.
+    fn with_label(&self, label: &str, at: usize) -> Option<&'a Node> {
+        let is_before = |other: &&usize| **other < at || **other > at && self.nodes[**other].vni.is_none();
+        self.labels.get(spelled_by_name(label))?.iter().find(is_before).map(|other| &self.nodes[*other])
+    }
+
+    /// Returns the nodes with this label, however it is spelled.
+    fn with_label_like(&self, label: &str) -> impl Iterator<Item = &'a Node> {
+        self.labels.get(spelled_by_name(label)).into_iter().flatten().map(|at| &self.nodes[*at])
+    }
+
+    /// Returns the node before that with the number `at` that has this address on the same VNI.
+    fn with_mac(&self, vni: &str, mac: [u8; 6], at: usize) -> Option<&'a Node> {
+        self.macs.get(&(vni, mac)).filter(|other| **other < at).map(|other| &self.nodes[*other])
+    }
+}
+
 impl Config {
     /// Returns the first contradiction.
     pub fn senseless(&self) -> Option<String> {
-        self.senseless_but_standbys().or_else(|| self.odd_standby().map(|(_, what)| what))
+        self.faults().into_iter().next()
     }
 
-    /// Returns the first contradiction in the rest of it.
-    pub(super) fn senseless_but_standbys(&self) -> Option<String> {
+    /// Returns the first contradiction that `before` does not have: what a later version refuses of a configuration that was
+    /// applied keeps no other node away.
+    pub fn senseless_beside(&self, before: &Config) -> Option<String> {
+        let faults = self.faults();
+        let known = if faults.is_empty() { Vec::new() } else { before.faults() };
+        faults.into_iter().find(|fault| !known.contains(fault))
+    }
+
+    /// Returns all contradictions.
+    pub(super) fn faults(&self) -> Vec<String> {
+        let standby = self.odd_standby().map(|(_, what)| what);
+        self.faults_but_of_standbys().into_iter().chain(standby).collect()
+    }
+
+    /// Returns the contradictions in the rest of it.
+    pub(super) fn faults_but_of_standbys(&self) -> Vec<String> {
         let names = |kind: &'static str, all: Vec<&String>| {
             let mut seen = BTreeSet::new();
-            all.into_iter().find_map(|name| match () {
+            let fault = |name: &String, is_new: bool| match () {
                 () if !is_name(name) => Some(format!(
                     "{kind} {name:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
                 )),
-                () if !seen.insert(name) => {
+                () if !is_new => {
                     let of = self.node.iter().filter(|node| node.name == *name).find_map(Node::queue_of);
                     let why = of.filter(|_| kind == "node");
-                    let why = why.map(|of| format!(" (with cpus, further queues of node {of} are called {of}-1 and so on)"));
+                    let why =
+                        why.map(|of| format!(" (with cpus, further queues of node {of} are called {of}-1 and so on)"));
                     Some(format!("two {kind}s are called {name:?}; give one another name{}", why.unwrap_or_default()))
                 }
                 () => None,
-            })
+            };
+            all.into_iter().filter_map(|name| fault(name, seen.insert(name))).collect::<Vec<_>>()
         };
         let nodes: Vec<_> = self.node.iter().map(|node| &node.name).collect();
         let known = nodes.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", ");
         let known = if known.is_empty() { "and no other".to_owned() } else { format!("but {known}") };
         let stranger = |name: &String| (!nodes.contains(&name)).then(|| format!("there is no node {name:?}, {known}"));
+        let ends = Ends::of(&self.node);
         let of_nodes = || {
-            self.node.iter().find_map(|node| {
+            self.node.iter().enumerate().filter_map(|(at, node)| {
                 let trusted =
                     node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
                 let itself = || {
@@ -83,13 +140,13 @@ impl Config {
                     .or_else(|| odd_bounds(node))
                     .or_else(|| size_of_frames(node))
                     .or_else(|| program_of(node))
-                    .or_else(|| self.odd_tap(node))
+                    .or_else(|| self.odd_tap(node, &ends))
                     .or_else(|| self.odd_queue(node))
-                    .or_else(|| self.odd_vni(node))
+                    .or_else(|| self.odd_vni(node, at, &ends))
             })
         };
         let of_nics = || {
-            self.nic.iter().find_map(|nic| {
+            self.nic.iter().filter_map(|nic| {
                 let named = |what| format!("nic {:?}: {what}", nic.name);
                 let wire = (!nic.wire.is_empty() && nic.device != Device::Sim)
                     .then(|| named("only the model (device = \"sim\") has a wire to configure".to_owned()));
@@ -108,12 +165,10 @@ impl Config {
         let worker = self.daemon.worker.as_ref().filter(|worker| !worker.is_absolute());
         let worker =
             worker.map(|worker| format!("[daemon], worker: {} must be named by its path from /", worker.display()));
-        names("node", nodes.clone())
-            .or_else(|| names("nic", self.nic.iter().map(|nic| &nic.name).collect()))
-            .or_else(of_nodes)
-            .or_else(of_nics)
-            .or(limit)
-            .or(worker)
+        let nics = self.nic.iter().map(|nic| &nic.name).collect();
+        let mut all = [names("node", nodes.clone()), names("nic", nics)].concat();
+        all.extend(of_nodes().chain(of_nics()).chain(limit).chain(worker));
+        all
     }
 
     /// Returns the first NIC whose stand-by node cannot have it, and why.
@@ -154,7 +209,7 @@ impl Config {
     }
 
     /// Returns the fault of a node's end of a VNI, if there is one.
-    fn odd_vni(&self, node: &Node) -> Option<String> {
+    fn odd_vni(&self, node: &Node, at: usize, ends: &Ends<'_>) -> Option<String> {
         let named = |what: String| Some(format!("node {:?}: {what}", node.name));
         if let Some(what) = node.endpoint().and_then(|kind| kind.odd()) {
             return named(what);
@@ -249,21 +304,13 @@ impl Config {
             }
             _ => {}
         }
-        let others = || self.node.iter().filter(|other| other.name != node.name);
-        let is_later =
-            |other: &Node| self.node.iter().skip_while(|it| it.name != node.name).any(|it| it.name == other.name);
         // Of two nodes on VNIs the later one is at fault.
         let label = node.label();
-        let spelled = label.as_deref().map(spelled_by_name);
-        let same_label = |other: &&Node| {
-            let its = other.label();
-            its.as_deref().map(spelled_by_name) == spelled && !(other.vni.is_some() && is_later(other))
-        };
-        if let Some((label, other)) = label.as_ref().and_then(|label| Some((label, others().find(same_label)?))) {
+        let same_label = label.as_ref().and_then(|label| Some((label, ends.with_label(label, at)?)));
+        if let Some((label, other)) = same_label {
             return named(format!("{label} is node {:?}'s as well; on a VNI each node has its own", other.name));
         }
-        let same_mac = |other: &&Node| other.vni == node.vni && other.mac() == node.mac() && !is_later(other);
-        others().find(same_mac).and_then(|other| {
+        ends.with_mac(vni, node.mac(), at).and_then(|other| {
             let mac = StationAddress(node.mac());
             named(format!(
                 "node {:?} of VNI {vni} has its station address {mac} already; give one of them another (mac = …)",
@@ -329,7 +376,7 @@ impl Config {
     }
 
     /// Returns the fault of a node's TAP: its name, or a contradiction to another node's entry for the same TAP.
-    fn odd_tap(&self, node: &Node) -> Option<String> {
+    fn odd_tap(&self, node: &Node, ends: &Ends<'_>) -> Option<String> {
         let tap = node.tap()?;
         let named = |what: String| Some(format!("node {:?}, tap: {what}", node.name));
         if !tasuki_tap::is_name(&tap.name) {
@@ -345,13 +392,15 @@ impl Config {
             return named(what);
         }
         // On a VNI no two nodes share one.
-        let same = |other: &&Node| {
-            node.vni.is_none() && other.vni.is_none() && other.tap().is_some_and(|other| other.label() == tap.label())
-        };
-        if let Some(other) = self.node.iter().filter(same).find(|other| other.tap() != Some(tap)) {
+        if node.vni.is_some() {
+            return None;
+        }
+        let same = |other: &&Node| other.vni.is_none() && other.tap().is_some_and(|it| it.label() == tap.label());
+        let sharing: Vec<_> = ends.with_label_like(&tap.label()).filter(same).collect();
+        if let Some(other) = sharing.iter().find(|other| other.tap() != Some(tap)) {
             return named(format!("node {:?} gives {} another address; name one", other.name, tap.label()));
         }
-        let nics: Vec<_> = self.nic.iter().filter(|nic| self.node(&nic.node).as_ref().is_some_and(same)).collect();
+        let nics: Vec<_> = self.nic.iter().filter(|nic| sharing.iter().any(|other| other.name == nic.node)).collect();
         match &nics[..] {
             [one, other, ..] => named(format!(
                 "{} stands for one NIC, and {:?} and {:?} are both meant for it; give one of them to another node",

@@ -387,3 +387,22 @@ fn a_file_that_is_not_there_is_named() {
     let said = Config::read(Path::new("/nowhere/tasuki.toml")).unwrap_err().to_string();
     assert!(said.contains("/nowhere/tasuki.toml cannot be read"), "{said}");
 }
+
+/// To compare each node with every other one would make a hundred million labels here.
+#[test]
+fn ten_thousand_nodes_are_checked_and_the_one_at_fault_is_found() {
+    let node = |at: usize, netns: usize| {
+        let text = format!(
+            "[[node]]\nname = \"n{at}\"\nvni = \"lan\"\nwork = {{ tap = {{ name = \"eth0\", netns = \"box{netns}\" }} }}\n"
+        );
+        toml::from_str::<Config>(&text).expect("a node").node.remove(0)
+    };
+    let mut config = Config { node: (0..10_000).map(|at| node(at, at)).collect(), ..Config::default() };
+    assert_eq!(config.senseless(), None);
+    let before = config.clone();
+    config.node.push(node(10_000, 7));
+    let said = config.senseless().expect("two have one interface");
+    assert!(said.starts_with("node \"n10000\": box7:eth0 is node \"n7\"'s as well"), "{said}");
+    assert_eq!(config.senseless_beside(&before).as_ref(), Some(&said));
+    assert_eq!(config.senseless_beside(&config), None, "a fault of before keeps no other node away");
+}
