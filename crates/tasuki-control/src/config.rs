@@ -1,6 +1,7 @@
 //! The configuration: the nodes and NICs there are. It is one TOML file, and a key or value that means nothing is an
 //! error.
 
+mod before;
 mod daemon;
 mod limits;
 mod mistake;
@@ -131,6 +132,53 @@ impl Config {
             Some(what) => Err(ConfigError::Senseless { path: path.to_owned(), what }),
             None => Ok(config),
         }
+    }
+
+    /// Reads a text that an earlier tasukid has applied: nodes live by it, also if this one refuses it. Returns why it does, too.
+    ///
+    /// # Errors
+    /// A whole node or NIC of it cannot be read.
+    pub fn as_applied(path: &Path, text: &str) -> Result<(Self, Option<String>), ConfigError> {
+        let why = match Self::parse(path, text) {
+            Ok(config) => return Ok((config, None)),
+            Err(why) => why,
+        };
+        let table = written::without_mark(text).parse().map(toml::Value::Table);
+        match table.ok().and_then(|mut table| before::read(&mut table)) {
+            Some((config, left_out)) if left_out.is_empty() => Ok((config, Some(why.to_string()))),
+            Some((config, left_out)) => {
+                Ok((config, Some(format!("{why}; tasukid goes on without {}", left_out.join(", ")))))
+            }
+            None => Err(why),
+        }
+    }
+
+    /// Reads a node that another version has written as JSON. Returns what this one leaves out of it, too, or `None` if it is
+    /// no node for this one.
+    pub fn node_as_written(value: &serde_json::Value) -> Option<(Node, Vec<String>)> {
+        if let Ok(node) = Node::deserialize(value) {
+            return Some((node, Vec::new()));
+        }
+        let (mut all, mut value) = (toml::Table::new(), value.clone());
+        without_null(&mut value);
+        all.insert("node".to_owned(), toml::Value::try_from([value]).ok()?);
+        let (config, left_out) = before::read(&mut toml::Value::Table(all))?;
+        config.node.into_iter().next().map(|node| (node, left_out))
+    }
+
+    /// Takes the CPUs on which nothing may run here from nodes that have such. Returns a sentence about each, by node.
+    pub fn leave_stray_cpus(&mut self, may_use: impl Fn(u32) -> bool) -> Vec<(String, String)> {
+        let strays = self.node.iter_mut().filter(|node| node.cpu.is_some_and(|cpu| !may_use(cpu)));
+        let left = |node: &mut Node| {
+            let cpu = node.cpu.take().unwrap_or_default();
+            (
+                node.name.clone(),
+                format!(
+                    "cpu = {cpu}, and tasukid may not run anything there: its workers run where there is room, until that CPU is back or the node is given another, and the configuration is applied (tasuki apply)"
+                ),
+            )
+        };
+        strays.map(left).collect()
     }
 
     /// Reads a node that is written as JSON. An error is a sentence, as for a file.

@@ -154,8 +154,8 @@ impl NodeRecord {
 
     /// Returns the node as it was made, if that is known.
     pub fn as_made(&self) -> Option<config::Node> {
-        // A later version may know keys that this one does not.
-        serde_json::from_value(self.made.clone()?).ok()
+        // A later version may know keys that this one does not, and an earlier one may have taken what this one does not.
+        Some(config::Config::node_as_written(self.made.as_ref()?)?.0)
     }
 }
 
@@ -193,6 +193,15 @@ pub enum RegistryError {
         "the registry {} cannot be used ({what}); if it is damaged, remove it: tasukid then ends the workers that go on, and starts others", path.display()
     )]
     Unusable { path: PathBuf, what: String },
+    /// Another version wrote records in it that this one does not understand.
+    #[error(
+        "{} has {what}, which this version of tasukid cannot read; start the version that wrote it, or let that keep what is configured (tasuki config show --to FILE) and stop its workers (tasuki stop)", path.display()
+    )]
+    Unread {
+        path: PathBuf,
+        /// The record.
+        what: String,
+    },
     /// There is no descriptor for it.
     #[error("the registry {} cannot be opened, since this tasukid may open no more descriptors; raise LimitNOFILE= (ulimit -Hn)", path.display())]
     Lack { path: PathBuf },
@@ -240,6 +249,10 @@ pub struct Known {
     pub nodes: Vec<(String, NodeRecord)>,
     /// Nodes that were added by hand.
     pub added: Vec<config::Node>,
+    /// What another version wrote of these, and this one does not take: a node's name, and places in it.
+    pub left_out: Vec<(String, Vec<String>)>,
+    /// The first record that could not be read, if there is one. Its worker, node or NIC would be ended as if nothing knew of it.
+    pub unread: Option<String>,
     /// The configuration that was applied last.
     pub applied: Option<AppliedRecord>,
     /// Numbers of fenced workers.
@@ -332,6 +345,9 @@ impl Registry {
         let ((found, known), database) = read.map_err(failed)?;
         if found != FORMAT {
             return Err(RegistryError::Format { path, found });
+        }
+        if let Some(what) = known.unread {
+            return Err(RegistryError::Unread { path, what });
         }
         let mirror = Mirror::of(&known);
         let file = mark_behind(&path);
@@ -443,17 +459,35 @@ fn all(database: &Database) -> Result<(u64, Known), Failed> {
     let facts = read.open_table(FACTS)?;
     let fact = |name| Ok::<_, Failed>(facts.get(name)?.map_or(0, |value| value.value()));
     let mut known = Known { last_party: u32::try_from(fact("party")?).unwrap_or(u32::MAX), ..Known::default() };
-    known.workers = numbered(&read.open_table(WORKERS)?)?;
-    known.nics = numbered(&read.open_table(NICS)?)?;
-    known.events = numbered(&read.open_table(EVENTS)?)?;
+    let unread = &mut known.unread;
+    known.workers = numbered(&read.open_table(WORKERS)?, |number| note(unread, format!("worker {number}")))?;
+    known.nics = numbered(&read.open_table(NICS)?, |number| note(unread, format!("NIC number {number}")))?;
+    // Nothing goes by events.
+    known.events = numbered(&read.open_table(EVENTS)?, |_| ())?;
     for row in read.open_table(NODES)?.iter()? {
         let (name, bytes) = row?;
-        known.nodes.extend(parse(bytes.value()).map(|node| (name.value().to_owned(), node)));
+        match parse(bytes.value()) {
+            Some(node) => known.nodes.push((name.value().to_owned(), node)),
+            None => note(unread, format!("node {}", name.value())),
+        }
     }
     for row in read.open_table(ADDED)?.iter()? {
-        known.added.extend(added(row?.1.value()));
+        let (name, bytes) = row?;
+        match added(bytes.value()) {
+            Some((node, left_out)) if left_out.is_empty() => known.added.push(node),
+            Some((node, left_out)) => {
+                known.left_out.push((node.name.clone(), left_out));
+                known.added.push(node);
+            }
+            None => note(unread, format!("node {}, which was added by hand,", name.value())),
+        }
     }
-    known.applied = read.open_table(TEXTS)?.get(APPLIED)?.and_then(|row| parse(row.value()));
+    if let Some(row) = read.open_table(TEXTS)?.get(APPLIED)? {
+        known.applied = parse(row.value());
+        if known.applied.is_none() {
+            note(unread, "a configuration".to_owned());
+        }
+    }
     for row in read.open_table(FENCES)?.iter()? {
         known.fenced.extend(u32::try_from(row?.0.value()));
     }
@@ -468,10 +502,22 @@ fn write(database: &Database, changes: &[Change]) -> Result<(), Failed> {
     Ok(write.commit()?)
 }
 
-fn numbered<T: DeserializeOwned>(table: &impl ReadableTable<u64, &'static [u8]>) -> Result<Vec<T>, Failed> {
+/// Keeps the first record that could not be read.
+fn note(unread: &mut Option<String>, what: String) {
+    unread.get_or_insert(what);
+}
+
+fn numbered<T: DeserializeOwned>(
+    table: &impl ReadableTable<u64, &'static [u8]>,
+    mut unread: impl FnMut(u64),
+) -> Result<Vec<T>, Failed> {
     let mut all = Vec::new();
     for row in table.iter()? {
-        all.extend(parse(row?.1.value()));
+        let (number, bytes) = row?;
+        match parse(bytes.value()) {
+            Some(record) => all.push(record),
+            None => unread(number.value()),
+        }
     }
     Ok(all)
 }
@@ -480,14 +526,15 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
     serde_json::from_slice(bytes).ok()
 }
 
-/// Reads a node. Earlier daemons had the latency of a machine's node beside its socket, 0 by default.
-fn added(bytes: &[u8]) -> Option<config::Node> {
+/// Reads a node, and what of it this version does not take. Earlier daemons had the latency of a machine's node beside its
+/// socket, 0 by default.
+fn added(bytes: &[u8]) -> Option<(config::Node, Vec<String>)> {
     let mut node: serde_json::Value = parse(bytes)?;
     let machine = node.get_mut("work").and_then(|work| work.get_mut("vm")?.as_object_mut());
     if let Some(latency) = machine.and_then(|machine| machine.remove("latency_us")).filter(|latency| *latency != 0) {
         node["latency_us"] = latency;
     }
-    serde_json::from_value(node).ok()
+    config::Config::node_as_written(&node)
 }
 
 fn text<T: Serialize>(value: &T) -> Vec<u8> {
@@ -584,9 +631,39 @@ mod tests {
     fn the_latency_of_an_earlier_daemons_machine_is_its_nodes() {
         let latency = |us: u32| {
             let node = serde_json::json!({ "name": "vm", "vni": "lan", "work": { "vm": { "socket": "/s", "latency_us": us } } });
-            added(node.to_string().as_bytes()).expect("it is a node").latency_us
+            added(node.to_string().as_bytes()).expect("it is a node").0.latency_us
         };
         assert_eq!((latency(0), latency(20)), (None, Some(20)));
+    }
+
+    #[test]
+    fn a_node_with_a_key_of_another_version_is_read_without_it_and_kept_as_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let put = |name: &str, text: &str| {
+            let database = open(&folder.path().join("registry.redb"), false).unwrap();
+            let write = database.begin_write().unwrap();
+            write.open_table(ADDED).unwrap().insert(name, text.as_bytes()).unwrap();
+            write.commit().unwrap();
+        };
+        let later = r#"{"name":"web","work":"sink","vni":"lan","later":1,"nice":-5}"#;
+        put("web", later);
+        let (mut registry, known) = Registry::open(folder.path()).unwrap();
+        assert_eq!((known.added[0].name.as_str(), known.added[0].nice), ("web", Some(-5)));
+        assert_eq!(known.left_out, [("web".to_owned(), vec!["later of node \"web\"".to_owned()])]);
+        assert_eq!(registry.write(&[Change::Fence(3)], Duration::ZERO), None);
+        drop(registry);
+        let text_of = |name| {
+            let database = open(&folder.path().join("registry.redb"), false).unwrap();
+            let read = database.begin_read().unwrap();
+            let row = read.open_table(ADDED).unwrap().get(name).unwrap().expect("a row");
+            String::from_utf8(row.value().to_vec()).unwrap()
+        };
+        assert_eq!(text_of("web"), later, "the other version finds it as it wrote it");
+        put("other", r#"{"name":"other","work":"of another version"}"#);
+        for _ in 0..2 {
+            let said = Registry::open(folder.path()).unwrap_err().to_string();
+            assert!(said.contains("registry.redb has node other, which was added by hand,"), "{said}");
+        }
     }
 
     /// As when its disk is full: there is something where the next file is to be.

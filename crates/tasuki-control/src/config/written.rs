@@ -3,9 +3,8 @@
 use std::path::Path;
 
 use serde::Serialize;
-use toml::Table;
 
-use super::{Config, Nic, Node};
+use super::{Config, Nic, Node, before};
 use crate::log::plain;
 
 /// Begins each line that is not of the file that was applied.
@@ -49,14 +48,19 @@ pub fn file(applied: &str, nodes: &[Node], nics: &[Nic], origin: &str, notes: &[
     // Not the whole error, which quotes the line.
     let wrong = |error: toml::de::Error| error.message().to_owned();
     let applied = without_mark(applied);
-    let before: Config = toml::from_str(applied).map_err(wrong)?;
+    let mut table = toml::Value::Table(applied.parse().map_err(wrong)?);
+    // Another version may have applied it: what this one refuses is left out.
+    let as_it_is = toml::from_str::<Config>(applied);
+    let is_whole = as_it_is.is_ok();
+    let before =
+        as_it_is.or_else(|error| before::read(&mut table).map(|(config, _)| config).ok_or_else(|| wrong(error)))?;
     let is_in = |nodes: &[Node], nics: &[Nic], other: &Config| {
         nodes.len() == other.node.len()
             && nics.len() == other.nic.len()
             && nodes.iter().all(|node| other.node.contains(node))
             && nics.iter().all(|nic| other.nic.contains(nic))
     };
-    let is_same = is_in(nodes, nics, &before);
+    let is_same = is_whole && is_in(nodes, nics, &before);
     let mut text = format!("{HEAD}{}\n", plain(origin, usize::MAX));
     if !is_same {
         text += &comment(
@@ -68,7 +72,7 @@ pub fn file(applied: &str, nodes: &[Node], nics: &[Nic], origin: &str, notes: &[
         let its_own = applied.lines().filter(|line| !line.starts_with(OURS));
         its_own.for_each(|line| text += &format!("{line}\n"));
     } else {
-        let mut table: Table = applied.parse().map_err(wrong)?;
+        let mut table = table.as_table().cloned().unwrap_or_default();
         table.retain(|key, _| key != "node" && key != "nic");
         for part in [toml::to_string(&table), toml::to_string(&Lists { node: nodes, nic: nics })] {
             text += &format!("\n{}", part.map_err(|error| error.to_string())?);
@@ -106,6 +110,16 @@ mod tests {
         assert!(fewer.contains("\n#= so it is\n"), "{fewer}");
         let none = file(EVERY_KEY, &[], &[], "a\nb", &[]).expect("a file");
         assert_eq!((parse(&none).node, parse(&none).api), (vec![], parse(EVERY_KEY).api), "{none}");
+    }
+
+    #[test]
+    fn what_another_version_applied_is_written_without_what_this_one_refuses() {
+        let all = parse(EVERY_KEY);
+        let later = EVERY_KEY.replacen("daemon = {", "daemon = { later = 1,", 1);
+        assert!(Config::parse(Path::new("t.toml"), &later).is_err());
+        let text = file(&later, &all.node, &all.nic, "generation 1", &[]).expect("a file");
+        let again = parse(&text);
+        assert_eq!((again.node, again.nic, again.daemon, again.api), (all.node, all.nic, all.daemon, all.api));
     }
 
     #[test]

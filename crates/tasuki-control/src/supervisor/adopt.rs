@@ -63,7 +63,7 @@ fn is_killed(socket: &OwnedFd, path: &Path) -> Option<u32> {
 impl Supervisor {
     /// Makes nodes and cards as the configuration has them, and asks the workers that still run.
     pub(super) fn adopt(&mut self, known: Known, mut found: Found) -> Result<()> {
-        let Known { workers, nics, nodes, added, fenced, events, .. } = known;
+        let Known { workers, nics, nodes, added, left_out, fenced, events, .. } = known;
         self.events = events;
         let mut alive: Vec<(WorkerRecord, Process)> = Vec::new();
         for record in &workers {
@@ -74,6 +74,14 @@ impl Supervisor {
             self.go_by_what_was_made(&nodes);
         }
         self.add_nodes_of_before(added);
+        for (name, left_out) in left_out {
+            let what = left_out.join(", ");
+            self.leave_out(&name, format!("this version of tasukid does not take {what}, and goes on without"));
+        }
+        // Workers go on where they are, and one node's CPU is no reason to leave the others alone.
+        for (name, sentence) in self.config.leave_stray_cpus(|cpu| self.may_use.contains(&cpu)) {
+            self.leave_out(&name, sentence);
+        }
         let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
         self.remove_taps_of_others(&living, &mut found);
         self.begin_queues(&living, &mut found);

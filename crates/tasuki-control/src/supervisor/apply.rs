@@ -36,15 +36,17 @@ pub struct Current {
     resumes: bool,
     /// Why the file cannot be used, if the daemon goes by what was applied last instead.
     pub unusable: Option<String>,
+    /// Why this version refuses the text in the record, which another one has applied, and what it leaves out.
+    refused: Option<String>,
 }
 
-/// Returns the configuration that an earlier daemon in this directory went by.
+/// Returns the configuration that an earlier daemon in this directory went by, also if this version refuses it.
 ///
 /// # Errors
 /// The registry cannot be read, or has none.
 pub fn applied_last(folder: &Path) -> Result<Config> {
     let record = Registry::open(folder)?.1.applied.context("the registry has nothing")?;
-    Ok(Config::parse(Path::new(&record.path), &record.text)?)
+    Ok(Config::as_applied(Path::new(&record.path), &record.text)?.0)
 }
 
 impl Current {
@@ -77,8 +79,10 @@ impl Current {
     /// Returns the configuration to begin with: that of the daemon's file, with its text; or the one that was applied last,
     /// if the file has not changed since, or cannot be used, as the error says.
     ///
+    /// A text that was applied counts also if this version refuses it: nodes live by it, and the file may have none of them.
+    ///
     /// # Errors
-    /// The file cannot be used, and nothing was applied.
+    /// The file cannot be used, and nothing was applied; or a whole node or NIC of what was applied cannot be read.
     pub fn begin(
         file: PathBuf,
         config: Config,
@@ -88,31 +92,46 @@ impl Current {
         let base = text.as_ref().ok().map(|text| crc32c::crc32c(text.as_bytes()));
         let path = file.display().to_string();
         let before = known.as_ref().map_or(0, |known| known.generation);
-        if let Some(record) = known.filter(|known| base.is_none_or(|base| known.base == base))
-            && let Ok(desired) = Config::parse(Path::new(&record.path), &record.text)
-        {
+        if let Some(record) = known.filter(|known| base.is_none_or(|base| known.base == base)) {
+            let (desired, refused) = Config::as_applied(Path::new(&record.path), &record.text).with_context(|| {
+                format!(
+                    "this version of tasukid does not understand what was applied last (generation {}), and would end its nodes; start the version before, and apply what this one takes",
+                    record.generation
+                )
+            })?;
             // A NIC of the file that is elsewhere by now still names its node.
             let has_nic = |name: &String| {
                 desired.nic.iter().any(|nic| [Some(&nic.node), nic.standby.as_ref()].contains(&Some(name)))
             };
             let mut config = desired.clone();
             config.node.retain(|node| !record.removed.contains(&node.name) || has_nic(&node.name));
-            return Ok((Current { file, resumes: !record.is_done, record, desired, unusable: text.err() }, config));
+            return Ok((
+                Current { file, resumes: !record.is_done, record, desired, unusable: text.err(), refused },
+                config,
+            ));
         }
         let text = text.map_err(anyhow::Error::msg)?;
         let base = crc32c::crc32c(text.as_bytes());
         let is_done = before == 0;
         let record = AppliedRecord { generation: before + 1, path, text, base, is_done, removed: BTreeSet::new() };
-        Ok((Current { file, record, resumes: !is_done, desired: config.clone(), unusable: None }, config))
+        Ok((
+            Current { file, record, resumes: !is_done, desired: config.clone(), unusable: None, refused: None },
+            config,
+        ))
     }
 
-    /// Returns a sentence if the daemon goes by another configuration than its file's, which cannot be used.
+    /// Returns a sentence if the daemon goes by another configuration than its file's, which cannot be used, or by one that it
+    /// refuses.
     pub fn trouble(&self) -> Option<String> {
-        let why = self.unusable.as_ref()?;
-        let generation = self.record.generation;
-        Some(format!(
-            "tasukid goes by what was applied last (generation {generation}), for its configuration cannot be used: {why}"
-        ))
+        let AppliedRecord { generation, path, .. } = &self.record;
+        let by = format!("tasukid goes by what was applied last (generation {generation})");
+        match (&self.refused, &self.unusable) {
+            (None, None) => None,
+            (None, Some(why)) => Some(format!("{by}, for its configuration cannot be used: {why}")),
+            (Some(refused), _) => Some(format!(
+                "{by}, though this version refuses it: {refused}. Change that in {path}, and apply it (tasuki apply {path})"
+            )),
+        }
     }
 }
 
@@ -192,7 +211,7 @@ impl Supervisor {
         let by_hand = self.config.node.iter().filter(|node| self.by_hand.contains(&node.name));
         let by_hand = by_hand.filter(|node| desired.node(&node.name).is_none()).cloned();
         let all = Config { node: desired.node.iter().cloned().chain(by_hand).collect(), ..desired.clone() };
-        if let Some(why) = all.senseless() {
+        if let Some(why) = all.senseless_beside(&self.config) {
             return Some(format!(
                 "with the nodes that were added by hand: {why}{}",
                 self.remedy_by_hand(desired, &all)
@@ -230,7 +249,7 @@ impl Supervisor {
             Config { node: others.collect(), ..all.clone() }
         };
         let mut by_hand = all.node.iter().map(|node| &node.name).filter(|name| desired.node(name).is_none());
-        let at_fault = by_hand.find(|name| without(name).senseless().is_none());
+        let at_fault = by_hand.find(|name| without(name).senseless_beside(&self.config).is_none());
         at_fault.map_or_else(String::new, |name| {
             format!("; node {name} was added by hand: remove it first (tasuki node remove {name}), or change the file")
         })
@@ -379,13 +398,18 @@ impl Supervisor {
         self.current.resumes = false;
         let record = &mut self.current.record;
         // The file counts for the next daemon as it is now, or as it was read.
-        let read = |file: &PathBuf| std::fs::read(file).map_or(record.base, |bytes| crc32c::crc32c(&bytes));
+        let read = |file: &PathBuf| {
+            // A pipe would keep the loop waiting.
+            let bytes = file.metadata().is_ok_and(|it| it.is_file()).then(|| std::fs::read(file).ok()).flatten();
+            bytes.map_or(record.base, |bytes| crc32c::crc32c(&bytes))
+        };
         let base = if file == self.current.file { crc32c::crc32c(text.as_bytes()) } else { read(&self.current.file) };
         let generation = generation + u64::from(record.text != text);
         let real = |path: &Path| path.canonicalize().ok();
         if real(&file).is_some_and(|file| real(&self.current.file) == Some(file)) {
             self.current.unusable = None;
         }
+        self.current.refused = None;
         let (path, is_done) = (file.display().to_string(), todo.is_empty());
         *record = AppliedRecord { generation, path, text, base, is_done, removed: BTreeSet::new() };
         let said = counted(todo.len());
@@ -506,6 +530,7 @@ impl Supervisor {
         // A node that was made anew was trusted before.
         for node in &desired.node {
             self.node_mut(&node.name).into_iter().for_each(|its| its.clone_from(node));
+            self.left_out.remove(&node.name);
         }
         self.settle_nics(&desired);
         self.current.record.is_done = true;
@@ -636,6 +661,7 @@ impl Supervisor {
             tap.set(new);
         }
         self.reconcile_shortcuts();
+        self.left_out.remove(name);
         // It waits in a jail that was made for the old settings.
         self.cells.forget_cells(name);
         let node = self.nodes.get_mut(name).context("there is no such node")?;
@@ -725,6 +751,8 @@ impl Supervisor {
             let count = of_containers.len();
             notes.push(format!("Not in this file: nodes of containers, {count} of them, which their runtime adds."));
         }
+        let refused = |why: &String| format!("What this version of tasukid refuses is left out: {why}.");
+        notes.extend(self.current.refused.as_ref().map(refused));
         let AppliedRecord { generation, path, text, .. } = &self.current.record;
         let origin = format!("generation {generation}, from {path}");
         let text = config::written::file(text, &nodes, &nics, &origin, &notes);
@@ -768,6 +796,24 @@ mod tests {
         assert_eq!((&current.record, config.daemon.hang_after_ms), (&record, 1), "the file counts as it was");
         assert!(current.trouble().unwrap().ends_with("(generation 1), for its configuration cannot be used: line 7"));
         assert_eq!(unusable(None).unwrap_err().to_string(), "line 7");
+        // What an earlier version applied from another file counts also if this one refuses it: the file has none of its nodes.
+        let nodes = |text: &str| {
+            let applied = AppliedRecord { path: "u.toml".to_owned(), text: text.to_owned(), ..record.clone() };
+            let empty = Config::parse(Path::new("t.toml"), one).unwrap();
+            let (current, config) = Current::begin("t.toml".into(), empty, Ok(one.to_owned()), Some(applied))?;
+            let names = config.node.iter().map(|node| node.name.clone()).collect::<Vec<_>>();
+            anyhow::Ok((names, current.trouble().unwrap_or_default()))
+        };
+        for (more, why) in [
+            ("nonsense = 1", "goes on without nonsense of node \"a\""),
+            ("nice = 5", "though this version refuses it: u.toml: node \"a\": nice = 5 is not in the range"),
+        ] {
+            let (names, trouble) = nodes(&format!("[[node]]\nname = \"a\"\nwork = \"sink\"\n{more}\n")).unwrap();
+            assert!(names == ["a"] && trouble.contains(why), "{names:?} {trouble}");
+            assert!(trouble.ends_with("Change that in u.toml, and apply it (tasuki apply u.toml)"), "{trouble}");
+        }
+        let said = nodes("[[node]]\nname = \"a\"\nwork = \"later\"\n").unwrap_err();
+        assert!(said.to_string().contains("would end its nodes; start the version before"), "{said}");
         let applied = AppliedRecord {
             generation: 2,
             path: "u.toml".to_owned(),

@@ -249,6 +249,8 @@ pub struct Supervisor {
     applying: Option<apply::Applying>,
     /// Nodes that were added by hand.
     by_hand: BTreeSet<String>,
+    /// What of nodes' settings does not count under this version, or on this machine.
+    left_out: BTreeMap<String, String>,
     /// CPUs that may be used.
     may_use: Vec<u32>,
     /// CPUs of `may_use` that no node has.
@@ -377,6 +379,7 @@ impl Supervisor {
             current,
             applying: None,
             by_hand: BTreeSet::new(),
+            left_out: BTreeMap::new(),
             programs,
             place,
             registry,

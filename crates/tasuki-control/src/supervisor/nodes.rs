@@ -41,7 +41,7 @@ impl Supervisor {
         let is_odd = |node: &config::Node| node.queue_of().is_some() && as_made.odd_queue(node).is_some();
         let odd: Vec<String> = as_made.node.iter().filter(|it| is_odd(it)).map(|it| it.name.clone()).collect();
         as_made.node.retain(|node| !odd.contains(&node.name));
-        let Some(why) = as_made.senseless() else { return self.config = as_made };
+        let Some(why) = as_made.senseless_beside(&self.config) else { return self.config = as_made };
         let other = as_made.node.iter().filter(|made| self.config.node(&made.name) != Some(made));
         let other: Vec<&str> = other.map(|made| &made.name[..]).collect();
         let sentence = format!(
@@ -52,14 +52,30 @@ impl Supervisor {
         self.note(About::default(), sentence);
     }
 
-    /// Adds the nodes that were added by hand while an earlier daemon ran.
-    pub(super) fn add_nodes_of_before(&mut self, added: Vec<config::Node>) {
+    /// Adds the nodes that were added by hand while an earlier daemon ran. One that contradicts the configuration goes. One that
+    /// this version refuses for itself stays as it is: another version took it, and it is at work.
+    pub(super) fn add_nodes_of_before(&mut self, mut added: Vec<config::Node>) {
+        // Hundreds of containers' nodes: to check all others beside each keeps the daemon from beginning. Half by half, the
+        // checks are few if few are at fault.
+        if let Ok(config) = self.with_nodes(&added) {
+            self.config = config;
+            return self.by_hand.extend(added.into_iter().map(|node| node.name));
+        }
+        if added.len() > 1 {
+            let rest = added.split_off(added.len() / 2);
+            self.add_nodes_of_before(added);
+            return self.add_nodes_of_before(rest);
+        }
         for node in added {
-            let name = node.name.clone();
-            match self.with_node(node) {
-                Ok(config) => {
-                    self.config = config;
-                    self.by_hand.insert(name);
+            let (name, alone) = (node.name.clone(), self.why_not_alone(&node));
+            match self.with_node(node.clone()) {
+                Ok(config) => self.config = config,
+                Err(why) if alone.as_ref() == Some(&why) => {
+                    self.config.node.push(node);
+                    let sentence = format!(
+                        "it was added by hand, and this version of tasukid refuses it ({why}); it goes on as it was made, until you remove it (tasuki node remove {name}) and add it anew"
+                    );
+                    self.leave_out(&name, sentence);
                 }
                 Err(why) => {
                     self.note(
@@ -67,9 +83,24 @@ impl Supervisor {
                         format!("node {name}, which had been added by hand, is not there any more: {why}"),
                     );
                     self.changes.push(Change::Removed(name));
+                    continue;
                 }
             }
+            self.by_hand.insert(name);
         }
+    }
+
+    /// Returns why this version refuses a node that was added by hand, if the other nodes have no part in that.
+    fn why_not_alone(&self, node: &config::Node) -> Option<String> {
+        let interface = node.queue_of().and_then(|of| self.config.node(of)).cloned();
+        Config { node: interface.into_iter().chain([node.clone()]).collect(), ..Config::default() }.senseless()
+    }
+
+    /// Notes what does not count of a node's settings, as a trouble of the node.
+    pub(super) fn leave_out(&mut self, name: &str, why: String) {
+        self.note(About::node(name), format!("node {name}: {why}"));
+        let all = self.left_out.entry(name.to_owned()).or_default();
+        *all = if all.is_empty() { why } else { format!("{all}; {why}") };
     }
 
     /// Goes on with the removals that the last daemon did not live to end: their nodes are as they were, and on no VNI.
@@ -92,8 +123,13 @@ impl Supervisor {
                 node.name
             ));
         }
+        self.with_nodes(&[node])
+    }
+
+    /// Returns the configuration with more nodes.
+    fn with_nodes(&self, nodes: &[config::Node]) -> Result<Config, String> {
         let mut config = self.config.clone();
-        config.node.push(node);
+        config.node.extend_from_slice(nodes);
         let mut now = config.clone();
         for nic in &mut now.nic {
             // Where it is counts, and not where the configuration has it. Its stand-by was checked when it was named.
@@ -101,7 +137,7 @@ impl Supervisor {
             card.into_iter().for_each(|card| card.node().clone_into(&mut nic.node));
             nic.standby = None;
         }
-        now.senseless().map_or(Ok(config), Err)
+        now.senseless_beside(&self.config).map_or(Ok(config), Err)
     }
 
     pub(super) fn add_node(&mut self, node: config::Node) -> Result<NodeView, Refusal> {
@@ -314,6 +350,7 @@ impl Supervisor {
                 self.mark_deposit(Key::Card(nic));
             }
             self.nodes.remove(&name);
+            self.left_out.remove(&name);
             self.cells.forget_node(&name);
             self.mark_deposit(Key::ProgramState(name.clone()));
             if let Some(at) = self.config.node.iter().position(|node| node.name == name) {

@@ -309,6 +309,7 @@ impl Supervisor {
     /// Adopts the TAPs of an earlier daemon, and makes the others, except those of which workers of the nodes in
     /// `living` have the only descriptor.
     pub(super) fn begin_taps(&mut self, living: &[String], found: &mut Found) -> Result<()> {
+        let goes_on = !living.is_empty() || !found.is_empty();
         self.taps = self.config.node.iter().filter_map(TapEnd::of).collect::<BTreeMap<_, _>>();
         for label in self.taps.keys().cloned().collect::<Vec<_>>() {
             let its = found.remove(&Key::Tap(label.clone()));
@@ -344,8 +345,10 @@ impl Supervisor {
                 Ok((_, None)) => {}
                 Ok((_, Some(why))) => troubles.push(why),
                 // A node that was added by hand is in no file that could be mended. Its worker is started once the
-                // TAP exists.
-                Err(error) if is_on_vni => troubles.push(format!("node {node:?} has no TAP {label} as yet: {error}")),
+                // TAP exists. So it is where other nodes live: they are not left alone for this one.
+                Err(error) if is_on_vni || goes_on => {
+                    troubles.push(format!("node {node:?} has no TAP {label} as yet: {error}"))
+                }
                 Err(error) => return Err(error).with_context(|| format!("node {node:?} has no TAP {label}")),
             }
         }

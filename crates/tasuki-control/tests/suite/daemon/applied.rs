@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use serde_json::Value;
+use tasuki_control::registry::{AppliedRecord, Change, Registry};
 
 use super::natives::{assert_exact, flows};
 use super::rig::{NODES, Rig, lives, pid, signal, until};
@@ -725,4 +727,75 @@ fn the_next_daemon_leaves_alone_an_interface_that_has_the_name_of_its_own_by_now
     assert_eq!(ip(&world.shop, "link show lan"), strange);
     assert!(!world.rig.ask(&["status"]).contains("gets no frames"), "{}", world.rig.log());
     world.end();
+}
+
+/// As after an upgrade to a version that takes less, after `deluser`, and with a CPU that is off line.
+#[test]
+fn a_daemon_ends_no_node_for_what_its_version_or_its_machine_does_not_know_any_more() {
+    let mut rig = Rig::with(&NODES.replace("name = \"green\"", "name = \"green\"\nstandby = false"), "");
+    for name in ["brook", "pond", "pool"] {
+        rig.ask(&["node", "add", name, "--native", "--work", "sink", "--vni", "lan"]);
+    }
+    let pair = |rig: &Rig| {
+        let (driver, standby) = rig.await_pair("red");
+        let others = ["brook", "pond", "pool"].map(|name| pid(&rig.await_worker(name, "drives")));
+        (pid(&driver), pid(&standby), others, pid(&rig.await_worker("green", "idle")))
+    };
+    let good = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+    let (user, strange) = ("user:nobody-of-this-name", "\n[api]\nread = [\"user:nobody-of-this-name\"]\n");
+    for (of_other_file, change, why) in [
+        // What the file has none of was applied from another one.
+        (true, "\nlater = 1\n", "later of node \"green\""),
+        (true, "\nnice = 5\n", "nice = 5 is not in the range"),
+        (false, "\ncpu = 4000\n", "cpu = 4000, and tasukid may not run anything there"),
+        (false, strange, user),
+    ] {
+        let before = pair(&rig);
+        rig.kill_daemon();
+        let text = match change {
+            _ if change == strange => good.clone() + change,
+            _ => good.replace("name = \"green\"", &format!("name = \"green\"{change}")),
+        };
+        let (mut registry, known) = Registry::open(&rig.dir()).expect("a registry");
+        let mut pond = known.added.into_iter().find(|node| node.name == "pond").expect("it was added");
+        pond.nice = Some(7);
+        let applied = known.applied.expect("it was applied");
+        let in_file = if of_other_file { "" } else { &text };
+        fs::write(rig.path("tasuki.toml"), in_file).expect("a file");
+        let path = if of_other_file { "/nowhere/site.toml".to_owned() } else { applied.path };
+        let base = crc32c::crc32c(in_file.as_bytes());
+        let record = AppliedRecord { text, path, base, is_done: true, ..applied };
+        let written = registry.write(&[Change::Applied(record), Change::Added(pond)], Duration::ZERO);
+        assert!(written.is_none(), "{written:?}");
+        drop(registry);
+        rig.start();
+        assert_eq!(pair(&rig), before, "its workers go on: {}", rig.log());
+        let said = rig.ask(&["status"]);
+        assert!(said.contains(why), "{said}");
+        assert!(said.contains("node pond: it was added by hand, and this version of tasukid refuses it"), "{said}");
+        rig.await_event(why);
+        // Other nodes come and go meanwhile.
+        rig.ask(&["node", "add", "lake", "--native", "--work", "sink", "--vni", "lan"]);
+        rig.ask(&["node", "remove", "lake"]);
+        fs::write(rig.path("tasuki.toml"), &good).expect("a file");
+        rig.ask(&["apply", rig.path("tasuki.toml").to_str().unwrap()]);
+        let said = rig.ask(&["status"]);
+        assert!(!said.contains(why), "{said}");
+    }
+    rig.ask(&["node", "remove", "pond"]);
+    assert!(!rig.ask(&["status"]).contains("pond"));
+}
+
+#[test]
+fn a_node_whose_namespace_is_not_there_leaves_no_other_node_alone() {
+    let mut rig = Rig::new();
+    let before = rig.await_pair("red");
+    rig.kill_daemon();
+    let inn = "\n[[node]]\nname = \"inn\"\nwork = { tap = { name = \"nic0\", netns = \"/nowhere/netns\" } }\n";
+    rig.configure(|text| text + inn);
+    rig.start();
+    let now = rig.await_pair("red");
+    assert_eq!((pid(&now.0), pid(&now.1)), (pid(&before.0), pid(&before.1)), "its workers go on");
+    rig.await_event("node \"inn\" has no TAP /nowhere/netns:nic0 as yet");
+    until(&rig, "its node is in trouble", || rig.ask(&["status"]).contains("no worker for node inn: it has no TAP"));
 }
