@@ -100,7 +100,7 @@ impl Capture {
         let snap = usize::try_from(snap).unwrap_or(usize::MAX).clamp(14, FRAME_MAX);
         let batch = vec![0; block_len(snap).max(BATCH)].into();
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        let is_over = rustix::net::send(&socket, &interface.to_le_bytes(), flags).is_err();
+        let is_over = rustix::net::send(&socket, &interface.to_le_bytes(), flags).is_err_and(is_end);
         Ok(Capture { number, socket, missed, interface, snap, batch, used: 0, frames: 0, is_over })
     }
 
@@ -140,14 +140,17 @@ impl Capture {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         match rustix::net::send(&self.socket, &self.batch[..self.used], flags) {
             Ok(_) => {}
-            Err(Errno::AGAIN | Errno::NOBUFS | Errno::NOMEM | Errno::MSGSIZE | Errno::INTR) => {
-                self.missed[0].fetch_add(self.frames, Relaxed);
-            }
-            // The reader has closed its end, or the descriptor is no such socket.
-            Err(_) => self.is_over = true,
+            Err(errno) if is_end(errno) => self.is_over = true,
+            Err(_) => drop(self.missed[0].fetch_add(self.frames, Relaxed)),
         }
         (self.used, self.frames) = (0, 0);
     }
+}
+
+/// Returns whether an error of the socket ends a capture: the reader has closed its end, or the descriptor is no such socket. A
+/// reader that is late is none.
+fn is_end(errno: Errno) -> bool {
+    !matches!(errno, Errno::AGAIN | Errno::NOBUFS | Errno::NOMEM | Errno::MSGSIZE | Errno::INTR)
 }
 
 fn word(len: usize) -> u32 {
@@ -239,5 +242,47 @@ fn copy_of(frame: &[u8]) -> impl FnOnce(&mut [u8]) -> bool {
     |into| {
         into.copy_from_slice(&frame[..into.len()]);
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair};
+    use tasuki_shm::region::Pages;
+
+    use super::*;
+
+    /// As of a worker that is started while the batches of the one before it have filled the socket.
+    #[test]
+    fn a_capture_that_begins_while_its_reader_is_late_goes_on() {
+        let (reader, ours) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let memory = Region::create("missed", 4096, Pages::Small).unwrap();
+        let terms = || Terms {
+            number: 1,
+            socket: ours.try_clone().unwrap(),
+            missed: memory.fd().try_clone_to_owned().unwrap(),
+            interface: 0,
+            snap: 64,
+        };
+        while rustix::net::send(&ours, &[0; 1024], SendFlags::DONTWAIT | SendFlags::NOSIGNAL).is_ok() {}
+        let mut captures = Captures::default();
+        assert!(captures.add(Capture::begin(terms()).unwrap()));
+        let missed = memory.span::<AtomicU64>(0, 1).unwrap();
+        for frames in [1, 2] {
+            captures.sent(&[7; 60]);
+            captures.flush();
+            assert_eq!(missed[0].load(Relaxed), frames, "it counts what the reader misses");
+        }
+        let mut room = [0; 1024];
+        let mut read = || rustix::net::recv(&reader, &mut room[..], RecvFlags::DONTWAIT).map(|(len, _)| len);
+        while read().is_ok() {}
+        captures.sent(&[7; 60]);
+        captures.flush();
+        assert_eq!((read(), missed[0].load(Relaxed)), (Ok(block_len(60)), 2));
+        drop(reader);
+        captures.sent(&[7; 60]);
+        captures.flush();
+        assert!(captures.0[0].is_over);
     }
 }
