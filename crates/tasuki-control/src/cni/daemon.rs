@@ -154,6 +154,11 @@ impl Daemon {
         read(self.ask_once(Method::GET, "/v1/nodes", None).map_err(|error| failure(&error))?)
     }
 
+    /// Returns all NICs and nodes' ends, or that there is no daemon now.
+    pub fn nics_now(&self) -> Result<Vec<NicView>, Failure> {
+        read(self.ask_once(Method::GET, "/v1/nics", None).map_err(|error| failure(&error))?)
+    }
+
     fn get<T: DeserializeOwned>(&self, address: &str) -> Result<T, Failure> {
         let answer = self.patiently(is_busy, || self.ask_once(Method::GET, address, None));
         read(answer.map_err(|error| failure(&error))?)

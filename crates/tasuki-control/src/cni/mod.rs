@@ -28,6 +28,7 @@ use std::process::ExitCode;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::api::types::{NicView, NodeView};
 use crate::config::StationAddress;
 use attachment::{is_gone, prepare};
 use call::{Call, Command, VERSIONS};
@@ -216,21 +217,57 @@ fn collect(call: &Call) -> Result<(), Failure> {
 /// `STATUS` (§2): whether `ADD` would find all that it needs.
 fn status(call: &Call) -> Result<(), Failure> {
     let network = Network::read(call)?;
-    let ours = call.its.keys_of_network();
-    let nodes = Daemon::of(&network).nodes_now().map_err(|failure| Failure { code: code::NOT_AVAILABLE, ..failure })?;
-    let nodes = nodes.iter().filter(|node| node.container.as_ref().is_some_and(|its| its.starts_with(&ours)));
-    let troubles: Vec<Option<&String>> = nodes.map(|node| node.trouble.as_ref()).collect();
-    // One container in trouble says nothing about the next one.
-    if let Some(trouble) = troubles.iter().all(Option::is_some).then(|| troubles.first().copied().flatten()).flatten() {
+    let unavailable = |failure| Failure { code: code::NOT_AVAILABLE, ..failure };
+    let daemon = Daemon::of(&network);
+    let (nodes, nics) = daemon.nodes_now().and_then(|nodes| Ok((nodes, daemon.nics_now()?))).map_err(unavailable)?;
+    if let Some(trouble) = why_none_works(&nodes, &nics, &call.its.keys_of_network()) {
         let sentence = format!("no container of network {} has a worker at work: {trouble}", call.its.network);
         return Err(Failure::new(code::LIMITED, sentence));
     }
     Ipam::of(call)?.map_or(Ok(()), |ipam| ipam.ask("STATUS").map(drop))
 }
 
+/// Returns the trouble of a container of this network, if its containers have no worker at work. That of a node alone does not
+/// count: a container can remove its own interface, and one that does says nothing about the next one. Nor does a node whose
+/// namespace is gone: it can have no worker.
+fn why_none_works(nodes: &[NodeView], nics: &[NicView], of: &str) -> Option<String> {
+    let is_its = |node: &&NodeView| node.container.as_ref().is_some_and(|its| its.starts_with(of));
+    let there: Vec<_> = nodes.iter().filter(is_its).filter(|it| !it.netns.as_deref().is_some_and(is_gone)).collect();
+    let works = |node: &&NodeView| nics.iter().any(|nic| nic.node == node.name && nic.worker.is_some());
+    if there.iter().any(|node| works(node) || node.trouble.is_none()) {
+        return None;
+    }
+    there.first()?.trouble.clone()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_container_without_its_interface_does_not_make_its_network_unready() {
+        let node = |name: &str, trouble: Option<&str>| NodeView {
+            name: name.to_owned(),
+            trouble: trouble.map(str::to_owned),
+            container: Some(format!("lan/{name}/eth0")),
+            netns: Some("/proc/self/ns/net".to_owned()),
+            ..serde_json::from_value(json!({ "name": "", "work": "", "workers": [], "nics": [], "generation": 0 }))
+                .unwrap()
+        };
+        let end = |name: &str, worker: Option<u32>| {
+            let text =
+                json!({ "name": "", "device": "", "node": name, "worker": worker, "is": "", "epoch": 1, "relays": 1 });
+            serde_json::from_value::<NicView>(text).unwrap()
+        };
+        let why = |nodes: &[NodeView], nics: &[NicView]| why_none_works(nodes, nics, "lan/");
+        let gone = || node("a", Some("its interface is gone"));
+        assert_eq!(why(&[gone()], &[end("a", Some(1))]), None, "its worker is at work");
+        assert_eq!(why(&[gone()], &[end("a", None)]).as_deref(), Some("its interface is gone"));
+        assert_eq!(why(&[gone(), node("b", None)], &[end("a", None), end("b", None)]), None, "it has just been added");
+        let ended = NodeView { netns: Some("/nowhere/netns".to_owned()), ..gone() };
+        assert_eq!(why(&[ended], &[end("a", None)]), None, "no worker could be there");
+        assert_eq!((why(&[], &[]), why_none_works(&[gone()], &[], "other/")), (None, None));
+    }
 
     #[test]
     fn a_sentence_becomes_what_was_found_and_what_to_do() {

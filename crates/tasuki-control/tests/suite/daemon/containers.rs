@@ -221,6 +221,26 @@ fn a_container_has_its_interface_as_its_network_says() {
     runtime.world.end();
 }
 
+/// A container with CAP_NET_ADMIN can do so. The runtime would give this machine no container any more.
+#[test]
+fn containers_that_delete_their_interfaces_leave_their_network_ready() {
+    let Some((runtime, network, _)) = with_two() else { return };
+    for room in [&runtime.world.shop, &runtime.world.desk] {
+        let (done, said) = runs(room, &["ip", "link", "delete", "eth0"]);
+        assert!(done, "{said}");
+    }
+    let rig = &runtime.world.rig;
+    let is_in_trouble = |id: &&str| {
+        let (name, status) = (runtime.node(id), rig.json(&["status"]));
+        let node = status["nodes"].as_array().expect("nodes").iter().find(|node| node["name"] == name).cloned();
+        node.is_some_and(|node| node["trouble"].is_string())
+    };
+    until(rig, "both are in trouble", || [ONE, OTHER].iter().all(is_in_trouble));
+    runtime.call("STATUS", &[], &network.to_string()).expect("others may come");
+    [ONE, OTHER].iter().for_each(|id| runtime.ends("DEL", id, &network));
+    runtime.world.end();
+}
+
 /// Its node is found again by the daemon's registry alone.
 #[test]
 fn a_container_goes_on_while_workers_and_daemon_are_replaced_and_is_checked_until_it_is_gone() {
