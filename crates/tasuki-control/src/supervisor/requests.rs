@@ -51,6 +51,8 @@ impl Supervisor {
             Request::Workers(answer) => drop(answer.send(Ok(self.worker_views()))),
             Request::Nics(answer) => drop(answer.send(Ok(self.nic_views()))),
             Request::Events { since, answer } => {
+                // The caller knows the events of a daemon that has stopped everything: the next one counts from 1 again.
+                let since = if since > self.last_event { 0 } else { since };
                 let events = self.events.iter().filter(|event| event.number > since).cloned().collect();
                 drop(answer.send(Ok(events)));
             }

@@ -211,6 +211,10 @@ fn a_follower_of_events_hears_of_those_of_the_next_daemon() {
     hears(&rig, &format!("tasukid ends (process {former}), as a signal asked"));
     rig.ask(&["nic", "give", "eth0", "--to", "green"]);
     hears(&rig, "of node green, after");
+    // The next one counts its events from 1 again.
+    rig.stop();
+    rig.start();
+    hears(&rig, &format!("(process {}), with generation 1 of the configuration", rig.daemon_pid()));
     assert!(follower.is_running());
     follower.kill();
     reader.join().expect("it ends with the pipe");
