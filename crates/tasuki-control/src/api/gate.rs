@@ -37,15 +37,21 @@ const STRANGER_CONNECTIONS_MAX: usize = 16;
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time a caller may take for the body of a request.
 const BODY_TIMEOUT: Duration = Duration::from_secs(5);
-/// Bytes of a body: a configuration of a thousand nodes is less.
+/// Bytes of a body.
 const BODY_MAX: usize = 256 << 10;
-/// Time a caller may take to read its answer when the daemon ends.
-const LAST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(2);
+/// Bytes of one with a configuration: of any that tasukid begins with, with what JSON adds to it.
+const CONFIGURATION_BODY_MAX: usize = 10 << 20;
+/// Time callers may take to read their answers when the daemon ends; and when it goes on as another program: for that time
+/// nobody hears a death.
+pub const LAST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(2);
+pub const LAST_ANSWERS_TIMEOUT_REPLACED: Duration = Duration::from_millis(100);
 /// Interval at which the daemon asks whether its socket is there.
 const SOCKET_LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Lines that one user may put into the audit log at once, and the time until it may put in one more.
-const LINES_AT_ONCE_MAX: f64 = 20.0;
+/// Lines that one user with a role may put into the audit log at once, and the time until it may put in one more.
+const LINES_AT_ONCE_MAX: u32 = 20;
 const LINE_EVERY: Duration = Duration::from_secs(1);
+/// The same time for all users without a role together: they overwrite few of the events in an hour.
+const STRANGERS_LINE_EVERY: Duration = Duration::from_secs(60);
 /// Users whose lines are counted apart.
 const USERS_MAX: usize = 1024;
 
@@ -258,15 +264,15 @@ pub async fn serve(
     mut again: impl FnMut() -> Option<std::os::unix::net::UnixListener>,
     router: Router,
     gate: Gate,
-    over: impl Future<Output = ()>,
+    over: impl Future<Output = Duration>,
 ) {
     let mut looks = tokio::time::interval(SOCKET_LOOK_EVERY);
     let mut connections = JoinSet::new();
     let (ends, is_over) = watch::channel(false);
     let mut over = pin!(over);
-    loop {
+    let for_answers = loop {
         tokio::select! {
-            () = &mut over => break,
+            for_answers = &mut over => break for_answers,
             Some(_) = connections.join_next() => {}
             _ = looks.tick() => {
                 let made = again().filter(|made| made.set_nonblocking(true).is_ok());
@@ -286,8 +292,7 @@ pub async fn serve(
     drop(listener);
     let _ = ends.send(true);
     // A capture that no caller reads does not keep the daemon from ending.
-    let _ =
-        tokio::time::timeout(LAST_ANSWERS_TIMEOUT, async { while connections.join_next().await.is_some() {} }).await;
+    let _ = tokio::time::timeout(for_answers, async { while connections.join_next().await.is_some() {} }).await;
 }
 
 /// Serves one connection, to its end.
@@ -385,13 +390,60 @@ mod tests {
         }
     }
 
+    /// The clock stands still but where all wait for it.
+    #[tokio::test(start_paused = true)]
+    async fn a_caller_who_reads_nothing_holds_up_another_program_for_a_moment_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("api.sock");
+        for most in [LAST_ANSWERS_TIMEOUT_REPLACED, LAST_ANSWERS_TIMEOUT] {
+            let _ = std::fs::remove_file(&path);
+            let listener = UnixListener::bind(&path).unwrap();
+            let (sender, _requests) = std::sync::mpsc::channel();
+            let gate = Gate::new(Roles::default(), Door::new(sender).unwrap());
+            let (begins, mut begun) = tokio::sync::mpsc::unbounded_channel();
+            let answers = async move || {
+                begins.send(tokio::time::Instant::now()).unwrap();
+                vec![0; 64 << 20]
+            };
+            let router = Router::new().route("/", axum::routing::get(answers));
+            let mut caller = std::os::unix::net::UnixStream::connect(&path).unwrap();
+            caller.write_all(b"GET / HTTP/1.1\r\nhost: tasukid\r\n\r\n").unwrap();
+            let since = std::cell::Cell::new(None);
+            let over = async {
+                since.set(begun.recv().await);
+                most
+            };
+            serve(listener, || None, router, gate, over).await;
+            assert_eq!(since.get().unwrap().elapsed(), most);
+        }
+    }
+
     #[test]
     fn lines_beyond_what_one_may_write_are_counted() {
-        let begin = Instant::now();
-        let mut bucket = Bucket::full(begin);
-        let written = (0..100).filter(|_| bucket.take(begin).is_some()).count();
-        assert_eq!((written as f64, bucket.take(begin + LINE_EVERY / 2)), (LINES_AT_ONCE_MAX, None));
-        assert_eq!(bucket.take(begin + LINE_EVERY * 2), Some(81));
-        assert_eq!(bucket.take(begin + LINE_EVERY * 9), Some(0));
+        let mut lines = Lines::default();
+        let begin = Duration::from_secs(7);
+        let written = (0..100).filter(|_| lines.take(Some(5), begin).is_some()).count();
+        assert_eq!((written, lines.take(Some(5), begin + LINE_EVERY / 2)), (20, None));
+        assert_eq!(lines.take(Some(5), begin + LINE_EVERY * 2), Some(81));
+        assert_eq!(lines.take(Some(5), begin + LINE_EVERY * 9), Some(0));
+    }
+
+    #[test]
+    fn any_number_of_users_without_a_role_write_no_more_lines_than_one() {
+        let (sender, requests) = std::sync::mpsc::channel();
+        let roles = Roles { read: vec![Who::Group(9)], ..Roles::default() };
+        let gate = Gate::new(roles, Door::new(sender).unwrap());
+        for uid in 100_000..110_000 {
+            let peer = Peer { uid, groups: Vec::new(), pid: 1, program: String::new() };
+            gate.write_down(&peer, "GET /v1/status", "refused", false);
+        }
+        // One more comes each minute, in which a busy machine may have stood still.
+        let written = std::iter::from_fn(|| requests.try_recv().ok()).count();
+        assert!((20..30).contains(&written), "{written}");
+        // Nor do any number of users with one.
+        let mut lines = Lines::default();
+        let taken = (0..1200).flat_map(|uid| std::iter::repeat_n(Some(uid), 30));
+        let taken = taken.filter(|uid| lines.take(*uid, Duration::ZERO).is_some()).count();
+        assert!(lines.0.len() <= USERS_MAX + 1 && taken <= (USERS_MAX + 1) * 20, "{taken}");
     }
 }

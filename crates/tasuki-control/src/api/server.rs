@@ -3,9 +3,10 @@
 use std::future::Future;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::rejection::{JsonRejection, QueryRejection};
-use axum::extract::{Extension, Path, Query, State};
+use axum::extract::{DefaultBodyLimit, Extension, Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
@@ -462,7 +463,7 @@ pub fn serve(
     roles: Roles,
     door: Door,
     cpus: Vec<u32>,
-    over: impl Future<Output = ()>,
+    over: impl Future<Output = Duration>,
 ) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;

@@ -14,7 +14,7 @@ use clap::{CommandFactory, Parser};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
-use tasuki_control::api::{metrics, server};
+use tasuki_control::api::{gate, metrics, server};
 use tasuki_control::channel;
 use tasuki_control::config::{self, Config, Confine};
 use tasuki_control::endpoint::socket;
@@ -137,20 +137,20 @@ fn read(file: &Path) -> Result<(Config, String)> {
     let read = || {
         let text = Config::text(file)?;
         let config = Config::parse(file, &text)?;
-        fits(file, &config)?;
+        let allowed = rustix::thread::sched_getaffinity(None).context("the kernel does not say where we may run")?;
+        let may_use = |cpu: u32| usize::try_from(cpu).is_ok_and(|cpu| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu));
+        if let Some(stray) = config::stray_cpu(&config, may_use) {
+            bail!("{}: {stray}", file.display());
+        }
+        can_confine(file, &config)?;
         Ok((config, text))
     };
     // A lack of descriptors is not the file's.
     read().map_err(|error: anyhow::Error| if lacks_descriptors(&error) { error } else { Unusable(error).into() })
 }
 
-/// Checks that a configuration can hold on this machine.
-fn fits(file: &Path, config: &Config) -> Result<()> {
-    let allowed = rustix::thread::sched_getaffinity(None).context("the kernel does not say where we may run")?;
-    let may_use = |cpu: u32| usize::try_from(cpu).is_ok_and(|cpu| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu));
-    if let Some(stray) = config::stray_cpu(config, may_use) {
-        bail!("{}: {stray}", file.display());
-    }
+/// Checks that this user can confine workers as the configuration says.
+fn can_confine(file: &Path, config: &Config) -> Result<()> {
     let is_root = rustix::process::geteuid().is_root();
     ensure!(
         is_root || config.daemon.confine != Confine::Strict,
@@ -161,14 +161,15 @@ fn fits(file: &Path, config: &Config) -> Result<()> {
 }
 
 /// Returns what to begin with: the file, or what was applied last if that can still be had and the file cannot be used.
-/// Workers may drive by that, and a file with a mistake is no reason to leave them alone.
+/// Workers may drive by that, and a file with a mistake is no reason to leave them alone; nor is a CPU or a user that this
+/// machine does not have any more, and that both name.
 fn read_or_go_on(file: &Path, folder: &Path) -> Result<(Config, Result<String, String>)> {
     read(file).map(|(config, text)| (config, Ok(text))).or_else(|error| {
         // Workers may drive: that is tried again.
         let also =
             |why: &dyn std::fmt::Display| anyhow!("{error:#}; nor can tasukid go by what was applied last: {why}");
         let config = supervisor::applied_last(folder).map_err(|why| also(&why))?;
-        fits(file, &config).map_err(|why| also(&why))?;
+        can_confine(file, &config).map_err(|why| also(&why))?;
         Ok((config, Err(sentence(&error))))
     })
 }
@@ -240,21 +241,23 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
         tracing::info!("the socket {} was deleted, and is there anew", path.display());
         Some(made)
     };
-    let (over, is_over) = tokio::sync::oneshot::channel::<()>();
+    let (over, is_over) = tokio::sync::oneshot::channel::<Duration>();
     let http = std::thread::Builder::new().name("http".to_owned()).spawn(move || {
-        server::serve(listener, again, open, roles, door, cpus, async {
-            let _ = is_over.await;
-        })
+        let over = async { is_over.await.unwrap_or(gate::LAST_ANSWERS_TIMEOUT) };
+        server::serve(listener, again, open, roles, door, cpus, over)
     });
     let http = http.context("the kernel has no thread left")?;
     let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Ready]);
     former.take().into_iter().for_each(Former::forget);
     tracing::info!("tasukid serves at {}", place::api_socket(&folder).display());
     let ended = supervisor.run();
-    if !matches!(ended, Ok(Ended::Replaced(_))) {
+    let is_replaced = matches!(ended, Ok(Ended::Replaced(_)));
+    if !is_replaced {
         let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Stopping]);
     }
-    let _ = over.send(());
+    // The answer to the upgrade is on its way. A caller that reads nothing keeps no worker unwatched.
+    let for_answers = if is_replaced { gate::LAST_ANSWERS_TIMEOUT_REPLACED } else { gate::LAST_ANSWERS_TIMEOUT };
+    let _ = over.send(for_answers);
     // Callers that wait for an answer see that none will come.
     drop(supervisor);
     let _ = http.join();
