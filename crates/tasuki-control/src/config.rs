@@ -36,7 +36,7 @@ pub use crate::endpoint::memif::Memif;
 pub use crate::endpoint::vm::Vm;
 
 /// Longest file, in bytes.
-const FILE_MAX: u64 = 4 << 20;
+pub const FILE_MAX: u64 = 4 << 20;
 
 /// Why a configuration is refused.
 #[derive(Debug, thiserror::Error)]

@@ -222,11 +222,13 @@ pub async fn guard(
         }
     };
     let (mut parts, body) = request.into_parts();
-    let too_long = || format!("the body of the request is incomplete, or longer than {BODY_MAX} bytes");
-    if body.size_hint().lower() > BODY_MAX as u64 {
+    let has_configuration = ["/v1/plan", "/v1/apply"].contains(&route.as_str());
+    let most = if has_configuration { CONFIGURATION_BODY_MAX } else { BODY_MAX };
+    let too_long = || format!("the body of the request is incomplete, or longer than {most} bytes");
+    if body.size_hint().lower() > most as u64 {
         return refusal(StatusCode::PAYLOAD_TOO_LARGE, too_long());
     }
-    let bytes = match tokio::time::timeout(BODY_TIMEOUT, axum::body::to_bytes(body, BODY_MAX)).await {
+    let bytes = match tokio::time::timeout(BODY_TIMEOUT, axum::body::to_bytes(body, most)).await {
         Ok(Ok(bytes)) => bytes,
         Ok(Err(_)) => return refusal(StatusCode::PAYLOAD_TOO_LARGE, too_long()),
         Err(_) => return refusal(StatusCode::REQUEST_TIMEOUT, too_slow("body", BODY_TIMEOUT)),

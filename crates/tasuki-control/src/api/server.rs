@@ -155,7 +155,7 @@ struct Since {
     since: u64,
 }
 
-#[utoipa::path(get, path = "/v1/events", params(("since" = Option<u64>, Query, description = "events after this number")),
+#[utoipa::path(get, path = "/v1/events", params(("since" = Option<u64>, Query, description = "events after this number; all, where none has it yet")),
     responses((status = 200, body = [Event])))]
 async fn events(State(door): State<Door>, since: Result<Query<Since>, QueryRejection>) -> Answered<Vec<Event>> {
     match asked(since) {
@@ -448,13 +448,15 @@ fn router(door: Door, gate: Gate, cpus: Cpus) -> Router {
         .route("/v1/stop", post(stop))
         .route("/openapi.json", get(async || ([("content-type", "application/json")], description())))
         .layer(Extension(cpus))
+        // The gate has its own.
+        .layer(DefaultBodyLimit::disable())
         .fallback(nothing_there)
         .method_not_allowed_fallback(not_so)
         .layer(axum::middleware::from_fn_with_state(gate, gate::guard))
         .with_state(door)
 }
 
-/// Serves callers with these roles, until `over`, and the counts at `open`, if given. Nodes may run on `cpus`. `again` gives
+/// Serves callers with these roles, until `over`, which says for how long the last answers may take, and the counts at `open`, if given. Nodes may run on `cpus`. `again` gives
 /// another socket if somebody has deleted the one that there is.
 pub fn serve(
     listener: UnixListener,

@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 
 use crate::api::client;
 use crate::api::types::{Event, NodeView, Plan, VniView};
+use crate::config::FILE_MAX;
 use crate::log::plain;
 use crate::place;
 pub use node::{Add, NativeWork, Nodes};
@@ -167,13 +168,9 @@ impl Configuration {
     fn to_json(&self) -> Result<Value> {
         let text = self.file.as_ref().map(|file| {
             let mut text = String::new();
-            let read = File::open(file).and_then(|open| open.take(CONFIGURATION_MAX + 1).read_to_string(&mut text));
+            let read = File::open(file).and_then(|open| open.take(FILE_MAX + 1).read_to_string(&mut text));
             let len = read.with_context(|| format!("the configuration {} cannot be read", file.display()))?;
-            ensure!(
-                len as u64 <= CONFIGURATION_MAX,
-                "{} is longer than any configuration; name another file",
-                file.display()
-            );
+            ensure!(len as u64 <= FILE_MAX, "{} is longer than any configuration; name another file", file.display());
             Ok::<_, anyhow::Error>(text)
         });
         Ok(json!({ "path": absolute(self.file.as_ref())?, "text": text.transpose()?, "generation": self.generation }))

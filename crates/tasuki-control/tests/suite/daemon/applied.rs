@@ -799,3 +799,18 @@ fn a_node_whose_namespace_is_not_there_leaves_no_other_node_alone() {
     rig.await_event("node \"inn\" has no TAP /nowhere/netns:nic0 as yet");
     until(&rig, "its node is in trouble", || rig.ask(&["status"]).contains("no worker for node inn: it has no TAP"));
 }
+
+#[test]
+fn a_file_that_a_daemon_begins_with_can_be_applied_by_its_name_however_long_it_is() {
+    let rig = Rig::new();
+    // With quotes, which are two bytes each in JSON.
+    rig.configure(|text| format!("{text}\n{}", "# \"a comment\"\n".repeat(200_000)));
+    let file = rig.path("tasuki.toml");
+    assert!(file.metadata().expect("a file").len() > 2 << 20);
+    rig.ask(&["plan", file.to_str().unwrap()]);
+    rig.ask(&["apply", file.to_str().unwrap()]);
+    assert_eq!(configuration(&rig)["generation"], 2);
+    rig.configure(|text| text.repeat(2));
+    let said = rig.refused(&["apply", file.to_str().unwrap()]);
+    assert!(said.contains("is longer than any configuration; name another file"), "{said}");
+}
