@@ -45,6 +45,12 @@ impl Bucket {
         std::mem::take(&mut self.left_out)
     }
 
+    /// Returns whether it is as one that is new.
+    pub fn is_full(&mut self, now: Duration) -> bool {
+        self.fill(now);
+        self.left == self.most
+    }
+
     fn fill(&mut self, now: Duration) {
         let come = now.saturating_sub(self.since).as_nanos() / self.each.as_nanos().max(1);
         let come = u32::try_from(come).unwrap_or(u32::MAX);

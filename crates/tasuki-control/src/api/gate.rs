@@ -5,7 +5,7 @@ use std::future::{Future, poll_fn};
 use std::io::Write;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, HttpBody};
@@ -25,7 +25,9 @@ use tokio::task::JoinSet;
 use super::peer::Peer;
 use super::roles::{Role, Roles, needed};
 use super::types::Refused;
+use crate::bucket::Bucket;
 use crate::supervisor::door::{Door, Request as Asked};
+use crate::supervisor::now;
 
 /// Connections at once.
 const CONNECTIONS_MAX: usize = 256;
@@ -66,7 +68,7 @@ struct Inner {
     own: u32,
     door: Door,
     seats: Mutex<BTreeMap<Option<u32>, usize>>,
-    lines: Mutex<BTreeMap<u32, Bucket>>,
+    lines: Mutex<Lines>,
 }
 
 /// A permit for one connection. Each user with a role has permits of its own; users without a role share theirs.
@@ -123,18 +125,14 @@ impl Gate {
 
     /// Writes a request, its caller and its outcome to the audit log.
     fn write_down(&self, peer: &Peer, asked: &str, outcome: &str, is_last: bool) {
-        let left_out = {
-            let mut lines = self.0.lines.lock().unwrap_or_else(PoisonError::into_inner);
-            if lines.len() >= USERS_MAX && !lines.contains_key(&peer.uid) {
-                lines.clear();
-            }
-            lines.entry(peer.uid).or_insert_with(|| Bucket::full(Instant::now())).take(Instant::now())
-        };
+        let of = self.0.roles.of(peer, self.0.own).map(|_| peer.uid);
+        let whose = if of.is_some() { "of this user's" } else { "of users without a role" };
+        let left_out = self.0.lines.lock().unwrap_or_else(PoisonError::into_inner).take(of, now());
         let Some(left_out) = left_out else { return };
         let mut sentence =
             format!("user {} ({}, process {}) asked {asked}: {outcome}", peer.uid, peer.program, peer.pid);
         if left_out > 0 {
-            sentence += &format!("; {left_out} of this user's before that were left out");
+            sentence += &format!("; {left_out} {whose} before that were left out");
         }
         // The last line goes to the log directly: the loop that makes events has ended.
         match is_last {
@@ -144,29 +142,24 @@ impl Gate {
     }
 }
 
-/// Lines that may be written: a number at once, and one more per interval.
-#[derive(Debug)]
-struct Bucket {
-    lines: f64,
-    since: Instant,
-    left_out: u64,
-}
+/// The lines that users may write into the audit log. Those without a role share theirs: a local user can have tens of
+/// thousands of user IDs (/etc/subuid).
+#[derive(Debug, Default)]
+struct Lines(BTreeMap<Option<u32>, Bucket>);
 
-impl Bucket {
-    fn full(now: Instant) -> Self {
-        Bucket { lines: LINES_AT_ONCE_MAX, since: now, left_out: 0 }
-    }
-
-    /// Takes a line. Returns how many lines before it were left out, or `None` if this one must be, too.
-    fn take(&mut self, now: Instant) -> Option<u64> {
-        let more = now.saturating_duration_since(self.since).div_duration_f64(LINE_EVERY);
-        (self.lines, self.since) = ((self.lines + more).min(LINES_AT_ONCE_MAX), now);
-        if self.lines < 1.0 {
-            self.left_out += 1;
-            return None;
+impl Lines {
+    /// Takes a line for a user with a role, or for those without one. Returns how many lines before it were left out, or `None`
+    /// if this one must be, too.
+    fn take(&mut self, of: Option<u32>, now: Duration) -> Option<u64> {
+        if self.0.len() >= USERS_MAX && !self.0.contains_key(&of) {
+            self.0.retain(|_, bucket| !bucket.is_full(now));
         }
-        self.lines -= 1.0;
-        Some(std::mem::take(&mut self.left_out))
+        // With more than that, the rest of them share those of users without a role.
+        let of = of.filter(|_| self.0.len() < USERS_MAX || self.0.contains_key(&of));
+        let each = if of.is_some() { LINE_EVERY } else { STRANGERS_LINE_EVERY };
+        let bucket = self.0.entry(of).or_insert_with(|| Bucket::new(LINES_AT_ONCE_MAX, each, now));
+        let left_out = bucket.left_out(now);
+        bucket.take(now).then(|| left_out.unwrap_or(0))
     }
 }
 
@@ -259,8 +252,8 @@ fn too_slow(what: &str, within: Duration) -> String {
     format!("the {what} of a request must be here within {} s", within.as_secs())
 }
 
-/// Serves until `over`. Requests that have begun by then run to their end, if their callers read the answers. `again` is asked
-/// each second for another socket.
+/// Serves until `over`, which says for how long the last answers may take. Requests that have begun by then run to their end, if
+/// their callers read the answers. `again` is asked each second for another socket.
 pub async fn serve(
     mut listener: UnixListener,
     mut again: impl FnMut() -> Option<std::os::unix::net::UnixListener>,
@@ -290,7 +283,7 @@ pub async fn serve(
                 Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
             },
         }
-    }
+    };
     drop(listener);
     let _ = ends.send(true);
     // A capture that no caller reads does not keep the daemon from ending.
