@@ -57,12 +57,8 @@ fn replace(file: &Path, text: &str) -> Result<()> {
     // Through a link, to what it names.
     let file = std::fs::canonicalize(file).unwrap_or(file.to_owned());
     ensure!(std::fs::metadata(&file).ok().is_none_or(|before| before.is_file()), "it is no file");
-    let mut aside = file.clone().into_os_string();
-    aside.push(".new");
-    // One that was left by a tasuki that was killed. What anybody else has put there is not written to.
-    let _ = std::fs::remove_file(&aside);
+    let (aside, mut new) = beside(&file)?;
     let written = (|| {
-        let mut new = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&aside)?;
         new.write_all(text.as_bytes())?;
         new.sync_all()?;
         std::fs::rename(&aside, &file)?;
@@ -71,6 +67,20 @@ fn replace(file: &Path, text: &str) -> Result<()> {
     })();
     written.inspect_err(|_: &io::Error| drop(std::fs::remove_file(&aside)))?;
     Ok(())
+}
+
+/// Makes a file beside this one, with a name that no other file has. Returns its path, too.
+fn beside(file: &Path) -> io::Result<(PathBuf, File)> {
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    let mut attempts = 0..100;
+    loop {
+        let number = attempts.next();
+        let aside = file.with_file_name(format!(".{name}.{}-{}.tasuki", std::process::id(), number.unwrap_or(100)));
+        match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&aside) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && number.is_some() => {}
+            made => return made.map(|new| (aside, new)),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -87,14 +97,18 @@ mod tests {
         let mode = || file.metadata().expect("it is there").permissions().mode() & 0o777;
         fs::write(&file, "of the last time").expect("a file");
         fs::set_permissions(&file, Permissions::from_mode(0o644)).expect("a mode");
-        // A folder where the new file is to be.
-        let aside = folder.path().join("kept.toml.new");
-        fs::create_dir(&aside).expect("a folder");
+        let names = || fs::read_dir(folder.path()).expect("a folder").flatten().count();
+        // Files where the new one could be.
+        let aside = |number| folder.path().join(format!(".kept.toml.{}-{number}.tasuki", std::process::id()));
+        (0..=100).for_each(|number| fs::write(aside(number), "another's").expect("a file"));
         replace(&file, "secrets").expect_err("there is no room for it");
         assert_eq!((fs::read_to_string(&file).expect("text"), mode()), ("of the last time".to_owned(), 0o644));
-        fs::remove_dir(&aside).expect("a folder");
+        fs::remove_file(aside(7)).expect("a file");
+        // An editor's draft.
+        let draft = folder.path().join("kept.toml.new");
+        fs::write(&draft, "a draft").expect("a file");
         replace(&file, "secrets").expect("a file of ours");
         assert_eq!((fs::read_to_string(&file).expect("text"), mode()), ("secrets".to_owned(), 0o600));
-        assert!(!aside.exists());
+        assert_eq!((fs::read_to_string(&draft).expect("text"), names()), ("a draft".to_owned(), 102));
     }
 }
