@@ -10,12 +10,14 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::IpAddr;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use tasuki_tap::Address;
 
+use crate::api::types::NodeView;
 use crate::cni::attachment::{Attachment, Front, is_gone, is_identifier, prepare};
 use crate::cni::call::read_input;
 use crate::cni::daemon::Daemon;
@@ -26,6 +28,8 @@ use crate::config::{Node, StationAddress};
 
 /// Version of the plugins' interface.
 const API_VERSION: &str = "1.0.0";
+/// Time for removing what other containers have left.
+const OTHERS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A network, as far as it means something here.
 #[derive(Debug, Deserialize)]
@@ -302,16 +306,13 @@ fn setup(netns: String, connection: &Connection) -> Result<Value, Failure> {
 /// their addresses to others. One is of this container, which was started anew: the new namespace has no such
 /// interface. Others of its network have lost their namespaces.
 fn remove_left(daemon: &Daemon, its: &Attachment) -> Result<(), Failure> {
-    for node in daemon.nodes()? {
-        let Some(container) = node.container.filter(|container| container.starts_with(&its.keys_of_network())) else {
-            continue;
-        };
-        if container == its.key() {
-            daemon.remove(&container)?;
-        } else if node.netns.as_deref().is_some_and(is_gone) {
-            // Whether this succeeds is of no interest to the container that starts.
-            let _ = daemon.remove(&container);
-        }
+    daemon.remove(&its.key())?;
+    // Whether this succeeds is of no interest to the container that starts, and it does not wait for it.
+    let daemon = daemon.within(OTHERS_TIMEOUT);
+    let is_left = |node: &NodeView| node.netns.as_deref().is_some_and(is_gone);
+    let left = daemon.nodes().into_iter().flatten().filter(is_left).filter_map(|node| node.container);
+    for container in left.filter(|container| container.starts_with(&its.keys_of_network())) {
+        let _ = daemon.remove(&container);
     }
     Ok(())
 }
@@ -325,6 +326,32 @@ fn teardown(netns: String, connection: Connection) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cni::daemon::tests::{answers, daemon};
+
+    #[test]
+    fn a_container_that_starts_has_its_own_left_node_removed_first_and_others_then() {
+        let node = |name: &str, id: &str, netns: &str| {
+            json!({
+                "name": name, "work": "", "workers": [], "nics": [], "generation": 0, "netns": netns,
+                "container": format!("netavark:lan/{id}/eth0"),
+            })
+        };
+        let others = || vec![node("one", "1", "/nowhere/1"), node("lives", "2", "/proc/self/ns/net")];
+        let with_own = || [others(), vec![node("own", "3", "/nowhere/3")]].concat();
+        let held = (404, json!({ "error": "it is gone by now", "relays": [] }));
+        let folder = tempfile::tempdir().expect("a folder");
+        let answers = answers(
+            folder.path(),
+            vec![(200, json!(with_own())), (200, json!({})), (200, json!(others())), (200, json!(others())), held],
+        );
+        let [network, id, ifname] = ["lan", "3", "eth0"].map(str::to_owned);
+        let its = Attachment { front: Front::Netavark, network, id, ifname, ..Attachment::default() };
+        remove_left(&daemon(folder.path()), &its).expect("its own is gone");
+        let asked = answers.join().expect("all is asked");
+        let expected =
+            ["GET /v1/nodes", "DELETE /v1/nodes/own", "GET /v1/nodes", "GET /v1/nodes", "DELETE /v1/nodes/one"];
+        assert_eq!(asked, expected);
+    }
 
     /// Returns what is said of a network for which podman was told this.
     fn said(more: Value) -> String {

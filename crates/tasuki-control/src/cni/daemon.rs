@@ -104,6 +104,11 @@ impl Daemon {
         Daemon { folder: network.dir.clone(), until: Instant::now() + CALL_TIMEOUT }
     }
 
+    /// Returns it for what takes no longer than this of the time for the call.
+    pub fn within(&self, time: Duration) -> Self {
+        Daemon { folder: self.folder.clone(), until: self.end_of(time) }
+    }
+
     /// Returns when a time ends that begins now: with that of the call, at the latest.
     fn end_of(&self, time: Duration) -> Instant {
         self.until.min(Instant::now() + time)
@@ -253,7 +258,7 @@ impl Daemon {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::io::{BufRead, BufReader, Read, Write};
     use std::os::unix::net::UnixListener;
     use std::path::Path;
@@ -265,7 +270,7 @@ mod tests {
 
     /// Answers a request each with these statuses and bodies, in this order, as tasukid does; with status 0, hangs up.
     /// Returns the requests' first words.
-    fn answers(folder: &Path, all: Vec<(u16, Value)>) -> std::thread::JoinHandle<Vec<String>> {
+    pub(crate) fn answers(folder: &Path, all: Vec<(u16, Value)>) -> std::thread::JoinHandle<Vec<String>> {
         let socket = UnixListener::bind(place::api_socket(folder)).expect("a socket");
         std::thread::spawn(move || {
             let mut asked = Vec::new();
@@ -311,7 +316,7 @@ mod tests {
         }])
     }
 
-    fn daemon(folder: &Path) -> Daemon {
+    pub(crate) fn daemon(folder: &Path) -> Daemon {
         Daemon { folder: folder.to_owned(), until: Instant::now() + CALL_TIMEOUT }
     }
 
