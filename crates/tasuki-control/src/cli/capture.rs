@@ -17,7 +17,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use super::{Reach, part, show};
 use crate::api::types::Status;
 use crate::api::{client, pcapng};
-use crate::place;
+use crate::{log, place};
 
 /// The subject of a capture, and its output.
 #[derive(Debug, Args)]
@@ -175,14 +175,15 @@ pub fn run(reach: &Reach, capture: &Capture) -> Result<()> {
         let number = answer.headers().get(client::CAPTURE).and_then(|value| value.to_str().ok()).map(str::to_owned);
         let number = number.context("tasukid does not say which capture this is; rebuild the older of the two")?;
         let out = output(capture.write.as_deref())?;
-        eprintln!("tasuki: capturing {}{}", capture.name, if capture.count.is_some() { "" } else { "; ^C ends it" });
+        let how = if capture.count.is_some() { "" } else { "; ^C ends it" };
+        log::say(&format!("tasuki: capturing {}{how}", capture.name));
         let file = capture.write.clone().filter(|_| !is_piped);
         let mut passage = Passage { out, file, passed: 0, unfinished: Vec::new(), frames: 0, missed: None };
         let passed = pass(&folder, &number, answer.into_body(), interruptions, &mut passage).await;
         Ok::<_, anyhow::Error>(passed.map(|()| passage.sentence()))
     })?;
     match ended {
-        Ok(sentence) => eprintln!("tasuki: {sentence}"),
+        Ok(sentence) => log::say(&format!("tasuki: {sentence}")),
         // The reader of the pipe has seen enough.
         Err(error) if is_closed(&error) => {}
         Err(error) => return Err(error),

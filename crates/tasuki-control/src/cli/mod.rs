@@ -221,9 +221,6 @@ impl Asked {
 /// Interval at which a follower asks for events: the API has no answer that waits for the next one.
 const FOLLOW_EVERY: Duration = Duration::from_millis(200);
 
-/// Bytes of a configuration, at most: tasukid takes no longer request.
-const CONFIGURATION_MAX: u64 = 256 << 10;
-
 fn word(value: Option<impl ValueEnum>) -> Value {
     value.and_then(|value| value.to_possible_value()).map_or(Value::Null, |value| json!(value.get_name()))
 }
@@ -260,7 +257,7 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
         Asked::Nodes(Nodes::Add(add)) => {
             let added = post("/v1/nodes", add.to_json()?)?;
             let why = up::await_node(&folder, &show::read::<NodeView>(added.clone())?.name);
-            why.into_iter().for_each(|why| eprintln!("tasuki: {why}"));
+            why.into_iter().for_each(|why| crate::log::say(&format!("tasuki: {why}")));
             added
         }
         Asked::Nodes(Nodes::Remove { node }) => {

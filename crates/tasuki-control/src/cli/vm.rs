@@ -13,7 +13,7 @@ use hyper::Method as Verb;
 use rustix::fs::Access;
 use rustix::thread::CpuSet;
 
-use super::{Reach, show};
+use super::{Reach, show, write};
 use crate::api::client;
 use crate::api::types::{NodeView, VmView};
 use crate::place;
@@ -239,8 +239,8 @@ pub fn run(reach: &Reach, run: &Run) -> Result<()> {
     if run.print {
         let on = run.cores.iter().flat_map(|cores| ["taskset".into(), "--cpu-list".into(), cores.list().into()]);
         let words = on.chain([run.qemu.clone().into()]).chain(options);
-        println!("{}", words.map(|word: OsString| quoted(&word)).collect::<Vec<_>>().join(" "));
-        return Ok(());
+        let line = words.map(|word: OsString| quoted(&word)).collect::<Vec<_>>().join(" ");
+        return write(&(line + "\n")).map(drop);
     }
     let boots = run.kernel.is_some() || !run.more.is_empty();
     ensure!(

@@ -488,10 +488,17 @@ fn steps_wait_for_an_upgrade_that_a_user_has_begun() {
 fn a_path_that_is_no_file_is_refused_at_once() {
     let rig = Rig::new();
     // As a pipe would, which keeps its reader waiting.
+    let text = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
     fs::remove_file(rig.path("tasuki.toml")).expect("a file");
     fs::create_dir(rig.path("tasuki.toml")).expect("a folder");
     let refused = rig.refused(&["apply"]);
     assert!(refused.contains("tasuki.toml is not a file; name one"), "{refused}");
+    // Nor is it read when another file is applied.
+    fs::remove_dir(rig.path("tasuki.toml")).expect("a folder");
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    rustix::fs::mkfifoat(rustix::fs::CWD, rig.path("tasuki.toml"), mode).expect("a pipe");
+    fs::write(rig.path("other.toml"), &text).expect("a file");
+    rig.ask(&["apply", rig.path("other.toml").to_str().unwrap()]);
 }
 
 #[test]

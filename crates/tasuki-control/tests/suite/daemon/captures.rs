@@ -312,6 +312,21 @@ fn ask_and_sleep(rig: &Rig) -> (UnixStream, u32) {
 }
 
 #[test]
+fn a_capture_ends_well_also_if_nobody_reads_what_it_says() {
+    let Some(world) = World::with_both() else { return };
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let file = world.rig.path("unheard.pcapng").display().to_string();
+    let mut command = world.rig.command(&["capture", "shop", "-c", "3", "-w", &file]);
+    let mut capture = Program::start(command.stdout(Stdio::null()).stderr(writer));
+    until(&world.rig, "it is captured", || is_captured(&world.rig, "shop"));
+    let exchange = world.exchange();
+    assert!(capture.0.wait().expect("its end").success());
+    exchange.end();
+    world.end();
+}
+
+#[test]
 fn who_does_not_read_holds_up_nobody_and_learns_how_much_was_missed() {
     let Some(mut world) = World::with_both() else { return };
     let (mut sleeper, number) = ask_and_sleep(&world.rig);
