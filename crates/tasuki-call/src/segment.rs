@@ -5,19 +5,16 @@
 //! | 0      | word 0: mark of this memory, word 1: the verdict (server only)          |
 //! | 2      | the writer's bell                                                       |
 //! | 4      | the writer's head in the ring that it reads                             |
-//! | 6      | the writer's counters                                                   |
-//! | 64     | how long the writer slept, a histogram in ns                            |
 //! | 192    | the slot table of the writer's arena                                    |
 //! | then   | the ring that the writer writes, on a page of its own                   |
 //!
-//! Words with different readers or different rates of change lie two lines apart, because CPUs fetch lines in pairs.
+//! Lines 6 to 191 are free. Words with different readers or different rates of change lie two lines apart, because CPUs fetch lines in pairs.
 
 use std::os::fd::BorrowedFd;
 
 use tasuki_shm::line::{Claims, LINE_LEN, Line};
 use tasuki_shm::region::{PAGE_LEN, Pages, PeerRegion, Region, RegionError, Span};
 use tasuki_shm::slots::table_lines;
-use tasuki_shm::stats::{Counters, HISTOGRAM_LINES, Histogram};
 use tasuki_shm::sync::Relaxed;
 
 /// Mark of "control memory of a Tasuki call, layout 1". Changes with the layout.
@@ -26,11 +23,7 @@ pub(crate) const MAGIC: u64 = u64::from_be_bytes(*b"TASUKI\0\x01");
 const IDENTITY: usize = 0;
 const BELL: usize = 2;
 const HEAD: usize = 4;
-const COUNTERS: usize = 6;
-const SLEPT: usize = 64;
 const TABLE: usize = 192;
-
-const _: () = assert!(SLEPT + HISTOGRAM_LINES <= TABLE);
 
 /// Sizes of the variable parts. Both ends learn them from the handshake and never from the memory.
 #[derive(Debug, Clone, Copy)]
@@ -85,14 +78,6 @@ impl Segment {
 
     pub fn head(&self) -> Span<Line> {
         self.lines(HEAD, 1)
-    }
-
-    pub fn counters(&self) -> Counters<Span<Line>> {
-        Counters::new(self.lines(COUNTERS, 1))
-    }
-
-    pub fn slept(&self) -> Histogram<Span<Line>> {
-        Histogram::new(self.lines(SLEPT, HISTOGRAM_LINES))
     }
 
     pub fn table(&self) -> Span<Line> {

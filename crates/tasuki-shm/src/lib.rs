@@ -12,7 +12,6 @@
 //! | [`wake`]    | the kernel's part of a bell                                             |
 //! | [`lease`]   | the present owner of a thing                                            |
 //! | [`mod@slice`] | how long a process runs at a time                                       |
-//! | [`stats`]   | counters and histograms that other processes read                       |
 //! | [`vni`]     | the layout of a VNI's memory                                            |
 //!
 //! Each module states and numbers its rules; other places cite them by number. docs/design/shm.md has the promises to
@@ -24,7 +23,6 @@ pub mod line;
 pub mod pool;
 pub mod ring;
 pub mod slots;
-pub mod stats;
 pub mod sync;
 pub mod vni;
 

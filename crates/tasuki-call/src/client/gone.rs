@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tasuki_shm::ring::Message;
 
-use super::{Client, ConnectError, Count};
+use super::{Client, ConnectError};
 use crate::pending::{InFlight, Outcome};
 use crate::{Breach, CallError, Failure, Verdict};
 
@@ -76,10 +76,7 @@ impl Client {
         let Some(orphaned) = self.orphaned.take() else { return };
         let left = orphaned.until.saturating_duration_since(Instant::now());
         match self.establish(Some(self.service), patience.min(left)) {
-            Ok(()) => {
-                self.counters.add(Count::Reconnects as usize, 1);
-                self.carry_over(orphaned.generation, orphaned.begun, &orphaned.unbegun);
-            }
+            Ok(()) => self.carry_over(orphaned.generation, orphaned.begun, &orphaned.unbegun),
             Err(ConnectError::Silent { .. }) if Instant::now() < orphaned.until => self.orphaned = Some(orphaned),
             Err(_) => self.end(&CallError::ServerGone { generation: orphaned.generation }),
         }

@@ -18,7 +18,6 @@ use tasuki_shm::line::{Claims, Line};
 use tasuki_shm::region::Span;
 use tasuki_shm::ring::{Consumer, Message, Producer, PushError};
 use tasuki_shm::slots::Census;
-use tasuki_shm::stats::{Counters, Histogram};
 use tasuki_shm::wake::{BellSender, Sleeper, Woken, nap_cost, this_cpu};
 
 use super::message::{Cargo, FromClient, FromServer, Inline};
@@ -50,15 +49,6 @@ const POLL_LIVENESS: Duration = Duration::from_millis(1);
 #[must_use = "a ticket that is dropped keeps its place in the ring; abandon it instead"]
 pub struct Ticket(pub(crate) u64);
 
-/// Indices of the segment's counters.
-#[derive(Debug, Clone, Copy)]
-enum Count {
-    Calls,
-    Rings,
-    Naps,
-    Reconnects,
-}
-
 /// The connection to one server.
 #[derive(Debug)]
 struct Link {
@@ -80,8 +70,6 @@ pub struct Client {
     segment: Segment,
     arena: Arena,
     bell: Bell<Span<Line>>,
-    counters: Counters<Span<Line>>,
-    slept: Histogram<Span<Line>>,
     pending: Pending,
     spin: Duration,
     link: Result<Link, CallError>,
@@ -113,8 +101,6 @@ impl Client {
         let mut client = Client {
             path: path.as_ref().to_owned(),
             options: ClientOptions { handshake: bounded(options.handshake), ..options.clone() },
-            counters: segment.counters(),
-            slept: segment.slept(),
             pending: Pending::new(options.ring),
             spin: options.spin.map_or_else(nap_cost, bounded),
             link: Err(CallError::ServerGone { generation: 0 }),
@@ -215,7 +201,6 @@ impl Client {
         let index = self.put(&message);
         crash::point("client.send.pushed");
         self.pending.begin(slot, index, idempotent.then_some(message));
-        self.counters.add(Count::Calls as usize, 1);
         Ok(Ticket(call))
     }
 
@@ -313,7 +298,6 @@ impl Client {
             // The server that we wake may run on this CPU: publish ours first, so that it knows not to spin.
             self.bell.wake(this_cpu());
             link.bell_sender.ring();
-            self.counters.add(Count::Rings as usize, 1);
             crash::point("client.send.rung");
         }
     }
@@ -486,22 +470,17 @@ impl Client {
             self.bell.wake(this_cpu());
             return Ok(());
         }
-        let asleep = Instant::now();
         let woken = link.sleeper.sleep(until).map_err(|error| CallError::Kernel(Arc::new(error)))?;
-        let mut now = Instant::now();
-        self.slept.record(u64::try_from(now.duration_since(asleep).as_nanos()).unwrap_or(u64::MAX));
         self.bell.wake(this_cpu());
-        self.counters.add(Count::Naps as usize, 1);
         if woken == Woken::PeerGone {
             self.lost(self.patience(until));
             if self.orphaned.is_some() {
                 // The caller continues to wait for the successor, as long as its deadline allows.
                 return Ok(());
             }
-            now = Instant::now();
         }
         // A server that rings without end, or dies and comes back without end, does not prolong the wait.
-        let late = woken == Woken::TimedOut || until.is_some_and(|until| now >= until);
+        let late = woken == Woken::TimedOut || until.is_some_and(|until| Instant::now() >= until);
         if late && self.gather()? == 0 {
             return Err(CallError::DeadlinePassed);
         }
