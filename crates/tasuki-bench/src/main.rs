@@ -4,7 +4,6 @@
 
 mod call;
 mod case;
-mod clock;
 mod cpus;
 mod daemon;
 mod demo;

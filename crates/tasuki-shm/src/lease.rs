@@ -17,7 +17,7 @@
 use std::num::NonZeroU32;
 use std::ops::Deref;
 
-use crate::line::Line;
+use crate::line::{Line, halves};
 use crate::sync::{AcqRel, Acquire};
 
 /// Contents of the lease word.
@@ -35,9 +35,9 @@ impl Tenure {
         u64::from(self.epoch) << 32 | u64::from(self.holder.map_or(0, NonZeroU32::get))
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
     fn from_word(word: u64) -> Self {
-        Tenure { holder: NonZeroU32::new(word as u32), epoch: (word >> 32) as u32 }
+        let (holder, epoch) = halves(word);
+        Tenure { holder: NonZeroU32::new(holder), epoch }
     }
 }
 

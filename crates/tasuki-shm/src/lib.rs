@@ -12,6 +12,7 @@
 //! | [`wake`]    | the kernel's part of a bell                                             |
 //! | [`lease`]   | the present owner of a thing                                            |
 //! | [`mod@slice`] | how long a process runs at a time                                       |
+//! | [`clock`]   | the clock of all stamps                                                 |
 //! | [`vni`]     | the layout of a VNI's memory                                            |
 //!
 //! Each module states and numbers its rules; other places cite them by number. docs/design/shm.md has the promises to
@@ -28,6 +29,8 @@ pub mod vni;
 
 #[cfg(not(loom))]
 pub mod arena;
+#[cfg(not(loom))]
+pub mod clock;
 #[cfg(not(loom))]
 pub mod crash;
 #[cfg(not(loom))]

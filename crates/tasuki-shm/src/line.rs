@@ -30,6 +30,13 @@ impl Line {
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Line>() == LINE_LEN && align_of::<Line>() == LINE_LEN);
 
+/// Returns the low half of a word, then the high half.
+#[inline]
+#[expect(clippy::cast_possible_truncation, reason = "the halves are what is meant")]
+pub fn halves(word: u64) -> (u32, u32) {
+    (word as u32, (word >> 32) as u32)
+}
+
 /// Lines that a peer writes. The type is read-only, as the mapping is.
 #[derive(Debug, Clone)]
 pub struct Claims<M>(M);

@@ -28,7 +28,7 @@
 
 use std::sync::Arc;
 
-use crate::line::{LINE_WORDS, Line};
+use crate::line::{LINE_WORDS, Line, halves};
 use crate::sync::{AcqRel, AtomicU64, Relaxed};
 
 /// A slot in use: its index and its generation.
@@ -47,9 +47,9 @@ impl SlotId {
     }
 
     /// Reverses [`to_word`](Self::to_word).
-    #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
     pub fn from_word(word: u64) -> Self {
-        SlotId { index: word as u32, generation: (word >> 32) as u32 }
+        let (index, generation) = halves(word);
+        SlotId { index, generation }
     }
 }
 

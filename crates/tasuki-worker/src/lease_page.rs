@@ -10,8 +10,9 @@ use tasuki_net::endpoint::rate;
 use tasuki_net::nic::Left;
 use tasuki_relay::message::{heartbeat, lease_page};
 use tasuki_relay::{Party, Tenure};
+use tasuki_shm::clock::now_ns;
 use tasuki_shm::lease::{self, Lease};
-use tasuki_shm::line::Line;
+use tasuki_shm::line::{Line, halves};
 use tasuki_shm::region::{Region, RegionError, Span};
 
 use crate::exit_mark;
@@ -22,12 +23,6 @@ const COMES_WITHIN_NS: u64 = 10_000_000;
 
 /// Number of words in a page.
 const WORDS: usize = lease_page::LEN / 8;
-
-/// Returns the time in ns on the clock that all processes of the machine share (`CLOCK_MONOTONIC`).
-pub fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
-}
 
 /// Maps shared memory of at least `len` bytes that no process can take away.
 fn adopt(memory: OwnedFd, len: usize) -> Result<Region, RegionError> {
@@ -261,11 +256,10 @@ impl ProgramState {
     pub fn state(&self, nic: u32, copy: u64) -> Option<Written> {
         let place = self.state_place(nic, copy)?;
         let word = |index: usize| place[index].load(Acquire);
-        #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
-        let state = ((word(0) >> 32) as u32, word(0) as u32);
+        let (version, kind) = halves(word(0));
         let len = usize::try_from(word(2)).unwrap_or(usize::MAX).min(8 * STATE_WORDS);
         let words = std::array::from_fn(|index| word(STATE_HEAD + index));
-        Some(Written { state, count: word(1), len, words })
+        Some(Written { state: (kind, version), count: word(1), len, words })
     }
 
     /// Writes one copy of a program's state for a NIC.

@@ -7,9 +7,9 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use tasuki_net::nic::{DriverState, NicError};
 use tasuki_relay::driver_state::{DriverState as Envelope, HEAD, LEN_MAX, NotADriverState};
 use tasuki_relay::wire::Reason;
+use tasuki_shm::clock::now_ns;
 
 use crate::bundle::Refused;
-use crate::lease_page::now_ns;
 
 /// Number of layouts after the driver's own that this worker reads and writes. A later layout has one more field at its
 /// end.

@@ -11,8 +11,7 @@
 #![allow(unsafe_code, reason = "madvise takes addresses (W1), and mallopt is C (W2)")]
 
 use rustix::mm::Advice;
-
-use crate::lease_page::now_ns;
+use tasuki_shm::clock::now_ns;
 
 /// Bytes of heap to have before they are needed. After its start a worker allocates less than half of that.
 #[cfg(target_env = "gnu")]

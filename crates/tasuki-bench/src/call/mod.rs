@@ -12,11 +12,11 @@ use anyhow::{Context, Result, ensure};
 use rustix::pipe::{PipeFlags, pipe_with};
 use tasuki_call::{Ask, Client, ClientOptions, Deadline, INLINE_MAX, Peers, Request, Server, ServerOptions, Ticket};
 use tasuki_shm::arena::{Detach, Geometry};
+use tasuki_shm::clock::now_ns;
 use tasuki_shm::line::LINE_LEN;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::case::{Case, Ends};
-use crate::clock::now_ns;
 use crate::cpus::Cores;
 use crate::orders::Orders;
 use crate::sample::Sample;

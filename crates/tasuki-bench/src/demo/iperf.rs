@@ -6,10 +6,10 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use tasuki_shm::clock::now_ns;
 
 use super::cards::{ACTS, Act, line};
 use super::wire::{INTERFACE, OURS, THEIRS, set_up};
-use crate::clock::now_ns;
 use crate::interrupt::Interrupt;
 use crate::iperf::{Said, Sending};
 use crate::program::{LOOK, PATIENCE, Program};

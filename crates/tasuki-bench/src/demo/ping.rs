@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rustix::process::Signal;
+use tasuki_shm::clock::now_ns;
 
 use super::cards::{ACTS, Act, line};
 use super::iperf;
 use super::wire::{INTERFACE, OURS, THEIRS, set_up};
-use crate::clock::now_ns;
 use crate::interrupt::Interrupt;
 use crate::program::{Part, Program, is_there};
 use crate::relay::system::System;

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tasuki_net::endpoint::guest::device::{FROM_GUEST, PAIRS_MAX, TO_GUEST};
+use tasuki_shm::clock::now_ns;
 
 use super::front::{FRAME, Front, PORT, frame, turn};
 use super::machine::node;
-use crate::clock::now_ns;
 use crate::interrupt::Interrupt;
 use crate::program::PATIENCE;
 use crate::relay::system::System;

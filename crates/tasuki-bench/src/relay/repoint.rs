@@ -13,9 +13,9 @@ use tasuki_net::nic::bus::{Iova, VfioUser};
 use tasuki_net::nic::e1000e::Ready;
 use tasuki_net::nic::{How, Left, Nic, NicMemory, NicOptions, Repoint};
 use tasuki_shm::arena::Geometry;
+use tasuki_shm::clock::now_ns;
 
 use super::turns::{self, Card, PATIENCE, RELAYS, RELEASED_AT, RING, TakesTurns, Traffic, Turns, Ways};
-use crate::clock::now_ns;
 use crate::orders::Orders;
 use crate::sample::Sample;
 

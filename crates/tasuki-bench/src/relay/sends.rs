@@ -21,9 +21,9 @@ use anyhow::{Context, Result, anyhow, ensure};
 use comfy_table::Table;
 use rustix::process::Signal;
 use tasuki_control::api::types::Method;
+use tasuki_shm::clock::now_ns;
 
 use super::system::{Relay, System, Turn};
-use crate::clock::now_ns;
 use crate::cpus::{self, Cpus};
 use crate::demo::wire::{INTERFACE, OURS, THEIRS, set_up};
 use crate::interrupt::Interrupt;

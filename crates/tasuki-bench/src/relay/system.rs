@@ -19,9 +19,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tasuki_control::api::client;
 use tasuki_control::api::types::{Counts, Method, NicView, Relayed, WorkerView};
+use tasuki_shm::clock::now_ns;
 
 use super::turns::Traffic;
-use crate::clock::now_ns;
 use crate::cpus::{self, Cpus};
 use crate::nic::card::SOCKET;
 use crate::nic::trial::{Ask, Control, Trial};

@@ -16,12 +16,12 @@ use tasuki_net::nic::bus::VfioUser;
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::{InPlace, MemoryLayout, Nic, NicMemory, Parts};
 use tasuki_net::port::{Burst, Port};
+use tasuki_shm::clock::now_ns;
 use tasuki_shm::lease::{Lease, Tenure};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{PAGE_LEN, Pages, Region, Span};
 
 use super::{repoint, worker};
-use crate::clock::now_ns;
 use crate::cpus;
 use crate::nic::driver::{self, turn_round};
 use crate::nic::trial::{Ask, Control, Say, Trial};

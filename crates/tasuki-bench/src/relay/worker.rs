@@ -6,9 +6,9 @@ use anyhow::{Context, Result};
 use tasuki_net::nic::bus::VfioUser;
 use tasuki_net::nic::{InPlace, Nic, NicMemory};
 use tasuki_net::port::{Burst, Transactional};
+use tasuki_shm::clock::now_ns;
 
 use super::turns::{self, Card, RELEASED_AT, TakesTurns, Traffic, Turns, Ways};
-use crate::clock::now_ns;
 use crate::orders::Orders;
 use crate::sample::Sample;
 

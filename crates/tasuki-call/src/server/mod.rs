@@ -15,6 +15,7 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 use tasuki_shm::lease::Tenure;
+use tasuki_shm::line::halves;
 use tasuki_shm::slots::Census;
 use tasuki_shm::wake::{BellSender, bell_pipe, drain, nap_cost, this_cpu};
 
@@ -88,14 +89,13 @@ impl Source {
         })
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
     fn from_data(data: u64) -> Self {
-        match (data >> 32, data as u32) {
+        match halves(data) {
             (0, 0) => Source::Listener,
-            (0, 1) => Source::Desk,
-            (0, _) => Source::Successor,
-            (1, index) => Source::Handshake(index),
-            (_, index) => Source::Session(index),
+            (1, 0) => Source::Desk,
+            (_, 0) => Source::Successor,
+            (index, 1) => Source::Handshake(index),
+            (index, _) => Source::Session(index),
         }
     }
 }

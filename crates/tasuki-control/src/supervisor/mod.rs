@@ -86,9 +86,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use rustix::event::{Timespec, epoll};
-use rustix::time::{ClockId, clock_gettime};
 use tasuki_relay::arbiter;
+use tasuki_shm::clock::now_ns;
 use tasuki_shm::crash;
+use tasuki_shm::line::halves;
 
 use crate::cgroup::{Group, Groups};
 use crate::config::Config;
@@ -119,8 +120,7 @@ const WORKER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns the time of `CLOCK_MONOTONIC`, the clock of all stamps.
 pub fn now() -> Duration {
-    let time = clock_gettime(ClockId::Monotonic);
-    Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
+    Duration::from_nanos(now_ns())
 }
 
 /// Returns a time in nanoseconds, as in a lease page.
@@ -172,9 +172,8 @@ impl Token {
         epoll::EventData::new_u64(kind << 32 | u64::from(id))
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
     fn from_data(data: epoll::EventData) -> Option<Self> {
-        let (kind, id) = (data.u64() >> 32, data.u64() as u32);
+        let (id, kind) = halves(data.u64());
         Some(match kind {
             0 => Token::WorkerEnd(id),
             1 => Token::WorkerReadable(id),

@@ -25,6 +25,7 @@ use tasuki_net::nic::e1000e::{E1000e, Ready};
 use tasuki_net::nic::{How, InPlace, Left, Link, MemoryLayout, Nic, NicMemory, NicOptions, Parts, Repoint};
 use tasuki_net::port::{Armed, Burst, Port};
 use tasuki_shm::arena::Geometry;
+use tasuki_shm::clock::now_ns;
 use tasuki_shm::lease::{Lease, Tenure};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{PAGE_LEN, Pages, Region, Span};
@@ -90,11 +91,6 @@ impl LeasePage {
     fn word(&self, word: usize) -> u64 {
         self.words[word].load(Relaxed)
     }
-}
-
-fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
 /// Waits up to `limit` until `fd` is readable; returns whether it is.

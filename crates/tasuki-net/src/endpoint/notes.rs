@@ -17,11 +17,10 @@
 //! Stores become visible in program order, even those of a worker that dies (V5 of `vni/ledger.rs`).
 
 use arrayvec::ArrayVec;
-use tasuki_shm::line::{LINE_WORDS, Line};
+use tasuki_shm::line::{LINE_WORDS, Line, halves};
 use tasuki_shm::region::Span;
 use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release};
 
-use crate::vni::halves;
 use crate::vni::ledger::point;
 use crate::vni::offload::HEADER_LEN;
 

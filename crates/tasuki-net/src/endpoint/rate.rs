@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use rustix::time::{ClockId, clock_gettime};
+use tasuki_shm::clock::now_ns;
 use tasuki_shm::region::Span;
 
 /// A limit on one direction. Each 0 stands for none.
@@ -64,12 +64,6 @@ pub struct Rate {
     slot: u64,
 }
 
-/// Reads the clock.
-fn now() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
-}
-
 fn ns(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
@@ -84,7 +78,7 @@ impl Rate {
         let Limit { bits, frames, burst } = limit;
         let cost = |unit: u64, rate: u64| unit.checked_div(rate).unwrap_or(0);
         let costs = [cost(8_000_000_000_000, bits), cost(1_000_000_000_000, frames)];
-        let (now, burst) = (now(), ns(burst));
+        let (now, burst) = (now_ns(), ns(burst));
         let (taken, takes, reserved, slot) = ([0; WORDS], [false; WORDS], [0; WORDS], 0);
         let rate = Rate { dues, now, taken, takes, costs, burst, reserved, slot };
         (costs != [0; WORDS]).then_some(rate)
@@ -231,7 +225,7 @@ impl Rates {
     #[inline]
     pub(super) fn look(&mut self) {
         if self.sends.is_some() || self.receives.is_some() {
-            let now = now();
+            let now = now_ns();
             self.each().for_each(|rate| rate.look(now));
         }
     }

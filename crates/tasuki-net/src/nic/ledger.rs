@@ -42,6 +42,7 @@ use std::sync::atomic::{AtomicU64, fence};
 
 use tasuki_shm::arena::Slot;
 use tasuki_shm::crash;
+use tasuki_shm::line::halves;
 use tasuki_shm::region::{Region, RegionError, Span};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -112,8 +113,7 @@ impl Ledger {
     /// Returns kind and version of the running driver's driver states, or `None` if no driver runs.
     pub fn whose(&self) -> Option<(u32, u32)> {
         let word = self.0[WHOSE].load(Acquire);
-        #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
-        let (kind, version) = ((word >> 32) as u32, word as u32);
+        let (version, kind) = halves(word);
         (word != 0).then_some((kind, version))
     }
 

@@ -4,13 +4,12 @@ use std::cell::Cell;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use tasuki_shm::line::Line;
+use tasuki_shm::line::{Line, halves};
 use tasuki_shm::pool::{NoSuchPiece, PeerPool, Piece};
 use tasuki_shm::region::{CommonRegion, RegionError, Span};
 use tasuki_shm::ring::{Broken, Consumer};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
-use super::halves;
 use super::ledger::point;
 use super::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use super::outbox::{WITH_HEADER, piece_of};

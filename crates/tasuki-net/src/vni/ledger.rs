@@ -21,14 +21,13 @@ use std::num::NonZeroU32;
 
 use arrayvec::ArrayVec;
 use tasuki_shm::crash;
-use tasuki_shm::line::{LINE_WORDS, Line};
+use tasuki_shm::line::{LINE_WORDS, Line, halves};
 use tasuki_shm::region::Span;
 use tasuki_shm::ring::{Message, Producer};
 use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::node_memory::{LEDGER_LINES, NodeMemory};
 
-use super::halves;
 use super::neighbour::set_announced;
 
 /// Maximum number of nodes whose frames one turn can handle.

@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
 use tasuki_shm::bell::{Bell, PeerBell};
-use tasuki_shm::line::{Claims, Line};
+use tasuki_shm::line::{Claims, Line, halves};
 use tasuki_shm::pool::{PAGE, PeerPool, Pool, Run};
 use tasuki_shm::region::{RegionError, Span};
 use tasuki_shm::ring::{Consumer, Producer};
@@ -390,10 +390,4 @@ fn left_behind(node_memory: &NodeMemory, pool: &mut Pool, shared: &mut SharedRun
         }
     }
     left
-}
-
-/// Returns the low half of a word, then the high half.
-#[expect(clippy::cast_possible_truncation, reason = "the halves are what is meant")]
-pub(crate) fn halves(word: u64) -> (u32, u32) {
-    (word as u32, (word >> 32) as u32)
 }

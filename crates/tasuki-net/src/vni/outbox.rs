@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use arrayvec::ArrayVec;
 
 use tasuki_shm::bell::PeerBell;
-use tasuki_shm::line::Line;
+use tasuki_shm::line::{Line, halves};
 use tasuki_shm::pool::{LINE, PAGE, Piece, Pool, Run};
 use tasuki_shm::region::Span;
 use tasuki_shm::ring::{Broken, Message, Producer};
@@ -36,11 +36,11 @@ pub(super) fn message_of(piece: Piece, flags: u32) -> Message<1> {
 }
 
 /// Returns the piece that a message names.
-#[expect(clippy::cast_possible_truncation, reason = "the halves of a word")]
 #[inline]
 pub(super) fn piece_of(message: &Message<1>) -> Piece {
     let [word] = message.words;
-    Piece { offset: word as u32, len: message.tag.get() & LEN_MASK, generation: (word >> 32) as u32 }
+    let (offset, generation) = halves(word);
+    Piece { offset, len: message.tag.get() & LEN_MASK, generation }
 }
 
 /// Runs whose frames went to several nodes.

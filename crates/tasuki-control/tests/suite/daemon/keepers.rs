@@ -15,8 +15,7 @@ fn the_pause_of_a_nic_whose_driver_died_without_a_daemon_begins_after_that() {
     until(&rig, "the workers of before are gone", || of_red(&rig) == 2);
     let (driver, standby) = rig.await_pair("red");
     rig.kill_daemon();
-    let before = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    let before = u64::try_from(before.tv_sec * 1_000_000_000 + before.tv_nsec).expect("after the boot");
+    let before = tasuki_shm::clock::now_ns();
     for worker in [&driver, &standby] {
         signal(pid(worker), Signal::KILL);
     }

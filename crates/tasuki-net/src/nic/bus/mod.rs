@@ -13,6 +13,7 @@ pub use bar::{Bar, Far};
 pub use pci::{BarKind, Capability, Header, PciError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::{Errno, ReadWriteFlags};
+use tasuki_shm::line::halves;
 use tasuki_shm::region::Region;
 pub use vfio::Vfio;
 pub use vfio_user::VfioUser;
@@ -24,8 +25,7 @@ pub struct Iova(pub u64);
 impl Iova {
     /// Returns the low and the high half, for a pair of registers.
     pub(super) fn halves(self) -> (u32, u32) {
-        let [a, b, c, d, e, f, g, h] = self.0.to_le_bytes();
-        (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]))
+        halves(self.0)
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::mem::offset_of;
 
+use tasuki_shm::line::halves;
 use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
@@ -161,12 +162,6 @@ impl InLedger for DriverState {
     fn check_ledger(&self, memory: &MemoryLayout) -> Result<(), NicError> {
         self.check_seldom(memory).map(drop)
     }
-}
-
-/// Returns the two cursors in a word.
-#[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
-fn halves(word: u64) -> (u32, u32) {
-    (word as u32, (word >> 32) as u32)
 }
 
 /// Returns the number of slots that a ring holds, which must be less than the number of its descriptors.

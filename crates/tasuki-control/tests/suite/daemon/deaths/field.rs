@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use hyper::Method;
 use rustix::process::Signal;
-use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 use tasuki_control::api::client;
 use tasuki_testing::Dice;
@@ -69,8 +68,7 @@ const MENDED_WITHIN: Duration = Duration::from_secs(30);
 
 /// Returns the current time, by the clock of the lease pages' stamps.
 pub fn now() -> Duration {
-    let now = clock_gettime(ClockId::Monotonic);
-    Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).expect("less than a second"))
+    Duration::from_nanos(tasuki_shm::clock::now_ns())
 }
 
 /// Kinds of processes to kill.
