@@ -33,6 +33,11 @@ pub struct Refusal {
     pub sentence: String,
 }
 
+/// Whether `error` is a [`Refusal`] with this status.
+pub fn has_status(error: &anyhow::Error, status: StatusCode) -> bool {
+    error.downcast_ref::<Refusal>().is_some_and(|refusal| refusal.status == status)
+}
+
 /// No tasukid is at work in this runtime directory.
 #[derive(Debug, thiserror::Error)]
 #[error(

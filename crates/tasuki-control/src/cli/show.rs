@@ -64,13 +64,15 @@ fn plan(Plan { path, generation, steps, stays }: &Plan) -> String {
     )
 }
 
-fn table(header: &[&str]) -> Table {
+/// Returns a table without lines, for rows under `header`.
+pub(super) fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_header(header);
     table
 }
 
-fn text(mut table: Table, right: &[usize]) -> String {
+/// Returns a table as text; the columns `right` are of numbers.
+pub(super) fn text(mut table: Table, right: &[usize]) -> String {
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
         if right.contains(&column.index) {

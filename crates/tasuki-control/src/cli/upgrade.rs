@@ -14,7 +14,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::{Reach, absolute, part, show, up, write};
-use crate::api::client;
+use crate::api::client::{self, has_status};
 use crate::api::types::{NodeView, Relayed, Replaced, Status, WorkerView};
 use crate::place;
 
@@ -107,10 +107,6 @@ fn get<T: serde::de::DeserializeOwned>(folder: &Path, address: &str) -> Result<T
 
 fn post(folder: &Path, address: &str, body: &Value) -> Result<Value> {
     client::ask(folder, Verb::POST, address, Some(body))
-}
-
-fn has_status(error: &anyhow::Error, status: StatusCode) -> bool {
-    error.downcast_ref::<client::Refusal>().is_some_and(|refusal| refusal.status == status)
 }
 
 /// Asks the daemon to go on as another program, until what it does now has settled.

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::network::Network;
 use super::{Failure, code};
-use crate::api::client::{self, HungUp, NotThere, Refusal};
+use crate::api::client::{self, HungUp, NotThere, Refusal, has_status};
 use crate::api::types::{NicView, NodeView};
 use crate::cli::part;
 use crate::config::Node;
@@ -63,10 +63,6 @@ fn failure(error: &anyhow::Error) -> Failure {
         Some(_) => code::OTHER,
     };
     Failure::new(code, error.to_string())
-}
-
-fn has_status(error: &anyhow::Error, status: StatusCode) -> bool {
-    error.downcast_ref::<Refusal>().is_some_and(|refusal| refusal.status == status)
 }
 
 /// Returns whether no daemon has answered, and the next one may.

@@ -2,8 +2,6 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use comfy_table::{CellAlignment, Table, presets};
-
 use super::Moment;
 use crate::api::types::{Event, NodeView, TalkView, WorkerView};
 use crate::cli::show;
@@ -230,16 +228,9 @@ fn cut(mut lines: Vec<String>, most: usize, what: &str) -> Vec<String> {
 }
 
 fn table<const N: usize>(header: &[&str; N], rows: impl Iterator<Item = [String; N]>, right: &[usize]) -> Vec<String> {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(header.iter());
+    let mut table = show::table(header);
     rows.for_each(|row| _ = table.add_row(row));
-    for column in table.column_iter_mut() {
-        column.set_padding((0, 2));
-        if right.contains(&column.index) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table.trim_fmt().lines().map(str::to_owned).collect()
+    show::text(table, right).lines().map(str::to_owned).collect()
 }
 
 /// Returns the frames that a node dropped, by reason, if there were any.
