@@ -305,15 +305,9 @@ where
         let (kind, version) = self.asked;
         let cold = self.method == Method::Cold;
         if !cold && !store::reads::<N::DriverState>(kind, version) {
-            let reason = Reason::OtherDriverState { kind: kind.into(), version: version.into() };
-            return Err(Refused { reason, sentence: reason.to_string() });
+            return Err(Reason::OtherDriverState { kind: kind.into(), version: version.into() }.into());
         }
-        let text = match &self.given.text {
-            Ok(text) => text,
-            Err(Refused { reason, sentence }) => {
-                return Err(Refused { reason: *reason, sentence: sentence.clone() });
-            }
-        };
+        let text = self.given.text.as_ref().map_err(Refused::clone)?;
         if self.is_hung_up() {
             return Err(Refused { reason: Reason::CardGone, sentence: NicError::Gone.to_string() });
         }
@@ -321,7 +315,7 @@ where
         let is_apart = how.is_some() || cold && self.given.fenced;
         if is_apart {
             let may = rustix::process::getrlimit(Resource::Memlock).current;
-            bundle::may_lock(text.locks(), may).map_err(|reason| Refused { reason, sentence: reason.to_string() })?;
+            bundle::may_lock(text.locks(), may)?;
         }
         let copies = self.given.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>();
         let copies = copies.map_err(|error| Refused {

@@ -60,12 +60,18 @@ fn is_usual_mtu(mtu: &u16) -> bool {
 }
 
 /// Refusal of a device bundle, for the daemon and for a person.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Refused {
     /// Reason for the daemon.
     pub reason: Reason,
     /// Sentence for a person.
     pub sentence: String,
+}
+
+impl From<Reason> for Refused {
+    fn from(reason: Reason) -> Self {
+        Refused { reason, sentence: reason.to_string() }
+    }
 }
 
 impl From<BundleError> for Refused {

@@ -52,10 +52,8 @@ fn read<P: Program>(written: &Written) -> Result<P::State, Refused> {
     let bytes = written.words.as_bytes();
     let bytes = bytes.get(..written.len).unwrap_or(bytes);
     let known = (P::STATE == (kind, version)).then(|| P::State::read_from_bytes(bytes).ok()).flatten();
-    known.or_else(|| P::convert(kind, version, bytes)).ok_or_else(|| {
-        let reason = Reason::OtherState { kind: kind.into(), version: version.into() };
-        Refused { reason, sentence: reason.to_string() }
-    })
+    let other = || Reason::OtherState { kind: kind.into(), version: version.into() }.into();
+    known.or_else(|| P::convert(kind, version, bytes)).ok_or_else(other)
 }
 
 /// Returns the copy that is valid after `turns` turns, or the copy that was written last; and the number of writes.
@@ -154,8 +152,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
 
     fn may_go_on(program_state: &ProgramState, nic: u32, turns: Option<u64>, ring: u16) -> Result<(), Refused> {
         if ring < RING_MIN {
-            let reason = Reason::ShortRing { has: ring.into(), needs: RING_MIN.into() };
-            return Err(Refused { reason, sentence: reason.to_string() });
+            return Err(Reason::ShortRing { has: ring.into(), needs: RING_MIN.into() }.into());
         }
         // While a predecessor writes there, the words may be of two turns, but they have one layout.
         let (written, _) = last(program_state, nic, turns).ok_or_else(|| no_room::<P>(nic))?;

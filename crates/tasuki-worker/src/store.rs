@@ -82,8 +82,7 @@ pub fn read<S: DriverState>(memory: OwnedFd, wrote: u32) -> Result<Box<S>, Refus
         true => Envelope::read_as(&bytes, envelope.kind, envelope.version, wrote).map_err(not_a_driver_state)?,
         false => {
             let (kind, version) = (envelope.kind.into(), envelope.version.into());
-            let reason = Reason::OtherDriverState { kind, version };
-            return Err(Refused { reason, sentence: reason.to_string() });
+            return Err(Reason::OtherDriverState { kind, version }.into());
         }
     };
     S::read(&from_stored::<S>(envelope.version, whole)).map(Box::new).map_err(|error| refused(&error))

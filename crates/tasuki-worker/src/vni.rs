@@ -208,12 +208,11 @@ impl<D: FrameHandler> VniAttachment<D> {
     fn fits(&mut self, common: &Common) -> Result<(), Refused> {
         let (kind, version) = self.asked;
         if kind != vni::KIND || !(vni::VERSION..=vni::WIDE_VERSION).contains(&version) {
-            let reason = Reason::OtherDriverState { kind: kind.into(), version: version.into() };
-            return Err(Refused { reason, sentence: reason.to_string() });
+            return Err(Reason::OtherDriverState { kind: kind.into(), version: version.into() }.into());
         }
         let odd = |sentence: String| Refused { reason: Reason::Odd { position: Position::Device as u64 }, sentence };
-        if let Err(Refused { reason, sentence }) = &self.text {
-            return Err(Refused { reason: *reason, sentence: sentence.clone() });
+        if let Err(refused) = &self.text {
+            return Err(refused.clone());
         }
         if self.given.fds.len() != vni::FDS {
             let have = self.given.fds.len();
