@@ -93,10 +93,10 @@ fuzz_target!(|data: &[u8]| {
                 }
             }
             8 => {
-                let mut taken = [message(&mut choices); 4];
-                if let Ok(count) = rx.pop_batch(&mut taken) {
-                    assert_eq!(rx.head().wrapping_sub(head) as usize, count);
-                }
+                // Nobody reads this message: it is drawn so that inputs of the corpus keep their meaning.
+                _ = message(&mut choices);
+                let count = (0..4).map_while(|_| rx.pop().ok().flatten()).count();
+                assert_eq!(rx.head().wrapping_sub(head) as usize, count);
             }
             9 => {
                 rx.retire();

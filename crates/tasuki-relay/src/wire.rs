@@ -56,8 +56,6 @@ listed! {
         Arena,
         /// The eventfd that rings for received frames.
         Bell,
-        /// The end of a pipe that closes with the daemon.
-        Life,
     }
 }
 

@@ -366,17 +366,6 @@ impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>, const N: usize> Consu
         Err(Broken::R4 { place, stamp, expected: self.head })
     }
 
-    /// Takes up to `into.len()` messages and does not retire them. Returns the number taken.
-    pub fn pop_batch(&mut self, into: &mut [Message<N>]) -> Result<usize, Broken> {
-        for (taken, place) in into.iter_mut().enumerate() {
-            match self.pop()? {
-                Some(message) => *place = message,
-                None => return Ok(taken),
-            }
-        }
-        Ok(into.len())
-    }
-
     /// Tells the producer that we have copied every message popped so far, so it may write their places again.
     #[inline]
     pub fn retire(&self) {
@@ -556,13 +545,11 @@ mod tests {
             let batch: Vec<_> = (0..*pushes as u64).map(|i| message_of(sent + i)).collect();
             sent += tx.push_batch(&batch).unwrap() as u64;
             assert!(sent - received <= capacity);
-            let mut taken = [message_of::<N>(0); 9];
-            let count = rx.pop_batch(&mut taken[..*pops]).unwrap();
-            rx.retire();
-            for got in &taken[..count] {
-                assert_eq!(*got, message_of::<N>(received));
+            for got in (0..*pops).map_while(|_| rx.pop().unwrap()) {
+                assert_eq!(got, message_of::<N>(received));
                 received += 1;
             }
+            rx.retire();
         }
         while let Some(got) = rx.pop().unwrap() {
             assert_eq!(got, message_of::<N>(received));
