@@ -443,8 +443,8 @@ pub mod vni {
 pub mod lease_page {
     /// Length of the page, in bytes.
     pub const LEN: usize = 4096;
-    /// Line with the lease: `tasuki_shm::lease`.
-    pub const LEASE_LINE: usize = 0;
+    /// Where the line with the lease begins, in bytes: `tasuki_shm::lease`.
+    pub const LEASE_AT: usize = 0;
     /// Word: time at which the last giver ended its last burst, in ns of `CLOCK_MONOTONIC`. For a giver that died,
     /// the daemon writes the time at which it learnt of that.
     pub const STOPPED_AT: usize = 8;

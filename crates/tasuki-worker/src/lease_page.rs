@@ -46,7 +46,7 @@ impl LeasePage {
     /// Maps the lease page that the daemon has made.
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
         let region = adopt(memory, lease_page::LEN)?;
-        Ok(LeasePage { lease: Lease::new(region.span(lease_page::LEASE_LINE * 64, 1)?), words: region.span(0, WORDS)? })
+        Ok(LeasePage { lease: Lease::new(region.span(lease_page::LEASE_AT, 1)?), words: region.span(0, WORDS)? })
     }
 
     /// Loads the lease word.

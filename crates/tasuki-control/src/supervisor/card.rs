@@ -50,7 +50,7 @@ impl LeasePage {
     fn of(words: Words) -> Result<Self, RegionError> {
         // The first write comes while no worker drives: fault the page in now.
         words.region().populate();
-        let line = words.region().span(lease_page::LEASE_LINE, 1)?;
+        let line = words.region().span(lease_page::LEASE_AT, 1)?;
         Ok(LeasePage { words, lease: Lease::new(line) })
     }
 
@@ -76,7 +76,7 @@ impl LeasePage {
 
     /// Writes the first word of a page that no other process has read yet.
     fn begin_with(&self, word: Tenure) {
-        self.words.store(lease_page::LEASE_LINE / size_of::<u64>(), word.to_word());
+        self.words.store(lease_page::LEASE_AT / size_of::<u64>(), word.to_word());
     }
 
     /// Returns for how many nanoseconds no worker drove when the lease last changed hands.

@@ -285,7 +285,7 @@ impl Standin {
                 "word" => {
                     let holder = number(2).try_into().ok().map(Party);
                     let word = Tenure { holder, epoch: number(3) }.to_word();
-                    self.nics[&number(1)].lease_page.words.store(lease_page::LEASE_LINE / 8, word);
+                    self.nics[&number(1)].lease_page.words.store(lease_page::LEASE_AT / 8, word);
                 }
                 "fuzz" => self.fuzz(number(1).into(), number(2), number(3)),
                 "ended" => self.heartbeat.store(heartbeat::LIFE, u64::from(heartbeat::ENDED)),
@@ -311,7 +311,7 @@ impl Standin {
                 Act::Packet(nic, packet, gifts) => (message::frame(nic, packet).to_vec(), gifts),
                 Act::Message(bytes, gifts) => (bytes, gifts),
                 Act::Lease(nic, word) => {
-                    self.nics.get(&nic).inspect(|nic| nic.lease_page.words.store(lease_page::LEASE_LINE / 8, word));
+                    self.nics.get(&nic).inspect(|nic| nic.lease_page.words.store(lease_page::LEASE_AT / 8, word));
                     continue;
                 }
                 Act::Heartbeat(at, word) => {
