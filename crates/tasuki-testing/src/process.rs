@@ -28,3 +28,24 @@ pub fn stat(process: impl Display) -> Option<(String, Vec<String>)> {
 pub fn lives(process: impl Display) -> bool {
     stat(process).is_some_and(|(_, fields)| fields[0] != "Z" && fields[0] != "X")
 }
+
+/// Returns how many descriptors a process has; 0 if there is no such process.
+pub fn descriptors(process: impl Display) -> usize {
+    fs::read_dir(format!("/proc/{process}/fd")).map_or(0, Iterator::count)
+}
+
+/// Returns how many eventfds a process has. Panics if there is no such process.
+pub fn eventfds(process: impl Display) -> usize {
+    let open = fs::read_dir(format!("/proc/{process}/fd")).expect("a process").flatten();
+    let targets = open.filter_map(|entry| fs::read_link(entry.path()).ok());
+    targets.filter(|target| target.as_os_str() == "anon_inode:[eventfd]").count()
+}
+
+/// Returns the dead children of a process that it has not reaped.
+pub fn unreaped(parent: u32) -> Vec<String> {
+    let processes = fs::read_dir("/proc").expect("a folder").flatten();
+    let names = processes.filter_map(|entry| entry.file_name().into_string().ok());
+    let is_its =
+        |name: &String| stat(name).is_some_and(|(_, fields)| fields[0] == "Z" && fields[1] == parent.to_string());
+    names.filter(is_its).collect()
+}

@@ -1,5 +1,7 @@
 //! Programs that a test starts.
 
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -70,4 +72,13 @@ impl Drop for Program {
 pub fn beside(program: &str, name: &str) -> Option<PathBuf> {
     let path = Path::new(program).with_file_name(name);
     path.exists().then_some(path)
+}
+
+/// Writes a program of the shell to `path`, or another one in its place. A process may run it at once.
+pub fn script(path: &Path, text: &str) {
+    // The kernel executes no file that a process has open for writing, so the text is written aside.
+    let aside = path.with_added_extension("new");
+    fs::write(&aside, format!("#!/bin/sh\n{text}\n")).expect("a file");
+    fs::set_permissions(&aside, Permissions::from_mode(0o755)).expect("a mode");
+    fs::rename(aside, path).expect("a name");
 }

@@ -6,6 +6,7 @@ use rustix::event::{PollFd, PollFlags};
 use tasuki_call::{Ask, CallError, Client, ClientOptions, Deadline, Ticket};
 use tasuki_shm::arena::Detach;
 use tasuki_testing::alone;
+use tasuki_testing::process::descriptors;
 
 use crate::common::*;
 use crate::watched;
@@ -277,8 +278,7 @@ fn a_server_keeps_no_descriptor_and_no_mapping_of_the_dead() {
     let mut witness = stage.client(&small());
     let holds = || {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", server.pid().as_raw_nonzero())).unwrap();
-        let fds = std::fs::read_dir(format!("/proc/{}/fd", server.pid().as_raw_nonzero())).unwrap().count();
-        (fds, maps.lines().filter(|line| line.contains("tasuki")).count())
+        (descriptors(server.pid().as_raw_nonzero()), maps.lines().filter(|line| line.contains("tasuki")).count())
     };
     // After the first answer, the server has closed the handshake's descriptors.
     let _ = witness.call(ask(ECHO, b"x"), ample()).unwrap();

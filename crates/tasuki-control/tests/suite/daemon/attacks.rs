@@ -4,7 +4,6 @@
 //! Attacks of docs/design/threat-model.md.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 
 use serde_json::Value;
 
@@ -172,13 +171,8 @@ fn what_a_worker_has_started_is_fenced_with_it() {
     }
     let honest = rig.program("honest", "");
     let with = rig.path("starts-another");
-    let script = format!(
-        "#!/bin/sh\nsleep 1003 & echo $! >> {}\nexec {} \"$@\"\n",
-        rig.path("others").display(),
-        honest.display()
-    );
-    fs::write(&with, script).expect("a file");
-    fs::set_permissions(&with, fs::Permissions::from_mode(0o755)).expect("a mode");
+    let script = format!("sleep 1003 & echo $! >> {}\nexec {} \"$@\"", rig.path("others").display(), honest.display());
+    tasuki_testing::script(&with, &script);
     rig.ask(&["worker", "upgrade", "green", "--with", &with.to_string_lossy()]);
     // Ignore the child of the old stand-by's successor while that worker prepares.
     let is_new = |is: &str| rig.worker("green", is).is_some_and(|worker| worker["generation"] == 1);

@@ -15,11 +15,12 @@ use pcap_file::pcapng::blocks::interface_statistics::InterfaceStatisticsOption;
 use pcap_file::pcapng::{Block, PcapNgReader};
 use rustix::process::Signal;
 use tasuki_testing::Program;
+use tasuki_testing::process::descriptors;
 
 use super::real;
 use super::rig::{NODES, Rig, pid, signal, until};
 use super::rooms::{BURST, Exchange, Stream, deaths};
-use super::vnis::{DESK, SHOP, World, fds};
+use super::vnis::{DESK, SHOP, World};
 
 /// Longest wait for data of a capture.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
@@ -254,8 +255,8 @@ fn it_ends_with_the_node_also_where_it_is_of_its_port() {
 
 /// Counts the descriptors of the daemon and of the drivers.
 fn look(world: &World) -> [usize; 3] {
-    let [shop, desk] = ["shop", "desk"].map(|node| fds(pid(&world.rig.await_pair(node).0)));
-    [fds(world.rig.daemon_pid()), shop, desk]
+    let [shop, desk] = ["shop", "desk"].map(|node| descriptors(pid(&world.rig.await_pair(node).0)));
+    [descriptors(world.rig.daemon_pid()), shop, desk]
 }
 
 #[test]

@@ -137,8 +137,7 @@ fn a_script_is_refused_as_what_it_is() {
     need_hostile!();
     let (mut rig, victim) = with_victim();
     let script = rig.path("script");
-    std::fs::write(&script, "#!/bin/sh\nexec sleep 9\n").expect("a file");
-    std::fs::set_permissions(&script, Permissions::from_mode(0o755)).expect("a mode");
+    tasuki_testing::script(&script, "exec sleep 9");
     for _ in 0..2 {
         let said = rig.refused(&["worker", "upgrade", "red", "--with", script.to_str().expect("text")]);
         assert!(said.contains("script is no ELF program, and a confined worker reaches no interpreter"), "{said}");

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
@@ -21,8 +20,7 @@ const USUAL: [&str; 2] = ["/usr/lib/cni", "/opt/cni/bin"];
 
 /// A plugin that assigns addresses: it notes its calls, prints the result that it finds for the container, and fails if
 /// it is to. What is behind its address is in tasuki-cni's hands alone, so the real one is not needed for this.
-const IPAM: &str = r#"#!/bin/sh
-cat >/dev/null
+const IPAM: &str = r#"cat >/dev/null
 cd "$(dirname "$0")"
 echo "$CNI_COMMAND $CNI_CONTAINERID" >>calls
 if [ -e "fails-$CNI_COMMAND" ]; then
@@ -50,9 +48,7 @@ impl Runtime {
         let world = World::new()?;
         let runtime = Runtime { world };
         fs::create_dir(runtime.folder()).expect("a folder");
-        let script = runtime.folder().join("assign");
-        fs::write(&script, IPAM).expect("a file");
-        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("a mode");
+        tasuki_testing::script(&runtime.folder().join("assign"), IPAM);
         Some(runtime)
     }
 

@@ -277,7 +277,7 @@ fn a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() {
     let daemon = i32::try_from(rig.daemon_pid()).ok().and_then(Pid::from_raw);
     let maximum = getrlimit(Resource::Nofile).maximum;
     let limit = |current| prlimit(daemon, Resource::Nofile, Rlimit { current, maximum }).expect("a limit");
-    let open = fs::read_dir(format!("/proc/{}/fd", rig.daemon_pid())).expect("descriptors").count();
+    let open = tasuki_testing::process::descriptors(rig.daemon_pid());
     // The descriptors of a dead worker are enough for the command line, but not for a fresh worker: starting one
     // needs more.
     let was = limit(Some(open as u64 - 2));

@@ -5,7 +5,7 @@ use std::fs;
 use hyper::Method;
 use tasuki_testing::process;
 
-use super::rig::pid;
+use super::rig::{count_in, pid};
 use super::storm::{Storm, need_storm};
 
 /// Number of relays, unless `TASUKI_RELAYS` overrides it.
@@ -22,10 +22,6 @@ struct Has {
     workers: usize,
 }
 
-fn fds(pid: u32) -> usize {
-    fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
-}
-
 /// Returns the private memory of a process, in bytes.
 fn memory(pid: u32) -> u64 {
     process::status_bytes(pid, "RssAnon")
@@ -34,14 +30,12 @@ fn memory(pid: u32) -> u64 {
 fn look(storm: &mut Storm) -> (Has, u64) {
     let (driver, standby) = storm.settle();
     let counts = storm.ask(Method::GET, "/v1/nics/eth0/counts", None).expect("counts");
-    let counts = counts["counts"].as_array().expect("a list").clone();
-    let slots = counts.iter().find(|count| count[0] == "slots_with_card").expect("it is counted")[1].as_u64();
     let daemon = storm.rig.daemon_pid();
     let has = Has {
-        daemon_fds: fds(daemon),
-        driver_fds: fds(pid(&driver)),
-        standby_fds: fds(pid(&standby)),
-        slots_with_card: slots.expect("a number"),
+        daemon_fds: process::descriptors(daemon),
+        driver_fds: process::descriptors(pid(&driver)),
+        standby_fds: process::descriptors(pid(&standby)),
+        slots_with_card: count_in(&counts, "slots_with_card"),
         files: fs::read_dir(storm.rig.dir()).expect("a folder").count(),
         workers: storm.workers().len(),
     };

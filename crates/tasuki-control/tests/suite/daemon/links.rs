@@ -160,9 +160,9 @@ fn a_frame_that_is_longer_than_the_interface_takes_is_counted_as_that() {
     ip(&world.desk, &["link", "set", "wire0", "mtu", "1000"]);
     assert!(world.pinged(&["-c", "1", "-W", "5", "-s", "900", DESK]).contains(" 1 received"));
     world.pinged(&["-c", "2", "-i", "0.01", "-W", "0.01", "-s", "1200", DESK]);
-    let long = || super::natives::count(&world.rig, "desk@lan", "dropped_too_long");
+    let long = || world.rig.count("desk@lan", "dropped_too_long");
     until(&world.rig, "both are counted", || long() == 2);
-    assert_eq!(super::natives::count(&world.rig, "desk@lan", "dropped_refused"), 0);
+    assert_eq!(world.rig.count("desk@lan", "dropped_refused"), 0);
     world.end();
 }
 

@@ -9,12 +9,13 @@ use std::thread::JoinHandle;
 
 use client::{Client, Shape};
 use rustix::event::{PollFd, PollFlags, Timespec};
+use tasuki_testing::process::descriptors;
 
 use super::natives::dying_at;
 use super::rig::{pid, until};
 use super::rooms::{BURST, deaths};
 use super::storm::beside;
-use super::vnis::{World, fds};
+use super::vnis::World;
 
 /// A client written from the text of the protocol.
 #[path = "../../../../tasuki-net/tests/suite/memif/client.rs"]
@@ -138,7 +139,7 @@ fn a_client_of_memif_loses_nothing_and_gets_nothing_twice_while_workers_and_daem
     assert!(!said.contains(why) && said.contains("client.sock on VNI lan, connected"), "{said}");
     let had = |world: &World| {
         let (driver, standby) = world.rig.await_pair("web");
-        (fds(pid(&driver)), fds(pid(&standby)), fds(world.rig.daemon_pid()))
+        (descriptors(pid(&driver)), descriptors(pid(&standby)), descriptors(world.rig.daemon_pid()))
     };
     let before = had(&world);
     for node in ["web", "echo", "web", "web"] {

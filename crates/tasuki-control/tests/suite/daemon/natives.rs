@@ -2,8 +2,6 @@
 //! is lost or handled twice. Needs root.
 
 use std::cell::Cell;
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 use rustix::process::Signal;
@@ -15,14 +13,6 @@ use super::vnis::{SHOP, World};
 
 /// Places where the driver of a native node's end is killed.
 const DRIVER: &[&str] = &["burst.received", "burst.turned", "burst.sent", "vni.written", "vni.committed", "vni.done"];
-
-/// Returns a count of an end's port, or of its program.
-pub fn count(rig: &Rig, end: &str, name: &str) -> u64 {
-    let said = rig.json(&["nic", "counts", end]);
-    let counts = said["counts"].as_array().expect("a list");
-    let count = counts.iter().find(|count| count[0] == name).and_then(|count| count[1].as_u64());
-    count.unwrap_or_else(|| panic!("no {name} in {said}"))
-}
 
 /// Adds a native node that receives numbered frames, and one that sends them to it.
 pub fn with_source_and_sink(rig: &Rig, rate: &str) {
@@ -36,13 +26,13 @@ pub fn with_source_and_sink(rig: &Rig, rate: &str) {
 
 /// Waits until the sink has received `more` frames.
 pub fn flows(rig: &Rig, more: u64) {
-    let before = count(rig, "sink@lan", "numbered");
-    until(rig, "frames flow", || count(rig, "sink@lan", "numbered") >= before + more);
+    let before = rig.count("sink@lan", "numbered");
+    until(rig, "frames flow", || rig.count("sink@lan", "numbered") >= before + more);
 }
 
 /// Asserts that no number is missing or came twice, from the first to the last.
 pub fn assert_exact(rig: &Rig) {
-    let [seen, missing, late, next] = ["numbered", "missing", "late", "next"].map(|name| count(rig, "sink@lan", name));
+    let [seen, missing, late, next] = ["numbered", "missing", "late", "next"].map(|name| rig.count("sink@lan", name));
     println!("numbered {seen}, missing {missing}, late {late}, next {next}");
     assert_eq!((missing, late, seen), (0, 0, next), "{}", rig.log());
 }
@@ -50,8 +40,7 @@ pub fn assert_exact(rig: &Rig) {
 /// Makes a worker that dies at a place when it passes it for the `nth` time.
 pub fn dying_at(rig: &Rig, place: &str, nth: u32, program: &str) -> String {
     let path = rig.path(&format!("dies-{}-{nth}", place.replace('.', "-")));
-    fs::write(&path, format!("#!/bin/sh\nTASUKI_CRASH={place}:{nth} exec {program} \"$@\"\n")).expect("a file");
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a mode");
+    tasuki_testing::script(&path, &format!("TASUKI_CRASH={place}:{nth} exec {program} \"$@\""));
     path.display().to_string()
 }
 
@@ -171,7 +160,7 @@ fn what_a_program_of_ones_own_counts_on_a_vni_is_exact_wherever_it_is_killed() {
         rig.await_pair("mine");
         flows(rig, 20);
     }
-    let both = || (count(rig, "mine@lan", "frames"), count(rig, "sink@lan", "numbered"));
+    let both = || (rig.count("mine@lan", "frames"), rig.count("sink@lan", "numbered"));
     // The source may be stopped after only one of them has received a frame.
     until(rig, "both have counted the same", || {
         let source = pid(&rig.await_pair("source").0);
@@ -182,7 +171,7 @@ fn what_a_program_of_ones_own_counts_on_a_vni_is_exact_wherever_it_is_killed() {
         println!("{:?} with {} deaths", counted.get(), deaths(rig));
         counted.get().0 == counted.get().1
     });
-    assert_eq!((count(rig, "sink@lan", "missing"), count(rig, "sink@lan", "late")), (0, 0), "{}", rig.log());
+    assert_eq!((rig.count("sink@lan", "missing"), rig.count("sink@lan", "late")), (0, 0), "{}", rig.log());
     world.end();
 }
 

@@ -5,6 +5,7 @@ use hyper::Method;
 use serde_json::json;
 
 use super::kills::{DRIVER, GIVER, TAKER};
+use super::rig::count_in;
 use super::storm::{Storm, beside, need_storm};
 
 /// Frames a second.
@@ -34,10 +35,7 @@ fn storm(poll: bool) -> Storm {
 
 /// Returns a count of the program whose node has the NIC.
 fn counted(storm: &Storm, name: &str) -> u64 {
-    let said = storm.ask(Method::GET, "/v1/nics/eth0/counts", None).expect("counts");
-    let counts = said["counts"].as_array().expect("a list").clone();
-    let count = counts.iter().find(|count| count[0] == name).and_then(|count| count[1].as_u64());
-    count.unwrap_or_else(|| panic!("no {name} in {said}"))
+    count_in(&storm.ask(Method::GET, "/v1/nics/eth0/counts", None).expect("counts"), name)
 }
 
 /// Ends everything, and asserts that no frame is missing; returns the number of frames that the model sent.

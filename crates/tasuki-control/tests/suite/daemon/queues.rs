@@ -2,7 +2,6 @@
 
 use std::cell::RefCell;
 use std::net::UdpSocket;
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -275,11 +274,9 @@ fn what_is_in_a_queue_that_goes_is_passed_on_though_its_worker_is_dead_or_hangs(
     let stock = beside("tasuki-worker").expect("looked for before");
     // Workers begin once this file is gone.
     let closed = world.rig.path("closed");
-    let gate =
-        format!("#!/bin/sh\nwhile [ -e {} ]; do sleep 0.01; done\nexec {} \"$@\"\n", closed.display(), stock.display());
+    let gate = format!("while [ -e {} ]; do sleep 0.01; done\nexec {} \"$@\"", closed.display(), stock.display());
     let program = world.rig.path("gate");
-    std::fs::write(&program, gate).expect("a file");
-    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).expect("a mode");
+    tasuki_testing::script(&program, &gate);
     world.rig.configure(|text| text.replace(&format!("{stock:?}"), &format!("{program:?}")));
     let rooms = [world.shop.path(), world.desk.path()];
     let node = |name: &str, netns: &str, address: &str| {

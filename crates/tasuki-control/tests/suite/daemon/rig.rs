@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::Mutex;
@@ -111,16 +110,17 @@ impl Rig {
         let us = std::env::current_exe().expect("a path");
         let alive = self.path("alive");
         let script = format!(
-            "#!/bin/sh\nTASUKI_STANDIN=\"$*\" TASUKI_FAULT={fault} TASUKI_ALIVE={} exec {} --exact daemon::this_program_is_also_a_worker --nocapture\n",
+            "TASUKI_STANDIN=\"$*\" TASUKI_FAULT={fault} TASUKI_ALIVE={} exec {} --exact daemon::this_program_is_also_a_worker --nocapture",
             alive.display(),
             us.display()
         );
-        // Write it aside: the kernel does not execute a file that is open for writing.
-        let aside = self.path(&format!("{name}.new"));
-        fs::write(&aside, script).expect("a file");
-        fs::set_permissions(&aside, fs::Permissions::from_mode(0o755)).expect("a mode");
-        fs::rename(aside, &path).expect("a name");
+        tasuki_testing::script(&path, &script);
         path
+    }
+
+    /// Returns a count of an end or a NIC, or of the program that handles its frames.
+    pub fn count(&self, of: &str, name: &str) -> u64 {
+        count_in(&self.json(&["nic", "counts", of]), name)
     }
 
     /// Changes the configuration for the next daemon.
@@ -366,6 +366,13 @@ pub fn group(pid: u32) -> Option<PathBuf> {
     let mounts = fs::read_to_string("/proc/mounts").expect("mounts");
     let mount = mounts.lines().find(|line| line.contains(" cgroup2 ")).and_then(|line| line.split(' ').nth(1))?;
     Some(PathBuf::from(format!("{mount}{group}")))
+}
+
+/// Returns a count in the daemon's answer about an end or a NIC.
+pub fn count_in(said: &Value, name: &str) -> u64 {
+    let counts = said["counts"].as_array().expect("a list");
+    let count = counts.iter().find(|count| count[0] == name).and_then(|count| count[1].as_u64());
+    count.unwrap_or_else(|| panic!("no {name} in {said}"))
 }
 
 /// Returns whether a process may run an instruction: it lives, and its control group is not frozen.

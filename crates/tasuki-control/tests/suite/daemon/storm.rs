@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdout, Command, Stdio};
 use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -474,15 +473,12 @@ pub fn plan_for(rig: &Rig, number: u32, plan: &str) {
 pub fn as_planned(rig: &Rig, name: &str, program: &str) {
     fs::create_dir_all(rig.path("plans")).expect("a folder");
     let script = format!(
-        "#!/bin/sh\necho $$ >> {0}/pids\nunset TASUKI_CRASH TASUKI_STOP\nif [ \"$1\" = worker ]; then for plan in {0}/plans/*; do\n\
-         if [ -e \"$plan\" ] && mv \"$plan\" {0}/plan.$$; then read -r line < {0}/plan.$$; export \"$line\"; break; fi; done; fi\nexec {1} \"$@\"\n",
+        "echo $$ >> {0}/pids\nunset TASUKI_CRASH TASUKI_STOP\nif [ \"$1\" = worker ]; then for plan in {0}/plans/*; do\n\
+         if [ -e \"$plan\" ] && mv \"$plan\" {0}/plan.$$; then read -r line < {0}/plan.$$; export \"$line\"; break; fi; done; fi\nexec {1} \"$@\"",
         rig.path("").display().to_string().trim_end_matches('/'),
         beside(program).expect("looked for before").display()
     );
-    let aside = rig.path(&format!("{name}.new"));
-    fs::write(&aside, script).expect("a file");
-    fs::set_permissions(&aside, fs::Permissions::from_mode(0o755)).expect("a mode");
-    fs::rename(aside, rig.path(name)).expect("a name");
+    tasuki_testing::script(&rig.path(name), &script);
 }
 
 /// Sends a signal to a process that may be dead already; returns whether it existed.

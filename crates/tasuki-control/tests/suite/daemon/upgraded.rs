@@ -1,12 +1,12 @@
 //! `tasuki upgrade`: the daemon goes on as another program, and then all workers are replaced.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use rustix::process::Signal;
 use serde_json::Value;
+use tasuki_testing::{process, script};
 
 use super::natives::{assert_exact, flows, with_source_and_sink};
 use super::real::{ENDLESS, moves, released, stop_whole, with_card};
@@ -19,23 +19,6 @@ fn version(rig: &Rig, name: &str) -> PathBuf {
     fs::create_dir(&folder).expect("a folder");
     fs::copy(env!("CARGO_BIN_EXE_tasukid"), folder.join("tasukid")).expect("a program");
     folder
-}
-
-fn script(path: &Path, text: &str) {
-    fs::write(path, format!("#!/bin/sh\n{text}\n")).expect("a file");
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("a mode");
-}
-
-/// Lists the dead children of a process that nobody has reaped.
-fn unreaped(parent: u32) -> Vec<String> {
-    let processes = fs::read_dir("/proc").expect("a folder").flatten();
-    let lines = processes.filter_map(|it| fs::read_to_string(it.path().join("stat")).ok());
-    let fields = |line: &str| line.rsplit_once(')').map(|(_, rest)| rest.trim().to_owned()).unwrap_or_default();
-    lines.filter(|line| fields(line).starts_with(&format!("Z {parent} "))).collect()
-}
-
-fn descriptors(pid: u32) -> usize {
-    fs::read_dir(format!("/proc/{pid}/fd")).expect("a process").count()
 }
 
 #[test]
@@ -57,18 +40,18 @@ fn the_daemon_and_all_workers_are_replaced_one_after_the_other() {
     until(&rig, "the old workers end", || old.iter().all(|it| !lives(pid(it))));
     assert!(![pid(&driver), pid(&standby)].contains(&pid(&rig.await_pair("red").0)));
     assert!(rig.workers().iter().all(|it| it["binary"] == folder.join("worker").to_str().unwrap()));
-    assert_eq!(unreaped(daemon), [""; 0], "children of the former program are its own now");
+    assert_eq!(process::unreaped(daemon), [""; 0], "children of the former program are its own now");
     // By default each program is replaced by its own file, and nothing adds up.
-    let before = descriptors(daemon);
+    let before = process::descriptors(daemon);
     for _ in 0..3 {
         let said = rig.json(&["upgrade"]);
         assert!(said["daemon"].is_object() && said["nodes"].as_array().unwrap().iter().all(|it| it["done"] == true));
         rig.await_pair("red");
     }
-    until(&rig, "descriptors do not add up", || descriptors(daemon) <= before);
+    until(&rig, "descriptors do not add up", || process::descriptors(daemon) <= before);
     let (driver, _) = rig.await_pair("red");
     signal(pid(&driver), Signal::KILL);
-    until(&rig, "the dead driver is reaped", || !lives(pid(&driver)) && unreaped(daemon).is_empty());
+    until(&rig, "the dead driver is reaped", || !lives(pid(&driver)) && process::unreaped(daemon).is_empty());
     let said = rig.json(&["upgrade", "--workers-only"]);
     assert_eq!((&said["daemon"], rig.daemon_pid()), (&Value::Null, daemon));
     rig.stop();

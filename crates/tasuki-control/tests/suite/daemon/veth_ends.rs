@@ -10,10 +10,11 @@ use tasuki_tap::device::Before;
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::{Settings, Tap, TapError};
+use tasuki_testing::process::descriptors;
 
 use super::rig::{signal, until};
 use super::rooms::{Exchange, Room, is_impossible};
-use super::vnis::{DESK, SHOP, World, fds};
+use super::vnis::{DESK, SHOP, World};
 
 /// Starts a daemon whose configuration contains both namespaces.
 fn configured() -> Option<World> {
@@ -117,12 +118,12 @@ fn a_namespace_that_cannot_be_had_costs_nothing() {
     let Some(world) = World::new() else { return };
     // Do not count descriptors that the daemon opens once and keeps.
     world.rig.refused(&["node", "add", "new", "--netns", "no-such-room"]);
-    let before = fds(world.rig.daemon_pid());
+    let before = descriptors(world.rig.daemon_pid());
     for number in 0..5 {
         let vni = format!("vni{number}");
         world.rig.refused(&["node", "add", "new", "--netns", "no-such-room", "--vni", &vni]);
     }
-    until(&world.rig, "nothing is left of them", || fds(world.rig.daemon_pid()) <= before);
+    until(&world.rig, "nothing is left of them", || descriptors(world.rig.daemon_pid()) <= before);
     world.end();
 }
 

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use rustix::net::{Shutdown, SocketAddrUnix};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal};
 use tasuki_testing::Program;
+use tasuki_testing::process::eventfds;
 
 use super::captures::Capture;
 use super::real::released;
@@ -23,13 +24,6 @@ use super::vnis::{self, SHOP, World};
 /// How often a guest's driver starts while its workers are killed, and how many of them each time.
 const ROUNDS: usize = 4;
 const KILLS: usize = 10;
-
-/// Returns the number of eventfds that tasukid has open.
-fn eventfds(world: &World) -> usize {
-    let open = std::fs::read_dir(format!("/proc/{}/fd", world.rig.daemon_pid())).expect("descriptors").flatten();
-    let is_eventfd = |path: &Path| std::fs::read_link(path).is_ok_and(|what| what.ends_with("anon_inode:[eventfd]"));
-    open.filter(|entry| is_eventfd(&entry.path())).count()
-}
 
 /// Starts a program on stock DPDK that answers `ping`, behind DPDK's front end of vhost-user with rings of this kind.
 fn echoing(socket: &Path, rings: &str) -> Program {
@@ -93,7 +87,7 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
             pinging.join().expect("all are answered");
         });
     };
-    let without = eventfds(&world);
+    let without = eventfds(world.rig.daemon_pid());
     let program = echoing(&socket, "packed_vq=0");
     endures(&world);
     // Without a daemon, and with both workers dead: the next ones get what the daemon kept.
@@ -113,7 +107,7 @@ fn a_machine_on_stock_dpdk_does_not_notice_that_its_back_end_is_replaced_and_kil
     let (driver, _) = world.rig.await_pair("vm");
     let capture = Capture::begin(&world.rig, "vm.pcapng", &["vm"]);
     // A thread of tasukid closes those of the last machine.
-    until(&world.rig, "it has no eventfd of a machine", || eventfds(&world) == without);
+    until(&world.rig, "it has no eventfd of a machine", || eventfds(world.rig.daemon_pid()) == without);
     let few = world.rig.leave_descriptors(2);
     let _program = echoing(&socket, "packed_vq=1,in_order=1");
     let lacks =
@@ -306,10 +300,7 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
     };
     until(&world.rig, "it answers", || world.is_answered(GUEST));
     // Its driver has taken a pair of queues for each virtual CPU.
-    let counts = world.rig.json(&["nic", "counts", "vm@lan"]);
-    let count =
-        |name: &str| counts["counts"].as_array().and_then(|all| all.iter().find(|one| one[0] == name)?[1].as_u64());
-    assert_eq!(count("queue_pairs"), Some(two_cpus().split(',').count() as u64), "{counts}");
+    assert_eq!(world.count("vm", "queue_pairs"), two_cpus().split(',').count() as u64);
     pinged_while_killed(&world, 3000, 8);
     echoed_while_replaced(&world, 0..3);
     // The guest takes its card away and back: the device is reset, and starts anew, while its workers are killed.
@@ -413,9 +404,7 @@ fn a_stock_guest_with_packed_rings_does_not_notice_that_its_back_end_is_replaced
     echoed_while_replaced(&world, 20..22);
     // The successors have a kick and an interrupt for each ring.
     let (driver, _) = world.rig.await_pair("vm");
-    let fds = std::fs::read_dir(format!("/proc/{}/fd", pid(&driver))).expect("it runs");
-    let names = fds.filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok());
-    let eventfds = names.filter(|name| name.as_os_str() == "anon_inode:[eventfd]").count();
+    let eventfds = eventfds(pid(&driver));
     assert!(eventfds >= 2 * 64, "{eventfds} of the machine's eventfds");
     // The last release has eight pairs, and cannot go on with these.
     if let Some(before) = released() {

@@ -13,6 +13,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tasuki_tap::interface::Interface;
 use tasuki_testing::Program;
+use tasuki_testing::process::descriptors;
 
 use super::rig::{Rig, UNCONFINED, lives, pid, signal, until};
 use super::rooms::{BURST, Exchange, Room, Stream, deaths, is_impossible};
@@ -135,9 +136,7 @@ impl World {
 
     /// Returns a count of a node's end.
     pub fn count(&self, node: &str, name: &str) -> u64 {
-        let counts = self.rig.json(&["nic", "counts", &format!("{node}@lan")]);
-        let mut counts = counts["counts"].as_array().expect("counts").iter();
-        counts.find(|count| count[0] == name).and_then(|count| count[1].as_u64()).expect("it is counted")
+        self.rig.count(&format!("{node}@lan"), name)
     }
 
     pub fn end(mut self) {
@@ -481,19 +480,14 @@ fn what_a_node_sends_to_all_goes_to_all_whenever_a_daemon_that_takes_over_dies()
     world.end();
 }
 
-/// Returns the number of descriptors of a process.
-pub fn fds(pid: u32) -> usize {
-    fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
-}
-
 #[test]
 fn nodes_come_and_go_beside_others_and_nothing_is_left_of_them() {
     let Some(world) = World::with_both() else { return };
     let exchange = world.exchange();
     let guest = Room::new();
     let look = || {
-        let workers = ["shop", "desk"].map(|node| fds(pid(&world.rig.await_pair(node).0)));
-        (fds(world.rig.daemon_pid()), workers, world.rig.json(&["node", "list"]).as_array().map(Vec::len))
+        let workers = ["shop", "desk"].map(|node| descriptors(pid(&world.rig.await_pair(node).0)));
+        (descriptors(world.rig.daemon_pid()), workers, world.rig.json(&["node", "list"]).as_array().map(Vec::len))
     };
     let before = look();
     for round in 0..10 {
