@@ -1,8 +1,8 @@
 //! The Intel 82574L as its data sheet describes it: a state machine without threads, clocks or memory of its own.
 //!
-//! The owner of a [`Device`] passes it register accesses, frames and the time, and calls [`step`](Device::step).
-//! Only a step accesses the host's memory, raises interrupts and puts frames on the wire; a register access changes
-//! the device's state at once.
+//! The owner of a [`Device`] passes it register accesses, frames and the time, and calls
+//! [`step`](crate::model::Model::step). Only a step accesses the host's memory, raises interrupts and puts frames on the
+//! wire; a register access changes the device's state at once.
 //!
 //! Where the data sheet leaves a choice, the model takes the one that is harder on a driver; docs/design/sim.md lists
 //! these places.
@@ -22,14 +22,13 @@ mod rss;
 mod transmit;
 
 use fifo::Fifo;
-use pci::{Effect, Pci};
+use pci::Pci;
 use receive::ReceiveRing;
 use regs::{BAR0_LEN, Kind, Reg, ctrl, ctrl_ext, eecd, icr, rctl, status, swsm, tctl};
 use transmit::{Packet, TransmitRing};
 
 use crate::journal::{Class, Journal};
 use crate::model::Host;
-use crate::wire::Wire;
 
 pub use receive::Fate;
 
@@ -194,27 +193,9 @@ impl Device {
         device
     }
 
-    /// Resets the card as power-on or a bus reset does.
-    pub fn reset(&mut self, now: u64) {
-        self.now = self.now.max(now);
-        self.pci.reset();
-        self.reset_phy();
-        self.reset_mac(20 | 20 << 16);
-    }
-
-    /// Plugs in (the initial state) or pulls out the other end of the cable.
-    pub fn set_partner(&mut self, there: bool) {
-        self.link.partner = there;
-    }
-
     /// Returns whether the link is up.
     pub fn link(&self) -> bool {
         self.link.up
-    }
-
-    /// Returns whether the link is up and the driver has switched the receive unit on.
-    pub fn receives(&self) -> bool {
-        self.link.up && self.get(regs::RCTL) & rctl::EN != 0
     }
 
     /// Returns the tails of both receive rings, then of both transmit rings.
@@ -246,109 +227,6 @@ impl Device {
     /// Returns address and data of an MSI-X vector's message, as the table holds them.
     pub fn message(&self, vector: usize) -> Option<(u64, u32)> {
         self.pci.function.message(vector)
-    }
-
-    /// Reads `width` (1, 2 or 4) bytes of the configuration space.
-    pub fn read_config(&self, offset: u32, width: u8) -> u32 {
-        if self.faults.removed { ones(width) } else { self.pci.read(offset, width) }
-    }
-
-    /// Writes `width` (1, 2 or 4) bytes of the configuration space.
-    pub fn write_config(&mut self, offset: u32, width: u8, value: u32, now: u64) {
-        self.now = self.now.max(now);
-        if !self.faults.removed && self.pci.write(offset, width, value) == Effect::PowerUp {
-            self.reset_mac(20 | 20 << 16);
-        }
-    }
-
-    /// Reads `width` (1, 2 or 4) bytes behind a BAR.
-    pub fn read(&mut self, bar: Bar, offset: u32, width: u8, now: u64) -> u32 {
-        self.now = self.now.max(now);
-        if self.faults.removed {
-            return ones(width);
-        }
-        if !self.pci.memory_on() && bar != Bar::Ports {
-            self.pci.unsupported_request();
-            return ones(width);
-        }
-        let shift = 8 * (offset & 3);
-        match (bar, offset) {
-            (Bar::Registers, _) => {
-                if width != 4 || shift != 0 {
-                    self.journal.note(Class::OddAccess, self.now, offset.into(), width.into());
-                }
-                self.read_register(offset & !3) >> shift & ones(width)
-            }
-            (Bar::MsiX, _) => self.pci.function.table_read(offset & !3) >> shift & ones(width),
-            (Bar::Ports, 0) => self.io_address,
-            (Bar::Ports, 4) => self.read_register(self.io_address & !3),
-            (Bar::Ports, _) => 0,
-        }
-    }
-
-    /// Writes `width` (1, 2 or 4) bytes behind a BAR.
-    pub fn write(&mut self, bar: Bar, offset: u32, width: u8, value: u32, now: u64) {
-        self.now = self.now.max(now);
-        if self.faults.removed {
-            return;
-        }
-        if !self.pci.memory_on() && bar != Bar::Ports {
-            self.pci.unsupported_request();
-            return;
-        }
-        match (bar, offset) {
-            _ if width != 4 || offset & 3 != 0 => {
-                self.journal.note(Class::OddAccess, self.now, offset.into(), value.into());
-            }
-            (Bar::Registers, _) => self.write_register(offset, value),
-            (Bar::MsiX, _) => self.pci.function.table_write(offset, value),
-            (Bar::Ports, 0) => self.io_address = value,
-            (Bar::Ports, 4) => self.write_register(self.io_address & !3, value),
-            (Bar::Ports, _) => {}
-        }
-    }
-
-    /// Does the work that is due now: takes frames from the wire, moves them to memory, sends the driver's frames,
-    /// raises interrupts. The amount is bounded; returns whether there was any.
-    pub fn step(&mut self, host: &mut impl Host, wire: &mut impl Wire, now: u64) -> bool {
-        self.now = self.now.max(now);
-        if self.faults.removed {
-            return false;
-        }
-        self.pass_time();
-        // Renew a pause before taking frames from the wire: the partner must get the PAUSE frame before its timer
-        // ends, however late this step is.
-        let mut busy = self.send_pause(wire);
-        for _ in 0..PULLS {
-            let mut pulled = 0;
-            // Take no more at once than the buffer holds anyway, so that the rate of steps makes no difference to
-            // the wire.
-            while pulled < PULLED && self.fifo.used() <= self.fifo.capacity() / 2 {
-                let Some(frame) = wire.receive(self.now) else { break };
-                self.receive_from_wire(frame, now);
-                self.pause_at_once(host, wire);
-                pulled += 1;
-            }
-            busy |= self.deliver(host) || pulled > 0;
-            if pulled < PULLED {
-                break;
-            }
-        }
-        if self.fifo.used() > self.fifo.capacity() / 2 {
-            // The host has no descriptors: further frames fill the buffer, then get lost.
-            for _ in 0..PULLED {
-                let Some(frame) = wire.receive(self.now) else { break };
-                self.receive_from_wire(frame, now);
-                self.pause_at_once(host, wire);
-                busy = true;
-            }
-        }
-        busy |= self.send_pause(wire);
-        busy |= self.transmit(host, wire);
-        self.stray(host);
-        self.signal(host);
-        self.stepped_at = self.now;
-        busy
     }
 
     fn stray(&mut self, host: &mut impl Host) {

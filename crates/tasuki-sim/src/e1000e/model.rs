@@ -1,8 +1,9 @@
 //! The 82574L as a [`Model`], for servers.
 
-use super::pci::VECTORS;
-use super::{Bar, Device, Unseen, regs};
-use crate::journal::Journal;
+use super::pci::{Effect, VECTORS};
+use super::regs::rctl;
+use super::{Bar, Device, PULLED, PULLS, Unseen, ones, regs};
+use crate::journal::{Class, Journal};
 use crate::model::{Host, Model};
 use crate::wire::Wire;
 
@@ -24,27 +25,106 @@ impl Model for Device {
     }
 
     fn read_config(&mut self, offset: u32, width: u8, _: u64) -> u32 {
-        Device::read_config(self, offset, width)
+        if self.faults.removed { ones(width) } else { self.pci.read(offset, width) }
     }
 
     fn write_config(&mut self, offset: u32, width: u8, value: u32, now: u64) {
-        self.write_config(offset, width, value, now);
+        self.now = self.now.max(now);
+        if !self.faults.removed && self.pci.write(offset, width, value) == Effect::PowerUp {
+            self.reset_mac(20 | 20 << 16);
+        }
     }
 
     fn read(&mut self, bar: Bar, offset: u32, width: u8, now: u64) -> u32 {
-        self.read(bar, offset, width, now)
+        self.now = self.now.max(now);
+        if self.faults.removed {
+            return ones(width);
+        }
+        if !self.pci.memory_on() && bar != Bar::Ports {
+            self.pci.unsupported_request();
+            return ones(width);
+        }
+        let shift = 8 * (offset & 3);
+        match (bar, offset) {
+            (Bar::Registers, _) => {
+                if width != 4 || shift != 0 {
+                    self.journal.note(Class::OddAccess, self.now, offset.into(), width.into());
+                }
+                self.read_register(offset & !3) >> shift & ones(width)
+            }
+            (Bar::MsiX, _) => self.pci.function.table_read(offset & !3) >> shift & ones(width),
+            (Bar::Ports, 0) => self.io_address,
+            (Bar::Ports, 4) => self.read_register(self.io_address & !3),
+            (Bar::Ports, _) => 0,
+        }
     }
 
     fn write(&mut self, bar: Bar, offset: u32, width: u8, value: u32, now: u64) {
-        self.write(bar, offset, width, value, now);
+        self.now = self.now.max(now);
+        if self.faults.removed {
+            return;
+        }
+        if !self.pci.memory_on() && bar != Bar::Ports {
+            self.pci.unsupported_request();
+            return;
+        }
+        match (bar, offset) {
+            _ if width != 4 || offset & 3 != 0 => {
+                self.journal.note(Class::OddAccess, self.now, offset.into(), value.into());
+            }
+            (Bar::Registers, _) => self.write_register(offset, value),
+            (Bar::MsiX, _) => self.pci.function.table_write(offset, value),
+            (Bar::Ports, 0) => self.io_address = value,
+            (Bar::Ports, 4) => self.write_register(self.io_address & !3, value),
+            (Bar::Ports, _) => {}
+        }
     }
 
     fn set_partner(&mut self, there: bool) {
-        self.set_partner(there);
+        self.link.partner = there;
     }
 
+    /// Does the work that is due now: takes frames from the wire, moves them to memory, sends the driver's frames,
+    /// raises interrupts. The amount is bounded; returns whether there was any.
     fn step(&mut self, host: &mut impl Host, wire: &mut impl Wire, now: u64) -> bool {
-        self.step(host, wire, now)
+        self.now = self.now.max(now);
+        if self.faults.removed {
+            return false;
+        }
+        self.pass_time();
+        // Renew a pause before taking frames from the wire: the partner must get the PAUSE frame before its timer
+        // ends, however late this step is.
+        let mut busy = self.send_pause(wire);
+        for _ in 0..PULLS {
+            let mut pulled = 0;
+            // Take no more at once than the buffer holds anyway, so that the rate of steps makes no difference to
+            // the wire.
+            while pulled < PULLED && self.fifo.used() <= self.fifo.capacity() / 2 {
+                let Some(frame) = wire.receive(self.now) else { break };
+                self.receive_from_wire(frame, now);
+                self.pause_at_once(host, wire);
+                pulled += 1;
+            }
+            busy |= self.deliver(host) || pulled > 0;
+            if pulled < PULLED {
+                break;
+            }
+        }
+        if self.fifo.used() > self.fifo.capacity() / 2 {
+            // The host has no descriptors: further frames fill the buffer, then get lost.
+            for _ in 0..PULLED {
+                let Some(frame) = wire.receive(self.now) else { break };
+                self.receive_from_wire(frame, now);
+                self.pause_at_once(host, wire);
+                busy = true;
+            }
+        }
+        busy |= self.send_pause(wire);
+        busy |= self.transmit(host, wire);
+        self.stray(host);
+        self.signal(host);
+        self.stepped_at = self.now;
+        busy
     }
 
     /// The tail registers show all work, so there is nothing to request.
@@ -53,11 +133,14 @@ impl Model for Device {
     }
 
     fn reset(&mut self, now: u64) {
-        self.reset(now);
+        self.now = self.now.max(now);
+        self.pci.reset();
+        self.reset_phy();
+        self.reset_mac(20 | 20 << 16);
     }
 
     fn receives(&self) -> bool {
-        self.receives()
+        self.link.up && self.get(regs::RCTL) & rctl::EN != 0
     }
 
     fn journal(&self) -> &Journal {

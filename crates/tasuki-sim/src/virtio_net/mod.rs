@@ -24,7 +24,6 @@ use std::collections::VecDeque;
 
 use crate::journal::{Class, Journal};
 use crate::model::Host;
-use crate::wire::Wire;
 use chain::Chain;
 use common::{Common, status};
 use filter::Filter;
@@ -268,13 +267,6 @@ impl Device {
         device
     }
 
-    /// Resets the card as power-on or a bus reset does.
-    pub fn reset(&mut self, now: u64) {
-        self.now = self.now.max(now);
-        self.pci.reset();
-        self.reset_device();
-    }
-
     /// Resets the device to its initial state (§2.4). INTx stays: the host has yet to hear that it is deasserted.
     fn reset_device(&mut self) {
         let generation = self.common.generation;
@@ -291,22 +283,9 @@ impl Device {
         self.reset_until = None;
     }
 
-    /// Plugs in (the initial state) or pulls out the other end of the cable.
-    pub fn set_partner(&mut self, there: bool) {
-        if std::mem::replace(&mut self.partner, there) != there {
-            self.common.stale = true;
-            self.changed = true;
-        }
-    }
-
     /// Returns whether the link is up.
     pub fn link(&self) -> bool {
         self.partner
-    }
-
-    /// Returns whether the link is up and the driver has enabled reception.
-    pub fn receives(&self) -> bool {
-        self.partner && self.runs() && self.queues[0].is_on()
     }
 
     /// Returns the numbers of frames.
@@ -366,35 +345,6 @@ impl Device {
         if place == QUEUES - 1 { 2 * self.pairs() } else { place as u16 }
     }
 
-    /// Reads `width` (1, 2 or 4) bytes of the configuration space.
-    pub fn read_config(&mut self, offset: u32, width: u8, now: u64) -> u32 {
-        self.now = self.now.max(now);
-        if self.faults.removed {
-            return ones(width);
-        }
-        // The window in the configuration space to the structures (§4.1.4.9).
-        if offset == pci::WINDOW_DATA
-            && let Some((bar, at, width)) = self.window()
-        {
-            return self.read(bar, at, width, now);
-        }
-        self.pci.space.read(offset, width)
-    }
-
-    /// Writes `width` (1, 2 or 4) bytes of the configuration space.
-    pub fn write_config(&mut self, offset: u32, width: u8, value: u32, now: u64) {
-        self.now = self.now.max(now);
-        if self.faults.removed {
-            return;
-        }
-        if offset == pci::WINDOW_DATA
-            && let Some((bar, at, width)) = self.window()
-        {
-            return self.write(bar, at, width, value & ones(width), now);
-        }
-        self.pci.space.write(offset, width, value);
-    }
-
     /// Returns BAR, offset and width in bytes to which the configuration space's window points. A driver must not
     /// use the window while it points nowhere.
     fn window(&mut self) -> Option<(Bar, u32, u8)> {
@@ -405,54 +355,6 @@ impl Device {
             return None;
         }
         Some((Bar::Structures, at, len as u8))
-    }
-
-    /// Reads `width` (1, 2 or 4) bytes behind a BAR.
-    pub fn read(&mut self, bar: Bar, offset: u32, width: u8, now: u64) -> u32 {
-        self.now = self.now.max(now);
-        if self.faults.removed || !self.pci.memory_on() {
-            return ones(width);
-        }
-        match bar {
-            Bar::Structures => self.read_structure(offset, width) & ones(width),
-            Bar::MsiX => self.pci.table_read(offset & !3) >> (8 * (offset & 3)) & ones(width),
-        }
-    }
-
-    /// Writes `width` (1, 2 or 4) bytes behind a BAR.
-    pub fn write(&mut self, bar: Bar, offset: u32, width: u8, value: u32, now: u64) {
-        self.now = self.now.max(now);
-        if self.faults.removed || !self.pci.memory_on() {
-            return;
-        }
-        match bar {
-            Bar::Structures => self.write_structure(offset, width, value),
-            Bar::MsiX if width == 4 && offset.is_multiple_of(4) => self.pci.table_write(offset, value),
-            Bar::MsiX => self.journal.note(Class::OddAccess, self.now, offset.into(), value.into()),
-        }
-    }
-
-    /// Does the work that is due now: takes commands and frames from the driver, and frames from the wire; raises
-    /// interrupts. The amount is bounded; returns whether there was any.
-    pub fn step(&mut self, host: &mut impl Host, wire: &mut impl Wire, now: u64) -> bool {
-        self.now = self.now.max(now);
-        if self.faults.removed {
-            return false;
-        }
-        self.pass_time();
-        let mut busy = false;
-        if self.runs() && self.pci.master() {
-            self.quiesce(host);
-            busy |= self.serve_commands(host);
-            for pair in 0..usize::from(self.pairs()) {
-                busy |= self.transmit(pair, host, wire);
-            }
-            busy |= self.receive(host, wire);
-        } else if self.options.lossy {
-            busy |= self.lose(wire);
-        }
-        self.signal(host);
-        busy
     }
 
     /// Ends the resets whose time is over.

@@ -1,7 +1,7 @@
 //! The virtio network device as a [`Model`], for servers.
 
-use super::{Bar, Counts, Device, VECTORS};
-use crate::journal::Journal;
+use super::{Bar, Counts, Device, VECTORS, ones, pci};
+use crate::journal::{Class, Journal};
 use crate::model::{Host, Model};
 use crate::wire::Wire;
 
@@ -21,27 +21,83 @@ impl Model for Device {
     }
 
     fn read_config(&mut self, offset: u32, width: u8, now: u64) -> u32 {
-        self.read_config(offset, width, now)
+        self.now = self.now.max(now);
+        if self.faults.removed {
+            return ones(width);
+        }
+        // The window in the configuration space to the structures (§4.1.4.9).
+        if offset == pci::WINDOW_DATA
+            && let Some((bar, at, width)) = self.window()
+        {
+            return self.read(bar, at, width, now);
+        }
+        self.pci.space.read(offset, width)
     }
 
     fn write_config(&mut self, offset: u32, width: u8, value: u32, now: u64) {
-        self.write_config(offset, width, value, now);
+        self.now = self.now.max(now);
+        if self.faults.removed {
+            return;
+        }
+        if offset == pci::WINDOW_DATA
+            && let Some((bar, at, width)) = self.window()
+        {
+            return self.write(bar, at, width, value & ones(width), now);
+        }
+        self.pci.space.write(offset, width, value);
     }
 
     fn read(&mut self, bar: Bar, offset: u32, width: u8, now: u64) -> u32 {
-        self.read(bar, offset, width, now)
+        self.now = self.now.max(now);
+        if self.faults.removed || !self.pci.memory_on() {
+            return ones(width);
+        }
+        match bar {
+            Bar::Structures => self.read_structure(offset, width) & ones(width),
+            Bar::MsiX => self.pci.table_read(offset & !3) >> (8 * (offset & 3)) & ones(width),
+        }
     }
 
     fn write(&mut self, bar: Bar, offset: u32, width: u8, value: u32, now: u64) {
-        self.write(bar, offset, width, value, now);
+        self.now = self.now.max(now);
+        if self.faults.removed || !self.pci.memory_on() {
+            return;
+        }
+        match bar {
+            Bar::Structures => self.write_structure(offset, width, value),
+            Bar::MsiX if width == 4 && offset.is_multiple_of(4) => self.pci.table_write(offset, value),
+            Bar::MsiX => self.journal.note(Class::OddAccess, self.now, offset.into(), value.into()),
+        }
     }
 
     fn set_partner(&mut self, there: bool) {
-        self.set_partner(there);
+        if std::mem::replace(&mut self.partner, there) != there {
+            self.common.stale = true;
+            self.changed = true;
+        }
     }
 
+    /// Does the work that is due now: takes commands and frames from the driver, and frames from the wire; raises
+    /// interrupts. The amount is bounded; returns whether there was any.
     fn step(&mut self, host: &mut impl Host, wire: &mut impl Wire, now: u64) -> bool {
-        self.step(host, wire, now)
+        self.now = self.now.max(now);
+        if self.faults.removed {
+            return false;
+        }
+        self.pass_time();
+        let mut busy = false;
+        if self.runs() && self.pci.master() {
+            self.quiesce(host);
+            busy |= self.serve_commands(host);
+            for pair in 0..usize::from(self.pairs()) {
+                busy |= self.transmit(pair, host, wire);
+            }
+            busy |= self.receive(host, wire);
+        } else if self.options.lossy {
+            busy |= self.lose(wire);
+        }
+        self.signal(host);
+        busy
     }
 
     fn doze(&mut self, host: &mut impl Host) -> bool {
@@ -49,11 +105,13 @@ impl Model for Device {
     }
 
     fn reset(&mut self, now: u64) {
-        self.reset(now);
+        self.now = self.now.max(now);
+        self.pci.reset();
+        self.reset_device();
     }
 
     fn receives(&self) -> bool {
-        self.receives()
+        self.partner && self.runs() && self.queues[0].is_on()
     }
 
     fn journal(&self) -> &Journal {

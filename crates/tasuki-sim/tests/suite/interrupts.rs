@@ -2,6 +2,7 @@
 
 use crate::rig::*;
 use tasuki_sim::e1000e::{Bar, Options};
+use tasuki_sim::model::Model;
 
 /// RXQ0 to vector 0, RXQ1 to 1, TXQ0 to 2, OTHER to 4.
 const VECTORS: u32 = 8 | 9 << 4 | 10 << 8 | 12 << 16;

@@ -3,6 +3,7 @@
 use crate::rig::*;
 use tasuki_sim::e1000e::Options;
 use tasuki_sim::journal::Class;
+use tasuki_sim::model::Model;
 
 fn unseen(rig: &Rig) -> tasuki_sim::e1000e::Unseen {
     rig.card.with(|parts| parts.device.unseen())

@@ -4,6 +4,7 @@ use crate::rig::*;
 use proptest::prelude::*;
 use tasuki_sim::e1000e::{Bar, Options};
 use tasuki_sim::journal::Class;
+use tasuki_sim::model::Model;
 
 #[test]
 fn heads_and_rings_are_not_written_while_the_unit_is_on() {

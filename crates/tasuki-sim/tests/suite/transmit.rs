@@ -3,6 +3,7 @@
 use crate::rig::*;
 use tasuki_sim::e1000e::Options;
 use tasuki_sim::journal::Class;
+use tasuki_sim::model::Model;
 
 const EOP: u64 = 1 << 24;
 const IFCS: u64 = 1 << 25;

@@ -2,6 +2,7 @@
 
 use crate::rig::frame_to;
 use crate::virtio::*;
+use tasuki_sim::model::Model;
 use tasuki_sim::virtio_net::{Bar, Options, feature};
 
 /// Returns the contents of a structure's capability: BAR, offset, length.

@@ -271,6 +271,7 @@ mod tests {
 
     use tasuki_sim::e1000e::{Bar, Device, Options};
     use tasuki_sim::journal::Class;
+    use tasuki_sim::model::Model as _;
 
     use super::*;
 

@@ -8,6 +8,7 @@ use tasuki_net::nic::bus::{Iova, Registers};
 use tasuki_shm::region::Region;
 use tasuki_sim::e1000e::{Bar, Device, Options};
 use tasuki_sim::journal::Class;
+use tasuki_sim::model::Model as _;
 
 use tasuki_testing::polled;
 
