@@ -1,15 +1,13 @@
 //! Runs the suite of all NIC drivers, on models from others and on our own strict one.
 
+use tasuki_net::nic::NicOptions;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::bus::{Bus, Registers};
 use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::{NicMemory, NicOptions};
 
-use crate::conformance::in_place::Twinned;
 use crate::conformance::last_owner::{LastOwned, RegistersOf};
 use crate::conformance::on_qemu::{Model, OnQemu};
 use crate::conformance::on_sim::OnSim;
-use crate::conformance::repoint::Repointed;
 use crate::conformance::tricks::{self, Trick};
 use crate::conformance::{World, memory};
 use crate::qemu::QtestBus;
@@ -18,6 +16,8 @@ use crate::{suite, suite_in_place, suite_last_owner, suite_repoint};
 use tasuki_testing::PATIENCE;
 
 impl Model for E1000e<QtestBus> {
+    type Nic = Self;
+
     const NAME: &'static str = "e1000e";
     const QUEUES: u8 = 2;
     const MTU_MAX: u16 = 9000;
@@ -25,20 +25,10 @@ impl Model for E1000e<QtestBus> {
 suite!(e1000e_on_qemu, super::OnQemu<super::E1000e<super::QtestBus>>);
 suite!(e1000e_on_our_model, super::OnSim);
 
-impl Twinned for OnQemu<E1000e<QtestBus>> {
-    fn twin(bus: &QtestBus) -> QtestBus {
-        bus.clone()
-    }
-}
 suite_in_place!(e1000e_in_place_on_qemu, super::OnQemu<super::E1000e<super::QtestBus>>);
 
 suite_in_place!(e1000e_in_place_on_our_model, super::OnSim);
 
-impl Repointed for OnQemu<E1000e<QtestBus>> {
-    fn with_two(first: &NicMemory, second: &NicMemory) -> Option<Self> {
-        OnQemu::with(&[first, second])
-    }
-}
 suite_repoint!(e1000e_repointed_on_qemu, super::OnQemu<super::E1000e<super::QtestBus>>);
 
 impl LastOwned for OnQemu<E1000e<QtestBus>> {

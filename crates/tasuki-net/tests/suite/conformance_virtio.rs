@@ -1,20 +1,13 @@
 //! Runs the suite of all NIC drivers for virtio network devices on QEMU's model, with all the features that the
 //! model offers, and with fewer.
 
-use std::marker::PhantomData;
-use std::time::Duration;
-
-use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::virtio_net::VirtioNet;
-use tasuki_net::nic::{Mac, NicMemory};
 
-use crate::conformance::World;
-use crate::conformance::in_place::Twinned;
 use crate::conformance::last_owner::{LastOwned, RegistersOf};
-use crate::conformance::repoint::Repointed;
+use crate::conformance::on_qemu::{Model, OnQemu};
 use crate::conformance::tricks::Trick;
 use crate::conformance::tricks_virtio;
-use crate::qemu::{MEMORY_AT, Machine, QtestBus, regions};
+use crate::qemu::QtestBus;
 use crate::{suite, suite_in_place, suite_repoint};
 
 /// Properties of a model.
@@ -46,71 +39,15 @@ impl Properties for Kept {
     const PROPERTIES: &'static str = "disable-legacy=on,host_mtu=9000,queue_reset=off";
 }
 
-/// QEMU's model with some properties.
-struct OnQemu<P>(Machine, PhantomData<P>);
-
-impl<P: Properties> OnQemu<P> {
-    /// Makes a fresh device, which can be made to see any of these memories.
-    fn with(memories: &[&NicMemory]) -> Option<Self> {
-        let properties = format!("mac={},{}", Self::MAC, P::PROPERTIES);
-        let regions: Vec<_> = memories.iter().flat_map(|memory| regions(memory)).collect();
-        Some(OnQemu(Machine::start("virtio-net-pci", &properties, &regions)?, PhantomData))
-    }
-}
-
-impl<P: Properties> World for OnQemu<P> {
+impl<P: Properties> Model for P {
     type Nic = VirtioNet<QtestBus>;
-    type Bus = QtestBus;
 
-    const MEMORY_AT: Iova = MEMORY_AT;
-    const QUEUES: u8 = 1;
+    const NAME: &'static str = "virtio-net-pci";
+    const PROPERTIES: &'static str = P::PROPERTIES;
     const MTU_MAX: u16 = 9000;
-    const MAC: Mac = Mac([0x52, 0x54, 0x00, 0x12, 0x34, 0x57]);
-    const HOLDS_WHILE_PARKED: bool = true;
-
-    fn new(memory: &NicMemory) -> Option<Self> {
-        Self::with(&[memory])
-    }
-
-    fn bus(&self) -> QtestBus {
-        self.0.bus()
-    }
-
-    fn try_send(&self, frame: &[u8]) -> bool {
-        self.0.wire().try_send_frame(frame)
-    }
-
-    fn sender(&self) -> Box<dyn Fn(&[u8]) + Send> {
-        let wire = self.0.wire().try_clone();
-        Box::new(move |frame| wire.send_frame(frame))
-    }
-
-    fn take(&self, limit: Duration) -> Option<Vec<u8>> {
-        self.0.wire().receive_frame(limit)
-    }
-
-    fn set_link(&mut self, up: bool) {
-        self.0.set_link(up);
-    }
-
-    fn pull(&mut self) {
-        self.0.end();
-    }
 }
 
-impl<P: Properties> Twinned for OnQemu<P> {
-    fn twin(bus: &QtestBus) -> QtestBus {
-        bus.clone()
-    }
-}
-
-impl<P: Properties> Repointed for OnQemu<P> {
-    fn with_two(first: &NicMemory, second: &NicMemory) -> Option<Self> {
-        Self::with(&[first, second])
-    }
-}
-
-impl<P: Properties> LastOwned for OnQemu<P> {
+impl LastOwned for OnQemu<Modern> {
     fn tricks() -> Vec<Trick<RegistersOf<Self>>> {
         tricks_virtio::of_virtio_net()
     }
@@ -119,6 +56,7 @@ impl<P: Properties> LastOwned for OnQemu<P> {
         tricks_virtio::way(bus)
     }
 }
+
 suite!(modern_after_a_hostile_owner, super::OnQemu<super::Modern>: a_cold_start_undoes_what_a_last_owner_leaves);
 
 suite!(modern, super::OnQemu<super::Modern>);

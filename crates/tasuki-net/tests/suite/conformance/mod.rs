@@ -3,10 +3,14 @@
 //! To run it for another driver on QEMU's model of its card, add to a file like conformance_e1000e.rs:
 //!
 //! ```ignore
-//! impl Model for Rtl8139<QtestBus> {
-//!     const NAME: &'static str = "rtl8139";
+//! impl Model for E1000e<QtestBus> {
+//!     type Nic = Self;
+//!
+//!     const NAME: &'static str = "e1000e";
+//!     const QUEUES: u8 = 2;
+//!     const MTU_MAX: u16 = 9000;
 //! }
-//! suite!(rtl8139_on_qemu, OnQemu<Rtl8139<QtestBus>>);
+//! suite!(e1000e_on_qemu, OnQemu<E1000e<QtestBus>>);
 //! ```
 //!
 //! Anything else that has a bus and a wire implements [`World`].

@@ -4,13 +4,17 @@ use std::marker::PhantomData;
 use std::time::Duration;
 
 use tasuki_net::nic::bus::Iova;
-use tasuki_net::nic::{Mac, Nic, NicMemory};
+use tasuki_net::nic::{InPlace, Mac, Nic, NicMemory, Repoint};
 
+use super::in_place::Twinned;
+use super::repoint::Repointed;
 use super::{Sender, World};
 use crate::qemu::{MEMORY_AT, Machine, QtestBus, regions};
 
-/// A driver for a card of which QEMU has a model.
-pub trait Model: Nic<Bus = QtestBus> {
+/// One of QEMU's models of cards.
+pub trait Model {
+    /// The driver of the card.
+    type Nic: Nic<Bus = QtestBus>;
     /// QEMU's name of the model.
     const NAME: &'static str;
     /// Further properties of the model.
@@ -21,26 +25,26 @@ pub trait Model: Nic<Bus = QtestBus> {
     const MTU_MAX: u16 = 1500;
 }
 
-/// QEMU's model of the card that `N` drives.
-pub struct OnQemu<N>(Machine, PhantomData<N>);
+/// A card of QEMU's.
+pub struct OnQemu<M>(Machine, PhantomData<M>);
 
-impl<N: Model> OnQemu<N> {
+impl<M: Model> OnQemu<M> {
     /// Makes a fresh card, which can be made to see any of these memories.
-    pub fn with(memories: &[&NicMemory]) -> Option<Self> {
-        let comma = if N::PROPERTIES.is_empty() { "" } else { "," };
-        let properties = format!("mac={}{comma}{}", Self::MAC, N::PROPERTIES);
+    fn with(memories: &[&NicMemory]) -> Option<Self> {
+        let comma = if M::PROPERTIES.is_empty() { "" } else { "," };
+        let properties = format!("mac={}{comma}{}", Self::MAC, M::PROPERTIES);
         let regions: Vec<_> = memories.iter().flat_map(|memory| regions(memory)).collect();
-        Some(OnQemu(Machine::start(N::NAME, &properties, &regions)?, PhantomData))
+        Some(OnQemu(Machine::start(M::NAME, &properties, &regions)?, PhantomData))
     }
 }
 
-impl<N: Model> World for OnQemu<N> {
-    type Nic = N;
+impl<M: Model> World for OnQemu<M> {
+    type Nic = M::Nic;
     type Bus = QtestBus;
 
     const MEMORY_AT: Iova = MEMORY_AT;
-    const QUEUES: u8 = N::QUEUES;
-    const MTU_MAX: u16 = N::MTU_MAX;
+    const QUEUES: u8 = M::QUEUES;
+    const MTU_MAX: u16 = M::MTU_MAX;
     const MAC: Mac = Mac([0x52, 0x54, 0x00, 0x12, 0x34, 0x57]);
     // The back end keeps a frame that the card does not take.
     const HOLDS_WHILE_PARKED: bool = true;
@@ -72,5 +76,17 @@ impl<N: Model> World for OnQemu<N> {
 
     fn pull(&mut self) {
         self.0.end();
+    }
+}
+
+impl<M: Model<Nic: InPlace>> Twinned for OnQemu<M> {
+    fn twin(bus: &QtestBus) -> QtestBus {
+        bus.clone()
+    }
+}
+
+impl<M: Model<Nic: InPlace + Repoint>> Repointed for OnQemu<M> {
+    fn with_two(first: &NicMemory, second: &NicMemory) -> Option<Self> {
+        Self::with(&[first, second])
     }
 }
