@@ -1,6 +1,8 @@
 //! The ledger and rings that a dead driver leaves, and their use by its successor. `takeover.rs` tests whole cards
 //! under traffic.
 
+use std::os::fd::OwnedFd;
+
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::{InPlace, Nic, NicError, NicMemory, NicOptions, Parts};
 use tasuki_net::port::{Armed, Burst, Port, Transactional};
@@ -21,18 +23,23 @@ struct Desk {
     parts: Box<dyn Fn() -> NicMemory>,
 }
 
-fn start() -> Desk {
-    let (play, memory) = Play::new(RING);
-    let (layout, again) = (memory.layout(), memory.parts().expect("descriptors are free"));
-    let copy = move || {
-        let copy = |fd: &std::os::fd::OwnedFd| fd.try_clone().expect("descriptors are free");
-        let Parts { rings, frames, ledger } = &again;
+/// Returns a function that maps the memory of a driver again, for its successors.
+pub fn again(memory: &NicMemory) -> Box<dyn Fn() -> NicMemory> {
+    let (layout, parts) = (memory.layout(), memory.parts().expect("descriptors are free"));
+    Box::new(move || {
+        let copy = |fd: &OwnedFd| fd.try_clone().expect("descriptors are free");
+        let Parts { rings, frames, ledger } = &parts;
         let parts = Parts { rings: copy(rings), frames: copy(frames), ledger: copy(ledger) };
         NicMemory::prepare(parts, &layout).expect("the same memory")
-    };
+    })
+}
+
+fn start() -> Desk {
+    let (play, memory) = Play::new(RING);
+    let parts = again(&memory);
     let options = NicOptions { ring: 16, ..NicOptions::default() };
     let nic = Card::start(play.bus(), memory, &options).expect("a well-behaved card");
-    Desk { play, nic: Some(nic), parts: Box::new(copy) }
+    Desk { play, nic: Some(nic), parts }
 }
 
 impl Desk {

@@ -1,10 +1,10 @@
 //! The ledger that a dead driver of a virtio network device leaves, step by step, and its use by a successor; the
 //! test plays the device, well or badly.
 
-use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
+use crate::ledger::again;
 use crate::stub::virtio::{HEADER_LEN, MEMORY_AT, PLAIN, Play, RING_RESET, RINGS_LEN, RX, SLOTS, StubBus, TX};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::virtio_net::{VirtioNet, driver_state};
@@ -34,16 +34,10 @@ fn options() -> NicOptions {
 
 fn start(features: u64) -> Desk {
     let (play, memory) = Play::new(features);
-    let (layout, again) = (memory.layout(), memory.parts().expect("descriptors are free"));
-    let copy = move || {
-        let copy = |fd: &OwnedFd| fd.try_clone().expect("descriptors are free");
-        let Parts { rings, frames, ledger } = &again;
-        let parts = Parts { rings: copy(rings), frames: copy(frames), ledger: copy(ledger) };
-        NicMemory::prepare(parts, &layout).expect("the same memory")
-    };
+    let parts = again(&memory);
     let arena = memory.arena().clone();
     let nic = Card::start(play.bus(), memory, &options()).expect("a well-behaved device");
-    Desk { play, nic: Some(nic), arena, parts: Box::new(copy) }
+    Desk { play, nic: Some(nic), arena, parts }
 }
 
 impl Desk {

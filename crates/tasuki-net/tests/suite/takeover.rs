@@ -9,7 +9,7 @@ use std::time::Duration;
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin, VfioUser};
 use tasuki_net::nic::{InPlace, NicMemory, Parts};
-use tasuki_net::port::{Burst, Port, Transactional};
+use tasuki_net::port::{Burst, Transactional};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::crash;
 
@@ -72,7 +72,11 @@ fn drive() -> ! {
     let prepared = Card::prepare(bus, memory).expect("it is ready");
     socket.write_all(&[1]).expect("somebody waits for that");
     socket.read_exact(&mut [0]).expect("the one before is dead");
-    let mut nic = Card::pick_up(prepared).expect("what the one before left");
+    turn_frames_round(Card::pick_up(prepared).expect("what the one before left"))
+}
+
+/// Sends back all frames that `nic` receives, turned round, until the process is killed.
+pub fn turn_frames_round(mut nic: impl Transactional) -> ! {
     let mut burst = Burst::new();
     loop {
         let came = if burst.is_empty() { nic.receive(&mut burst).expect("the card works") } else { 0 };
@@ -86,6 +90,30 @@ fn drive() -> ! {
         }
         nic.transmit(&mut burst).expect("the card works");
     }
+}
+
+/// The end of a driver: the crash point at which it kills itself and the pass, and the time after which it is killed.
+pub type End = (Option<String>, Duration);
+
+/// Returns the ends of drivers that are killed at any time.
+pub fn at_any_time() -> impl Iterator<Item = End> {
+    (0..150_u64).map(|i| (None, Duration::from_micros(i * i * 7919 % 3000)))
+}
+
+/// Returns the ends of drivers that are killed at every step, at these crash points besides those of all drivers.
+/// Returns nothing, and says why, in a build without crash points.
+pub fn at_every_step(more: &[&'static str]) -> Option<impl Iterator<Item = End>> {
+    if !cfg!(feature = "crash-points") {
+        println!(
+            "skipped: the places where a driver is killed need the feature crash-points, as `cargo xtask test` has it"
+        );
+        return None;
+    }
+    let points = [crash::NIC_POINTS, more].concat();
+    let passes = [1, 2, 3, 5, 8, 33, 34, 100];
+    let at =
+        passes.into_iter().flat_map(move |pass| points.clone().into_iter().map(move |point| format!("{point}:{pass}")));
+    Some(at.map(|at| (Some(at), Duration::from_millis(200))))
 }
 
 /// A process that drives the card in its turn.
@@ -131,13 +159,12 @@ fn one_after_the_other(
     bundle: &DeviceBundle,
     wire: &Wire,
     frames: u64,
-    ends: impl Iterator<Item = (Option<String>, Duration)>,
+    ends: impl Iterator<Item = End>,
 ) -> u32 {
     wire.begin();
     let mut ends = ends.peekable();
     let mut killed = 0;
-    let next =
-        |end: Option<&(Option<String>, Duration)>| Driver::ready(test, bundle, end.and_then(|end| end.0.as_deref()));
+    let next = |end: Option<&End>| Driver::ready(test, bundle, end.and_then(|end| end.0.as_deref()));
     let mut other = next(ends.peek());
     while let Some((_, patience)) = ends.next() {
         let spare = next(ends.peek());
@@ -151,7 +178,7 @@ fn one_after_the_other(
     killed
 }
 
-fn nothing_is_lost(test: &str, frames: u64, ends: impl Iterator<Item = (Option<String>, Duration)> + Send) {
+fn nothing_is_lost(test: &str, frames: u64, ends: impl Iterator<Item = End> + Send) {
     let (killed, counts, _) = with_card(RATE, frames, |socket, wire| {
         let bundle = start(socket);
         one_after_the_other(test, &bundle, wire, frames, ends)
@@ -165,8 +192,7 @@ fn killed_at_any_time() {
     if process::role().is_some() {
         drive();
     }
-    let ends = (0..150_u64).map(|i| (None, Duration::from_micros(i * i * 7919 % 3000)));
-    nothing_is_lost("takeover::killed_at_any_time", 400_000, ends);
+    nothing_is_lost("takeover::killed_at_any_time", 400_000, at_any_time());
 }
 
 #[test]
@@ -174,13 +200,6 @@ fn killed_at_every_step() {
     if process::role().is_some() {
         drive();
     }
-    if !cfg!(feature = "crash-points") {
-        println!(
-            "skipped: the places where a driver is killed need the feature crash-points, as `cargo xtask test` has it"
-        );
-        return;
-    }
-    let passes = [1, 2, 3, 5, 8, 33, 34, 100];
-    let ends = passes.into_iter().flat_map(|pass| crash::NIC_POINTS.iter().map(move |point| format!("{point}:{pass}")));
-    nothing_is_lost("takeover::killed_at_every_step", 300_000, ends.map(|end| (Some(end), Duration::from_millis(200))));
+    let Some(ends) = at_every_step(&[]) else { return };
+    nothing_is_lost("takeover::killed_at_every_step", 300_000, ends);
 }

@@ -6,16 +6,16 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{InPlace, MemoryLayout, Nic, NicMemory, NicOptions, Parts};
 use tasuki_net::port::{Burst, Port, Transactional};
-use tasuki_shm::crash;
 
 use crate::process::{self, Other};
 use crate::stub::bus::{Answers, Stub};
 use crate::stub::virtio::{MEMORY_AT, PLAIN, Play, RINGS_LEN, RX, SLOTS, TX, turned_round};
+use crate::takeover::{End, at_any_time, at_every_step, turn_frames_round};
 use tasuki_testing::PATIENCE;
 
 const RING: u16 = 64;
@@ -52,20 +52,7 @@ fn drive(memory: &str) -> ! {
     socket.write_all(&[1]).expect("somebody waits for that");
     socket.read_exact(&mut [0]).expect("the one before is dead");
     VirtioNet::settle(&prepared).expect("the device works");
-    let mut nic = VirtioNet::pick_up(prepared).expect("what the one before left");
-    let mut burst = Burst::new();
-    loop {
-        let came = if burst.is_empty() { nic.receive(&mut burst).expect("the device works") } else { 0 };
-        for frame in burst.iter_mut().take(came) {
-            nic.save(frame);
-            crash::point("nic.saved");
-            let (to, rest) = frame.slot.bytes_mut().split_at_mut(6);
-            assert_eq!(*to, [0xff; 6], "a frame that the one before had changed");
-            to.swap_with_slice(&mut rest[..6]);
-            crash::point("nic.changed");
-        }
-        nic.transmit(&mut burst).expect("the device works");
-    }
+    turn_frames_round(VirtioNet::pick_up(prepared).expect("what the one before left"))
 }
 
 /// The device under traffic, with the numbers of frames delivered and of frames returned.
@@ -91,7 +78,7 @@ impl Traffic {
     }
 }
 
-fn nothing_is_lost(test: &str, ends: impl Iterator<Item = (Option<String>, Duration)>) {
+fn nothing_is_lost(test: &str, ends: impl Iterator<Item = End>) {
     let (play, memory) = Play::new(PLAIN);
     let parts = memory.parts().expect("descriptors are free");
     let fds = [&parts.rings, &parts.frames, &parts.ledger];
@@ -101,8 +88,7 @@ fn nothing_is_lost(test: &str, ends: impl Iterator<Item = (Option<String>, Durat
     drop(VirtioNet::start(play.bus(), memory, &options).expect("the device starts"));
     let mut traffic = Traffic { play, delivered: 0, back: 0 };
     let mut ends = ends.peekable();
-    let next =
-        |end: Option<&(Option<String>, Duration)>| Other::start(test, &paths, end.and_then(|end| end.0.as_deref()));
+    let next = |end: Option<&End>| Other::start(test, &paths, end.and_then(|end| end.0.as_deref()));
     let go = |other: &mut Other| {
         other.socket.read_exact(&mut [0]).expect("it gets ready");
         other.socket.write_all(&[1]).expect("it waits for that");
@@ -153,8 +139,7 @@ fn killed_at_any_time() {
     if let Some(memory) = process::role() {
         drive(&memory);
     }
-    let ends = (0..150_u64).map(|i| (None, Duration::from_micros(i * i * 7919 % 3000)));
-    nothing_is_lost("takeover_virtio::killed_at_any_time", ends);
+    nothing_is_lost("takeover_virtio::killed_at_any_time", at_any_time());
 }
 
 #[test]
@@ -162,14 +147,6 @@ fn killed_at_every_step() {
     if let Some(memory) = process::role() {
         drive(&memory);
     }
-    if !cfg!(feature = "crash-points") {
-        println!(
-            "skipped: the places where a driver is killed need the feature crash-points, as `cargo xtask test` has it"
-        );
-        return;
-    }
-    let passes = [1, 2, 3, 5, 8, 33, 34, 100];
-    let points = || crash::NIC_POINTS.iter().chain(&POINTS);
-    let ends = passes.into_iter().flat_map(|pass| points().map(move |point| format!("{point}:{pass}")));
-    nothing_is_lost("takeover_virtio::killed_at_every_step", ends.map(|end| (Some(end), Duration::from_millis(200))));
+    let Some(ends) = at_every_step(&POINTS) else { return };
+    nothing_is_lost("takeover_virtio::killed_at_every_step", ends);
 }
