@@ -4,14 +4,12 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Child;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use hyper::Method as Verb;
-use serde::de::DeserializeOwned;
 use serde_json::json;
 use tasuki_control::api::client;
 use tasuki_control::api::types::{Status, TalkView, WorkerView};
@@ -19,16 +17,14 @@ use tasuki_control::place;
 
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
+use crate::program::{self, PATIENCE};
 use crate::queues;
-use crate::relay::system::{spawn, whole};
+use crate::relay::system::whole;
 use crate::report::{Kind, Row};
 use crate::sample::{Sample, median};
+use crate::tasukid::Tasukid;
 use crate::workplace::Workplace;
 
-/// Upper bound of every wait.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Interval between two looks.
-const LOOK: Duration = Duration::from_millis(2);
 /// Time for a daemon or workers that have begun to come to rest: no event says when they have.
 const SETTLES: Duration = Duration::from_secs(2);
 
@@ -54,39 +50,27 @@ struct Effort {
 
 /// A daemon of this bench. Dropping it ends everything.
 struct Daemon {
-    process: Child,
-    place: Workplace,
+    tasukid: Tasukid,
     nodes: String,
+    _place: Workplace,
 }
 
 impl Daemon {
     /// Starts a daemon with these nodes. It does not wait.
     fn begin(nodes: &str) -> Result<Self> {
         let place = Workplace::new()?;
-        let process = spawn(place.directory(), nodes)?;
-        Ok(Daemon { process, place, nodes: nodes.to_owned() })
+        Ok(Daemon { tasukid: Tasukid::begin(place.directory(), nodes)?, nodes: nodes.to_owned(), _place: place })
     }
 
     fn folder(&self) -> &Path {
-        self.place.directory()
-    }
-
-    fn get<T: DeserializeOwned>(&self, address: &str) -> Result<T> {
-        let answer = client::ask(self.folder(), Verb::GET, address, None)?;
-        serde_json::from_value(answer).with_context(|| format!("tasukid answers {address} with something else"))
+        self.tasukid.folder()
     }
 
     /// Waits until `is_so` holds for the workers.
     fn await_workers(&self, is_so: impl Fn(&[WorkerView]) -> bool) -> Result<Vec<WorkerView>> {
-        let began = Instant::now();
-        loop {
-            let workers = self.get::<Vec<WorkerView>>("/v1/workers");
-            match workers {
-                Ok(workers) if is_so(&workers) => return Ok(workers),
-                _ if began.elapsed() < PATIENCE => std::thread::sleep(LOOK),
-                seen => bail!("not within {PATIENCE:?}: the workers; seen: {seen:?}"),
-            }
-        }
+        // It may not serve yet.
+        let ask = || Ok(self.tasukid.workers().ok().filter(|workers| is_so(workers)));
+        program::found(ask, || format!("not within {PATIENCE:?}: the workers; seen: {:?}", self.tasukid.workers()))
     }
 
     /// Waits until each of so many nodes has a worker that drives and one that stands by.
@@ -97,55 +81,36 @@ impl Daemon {
 
     /// Waits until a process waits for the next worker of each of so many nodes.
     fn await_cells(&self, nodes: usize) -> Result<()> {
-        let tasks = format!("/proc/{}/task", self.process.id());
-        let is_cell = |pid: &str| {
+        let is_cell = |pid: &u32| {
             let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             line.split(|byte| *byte == 0).nth(1) == Some(b"jail")
         };
-        let began = Instant::now();
-        loop {
-            let tasks = std::fs::read_dir(&tasks)?.flatten();
-            let children = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
-            match children.map(|all| all.split(' ').filter(|pid| is_cell(pid)).count()).sum::<usize>() {
-                count if count == nodes => return Ok(()),
-                _ if began.elapsed() < PATIENCE => std::thread::sleep(LOOK),
-                count => bail!("not within {PATIENCE:?}: {nodes} processes for the next workers; seen: {count}"),
-            }
-        }
+        let count = || Ok::<_, anyhow::Error>(self.tasukid.children()?.iter().filter(|pid| is_cell(pid)).count());
+        let in_vain =
+            || format!("not within {PATIENCE:?}: {nodes} processes for the next workers; seen: {:?}", count());
+        program::found(|| Ok((count()? == nodes).then_some(())), in_vain)
     }
 
     /// Ends everything; returns how long that took.
     fn end(&mut self) -> Result<Duration> {
         let began = Instant::now();
-        client::ask(self.folder(), Verb::POST, "/v1/stop", None)?;
-        self.process.wait()?;
+        self.tasukid.stop()?;
         Ok(began.elapsed())
     }
 
     /// Kills the daemon and starts another; returns how long it took until that answered with all workers.
     fn take_over(&mut self, workers: usize) -> Result<Duration> {
-        self.process.kill()?;
-        self.process.wait()?;
+        self.tasukid.kill()?;
         let began = Instant::now();
-        self.process = spawn(self.folder(), &self.nodes)?;
+        self.tasukid.begin_again(&self.nodes)?;
         loop {
-            match self.get::<Status>("/v1/status") {
+            match self.tasukid.get::<Status>("/v1/status") {
                 Ok(status) if status.adopted as usize == workers => return Ok(began.elapsed()),
                 Ok(status) => bail!("the next tasukid took over {} of {workers} workers", status.adopted),
                 Err(_) if began.elapsed() < PATIENCE => std::thread::sleep(Duration::from_micros(500)),
                 Err(error) => return Err(error),
             }
         }
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        // Killed before it has ended its keeper, it would leave that behind.
-        if self.end().is_err() {
-            let _ = self.process.kill();
-        }
-        let _ = self.process.wait();
     }
 }
 
@@ -243,18 +208,18 @@ fn many(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let before = daemon.await_pairs(MANY)?;
     // While it starts workers, it has their messages in memory as well.
     std::thread::sleep(SETTLES);
-    let memory = private_mib(daemon.process.id())?;
+    let memory = private_mib(daemon.tasukid.id())?;
     let (mut times, mut later) = (Vec::new(), Vec::new());
     for round in 1..=effort.rounds {
         interrupt.check()?;
         times.push(ms(daemon.take_over(2 * MANY)?));
         daemon.await_pairs(MANY)?;
         std::thread::sleep(SETTLES);
-        later.push(private_mib(daemon.process.id())?);
+        later.push(private_mib(daemon.tasukid.id())?);
         eprintln!("round {round}/{} · {} workers taken over in {:.0} ms", effort.rounds, 2 * MANY, times[round - 1]);
     }
     let pids = |workers: &[WorkerView]| workers.iter().map(|it| it.pid).collect::<std::collections::BTreeSet<_>>();
-    let after = daemon.get::<Vec<WorkerView>>("/v1/workers")?;
+    let after = daemon.tasukid.workers()?;
     ensure!(pids(&before) == pids(&after), "workers did not live on");
     let note = Some(format!("{MANY} nodes on one VNI, {} workers", 2 * MANY));
     Ok(vec![
@@ -275,7 +240,7 @@ fn api(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
     daemon.await_workers(|workers| workers.iter().filter(|it| it.is == "drives").count() == 2)?;
     cpus::keep_off(&[cpu])?;
     let received = || -> Result<u64> {
-        let talks: Vec<TalkView> = daemon.get("/v1/vnis/lan/stats")?;
+        let talks: Vec<TalkView> = daemon.tasukid.get("/v1/vnis/lan/stats")?;
         Ok(talks.iter().filter(|it| it.node == "sink").map(|it| it.received).sum())
     };
     let rate = || -> Result<f64> {

@@ -26,6 +26,7 @@ mod report;
 mod rounds;
 mod sample;
 mod table;
+mod tasukid;
 mod vni;
 mod workplace;
 

@@ -14,10 +14,27 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 use crate::interrupt::Interrupt;
 
 /// Upper bound of every wait.
-pub const PATIENCE: Duration = Duration::from_secs(40);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Interval between two polls while waiting.
 pub const LOOK: Duration = Duration::from_millis(5);
+
+/// Interval between two questions of [`found`]: a figure may end with the answer.
+const ASK_EVERY: Duration = Duration::from_millis(2);
+
+/// Asks until there is an answer. After [`PATIENCE`] the error is what `in_vain` says.
+pub fn found<T>(mut ask: impl FnMut() -> Result<Option<T>>, in_vain: impl FnOnce() -> String) -> Result<T> {
+    let began = Instant::now();
+    loop {
+        if let Some(answer) = ask()? {
+            return Ok(answer);
+        }
+        if began.elapsed() > PATIENCE {
+            bail!(in_vain());
+        }
+        std::thread::sleep(ASK_EVERY);
+    }
+}
 
 /// Returns whether `PATH` holds a program of that name.
 pub fn is_there(program: &str) -> bool {
@@ -36,7 +53,7 @@ impl Drop for Part {
             let _ = rustix::process::kill_process(pid, Signal::TERM);
             // If the process cannot be waited for, kill it at once.
             if let Ok(end) = rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
-                let most = Timespec::try_from(PATIENCE).expect("less than a minute");
+                let most = Timespec::try_from(PATIENCE).expect("a minute");
                 let _ = rustix::event::poll(&mut [PollFd::new(&end, PollFlags::IN)], Some(&most));
             }
         }
@@ -185,16 +202,14 @@ impl Program {
 pub fn await_listener(path: &Path, name: &str) -> Result<()> {
     // Flags of a socket that accepts connections (`__SO_ACCEPTCON` in proc_net(5)).
     const ACCEPTS: &str = "00010000";
-    let began = Instant::now();
     let path = path.to_str().context("the path of the socket is no text")?;
-    loop {
+    let listens = || {
         let sockets = std::fs::read_to_string("/proc/net/unix").context("the machine's sockets cannot be read")?;
-        if sockets.lines().any(|line| line.ends_with(path) && line.split_whitespace().nth(3) == Some(ACCEPTS)) {
-            return Ok(());
-        }
-        ensure!(began.elapsed() < PATIENCE, "{name} does not begin");
-        std::thread::sleep(LOOK);
-    }
+        let mut lines = sockets.lines();
+        let it = lines.any(|line| line.ends_with(path) && line.split_whitespace().nth(3) == Some(ACCEPTS));
+        Ok(it.then_some(()))
+    };
+    found(listens, || format!("{name} does not begin"))
 }
 
 /// Runs a program to its end. A failure carries its standard error.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, Result};
 
-use crate::relay::system::stop;
+use crate::tasukid::stop;
 
 /// Prefix of every name that a bench leaves anywhere. The process id of the bench follows it.
 const PREFIX: &str = "tasuki-bench-";

@@ -13,6 +13,7 @@ use crate::nic::trial::{Ask, Control, Trial};
 use crate::nic::{driver, sockets};
 use crate::orders::Orders;
 use crate::pair;
+use crate::program::PATIENCE;
 use crate::relay::system::{Relay, System};
 use crate::sample::Sample;
 use crate::table::number;
@@ -25,8 +26,6 @@ const SIZE: u32 = 64;
 
 /// Quiet time between two relays.
 const QUIET: Duration = Duration::from_millis(20);
-
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// An event for the card.
 #[derive(Debug)]

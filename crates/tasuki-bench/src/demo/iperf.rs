@@ -3,7 +3,7 @@
 
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use tasuki_shm::clock::now_ns;
@@ -12,7 +12,7 @@ use super::cards::{ACTS, Act, line};
 use super::wire::{INTERFACE, OURS, THEIRS, set_up};
 use crate::interrupt::Interrupt;
 use crate::iperf::{Said, Sending};
-use crate::program::{LOOK, PATIENCE, Program};
+use crate::program::{self, Program};
 use crate::relay::system::System;
 use crate::table::number;
 
@@ -79,13 +79,11 @@ fn row(act: &Act, system: &System, interrupt: &Interrupt) -> Result<()> {
 }
 
 fn await_so(what: &str, interrupt: &Interrupt, is_so: impl Fn() -> Result<bool>) -> Result<()> {
-    let began = Instant::now();
-    while !is_so()? {
+    let ask = || {
         interrupt.check()?;
-        ensure!(began.elapsed() < PATIENCE, "waited in vain for {what}");
-        std::thread::sleep(LOOK);
-    }
-    Ok(())
+        Ok(is_so()?.then_some(()))
+    };
+    program::found(ask, || format!("waited in vain for {what}"))
 }
 
 /// Starts an `iperf3` that sends to the node.

@@ -7,17 +7,13 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use hyper::Method as Verb;
-use rustix::process::{Pid, Signal};
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use tasuki_control::api::client;
 use tasuki_control::api::types::{Counts, Method, NicView, Relayed, WorkerView};
 use tasuki_shm::clock::now_ns;
 
@@ -28,12 +24,7 @@ use crate::nic::trial::{Ask, Control, Trial};
 use crate::orders::Orders;
 use crate::program::{self, Program};
 use crate::sample::Sample;
-
-/// Upper bound of every wait.
-const PATIENCE: Duration = Duration::from_secs(30);
-
-/// Interval between two polls of the daemon.
-const LOOK: Duration = Duration::from_millis(2);
+use crate::tasukid::{Tasukid, beside, kill};
 
 /// Least quiet time before a relay. Otherwise it is as long as the last relay took, so that as much of all else
 /// happens in it.
@@ -116,59 +107,12 @@ pub fn whole(answer: &[u8]) -> Result<Option<&[u8]>> {
     Ok(body.get(..len))
 }
 
-/// A daemon. Dropping it ends the daemon and all its workers.
+/// A daemon with a card. Dropping it ends the daemon and all its workers.
 #[derive(Debug)]
 pub struct System {
-    daemon: Child,
-    folder: PathBuf,
+    daemon: Tasukid,
     /// The model of the card, if tasukid does not start it.
     model: Option<Program>,
-}
-
-impl Drop for System {
-    fn drop(&mut self) {
-        if client::ask(&self.folder, Verb::POST, "/v1/stop", None).is_err() {
-            self.workers().into_iter().flatten().for_each(|worker| kill(worker.pid));
-        }
-        let _ = self.daemon.kill();
-        let _ = self.daemon.wait();
-    }
-}
-
-/// Ends the daemon of this directory and all its workers, if there is one. A killed role leaves such a daemon.
-pub fn stop(folder: &Path) {
-    if tasuki_control::place::api_socket(folder).exists() {
-        // A daemon that does not answer is gone already.
-        let _ = client::ask(folder, Verb::POST, "/v1/stop", None);
-    }
-}
-
-fn kill(pid: u32) {
-    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
-    // A failure means that the process is gone already.
-    let _ = pid.map(|pid| rustix::process::kill_process(pid, Signal::KILL));
-}
-
-/// Starts a tasukid with these settings, nodes and NICs. It does not wait.
-pub fn spawn(folder: &Path, configuration: &str) -> Result<Child> {
-    let (config, program) = (folder.join("tasuki.toml"), beside("tasukid")?);
-    // The bench measures no hang, and on a busy machine a worker may not run every 200 ms.
-    let daemon = "[daemon]\nhang_after_ms = 5000\n";
-    // Confine as usual, where root allows it.
-    let confine = if rustix::process::geteuid().is_root() { "" } else { "confine = \"best-effort\"\n" };
-    std::fs::write(&config, format!("{daemon}{confine}{configuration}"))?;
-    let mut command = Command::new(&program);
-    command.arg("--foreground").arg("--config").arg(&config).arg("--dir").arg(folder);
-    let log = std::fs::OpenOptions::new().create(true).append(true).open(folder.join("tasukid.log"))?;
-    // A signal from the bench's terminal would end the daemon alone, and its workers would go on.
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
-    command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))
-}
-
-/// Returns the path of a program that was built with this one.
-fn beside(name: &str) -> Result<PathBuf> {
-    let this = std::env::current_exe().context("the bench could not find its own executable")?;
-    Ok(this.with_file_name(name))
 }
 
 impl System {
@@ -179,11 +123,7 @@ impl System {
         drop(orders.next_fd()?);
         let control = Control::new(orders.next_fd()?);
         let socket = orders.directory.join(SOCKET);
-        let began = Instant::now();
-        while !socket.exists() {
-            ensure!(began.elapsed() < PATIENCE, "the card is not served");
-            std::thread::sleep(LOOK);
-        }
+        program::found(|| Ok(socket.exists().then_some(())), || "the card is not served".to_owned())?;
         Ok((System::start(&orders.directory, &socket, cpus, relay)?, control))
     }
 
@@ -233,44 +173,30 @@ impl System {
     pub fn configured(folder: &Path, configuration: &str) -> Result<Self> {
         // Each started process chooses its CPU by itself.
         cpus::unpin()?;
-        let daemon = spawn(folder, &format!("restart = \"always\"\n{configuration}"))?;
-        let system = System { daemon, folder: folder.to_owned(), model: None };
+        let daemon = Tasukid::begin(folder, &format!("restart = \"always\"\n{configuration}"))?;
+        let system = System { daemon, model: None };
         system.await_steady(None)?;
         Ok(system)
     }
 
-    fn ask<T: DeserializeOwned>(&self, verb: Verb, address: &str, body: Option<&Value>) -> Result<T> {
-        let answer = client::ask(&self.folder, verb, address, body)?;
-        serde_json::from_value(answer).with_context(|| format!("tasukid answers {address} with something else"))
-    }
-
     /// Returns the daemon's workers.
     pub fn workers(&self) -> Result<Vec<WorkerView>> {
-        self.ask(Verb::GET, "/v1/workers", None)
+        self.daemon.workers()
     }
 
     pub fn nic(&self) -> Result<NicView> {
-        let nics: Vec<NicView> = self.ask(Verb::GET, "/v1/nics", None)?;
+        let nics: Vec<NicView> = self.daemon.get("/v1/nics")?;
         nics.into_iter().next().context("the daemon has no NIC")
     }
 
     /// Waits until another worker than `than` drives, and a worker stands by.
     pub fn await_steady(&self, than: Option<u32>) -> Result<NicView> {
-        let began = Instant::now();
-        loop {
-            let nic = self.nic();
-            if let Ok(nic) = &nic
-                && nic.is == "driven"
-                && nic.worker != than
-                && self.workers()?.iter().any(|worker| worker.node == nic.node && worker.is == "stands by")
-            {
-                return Ok(nic.clone());
-            }
-            if began.elapsed() > PATIENCE {
-                bail!("the NIC is not driven, or nobody stands by: {}", self.describe())
-            }
-            std::thread::sleep(LOOK);
-        }
+        let ask = || {
+            let nic = self.nic().ok().filter(|nic| nic.is == "driven" && nic.worker != than);
+            let Some(nic) = nic else { return Ok(None) };
+            Ok(self.has(&nic.node, &["stands by"])?.then_some(nic))
+        };
+        program::found(ask, || format!("the NIC is not driven, or nobody stands by: {}", self.describe()))
     }
 
     /// Returns the daemon's process id.
@@ -280,20 +206,17 @@ impl System {
 
     /// Waits until one worker of a node drives, and another stands by.
     pub fn await_pair(&self, node: &str) -> Result<()> {
-        let began = Instant::now();
-        loop {
-            let workers = self.workers()?;
-            let has = |is: &str| workers.iter().any(|worker| worker.node == node && worker.is == is);
-            if has("drives") && has("stands by") {
-                return Ok(());
-            }
-            ensure!(began.elapsed() < PATIENCE, "node {node} has no pair of workers: {workers:?}");
-            std::thread::sleep(LOOK);
-        }
+        let ask = || Ok((self.has(node, &["drives"])? && self.has(node, &["stands by"])?).then_some(()));
+        program::found(ask, || format!("node {node} has no pair of workers: {:?}", self.workers()))
+    }
+
+    /// Returns whether a node has a worker that is one of these.
+    fn has(&self, node: &str, is: &[&str]) -> Result<bool> {
+        Ok(self.workers()?.iter().any(|worker| worker.node == node && is.contains(&&worker.is[..])))
     }
 
     fn nic_or_end(&self, name: &str) -> Result<NicView> {
-        let nics: Vec<NicView> = self.ask(Verb::GET, "/v1/nics", None)?;
+        let nics: Vec<NicView> = self.daemon.get("/v1/nics")?;
         nics.into_iter().find(|nic| nic.name == name).with_context(|| format!("the daemon has no {name}"))
     }
 
@@ -316,22 +239,18 @@ impl System {
         self.await_pair(node)?;
         let before = self.nic_or_end(name)?;
         let at = self.kill_driver_of(&before)?;
-        loop {
-            std::thread::sleep(LOOK);
+        let ask = || {
             let after = self.nic_or_end(name)?;
-            if after.worker != before.worker
-                && let Some(driving_at) = after.driving_at_ns
-            {
-                return Ok(Duration::from_nanos(driving_at.saturating_sub(at)));
-            }
-            ensure!(Duration::from_nanos(now_ns() - at) < PATIENCE, "no worker drives {name} any more");
-        }
+            Ok(after.driving_at_ns.filter(|_| after.worker != before.worker))
+        };
+        let driving_at = program::found(ask, || format!("no worker drives {name} any more"))?;
+        Ok(Duration::from_nanos(driving_at.saturating_sub(at)))
     }
 
     /// Replaces the worker of a node. Returns for how long no worker drove its NIC or end.
     pub fn upgrade(&self, node: &str, name: &str) -> Result<Duration> {
         self.await_pair(node)?;
-        let settled: Relayed = self.ask(Verb::POST, &format!("/v1/nodes/{node}/upgrade"), Some(&json!({})))?;
+        let settled: Relayed = self.daemon.ask(Verb::POST, &format!("/v1/nodes/{node}/upgrade"), Some(&json!({})))?;
         let relay = settled.relays.iter().find(|relay| relay.nic == name && relay.done);
         let pause = relay.and_then(|relay| relay.pause_ns).with_context(|| settled.sentence.clone())?;
         Ok(Duration::from_nanos(pause))
@@ -339,7 +258,7 @@ impl System {
 
     /// Returns a counter of a NIC's driver, or of an end's.
     pub fn count(&self, nic: &str, name: &str) -> Result<u64> {
-        let counts: Counts = self.ask(Verb::GET, &format!("/v1/nics/{nic}/counts"), None)?;
+        let counts: Counts = self.daemon.ask(Verb::GET, &format!("/v1/nics/{nic}/counts"), None)?;
         let its = counts.counts.iter().find(|(its, _)| its == name);
         Ok(its.with_context(|| format!("{nic} has no counter {name}"))?.1)
     }
@@ -347,7 +266,7 @@ impl System {
     /// Returns the process ids of the daemon's keeper and of others that it has started and that are no workers.
     pub fn helpers(&self) -> Result<Vec<u32>> {
         let workers: Vec<_> = self.workers()?.iter().map(|worker| worker.pid).collect();
-        Ok(self.children()?.into_iter().filter(|pid| !workers.contains(pid)).collect())
+        Ok(self.daemon.children()?.into_iter().filter(|pid| !workers.contains(pid)).collect())
     }
 
     /// Returns the process ids of the daemon and of the models that it has started.
@@ -365,42 +284,24 @@ impl System {
         Ok(models)
     }
 
-    fn children(&self) -> Result<Vec<u32>> {
-        let mut all = Vec::new();
-        for thread in std::fs::read_dir(format!("/proc/{}/task", self.daemon.id()))? {
-            // A thread that has ended meanwhile has no children.
-            let children = std::fs::read_to_string(thread?.path().join("children")).unwrap_or_default();
-            all.extend(children.split_ascii_whitespace().filter_map(|pid| pid.parse::<u32>().ok()));
-        }
-        Ok(all)
-    }
-
     /// Returns the lines of the daemon's log with these words.
     pub fn log(&self, words: &str) -> String {
-        let log = std::fs::read_to_string(self.folder.join("tasukid.log")).unwrap_or_default();
+        let log = std::fs::read_to_string(self.daemon.folder().join("tasukid.log")).unwrap_or_default();
         log.lines().filter(|line| line.contains(words)).collect::<Vec<_>>().join("\n")
     }
 
     /// Returns all that the daemon reports, to diagnose a failure.
     pub fn describe(&self) -> String {
-        let log = std::fs::read_to_string(self.folder.join("tasukid.log")).unwrap_or_default();
-        let counts: Result<Value> = self.ask(Verb::GET, "/v1/nics/nic0/counts", None);
+        let log = std::fs::read_to_string(self.daemon.folder().join("tasukid.log")).unwrap_or_default();
+        let counts: Result<Value> = self.daemon.ask(Verb::GET, "/v1/nics/nic0/counts", None);
         let counts = counts.map_or_else(|error| format!("{error:#}"), |counts| counts.to_string());
         format!("{:?}, {:?}, {counts}\n{log}", self.nic().ok(), self.workers().ok())
     }
 
     /// Waits until a node has a worker that could take a NIC.
     fn await_worker(&self, node: &str) -> Result<()> {
-        let began = Instant::now();
-        while !self
-            .workers()?
-            .iter()
-            .any(|worker| worker.node == node && ["stands by", "idle"].contains(&worker.is.as_str()))
-        {
-            ensure!(began.elapsed() < PATIENCE, "node {node} gets no worker");
-            std::thread::sleep(LOOK);
-        }
-        Ok(())
+        let ask = || Ok(self.has(node, &["stands by", "idle"])?.then_some(()));
+        program::found(ask, || format!("node {node} gets no worker"))
     }
 
     /// Prepares the relay. The time of the relay does not include this.
@@ -409,13 +310,14 @@ impl System {
         match relay {
             Relay::Staged => {
                 let address = format!("/v1/nodes/{node}/stage");
-                let _: Relayed = self.ask(Verb::POST, &address, Some(&json!({})))?;
+                let _: Relayed = self.daemon.ask(Verb::POST, &address, Some(&json!({})))?;
             }
             Relay::Give(_) | Relay::Fence(_) => self.await_worker(other(&node))?,
             Relay::FailOver { .. } => {
                 self.await_worker("red")?;
                 if node == "blue" {
-                    let _: Relayed = self.ask(Verb::POST, "/v1/nics/nic0/give", Some(&json!({ "to": "red" })))?;
+                    let _: Relayed =
+                        self.daemon.ask(Verb::POST, "/v1/nics/nic0/give", Some(&json!({ "to": "red" })))?;
                 }
                 self.await_pair("red")?;
                 self.await_worker("blue")?;
@@ -439,7 +341,7 @@ impl System {
                 ("/v1/nics/nic0/give".to_owned(), json!({"to": other(&before.node), "method": method}))
             }
         };
-        let mut open = Open::to(&self.folder)?;
+        let mut open = Open::to(self.daemon.folder())?;
         let (settled, asked) = open.ask(&address, &body)?;
         let settled: Relayed = serde_json::from_value(settled)?;
         ensure!(settled.relays.iter().all(|relay| relay.done), "{}", settled.sentence);
@@ -451,23 +353,15 @@ impl System {
     /// Loses the node that has the NIC. The pause of the turn is the time from when the daemon's rule is met until the other
     /// node drives.
     fn fail_over(&self, before: &NicView) -> Result<Turn> {
-        let (program, aside) = (self.folder.join(PROGRAM), self.folder.join("away"));
+        let (program, aside) = (self.daemon.folder().join(PROGRAM), self.daemon.folder().join("away"));
         std::fs::rename(&program, &aside)?;
         let its = self.workers()?.into_iter().filter(|worker| worker.node == before.node);
         let (drivers, others): (Vec<_>, Vec<_>) = its.partition(|worker| Some(worker.worker) == before.worker);
         others.iter().chain(&drivers).for_each(|worker| kill(worker.pid));
-        let began = Instant::now();
         // No request disturbs the daemon meanwhile.
         std::thread::sleep(LOST_AFTER * 2);
-        let (took, met) = loop {
-            if let Some(it) = self.nic()?.failed_over
-                && let Some(took) = it.took_ns
-            {
-                break (took, it.met_ns);
-            }
-            ensure!(began.elapsed() < PATIENCE, "the NIC does not fail over: {}", self.describe());
-            std::thread::sleep(LOOK);
-        };
+        let ask = || Ok(self.nic()?.failed_over.and_then(|it| Some((it.took_ns?, it.met_ns))));
+        let (took, met) = program::found(ask, || format!("the NIC does not fail over: {}", self.describe()))?;
         std::fs::rename(&aside, &program)?;
         Ok(Turn { pause: took, until_known: 0, asked: None, met: Some(met) })
     }

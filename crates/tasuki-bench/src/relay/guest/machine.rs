@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
+use crate::program::PATIENCE;
 use crate::workplace::Workplace;
 
 /// MAC address of the card.
@@ -19,9 +20,6 @@ pub const MAC: [u8; 6] = [0x52, 0x54, 0x00, 0x12, 0x34, 0x57];
 
 /// Bytes that may wait at the wire for the card, as the kernel counts them: the sender's limit of frames under way.
 const WIRE_HOLDS: usize = 1 << 20;
-
-/// How long QEMU has to connect to our socket.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A machine that `cargo xtask bench` has prepared (xtask/src/guest/relay.rs, vm.rs).
 #[derive(Debug, Deserialize)]
