@@ -377,7 +377,7 @@ pub struct Counts {
 }
 
 /// How a node's driver state travels to its successor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum DriverStateBy {
     /// The successor reads it where it lies.
@@ -425,7 +425,7 @@ pub struct Staging {
 }
 
 /// A way for a NIC to change hands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Method {
     /// Only the right to drive moves.
@@ -439,7 +439,7 @@ pub enum Method {
 }
 
 /// The fate of frames that the old owner has not handled.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Inflight {
     /// The old owner handles them before it lets go.

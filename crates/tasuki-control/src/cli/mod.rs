@@ -16,12 +16,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::{ArgGroup, Args, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Subcommand};
 use hyper::Method as Verb;
 use serde_json::{Value, json};
 
 use crate::api::client;
-use crate::api::types::{Event, NodeView, Plan, VniView};
+use crate::api::types::{self, DriverStateBy, Event, Inflight, Method, NodeView, Plan, VniView};
 use crate::config::FILE_MAX;
 use crate::log::plain;
 use crate::place;
@@ -81,7 +81,7 @@ pub struct Upgrade {
     pub with: Option<PathBuf>,
     /// How the successor gets the driver state: it reads it in place, or from the daemon's store.
     #[arg(long, value_enum)]
-    pub state: Option<State>,
+    pub state: Option<DriverStateBy>,
 }
 
 /// A program to start ahead of an upgrade.
@@ -94,32 +94,6 @@ pub struct Stage {
     pub with: Option<PathBuf>,
 }
 
-/// See [`crate::api::types::DriverStateBy`].
-#[derive(Debug, Clone, Copy, ValueEnum)]
-#[expect(missing_docs, reason = "said there")]
-pub enum State {
-    Place,
-    Store,
-}
-
-/// See [`crate::api::types::Method`].
-#[derive(Debug, Clone, Copy, ValueEnum)]
-#[expect(missing_docs, reason = "said there")]
-pub enum How {
-    Keep,
-    Repoint,
-    Mbb,
-    Cold,
-}
-
-/// See [`crate::api::types::Inflight`].
-#[derive(Debug, Clone, Copy, ValueEnum)]
-#[expect(missing_docs, reason = "said there")]
-pub enum Inflight {
-    Deliver,
-    Drop,
-}
-
 /// A handover.
 #[derive(Debug, Args)]
 pub struct Give {
@@ -130,13 +104,13 @@ pub struct Give {
     pub to: String,
     /// The method; by default the best that card and trust allow.
     #[arg(long, value_enum)]
-    pub method: Option<How>,
+    pub method: Option<Method>,
     /// The fate of frames that the old owner has not handled.
     #[arg(long, value_enum)]
     pub inflight: Option<Inflight>,
     /// How the new owner gets the driver state: it reads it in place, or from the daemon's store.
     #[arg(long, value_enum)]
-    pub state: Option<State>,
+    pub state: Option<DriverStateBy>,
 }
 
 /// The stand-by node of a NIC.
@@ -221,9 +195,6 @@ impl Asked {
 /// Interval at which a follower asks for events: the API has no answer that waits for the next one.
 const FOLLOW_EVERY: Duration = Duration::from_millis(200);
 
-fn word(value: Option<impl ValueEnum>) -> Value {
-    value.and_then(|value| value.to_possible_value()).map_or(Value::Null, |value| json!(value.get_name()))
-}
 
 /// Returns a program's path, from /.
 fn absolute(program: Option<&PathBuf>) -> Result<Option<PathBuf>> {
@@ -269,19 +240,20 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
         Asked::Status => get("/v1/status")?,
         Asked::Workers(Workers::List) => get("/v1/workers")?,
         Asked::Workers(Workers::Upgrade(Upgrade { node, with, state })) => {
-            let body = json!({ "with": absolute(with.as_ref())?, "state": word(*state) });
-            post(&format!("/v1/nodes/{}/upgrade", part(node)), body)?
+            let body = types::Upgrade { with: absolute(with.as_ref())?, state: *state };
+            post(&format!("/v1/nodes/{}/upgrade", part(node)), serde_json::to_value(body)?)?
         }
         Asked::Workers(Workers::Stage(Stage { node, with })) => {
-            post(&format!("/v1/nodes/{}/stage", part(node)), json!({ "with": absolute(with.as_ref())? }))?
+            let body = types::Staging { with: absolute(with.as_ref())? };
+            post(&format!("/v1/nodes/{}/stage", part(node)), serde_json::to_value(body)?)?
         }
         Asked::Workers(Workers::Unstage { node }) => {
             client::ask(&folder, Verb::DELETE, &format!("/v1/nodes/{}/stage", part(node)), None)?
         }
         Asked::NicList => get("/v1/nics")?,
         Asked::Give(Give { nic, to, method, inflight, state }) => {
-            let body = json!({ "to": to, "method": word(*method), "inflight": word(*inflight), "state": word(*state) });
-            post(&format!("/v1/nics/{}/give", part(nic)), body)?
+            let body = types::Give { to: to.clone(), method: *method, inflight: *inflight, state: *state };
+            post(&format!("/v1/nics/{}/give", part(nic)), serde_json::to_value(body)?)?
         }
         Asked::Standby(Standby { nic, node, .. }) => {
             post(&format!("/v1/nics/{}/standby", part(nic)), json!({ "node": node }))?

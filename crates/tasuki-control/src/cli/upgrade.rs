@@ -11,11 +11,11 @@ use anyhow::{Result, bail, ensure};
 use clap::Args;
 use hyper::{Method as Verb, StatusCode};
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::{Reach, absolute, part, show, up, write};
 use crate::api::client::{self, has_status};
-use crate::api::types::{NodeView, Relayed, Replaced, Status, WorkerView};
+use crate::api::types::{NodeView, Relayed, Replace, Replaced, Status, Upgrade, WorkerView};
 use crate::place;
 
 /// Time within which the daemon's next version must answer: it takes all workers over before.
@@ -105,12 +105,12 @@ fn get<T: serde::de::DeserializeOwned>(folder: &Path, address: &str) -> Result<T
     show::read(client::ask(folder, Verb::GET, address, None)?)
 }
 
-fn post(folder: &Path, address: &str, body: &Value) -> Result<Value> {
-    client::ask(folder, Verb::POST, address, Some(body))
+fn post(folder: &Path, address: &str, body: &impl Serialize) -> Result<Value> {
+    client::ask(folder, Verb::POST, address, Some(&serde_json::to_value(body)?))
 }
 
 /// Asks the daemon to go on as another program, until what it does now has settled.
-fn ask_to_go_on(folder: &Path, body: &Value) -> Result<Value> {
+fn ask_to_go_on(folder: &Path, body: &Replace) -> Result<Value> {
     let until = Instant::now() + SETTLED_TIMEOUT;
     loop {
         match post(folder, "/v1/upgrade", body) {
@@ -133,7 +133,7 @@ fn replace_daemon(
     };
     let process = up::daemon(folder);
     let asked = Instant::now();
-    let replaced: Replaced = show::read(ask_to_go_on(folder, &json!({ "with": program }))?)?;
+    let replaced: Replaced = show::read(ask_to_go_on(folder, &Replace { with: program })?)?;
     // The former one may still answer for a moment.
     let is_next = |status: &Status| u128::from(status.up_ms) <= asked.elapsed().as_millis();
     let mut ended = None;
@@ -187,7 +187,7 @@ fn upgrade_nodes(folder: &Path, with: Option<&Path>, done: &mut Done, told: &dyn
                 (false, false, format!("node {} keeps its program: that folder has no {name}", node.name))
             }
             Some((_, Some(program))) => {
-                let body = json!({ "with": program, "state": null });
+                let body = Upgrade { with: program, state: None };
                 let relayed = post(folder, &format!("/v1/nodes/{}/upgrade", part(&node.name)), &body)
                     .and_then(show::read::<Relayed>);
                 match relayed {
