@@ -310,6 +310,9 @@ pub struct WorkerView {
     /// Frames of a node on a VNI that did not cross, by reason; no reason for which there was none.
     #[serde(default)]
     pub dropped: BTreeMap<String, u64>,
+    /// Frames that were dropped because a handover was to drop what was in flight.
+    #[serde(default)]
+    pub dropped_by_order: u64,
     /// Confinement that it lacks.
     pub unconfined: Vec<String>,
 }
@@ -444,7 +447,7 @@ pub enum Method {
 pub enum Inflight {
     /// The old owner handles them before it lets go.
     Deliver,
-    /// They are counted, wiped out, and never seen again.
+    /// They are counted (`dropped_by_order` of the old owner's worker), wiped out, and never seen again.
     Drop,
 }
 

@@ -113,6 +113,7 @@ impl Supervisor {
             late: count(heartbeat::LATE),
             refused: count(heartbeat::REFUSED),
             dropped: dropped.filter(|(_, count)| *count > 0).collect(),
+            dropped_by_order: count(heartbeat::DROPPED),
             unconfined: worker.record.unconfined.clone(),
         }
     }
