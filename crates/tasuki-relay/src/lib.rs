@@ -7,6 +7,19 @@
 //! | handover | another node                              | a person or a policy asks                      |
 //! | takeover | the same node, whose holder died or hangs | the arbiter, by exit mark, pidfd or heartbeat  |
 //!
+//! | module           | contents                                                                        |
+//! |------------------|---------------------------------------------------------------------------------|
+//! | [`arbiter`]      | the daemon's part: orders relays, fences workers, seizes leases                 |
+//! | [`giver`]        | the side that holds the lease                                                   |
+//! | [`taker`]        | the side that is to hold it                                                     |
+//! | [`worker`]       | both joined, as one worker has them for a NIC                                   |
+//! | [`table`]        | a protocol as a table, which all of these are                                   |
+//! | [`method`]       | the way in which a NIC goes to another node                                     |
+//! | [`heartbeat`]    | when a living worker counts as hung                                             |
+//! | [`driver_state`] | the envelope of a driver state                                                  |
+//! | [`message`]      | messages between daemon and workers, and the layout of the pages that they share |
+//! | [`wire`]         | packets of the relay: orders and reports                                        |
+//!
 //! # Rules
 //!
 //! - **Y1** The lease word decides, never a timeout: a deadline makes the arbiter try a compare-and-swap, and

@@ -10,8 +10,7 @@
 //! | [`shortcut`]  | namespaces that reach each other through the kernel       |
 //! | [`program`]   | BPF programs for the shortcut                             |
 //!
-//! A crate of its own: the models' wire and the daemon need it, and both must stay independent of each other and of
-//! drivers.
+//! A crate of its own: the daemon, the models' wire and the bench need TAPs, and it depends on none of them.
 
 #![allow(missing_docs, reason = "the audience is ourselves: a comment says what a name cannot")]
 

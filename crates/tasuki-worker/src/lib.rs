@@ -4,6 +4,20 @@
 //! A [`Program`] handles frames in [turns](Turn); a turn happens wholly or not at all. Its `main` only calls
 //! [`main`]. docs/users/own-programs.md has the promises to a program and its duties; docs/design/worker.md says how it
 //! works. The examples are programs to copy from.
+//!
+//! | module                    | contents                                                                       |
+//! |---------------------------|--------------------------------------------------------------------------------|
+//! | `stock`                   | the command line; `run` drives a card by hand                                  |
+//! | `node`, `spin`            | the worker's loop: set-up, orders, sleep; how long it looks on before that     |
+//! | `channel`, `lease_page`   | the socket to the daemon, and memory shared with it; `exit_mark`: a word there |
+//! | `confine`, `cpus`, `warm` | rights that a worker gives up, its CPUs, its warm-up                           |
+//! | `attached`                | the loop's interface to a NIC (`attachment`) or an end (`vni`)                 |
+//! | `handler`                 | the interface between an attachment and its frame handler                      |
+//! | `work`, `answer`, `tap`   | the stock worker's frame handlers; `numbered`, `pace`: frames with numbers     |
+//! | `program`, `hosted`       | a user's own program: its trait, and its work on one NIC                       |
+//! | `endpoint`, `uplink`      | the node's programs, and other stations, at its end of a VNI                   |
+//! | `bundle`, `store`         | a NIC, and its driver state, for the next worker                               |
+//! | `open`, `device`, `model` | the opener, a card by its name, our model of one                               |
 
 mod answer;
 mod bundle;

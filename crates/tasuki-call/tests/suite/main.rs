@@ -1,6 +1,7 @@
 //! Calls between real processes: what arrives, what a death leaves, what hostile peers cannot do.
 //!
-//! A child process is this program, started again with one test, [`child_role`].
+//! A child process is this program, started again with one test, [`child_role`]. A *stage* is a server in such a
+//! process, with the memory that it shares with the test.
 #![cfg(all(test, not(loom)))]
 #![allow(clippy::tests_outside_test_module, reason = "the whole program is tests")]
 

@@ -2,6 +2,10 @@
 //!
 //! The tests are threads of one process. A test that counts or changes descriptors or limits of a process runs in one
 //! of its own: `tasuki_testing::alone`.
+//!
+//! A *world* is a card with its wire and its driver, and a *bench* a started card in it. A *stub* is a card in memory that
+//! the test plays, and a *desk* a running driver of one, with the means to prepare a successor. A *cabinet* is a device of
+//! nothing but registers.
 #![allow(clippy::tests_outside_test_module, reason = "the whole program is tests")]
 
 // What several tests use.

@@ -1,5 +1,9 @@
 //! The daemon with real processes, real sockets and real lease pages. The workers have no card, and tests order
 //! their faults.
+//!
+//! A *rig* is a daemon in a directory of its own, with the command line that talks to it. A *storm* is a rig under traffic,
+//! with the real worker and a model of a card. A *room* is a network namespace, and a *world* two of them on a VNI. A
+//! *stand-in* is this program in the place of a worker.
 
 mod applied;
 mod attacks;
