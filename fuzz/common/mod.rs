@@ -10,9 +10,13 @@
 #[path = "../../crates/tasuki-call/tests/suite/forger.rs"]
 pub mod forger;
 
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use tasuki_call::{Ask, Client, ClientOptions, Deferred, Request, Server, ServerOptions, State, Turn};
 use tasuki_shm::arena::{Detach, Geometry};
 
@@ -63,6 +67,31 @@ impl<'a> Choices<'a> {
         let (first, rest) = self.0.split_at(len.min(self.0.len()));
         self.0 = rest;
         first
+    }
+}
+
+/// Sends a packet with descriptors, if the other end has room for it.
+pub fn say(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(20))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    let _ = rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags);
+}
+
+/// Has an end write something anywhere, or ring. `which` is below 5.
+pub fn scribble(end: &mut forger::End, which: u8, choices: &mut Choices<'_>) {
+    match which {
+        0 => end.store(choices.short().into(), choices.word()),
+        1 => {
+            let ring = end.ring_words();
+            end.store(ring.start + usize::from(choices.short()) % ring.len(), choices.word());
+        }
+        2 => end.say_head(choices.word()),
+        3 => end.say_state(choices.byte(), choices.byte().into()),
+        _ => end.ring(),
     }
 }
 

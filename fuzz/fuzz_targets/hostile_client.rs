@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use common::forger::{Caller, End, REQUEST_BYTES, REQUEST_SLOT, RETURN, SLOT_LEN, Shape};
-use common::{Choices, World};
+use common::{Choices, World, scribble};
 use libfuzzer_sys::fuzz_target;
 use tasuki_shm::sync::Relaxed;
 
@@ -34,14 +34,7 @@ fn connect(world: &mut World, choices: &mut Choices<'_>, resumes: Option<u128>) 
 
 fn misbehave(end: &mut End, choices: &mut Choices<'_>) {
     match choices.below(12) {
-        0 => end.store(choices.short().into(), choices.word()),
-        1 => {
-            let ring = end.ring_words();
-            end.store(ring.start + usize::from(choices.short()) % ring.len(), choices.word());
-        }
-        2 => end.say_head(choices.word()),
-        3 => end.say_state(choices.byte(), choices.byte().into()),
-        4 => end.ring(),
+        which @ 0..=4 => scribble(end, which, choices),
         5 => {
             let id = u64::from(choices.byte()) << 32 | u64::from(choices.below(6));
             let len = u64::from(choices.below(4)) * u64::from(SLOT_LEN) / 2 + u64::from(choices.below(3));

@@ -11,6 +11,8 @@ mod memif {
     pub mod client;
     pub mod port;
 }
+#[path = "../common/neighbours.rs"]
+mod neighbours;
 #[allow(dead_code, reason = "the tests use the rest of it")]
 #[path = "../../crates/tasuki-net/tests/suite/net.rs"]
 mod net;
@@ -26,8 +28,7 @@ use tasuki_net::endpoint::memif::control::Terms;
 
 use memif::client::{Channel, Client, Shape, add_region, add_ring, eventfd, init, memory, message};
 use memif::port::{OTHER, PORT, SECRET, World, frame_to};
-
-const WITNESS: u16 = 2;
+use neighbours::WITNESS;
 
 struct Attack {
     world: World,
@@ -166,52 +167,9 @@ impl Attack {
         }
     }
 
-    /// A node hands over a frame whose offload header may be false.
-    fn unfinished(&mut self, choices: &mut Choices<'_>) {
-        let len = 14 + usize::from(choices.short()) % 9000;
-        let other = self.world.net.node(OTHER.into());
-        if let Some(room) = other.stage() {
-            room[..10].iter_mut().for_each(|byte| *byte = choices.byte());
-            room[10..10 + len].copy_from_slice(&frame_to(PORT, OTHER, 1, len));
-            let headers = 10 + 12..10 + len.min(64);
-            room[headers].iter_mut().for_each(|byte| *byte = choices.byte());
-            let _ = other.post_staged(PORT, 10 + len);
-            other.flush();
-        }
-    }
-
-    fn witness(&mut self, number: u32, len: usize) {
-        let frame = frame_to(WITNESS, OTHER, number, len);
-        if self.world.net.node(OTHER.into()).send(WITNESS, &frame).is_ok() {
-            self.under_way.push_back(frame);
-        }
-        self.world.net.node(OTHER.into()).flush();
-    }
-
     /// Checks the frames between the honest nodes. Frames from the client to the witness are not checked.
     fn look(&mut self) {
-        let mut came = Vec::new();
-        let witness = self.world.net.node(WITNESS.into());
-        witness.wake();
-        for _ in 0..16 {
-            witness.receive(|incoming| {
-                let mut bytes = vec![0; incoming.len()];
-                let whole = incoming.copy_to(&mut bytes);
-                if incoming.from == OTHER {
-                    assert_eq!(whole, Ok(bytes.len()));
-                    came.push(bytes);
-                }
-            });
-        }
-        for frame in came {
-            assert!(Some(&frame) == self.under_way.pop_front().as_ref(), "a frame came changed, twice, or not");
-        }
-        // Also take the frames of the other node, which must not become too slow a reader.
-        let other = self.world.net.node(OTHER.into());
-        other.wake();
-        for _ in 0..16 {
-            other.receive(|_| {});
-        }
+        neighbours::look(&mut self.world.net, &mut self.under_way);
     }
 }
 
@@ -232,11 +190,14 @@ fuzz_target!(|input: &[u8]| {
                     client.send(&frame);
                 }
             }
-            7 => attack.unfinished(&mut choices),
+            7 => neighbours::unfinished(&mut attack.world.net, &mut choices),
             8 => {
                 attack.world.send(OTHER, &frame_to(PORT, OTHER, number, 14 + usize::from(choices.short()) % 5000));
             }
-            9 => attack.witness(number, 18 + usize::from(choices.short()) % 3000),
+            9 => {
+                let len = 18 + usize::from(choices.short()) % 3000;
+                neighbours::send(&mut attack.world.net, &mut attack.under_way, WITNESS, number, len);
+            }
             10 => attack.look(),
             11 => {
                 attack.now += Duration::from_millis(200);

@@ -16,7 +16,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use common::forger::{self, End, Manners, REPLY_BYTES, REPLY_SLOT, SLOT_LEN};
-use common::{Choices, folder, ignore_broken_pipes, options};
+use common::{Choices, folder, ignore_broken_pipes, options, scribble};
 use libfuzzer_sys::fuzz_target;
 use tasuki_call::{Ask, CallError, Client, Deadline, Failure, Reply, Ticket};
 
@@ -157,14 +157,7 @@ impl Scene {
         let Some(end) = &mut self.end else { return };
         let call = self.asked.get(usize::from(choices.byte()) % self.asked.len().max(1)).copied().unwrap_or(0);
         match choices.below(14) {
-            0 => end.store(choices.short().into(), choices.word()),
-            1 => {
-                let ring = end.ring_words();
-                end.store(ring.start + usize::from(choices.short()) % ring.len(), choices.word());
-            }
-            2 => end.say_head(choices.word()),
-            3 => end.say_state(choices.byte(), choices.byte().into()),
-            4 => end.ring(),
+            which @ 0..=4 => scribble(end, which, choices),
             5 | 6 => self.asked.extend(end.pop().map(|entry| entry[1])),
             7 => {
                 let (len, status) = (choices.below(52), choices.below(2).into());

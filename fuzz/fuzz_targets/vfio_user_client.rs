@@ -8,16 +8,11 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-use std::io::IoSlice;
-use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-use common::Choices;
+use common::{Choices, say};
 use libfuzzer_sys::fuzz_target;
-use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketFlags, SocketType,
-};
+use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType};
 use tasuki_net::nic::bus::{Bus, Header, Iova, Registers, VfioUser};
 use tasuki_shm::region::{Pages, Region};
 
@@ -40,16 +35,6 @@ const QUESTIONS: [(u16, usize); 16] = [
     (3, 24),
     (13, 0),
 ];
-
-fn say(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(20))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() {
-        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
-    }
-    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    let _ = rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags);
-}
 
 /// Makes an answer that is right in most fields, or in none.
 fn answer(choices: &mut Choices<'_>, number: u16, (command, len): (u16, usize)) -> Vec<u8> {

@@ -10,17 +10,14 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-use std::io::{IoSlice, IoSliceMut};
+use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use common::Choices;
+use common::{Choices, say};
 use libfuzzer_sys::fuzz_target;
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketFlags, SocketType,
-};
+use rustix::net::{AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType};
 use tasuki_shm::region::{Pages, Region as Memory};
 use tasuki_sim::model::Model;
 use tasuki_sim::served::Served;
@@ -123,16 +120,6 @@ impl Device for Strict {
     }
 
     fn reset(&mut self) {}
-}
-
-fn say(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(20))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() {
-        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
-    }
-    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    let _ = rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags);
 }
 
 fn message(command: u16, posted: bool, words: &[u32], rest: &[u8]) -> Vec<u8> {

@@ -14,6 +14,8 @@ mod memif {
     pub mod client;
     pub mod port;
 }
+#[path = "../common/neighbours.rs"]
+mod neighbours;
 #[allow(dead_code, reason = "the tests use the rest of it")]
 #[path = "../../crates/tasuki-net/tests/suite/net.rs"]
 mod net;
@@ -43,10 +45,10 @@ use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet};
 
 use memif::port::{Lines, OTHER, PORT, directory_memory, frame_to, listen, mac};
 use messages::{ALL, FEATURES, Props};
+use neighbours::WITNESS;
 use net::Net;
 use vm::{Machine, PACKED, connect, eventfd, message, send};
 
-const WITNESS: u16 = 2;
 const NODES: u16 = 3;
 
 /// Most raw connections at a time: one more than are served.
@@ -195,59 +197,14 @@ impl Attack {
         (0..choices.below(70)).for_each(|_| self.turn());
     }
 
-    /// A node hands over a frame whose offload header may be false.
-    fn unfinished(&mut self, choices: &mut Choices<'_>) {
-        let len = 14 + usize::from(choices.short()) % 9000;
-        let other = self.net.node(OTHER.into());
-        if let Some(room) = other.stage() {
-            room[..10].iter_mut().for_each(|byte| *byte = choices.byte());
-            room[10..10 + len].copy_from_slice(&frame_to(PORT, OTHER, 1, len));
-            let headers = 10 + 12..10 + len.min(64);
-            room[headers].iter_mut().for_each(|byte| *byte = choices.byte());
-            let _ = other.post_staged(PORT, 10 + len);
-            other.flush();
-        }
-    }
-
     /// Sends a frame, if there is room for it.
     fn send(&mut self, to: u16, number: u32, len: usize) -> bool {
-        let frame = frame_to(to, OTHER, number, len);
-        let other = self.net.node(OTHER.into());
-        let went = other.send(to, &frame).is_ok();
-        if went && to == WITNESS {
-            self.under_way.push_back(frame);
-        }
-        other.flush();
-        went
+        neighbours::send(&mut self.net, &mut self.under_way, to, number, len)
     }
 
     /// Checks the frames between the honest nodes. Returns those of the guest for the witness.
     fn look(&mut self) -> Vec<Vec<u8>> {
-        let (mut came, mut of_guest) = (Vec::new(), Vec::new());
-        let witness = self.net.node(WITNESS.into());
-        witness.wake();
-        for _ in 0..16 {
-            witness.receive(|incoming| {
-                let mut bytes = vec![0; incoming.len()];
-                let whole = incoming.copy_to(&mut bytes);
-                if incoming.from == OTHER {
-                    assert_eq!(whole, Ok(bytes.len()));
-                    came.push(bytes);
-                } else if whole.is_ok() {
-                    of_guest.push(bytes);
-                }
-            });
-        }
-        for frame in came {
-            assert!(Some(&frame) == self.under_way.pop_front().as_ref(), "a frame came changed, twice, or not");
-        }
-        // Also take the frames of the other node, which must not become too slow a reader.
-        let other = self.net.node(OTHER.into());
-        other.wake();
-        for _ in 0..16 {
-            other.receive(|_| {});
-        }
-        of_guest
+        neighbours::look(&mut self.net, &mut self.under_way)
     }
 
     /// Replaces the worker, which is told to end, or killed between two turns.
@@ -356,7 +313,7 @@ fn attack(choices: &mut Choices<'_>) {
         match choices.below(32) {
             0..4 => attack.speak(choices),
             4..15 => attack.scribble(choices),
-            15 => attack.unfinished(choices),
+            15 => neighbours::unfinished(&mut attack.net, choices),
             16..19 => _ = attack.send(PORT, number, 14 + usize::from(choices.short()) % 5000),
             19 => _ = attack.send(WITNESS, number, 18 + usize::from(choices.short()) % 3000),
             20 => _ = attack.look(),

@@ -2,9 +2,9 @@
 
 use rustix::fs::FallocateFlags;
 
-use crate::WITNESS;
 use crate::common::Choices;
 use crate::memif::port::{OTHER, PORT, frame_to};
+use crate::neighbours::WITNESS;
 use crate::vm::{self, GUEST, Machine, PACKED};
 
 /// Where the machine has its descriptors, available rings and used rings, of the first pair.
