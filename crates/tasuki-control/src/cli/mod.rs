@@ -195,7 +195,6 @@ impl Asked {
 /// Interval at which a follower asks for events: the API has no answer that waits for the next one.
 const FOLLOW_EVERY: Duration = Duration::from_millis(200);
 
-
 /// Returns a program's path, from /.
 fn absolute(program: Option<&PathBuf>) -> Result<Option<PathBuf>> {
     program.map(std::path::absolute).transpose().context("that program has no path")
