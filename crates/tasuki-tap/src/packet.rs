@@ -60,7 +60,7 @@ fn open_here(name: &str) -> Result<OwnedFd, TapError> {
     set(&socket, libc::SOL_PACKET, libc::PACKET_IGNORE_OUTGOING, &1_i32)?;
     // A smaller buffer loses more frames when they come in bursts; the endpoint counts them.
     let _ = set(&socket, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, &ROOM);
-    // Frames that a card has yet to send count here. With the default, less than four of 64 KiB wait for it.
+    // Frames that a card has yet to send count here. With the default, fewer than four of 64 KiB wait for it.
     let _ = set(&socket, libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, &ROOM);
     let address = libc::sockaddr_ll {
         sll_family: u16::try_from(libc::AF_PACKET).expect("17"),

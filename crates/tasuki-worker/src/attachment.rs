@@ -445,7 +445,7 @@ where
             // to be fenced: the daemon, which checks that we stand still, runs on the CPUs aside.
             if !self.is_last {
                 if let Some(wake) = &self.wake {
-                    // It does not block, since this worker was ordered to take. One that is full wakes the taker, too.
+                    // It does not block: this worker made it so when it was ordered to take. A full one wakes the taker, too.
                     let _ = rustix::io::write(wake, &1_u64.to_ne_bytes());
                 }
                 // The taker may wait for this CPU. The rest of our work can wait, and runs on the CPUs aside.

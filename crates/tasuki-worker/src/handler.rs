@@ -106,6 +106,9 @@ pub trait FrameHandler: Sized + 'static {
     /// Ends the last turn for a successor, which receives the frames in `burst` again.
     fn conclude<N: Transactional>(&mut self, nic: &mut N, burst: &Burst);
 
+    /// Lets go of the slots of frames that were handled. The caller commits that at once.
+    fn let_go(&mut self) {}
+
     /// Drops the pending frames, by order.
     fn drop_hand(&mut self, burst: &mut Burst);
 

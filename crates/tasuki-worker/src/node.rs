@@ -254,6 +254,7 @@ impl<D: FrameHandler> Node<D> {
 
     /// Sleeps until a bell rings, the daemon sends a message, or a daemon calls.
     fn sleep(&mut self) -> Result<()> {
+        let had_end = self.common.uplink.is_some();
         // What comes later ends the sleep.
         if std::mem::take(&mut self.must_hear) || self.common.heartbeat.posts() != self.read {
             self.hear(false);
@@ -273,6 +274,11 @@ impl<D: FrameHandler> Node<D> {
             is_ready |= attachment.is_ready();
         }
         if self.over {
+            return Ok(());
+        }
+        if !had_end && self.common.uplink.is_some() {
+            // The uplink's NIC was armed without its end, and listens for nothing.
+            self.wake();
             return Ok(());
         }
         let out = if self.common.channel.is_behind() { PollFlags::OUT } else { PollFlags::empty() };

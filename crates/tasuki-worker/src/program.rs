@@ -228,7 +228,7 @@ impl<N: Transactional> InHand<'_, N> {
         }
         let slot = self.own()?;
         let (now, bytes) = (usize::from(len), slot.bytes_mut());
-        // What is added, or cut off: a slot may go to another node, wiped as far as its frame goes.
+        // The bytes that are added or cut off: a slot may go to another node, and is wiped as far as its frame goes.
         bytes[now.min(had)..now.max(had)].fill(0);
         self.frame.len = len;
         Some(&mut self.frame.slot.bytes_mut()[..len.into()])

@@ -131,6 +131,11 @@ impl FrameHandler for Job {
         nic.conclude(burst);
     }
 
+    fn let_go(&mut self) {
+        self.came.clear();
+        self.given.clear();
+    }
+
     fn drop_hand(&mut self, burst: &mut Burst) {
         burst.clear();
     }

@@ -8,6 +8,7 @@ use super::door::{Answer, Refusal};
 use super::worker::{Stage, Worker};
 use super::{About, Ended, Supervisor, WORKER_TIMEOUT, now};
 use crate::api::types::{Replaced, Stopped};
+use crate::cgroup::Group;
 use crate::config;
 use crate::registry::Change;
 use crate::successor;
@@ -84,11 +85,17 @@ impl Supervisor {
         let elapsed = now().saturating_sub(since);
         let is_late = elapsed >= WORKER_TIMEOUT / 2;
         if is_late {
-            self.workers.values().for_each(|worker| worker.process.kill());
+            for worker in self.workers.values() {
+                worker.process.kill();
+                // Nothing that it has started goes on beside what is started next.
+                let _ = worker.group.as_ref().map(Group::kill);
+            }
         }
         if !self.workers.is_empty() && elapsed < WORKER_TIMEOUT {
             return;
         }
+        // The next tasukid must not take those that stay for its own.
+        self.workers.values().for_each(|worker| _ = std::fs::remove_file(&worker.record.socket));
         // Switch cards off once no worker drives them any more.
         self.end_cards(is_late);
         if self.cards.values().any(|card| card.model.is_some()) {

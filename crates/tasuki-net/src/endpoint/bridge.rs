@@ -109,10 +109,11 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
     /// Sends the frames that a predecessor had read.
     fn send_left(&mut self) {
         let Some(notes) = &mut self.notes else { return };
-        // Copy all frames before sending the first: they lie in pages that are free.
-        let mut frames = Vec::new();
+        let (mut frames, mut kept) = (Vec::new(), Vec::new());
         for (page, len) in notes.left() {
             let was_read = len.is_none();
+            // If this worker is killed, too, its successor reads them again.
+            self.vni.keep_left(page, len.unwrap_or(PIECE_MAX + BESIDE), &mut kept);
             let len = len.or_else(|| len_of(&self.vni.left_at(page, NOTED_LEN)?));
             let Some(mut frame) = len.and_then(|len| self.vni.left_at(page, len)) else { continue };
             if let Some(all) = self.vni.left_at(page, PIECE_MAX + BESIDE).filter(|_| was_read) {
@@ -142,6 +143,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
             }
         }
         self.flush();
+        self.vni.give_left(kept);
     }
 
     fn split(&mut self) -> (Egress<'_>, &mut E) {

@@ -52,7 +52,7 @@ pub struct Dropped {
     pub refused: u64,
     /// No program was connected to the endpoint.
     pub away: u64,
-    /// The program had posted no buffers for the frame.
+    /// The program had posted no buffers for the frame, or the kernel keeps no more for the card behind an interface.
     pub no_buffer: u64,
     /// No slot, or no chain of the program's buffers, holds the frame.
     pub too_long: u64,

@@ -87,8 +87,8 @@ fn compute(offload: &Offload, frame: &mut [u8]) -> Result<(), Malformed> {
     Ok(())
 }
 
-/// Completes the header of a packet of `len` bytes that a card has joined of segments whose checksums it has checked: it asks for
-/// none, and the frames that are cut from it need theirs. `packet` has its header before it.
+/// Completes the header of a packet that a card has joined of segments whose checksums it has checked. Such a header asks for no
+/// checksum, and the frames that are cut from the packet need theirs. `packet` has its header before it.
 pub fn ask_for_checksums(packet: &mut [u8]) {
     let Some((header, frame)) = packet.split_at_mut_checked(HEADER_LEN) else { return };
     let Ok(mut offload) = Offload::read_from_bytes(header) else { return };
@@ -103,7 +103,9 @@ pub fn ask_for_checksums(packet: &mut [u8]) {
     put(frame, ip.end + offset, pseudo);
     offload.flags |= NEEDS_CSUM;
     (offload.csum_start, offload.csum_offset) = (short(ip.end).into(), short(offset).into());
-    header.copy_from_slice(offload.as_bytes());
+    let (flags, places) = header.split_at_mut(1);
+    places.copy_from_slice(&offload.as_bytes()[1..]);
+    flags[0] = offload.flags;
 }
 
 /// Returns whether a GSO packet is inside a tunnel. A kernel that is given it whole, with this header, drops it.

@@ -313,7 +313,9 @@ impl Vni {
                     again = true;
                     match neighbour.progress {
                         Some((last, since)) if last == head => {
-                            if now.saturating_duration_since(since) >= PATIENCE && neighbour.outbox.holds() {
+                            // What is staged for it waits for its turn to end, and comes back with the rest after that.
+                            let is_over = now.saturating_duration_since(since) >= PATIENCE;
+                            if is_over && neighbour.outbox.holds() && !neighbour.outbox.is_staging() {
                                 neighbour.outbox.take_back(&mut stock);
                                 neighbour.counts.taken_back += 1;
                                 neighbour.publish();

@@ -426,6 +426,11 @@ impl Outbox {
         Ok((unread > 0).then(|| self.ring.tail().wrapping_sub(unread)))
     }
 
+    /// Returns whether messages wait to be published.
+    pub(super) fn is_staging(&self) -> bool {
+        !self.staged.is_empty()
+    }
+
     /// Returns whether the reader holds any page.
     pub(super) fn holds(&self) -> bool {
         self.held > 0

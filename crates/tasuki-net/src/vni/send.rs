@@ -157,6 +157,17 @@ impl Vni {
         (len <= PIECE_MAX + BESIDE).then(|| self.pool.copy_of(page, len)).flatten()
     }
 
+    /// Takes the pages on which a predecessor may have left `len` bytes, as far as they are free, so that nothing is written there.
+    pub(crate) fn keep_left(&mut self, page: u32, len: usize, kept: &mut Vec<Run>) {
+        let pages = u32::try_from(len).map_or(0, |len| len.div_ceil(PAGE));
+        kept.extend((page..page.saturating_add(pages)).filter_map(|page| self.pool.take_at(page, 1)));
+    }
+
+    /// Gives pages back that were [kept](Self::keep_left).
+    pub(crate) fn give_left(&mut self, kept: Vec<Run>) {
+        kept.into_iter().for_each(|run| self.pool.give(run));
+    }
+
     /// Sends the first `len` staged bytes, a frame behind an offload header, to node `to`. If there is no room, the
     /// frame stays staged.
     #[inline]

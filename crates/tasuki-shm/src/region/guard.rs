@@ -20,7 +20,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use super::{PAGE_LEN, RegionError};
 
 /// Maximum number of guarded mappings of a process.
-pub const GUARDS_MAX: usize = 64;
+pub const GUARDS_MAX: usize = 256;
 
 struct Guarded {
     /// The range ([`word`]); 0 if the guard is free. One word, so that the handler never mixes two ranges while another
@@ -97,8 +97,9 @@ impl Guard {
         Self::on(base, len, Instead::Ones)
     }
 
-    /// Returns whether the memory went away. It holds zeroes then.
-    pub(super) fn is_gone(&self) -> bool {
+    /// Returns whether the memory went away, and was replaced.
+    #[inline]
+    pub fn is_gone(&self) -> bool {
         GUARDS[self.0].is_gone.load(Ordering::Relaxed)
     }
 }

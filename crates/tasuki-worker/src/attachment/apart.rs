@@ -379,8 +379,9 @@ where
             if !self.empty_hands(common)? {
                 return Ok(false);
             }
-            // This ends a turn, too.
-            self.remember(&common.program_state);
+            if scrubs {
+                self.prepare_to_wipe(&common.program_state);
+            }
             if let (Card::Driven(nic), true) = (&mut self.card, scrubs) {
                 nic.wipe_free();
             }
@@ -396,7 +397,7 @@ where
         self.given.lease_page.stopped();
         self.stamped = true;
         while scrubs {
-            self.remember(&common.program_state);
+            self.prepare_to_wipe(&common.program_state);
             let Card::Driven(nic) = &mut self.card else { return Ok(false) };
             if nic.wipe_rest() {
                 break;
@@ -406,6 +407,12 @@ where
             }
         }
         Ok(true)
+    }
+
+    /// Prepares a wipe, which ends a turn and reaches free slots.
+    fn prepare_to_wipe(&mut self, program_state: &ProgramState) {
+        self.handler.let_go();
+        self.remember(program_state);
     }
 
     /// Sends the pending frames. Returns whether all went in time.

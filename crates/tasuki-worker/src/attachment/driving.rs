@@ -220,14 +220,14 @@ where
     }
 
     fn arm(&mut self, common: &mut Common) -> bool {
+        if self.drives() && !self.handler.can_work(common.uplink.is_some()) {
+            return true;
+        }
         // If a namespace goes on sending and the card takes nothing, the link is down, and the worker may sleep. Its
         // pending frames then have not come from the card.
         if self.drives() && !self.gone && !self.burst.is_empty() && !self.handler.holds_its_own() {
             // Arming a ring without slots would count the pending frames as handled.
             return false;
-        }
-        if self.drives() && !self.handler.can_work(common.uplink.is_some()) {
-            return true;
         }
         self.remember(&common.program_state);
         let Card::Driven(nic) = &mut self.card else { return true };

@@ -136,6 +136,13 @@ fn one_who_says_too_little_or_too_much_is_told_so_and_others_are_served() {
                 "413",
                 "the body of the request is incomplete, or longer than 262144 bytes",
             ),
+            // A reader may ask this, and gets no room for a configuration by it.
+            (
+                "T63",
+                "GET /v1/apply HTTP/1.1\r\ncontent-length: 300000\r\n\r\n{",
+                "413",
+                "the body of the request is incomplete, or longer than 262144 bytes",
+            ),
         ] {
             let rig = &rig;
             scope.spawn(move || {

@@ -358,8 +358,8 @@ impl Standin {
             }
             ToWorker::Again => {
                 let mut nics: Vec<u32> = self.nics.keys().copied().collect();
-                // There are two NICs.
-                nics.extend(self.is("claims").then(|| 1 - nics[0]));
+                // There are two ends, with numbers that differ in their last bit.
+                nics.extend(self.is("claims").then(|| nics[0] ^ 1));
                 let party = if self.is("is-another") { self.party - 1 } else { self.party };
                 write(&self.socket, &ToDaemon::Mine { party, node: self.node.clone(), nics }, &[]);
             }

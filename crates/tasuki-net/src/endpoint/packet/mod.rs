@@ -92,7 +92,7 @@ impl Endpoint for Packet {
                 // Longer than the interface's MTU, and no segment.
                 Some(Errno::MSGSIZE) => dropped.too_long += 1,
                 // The card sends more slowly, and the kernel keeps no more frames for it.
-                Some(Errno::AGAIN | Errno::NOBUFS) => dropped.no_room += 1,
+                Some(Errno::AGAIN | Errno::NOBUFS) => dropped.no_buffer += 1,
                 errno => {
                     dropped.refused += 1;
                     // The kernel unbinds the socket when its interface goes.

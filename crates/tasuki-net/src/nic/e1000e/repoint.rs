@@ -157,8 +157,8 @@ impl<B: Bus> std::fmt::Debug for Ready<B> {
 /// tail is within the posted descriptors, wherever it is. In a ring that begins at that tail, nothing is posted yet.
 /// In all other cases the tail is written first.
 ///
-/// Writes the low half of the first receive ring's place last of all places: if we are killed before that, our successor sees that
-/// the card is not ours yet ([`go_on_halted`](E1000e::go_on_halted)).
+/// Writes the transmit ring's place first, and the low half of the first receive ring's last. So a card whose driver is killed in
+/// between has one of the two from each owner, and the next driver of either sees that ([`go_on_halted`](E1000e::go_on_halted)).
 fn go_on_with<R: Registers>(
     mmio: &Mmio<R>,
     rings_at: Iova,
@@ -336,8 +336,11 @@ impl<B: Bus> E1000e<B> {
     /// # Errors
     /// Our memory cannot be mapped again. The card was not touched.
     pub(super) fn go_on_halted(&mut self) -> Result<(), NicError> {
-        let (low, high) = self.memory.rings_at().halves();
-        if [self.card.mmio.read(regs::RDBAL.of(0)), self.card.mmio.read(regs::RDBAH.of(0))] == [low, high] {
+        // The first and the last place that `go_on_with` writes.
+        let places = [regs::TDBAL, regs::TDBAH, regs::RDBAL.of(0), regs::RDBAH.of(0)].map(|at| self.card.mmio.read(at));
+        let ours = [self.rx.len(), 0].map(|ring| self.card.shape.ring_at(self.memory.rings_at(), ring).halves());
+        let [(transmit_low, transmit_high), (receive_low, receive_high)] = ours;
+        if places == [transmit_low, transmit_high, receive_low, receive_high] {
             park::go_on(&self.card.mmio);
             return Ok(());
         }

@@ -58,12 +58,18 @@ impl Receiver {
     /// Returns the frames that have come and were not received, the oldest first, and the empty slots. The queue was
     /// reset.
     pub fn harvest(&mut self) -> Result<(Vec<Loan>, Vec<Loan>), NicError> {
-        let mut come = Vec::new();
+        let (mut come, mut empty) = (Vec::new(), Vec::new());
         while let Some(Done { chain, slot, room, written }) = self.chains.peek()? {
-            come.push(Loan::new(SlotId::from_word(slot), frame_len(written, room)?.into(), 0));
+            let (slot, len) = (SlotId::from_word(slot), frame_len(written, room)?.into());
+            // One that would have to be filled up is dropped: nobody writes to these slots any more.
+            match written < HEADER_LEN + FRAME_MIN {
+                true => empty.push(Loan::new(slot, room.into(), 0)),
+                false => come.push(Loan::new(slot, len, 0)),
+            }
             self.chains.take(chain);
         }
-        Ok((come, self.chains.loans()))
+        empty.extend(self.chains.loans());
+        Ok((come, empty))
     }
 }
 

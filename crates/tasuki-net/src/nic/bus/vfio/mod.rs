@@ -228,7 +228,7 @@ impl Bus for Vfio {
         if info.len == 0 || info.flags & both != both {
             return Err(BusError::NoBar { index });
         }
-        // The kernel kills a process that touches the memory of a device that does not decode it.
+        // The kernel gives nobody the memory of a device that does not decode it.
         pci::decode(self)?;
         let far = File { device: Arc::clone(&self.device), at: info.offset };
         Ok(Bar::new(far, info.len, &info.areas, |start, len| {
