@@ -35,7 +35,7 @@ struct Guarded {
 /// What an access finds in place of memory that is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Instead {
-    /// Zeroes.
+    /// As in a new page of memory.
     Zeroes,
     /// Ones, as registers read of a device that is not on its bus.
     Ones,

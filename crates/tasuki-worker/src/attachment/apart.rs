@@ -396,17 +396,17 @@ where
         let since = Instant::now();
         self.given.lease_page.stopped();
         self.stamped = true;
-        while scrubs {
+        if !scrubs {
+            return Ok(true);
+        }
+        while since.elapsed() <= EMPTY_HANDS {
             self.prepare_to_wipe(&common.program_state);
             let Card::Driven(nic) = &mut self.card else { return Ok(false) };
             if nic.wipe_rest() {
-                break;
-            }
-            if since.elapsed() > EMPTY_HANDS {
-                return Ok(false);
+                return Ok(true);
             }
         }
-        Ok(true)
+        Ok(false)
     }
 
     /// Prepares a wipe, which ends a turn and reaches free slots.

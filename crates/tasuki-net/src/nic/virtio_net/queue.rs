@@ -63,7 +63,7 @@ impl Receiver {
             let (slot, len) = (SlotId::from_word(slot), frame_len(written, room)?.into());
             // One that would have to be filled up is dropped: nobody writes to these slots any more.
             match written < HEADER_LEN + FRAME_MIN {
-                true => empty.push(Loan::new(slot, room.into(), 0)),
+                true => empty.push(Loan::new(slot, room, 0)),
                 false => come.push(Loan::new(slot, len, 0)),
             }
             self.chains.take(chain);
