@@ -147,6 +147,48 @@ fn a_card_that_the_dead_one_had_halted_runs_again() {
     assert_eq!((card.get(RCTL) & EN, card.get(TCTL) & EN), (EN, EN));
 }
 
+/// Places and positions of the rings, in the order in which a driver points the card at its own: TDBAL, TDBAH, TDH, TDT, RDBAH, RDH,
+/// RDT, RDBAL.
+const POINTED: [u32; 8] = [0x3800, 0x3804, 0x3810, TDT, 0x2804, 0x2810, RDT, 0x2800];
+
+/// Has a halted card stand in another owner's rings in the first `count` of these places.
+fn stands_elsewhere(desk: &mut Desk, count: usize) -> [u32; 8] {
+    drop(desk.nic.take().expect("it runs").park().expect("it stops"));
+    let card = &desk.play.card;
+    let ours = POINTED.map(|at| card.get(at));
+    let theirs = [0x2000_0200, 0, 3, 5, 0, 7, 6, 0x2000_0000];
+    POINTED.into_iter().zip(theirs).take(count).for_each(|(at, value)| card.set(at, value));
+    ours
+}
+
+#[test]
+fn a_card_whose_taker_died_while_it_pointed_it_is_whole_again() {
+    for count in 0..=POINTED.len() {
+        let mut desk = start();
+        let ours = stands_elsewhere(&mut desk, count);
+        desk.takes_over();
+        assert_eq!(POINTED.map(|at| desk.play.card.get(at)), ours, "{count} places were the taker's");
+    }
+}
+
+#[test]
+fn a_card_whose_driver_died_on_the_way_back_is_whole_again() {
+    for writes in 0..16 {
+        let mut desk = start();
+        let ours = stands_elsewhere(&mut desk, POINTED.len());
+        desk.play.card.takes_writes(writes);
+        let picks_up = || Card::pick_up(desk.prepared()).map(std::mem::forget);
+        let lives = std::panic::catch_unwind(std::panic::AssertUnwindSafe(picks_up));
+        if let Ok(picked_up) = lives {
+            picked_up.expect("it went on");
+            assert!(writes > 8, "it writes that many places");
+        }
+        desk.play.card.takes_writes(u32::MAX);
+        desk.takes_over();
+        assert_eq!(POINTED.map(|at| desk.play.card.get(at)), ours, "killed after {writes} writes");
+    }
+}
+
 #[test]
 fn who_sleeps_with_an_empty_ring_is_woken_all_the_same() {
     let mut desk = start();

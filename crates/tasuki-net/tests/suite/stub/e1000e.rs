@@ -44,6 +44,8 @@ pub struct Card {
     slow: Cell<Option<(u32, Duration)>>,
     /// Number of reads of the slow register.
     slow_reads: Cell<u32>,
+    /// Number of writes after which its driver is killed.
+    writes: Cell<u32>,
 }
 
 /// The bus to a [`Card`].
@@ -53,7 +55,15 @@ impl Card {
     pub fn new(id: PciId) -> Rc<Card> {
         let registers = (0..0x2_0000 / 4).map(|_| Cell::new(0)).collect();
         let (gone, stuck) = (Cell::new(false), Cell::new(None));
-        let card = Card { id, registers, gone, stuck, slow: Cell::new(None), slow_reads: Cell::new(0) };
+        let card = Card {
+            id,
+            registers,
+            gone,
+            stuck,
+            slow: Cell::new(None),
+            slow_reads: Cell::new(0),
+            writes: Cell::new(u32::MAX),
+        };
         // Link up at 1 Gb/s in full duplex; bus master requests enabled; EEPROM read; 20 KiB of receive buffer; an
         // address.
         card.set(STATUS, 0x0000_0083);
@@ -80,6 +90,11 @@ impl Card {
     /// Pulls the card: from now on it does not answer.
     pub fn pull(&self) {
         self.gone.set(true);
+    }
+
+    /// Has a driver die at the write after this many.
+    pub fn takes_writes(&self, count: u32) {
+        self.writes.set(count);
     }
 
     /// Makes these bits of a register read as ones for ever.
@@ -122,6 +137,11 @@ impl Answers for Card {
     }
 
     fn write(&self, offset: u32, value: u32) {
+        match self.writes.get().checked_sub(1) {
+            Some(left) => self.writes.set(left),
+            None if std::thread::panicking() => return,
+            None => std::panic::resume_unwind(Box::new("the driver is dead")),
+        }
         match offset {
             // A reset is done at once.
             CTRL => self.set(CTRL, value & !(1 << 26)),
