@@ -64,6 +64,15 @@ pub enum ConfigError {
         /// The contradiction, and its repair.
         what: String,
     },
+    /// An earlier tasukid has applied it.
+    #[error(
+        "{why}; without {place}, a node would be gone, or be another one than it was: start the version before, and apply what this one takes"
+    )]
+    Needed {
+        why: String,
+        /// What is refused, and must not be left out.
+        place: String,
+    },
 }
 
 /// The nodes and NICs of one machine, for tasukid.
@@ -137,33 +146,33 @@ impl Config {
     /// Reads a text that an earlier tasukid has applied: nodes live by it, also if this one refuses it. Returns why it does, too.
     ///
     /// # Errors
-    /// A whole node or NIC of it cannot be read.
+    /// A whole node or NIC of it cannot be read, or a key that must not be left out.
     pub fn as_applied(path: &Path, text: &str) -> Result<(Self, Option<String>), ConfigError> {
         let why = match Self::parse(path, text) {
             Ok(config) => return Ok((config, None)),
             Err(why) => why,
         };
-        let table = written::without_mark(text).parse().map(toml::Value::Table);
-        match table.ok().and_then(|mut table| before::read(&mut table)) {
-            Some((config, left_out)) if left_out.is_empty() => Ok((config, Some(why.to_string()))),
-            Some((config, left_out)) => {
+        let table = written::without_mark(text).parse().map_err(|_| "all of it".to_owned());
+        match table.and_then(|mut table| before::read(&mut table)) {
+            Ok((config, left_out)) if left_out.is_empty() => Ok((config, Some(why.to_string()))),
+            Ok((config, left_out)) => {
                 Ok((config, Some(format!("{why}; tasukid goes on without {}", left_out.join(", ")))))
             }
-            None => Err(why),
+            Err(place) => Err(ConfigError::Needed { why: why.to_string(), place }),
         }
     }
 
-    /// Reads a node that another version has written as JSON. Returns what this one leaves out of it, too, or `None` if it is
-    /// no node for this one.
-    pub fn node_as_written(value: &serde_json::Value) -> Option<(Node, Vec<String>)> {
+    /// Reads a node that another version has written as JSON. Returns the places in it that this one leaves out, too.
+    ///
+    /// # Errors
+    /// The place that is refused, and must not be left out.
+    pub fn node_as_written(value: &serde_json::Value) -> Result<(Node, Vec<String>), String> {
         if let Ok(node) = Node::deserialize(value) {
-            return Some((node, Vec::new()));
+            return Ok((node, Vec::new()));
         }
-        let (mut all, mut value) = (toml::Table::new(), value.clone());
+        let mut value = value.clone();
         without_null(&mut value);
-        all.insert("node".to_owned(), toml::Value::try_from([value]).ok()?);
-        let (config, left_out) = before::read(&mut toml::Value::Table(all))?;
-        config.node.into_iter().next().map(|node| (node, left_out))
+        before::whole_one("node", toml::Value::try_from(value).map_err(|_| "a node".to_owned())?)
     }
 
     /// Takes the CPUs on which nothing may run here from nodes that have such. Returns a sentence about each, by node.

@@ -155,7 +155,9 @@ impl NodeRecord {
     /// Returns the node as it was made, if that is known.
     pub fn as_made(&self) -> Option<config::Node> {
         // A later version may know keys that this one does not, and an earlier one may have taken what this one does not.
-        Some(config::Config::node_as_written(self.made.as_ref()?)?.0)
+        let (node, left_out) = config::Config::node_as_written(self.made.as_ref()?).ok()?;
+        let stays = |place: &String| config::Node::STAY.iter().any(|key| place.split('.').next() == Some(key));
+        (!left_out.iter().any(stays)).then_some(node)
     }
 }
 
@@ -473,13 +475,13 @@ fn all(database: &Database) -> Result<(u64, Known), Failed> {
     }
     for row in read.open_table(ADDED)?.iter()? {
         let (name, bytes) = row?;
-        match added(bytes.value()) {
-            Some((node, left_out)) if left_out.is_empty() => known.added.push(node),
-            Some((node, left_out)) => {
-                known.left_out.push((node.name.clone(), left_out));
+        let node = parse(bytes.value()).ok_or_else(|| format!("node {:?}", name.value()));
+        match node.and_then(added) {
+            Ok((node, left_out)) => {
+                known.left_out.extend((!left_out.is_empty()).then(|| (node.name.clone(), left_out)));
                 known.added.push(node);
             }
-            None => note(unread, format!("node {}, which was added by hand,", name.value())),
+            Err(place) => note(unread, format!("{place}, which was added by hand,")),
         }
     }
     if let Some(row) = read.open_table(TEXTS)?.get(APPLIED)? {
@@ -528,8 +530,7 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
 
 /// Reads a node, and what of it this version does not take. Earlier daemons had the latency of a machine's node beside its
 /// socket, 0 by default.
-fn added(bytes: &[u8]) -> Option<(config::Node, Vec<String>)> {
-    let mut node: serde_json::Value = parse(bytes)?;
+fn added(mut node: serde_json::Value) -> Result<(config::Node, Vec<String>), String> {
     let machine = node.get_mut("work").and_then(|work| work.get_mut("vm")?.as_object_mut());
     if let Some(latency) = machine.and_then(|machine| machine.remove("latency_us")).filter(|latency| *latency != 0) {
         node["latency_us"] = latency;
@@ -631,7 +632,7 @@ mod tests {
     fn the_latency_of_an_earlier_daemons_machine_is_its_nodes() {
         let latency = |us: u32| {
             let node = serde_json::json!({ "name": "vm", "vni": "lan", "work": { "vm": { "socket": "/s", "latency_us": us } } });
-            added(node.to_string().as_bytes()).expect("it is a node").0.latency_us
+            added(node).expect("it is a node").0.latency_us
         };
         assert_eq!((latency(0), latency(20)), (None, Some(20)));
     }
@@ -649,7 +650,7 @@ mod tests {
         put("web", later);
         let (mut registry, known) = Registry::open(folder.path()).unwrap();
         assert_eq!((known.added[0].name.as_str(), known.added[0].nice), ("web", Some(-5)));
-        assert_eq!(known.left_out, [("web".to_owned(), vec!["later of node \"web\"".to_owned()])]);
+        assert_eq!(known.left_out, [("web".to_owned(), vec!["later".to_owned()])]);
         assert_eq!(registry.write(&[Change::Fence(3)], Duration::ZERO), None);
         drop(registry);
         let text_of = |name| {
@@ -659,10 +660,29 @@ mod tests {
             String::from_utf8(row.value().to_vec()).unwrap()
         };
         assert_eq!(text_of("web"), later, "the other version finds it as it wrote it");
-        put("other", r#"{"name":"other","work":"of another version"}"#);
-        for _ in 0..2 {
-            let said = Registry::open(folder.path()).unwrap_err().to_string();
-            assert!(said.contains("registry.redb has node other, which was added by hand,"), "{said}");
+        for (text, place) in [
+            (r#"{"name":"other","work":"of another version"}"#, "node \"other\""),
+            (r#"{"name":"other","work":"sink","limits":{"send":{"later":1}}}"#, "limits.send.later of node \"other\""),
+        ] {
+            put("other", text);
+            for _ in 0..2 {
+                let said = Registry::open(folder.path()).unwrap_err().to_string();
+                assert!(said.contains(&format!("registry.redb has {place}, which was added by hand,")), "{said}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_node_is_not_known_as_it_was_made_without_a_setting_that_stays() {
+        let as_made = |more: &str| {
+            let text = format!(r#"{{"name":"a","work":{{"memif":{{"socket":"/s"}}}},"vni":"lan"{more}}}"#);
+            let made = Some(serde_json::from_str(&text).expect("JSON"));
+            NodeRecord { made, ..NodeRecord::default() }.as_made()
+        };
+        let whole = as_made("").expect("it is a node");
+        assert_eq!(as_made(r#","later":1,"nice":"no""#), Some(whole));
+        for more in [r#","mac":"no""#, r#","pool_kib":"no""#, r#","spoof":"later""#] {
+            assert_eq!(as_made(more), None, "{more}");
         }
     }
 

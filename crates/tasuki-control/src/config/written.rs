@@ -48,12 +48,12 @@ pub fn file(applied: &str, nodes: &[Node], nics: &[Nic], origin: &str, notes: &[
     // Not the whole error, which quotes the line.
     let wrong = |error: toml::de::Error| error.message().to_owned();
     let applied = without_mark(applied);
-    let mut table = toml::Value::Table(applied.parse().map_err(wrong)?);
+    let mut table: toml::Table = applied.parse().map_err(wrong)?;
     // Another version may have applied it: what this one refuses is left out.
     let as_it_is = toml::from_str::<Config>(applied);
     let is_whole = as_it_is.is_ok();
     let before =
-        as_it_is.or_else(|error| before::read(&mut table).map(|(config, _)| config).ok_or_else(|| wrong(error)))?;
+        as_it_is.or_else(|error| before::read(&mut table).map(|(config, _)| config).map_err(|_| wrong(error)))?;
     let is_in = |nodes: &[Node], nics: &[Nic], other: &Config| {
         nodes.len() == other.node.len()
             && nics.len() == other.nic.len()
@@ -72,7 +72,6 @@ pub fn file(applied: &str, nodes: &[Node], nics: &[Nic], origin: &str, notes: &[
         let its_own = applied.lines().filter(|line| !line.starts_with(OURS));
         its_own.for_each(|line| text += &format!("{line}\n"));
     } else {
-        let mut table = table.as_table().cloned().unwrap_or_default();
         table.retain(|key, _| key != "node" && key != "nic");
         for part in [toml::to_string(&table), toml::to_string(&Lists { node: nodes, nic: nics })] {
             text += &format!("\n{}", part.map_err(|error| error.to_string())?);

@@ -95,7 +95,7 @@ impl Current {
         if let Some(record) = known.filter(|known| base.is_none_or(|base| known.base == base)) {
             let (desired, refused) = Config::as_applied(Path::new(&record.path), &record.text).with_context(|| {
                 format!(
-                    "this version of tasukid does not understand what was applied last (generation {}), and would end its nodes; start the version before, and apply what this one takes",
+                    "this version of tasukid cannot go on with what was applied last (generation {}), and leaves its workers alone",
                     record.generation
                 )
             })?;
@@ -812,8 +812,15 @@ mod tests {
             assert!(names == ["a"] && trouble.contains(why), "{names:?} {trouble}");
             assert!(trouble.ends_with("Change that in u.toml, and apply it (tasuki apply u.toml)"), "{trouble}");
         }
-        let said = nodes("[[node]]\nname = \"a\"\nwork = \"later\"\n").unwrap_err();
-        assert!(said.to_string().contains("would end its nodes; start the version before"), "{said}");
+        for (keys, place) in [
+            ("work = \"later\"", "node \"a\""),
+            ("work = \"sink\"\nbounds = { later = 1 }", "bounds.later of node \"a\""),
+        ] {
+            let said = format!("{:#}", nodes(&format!("[[node]]\nname = \"a\"\n{keys}\n")).unwrap_err());
+            assert!(said.contains("leaves its workers alone: u.toml:"), "{said}");
+            assert!(said.contains(&format!("; without {place}, a node would be")), "{said}");
+            assert!(said.contains("start the version before"), "{said}");
+        }
         let applied = AppliedRecord {
             generation: 2,
             path: "u.toml".to_owned(),
