@@ -1,6 +1,6 @@
 //! Finds contradictions in a configuration: each becomes a sentence with the fault and its repair.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr};
 
 use tasuki_relay::message;
@@ -39,6 +39,15 @@ const PIDS_MIN: u32 = 4;
 const LATENCY_US_MAX: u32 = 10_000;
 /// Bytes of the name of a node's container, at most.
 pub const CONTAINER_MAX: usize = 256;
+
+/// Begins the fault of a name that no node has. A list of the names that there are follows.
+const NO_NODE: &str = "there is no node ";
+
+/// Returns what stays of a fault while other nodes come and go.
+fn without_list(fault: &str) -> &str {
+    let list = fault.find(NO_NODE).and_then(|at| Some(at + fault[at..].find("\", ")?));
+    list.map_or(fault, |list| &fault[..list])
+}
 
 /// The nodes by what each has for itself: its label, and its station address on its VNI. To compare every node with every
 /// other one takes too long where there are hundreds.
@@ -89,15 +98,20 @@ impl Config {
     /// Returns the first contradiction that `before` does not have: what a later version refuses of a configuration that was
     /// applied keeps no other node away.
     pub fn senseless_beside(&self, before: &Config) -> Option<String> {
-        let faults = self.faults();
-        let known = if faults.is_empty() { Vec::new() } else { before.faults() };
-        faults.into_iter().find(|fault| !known.contains(fault))
+        // Most often there is none, and nothing to compare.
+        self.senseless().and_then(|_| self.senseless_but(&before.faults()))
+    }
+
+    /// Returns the first contradiction that is none of these.
+    pub fn senseless_but(&self, known: &[String]) -> Option<String> {
+        let known: HashSet<&str> = known.iter().map(|fault| without_list(fault)).collect();
+        self.faults().into_iter().find(|fault| !known.contains(without_list(fault)))
     }
 
     /// Returns all contradictions.
-    pub(super) fn faults(&self) -> Vec<String> {
-        let standby = self.odd_standby().map(|(_, what)| what);
-        self.faults_but_of_standbys().into_iter().chain(standby).collect()
+    pub fn faults(&self) -> Vec<String> {
+        let standbys = self.odd_standbys().map(|(_, what)| what);
+        self.faults_but_of_standbys().into_iter().chain(standbys).collect()
     }
 
     /// Returns the contradictions in the rest of it.
@@ -122,31 +136,17 @@ impl Config {
         let nodes: Vec<_> = self.node.iter().map(|node| &node.name).collect();
         let known = nodes.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", ");
         let known = if known.is_empty() { "and no other".to_owned() } else { format!("but {known}") };
-        let stranger = |name: &String| (!nodes.contains(&name)).then(|| format!("there is no node {name:?}, {known}"));
+        let stranger = |name: &String| (!nodes.contains(&name)).then(|| format!("{NO_NODE}{name:?}, {known}"));
         let ends = Ends::of(&self.node);
         let of_nodes = || {
-            self.node.iter().enumerate().filter_map(|(at, node)| {
-                let trusted =
-                    node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
-                let itself = || {
-                    let is_its = node.trusts.contains(&node.name);
-                    is_its.then(|| format!("node {:?}, trusts: a node need not name itself; leave that out", node.name))
-                };
-                trusted
-                    .or_else(itself)
-                    .or_else(|| stray_cpus(node))
-                    .or_else(|| odd_nice(node))
-                    .or_else(|| odd_container(node))
-                    .or_else(|| odd_bounds(node))
-                    .or_else(|| size_of_frames(node))
-                    .or_else(|| program_of(node))
-                    .or_else(|| self.odd_tap(node, &ends))
-                    .or_else(|| self.odd_queue(node))
-                    .or_else(|| self.odd_vni(node, at, &ends))
+            self.node.iter().enumerate().flat_map(|(at, node)| {
+                let trusted = node.trusts.iter().filter_map(stranger);
+                let trusted = trusted.map(|what| format!("node {:?}, trusts: {what}", node.name));
+                trusted.chain(self.faults_of(node, at, &ends)).collect::<Vec<_>>()
             })
         };
         let of_nics = || {
-            self.nic.iter().filter_map(|nic| {
+            self.nic.iter().flat_map(|nic| {
                 let named = |what| format!("nic {:?}: {what}", nic.name);
                 let wire = (!nic.wire.is_empty() && nic.device != Device::Sim)
                     .then(|| named("only the model (device = \"sim\") has a wire to configure".to_owned()));
@@ -156,7 +156,7 @@ impl Config {
                 });
                 let mut nodes = std::iter::once(&nic.node).chain(&nic.standby);
                 let longer = nodes.find_map(|node| self.too_long_for(nic, node)).map(named);
-                stranger(&nic.node).map(named).or(wire).or(odd_ring(nic).map(named)).or(mtu).or(longer)
+                [stranger(&nic.node).map(named), wire, odd_ring(nic).map(named), mtu, longer].into_iter().flatten()
             })
         };
         let Daemon { hang_after_ms, deadline_ms, prepare_ms, failover_after_ms, .. } = self.daemon;
@@ -171,9 +171,40 @@ impl Config {
         all
     }
 
+    /// Returns the faults of a node. They are all of them: a node can be at work with one that an earlier version did not know,
+    /// and behind that no other one is to hide.
+    fn faults_of(&self, node: &Node, at: usize, ends: &Ends<'_>) -> impl Iterator<Item = String> {
+        let is_its = node.trusts.contains(&node.name);
+        let itself = || format!("node {:?}, trusts: a node need not name itself; leave that out", node.name);
+        let all = [
+            is_its.then(itself),
+            stray_cpus(node),
+            odd_nice(node),
+            odd_container(node),
+            odd_bounds(node),
+            size_of_frames(node),
+            program_of(node),
+            odd_tap(node),
+            self.odd_sharing(node, ends),
+            self.odd_queue(node),
+            odd_endpoint(node),
+            odd_end(node),
+            odd_latency(node),
+            odd_limits(node),
+            self.odd_nics(node),
+            odd_label(node, at, ends),
+            odd_mac(node, at, ends),
+        ];
+        all.into_iter().flatten()
+    }
+
     /// Returns the first NIC whose stand-by node cannot have it, and why.
     pub(super) fn odd_standby(&self) -> Option<(&str, String)> {
-        self.nic.iter().find_map(|nic| {
+        self.odd_standbys().next()
+    }
+
+    fn odd_standbys(&self) -> impl Iterator<Item = (&str, String)> {
+        self.nic.iter().filter_map(|nic| {
             let standby = nic.standby.as_ref()?;
             let what = match self.node(&nic.node) {
                 _ if nic.node == *standby => {
@@ -193,7 +224,7 @@ impl Config {
     pub fn no_standby(&self, name: &str) -> Option<String> {
         let Some(node) = self.node(name) else {
             let known: Vec<_> = self.node.iter().map(|node| &node.name[..]).collect();
-            return Some(format!("there is no node {name:?}, but {}; name another, or leave it out", known.join(", ")));
+            return Some(format!("{NO_NODE}{name:?}, but {}; name another, or leave it out", known.join(", ")));
         };
         let vni = node.vni.as_ref()?;
         Some(format!("node {name:?} is on VNI {vni}, and has no NIC beside that; name another, or leave it out"))
@@ -208,115 +239,25 @@ impl Config {
         })
     }
 
-    /// Returns the fault of a node's end of a VNI, if there is one.
-    fn odd_vni(&self, node: &Node, at: usize, ends: &Ends<'_>) -> Option<String> {
+    /// Returns the fault of the NICs that are meant for a node on a VNI, if there is one.
+    fn odd_nics(&self, node: &Node) -> Option<String> {
         let named = |what: String| Some(format!("node {:?}: {what}", node.name));
-        if let Some(what) = node.endpoint().and_then(|kind| kind.odd()) {
-            return named(what);
-        }
-        let Some(vni) = &node.vni else {
-            if let Some(kind) = node.endpoint() {
-                return named(format!("{} is a way onto a VNI; name one (vni = …)", kind.key()));
-            }
-            if node.work == Work::Uplink {
-                return named("an uplink joins a NIC and a VNI; name the VNI (vni = …)".to_owned());
-            }
-            let detour = node.tap().is_some_and(|tap| !tap.shortcut);
-            let queues = node.tap().is_some_and(|tap| tap.queues() > 1);
-            let set = [
-                ("mac", node.mac.is_some()),
-                ("spoof", node.spoof.is_some()),
-                ("addresses", !node.addresses.is_empty()),
-                ("pool_kib", node.pool_kib.is_some()),
-                ("limits", node.limits.is_some()),
-                ("latency_us", node.latency_us.is_some()),
-                ("shortcut", detour),
-                ("queues", queues),
-            ];
-            let odd = set.iter().find(|(_, is_set)| *is_set)?;
-            return named(format!(
-                "{} is a setting of a node's end of a VNI; name the VNI (vni = …), or leave it out",
-                odd.0
-            ));
-        };
-        if !is_name(vni) {
-            return named(format!(
-                "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
-            ));
-        }
-        if node.work == Work::Uplink && !node.has_others() {
-            return named(
-                "stations behind an uplink's NIC have addresses of their own; leave spoof = \"check\" out".to_owned(),
-            );
-        }
-        if !node.addresses.is_empty() && node.has_others() {
-            return named("it may send in others' addresses; leave addresses out, or set spoof = \"check\"".to_owned());
-        }
-        if node.addresses.len() > ADDRESSES_MAX {
-            let count = node.addresses.len();
-            return named(format!(
-                "{count} addresses are more than the {ADDRESSES_MAX} that are checked; leave them out"
-            ));
-        }
-        let pages = node.pool_pages();
-        if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pages) {
-            let kib = node.pool_kib.unwrap_or_default();
-            let (least, most) = (POOL_PAGES_MIN * PAGE_KIB, POOL_PAGES_MAX * PAGE_KIB);
-            return named(format!("pool_kib = {kib} is not in the range {least} to {most}; the default is 2048"));
-        }
-        if let Some(latency_us) = node.latency_us {
-            if node.label().is_none() && node.queue_of().is_none() {
-                return named("latency_us is for programs behind an interface or a socket, and it has none of these; leave latency_us out".to_owned());
-            }
-            if latency_us > LATENCY_US_MAX {
-                return named(format!(
-                    "latency_us is {latency_us}, and a frame may wait {LATENCY_US_MAX} µs at most; lower it"
-                ));
-            }
-        }
-        if let Some(limits) = &node.limits {
-            if node.label().is_none() {
-                return named("limits are for programs behind an interface or a socket, and it has none of these; leave limits out".to_owned());
-            }
-            if let Some(what) = limits.odd() {
-                return named(what);
-            }
-        }
+        let vni = node.vni.as_ref()?;
         let mut nics = self.nic.iter().filter(|nic| nic.node == node.name);
         match (nics.next(), nics.next()) {
-            (Some(nic), _) if node.work != Work::Uplink => {
-                return named(format!(
-                    "it is on VNI {vni}, and NIC {:?} is meant for it; a node has one of the two, but for an uplink (work = \"uplink\")",
-                    nic.name
-                ));
-            }
+            (Some(nic), _) if node.work != Work::Uplink => named(format!(
+                "it is on VNI {vni}, and NIC {:?} is meant for it; a node has one of the two, but for an uplink (work = \"uplink\")",
+                nic.name
+            )),
             (None, _) if node.work == Work::Uplink => {
-                return named(format!(
-                    "an uplink joins a NIC and a VNI; name the NIC ([[nic]] with node = {:?})",
-                    node.name
-                ));
+                named(format!("an uplink joins a NIC and a VNI; name the NIC ([[nic]] with node = {:?})", node.name))
             }
-            (Some(one), Some(other)) => {
-                return named(format!(
-                    "an uplink joins one NIC and a VNI, and {:?} and {:?} are both meant for it; make another node for one of them",
-                    one.name, other.name
-                ));
-            }
-            _ => {}
+            (Some(one), Some(other)) => named(format!(
+                "an uplink joins one NIC and a VNI, and {:?} and {:?} are both meant for it; make another node for one of them",
+                one.name, other.name
+            )),
+            _ => None,
         }
-        // Of two nodes on VNIs the later one is at fault.
-        let label = node.label();
-        let same_label = label.as_ref().and_then(|label| Some((label, ends.with_label(label, at)?)));
-        if let Some((label, other)) = same_label {
-            return named(format!("{label} is node {:?}'s as well; on a VNI each node has its own", other.name));
-        }
-        ends.with_mac(vni, node.mac(), at).and_then(|other| {
-            let mac = StationAddress(node.mac());
-            named(format!(
-                "node {:?} of VNI {vni} has its station address {mac} already; give one of them another (mac = …)",
-                other.name
-            ))
-        })
     }
 
     /// Returns the fault of a node that drives a queue of another's interface, or whose interface has several, if there is
@@ -375,22 +316,10 @@ impl Config {
         })
     }
 
-    /// Returns the fault of a node's TAP: its name, or a contradiction to another node's entry for the same TAP.
-    fn odd_tap(&self, node: &Node, ends: &Ends<'_>) -> Option<String> {
+    /// Returns the contradiction of a node's TAP to another node's entry for the same one.
+    fn odd_sharing(&self, node: &Node, ends: &Ends<'_>) -> Option<String> {
         let tap = node.tap()?;
         let named = |what: String| Some(format!("node {:?}, tap: {what}", node.name));
-        if !tasuki_tap::is_name(&tap.name) {
-            return named(tasuki_tap::TapError::Name(tap.name.clone()).to_string());
-        }
-        if tap.netns.as_ref().is_some_and(|netns| netns.is_empty() || netns.contains('/') && !netns.starts_with('/')) {
-            return named("netns is a name of `ip netns`, or a path from /".to_owned());
-        }
-        if tap.name == "lo" {
-            return named("each network namespace has an interface lo already; choose another name".to_owned());
-        }
-        if let Some(what) = odd_settings(tap) {
-            return named(what);
-        }
         // On a VNI no two nodes share one.
         if node.vni.is_some() {
             return None;
@@ -411,6 +340,121 @@ impl Config {
             _ => None,
         }
     }
+}
+
+/// Returns the fault of a node's TAP for itself.
+fn odd_tap(node: &Node) -> Option<String> {
+    let tap = node.tap()?;
+    let named = |what: String| Some(format!("node {:?}, tap: {what}", node.name));
+    if !tasuki_tap::is_name(&tap.name) {
+        return named(tasuki_tap::TapError::Name(tap.name.clone()).to_string());
+    }
+    if tap.netns.as_ref().is_some_and(|netns| netns.is_empty() || netns.contains('/') && !netns.starts_with('/')) {
+        return named("netns is a name of `ip netns`, or a path from /".to_owned());
+    }
+    if tap.name == "lo" {
+        return named("each network namespace has an interface lo already; choose another name".to_owned());
+    }
+    odd_settings(tap).and_then(named)
+}
+
+fn odd_endpoint(node: &Node) -> Option<String> {
+    node.endpoint().and_then(|kind| kind.odd()).map(|what| format!("node {:?}: {what}", node.name))
+}
+
+/// Returns the fault of a node's end of a VNI, or of one that it has not, if there is one.
+fn odd_end(node: &Node) -> Option<String> {
+    let named = |what: String| Some(format!("node {:?}: {what}", node.name));
+    let Some(vni) = &node.vni else {
+        if let Some(kind) = node.endpoint() {
+            return named(format!("{} is a way onto a VNI; name one (vni = …)", kind.key()));
+        }
+        if node.work == Work::Uplink {
+            return named("an uplink joins a NIC and a VNI; name the VNI (vni = …)".to_owned());
+        }
+        let detour = node.tap().is_some_and(|tap| !tap.shortcut);
+        let queues = node.tap().is_some_and(|tap| tap.queues() > 1);
+        let set = [
+            ("mac", node.mac.is_some()),
+            ("spoof", node.spoof.is_some()),
+            ("addresses", !node.addresses.is_empty()),
+            ("pool_kib", node.pool_kib.is_some()),
+            ("limits", node.limits.is_some()),
+            ("latency_us", node.latency_us.is_some()),
+            ("shortcut", detour),
+            ("queues", queues),
+        ];
+        let odd = set.iter().find(|(_, is_set)| *is_set)?;
+        return named(format!(
+            "{} is a setting of a node's end of a VNI; name the VNI (vni = …), or leave it out",
+            odd.0
+        ));
+    };
+    if !is_name(vni) {
+        return named(format!(
+            "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
+        ));
+    }
+    if node.work == Work::Uplink && !node.has_others() {
+        return named(
+            "stations behind an uplink's NIC have addresses of their own; leave spoof = \"check\" out".to_owned(),
+        );
+    }
+    if !node.addresses.is_empty() && node.has_others() {
+        return named("it may send in others' addresses; leave addresses out, or set spoof = \"check\"".to_owned());
+    }
+    if node.addresses.len() > ADDRESSES_MAX {
+        let count = node.addresses.len();
+        return named(format!("{count} addresses are more than the {ADDRESSES_MAX} that are checked; leave them out"));
+    }
+    let pages = node.pool_pages();
+    if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pages) {
+        let kib = node.pool_kib.unwrap_or_default();
+        let (least, most) = (POOL_PAGES_MIN * PAGE_KIB, POOL_PAGES_MAX * PAGE_KIB);
+        return named(format!("pool_kib = {kib} is not in the range {least} to {most}; the default is 2048"));
+    }
+    None
+}
+
+fn odd_latency(node: &Node) -> Option<String> {
+    let latency_us = node.latency_us.filter(|_| node.vni.is_some())?;
+    let what = match () {
+        () if node.label().is_none() && node.queue_of().is_none() => {
+            "latency_us is for programs behind an interface or a socket, and it has none of these; leave latency_us out"
+                .to_owned()
+        }
+        () if latency_us > LATENCY_US_MAX => {
+            format!("latency_us is {latency_us}, and a frame may wait {LATENCY_US_MAX} µs at most; lower it")
+        }
+        () => return None,
+    };
+    Some(format!("node {:?}: {what}", node.name))
+}
+
+fn odd_limits(node: &Node) -> Option<String> {
+    let limits = node.limits.filter(|_| node.vni.is_some())?;
+    let what = match node.label() {
+        None => "limits are for programs behind an interface or a socket, and it has none of these; leave limits out"
+            .to_owned(),
+        Some(_) => limits.odd()?,
+    };
+    Some(format!("node {:?}: {what}", node.name))
+}
+
+/// Returns that an earlier node, or one on no VNI, has the label of this one, which is on a VNI, if that is so.
+fn odd_label(node: &Node, at: usize, ends: &Ends<'_>) -> Option<String> {
+    let label = node.label().filter(|_| node.vni.is_some())?;
+    let (name, other) = (&node.name, &ends.with_label(&label, at)?.name);
+    Some(format!("node {name:?}: {label} is node {other:?}'s as well; on a VNI each node has its own"))
+}
+
+/// Returns that an earlier node has the station address of this one on its VNI, if that is so.
+fn odd_mac(node: &Node, at: usize, ends: &Ends<'_>) -> Option<String> {
+    let (name, vni, mac) = (&node.name, node.vni.as_ref()?, node.mac());
+    let (other, mac) = (&ends.with_mac(vni, mac, at)?.name, StationAddress(mac));
+    Some(format!(
+        "node {name:?}: node {other:?} of VNI {vni} has its station address {mac} already; give one of them another (mac = …)"
+    ))
 }
 
 /// Returns the fault of the length of a NIC's rings, as far as the card is known before it is opened. With a wrong one it

@@ -406,3 +406,34 @@ fn ten_thousand_nodes_are_checked_and_the_one_at_fault_is_found() {
     assert_eq!(config.senseless_beside(&before).as_ref(), Some(&said));
     assert_eq!(config.senseless_beside(&config), None, "a fault of before keeps no other node away");
 }
+
+/// As of a node that an earlier version took, and that is at work.
+#[test]
+fn a_fault_of_before_hides_no_other_and_stays_the_same_while_nodes_come_and_go() {
+    let of = |text: &str| toml::from_str::<Config>(text).expect("it is read");
+    let tap = |name: &str, netns: &str, more: &str| {
+        format!(
+            "[[node]]\nname = \"{name}\"\nvni = \"lan\"\n{more}\nwork = {{ tap = {{ name = \"eth0\", netns = \"{netns}\" }} }}\n"
+        )
+    };
+    let odd = tap("odd", "box", "nice = 5\npool_kib = 1\ntrusts = [\"gone\"]");
+    let nic = |name: &str, standby: &str| {
+        format!("[[nic]]\nname = \"{name}\"\nnode = \"card\"\nstandby = \"{standby}\"\ndevice = \"sim\"\n")
+    };
+    let card = format!("[[node]]\nname = \"card\"\nwork = \"sink\"\n{}", nic("n", "lost"));
+    let before = of(&format!("{odd}{card}"));
+    assert_eq!(before.faults().len(), 4, "{:?}", before.faults());
+    let beside = |text: String| of(&text).senseless_beside(&before);
+    assert_eq!(beside(format!("{odd}{}{card}", tap("new", "other", ""))), None);
+    for (text, fault) in [
+        (format!("{}{odd}{card}", tap("new", "box", "")), "node \"odd\": box:eth0 is node \"new\"'s as well"),
+        (format!("{odd}{card}{}", nic("o", "lost")), "nic \"o\", standby: there is no node \"lost\", but odd, card"),
+        (
+            format!("{}{card}", odd.replace("\"gone\"", "\"gone\", \"far\"")),
+            "node \"odd\", trusts: there is no node \"far\", but odd, card",
+        ),
+    ] {
+        let said = beside(text).unwrap_or_default();
+        assert!(said.starts_with(fault), "{fault}: {said}");
+    }
+}
