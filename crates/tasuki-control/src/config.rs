@@ -175,19 +175,10 @@ impl Config {
         before::whole_one("node", toml::Value::try_from(value).map_err(|_| "a node".to_owned())?)
     }
 
-    /// Takes the CPUs on which nothing may run here from nodes that have such. Returns a sentence about each, by node.
-    pub fn leave_stray_cpus(&mut self, may_use: impl Fn(u32) -> bool) -> Vec<(String, String)> {
-        let strays = self.node.iter_mut().filter(|node| node.cpu.is_some_and(|cpu| !may_use(cpu)));
-        let left = |node: &mut Node| {
-            let cpu = node.cpu.take().unwrap_or_default();
-            (
-                node.name.clone(),
-                format!(
-                    "cpu = {cpu}, and tasukid may not run anything there: its workers run where there is room, until that CPU is back or the node is given another, and the configuration is applied (tasuki apply)"
-                ),
-            )
-        };
-        strays.map(left).collect()
+    /// Takes the CPUs on which nothing may run here from nodes that have such. Returns these nodes, with the CPU.
+    pub fn leave_stray_cpus(&mut self, may_use: impl Fn(u32) -> bool) -> Vec<(String, u32)> {
+        let stray = |node: &mut Node| Some((node.name.clone(), node.cpu.take_if(|cpu| !may_use(*cpu))?));
+        self.node.iter_mut().filter_map(stray).collect()
     }
 
     /// Reads a node that is written as JSON. An error is a sentence, as for a file.

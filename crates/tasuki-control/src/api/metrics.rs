@@ -340,6 +340,7 @@ mod tests {
             nics: Vec::new(),
             generation: 1,
             trouble: None,
+            left_out: None,
             captured: false,
             container: None,
             netns: None,

@@ -124,6 +124,7 @@ fn table_of_nodes(nodes: &[NodeView]) -> String {
 
 fn troubles(nodes: &[NodeView]) -> String {
     let troubles = nodes.iter().filter_map(|node| node.trouble.as_ref()).map(|trouble| format!("\n{trouble}\n"));
+    let left_out = nodes.iter().filter_map(|node| Some(format!("\nnode {}: {}\n", node.name, node.left_out.as_ref()?)));
     // Most often it is the kernel that lacks something, for all of them.
     let mut lacking: BTreeMap<String, Vec<&str>> = BTreeMap::new();
     for node in nodes.iter().filter(|node| !node.unconfined.is_empty()) {
@@ -134,7 +135,7 @@ fn troubles(nodes: &[NodeView]) -> String {
         [name] => format!("\nnode {name} is not confined as it is to be: {what}\n"),
         _ => format!("\nnodes {} are not confined as they are to be: {what}\n", names.join(", ")),
     });
-    troubles.chain(unconfined).collect()
+    troubles.chain(left_out).chain(unconfined).collect()
 }
 
 fn nodes(nodes: &[NodeView]) -> String {

@@ -74,13 +74,16 @@ impl Supervisor {
             self.go_by_what_was_made(&nodes);
         }
         self.add_nodes_of_before(added);
-        for (name, left_out) in left_out {
-            let what = left_out.join(", ");
-            self.leave_out(&name, format!("this version of tasukid does not take {what}, and goes on without"));
+        for (name, places) in left_out {
+            if self.by_hand.contains(&name) {
+                let places = places.join(", ");
+                self.leave_out(&name, &format!("it goes on without {places}, which this version of tasukid refuses"));
+            }
         }
         // Workers go on where they are, and one node's CPU is no reason to leave the others alone.
-        for (name, sentence) in self.config.leave_stray_cpus(|cpu| self.may_use.contains(&cpu)) {
-            self.leave_out(&name, sentence);
+        for (name, cpu) in self.config.leave_stray_cpus(|cpu| self.may_use.contains(&cpu)) {
+            let what = "and tasukid may not run anything there: its workers run where there is room";
+            self.leave_out(&name, &format!("cpu = {cpu}, {what}"));
         }
         let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
         self.remove_taps_of_others(&living, &mut found);

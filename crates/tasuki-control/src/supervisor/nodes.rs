@@ -54,50 +54,66 @@ impl Supervisor {
 
     /// Adds the nodes that were added by hand while an earlier daemon ran. One that contradicts the configuration goes. One that
     /// this version refuses for itself stays as it is: another version took it, and it is at work.
-    pub(super) fn add_nodes_of_before(&mut self, mut added: Vec<config::Node>) {
-        // Hundreds of containers' nodes: to check all others beside each keeps the daemon from beginning. Half by half, the
-        // checks are few if few are at fault.
-        if let Ok(config) = self.with_nodes(&added) {
-            self.config = config;
-            return self.by_hand.extend(added.into_iter().map(|node| node.name));
-        }
-        if added.len() > 1 {
-            let rest = added.split_off(added.len() / 2);
-            self.add_nodes_of_before(added);
-            return self.add_nodes_of_before(rest);
-        }
-        for node in added {
-            let (name, alone) = (node.name.clone(), self.why_not_alone(&node));
-            match self.with_node(node.clone()) {
-                Ok(config) => self.config = config,
-                Err(why) if alone.as_ref() == Some(&why) => {
-                    self.config.node.push(node);
-                    let sentence = format!(
-                        "it was added by hand, and this version of tasukid refuses it ({why}); it goes on as it was made, until you remove it (tasuki node remove {name}) and add it anew"
-                    );
-                    self.leave_out(&name, sentence);
-                }
-                Err(why) => {
-                    self.note(
-                        About::default(),
-                        format!("node {name}, which had been added by hand, is not there any more: {why}"),
-                    );
-                    self.changes.push(Change::Removed(name));
-                    continue;
-                }
+    pub(super) fn add_nodes_of_before(&mut self, added: Vec<config::Node>) {
+        let find = |name: &str| self.config.node(name).or_else(|| added.iter().find(|node| node.name == name));
+        let alone = |node: &config::Node| {
+            let interface = node.queue_of().map(find);
+            if interface == Some(None) {
+                return Vec::new();
             }
-            self.by_hand.insert(name);
+            // To name another node is no fault of its own.
+            let trusts = node.trusts.iter().filter(|name| **name == node.name).cloned().collect();
+            let its = config::Node { trusts, ..node.clone() };
+            let nodes = interface.flatten().cloned().into_iter().chain([its]).collect();
+            let faults = Config { node: nodes, ..Config::default() }.faults().into_iter();
+            faults.filter(|fault| fault.starts_with(&format!("node {:?}", node.name))).collect()
+        };
+        let odd: Vec<_> = added.iter().map(|node| (node.name.clone(), alone(node))).collect();
+        let known = [self.config.faults(), odd.iter().flat_map(|(_, faults)| faults.clone()).collect()].concat();
+        self.add_nodes_but_for(added, &known);
+        for (name, faults) in odd {
+            if let Some(why) = faults.first().filter(|_| self.by_hand.contains(&name)) {
+                let what = format!(
+                    "it was added by hand, and this version of tasukid refuses it ({why}): it goes on as it was made"
+                );
+                self.leave_out(&name, &what);
+            }
         }
     }
 
-    /// Returns why this version refuses a node that was added by hand, if the other nodes have no part in that.
-    fn why_not_alone(&self, node: &config::Node) -> Option<String> {
-        let interface = node.queue_of().and_then(|of| self.config.node(of)).cloned();
-        Config { node: interface.into_iter().chain([node.clone()]).collect(), ..Config::default() }.senseless()
+    /// Adds those of the nodes that have no faults but `known` ones. Half by half, the checks are few if few are at fault: to
+    /// check all others beside each of hundreds of containers' nodes would keep the daemon from beginning.
+    fn add_nodes_but_for(&mut self, mut added: Vec<config::Node>, known: &[String]) {
+        let (config, now) = self.with_nodes(&added);
+        let fault = now.senseless_but(known);
+        match (&added[..], fault) {
+            ([], _) => {}
+            (_, None) => {
+                self.config = config;
+                self.by_hand.extend(added.into_iter().map(|node| node.name));
+            }
+            ([config::Node { name, .. }], Some(why)) => {
+                let sentence = format!("node {name}, which had been added by hand, is not there any more: {why}");
+                self.note(About::default(), sentence);
+                self.changes.push(Change::Removed(name.clone()));
+            }
+            (_, Some(_)) => {
+                let rest = added.split_off(added.len() / 2);
+                self.add_nodes_but_for(added, known);
+                self.add_nodes_but_for(rest, known);
+            }
+        }
     }
 
-    /// Notes what does not count of a node's settings, as a trouble of the node.
-    pub(super) fn leave_out(&mut self, name: &str, why: String) {
+    /// Notes what does not count of a node's settings, and until when.
+    pub(super) fn leave_out(&mut self, name: &str, what: &str) {
+        let is_containers = self.config.node(name).is_some_and(|node| node.container.is_some());
+        let until = match self.by_hand.contains(name) {
+            true if is_containers => "its container is started anew".to_owned(),
+            true => format!("you remove it (tasuki node remove {name}) and add it anew"),
+            false => format!("that is mended, and the configuration applied ({})", self.current.command()),
+        };
+        let why = format!("{what}, until {until}");
         self.note(About::node(name), format!("node {name}: {why}"));
         let all = self.left_out.entry(name.to_owned()).or_default();
         *all = if all.is_empty() { why } else { format!("{all}; {why}") };
@@ -123,11 +139,12 @@ impl Supervisor {
                 node.name
             ));
         }
-        self.with_nodes(&[node])
+        let (config, now) = self.with_nodes(&[node]);
+        now.senseless_beside(&self.config).map_or(Ok(config), Err)
     }
 
-    /// Returns the configuration with more nodes.
-    fn with_nodes(&self, nodes: &[config::Node]) -> Result<Config, String> {
+    /// Returns the configuration with more nodes, and the same with its NICs where they are.
+    fn with_nodes(&self, nodes: &[config::Node]) -> (Config, Config) {
         let mut config = self.config.clone();
         config.node.extend_from_slice(nodes);
         let mut now = config.clone();
@@ -137,7 +154,7 @@ impl Supervisor {
             card.into_iter().for_each(|card| card.node().clone_into(&mut nic.node));
             nic.standby = None;
         }
-        now.senseless_beside(&self.config).map_or(Ok(config), Err)
+        (config, now)
     }
 
     pub(super) fn add_node(&mut self, node: config::Node) -> Result<NodeView, Refusal> {

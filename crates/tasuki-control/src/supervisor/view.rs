@@ -54,6 +54,7 @@ impl Supervisor {
             nics: self.cards.of(name).map(|card| card.name().to_owned()).collect(),
             generation: node.record.generation,
             trouble: self.trouble_of(name),
+            left_out: self.left_out.get(name).cloned(),
             captured: self.is_captured(name),
             container: config.and_then(|config| config.container.clone()),
             netns: config.and_then(|config| config.tap()).and_then(|tap| tap.netns.clone()),

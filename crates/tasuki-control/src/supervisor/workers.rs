@@ -238,7 +238,6 @@ impl Supervisor {
             .or_else(|| self.why_renamed(name))
             .or_else(|| node.trouble.clone())
             .or_else(dies)
-            .or_else(|| self.left_out.get(name).map(|why| format!("node {name}: {why}")))
     }
 
     /// Returns a sentence for each node that a worker of an older program drives, if no upgrade is about to change that.

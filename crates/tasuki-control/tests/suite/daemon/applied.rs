@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
+use tasuki_control::config::{Node, StationAddress};
 use tasuki_control::registry::{AppliedRecord, Change, Registry};
 
 use super::natives::{assert_exact, flows};
@@ -791,6 +792,42 @@ fn a_daemon_ends_no_node_for_what_its_version_or_its_machine_does_not_know_any_m
     }
     rig.ask(&["node", "remove", "pond"]);
     assert!(!rig.ask(&["status"]).contains("pond"));
+}
+
+/// As after an upgrade to a version that takes less, and with a CPU that is off line.
+#[test]
+fn a_node_that_goes_on_without_a_setting_is_in_no_trouble_and_one_that_contradicts_another_goes() {
+    let mut rig = Rig::new();
+    rig.ask(&["node", "add", "pond", "--native", "--work", "sink", "--vni", "lan"]);
+    rig.await_worker("pond", "drives");
+    rig.kill_daemon();
+    let (mut registry, known) = Registry::open(&rig.dir()).expect("a registry");
+    let pond = &known.added[0];
+    let odd = |name: &str| Node { name: name.to_owned(), nice: Some(7), ..pond.clone() };
+    let pen = Node { container: Some("pods/1/eth0".to_owned()), cpu: Some(4000), ..odd("pen") };
+    let (tub, twin) = (Node { trusts: vec!["pond".to_owned()], ..odd("tub") }, odd("twin"));
+    let twin = Node { mac: Some(StationAddress(pond.mac())), ..twin };
+    let added = [pen, tub, twin].map(Change::Added);
+    assert_eq!(registry.write(&added, Duration::ZERO), None);
+    drop(registry);
+    rig.start();
+    rig.await_event(
+        "node twin, which had been added by hand, is not there any more: node \"twin\": node \"pond\" of VNI lan",
+    );
+    let nodes: Value = serde_json::from_str(&rig.ask(&["node", "list", "--json"])).expect("JSON");
+    let nodes = nodes.as_array().expect("a list");
+    let of = |name: &str| nodes.iter().find(|node| node["name"] == name).expect("it is there");
+    for name in ["pond", "pen", "tub"] {
+        rig.await_worker(name, "drives");
+        assert_eq!(of(name)["trouble"], Value::Null, "a check of it would fail, and an alert fire");
+    }
+    assert_eq!(of("pond")["left_out"], Value::Null);
+    let said = rig.ask(&["status"]);
+    let (pen, again) =
+        ("node pen: it was added by hand, and", "you remove it (tasuki node remove tub) and add it anew");
+    for words in [pen, "it goes on as it was made, until its container is started anew; cpu = 4000,", again] {
+        assert!(said.contains(words), "{words}: {said}");
+    }
 }
 
 #[test]
