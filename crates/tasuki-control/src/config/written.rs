@@ -1,7 +1,5 @@
 //! The configuration as a file that another tasukid begins with, or the same one on another day.
 
-use std::path::Path;
-
 use serde::Serialize;
 
 use super::{Config, Nic, Node, before};
@@ -43,8 +41,16 @@ fn comment(line: &str) -> String {
 }
 
 /// Returns a file with the `[daemon]` and `[api]` of the configuration `applied`, and with these nodes and NICs. If
-/// these are the same as there, it is that text. `origin` and `notes` become comments. An error is a sentence.
-pub fn file(applied: &str, nodes: &[Node], nics: &[Nic], origin: &str, notes: &[String]) -> Result<String, String> {
+/// these are the same as there, it is that text. `origin` and `notes` become comments. It has no fault that `now` does not have,
+/// the configuration at work. An error is a sentence.
+pub fn file(
+    applied: &str,
+    nodes: &[Node],
+    nics: &[Nic],
+    now: &Config,
+    origin: &str,
+    notes: &[String],
+) -> Result<String, String> {
     // Not the whole error, which quotes the line.
     let wrong = |error: toml::de::Error| error.message().to_owned();
     let applied = without_mark(applied);
@@ -78,15 +84,18 @@ pub fn file(applied: &str, nodes: &[Node], nics: &[Nic], origin: &str, notes: &[
         }
     }
     text += &format!("{END}\n");
-    let again = Config::parse(Path::new("the configuration"), &text).map_err(|error| error.to_string())?;
-    match is_in(nodes, nics, &again) && (&again.daemon, &again.api) == (&before.daemon, &before.api) {
-        true => Ok(text),
-        false => Err("it would be read as another one".to_owned()),
+    let again: Config = toml::from_str(&text).map_err(wrong)?;
+    match again.senseless_beside(now) {
+        None if is_in(nodes, nics, &again) && (&again.daemon, &again.api) == (&before.daemon, &before.api) => Ok(text),
+        None => Err("it would be read as another one".to_owned()),
+        Some(why) => Err(why),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     const EVERY_KEY: &str = include_str!("../../tests/every-key.toml");
@@ -98,16 +107,17 @@ mod tests {
     #[test]
     fn what_is_written_is_read_as_the_same() {
         let all = parse(EVERY_KEY);
-        let same = file(EVERY_KEY, &all.node, &all.nic, "generation 1", &[]).expect("a file");
+        let same = file(EVERY_KEY, &all.node, &all.nic, &Config::default(), "generation 1", &[]).expect("a file");
         assert!(same.contains("# Every key that a configuration may have.\n"), "comments stay: {same}");
-        let again = file(&same, &all.node, &all.nic, "generation 1", &[]);
+        let again = file(&same, &all.node, &all.nic, &Config::default(), "generation 1", &[]);
         assert_eq!(again.as_deref(), Ok(&same[..]), "nothing adds up");
         let fewer =
-            file(EVERY_KEY, &all.node, &all.nic[1..], "generation 1", &["so it is".to_owned()]).expect("a file");
+            file(EVERY_KEY, &all.node, &all.nic[1..], &Config::default(), "generation 1", &["so it is".to_owned()])
+                .expect("a file");
         let read = parse(&fewer);
         assert_eq!((read.node, &read.nic[..], read.daemon, read.api), (all.node, &all.nic[1..], all.daemon, all.api));
         assert!(fewer.contains("\n#= so it is\n"), "{fewer}");
-        let none = file(EVERY_KEY, &[], &[], "a\nb", &[]).expect("a file");
+        let none = file(EVERY_KEY, &[], &[], &Config::default(), "a\nb", &[]).expect("a file");
         assert_eq!((parse(&none).node, parse(&none).api), (vec![], parse(EVERY_KEY).api), "{none}");
     }
 
@@ -116,9 +126,20 @@ mod tests {
         let all = parse(EVERY_KEY);
         let later = EVERY_KEY.replacen("daemon = {", "daemon = { later = 1,", 1);
         assert!(Config::parse(Path::new("t.toml"), &later).is_err());
-        let text = file(&later, &all.node, &all.nic, "generation 1", &[]).expect("a file");
+        let text = file(&later, &all.node, &all.nic, &Config::default(), "generation 1", &[]).expect("a file");
         let again = parse(&text);
         assert_eq!((again.node, again.nic, again.daemon, again.api), (all.node, all.nic, all.daemon, all.api));
+    }
+
+    #[test]
+    fn a_fault_that_is_at_work_is_written_and_no_other() {
+        let text = "[[node]]\nname = \"a\"\nwork = \"sink\"\nnice = 5\n";
+        let now: Config = toml::from_str(text).expect("it is read");
+        let written = file(text, &now.node, &[], &now, "generation 1", &[]).expect("a file");
+        assert!(written.contains(text), "{written}");
+        let other = [Node { nice: Some(6), ..now.node[0].clone() }];
+        let said = file(text, &other, &[], &now, "generation 1", &[]).unwrap_err();
+        assert!(said.starts_with("node \"a\": nice = 6 is not in the range"), "{said}");
     }
 
     #[test]
@@ -127,11 +148,11 @@ mod tests {
         let marked = format!("\u{feff}{}", EVERY_KEY.replace('\n', "\r\n"));
         assert_eq!(parse(&marked).node, all.node);
         for nics in [&all.nic[..], &all.nic[1..]] {
-            let written = file(&marked, &all.node, nics, "generation 1", &[]).expect("a file");
+            let written = file(&marked, &all.node, nics, &Config::default(), "generation 1", &[]).expect("a file");
             assert_eq!((parse(&written).node, &parse(&written).nic[..]), (all.node.clone(), nics));
             // Kept in such an editor.
             let kept = format!("\u{feff}{}", written.replace('\n', "\r\n"));
-            let again = file(&kept, &all.node, nics, "generation 1", &[]).expect("a file");
+            let again = file(&kept, &all.node, nics, &Config::default(), "generation 1", &[]).expect("a file");
             assert_eq!(again.matches(HEAD).count(), 1, "nothing adds up: {again}");
             let cut_off = kept.split_once(END).expect("an end").0;
             assert!(Config::parse(Path::new("t.toml"), cut_off).is_err_and(|it| it.to_string().contains("cut off")));
@@ -141,7 +162,7 @@ mod tests {
     #[test]
     fn a_copy_that_was_cut_off_is_refused_wherever_that_was() {
         let all = parse(EVERY_KEY);
-        let whole = file(EVERY_KEY, &all.node, &all.nic[1..], "generation 1", &[]).expect("a file");
+        let whole = file(EVERY_KEY, &all.node, &all.nic[1..], &Config::default(), "generation 1", &[]).expect("a file");
         for len in HEAD.len()..whole.len() - 1 {
             assert!(is_cut_off(&whole[..len]), "at {len}");
         }

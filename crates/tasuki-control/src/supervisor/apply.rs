@@ -128,9 +128,15 @@ impl Current {
         match (&self.refused, &self.unusable) {
             (None, None) => None,
             (None, Some(why)) => Some(format!("{by}, for its configuration cannot be used: {why}")),
-            (Some(refused), _) => Some(format!(
-                "{by}, though this version refuses it: {refused}. Change that in {path}, and apply it (tasuki apply {path})"
-            )),
+            (Some(refused), unusable) => {
+                // The file can be the one that was applied.
+                let unusable = unusable.iter().filter(|why| !refused.starts_with(&why[..]));
+                let file =
+                    unusable.map(|why| format!(", for its configuration cannot be used: {why}")).collect::<String>();
+                Some(format!(
+                    "{by}{file}; this version refuses something of that: {refused}. Change that in {path}, and apply it (tasuki apply {path})"
+                ))
+            }
         }
     }
 }
@@ -751,11 +757,13 @@ impl Supervisor {
             let count = of_containers.len();
             notes.push(format!("Not in this file: nodes of containers, {count} of them, which their runtime adds."));
         }
-        let refused = |why: &String| format!("What this version of tasukid refuses is left out: {why}.");
+        let refused = |why: &String| format!("This version of tasukid refuses something that was applied: {why}.");
         notes.extend(self.current.refused.as_ref().map(refused));
+        let left_out = self.left_out.iter().filter(|(name, _)| kept(name));
+        notes.extend(left_out.map(|(name, why)| format!("Node {name}: {why}.")));
         let AppliedRecord { generation, path, text, .. } = &self.current.record;
         let origin = format!("generation {generation}, from {path}");
-        let text = config::written::file(text, &nodes, &nics, &origin, &notes);
+        let text = config::written::file(text, &nodes, &nics, &self.config, &origin, &notes);
         let text = text
             .map_err(|why| Refusal::conflict(format!("nodes and NICs cannot be written as a configuration: {why}")))?;
         Ok(Written { generation: *generation, text })
@@ -800,13 +808,17 @@ mod tests {
         let nodes = |text: &str| {
             let applied = AppliedRecord { path: "u.toml".to_owned(), text: text.to_owned(), ..record.clone() };
             let empty = Config::parse(Path::new("t.toml"), one).unwrap();
-            let (current, config) = Current::begin("t.toml".into(), empty, Ok(one.to_owned()), Some(applied))?;
+            let (current, config) = Current::begin("t.toml".into(), empty, Ok(one.to_owned()), Some(applied.clone()))?;
+            let unusable =
+                Current::begin("t.toml".into(), Config::default(), Err("line 7".to_owned()), Some(applied))?.0;
+            let both = unusable.trouble().unwrap_or_default();
+            assert!(both.contains(", for its configuration cannot be used: line 7; this version refuses"), "{both}");
             let names = config.node.iter().map(|node| node.name.clone()).collect::<Vec<_>>();
             anyhow::Ok((names, current.trouble().unwrap_or_default()))
         };
         for (more, why) in [
             ("nonsense = 1", "goes on without nonsense of node \"a\""),
-            ("nice = 5", "though this version refuses it: u.toml: node \"a\": nice = 5 is not in the range"),
+            ("nice = 5", "; this version refuses something of that: u.toml: node \"a\": nice = 5 is not in the range"),
         ] {
             let (names, trouble) = nodes(&format!("[[node]]\nname = \"a\"\nwork = \"sink\"\n{more}\n")).unwrap();
             assert!(names == ["a"] && trouble.contains(why), "{names:?} {trouble}");

@@ -782,6 +782,10 @@ fn a_daemon_ends_no_node_for_what_its_version_or_its_machine_does_not_know_any_m
         assert!(said.contains(why), "{said}");
         assert!(said.contains("node pond: it was added by hand, and this version of tasukid refuses it"), "{said}");
         rig.await_event(why);
+        let shown = rig.ask(&["config", "show"]);
+        for words in [why, "#= Node pond: it was added by hand, and this version", "name = \"pond\""] {
+            assert!(shown.contains(words), "{words}: {shown}");
+        }
         // Other nodes come and go meanwhile.
         rig.ask(&["node", "add", "lake", "--native", "--work", "sink", "--vni", "lan"]);
         rig.ask(&["node", "remove", "lake"]);
