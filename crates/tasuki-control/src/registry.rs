@@ -251,6 +251,8 @@ pub struct Known {
     pub nodes: Vec<(String, NodeRecord)>,
     /// Nodes that were added by hand.
     pub added: Vec<config::Node>,
+    /// The same by their names, as they were written: another version's have keys that this one does not know.
+    pub added_as_written: Vec<(String, Vec<u8>)>,
     /// What another version wrote of these, and this one does not take: a node's name, and places in it.
     pub left_out: Vec<(String, Vec<String>)>,
     /// The first record that could not be read, if there is one. Its worker, node or NIC would be ended as if nothing knew of it.
@@ -280,6 +282,8 @@ pub enum Change {
     Node(String, NodeRecord),
     /// A node was added by hand.
     Added(config::Node),
+    /// A node was added by hand under an earlier daemon, which wrote this of it.
+    AddedBefore(String, Vec<u8>),
     /// A node that was added by hand is the configuration's.
     NotAdded(String),
     /// A node was removed.
@@ -478,6 +482,7 @@ fn all(database: &Database) -> Result<(u64, Known), Failed> {
         let node = parse(bytes.value()).ok_or_else(|| format!("node {:?}", name.value()));
         match node.and_then(added) {
             Ok((node, left_out)) => {
+                known.added_as_written.push((name.value().to_owned(), bytes.value().to_owned()));
                 known.left_out.extend((!left_out.is_empty()).then(|| (node.name.clone(), left_out)));
                 known.added.push(node);
             }
@@ -562,6 +567,9 @@ fn apply(write: &WriteTransaction, change: &Change) -> Result<(), Failed> {
         }
         Change::Added(node) => {
             write.open_table(ADDED)?.insert(&node.name[..], &text(node)[..])?;
+        }
+        Change::AddedBefore(name, written) => {
+            write.open_table(ADDED)?.insert(&name[..], &written[..])?;
         }
         Change::NotAdded(name) => {
             write.open_table(ADDED)?.remove(&name[..])?;
@@ -651,15 +659,23 @@ mod tests {
         let (mut registry, known) = Registry::open(folder.path()).unwrap();
         assert_eq!((known.added[0].name.as_str(), known.added[0].nice), ("web", Some(-5)));
         assert_eq!(known.left_out, [("web".to_owned(), vec!["later".to_owned()])]);
-        assert_eq!(registry.write(&[Change::Fence(3)], Duration::ZERO), None);
-        drop(registry);
         let text_of = |name| {
             let database = open(&folder.path().join("registry.redb"), false).unwrap();
             let read = database.begin_read().unwrap();
             let row = read.open_table(ADDED).unwrap().get(name).unwrap().expect("a row");
             String::from_utf8(row.value().to_vec()).unwrap()
         };
-        assert_eq!(text_of("web"), later, "the other version finds it as it wrote it");
+        for is_written_anew in [false, true] {
+            if is_written_anew {
+                std::fs::remove_file(folder.path().join("registry.redb")).unwrap();
+                assert!(matches!(registry.look(Duration::ZERO), Some(News::Broken(_))));
+            }
+            registry.write(&[Change::Fence(3)], Duration::ZERO);
+            drop(registry.database.take());
+            assert_eq!(text_of("web"), later, "the other version finds it as it wrote it");
+            registry = Registry::open(folder.path()).unwrap().0;
+        }
+        drop(registry);
         for (text, place) in [
             (r#"{"name":"other","work":"of another version"}"#, "node \"other\""),
             (r#"{"name":"other","work":"sink","limits":{"send":{"later":1}}}"#, "limits.send.later of node \"other\""),

@@ -3,8 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use super::{AppliedRecord, Change, EVENTS_MAX, Event, Known, NicRecord, NodeRecord, WorkerRecord};
-use crate::config;
+use super::{AppliedRecord, Change, EVENTS_MAX, Event, Known, NicRecord, NodeRecord, WorkerRecord, text};
 
 /// The content. It grows with the present nodes, NICs and workers, and not with former ones.
 #[derive(Debug, Default)]
@@ -12,7 +11,8 @@ pub struct Mirror {
     workers: BTreeMap<u32, WorkerRecord>,
     nics: BTreeMap<u32, NicRecord>,
     nodes: BTreeMap<String, NodeRecord>,
-    added: BTreeMap<String, config::Node>,
+    /// As they are written.
+    added: BTreeMap<String, Vec<u8>>,
     applied: Option<AppliedRecord>,
     fenced: BTreeSet<u32>,
     events: VecDeque<Event>,
@@ -26,7 +26,7 @@ impl Mirror {
             workers: known.workers.iter().map(|worker| (worker.party, worker.clone())).collect(),
             nics: known.nics.iter().map(|nic| (nic.number, nic.clone())).collect(),
             nodes: known.nodes.iter().cloned().collect(),
-            added: known.added.iter().map(|node| (node.name.clone(), node.clone())).collect(),
+            added: known.added_as_written.iter().cloned().collect(),
             applied: known.applied.clone(),
             fenced: known.fenced.iter().copied().collect(),
             events: known.events.iter().cloned().collect(),
@@ -45,7 +45,8 @@ impl Mirror {
             Change::Nic(nic) => drop(self.nics.insert(nic.number, nic.clone())),
             Change::NoNic(number) => drop(self.nics.remove(number)),
             Change::Node(name, node) => drop(self.nodes.insert(name.clone(), node.clone())),
-            Change::Added(node) => drop(self.added.insert(node.name.clone(), node.clone())),
+            Change::Added(node) => drop(self.added.insert(node.name.clone(), text(node))),
+            Change::AddedBefore(name, written) => drop(self.added.insert(name.clone(), written.clone())),
             Change::NotAdded(name) => drop(self.added.remove(name)),
             Change::Applied(record) => self.applied = Some(record.clone()),
             Change::Removed(name) => {
@@ -70,7 +71,7 @@ impl Mirror {
         all.extend(self.workers.values().cloned().map(Change::Worker));
         all.extend(self.nics.values().cloned().map(Change::Nic));
         all.extend(self.nodes.iter().map(|(name, node)| Change::Node(name.clone(), node.clone())));
-        all.extend(self.added.values().cloned().map(Change::Added));
+        all.extend(self.added.iter().map(|(name, written)| Change::AddedBefore(name.clone(), written.clone())));
         all.extend(self.applied.clone().map(Change::Applied));
         all.extend(self.events.iter().cloned().map(Change::Event));
         all
