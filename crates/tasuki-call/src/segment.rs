@@ -8,7 +8,8 @@
 //! | 192    | the slot table of the writer's arena                                    |
 //! | then   | the ring that the writer writes, on a page of its own                   |
 //!
-//! Lines 6 to 191 are free. Words with different readers or different rates of change lie two lines apart, because CPUs fetch lines in pairs.
+//! Lines 6 to 191 are free. Words with different readers or different rates of change lie two lines apart, because CPUs
+//! fetch lines in pairs.
 
 use std::os::fd::BorrowedFd;
 

@@ -86,8 +86,8 @@ impl AsyncClient {
     }
 }
 
-/// Has the server ring for the results that tasks sleep for. Whatever a caller did with the client since may have told the server
-/// that this process is awake.
+/// Has the server ring for the results that tasks sleep for. A caller's work with the client since may have told the server that
+/// this process is awake.
 fn ask_to_be_woken(client: &mut Client) {
     // While there is no server, `arm` would wait for the next one. Its tasks look for that themselves.
     if client.in_flight() > 0 && client.generation().is_some() {

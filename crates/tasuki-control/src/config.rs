@@ -66,7 +66,7 @@ pub enum ConfigError {
     },
     /// An earlier tasukid has applied it.
     #[error(
-        "{why}; without {place}, a node would be gone, or be another one than it was: start the version before, and apply what this one takes"
+        "{why}; without {place}, a node or NIC would be gone, or be another one than it was: start the version before, and apply what this one takes"
     )]
     Needed {
         why: String,

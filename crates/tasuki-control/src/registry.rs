@@ -156,7 +156,7 @@ impl NodeRecord {
     pub fn as_made(&self) -> Option<config::Node> {
         // A later version may know keys that this one does not, and an earlier one may have taken what this one does not.
         let (node, left_out) = config::Config::node_as_written(self.made.as_ref()?).ok()?;
-        let stays = |place: &String| config::Node::STAY.iter().any(|key| place.split('.').next() == Some(key));
+        let stays = |place: &String| place.starts_with("work.");
         (!left_out.iter().any(stays)).then_some(node)
     }
 }
@@ -486,7 +486,7 @@ fn all(database: &Database) -> Result<(u64, Known), Failed> {
                 known.left_out.extend((!left_out.is_empty()).then(|| (node.name.clone(), left_out)));
                 known.added.push(node);
             }
-            Err(place) => note(unread, format!("{place}, which was added by hand,")),
+            Err(place) => note(unread, format!("{place}, which was added by hand")),
         }
     }
     if let Some(row) = read.open_table(TEXTS)?.get(APPLIED)? {

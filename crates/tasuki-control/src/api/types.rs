@@ -132,7 +132,7 @@ pub struct NodeView {
     pub generation: u32,
     /// Why it lacks workers that it should have.
     pub trouble: Option<String>,
-    /// What of its settings does not count, though it works: this version of tasukid refuses it, or a CPU is gone.
+    /// Its settings that do not count, though it works: this version of tasukid refuses them, or a CPU is gone.
     #[serde(default)]
     pub left_out: Option<String>,
     /// Whether its frames are being captured.

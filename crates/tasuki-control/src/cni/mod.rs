@@ -249,7 +249,6 @@ mod tests {
         let node = |name: &str, trouble: Option<&str>| NodeView {
             name: name.to_owned(),
             trouble: trouble.map(str::to_owned),
-            left_out: None,
             container: Some(format!("lan/{name}/eth0")),
             netns: Some("/proc/self/ns/net".to_owned()),
             ..serde_json::from_value(json!({ "name": "", "work": "", "workers": [], "nics": [], "generation": 0 }))

@@ -7,8 +7,23 @@ use toml::{Table, Value};
 
 use super::{Config, Node};
 
-/// Without these, a node could do more than it was allowed, would be at another place, or would lose queues.
-const NEEDED: [&str; 9] = ["vni", "netns", "spoof", "addresses", "secret", "shortcut", "limits", "bounds", "cpus"];
+/// Without these, a node could do more than it was allowed, would be at another place, would lose queues, or would not be as its
+/// workers were made.
+const NEEDED: [&str; 13] = [
+    "vni",
+    "mac",
+    "netns",
+    "spoof",
+    "addresses",
+    "secret",
+    "shortcut",
+    "limits",
+    "bounds",
+    "cpus",
+    "queues",
+    "pool_kib",
+    "container",
+];
 
 /// Reads a configuration, and leaves in `table` what counts of it beside nodes and NICs. Returns the places that are left
 /// out, too.

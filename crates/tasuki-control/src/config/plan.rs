@@ -142,10 +142,7 @@ impl Difference {
 }
 
 impl Node {
-    /// The settings that stay until it is made anew.
-    pub const STAY: [&str; 7] = ["work", "vni", "mac", "spoof", "addresses", "pool_kib", "container"];
-
-    /// Returns this node with [those](Self::STAY) of `made`, the same node as it was made.
+    /// Returns this node with the settings of `made`, the same node as it was made, that stay until it is made anew.
     pub fn with_what_stays(&self, made: Node) -> Self {
         let work = if made.work.is_like(&self.work) { self.work.clone() } else { made.work };
         let Node { vni, mac, spoof, addresses, pool_kib, container, .. } = made;

@@ -95,8 +95,8 @@ impl Config {
         self.faults().into_iter().next()
     }
 
-    /// Returns the first contradiction that `before` does not have: what a later version refuses of a configuration that was
-    /// applied keeps no other node away.
+    /// Returns the first contradiction that `before` does not have: a fault that a later version finds in an applied configuration
+    /// keeps no other node away.
     pub fn senseless_beside(&self, before: &Config) -> Option<String> {
         // Most often there is none, and nothing to compare.
         self.senseless().and_then(|_| self.senseless_but(&before.faults()))

@@ -830,7 +830,7 @@ mod tests {
         ] {
             let said = format!("{:#}", nodes(&format!("[[node]]\nname = \"a\"\n{keys}\n")).unwrap_err());
             assert!(said.contains("leaves its workers alone: u.toml:"), "{said}");
-            assert!(said.contains(&format!("; without {place}, a node would be")), "{said}");
+            assert!(said.contains(&format!("; without {place}, a node or NIC would be")), "{said}");
             assert!(said.contains("start the version before"), "{said}");
         }
         let applied = AppliedRecord {

@@ -248,7 +248,7 @@ pub struct Supervisor {
     applying: Option<apply::Applying>,
     /// Nodes that were added by hand.
     by_hand: BTreeSet<String>,
-    /// What of nodes' settings does not count under this version, or on this machine.
+    /// Nodes' settings that do not count under this version or on this machine, as sentences.
     left_out: BTreeMap<String, String>,
     /// CPUs that may be used.
     may_use: Vec<u32>,

@@ -70,37 +70,56 @@ impl Supervisor {
         };
         let odd: Vec<_> = added.iter().map(|node| (node.name.clone(), alone(node))).collect();
         let known = [self.config.faults(), odd.iter().flat_map(|(_, faults)| faults.clone()).collect()].concat();
-        self.add_nodes_but_for(added, &known);
+        let mut rest = added;
+        loop {
+            let count = rest.len();
+            let refused = self.add_nodes_but_for(rest, &known);
+            if refused.is_empty() || refused.len() == count {
+                for (config::Node { name, .. }, why) in refused {
+                    let sentence = format!("node {name}, which had been added by hand, is not there any more: {why}");
+                    self.note(About::default(), sentence);
+                    self.changes.push(Change::Removed(name));
+                }
+                break;
+            }
+            // One of them may have named a node that came after it.
+            rest = refused.into_iter().map(|(node, _)| node).collect();
+        }
         for (name, faults) in odd {
-            if let Some(why) = faults.first().filter(|_| self.by_hand.contains(&name)) {
-                let what = format!(
-                    "it was added by hand, and this version of tasukid refuses it ({why}): it goes on as it was made"
+            if !faults.is_empty() && self.by_hand.contains(&name) {
+                let head = format!("node {name:?}");
+                let bare = |fault: &String| {
+                    fault.strip_prefix(&head).unwrap_or(fault).trim_start_matches([':', ',', ' ']).to_owned()
+                };
+                let why: Vec<String> = faults.iter().map(bare).collect();
+                let why = why.join("; ");
+                self.leave_out(
+                    &name,
+                    &format!("this version of tasukid refuses it ({why}): it goes on as it was made"),
                 );
-                self.leave_out(&name, &what);
             }
         }
     }
 
-    /// Adds those of the nodes that have no faults but `known` ones. Half by half, the checks are few if few are at fault: to
-    /// check all others beside each of hundreds of containers' nodes would keep the daemon from beginning.
-    fn add_nodes_but_for(&mut self, mut added: Vec<config::Node>, known: &[String]) {
+    /// Adds those of the nodes that have no faults but `known` ones, and returns the others, each with its fault. Half by half, the
+    /// checks are few if few are at fault: to check all others beside each of hundreds of containers' nodes would keep the daemon
+    /// from beginning.
+    fn add_nodes_but_for(&mut self, mut added: Vec<config::Node>, known: &[String]) -> Vec<(config::Node, String)> {
         let (config, now) = self.with_nodes(&added);
         let fault = now.senseless_but(known);
         match (&added[..], fault) {
-            ([], _) => {}
+            ([], _) => Vec::new(),
             (_, None) => {
                 self.config = config;
                 self.by_hand.extend(added.into_iter().map(|node| node.name));
+                Vec::new()
             }
-            ([config::Node { name, .. }], Some(why)) => {
-                let sentence = format!("node {name}, which had been added by hand, is not there any more: {why}");
-                self.note(About::default(), sentence);
-                self.changes.push(Change::Removed(name.clone()));
-            }
+            ([node], Some(why)) => vec![(node.clone(), why)],
             (_, Some(_)) => {
                 let rest = added.split_off(added.len() / 2);
-                self.add_nodes_but_for(added, known);
-                self.add_nodes_but_for(rest, known);
+                let mut refused = self.add_nodes_but_for(added, known);
+                refused.extend(self.add_nodes_but_for(rest, known));
+                refused
             }
         }
     }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use rustix::mm::ProtFlags;
 
 use super::copy::store_word;
-use super::guard::{Guard, Instead};
+use super::guard::Guard;
 use super::{Mapping, PAGE_LEN, PeerRegion, RegionError, Shared, Span, copy_abroad, kept_len, page_len};
 
 /// Memory that a stranger made, and that both sides write.
@@ -47,7 +47,7 @@ impl CommonRegion {
         // Whole pages of the file: a part of a huge page can be neither unmapped nor replaced.
         let whole = len.max(1).next_multiple_of(page_len(memory, &stat)?);
         let mut mapping = Mapping::new(memory, whole, ProtFlags::READ | ProtFlags::WRITE)?;
-        mapping.guard = Some(Guard::on(mapping.base, mapping.len, Instead::Zeroes)?);
+        mapping.guard = Some(Guard::on(mapping.base, mapping.len)?);
         Ok(CommonRegion { mapping: Arc::new(mapping) })
     }
 

@@ -7,8 +7,8 @@
 //! - **G1** A guard's range is that of a living mapping: it is set after the mapping is made, and cleared before it is
 //!   unmapped. The handler replaces exactly this range, which stays mapped for all of its bytes (M1).
 //! - **G2** The handler is one of SIGBUS with SA_SIGINFO, so the kernel passes it a structure with an address. It calls
-//!   nothing but system calls and atomics, and writes to nothing but the new mapping, which is safe in a signal handler. It
-//!   leaves errno alone: rustix makes its calls without it.
+//!   nothing but system calls and atomics, which are safe in a signal handler, and leaves errno alone: rustix makes its
+//!   calls without it.
 #![allow(unsafe_code, reason = "a signal handler, and the mapping that it makes")]
 
 use std::ptr::NonNull;
@@ -28,22 +28,10 @@ struct Guarded {
     range: AtomicUsize,
     /// The memory went away.
     is_gone: AtomicBool,
-    /// It is replaced by ones.
-    by_ones: AtomicBool,
-}
-
-/// What an access finds in place of memory that is gone.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Instead {
-    /// As in a new page of memory.
-    Zeroes,
-    /// Ones, as registers read of a device that is not on its bus.
-    Ones,
 }
 
 #[expect(clippy::declare_interior_mutable_const, reason = "the initial value of each element")]
-const FREE: Guarded =
-    Guarded { range: AtomicUsize::new(0), is_gone: AtomicBool::new(false), by_ones: AtomicBool::new(false) };
+const FREE: Guarded = Guarded { range: AtomicUsize::new(0), is_gone: AtomicBool::new(false) };
 
 /// Bits of a range's word that count its pages: up to 1 TiB. The others number its first page, of 2^36: no mapping has a
 /// higher address unless it asks for one.
@@ -75,18 +63,17 @@ pub struct Guard(usize);
 
 impl Guard {
     /// Guards the mapping of `len` bytes at `base`, which no other thread knows yet.
-    pub(super) fn on(base: NonNull<u8>, len: usize, instead: Instead) -> Result<Self, RegionError> {
+    pub(super) fn on(base: NonNull<u8>, len: usize) -> Result<Self, RegionError> {
         BEFORE.get_or_init(install);
         let refused = RegionError::NoMemory { doing: "guarding a mapping", len };
         let Some(range) = word(base.as_ptr().addr(), len) else { return Err(refused) };
         let take =
             |guard: &Guarded| guard.range.compare_exchange(0, range, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-        let guard = GUARDS.iter().position(take).map(Guard).ok_or(refused)?;
-        GUARDS[guard.0].by_ones.store(instead == Instead::Ones, Ordering::Relaxed);
-        Ok(guard)
+        GUARDS.iter().position(take).map(Guard).ok_or(refused)
     }
 
-    /// Guards a mapping of a device's registers: if they do not answer any more, all of them read as ones.
+    /// Guards a mapping of a device's registers. If they do not answer any more, they are [gone](Self::is_gone), and the caller
+    /// answers for them.
     ///
     /// # Errors
     /// The process has as many guards as it can have.
@@ -94,7 +81,7 @@ impl Guard {
     /// # Safety
     /// `base` and `len` are a mapping of its own, which nobody knows yet, and which stays until the guard is dropped (G1).
     pub unsafe fn on_registers(base: NonNull<u8>, len: usize) -> Result<Self, RegionError> {
-        Self::on(base, len, Instead::Ones)
+        Self::on(base, len)
     }
 
     /// Returns whether the memory went away, and was replaced.
@@ -139,10 +126,6 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         // SAFETY: replaces the guarded mapping and nothing else (G1).
         if unsafe { rustix::mm::mmap_anonymous(at, len, protection, flags) }.is_ok() {
-            if guard.by_ones.load(Ordering::Relaxed) {
-                // SAFETY: the bytes of the mapping just made (G2); threads that load them meanwhile find zeroes or ones.
-                unsafe { std::ptr::write_bytes(at.cast::<u8>(), 0xff, len) };
-            }
             return;
         }
     }

@@ -399,14 +399,16 @@ where
         if !scrubs {
             return Ok(true);
         }
-        while since.elapsed() <= EMPTY_HANDS {
+        loop {
             self.prepare_to_wipe(&common.program_state);
             let Card::Driven(nic) = &mut self.card else { return Ok(false) };
             if nic.wipe_rest() {
                 return Ok(true);
             }
+            if since.elapsed() > EMPTY_HANDS {
+                return Ok(false);
+            }
         }
-        Ok(false)
     }
 
     /// Prepares a wipe, which ends a turn and reaches free slots.

@@ -48,7 +48,7 @@ fn the_daemon_and_all_workers_are_replaced_one_after_the_other() {
         assert!(said["daemon"].is_object() && said["nodes"].as_array().unwrap().iter().all(|it| it["done"] == true));
         rig.await_pair("red");
     }
-    until(&rig, "descriptors do not add up", || process::descriptors(daemon) <= before);
+    until(&rig, "descriptors do not add up", || lives(daemon) && process::descriptors(daemon) <= before);
     let (driver, _) = rig.await_pair("red");
     signal(pid(&driver), Signal::KILL);
     until(&rig, "the dead driver is reaped", || !lives(pid(&driver)) && process::unreaped(daemon).is_empty());

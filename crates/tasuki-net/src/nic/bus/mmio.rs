@@ -85,13 +85,11 @@ impl Mmio {
         let at = self.at::<T>(offset)?;
         // SAFETY: mapped (I1, I2), in bounds and aligned (`at`), and any bits are an integer (I3).
         let value = unsafe { at.read_volatile() };
-        if self.guard.as_ref().is_some_and(Guard::is_gone) {
-            // What was written there since is no answer.
-            return Some(T::ONES);
-        }
         // Later loads see the data that the device wrote to memory before it changed the register.
         fence(Ordering::Acquire);
-        Some(value)
+        // In place of registers that are gone there are zeroes, or what was written since.
+        let is_gone = self.guard.as_ref().is_some_and(Guard::is_gone);
+        Some(if is_gone { T::ONES } else { value })
     }
 
     /// Stores a register. Does nothing if it is out of bounds or not aligned.
