@@ -166,8 +166,11 @@ fn fuzz(checkout: &Checkout, programs: &Path, target: &str, plan: &Plan) -> anyh
     let (regressions, corpus, artifacts) = (folder("regressions"), folder("corpus"), folder("artifacts"));
     fs::create_dir_all(&corpus).with_context(|| format!("cannot make {}", corpus.display()))?;
     fs::create_dir_all(&artifacts).with_context(|| format!("cannot make {}", artifacts.display()))?;
+    // libFuzzer ends a process without its destructors: what it leaves goes with this folder.
+    let left = tempfile::tempdir().context("cannot make a folder for temporary files")?;
     let libfuzzer = || {
         let mut command = Command::new(programs.join(target));
+        command.env("TMPDIR", left.path());
         command.arg(format!("-timeout={HANG_SECONDS}")).arg(format!("-artifact_prefix={}/", artifacts.display()));
         command
     };
