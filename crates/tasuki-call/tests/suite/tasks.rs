@@ -7,9 +7,10 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use tasuki_call::{Ask, AsyncClient, CallError, Client, ClientOptions, Failure, Reply};
+use tasuki_call::{Ask, AsyncClient, CallError, Client, ClientOptions, Failure, Reply, ServerOptions};
 use tasuki_shm::arena::Detach;
 use tokio::runtime::{Builder, Runtime};
+use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use crate::common::*;
@@ -31,6 +32,17 @@ async fn call(client: &AsyncClient, ask: Ask<'_>) -> Result<Reply, Failure> {
 
 async fn count(client: &AsyncClient, number: u64, len: usize) -> Result<Reply, Failure> {
     call(client, Ask::new(COUNT, &pattern(number, len))).await
+}
+
+/// Has a task make a call that the server answers late, and waits until the server has it.
+async fn late(client: &AsyncClient, board: &Board, number: u64) -> JoinHandle<Result<(), Failure>> {
+    board.set(DEFERRED, 0);
+    let client = client.clone();
+    let late = tokio::spawn(async move { call(&client, Ask::new(DEFER, &pattern(number, 8))).await.map(drop) });
+    while board.get(DEFERRED) == 0 {
+        tokio::time::sleep(Duration::from_micros(100)).await;
+    }
+    late
 }
 
 fn whole(client: &AsyncClient) {
@@ -347,14 +359,7 @@ fn results_are_heard_whoever_noticed_the_replacement() {
             let heard = client.with(|client| client.wait(ticket, ample()));
             assert_eq!(heard.unwrap().to_vec(), b"sync");
             for n in 0..20 {
-                stage.board.set(DEFERRED, 0);
-                let late = tokio::spawn({
-                    let client = client.clone();
-                    async move { call(&client, Ask::new(DEFER, &pattern(n, 8))).await.map(drop) }
-                });
-                while stage.board.get(DEFERRED) == 0 {
-                    tokio::time::sleep(Duration::from_micros(100)).await;
-                }
+                let late = late(&client, &stage.board, n).await;
                 stage.board.add(RELEASE, 1);
                 late.await.unwrap().unwrap();
             }
@@ -371,20 +376,12 @@ fn a_call_that_is_answered_at_once_leaves_no_other_task_asleep() {
     watched!();
     for (_, runtime) in runtimes() {
         let folder = Folder::new();
-        let host = Host::start(folder.socket(), options());
+        // Only a sleeping server is rung.
+        let host = Host::start(folder.socket(), ServerOptions { spin: Some(Duration::ZERO), ..options() });
         runtime.block_on(async {
             let client = AsyncClient::connect(&host.path, &small()).unwrap();
-            for round in 0..20 {
-                host.board.set(DEFERRED, 0);
-                let late = tokio::spawn({
-                    let client = client.clone();
-                    async move { call(&client, Ask::new(DEFER, &pattern(round, 8))).await.map(drop) }
-                });
-                while host.board.get(DEFERRED) == 0 {
-                    tokio::time::sleep(Duration::from_micros(100)).await;
-                }
-                // Give the server time to fall asleep: only a sleeping server is rung.
-                tokio::time::sleep(Duration::from_millis(2)).await;
+            for round in 0..200 {
+                let late = late(&client, &host.board, round).await;
                 client.with(|client| {
                     let ticket = client.submit(Ask::new(ECHO, b"at once")).unwrap();
                     assert_eq!(client.wait(ticket, ample()).unwrap().to_vec(), b"at once");

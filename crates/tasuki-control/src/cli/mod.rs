@@ -144,7 +144,12 @@ impl Configuration {
             let mut text = String::new();
             let read = File::open(file).and_then(|open| open.take(FILE_MAX + 1).read_to_string(&mut text));
             let len = read.with_context(|| format!("the configuration {} cannot be read", file.display()))?;
-            ensure!(len as u64 <= FILE_MAX, "{} is longer than any configuration; name another file", file.display());
+            let most = FILE_MAX >> 20;
+            ensure!(
+                len as u64 <= FILE_MAX,
+                "{} is longer than a configuration may be ({most} MiB); name another file",
+                file.display()
+            );
             Ok::<_, anyhow::Error>(text)
         });
         Ok(json!({ "path": absolute(self.file.as_ref())?, "text": text.transpose()?, "generation": self.generation }))

@@ -65,42 +65,15 @@ fn a_bundle_that_is_not_whole_is_refused_before_anything_is_touched() {
     nothing_is_lost(&model.report(), 500);
 }
 
-#[test]
-fn what_was_stored_for_a_relay_that_came_to_nothing_is_not_read_in_the_next() {
-    need_model!();
+/// A relay comes to nothing while its taker waits, and the next one does not. `first` is done before the taker waits.
+fn stands_down_and_takes_the_next_time(first: impl FnOnce(&Worker, &Nic)) {
     let folder = folder();
     let model = Model::start(folder.path(), &["--source", "2000", "--rate", "8000"]);
     let nic = Nic::open(&model.socket, &["--promiscuous"]);
     let mut node = Node::new(folder.path(), Work::Echo);
     let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     let epoch = taken(red.grant(&nic));
-    blue.plan(&nic, Some(nic.bundle.version));
-    blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
-    blue.message(&ToWorker::DriverState { nic: 0 }, &[memfd(b"no driver state")]);
-    blue.order(&nic, Order::StandDown);
-    assert!(matches!(blue.report(&nic), Report::Lost { .. }), "{:?}", blue.told);
-    assert_eq!(red.pass_to(&mut blue, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
-    blue.until_sent(2000);
-    drop((red, blue, nic));
-    nothing_is_lost(&model.report(), 2000);
-}
-
-/// The eventfd by which a giver wakes its taker belonged to earlier owners, too.
-#[test]
-fn a_taker_hears_also_if_an_earlier_owner_has_set_its_eventfds_to_blocking() {
-    need_model!();
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "2000", "--rate", "8000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
-    let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
-    for fd in &nic.fds {
-        let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("a descriptor of ours");
-        if link.to_string_lossy().contains("eventfd") {
-            rustix::io::ioctl_fionbio(fd, false).expect("an eventfd");
-        }
-    }
-    let epoch = taken(red.grant(&nic));
+    first(&blue, &nic);
     blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     // It wakes for this, and not because the giver has rung.
     blue.message(&ToWorker::DriverState { nic: 0 }, &[memfd(b"no driver state")]);
@@ -111,6 +84,26 @@ fn a_taker_hears_also_if_an_earlier_owner_has_set_its_eventfds_to_blocking() {
     blue.until_sent(2000);
     drop((red, blue, nic));
     nothing_is_lost(&model.report(), 2000);
+}
+
+#[test]
+fn what_was_stored_for_a_relay_that_came_to_nothing_is_not_read_in_the_next() {
+    need_model!();
+    stands_down_and_takes_the_next_time(|blue, nic| blue.plan(nic, Some(nic.bundle.version)));
+}
+
+/// The eventfd by which a giver wakes its taker belonged to earlier owners, too.
+#[test]
+fn a_taker_hears_also_if_an_earlier_owner_has_set_its_eventfds_to_blocking() {
+    need_model!();
+    stands_down_and_takes_the_next_time(|_, nic| {
+        for fd in &nic.fds {
+            let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("a descriptor of ours");
+            if link.to_string_lossy().contains("eventfd") {
+                rustix::io::ioctl_fionbio(fd, false).expect("an eventfd");
+            }
+        }
+    });
 }
 
 /// The giver stores its driver state, which is changed before it reaches the successor.
