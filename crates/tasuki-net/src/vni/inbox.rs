@@ -1,15 +1,17 @@
 //! Frames from one node: its ring to us, which we read, and its pool, in which the frames lie.
 
 use std::cell::Cell;
-use std::io;
+use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
 
+use rustix::io::Errno;
 use tasuki_shm::line::{Line, halves};
 use tasuki_shm::pool::{NoSuchPiece, PeerPool, Piece};
 use tasuki_shm::region::{CommonRegion, RegionError, Span};
 use tasuki_shm::ring::{Broken, Consumer};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
+use super::finish::{GSO_ECN, GSO_UDP_L4, finish};
 use super::ledger::point;
 use super::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use super::outbox::{WITH_HEADER, piece_of};
@@ -138,7 +140,8 @@ impl Incoming<'_> {
     }
 
     /// Writes the offload header and the frame behind it to a descriptor, in one call. The kernel copies the frame out
-    /// of the sender's memory, except for `front`, which was checked.
+    /// of the sender's memory, except for `front`, which was checked. Returns the number of frames written: more than one
+    /// where the kernel cuts no UDP, none if the sender took the frame back.
     ///
     /// # Errors
     /// The kernel refuses it; or `InvalidData`, if the kernel would write a checksum into what was checked.
@@ -156,7 +159,42 @@ impl Incoming<'_> {
         before[HEADER_LEN..].copy_from_slice(front);
         let Piece { offset, len, generation } = self.frame();
         let checked = u32::try_from(front.len()).expect("no longer than the frame");
-        self.pool.write_to(fd, before, Piece { offset: offset + checked, len: len - checked, generation })
+        let rest = Piece { offset: offset + checked, len: len - checked, generation };
+        match self.pool.write_to(fd, before, rest) {
+            Ok(_) => Ok(1),
+            Err(error) => self.write_in_parts(fd, before, front, error),
+        }
+    }
+
+    /// Cuts a frame of several UDP datagrams and writes each part, where the kernel did not take it whole: before
+    /// Linux 6.2 none does (`virtio_net_hdr_to_skb`). Returns any other frame's error. `before` begins with the offload
+    /// header.
+    #[cold]
+    fn write_in_parts(
+        &self,
+        fd: BorrowedFd<'_>,
+        before: &[u8],
+        front: &CheckedPrefix,
+        error: io::Error,
+    ) -> io::Result<usize> {
+        let (offload, _) = Offload::ref_from_prefix(before).expect("it is longer");
+        if Errno::from_io_error(&error) != Some(Errno::INVAL) || offload.gso_type & !GSO_ECN != GSO_UDP_L4 {
+            return Err(error);
+        }
+        let mut frame = vec![0; self.len()];
+        if self.copy_to(&mut frame).is_err() {
+            return Ok(0);
+        }
+        frame[..front.len()].copy_from_slice(front);
+        let mut written = Ok(0);
+        let made = finish(offload, &mut frame, |headers, payload| {
+            if let Ok(count) = written {
+                let part = [&[0; HEADER_LEN][..], headers, payload].map(IoSlice::new);
+                written = rustix::io::writev(fd, &part).map(|_| count + 1);
+            }
+        });
+        made.map_err(|_| io::ErrorKind::InvalidData)?;
+        Ok(written?)
     }
 
     /// Returns the frame's bytes where they lie, as 64-bit words in native order; loads each once. Bytes behind the

@@ -1,4 +1,5 @@
-//! Cards behind VFIO and an IOMMU. Runs only in the guest that `cargo xtask guest` boots.
+//! Cards behind VFIO and an IOMMU, and calls that another kernel than the host's answers otherwise. Runs only in the guest that
+//! `cargo xtask guest` boots.
 //!
 //! The guest has an 82574L (QEMU's e1000e), which the kernel's driver holds at first, and a virtio-net and an
 //! RTL8139 without a driver.
@@ -13,6 +14,9 @@ mod intx;
 #[path = "../suite/intx.rs"]
 mod intx_case;
 mod modules;
+#[path = "../suite/net.rs"]
+#[allow(dead_code, reason = "the other suite uses the rest of it")]
+mod net;
 #[path = "../suite/process.rs"]
 #[allow(dead_code, reason = "the other suite uses the rest of it")]
 mod process;
@@ -20,6 +24,8 @@ mod process;
 #[allow(dead_code, reason = "the other suite uses the rest of it")]
 mod qemu;
 mod repoint;
+#[path = "../suite/udp_parts.rs"]
+mod udp_parts;
 #[path = "../suite/wait.rs"]
 mod wait;
 

@@ -63,5 +63,6 @@ mod memif_refused;
 mod ports;
 mod sums;
 mod tap;
+mod udp_parts;
 mod virtq;
 mod vni;

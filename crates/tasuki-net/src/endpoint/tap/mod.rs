@@ -49,15 +49,16 @@ impl Tap {
         self.gone |= matches!(errno, Errno::BADFD | Errno::NODEV);
     }
 
-    /// Writes a frame to the TAP. Returns whether the frame was still whole once the kernel had copied it.
-    fn write(&self, incoming: &Incoming<'_>, front: &CheckedPrefix) -> io::Result<bool> {
+    /// Writes a frame to the TAP. Returns the number of frames written, none if the frame was not whole any more once the
+    /// kernel had copied it.
+    fn write(&self, incoming: &Incoming<'_>, front: &CheckedPrefix) -> io::Result<usize> {
         // Drop a frame that its sender took back while this worker slept. A frame that is taken back while the kernel
         // copies it cannot be recalled.
         if !incoming.is_whole() {
-            return Ok(false);
+            return Ok(0);
         }
-        incoming.write_with_header(self.tap.as_fd(), front)?;
-        Ok(incoming.is_whole())
+        let count = incoming.write_with_header(self.tap.as_fd(), front)?;
+        Ok(if count > 1 || incoming.is_whole() { count } else { 0 })
     }
 }
 
@@ -68,8 +69,8 @@ impl Endpoint for Tap {
 
     fn give(&mut self, incoming: &Incoming<'_>, front: &CheckedPrefix, dropped: &mut Dropped) -> Given {
         match self.write(incoming, front) {
-            Ok(true) => return Given::Taken(1),
-            Ok(false) => dropped.too_late += 1,
+            Ok(0) => dropped.too_late += 1,
+            Ok(count) => return Given::Taken(count),
             Err(error) => {
                 dropped.refused += 1;
                 Errno::from_io_error(&error).into_iter().for_each(|errno| self.note(errno));
