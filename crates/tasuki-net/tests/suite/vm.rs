@@ -169,6 +169,24 @@ pub fn table(regions: &[[u64; 4]]) -> Vec<u8> {
     count.to_ne_bytes().into_iter().chain(words).collect()
 }
 
+/// The index that a front end says for a split ring which its back end left.
+#[derive(Debug, Clone, Copy)]
+pub enum Says {
+    /// QEMU.
+    Used,
+    /// Cloud Hypervisor.
+    Available,
+    /// DPDK.
+    Zero,
+}
+
+impl Says {
+    /// Returns one of them, each for every third number.
+    pub fn nth(number: usize) -> Self {
+        [Says::Used, Says::Available, Says::Zero][number % 3]
+    }
+}
+
 impl Machine {
     /// Connects and starts its device; `turn` gives the back end a turn.
     pub fn start(path: &Path, features: u64, size: u16, turn: impl FnMut()) -> Self {
@@ -300,12 +318,14 @@ impl Machine {
         machine
     }
 
-    /// Connects anew, as QEMU does whose back end has left. A split ring begins where the used ring stands; of a packed one
-    /// QEMU knows where it stood when the last connection began, or when the ring was stopped.
-    pub fn connect_again(&mut self, path: &Path, turn: &mut impl FnMut()) {
-        let bases = [RECEIVE, SEND].map(|queue| match self.is_packed() {
-            true => self.start_of_ring(),
-            false => self.completed(queue),
+    /// Connects anew, as a front end does whose back end has left. For a split ring it says this index; of a packed one QEMU
+    /// knows where it stood when the last connection began, or when the ring was stopped.
+    pub fn connect_again(&mut self, path: &Path, says: Says, turn: &mut impl FnMut()) {
+        let bases = [RECEIVE, SEND].map(|queue| match says {
+            _ if self.is_packed() => self.start_of_ring(),
+            Says::Used => self.completed(queue),
+            Says::Available => self.available[queue],
+            Says::Zero => 0,
         });
         self.connect_again_at(path, bases, turn);
     }

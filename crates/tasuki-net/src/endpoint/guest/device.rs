@@ -56,6 +56,7 @@ const FEATURES: u64 = feature::CSUM
     | feature::HOST_TSO6
     | feature::HOST_ECN
     | feature::MRG_RXBUF
+    | feature::CTRL_VQ
     | feature::GUEST_ANNOUNCE
     | feature::MQ
     | feature::LOG_ALL
@@ -684,10 +685,11 @@ impl Device {
             if self.queues[at].is_some() || !is_described {
                 continue;
             }
-            let mut queue = match self.layout() {
-                _ if ring.has_run => self.queue(at, ring.base, None)?,
-                Layout::Packed => Queue::Packed(self.packed_again(at)?),
-                Layout::Split => Queue::Split(self.split_again(at)?),
+            let mut queue = match (self.layout(), ring.has_run) {
+                (Layout::Packed, true) => Queue::Packed(self.packed(at, ring.base)?),
+                (Layout::Packed, false) => Queue::Packed(self.packed_again(at)?),
+                (Layout::Split, true) => Queue::Split(self.split(at, None)?),
+                (Layout::Split, false) => Queue::Split(self.split_again(at)?),
             };
             queue.set_log(ring.log);
             if at % 2 == TO_GUEST {
@@ -730,18 +732,16 @@ impl Device {
         Ok(ring)
     }
 
-    /// Opens a split ring that has not run since its front end connected. It goes on where the front end says, at its used
-    /// index. If a worker was killed before it had stored that of a committed turn, it is stored now.
+    /// Opens a split ring that has not run since its front end connected. It goes on at its used index. If a worker was
+    /// killed before it had stored that of a committed turn, it is stored now.
     fn split_again(&self, at: usize) -> Result<Split, Broken> {
-        let RingText { base, place, .. } = self.text.rings[at];
-        let ring = self.split(at, base, None)?;
-        let used = ring.positions().1;
-        let left = self.left(at, base).map(|(_, left)| left.position);
-        // It may have shown the driver all that is completed since.
-        let is_between = |position: &u16| [base, *position].contains(&used);
-        let left = left.filter(|position| (1..=place.size).contains(&position.wrapping_sub(base)));
-        let Some(position) = left.filter(is_between) else { return Ok(ring) };
-        let mut ring = self.split(at, position, Some(position))?;
+        let ring = self.split(at, None)?;
+        let (used, size) = (ring.positions().1, self.text.rings[at].place.size);
+        let left = self.left(at, used).map(|(_, left)| left.position);
+        let Some(position) = left.filter(|position| (1..=size).contains(&position.wrapping_sub(used))) else {
+            return Ok(ring);
+        };
+        let mut ring = self.split(at, Some(position))?;
         ring.show_again();
         Ok(ring)
     }
@@ -781,7 +781,7 @@ impl Device {
         let stated = match self.layout() {
             Layout::Packed => stated,
             // The used index, which the driver's memory has.
-            Layout::Split => self.split(at, ring.base, None).ok()?.positions().1,
+            Layout::Split => self.split(at, None).ok()?.positions().1,
         };
         let version = marks.map_or(self.text.version, version_of);
         Some(Left { version, stated, position, ring: self.identity(at)? })
@@ -795,20 +795,13 @@ impl Device {
         Some((stated, runs == is_committed && Some(ring) == self.identity(at)))
     }
 
-    /// Opens a ring at the position of its next chain, and that of its next completion: that in the driver's memory, if
-    /// none is given.
-    fn queue(&self, at: usize, next: u16, done: Option<u16>) -> Result<Queue, Broken> {
-        let log = self.text.rings[at].log;
-        let mut queue = match self.layout() {
-            Layout::Split => Queue::Split(self.split(at, next, done)?),
-            Layout::Packed => Queue::Packed(self.packed(at, next)?),
-        };
-        queue.set_log(log);
-        Ok(queue)
-    }
-
-    fn split(&self, at: usize, next: u16, done: Option<u16>) -> Result<Split, Broken> {
-        Split::new(&self.memory, self.text.rings[at].place, next, done, self.has(feature::EVENT_IDX))
+    /// Opens a split ring at a position, or at its used index: as many chains were taken as were completed (Q5). A front
+    /// end's number does not count. QEMU says the used index; Cloud Hypervisor says the available one, DPDK 0.
+    fn split(&self, at: usize, position: Option<u16>) -> Result<Split, Broken> {
+        let place = self.text.rings[at].place;
+        let open = |next, done| Split::new(&self.memory, place, next, done, self.has(feature::EVENT_IDX));
+        let position = position.map_or_else(|| Ok(open(0, None)?.positions().1), Ok)?;
+        open(position, Some(position))
     }
 
     fn packed(&self, at: usize, position: u16) -> Result<Packed, Broken> {
@@ -1058,20 +1051,21 @@ impl Device {
                 continue;
             }
             let done = marks.and_then(|marks| done_of(marks, at)).unwrap_or(ring.done);
-            // Chains complete in order: as many were taken as were completed.
-            let next = match self.layout() {
-                Layout::Split => ring.base.wrapping_add(done.wrapping_sub(ring.done)),
-                Layout::Packed => done,
-            };
-            let mut queue = self.queue(at, next, Some(done))?;
-            match &mut queue {
-                Queue::Split(ring) => ring.show_again(),
-                Queue::Packed(ring) => {
+            let mut queue = match self.layout() {
+                Layout::Split => {
+                    let mut ring = self.split(at, Some(done))?;
+                    ring.show_again();
+                    Queue::Split(ring)
+                }
+                Layout::Packed => {
+                    let mut ring = self.packed(at, done)?;
                     let noted = self.journal.as_ref().and_then(|journal| journal.noted(at, self.text.version));
                     let noted = noted.unwrap_or_default();
                     ring.show_again(noted.first, &noted.completions);
+                    Queue::Packed(ring)
                 }
-            }
+            };
+            queue.set_log(ring.log);
             queue.note_used(&self.memory);
             self.queues[at] = Some(queue);
         }

@@ -91,6 +91,8 @@ pub mod feature {
     pub const HOST_TSO6: u64 = 1 << 12;
     pub const HOST_ECN: u64 = 1 << 13;
     pub const MRG_RXBUF: u64 = 1 << 15;
+    /// The card has a control queue, which its front end serves. Without it a driver may take neither of the next two.
+    pub const CTRL_VQ: u64 = 1 << 17;
     pub const GUEST_ANNOUNCE: u64 = 1 << 21;
     /// Several pairs of queues.
     pub const MQ: u64 = 1 << 22;
