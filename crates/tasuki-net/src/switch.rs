@@ -12,6 +12,8 @@
 //! - **W3** A node sends only from addresses that the directory gives to it. An uplink has others behind it: it may
 //!   also send from an address that the directory gives to no node. The receiver checks this on its own copy and passes
 //!   on the bytes it checked, because a sender's worker may write anything into its ring and its pool at any time.
+//! - **W4** No frame crosses to an address that is reserved for a single link (IEEE 802.1Q-2018, 8.6.3): PAUSE, spanning
+//!   tree, LACP, LLDP. A node could stop all that comes to an uplink's card, or have a switch shut its port.
 //!
 //! [directory]: tasuki_shm::vni::directory
 
@@ -44,7 +46,7 @@ pub enum To {
     All,
     /// All uplinks except this node: the address is unknown.
     Uplinks,
-    /// No node: the address is this node's own, or unknown and there is no uplink.
+    /// No node: the address is on this node's own side, reserved for a link, or unknown and there is no uplink.
     Nobody,
 }
 
@@ -116,6 +118,13 @@ const fn number_of(mac: Mac) -> u64 {
 fn address_of(number: u64) -> Mac {
     let [mac @ .., _, _] = number.to_le_bytes();
     mac
+}
+
+/// Returns whether this is the number of an address that is reserved for a link (W4), 01:80:c2:00:00:00 to :0f. Higher bytes
+/// do not count.
+#[inline]
+const fn is_for_link(number: u64) -> bool {
+    number & 0xf0ff_ffff_ffff == number_of([0x01, 0x80, 0xc2, 0, 0, 0])
 }
 
 /// Number of first bytes of a frame that hold its two addresses.
@@ -210,11 +219,13 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     fn find_anew(&mut self, mac: Mac) -> To {
         let is_group = mac[0] & 1 == 1;
         let to = match self.directory.find(mac) {
+            _ if is_for_link(number_of(mac)) => To::Nobody,
             _ if is_group => To::All,
             Some((_, true)) => self.one_of(mac),
             Some((node, false)) if node == self.us => To::Nobody,
             Some((node, false)) => To::Node(node),
             None => match self.learnt.get(&mac) {
+                Some((node, _)) if *node == self.us && self.is_uplink => To::Nobody,
                 Some((node, _)) if self.uplinks.contains(*node) => To::Node(*node),
                 _ if self.uplinks == NodeSet::default() => To::Nobody,
                 _ => To::Uplinks,
@@ -242,6 +253,9 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     #[inline]
     pub fn admits(&mut self, incoming: &Incoming<'_>) -> Option<&CheckedPrefix> {
         let addresses = incoming.front()?;
+        if is_for_link(addresses.first) {
+            return None;
+        }
         if !incoming.own.is_empty() {
             return self.admits_by_ip(incoming);
         }
@@ -260,13 +274,14 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         let len = incoming.copy_front(&mut self.front[..]);
         let from = number_of(source(self.front.first_chunk().expect("it has room for more")));
         let may = self.may_be_from(from, incoming.from) && incoming.own.may_send(&self.front[..len]);
-        may.then_some(&self.front[..len])
+        (may && !is_for_link(first_of(&self.front[..]))).then_some(&self.front[..len])
     }
 
     /// Like [`admits`](Self::admits), for a frame that was copied into our own memory, from byte 0 on.
     #[inline]
     pub fn admits_copy(&mut self, frame: &[u8], incoming: &Incoming<'_>) -> bool {
         frame.first_chunk().is_some_and(|front| self.may_be_from(number_of(source(front)), incoming.from))
+            && !is_for_link(first_of(frame))
             && incoming.own.may_send(&frame[..frame.len().min(CHECKED_MAX)])
     }
 
@@ -298,9 +313,11 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
                 self.own[usize::from(node)] = number_of(mac);
             }
             Some(_) => return false,
-            None if node == self.us && self.is_uplink => self.passing[usize::from(node)] = number_of(mac),
-            None if self.uplinks.contains(node) => {
-                self.learn(mac, node, Instant::now());
+            None if node == self.us && self.is_uplink || self.uplinks.contains(node) => {
+                // With no other uplink, an unknown address is nobody's anyway.
+                if self.uplinks != NodeSet::default() {
+                    self.learn(mac, node, Instant::now());
+                }
                 self.passing[usize::from(node)] = number_of(mac);
             }
             None => return false,
@@ -308,7 +325,8 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         true
     }
 
-    /// Learns the address of a frame that an uplink sent from an address that the directory gives to no node (W1, W2).
+    /// Learns the address of a frame that an uplink, which may be this node, sent from an address that the directory gives to
+    /// no node (W1, W2).
     fn learn(&mut self, mac: Mac, node: u16, now: Instant) {
         if self.learnt.len() >= LEARNT_MAX && !self.learnt.contains_key(&mac) {
             return;
@@ -340,6 +358,12 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
             To::Node(_) | To::OneOf(_) | To::Nobody => NodeSet::default(),
         }
     }
+}
+
+/// Returns the first eight bytes of a frame, little-endian.
+#[inline]
+fn first_of(frame: &[u8]) -> u64 {
+    frame.first_chunk().map_or(0, |first| u64::from_le_bytes(*first))
 }
 
 /// Returns the source address that a frame states.
@@ -413,6 +437,37 @@ mod tests {
         assert_eq!(switch.find(STRANGER), To::Node(2), "it moved back");
         switch.age(Instant::now() + AGEING);
         assert_eq!(switch.find(STRANGER), To::Uplinks);
+    }
+
+    /// A bridge shows its packet socket also frames between two of its own ports.
+    #[test]
+    fn w2_what_an_uplinks_own_stations_send_each_other_goes_nowhere() {
+        let (mut directory, mut switch) = pair(0);
+        directory.set_nodes(&set(&[0, 1, 2]));
+        directory.set_uplinks(&set(&[0, 2]));
+        assert_eq!(switch.find(STRANGER), To::Uplinks);
+        assert!(switch.may_send(STRANGER));
+        assert_eq!(switch.find(STRANGER), To::Nobody);
+        assert!(hears(&mut switch, STRANGER, 2));
+        assert_eq!(switch.find(STRANGER), To::Node(2), "it moved");
+        assert!(switch.may_send(STRANGER));
+        assert_eq!(switch.find(STRANGER), To::Nobody, "it moved back");
+        switch.age(Instant::now() + AGEING);
+        assert_eq!(switch.find(STRANGER), To::Uplinks);
+    }
+
+    #[test]
+    fn w4_no_frame_crosses_to_an_address_of_a_link() {
+        let (mut directory, mut switch) = pair(0);
+        directory.set_nodes(&set(&[0, 1]));
+        directory.set_uplinks(&set(&[1]));
+        for last in 0..=0xff {
+            let to = if last < 16 { To::Nobody } else { To::All };
+            assert_eq!(switch.find([1, 0x80, 0xc2, 0, 0, last]), to, "{last:#x}");
+        }
+        assert_eq!(switch.find([1, 0x80, 0xc2, 0, 1, 0]), To::All);
+        let [pause, of_all] = [1, 0x21].map(|last| [1, 0x80, 0xc2, 0, 0, last, 2, 0]);
+        assert!(is_for_link(first_of(&pause)) && !is_for_link(first_of(&of_all)) && !is_for_link(NONE));
     }
 
     #[test]
@@ -534,7 +589,10 @@ mod tests {
                         switch.find(mac);
                         let may = known.get(&mac).map_or(uplinks.contains(node), |owner| *owner == node);
                         prop_assert_eq!(hears(&mut switch, mac, node), may);
-                        if uplinks.contains(node) && node != 0 && !known.contains_key(&mac) { learnt.insert(mac, node); }
+                        let mut others = uplinks;
+                        others.remove(0);
+                        let may_learn = uplinks.contains(node) && others != NodeSet::default();
+                        if may_learn && !known.contains_key(&mac) { learnt.insert(mac, node); }
                     }
                     3 => { if uplinks.contains(node) { uplinks.remove(node) } else { uplinks.insert(node) }; directory.set_uplinks(&uplinks); }
                     _ => {}
@@ -545,6 +603,7 @@ mod tests {
                     (Some(0), _) => To::Nobody,
                     (Some(node), _) => To::Node(*node),
                     (None, Some(node)) if others.contains(*node) => To::Node(*node),
+                    (None, Some(0)) if uplinks.contains(0) => To::Nobody,
                     _ if others == NodeSet::default() => To::Nobody,
                     _ => To::Uplinks,
                 };

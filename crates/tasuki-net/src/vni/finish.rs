@@ -40,6 +40,9 @@ const TCP: u8 = 6;
 const UDP: u8 = 17;
 const IPV6_INSIDE: u8 = 41;
 const GRE: u8 = 47;
+const SCTP: u8 = 132;
+/// Bit of the first byte of a GRE header: a checksum stands behind its first four bytes (RFC 2784).
+const GRE_HAS_CHECKSUM: u8 = 0x80;
 /// Offset in bytes of the checksum in a UDP header.
 const UDP_CHECK_AT: u16 = 6;
 
@@ -108,6 +111,23 @@ pub fn ask_for_checksums(packet: &mut [u8]) {
     flags[0] = offload.flags;
 }
 
+/// Computes the CRC32c of an SCTP packet (RFC 9260, 6.8) if its sender's kernel has left it: its header cannot name that
+/// kind of checksum, and asks for the one of TCP. `packet` has its header before it.
+pub fn finish_sctp(packet: &mut [u8]) {
+    let Some((header, frame)) = packet.split_at_mut_checked(HEADER_LEN) else { return };
+    let Ok(offload) = Offload::read_from_bytes(header) else { return };
+    let start = usize::from(offload.csum_start.get());
+    let is_asked = offload.flags & NEEDS_CSUM != 0 && offload.csum_offset.get() == 8 && start + 12 <= frame.len();
+    if !is_asked || !Ip::first_in(frame).is_some_and(|ip| ip.is_before(frame, start, SCTP)) {
+        return;
+    }
+    frame[start + 8..start + 12].fill(0);
+    let check = crc32c::crc32c(&frame[start..]);
+    frame[start + 8..start + 12].copy_from_slice(&check.to_le_bytes());
+    let finished = Offload { flags: offload.flags & !NEEDS_CSUM, ..Offload::default() };
+    header.copy_from_slice(finished.as_bytes());
+}
+
 /// Returns whether a GSO packet is inside a tunnel. A kernel that is given it whole, with this header, drops it.
 pub fn is_in_tunnel(offload: &Offload, frame: &[u8]) -> bool {
     if offload.flags & NEEDS_CSUM == 0 {
@@ -168,6 +188,15 @@ impl Ip {
             true => is_v4_before(frame, self.at, transport, protocol),
             false => is_v6_before(frame, self.at, transport, protocol),
         }
+    }
+
+    /// Returns it with its extensions, and the protocol of what is behind them.
+    fn with_extensions(self, frame: &[u8]) -> Option<(Self, u8)> {
+        let (protocol, end) = match self.is_v4 {
+            true => (*frame.get(self.at + 9)?, self.end),
+            false => extensions(frame, self.at, frame.len())?,
+        };
+        self.is_before(frame, end, protocol).then_some((Ip { end, ..self }, protocol))
     }
 
     /// Returns the protocol of what is in it, if that is all of the frame behind it.
@@ -291,6 +320,11 @@ impl Cut {
             }
             if let Some((tunnel, protocol)) = self.tunnel {
                 tunnel.complete(own, i, part.len());
+                if protocol == GRE && own[tunnel.end] & GRE_HAS_CHECKSUM != 0 {
+                    put(own, tunnel.end + 4, 0);
+                    let check = !fold(sum(&own[tunnel.end..]) + sum(part));
+                    put(own, tunnel.end + 4, check);
+                }
                 if protocol == UDP {
                     put(own, tunnel.end + 4, short(own.len() - tunnel.end + part.len()));
                     // A tunnel may do without.
@@ -322,11 +356,11 @@ impl Cut {
 
 /// Returns the tunnel that begins with this IP header: its protocol, and where the packet inside can begin.
 fn tunnel_of(ip: Ip, frame: &[u8]) -> Option<((Ip, u8), usize)> {
-    const HAS_CHECKSUM: u8 = 0x80;
-    let protocol = ip.holds(frame)?;
+    let (ip, protocol) = ip.with_extensions(frame)?;
     let len = match protocol {
         UDP => 8,
-        GRE if frame.get(ip.end)? & HAS_CHECKSUM == 0 => 4,
+        GRE if frame.get(ip.end)? & GRE_HAS_CHECKSUM != 0 => 8,
+        GRE => 4,
         IPV4_INSIDE | IPV6_INSIDE => 0,
         _ => return None,
     };
@@ -364,14 +398,21 @@ fn is_v4_before(frame: &[u8], network: usize, transport: usize, protocol: u8) ->
 /// Returns whether an IPv6 header, with or without extensions, ends at `transport`.
 fn is_v6_before(frame: &[u8], network: usize, transport: usize, protocol: u8) -> bool {
     const FRAGMENT: u8 = 44;
-    let Some(header) = frame.get(network..network + 40) else { return false };
+    frame.get(network).is_some_and(|first| first >> 4 == 6)
+        && protocol != FRAGMENT
+        && extensions(frame, network, transport) == Some((protocol, transport))
+}
+
+/// Returns the protocol behind the extensions of an IPv6 header that begin before `end`, and its offset.
+fn extensions(frame: &[u8], network: usize, end: usize) -> Option<(u8, usize)> {
+    let header = frame.get(network..network + 40)?;
     let (mut next, mut at) = (header[6], network + 40);
-    while at < transport && matches!(next, 0 | 43 | 60) {
-        let Some(extension) = frame.get(at..at + 2) else { return false };
+    while at < end && matches!(next, 0 | 43 | 60) {
+        let extension = frame.get(at..at + 2)?;
         next = extension[0];
         at += (usize::from(extension[1]) + 1) * 8;
     }
-    header[0] >> 4 == 6 && next != FRAGMENT && next == protocol && at == transport
+    Some((next, at))
 }
 
 /// Returns the unfolded sum of RFC 1071; the first byte is the high half of a word.

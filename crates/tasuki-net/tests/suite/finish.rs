@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use smoltcp::wire::{IpAddress, Ipv4Packet, Ipv6Packet, TcpPacket, UdpPacket};
-use tasuki_net::vni::finish::{GSO_SEGMENTS_MAX, ask_for_checksums, finish, is_in_tunnel};
+use tasuki_net::vni::finish::{GSO_SEGMENTS_MAX, ask_for_checksums, finish, finish_sctp, is_in_tunnel};
 use tasuki_net::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -159,6 +159,8 @@ fn segments() -> impl Strategy<Value = Segment> {
 #[derive(Debug, Clone, Copy)]
 struct Tunnel {
     is_v4: bool,
+    /// Units of eight bytes of an extension header for IPv6, as Linux's own tunnels have one.
+    extensions: usize,
     protocol: u8,
     has_checksum: bool,
 }
@@ -171,16 +173,22 @@ impl Tunnel {
     /// Returns a segment inside, with its offload header as a kernel has it.
     fn around(self, segment: &Segment) -> (Offload, Vec<u8>) {
         let inside = segment.frame();
+        let mut gre = vec![0, 0, 8, 0];
+        if self.has_checksum {
+            // A wrong one: each frame needs another.
+            gre.extend([0xab, 0xcd, 0, 0]);
+            gre[0] = 0x80;
+        }
         let (head, inside): (&[u8], &[u8]) = match self.protocol {
             // VXLAN, network 5.
             UDP => (&[0x12, 0xb5, 0x12, 0xb5, 0, 0, 0, u8::from(self.has_checksum), 8, 0, 0, 0, 0, 0, 5, 0], &inside),
-            GRE => (&[0, 0, 8, 0], &inside[segment.network()..]),
+            GRE => (&gre, &inside[segment.network()..]),
             _ => (&[], &inside[segment.network()..]),
         };
         let payload = [head, inside].concat();
-        let outside = Segment { protocol: self.protocol, is_v4: self.is_v4, tags: 0, ip_options: 0, ..segment.clone() };
+        let outside = Segment { protocol: self.protocol, ..self.outside(segment) };
         let mut frame = outside.frame()[..outside.transport()].to_vec();
-        let len = if self.is_v4 { payload.len() + 20 } else { payload.len() };
+        let len = payload.len() + if self.is_v4 { 20 } else { 8 * self.extensions };
         let at = outside.network() + if self.is_v4 { 2 } else { 4 };
         frame[at..at + 2].copy_from_slice(&u16::try_from(len).unwrap().to_be_bytes());
         frame.extend(&payload);
@@ -191,8 +199,7 @@ impl Tunnel {
 
     /// Checks a frame as the end of the tunnel would; returns the bytes inside.
     fn check<'a>(self, segment: &Segment, frame: &'a [u8], index: usize) -> &'a [u8] {
-        let outside = Segment { is_v4: self.is_v4, tags: 0, ip_options: 0, ..segment.clone() };
-        let (from, to, rest) = outside.check_ip(frame, u16::try_from(index).unwrap());
+        let (from, to, rest) = self.outside(segment).check_ip(frame, u16::try_from(index).unwrap());
         match self.protocol {
             UDP => {
                 let udp = UdpPacket::new_checked(rest).expect("a datagram");
@@ -200,16 +207,27 @@ impl Tunnel {
                 assert!(!self.has_checksum || udp.verify_checksum(&from, &to));
                 &rest[16..]
             }
+            GRE if self.has_checksum => {
+                let words =
+                    rest.chunks(2).map(|two| u32::from(two[0]) << 8 | two.get(1).map_or(0, |it| u32::from(*it)));
+                assert_eq!(words.sum::<u32>() % 0xffff, 0, "the checksum of GRE");
+                &rest[8..]
+            }
             GRE => &rest[4..],
             _ => rest,
         }
+    }
+
+    fn outside(self, segment: &Segment) -> Segment {
+        let ip_options = if self.is_v4 { 0 } else { self.extensions };
+        Segment { is_v4: self.is_v4, tags: 0, ip_options, ..segment.clone() }
     }
 }
 
 fn tunnels() -> impl Strategy<Value = Tunnel> {
     let protocols = prop::sample::select(vec![UDP, GRE, IPV4_INSIDE, IPV6_INSIDE]);
-    let all = (any::<bool>(), protocols, any::<bool>());
-    all.prop_map(|(is_v4, protocol, has_checksum)| Tunnel { is_v4, protocol, has_checksum })
+    let all = (any::<bool>(), 0_usize..3, protocols, any::<bool>());
+    all.prop_map(|(is_v4, extensions, protocol, has_checksum)| Tunnel { is_v4, extensions, protocol, has_checksum })
 }
 
 proptest! {
@@ -278,6 +296,32 @@ proptest! {
             prop_assert_eq!(joined[0], 2 | NEEDS_CSUM);
             prop_assert_eq!(&joined[1..], &whole[1..]);
         }
+    }
+
+    #[test]
+    fn the_sum_of_an_sctp_packet_is_computed_as_its_protocol_has_it(segment in segments()) {
+        // Its header is as long as one of TCP without options is at least, and its sum is where that is not.
+        let segment = Segment { protocol: 132, ..segment };
+        let mut frame = segment.frame();
+        let start = segment.transport();
+        frame.resize(frame.len().max(start + 12), 0);
+        let offload = Offload { csum_offset: 8.into(), ..segment.offload(0) };
+        let mut packet = [offload.as_bytes(), &frame].concat();
+        finish_sctp(&mut packet);
+        prop_assert_eq!(&packet[..HEADER_LEN], [0; HEADER_LEN]);
+        let at = start + 8;
+        frame[at..at + 4].fill(0);
+        // Bit by bit (RFC 9260, appendix A).
+        let crc = frame[start..].iter().fold(u32::MAX, |crc, byte| {
+            (0..8).fold(crc ^ u32::from(*byte), |crc, _| if crc & 1 == 1 { crc >> 1 ^ 0x82f6_3b78 } else { crc >> 1 })
+        });
+        frame[at..at + 4].copy_from_slice(&(!crc).to_le_bytes());
+        prop_assert!(packet[HEADER_LEN..] == frame);
+        // One that is no SCTP is left alone.
+        let other = [Offload { csum_offset: 8.into(), ..offload }.as_bytes(), &Segment { protocol: UDP, ..segment }.frame()].concat();
+        let mut packet = other.clone();
+        finish_sctp(&mut packet);
+        prop_assert!(packet == other);
     }
 
     #[test]

@@ -665,6 +665,27 @@ fn w3_no_receiver_writes_a_checksum_into_what_was_checked() {
     }
 }
 
+/// A hostile worker sends past its own switch, to the address by which a link partner pauses.
+#[test]
+fn w4_no_receiver_takes_a_pause_of_a_lying_worker() {
+    const OWN: [u8; 6] = [2, 0, 0, 0xaa, 0xbb, 1];
+    const PAUSE: [u8; 6] = [1, 0x80, 0xc2, 0, 0, 1];
+    let lines: Arc<[Line]> = (0..directory_lines(8)).map(|_| Line::default()).collect();
+    Directory::new(Arc::clone(&lines)).add(OWN, 1).unwrap();
+    let mut switch = Switch::new(0, Lookup::new(Claims::of(lines)));
+    let mut net = Net::of(2);
+    for (to, is_taken) in [([1, 0x80, 0xc2, 0, 0, 0x10], true), (PAUSE, false)] {
+        net.node(1).send(0, &[&to[..], &OWN, &[0x88, 0x08, 0, 1, 0xff, 0xff], &[0; 42]].concat()).unwrap();
+        net.node(1).flush();
+        take(&mut net, |incoming| {
+            let mut copy = [0; 60];
+            incoming.copy_to(&mut copy).unwrap();
+            assert_eq!(switch.admits_copy(&copy, &incoming), is_taken);
+            assert_eq!(switch.admits(&incoming).is_some(), is_taken);
+        });
+    }
+}
+
 /// A hostile worker may post a frame too short to have addresses.
 #[test]
 fn w3_what_is_too_short_to_have_an_address_is_nobodys() {

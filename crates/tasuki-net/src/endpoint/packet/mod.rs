@@ -20,7 +20,7 @@ use super::notes::READS;
 use super::{Dropped, Egress, Endpoint, Given, Recovery, is_readable};
 use crate::switch::CheckedPrefix;
 use crate::vni::Incoming;
-use crate::vni::finish::{GSO_NONE, ask_for_checksums, finish, is_in_tunnel};
+use crate::vni::finish::{GSO_NONE, ask_for_checksums, finish, finish_sctp, is_in_tunnel};
 use crate::vni::ledger::point;
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use socket::Tag;
@@ -136,7 +136,7 @@ impl Endpoint for Packet {
                     put_back(tag, egress.staged(), len)
                 }
             };
-            ask_for_checksums(&mut egress.staged()[..len]);
+            complete(&mut egress.staged()[..len]);
             if !self.cut(egress, len) && !egress.send_staged(len) {
                 return count;
             }
@@ -160,7 +160,7 @@ impl Endpoint for Packet {
             frame.resize(len + TAG_LEN, 0);
             put_back(tag, frame, len);
         }
-        ask_for_checksums(frame);
+        complete(frame);
     }
 
     fn fd(&self) -> Option<BorrowedFd<'_>> {
@@ -176,6 +176,12 @@ impl Endpoint for Packet {
         self.missed.set(self.missed.get() + socket::dropped(self.socket.as_fd()).unwrap_or(0));
         vec![("dropped_by_socket", self.missed.get())]
     }
+}
+
+/// Completes the header of a packet, or the packet where a header cannot say what is left to do.
+fn complete(packet: &mut [u8]) {
+    ask_for_checksums(packet);
+    finish_sctp(packet);
 }
 
 /// Puts a tag back into the frame of `len` bytes, with its offload header. Returns its new length.
