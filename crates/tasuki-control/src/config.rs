@@ -240,7 +240,7 @@ fn without_null(value: &mut serde_json::Value) {
 pub fn stray_cpu(config: &Config, may_use: impl Fn(u32) -> bool) -> Option<String> {
     let stray = config.node.iter().find_map(|node| Some((node, node.cpu.filter(|cpu| !may_use(*cpu))?)));
     stray.map(|(node, cpu)| {
-        format!("node {:?}: cpu = {cpu}, and tasukid may not run anything there; name one of those that `taskset -pc $$` shows, or none", node.name)
+        format!("node {:?}: cpu = {cpu}, and tasukid may not run anything there; name one that is on line (lscpu --extended) and in its cpuset, or none", node.name)
     })
 }
 

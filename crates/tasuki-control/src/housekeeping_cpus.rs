@@ -7,12 +7,31 @@ use rustix::thread::CpuSet;
 
 use crate::config::{Config, Node};
 
-/// Returns the CPUs that this thread may use and on which no node's workers are told to stay.
+/// Returns the CPUs on which this thread runs, without those on which a node's workers are told to stay.
 pub fn find(config: &Config) -> Vec<u32> {
+    let ours = of_this_thread();
+    { ours }.into_iter().filter(|&cpu| config.node.iter().all(|node| node.cpu != Some(cpu))).collect()
+}
+
+fn of_this_thread() -> Vec<u32> {
     let Ok(ours) = rustix::thread::sched_getaffinity(None) else { return Vec::new() };
-    let may_use = |cpu: &u32| usize::try_from(*cpu).is_ok_and(|cpu| ours.is_set(cpu));
     let most = u32::try_from(CpuSet::MAX_CPU).unwrap_or(u32::MAX);
-    (0..most).filter(may_use).filter(|&cpu| config.node.iter().all(|node| node.cpu != Some(cpu))).collect()
+    (0..most).filter(|&cpu| usize::try_from(cpu).is_ok_and(|cpu| ours.is_set(cpu))).collect()
+}
+
+/// Returns the CPUs on which a process of ours may be told to stay: all of the cpuset that are on line. The CPUs on which
+/// this thread runs are fewer where some are isolated (`isolcpus=`, or systemd's `CPUAffinity=`), and a node's CPU is one
+/// of those.
+pub fn usable() -> Vec<u32> {
+    // Another thread asks: this one stays where it is.
+    let asked = std::thread::Builder::new().spawn(|| {
+        let mut all = CpuSet::new();
+        (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
+        // The kernel leaves out those that are not to be had.
+        let _ = rustix::thread::sched_setaffinity(None, &all);
+        of_this_thread()
+    });
+    asked.ok().and_then(|asked| asked.join().ok()).unwrap_or_else(of_this_thread)
 }
 
 /// Returns where a node's processes may run: on its CPU, and on the housekeeping CPUs. `None` if no node has a CPU for
@@ -44,7 +63,7 @@ pub fn pin(process: Pid, cpus: &[u32]) {
 fn set_affinity(thread: Option<Pid>, cpus: &[u32]) {
     let set = set(cpus);
     if set.count() > 0 {
-        // These CPUs are among those that it had; if that is no longer so, it runs where it ran.
+        // They were to be had when it was asked; if that is no longer so, it runs where it ran.
         let _ = rustix::thread::sched_setaffinity(thread, &set);
     }
 }

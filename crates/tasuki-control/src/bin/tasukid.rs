@@ -13,7 +13,6 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{CommandFactory, Parser};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
-use rustix::thread::CpuSet;
 use tasuki_control::api::{gate, metrics, server};
 use tasuki_control::channel;
 use tasuki_control::config::{self, Config, Confine};
@@ -137,9 +136,8 @@ fn read(file: &Path) -> Result<(Config, String)> {
     let read = || {
         let text = Config::text(file)?;
         let config = Config::parse(file, &text)?;
-        let allowed = rustix::thread::sched_getaffinity(None).context("the kernel does not say where we may run")?;
-        let may_use = |cpu: u32| usize::try_from(cpu).is_ok_and(|cpu| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu));
-        if let Some(stray) = config::stray_cpu(&config, may_use) {
+        let usable = housekeeping_cpus::usable();
+        if let Some(stray) = config::stray_cpu(&config, |cpu| usable.contains(&cpu)) {
             bail!("{}: {stray}", file.display());
         }
         can_confine(file, &config)?;

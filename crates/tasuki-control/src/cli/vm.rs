@@ -16,7 +16,7 @@ use rustix::thread::CpuSet;
 use super::{Reach, show, write};
 use crate::api::client;
 use crate::api::types::{NodeView, VmView};
-use crate::place;
+use crate::{housekeeping_cpus, place};
 
 /// A virtual machine to start.
 #[derive(Debug, Args)]
@@ -209,11 +209,11 @@ fn find(reach: &Reach, Run { node, more, print, .. }: &Run) -> Result<VmView> {
 
 /// Keeps this process on these CPUs, and all that it starts.
 fn stay_on(cores: &Cpus) -> Result<()> {
-    let allowed = rustix::thread::sched_getaffinity(None)?;
+    let usable = housekeeping_cpus::usable();
     let mut set = CpuSet::new();
     for &cpu in &cores.0 {
         ensure!(
-            allowed.is_set(cpu),
+            usable.iter().any(|&usable| usize::try_from(usable) == Ok(cpu)),
             "CPU {cpu} is not among those that this process may use; name others with --cores"
         );
         set.set(cpu);

@@ -81,7 +81,7 @@ impl Supervisor {
             }
         }
         // Workers go on where they are, and one node's CPU is no reason to leave the others alone.
-        for (name, cpu) in self.config.leave_stray_cpus(|cpu| self.may_use.contains(&cpu)) {
+        for (name, cpu) in self.config.leave_stray_cpus(|cpu| self.usable_cpus.contains(&cpu)) {
             let what = "and tasukid may not run anything there: its workers run where there is room";
             self.leave_out(&name, &format!("cpu = {cpu}, {what}"));
         }

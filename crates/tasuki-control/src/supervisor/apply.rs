@@ -211,7 +211,7 @@ impl Supervisor {
 
     /// Returns why a configuration cannot be applied to what there is.
     fn why_not(&self, desired: &Config) -> Option<String> {
-        if let Some(why) = config::stray_cpu(desired, |cpu| self.may_use.contains(&cpu)) {
+        if let Some(why) = config::stray_cpu(desired, |cpu| self.usable_cpus.contains(&cpu)) {
             return Some(why);
         }
         let by_hand = self.config.node.iter().filter(|node| self.by_hand.contains(&node.name));

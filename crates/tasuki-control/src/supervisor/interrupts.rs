@@ -12,7 +12,7 @@ impl Supervisor {
     /// Routes the interrupts of each card whose owner or whose owner's CPUs have changed. A node without a CPU of its
     /// own gets them on the CPUs that no node has.
     pub(super) fn reconcile_interrupts(&mut self) {
-        let all = if self.housekeeping_cpus.is_empty() { &self.may_use } else { &self.housekeeping_cpus };
+        let all = if self.housekeeping_cpus.is_empty() { &self.own_cpus } else { &self.housekeeping_cpus };
         let mut news = Vec::new();
         for card in self.cards.values_mut() {
             let Device::Vfio(address) = &card.config.device else { continue };

@@ -250,9 +250,11 @@ pub struct Supervisor {
     by_hand: BTreeSet<String>,
     /// Nodes' settings that do not count under this version or on this machine, as sentences.
     left_out: BTreeMap<String, String>,
-    /// CPUs that may be used.
-    may_use: Vec<u32>,
-    /// CPUs of `may_use` that no node has.
+    /// CPUs that a node may have.
+    usable_cpus: Vec<u32>,
+    /// CPUs on which the daemon was started, which may be fewer.
+    own_cpus: Vec<u32>,
+    /// CPUs of `own_cpus` that no node has.
     housekeeping_cpus: Vec<u32>,
     programs: Programs,
     place: Place,
@@ -366,12 +368,13 @@ impl Supervisor {
         } = parts;
         let (registry, mut known) = Registry::open(place.folder())?;
         let (current, config) = apply::Current::begin(file, config, text, known.applied.take())?;
-        let may_use = housekeeping_cpus::find(&Config::default());
+        let own_cpus = housekeeping_cpus::find(&Config::default());
         let housekeeping = housekeeping_cpus::find(&config);
         housekeeping_cpus::pin_this_thread(&housekeeping);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).context("the kernel has no epoll for us")?;
         let mut supervisor = Supervisor {
-            may_use,
+            usable_cpus: housekeeping_cpus::usable(),
+            own_cpus,
             housekeeping_cpus: housekeeping,
             config,
             changes: vec![Change::Applied(current.record.clone())],
@@ -480,8 +483,8 @@ impl Supervisor {
                 }
                 self.flush();
                 if let Ended::Replaced(_) = ended {
-                    // It learns from this where nodes may run.
-                    housekeeping_cpus::pin_this_thread(&self.may_use);
+                    // It learns from this where it is to run.
+                    housekeeping_cpus::pin_this_thread(&self.own_cpus);
                 }
                 return Ok(ended);
             }

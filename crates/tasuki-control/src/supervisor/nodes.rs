@@ -191,7 +191,7 @@ impl Supervisor {
             )));
         }
         let config = self.with_node(node.clone()).map_err(Refusal::Malformed)?;
-        if let Some(why) = config::stray_cpu(&config, |cpu| self.may_use.contains(&cpu)) {
+        if let Some(why) = config::stray_cpu(&config, |cpu| self.usable_cpus.contains(&cpu)) {
             return Err(Refusal::Malformed(why));
         }
         self.make_whole_node(&node)?;
@@ -248,7 +248,7 @@ impl Supervisor {
     /// Keeps all that runs for no node off the nodes' CPUs.
     pub(super) fn update_housekeeping_cpus(&mut self) {
         let is_nobodys = |cpu: &u32| self.config.node.iter().all(|node| node.cpu != Some(*cpu));
-        self.housekeeping_cpus = self.may_use.iter().copied().filter(is_nobodys).collect();
+        self.housekeeping_cpus = self.own_cpus.iter().copied().filter(is_nobodys).collect();
         crate::housekeeping_cpus::pin_this_thread(&self.housekeeping_cpus);
         self.apply_cpu_division();
     }

@@ -6,12 +6,14 @@ use std::process::Stdio;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use tasuki_testing::{process, script};
+use tasuki_control::housekeeping_cpus;
+use tasuki_testing::{alone_under, process, script};
 
 use super::natives::{assert_exact, flows, with_source_and_sink};
 use super::real::{ENDLESS, moves, released, stop_whole, with_card};
 use super::rig::{NODES, Rig, lives, pid, signal, until};
 use super::storm::beside;
+use super::vnis::World;
 
 /// Makes a folder with tasukid in it, for `--with`.
 fn version(rig: &Rig, name: &str) -> PathBuf {
@@ -254,6 +256,38 @@ fn a_daemon_whose_nodes_have_cpus_finds_them_again() {
         rig.await_pair("red");
         rig.ask(&["upgrade"]);
     }
+}
+
+/// As on a machine that isolates CPUs, which no process gets without asking.
+#[test]
+fn a_node_has_a_cpu_on_which_tasukid_does_not_run() {
+    let usable = housekeeping_cpus::usable();
+    let [own, nodes, ..] = usable[..] else { return println!("skipped: needs two CPUs") };
+    let (own, nodes) = (own.to_string(), nodes.to_string());
+    if !alone_under(&["taskset", "-c", &own], a_node_has_a_cpu_on_which_tasukid_does_not_run) {
+        return;
+    }
+    let Some(mut world) = World::new() else { return };
+    let words = ["node", "add", "sink", "--native", "--work", "sink", "--mac", "02:00:00:00:00:88", "--cpu", &nodes];
+    world.rig.ask(&words);
+    let are_there = |rig: &Rig| {
+        let driver = pid(&rig.await_pair("sink").0);
+        until(rig, "it runs on its CPU", || process::status(driver, "Cpus_allowed_list").as_ref() == Some(&nodes));
+        let threads = fs::read_dir(format!("/proc/{}/task", rig.daemon_pid())).expect("a process").flatten();
+        let its = |thread: &fs::DirEntry| process::status(thread.file_name().display(), "Cpus_allowed_list");
+        let on: Vec<_> = { threads }.filter_map(|thread| its(&thread)).collect();
+        assert!(on.len() > 1 && on.iter().all(|on| *on == own), "{on:?}");
+        driver
+    };
+    let driver = are_there(&world.rig);
+    world.rig.kill_daemon();
+    world.rig.start();
+    assert_eq!(are_there(&world.rig), driver);
+    world.rig.kill_driver("sink");
+    are_there(&world.rig);
+    world.rig.ask(&["upgrade"]);
+    are_there(&world.rig);
+    world.end();
 }
 
 #[test]
