@@ -121,15 +121,30 @@ impl Cpus {
         }
     }
 
-    /// Ends the urgency after too long a stretch of work. A working worker calls this at intervals.
+    /// Moves the worker back to where it stays, if it runs elsewhere. Before Linux 6.2, each change of the CPUs of its
+    /// control group, as for another node's CPU, allows it all that the group has.
+    fn stay(&self) {
+        let Some((cpu, home)) = &self.home else { return };
+        let (is_home, here) = (self.is_home.get(), tasuki_shm::wake::this_cpu());
+        let place = if is_home { Some(home) } else { self.aside.as_ref() };
+        if let (true, Some(place)) = (is_home != (here == *cpu), place) {
+            // The kernel refuses a CPU that is gone: the worker then runs where there is room.
+            let _ = rustix::thread::sched_setaffinity(None, place);
+        }
+    }
+
+    /// Ends the urgency after too long a stretch of work, and keeps the worker where it stays. A working worker calls this
+    /// at intervals.
     pub fn toil(&self) {
+        self.stay();
         if self.urgent_since.get().is_some_and(|since| since.elapsed() > TOIL) {
             self.give_way();
         }
     }
 
-    /// Starts a new stretch of work after a rest.
+    /// Starts a new stretch of work after a rest, where the worker stays.
     pub fn woken(&self) {
+        self.stay();
         if self.urgent_since.get().is_some() {
             self.urgent_since.set(Some(Instant::now()));
         }

@@ -22,7 +22,7 @@ use super::jails::{Jailing, nowhere, path_of};
 use super::lines::Lines;
 use super::{About, Supervisor, Token, WORKER_TIMEOUT, epoll_add, is_news, nanoseconds, now};
 use crate::cgroup::{Bounds, Group, Groups};
-use crate::config::Confine;
+use crate::config::{Config, Confine};
 use crate::jail::{self, Terms};
 use crate::process::{Name, Process};
 use crate::spawn::Program;
@@ -135,6 +135,8 @@ struct Maker {
     nodes: BTreeMap<String, Shared>,
     /// See [`Cells`].
     at_since: Arc<AtomicU64>,
+    /// The CPUs on which it stays.
+    cpus: Vec<u32>,
 }
 
 impl Maker {
@@ -172,6 +174,7 @@ impl Maker {
                 }
                 Order::Pin(cpus) => {
                     housekeeping_cpus::pin_this_thread(&cpus);
+                    self.cpus = cpus;
                     None
                 }
                 Order::Stop => return,
@@ -193,6 +196,8 @@ impl Maker {
         let mut group = its.take().filter(|(its, _)| *its == bounds).map(|(_, group)| group);
         let child = groups.child(&mut group, node, &bounds, &format!("worker-{number}"));
         *its = group.map(|group| (bounds, group));
+        // Before Linux 6.2, the first group with CPUs of its own allows all threads around it all CPUs.
+        housekeeping_cpus::pin_this_thread(&self.cpus);
         child
     }
 
@@ -298,7 +303,8 @@ impl Cells {
         let bell = Arc::new(bell.context("the kernel has no eventfd left")?);
         let ((orders, theirs), (tell, done), rings) = (mpsc::channel(), mpsc::channel(), Arc::clone(&bell));
         let at_since = Arc::new(AtomicU64::new(0));
-        let maker = Maker { groups: None, nodes: BTreeMap::new(), at_since: Arc::clone(&at_since) };
+        let cpus = housekeeping_cpus::find(&Config::default());
+        let maker = Maker { groups: None, nodes: BTreeMap::new(), at_since: Arc::clone(&at_since), cpus };
         std::thread::Builder::new()
             .name("starts".to_owned())
             .spawn(move || maker.run(&theirs, &tell, &rings))
@@ -489,6 +495,8 @@ impl Supervisor {
     /// Hears from the thread.
     pub(super) fn on_cells(&mut self) {
         let _ = rustix::io::read(self.cells.bell.as_fd(), &mut [0; 8]);
+        // As that thread does after it has made a group.
+        housekeeping_cpus::pin_this_thread(&self.housekeeping_cpus);
         while let Ok(done) = self.cells.done.try_recv() {
             match done {
                 Done::Made { node, number, made } => self.on_made(&node, number, made.map(|cell| *cell)),

@@ -79,6 +79,13 @@ fn only_who_drives_or_is_ready_to_runs_on_the_nodes_cpu() {
     (node.cpu, node.aside) = (Some(home), vec![aside]);
     let mut red = node.worker(&[]);
     assert_eq!(cpus(&red), [aside], "it has nothing yet");
+    // As Linux does before 6.2 when the CPUs of its control group change.
+    let goes_back = |worker: &Worker, from: u32, to: u32| {
+        let mut set = rustix::thread::CpuSet::new();
+        set.set(from as usize);
+        rustix::thread::sched_setaffinity(Some(worker.process.id()), &set).expect("a child of ours");
+        until("it is back", || cpus(worker) == [to]);
+    };
     red.give(&nic);
     red.prepare(&nic, Use::Upgrade);
     assert_eq!(red.report(&nic), Report::Ready, "{:?}", red.told);
@@ -89,10 +96,12 @@ fn only_who_drives_or_is_ready_to_runs_on_the_nodes_cpu() {
     assert_eq!(red.pass_to(&mut blue, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
     until("the giver is out of the way", || cpus(&red) == [aside]);
     assert_eq!(cpus(&blue), [home]);
+    goes_back(&blue, aside, home);
     // The first worker has the lease back, as after a taker that failed.
     let epoch = nic.tenure().epoch;
     assert_eq!(blue.pass_to(&mut red, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
     assert_eq!(cpus(&red), [home]);
+    goes_back(&red, aside, home);
     red.until_sent(2000);
     drop((red, blue, nic));
     nothing_is_lost(&model.report(), 2000);
