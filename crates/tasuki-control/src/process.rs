@@ -1,7 +1,7 @@
 //! Processes by pidfd: this daemon's, and those of an earlier daemon. A process is named by its number and the time
 //! of its start, which together are never given twice.
 
-use std::io;
+use std::io::{self, ErrorKind::PermissionDenied};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
@@ -68,7 +68,7 @@ impl Process {
     /// Finds a process that another process started; `None` if it is gone.
     ///
     /// # Errors
-    /// This process may open no more descriptors. The other may live.
+    /// This process may open no more descriptors, or `/proc` hides the other (`PermissionDenied`, with a sentence). It may live.
     pub fn find(name: Name) -> io::Result<Option<Self>> {
         let found = Self::by_number(name.pid)?;
         Ok(found.filter(|found| found.name == name))
@@ -84,7 +84,7 @@ impl Process {
 
     fn by_number(pid: u32) -> io::Result<Option<Self>> {
         match Self::open(pid, false) {
-            Err(error) if crate::channel::lacks(&error) => Err(error),
+            Err(error) if crate::channel::lacks(&error) || error.kind() == PermissionDenied => Err(error),
             found => Ok(found.ok().map(|(name, pidfd)| Process { name, pidfd })),
         }
     }
@@ -93,7 +93,12 @@ impl Process {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
         let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
         // Read after the pidfd is open: if the start time matches, the pidfd means the same process.
-        Ok((Name { pid, start: start_of(pid, or_dead)? }, pidfd))
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).map_err(|error| {
+            // With hidepid, /proc shows this user no process of its own that others of this user may not look into.
+            let is_hidden = !crate::channel::lacks(&error) && !ends_within(&pidfd, &Timespec::default());
+            if is_hidden { io::Error::new(PermissionDenied, hidden(pid)) } else { error }
+        })?;
+        Ok((Name { pid, start: start_in(&stat, or_dead)? }, pidfd))
     }
 
     pub fn name(&self) -> Name {
@@ -131,8 +136,7 @@ impl Process {
 
     /// Waits up to `limit` for its end, and returns whether it has come.
     pub fn ends_within(&self, limit: &Timespec) -> bool {
-        let mut pidfd = [PollFd::new(&self.pidfd, PollFlags::IN)];
-        rustix::io::retry_on_intr(|| rustix::event::poll(&mut pidfd, Some(limit))) == Ok(1)
+        ends_within(&self.pidfd, limit)
     }
 
     /// Ends it by SIGKILL.
@@ -168,12 +172,22 @@ impl Process {
     }
 }
 
+fn ends_within(pidfd: &OwnedFd, limit: &Timespec) -> bool {
+    let mut pidfd = [PollFd::new(pidfd, PollFlags::IN)];
+    rustix::io::retry_on_intr(|| rustix::event::poll(&mut pidfd, Some(limit))) == Ok(1)
+}
+
+fn hidden(pid: u32) -> String {
+    format!(
+        "/proc hides process {pid} from tasukid (hidepid), which knows none of its workers again by that; mount /proc without that option, or have tasukid's user in the group of its option gid="
+    )
+}
+
 /// Returns when a process started, in ticks since the machine started.
-fn start_of(pid: u32, or_dead: bool) -> io::Result<u64> {
-    let line = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    let strange = || io::Error::other(format!("/proc/{pid}/stat has another form than we know"));
+fn start_in(stat: &str, or_dead: bool) -> io::Result<u64> {
+    let strange = || io::Error::other("/proc/PID/stat has another form than we know");
     // The name of a program can hold anything, but not the text behind its last parenthesis.
-    let (_, fields) = line.rsplit_once(')').ok_or_else(strange)?;
+    let (_, fields) = stat.rsplit_once(')').ok_or_else(strange)?;
     let state = fields.split_whitespace().next().unwrap_or_default();
     if !or_dead && matches!(state, "Z" | "X") {
         return Err(io::ErrorKind::NotFound.into());

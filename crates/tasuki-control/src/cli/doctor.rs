@@ -85,9 +85,14 @@ fn read(path: &Path) -> String {
 }
 
 fn user() -> Finding {
-    match rustix::process::geteuid().is_root() {
-        true => ("user", Is::Good, "root: workers can be confined as they are to be".to_owned()),
-        false => (
+    match (rustix::process::geteuid().is_root(), fs::read("/proc/1/stat").is_ok()) {
+        (true, _) => ("user", Is::Good, "root: workers can be confined as they are to be".to_owned()),
+        (false, false) => (
+            "user",
+            Is::Bad,
+            "not root, and /proc hides processes (hidepid): a tasukid that starts anew does not know its workers again, and does not begin; mount /proc without that option, or have tasukid's user in the group of its option gid=".to_owned(),
+        ),
+        (false, true) => (
             "user",
             Is::Less,
             "not root: tasukid begins with confine = \"best-effort\" under [daemon], and makes no TAPs and namespaces; start it as root for these".to_owned(),

@@ -20,7 +20,7 @@ use tasuki_shm::crash;
 
 use super::card::{Card, LeasePage};
 use super::deeds::party;
-use super::deposits::{Found, Key, TOO_FEW_DESCRIPTORS};
+use super::deposits::{Found, Key, TOO_FEW_DESCRIPTORS, not_found_out};
 use super::lines::Lines;
 use super::open::ASTRAY;
 use super::worker::{Stage, Words, Worker};
@@ -67,7 +67,7 @@ impl Supervisor {
         self.events = events;
         let mut alive: Vec<(WorkerRecord, Process)> = Vec::new();
         for record in &workers {
-            let process = Process::find(record.process).context(TOO_FEW_DESCRIPTORS)?;
+            let process = Process::find(record.process).map_err(not_found_out)?;
             alive.extend(process.map(|process| (record.clone(), process)));
         }
         if !alive.is_empty() || !found.is_empty() {
@@ -227,7 +227,7 @@ impl Supervisor {
 
     /// Restores the registry's record of a NIC, as far as it is still true.
     fn remember(&self, card: &mut Card, record: &crate::registry::NicRecord, is_driven: bool) -> Result<()> {
-        card.model = record.model.map_or(Ok(None), Process::find).context(TOO_FEW_DESCRIPTORS)?;
+        card.model = record.model.map_or(Ok(None), Process::find).map_err(not_found_out)?;
         card.uid = record.uid;
         if let Some(model) = &card.model {
             epoll_add(&self.epoll, model.pidfd(), Token::ModelEnd(card.number))?;

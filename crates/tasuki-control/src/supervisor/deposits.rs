@@ -103,6 +103,13 @@ pub(super) struct Deposits {
 /// The error of a daemon that cannot take everything over. All of it stays with the keeper, for a daemon that can.
 pub(super) const TOO_FEW_DESCRIPTORS: &str = "this tasukid may open too few descriptors to take over what the last one had, and that goes on; raise LimitNOFILE= (ulimit -Hn), and start it again";
 
+/// Returns the error of a daemon that does not learn whether a process is there.
+pub(super) fn not_found_out(error: std::io::Error) -> anyhow::Error {
+    let is_lack = channel::lacks(&error);
+    let error = anyhow::Error::new(error);
+    if is_lack { error.context(TOO_FEW_DESCRIPTORS) } else { error }
+}
+
 #[derive(Debug)]
 struct KeeperConnection {
     socket: OwnedFd,
@@ -113,7 +120,7 @@ impl KeeperConnection {
     /// Connects to the keeper of an earlier daemon, if there is one.
     ///
     /// # Errors
-    /// That cannot be known: this process may open no more descriptors.
+    /// That cannot be known: this process may open no more descriptors, or `/proc` hides the keeper.
     fn find(path: &std::path::Path) -> Result<Option<Self>> {
         let until = now() + KEEPER_TIMEOUT;
         loop {
@@ -123,7 +130,7 @@ impl KeeperConnection {
                     let Some(peer) = peer.filter(|peer| peer.uid == rustix::process::geteuid()) else {
                         return Ok(None);
                     };
-                    let process = Process::by_pid(peer.pid).context(TOO_FEW_DESCRIPTORS)?;
+                    let process = Process::by_pid(peer.pid).map_err(not_found_out)?;
                     if let Some(process) = process.filter(|process| process.name().pid != std::process::id()) {
                         return Ok(Some(KeeperConnection { socket, process }));
                     }

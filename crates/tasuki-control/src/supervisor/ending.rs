@@ -10,6 +10,7 @@ use super::{About, Ended, Supervisor, WORKER_TIMEOUT, now};
 use crate::api::types::{Replaced, Stopped};
 use crate::cgroup::Group;
 use crate::config;
+use crate::process::Process;
 use crate::registry::Change;
 use crate::successor;
 
@@ -40,6 +41,10 @@ impl Supervisor {
                 with.display(),
                 node.name
             )));
+        }
+        // It would begin in vain.
+        if let Some(why) = self.workers.values().find_map(|worker| Process::find(worker.process.name()).err()) {
+            return Err(Refusal::conflict(format!("tasukid stays what it is: {why}")));
         }
         // The next one knows what is written and kept, and no more. A disk that is full shows when it is written to.
         self.changes.push(Change::Party(self.last_party));

@@ -9,7 +9,10 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use super::rig::{Rig, lives, pid, until};
+use rustix::process::Signal;
+use tasuki_testing::alone_under;
+
+use super::rig::{Rig, lives, pid, signal, until};
 use super::storm::beside;
 
 /// A stock node as the victim; the tests check that it is unharmed.
@@ -352,6 +355,38 @@ fn a_program_runs_on_no_other_nodes_cpu() {
 /// A user id that no user of the machine has.
 const NOBODYS: u32 = 61_237;
 
+/// A daemon of a user that is not root, in the directory of this rig.
+struct Theirs(Rig);
+
+impl Theirs {
+    fn new() -> Self {
+        let rig = Rig::without_daemon("", "");
+        std::fs::set_permissions(rig.path(""), Permissions::from_mode(0o755)).expect("a mode");
+        for name in ["tasukid", "tasuki", "tasuki-worker"] {
+            std::fs::copy(beside(name).expect("it was built"), rig.path(name)).expect("a copy");
+        }
+        std::fs::create_dir(rig.path("theirs")).expect("a folder");
+        std::os::unix::fs::chown(rig.path("theirs"), Some(NOBODYS), Some(NOBODYS)).expect("root may");
+        Theirs(rig)
+    }
+
+    /// Returns whether this program succeeds, and what it says.
+    fn run(&self, name: &str, words: &[&str]) -> (bool, String) {
+        let mut command = Command::new(self.0.path(name));
+        command.uid(NOBODYS).gid(NOBODYS).env_remove("NOTIFY_SOCKET").arg("--dir").arg(self.0.path("theirs"));
+        let output = command.args(words).stdin(Stdio::null()).output().expect("a program");
+        let said = [&output.stdout[..], &output.stderr].concat();
+        (output.status.success(), String::from_utf8_lossy(&said).into_owned())
+    }
+
+    fn begin(&self, text: &str) -> (bool, String) {
+        let config = self.0.path("theirs.toml");
+        std::fs::write(&config, text).expect("a file");
+        std::fs::set_permissions(&config, Permissions::from_mode(0o644)).expect("a mode");
+        self.run("tasukid", &["--config", config.to_str().expect("text")])
+    }
+}
+
 /// The error says what to write into the configuration; with that written, it says which confinement is then
 /// missing.
 ///
@@ -359,34 +394,52 @@ const NOBODYS: u32 = 61_237;
 #[test]
 fn a_tasukid_that_is_not_roots_begins_only_where_it_is_told_that_less_will_do() {
     need_hostile!();
-    let rig = Rig::without_daemon("", "");
-    std::fs::set_permissions(rig.path(""), Permissions::from_mode(0o755)).expect("a mode");
-    for name in ["tasukid", "tasuki", "tasuki-worker"] {
-        std::fs::copy(beside(name).expect("it was built"), rig.path(name)).expect("a copy");
-    }
-    let (dir, config) = (rig.path("theirs"), rig.path("theirs.toml"));
-    std::fs::create_dir(&dir).expect("a folder");
-    std::os::unix::fs::chown(&dir, Some(NOBODYS), Some(NOBODYS)).expect("root may");
-    let run = |name: &str, words: &[&str]| {
-        let mut command = Command::new(rig.path(name));
-        command.uid(NOBODYS).gid(NOBODYS).env_remove("NOTIFY_SOCKET").arg("--dir").arg(&dir).args(words);
-        let output = command.stdin(Stdio::null()).output().expect("a program");
-        let said = [&output.stdout[..], &output.stderr].concat();
-        (output.status.success(), String::from_utf8_lossy(&said).into_owned())
-    };
-    let begin = |text: &str| {
-        std::fs::write(&config, text).expect("a file");
-        std::fs::set_permissions(&config, Permissions::from_mode(0o644)).expect("a mode");
-        run("tasukid", &["--config", config.to_str().expect("text")])
-    };
-    let (begins, said) = begin(VICTIM);
+    let theirs = Theirs::new();
+    let (begins, said) = theirs.begin(VICTIM);
     assert!(!begins && said.lines().count() == 1, "{said}");
     assert!(said.contains("start tasukid as root, or write confine = \"best-effort\" under [daemon]"), "{said}");
-    let (begins, said) = begin(&format!("[daemon]\nconfine = \"best-effort\"\n{VICTIM}"));
+    let (begins, said) = theirs.begin(&format!("{BEST_EFFORT}{VICTIM}"));
     assert!(begins, "{said}");
-    until(&rig, "it says what does not hold", || {
-        run("tasuki", &["status"]).1.contains("it has tasukid's own user and network")
+    until(&theirs.0, "it says what does not hold", || {
+        theirs.run("tasuki", &["status"]).1.contains("it has tasukid's own user and network")
     });
-    until(&rig, "its worker serves", || run("tasuki", &["worker", "list"]).1.contains("idle"));
-    assert!(run("tasuki", &["stop"]).0);
+    until(&theirs.0, "its worker serves", || theirs.run("tasuki", &["worker", "list"]).1.contains("idle"));
+    assert!(theirs.run("tasuki", &["stop"]).0);
+}
+
+const BEST_EFFORT: &str = "[daemon]\nconfine = \"best-effort\"\n";
+
+/// rows: none, for it is no attack
+#[test]
+fn a_tasukid_from_which_its_workers_are_hidden_ends_none_of_them() {
+    need_hostile!();
+    let hides = "mount -t proc -o hidepid=2 proc /proc && exec \"$@\"";
+    let under = ["unshare", "--mount", "sh", "-c", hides, "sh"];
+    if !alone_under(&under, a_tasukid_from_which_its_workers_are_hidden_ends_none_of_them) {
+        return;
+    }
+    let theirs = Theirs::new();
+    let (begins, said) = theirs.begin(&format!("{BEST_EFFORT}{VICTIM}"));
+    assert!(begins, "{said}");
+    let list = |what: &str| -> serde_json::Value {
+        serde_json::from_str(&theirs.run("tasuki", &["--json", what, "list"]).1).unwrap_or_default()
+    };
+    until(&theirs.0, "its worker serves", || list("worker")[0]["is"] == "idle");
+    let worker = pid(&list("worker")[0]);
+    let (is_replaced, said) = theirs.run("tasuki", &["upgrade"]);
+    assert!(!is_replaced && said.contains("tasukid stays what it is: /proc hides process"), "{said}");
+    let status: serde_json::Value =
+        serde_json::from_str(&theirs.run("tasuki", &["--json", "status"]).1).expect("an answer");
+    signal(pid(&status), Signal::KILL);
+    until(&theirs.0, "it is dead", || !lives(pid(&status)));
+    let (begins, said) = theirs.begin(&format!("{BEST_EFFORT}{VICTIM}"));
+    assert!(!begins && said.contains("/proc hides process"), "{said}");
+    assert!(lives(worker), "{said}");
+    // Root sees them all, and ends what is left.
+    let processes = std::fs::read_dir("/proc").expect("processes").flatten();
+    let is_its = |process: &std::fs::DirEntry| {
+        std::fs::read_link(process.path().join("exe")).is_ok_and(|program| program.starts_with(theirs.0.path("")))
+    };
+    let left = { processes }.filter(is_its).filter_map(|process| process.file_name().to_str()?.parse().ok());
+    left.for_each(|pid| signal(pid, Signal::KILL));
 }
