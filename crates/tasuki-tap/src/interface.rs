@@ -187,10 +187,18 @@ impl Interface {
     }
 
     /// Creates a veth pair: `name` in the caller's network namespace, which is returned, and `peer` in the namespace
-    /// `place`. The first has an MTU of `mtu` bytes; the peer has the usual 1,500.
-    pub fn create_pair(name: &str, mtu: u32, peer: &str, place: BorrowedFd<'_>) -> Result<Self, TapError> {
+    /// `place`, with the MAC address `mac`. The first has an MTU of `mtu` bytes; the peer has the usual 1,500.
+    pub fn create_pair(
+        name: &str,
+        mtu: u32,
+        (peer, mac): (&str, [u8; 6]),
+        place: BorrowedFd<'_>,
+    ) -> Result<Self, TapError> {
+        // From the beginning: systemd-udevd gives one of its own to an interface that has an address by chance
+        // (MACAddressPolicy=).
         let other = Message::nested(&link_of(0, 0))
             .with(IFLA_IFNAME, &text(peer))
+            .with(IFLA_ADDRESS, &mac)
             .with(IFLA_NET_NS_FD, &place.as_raw_fd().to_ne_bytes())
             .into_value();
         let kind = Message::nested(&[])

@@ -130,11 +130,7 @@ impl Shortcut {
             made => made,
         };
         let (veth_end, device) = made?;
-        let set_up = place.within(|| {
-            let interface = Interface::find(name)?;
-            interface.set_mac(mac)?;
-            settings.apply(&interface)
-        });
+        let set_up = place.within(|| settings.apply(&Interface::find(name)?));
         match set_up {
             Ok(()) => Ok((veth_end, device)),
             Err(error) => {
@@ -158,7 +154,7 @@ impl Shortcut {
             let tap_name = format!("{TAP}{number}");
             let device = device::open_beside_veth_end(&tap_name, queues)?;
             let tap = Interface::find(&tap_name)?;
-            let pair = Interface::create_pair(&format!("{VETH_END}{number}"), PAIR_MTU, name, there.as_fd())?;
+            let pair = Interface::create_pair(&format!("{VETH_END}{number}"), PAIR_MTU, (name, mac), there.as_fd())?;
             Ok((pair, tap, device))
         })?;
         self.next = number + 1;

@@ -4,7 +4,7 @@
 mod tests {
     use std::io::ErrorKind;
     use std::net::UdpSocket;
-    use std::os::fd::OwnedFd;
+    use std::os::fd::{AsFd, OwnedFd};
     use std::process::Command;
     use std::time::{Duration, Instant};
 
@@ -215,6 +215,27 @@ mod tests {
         });
         assert_eq!(rig.veth_end(1).crossed().received, crossed);
         assert_eq!(rig.take(1), None, "nothing arrived past its worker");
+    }
+
+    /// An address that comes later may be lost to one that the machine's rules for devices set meanwhile.
+    #[test]
+    fn an_interface_has_its_address_as_its_own_from_the_beginning() {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: network namespaces need root");
+        }
+        let [hub, place] = [0, 1].map(|end| Place::new("address", end));
+        let there = place.here().open().expect("it is there");
+        let pair = hub.here().within(|| Interface::create_pair("end", 1500, ("lan", mac(7)), there.as_fd()));
+        if let Err(error @ (TapError::NoPair(_) | TapError::NotAllowed)) = pair {
+            return println!("skipped: {error}");
+        }
+        let read = |file: &str| {
+            let file = format!("/sys/class/net/lan/{file}");
+            let said = Command::new("ip").args(["netns", "exec", &place.0, "cat", &file]).output().expect("a program");
+            String::from_utf8(said.stdout).expect("text").trim().to_owned()
+        };
+        assert_eq!(read("address"), mac(7).map(|byte| format!("{byte:02x}")).join(":"));
+        assert_eq!(read("addr_assign_type"), "3", "NET_ADDR_SET");
     }
 
     #[test]
