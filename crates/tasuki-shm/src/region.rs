@@ -12,9 +12,8 @@
 //!   into which others may punch holes has small pages only, because the kernel fills a hole in huge pages only
 //!   while the pool of huge pages lasts. We check this before we map foreign memory: a peer's memory carries
 //!   `F_SEAL_FUTURE_WRITE`, which forbids every process to punch holes, or has small pages; memory that we adopt has
-//!   small pages. Huge pages are there before we use them, ours or a peer's, as a control group may be allowed fewer than
-//!   the pool has. Into those that we make only we can punch holes, and the processes to which we hand
-//!   them for writing. Memory of a stranger that keeps neither rule is guarded: the handler of SIGBUS maps zeroes
+//!   small pages. Into memory that we make on huge pages, only we can punch holes, and the processes to which we
+//!   hand it for writing. Memory of a stranger that keeps neither rule is guarded: the handler of SIGBUS maps zeroes
 //!   in its place (`region/guard.rs`). The kernel charges a filled hole to the process that fills it: see
 //!   docs/design/threat-model.md.
 #![allow(unsafe_code, reason = "mmap, mprotect, and the lending of atomics out of a mapping")]
@@ -75,9 +74,7 @@ pub enum RegionError {
         doing: &'static str,
     },
     /// The pool of huge pages is too small.
-    #[error(
-        "{need} free huge pages are needed; raise vm.nr_hugepages by that many (in a container, its limit, too) or use small pages"
-    )]
+    #[error("{need} free huge pages are needed; raise vm.nr_hugepages by that many or use small pages")]
     NoHugePages {
         /// Number of free huge pages needed.
         need: usize,
@@ -168,19 +165,11 @@ impl Mapping {
         }
     }
 
-    /// Asks the kernel to map all pages now, for reading. Returns whether it has, as far as it knows that request (Linux 5.14).
-    fn is_there(&self) -> bool {
-        let read = rustix::mm::Advice::LinuxPopulateRead;
-        // SAFETY: asks the kernel to map pages of our own mapping, and changes nothing in them (M1).
-        let mapped = unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), self.len, read) };
-        mapped.is_ok() || mapped == Err(rustix::io::Errno::INVAL)
-    }
-
-    /// Asks the kernel to map these pages now, for writing. Returns whether it has.
-    fn populate(&self, offset: usize, len: usize) -> bool {
-        let Ok(first) = self.check(offset, len) else { return false };
+    /// Asks the kernel to map these pages now, for writing. Does nothing if there are no such bytes.
+    fn populate(&self, offset: usize, len: usize) {
+        let Ok(first) = self.check(offset, len) else { return };
         // SAFETY: asks the kernel to map pages of our own mapping, just checked, and changes nothing in them (M1).
-        unsafe { rustix::mm::madvise(first.as_ptr().cast(), len, rustix::mm::Advice::LinuxPopulateWrite) }.is_ok()
+        let _ = unsafe { rustix::mm::madvise(first.as_ptr().cast(), len, rustix::mm::Advice::LinuxPopulateWrite) };
     }
 }
 
@@ -314,8 +303,6 @@ impl Region {
             .map_err(|e| RegionError::from_errno("sealing shared memory", len, e))?;
         match Mapping::new(memory.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE) {
             Err(RegionError::NoMemory { .. }) if huge => Err(RegionError::NoHugePages { need: len / page }),
-            // The pool may have more than a control group is allowed, as in a container: only an access would show it (M3).
-            Ok(mapping) if huge && !mapping.populate(0, len) => Err(RegionError::NoHugePages { need: len / page }),
             mapping => Ok(Region { mapping: Arc::new(mapping?), memory }),
         }
     }
@@ -521,11 +508,7 @@ impl PeerRegion {
         // Map only `len` bytes, or a peer's empty terabytes would use up our address space. But map whole pages:
         // munmap takes no less.
         let len = len.max(1).next_multiple_of(page).min(have);
-        let mapping = Mapping::new(memory, len, ProtFlags::READ)?;
-        if page > PAGE_LEN && !mapping.is_there() {
-            return Err(RegionError::NoHugePages { need: len / page });
-        }
-        Ok(PeerRegion { mapping: Arc::new(mapping) })
+        Ok(PeerRegion { mapping: Arc::new(Mapping::new(memory, len, ProtFlags::READ)?) })
     }
 
     /// Maps `len` bytes of memory that a third party made and keeps for another process, and that process's

@@ -6,7 +6,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -15,7 +15,6 @@ use tasuki_call::{
     Ask, CallError, Client, ClientOptions, ConnectError, Deadline, Deferred, Request, Server, ServerOptions, Ticket,
 };
 use tasuki_shm::arena::{Detach, Geometry, Slot};
-use tasuki_testing::alone_under;
 
 use crate::common::CHILD_ROLE;
 
@@ -338,82 +337,25 @@ fn page_len_at(address: usize) -> Option<u64> {
     None
 }
 
-/// Writes a slot of 2 MiB, and returns the size in bytes of its pages.
-fn page_len_of_a_slot() -> Option<u64> {
+#[test]
+fn slots_of_2_mib_lie_on_huge_pages_and_detach_on_every_level() {
+    let Some(_pool) = Pool::raised() else { return };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("server");
     let mut keeper = Keeper::at(&path);
     std::thread::scope(|scope| {
         let client = scope.spawn(|| {
             let client = Client::connect(&path, &options(Detach::Move, MIB_2)).unwrap();
-            let mut slot = client.take_slot().unwrap();
-            slot.bytes_mut().fill(1);
+            let slot = client.take_slot().unwrap();
             page_len_at(slot.bytes().as_ptr().addr())
         });
         while !client.is_finished() {
             keeper.turn();
         }
-        client.join().unwrap()
-    })
-}
-
-#[test]
-fn slots_of_2_mib_lie_on_huge_pages_and_detach_on_every_level() {
-    let Some(_pool) = Pool::raised() else { return };
-    assert_eq!(page_len_of_a_slot(), Some(MIB_2.into()));
+        assert_eq!(client.join().unwrap(), Some(MIB_2.into()));
+    });
     guard_takes_pages_away_and_gives_them_back(MIB_2);
     enforced_stops_writes_and_no_reads(MIB_2);
-}
-
-/// A control group that may have no huge pages, as that of a container. Dropping this removes it.
-struct Container {
-    root: PathBuf,
-    had: String,
-}
-
-impl Container {
-    const NAME: &str = "tasuki-test-huge";
-
-    fn new() -> Option<Self> {
-        let mounts = std::fs::read_to_string("/proc/mounts").ok()?;
-        let root = mounts.lines().find(|line| line.split(' ').nth(2) == Some("cgroup2"))?.split(' ').nth(1)?;
-        let root = PathBuf::from(root);
-        let had = std::fs::read_to_string(root.join("cgroup.subtree_control")).ok()?;
-        std::fs::write(root.join("cgroup.subtree_control"), "+hugetlb").ok()?;
-        let made = Container { root, had };
-        std::fs::create_dir_all(made.group()).ok()?;
-        std::fs::write(made.group().join("hugetlb.2MB.max"), "0").ok()?;
-        Some(made)
-    }
-
-    fn group(&self) -> PathBuf {
-        self.root.join(Self::NAME)
-    }
-}
-
-impl Drop for Container {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir(self.group());
-        if !self.had.contains("hugetlb") {
-            let _ = std::fs::write(self.root.join("cgroup.subtree_control"), "-hugetlb");
-        }
-    }
-}
-
-#[test]
-fn slots_lie_on_small_pages_where_a_container_may_have_no_huge_ones() {
-    let is_inside = std::fs::read_to_string("/proc/self/cgroup").unwrap().contains(Container::NAME);
-    let outside = if is_inside { None } else { Pool::raised().zip(Container::new()) };
-    if !is_inside && outside.is_none() {
-        return println!("skipped: needs root, huge pages, and control groups (version 2) that bound them");
-    }
-    let group = outside.iter().map(|(_, container)| container.group()).collect::<PathBuf>();
-    let enters = format!("echo $$ > {}/cgroup.procs && exec \"$@\"", group.display());
-    let under = ["sh", "-c", &enters, "sh"];
-    if !alone_under(&under, slots_lie_on_small_pages_where_a_container_may_have_no_huge_ones) {
-        return;
-    }
-    assert_eq!(page_len_of_a_slot(), Some(KIB_4.into()));
 }
 
 #[test]
