@@ -94,8 +94,10 @@ impl Process {
         let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
         // Read after the pidfd is open: if the start time matches, the pidfd means the same process.
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).map_err(|error| {
-            // With hidepid, /proc shows this user no process of its own that others of this user may not look into.
-            let is_hidden = !crate::channel::lacks(&error) && !ends_within(&pidfd, &Timespec::default());
+            // With hidepid, /proc shows this user no process of its own that others of this user may not look into. One to
+            // which it may send no signal is another user's, which has the number now.
+            let is_ours = || rustix::process::test_kill_process(number).is_ok();
+            let is_hidden = !crate::channel::lacks(&error) && is_ours() && !ends_within(&pidfd, &Timespec::default());
             if is_hidden { io::Error::new(PermissionDenied, hidden(pid)) } else { error }
         })?;
         Ok((Name { pid, start: start_in(&stat, or_dead)? }, pidfd))

@@ -110,9 +110,10 @@ fn install() -> libc::sigaction {
     before
 }
 
-/// Lengths of what the handler replaces, in the order of its tries: the first is more than any range has. A part of a huge page cannot be replaced, and those have
-/// 2 MiB or 1 GiB.
-const PIECES: [usize; 3] = [1 << 63, HUGE_PAGE_LEN, 1 << 30];
+/// Lengths of what the handler replaces, in the order of its tries: the first is more than any range has, and the second no
+/// more than the accesses to many places between two looks of the user may cost. A part of a huge page cannot be replaced, and
+/// those have 2 MiB or 1 GiB.
+const PIECES: [usize; 4] = [1 << 63, 1 << 16, HUGE_PAGE_LEN, 1 << 30];
 
 /// Returns the bounds of the aligned piece of this length at an address, as far as it is in the range.
 fn piece_at(address: usize, start: usize, len: usize, piece: usize) -> (usize, usize) {

@@ -387,6 +387,18 @@ impl Theirs {
     }
 }
 
+impl Drop for Theirs {
+    /// Root sees them all, and ends those that are left.
+    fn drop(&mut self) {
+        let processes = std::fs::read_dir("/proc").expect("processes").flatten();
+        let is_its = |process: &std::fs::DirEntry| {
+            std::fs::read_link(process.path().join("exe")).is_ok_and(|program| program.starts_with(self.0.path("")))
+        };
+        let left = { processes }.filter(is_its).filter_map(|process| process.file_name().to_str()?.parse().ok());
+        left.for_each(|pid| signal(pid, Signal::KILL));
+    }
+}
+
 /// The error says what to write into the configuration; with that written, it says which confinement is then
 /// missing.
 ///
@@ -435,11 +447,4 @@ fn a_tasukid_from_which_its_workers_are_hidden_ends_none_of_them() {
     let (begins, said) = theirs.begin(&format!("{BEST_EFFORT}{VICTIM}"));
     assert!(!begins && said.contains("/proc hides process"), "{said}");
     assert!(lives(worker), "{said}");
-    // Root sees them all, and ends what is left.
-    let processes = std::fs::read_dir("/proc").expect("processes").flatten();
-    let is_its = |process: &std::fs::DirEntry| {
-        std::fs::read_link(process.path().join("exe")).is_ok_and(|program| program.starts_with(theirs.0.path("")))
-    };
-    let left = { processes }.filter(is_its).filter_map(|process| process.file_name().to_str()?.parse().ok());
-    left.for_each(|pid| signal(pid, Signal::KILL));
 }
