@@ -79,6 +79,10 @@ impl Hierarchy {
     fn has(&self, controller: &str) -> bool {
         self.controllers.iter().any(|has| has == controller)
     }
+
+    fn freezes(&self) -> bool {
+        self.is_v2 || self.has("freezer")
+    }
 }
 
 /// The hierarchies of this machine.
@@ -211,7 +215,7 @@ impl Groups {
     }
 
     fn freezes(&self) -> bool {
-        self.hierarchies.iter().any(|it| it.is_v2 || it.has("freezer"))
+        self.hierarchies.iter().any(Hierarchy::freezes)
     }
 
     /// Returns the group of a node, with these bounds: made, or as an earlier daemon has left it.
@@ -237,8 +241,7 @@ impl Groups {
                 inherit_cpuset(&it.own, &path)?;
             }
             bound(&path, it, bounds)?;
-            let freezes = it.is_v2 || it.has("freezer");
-            group.places.push(Place { path, is_v2: it.is_v2, freezes, is_its: true });
+            group.places.push(Place { path, is_v2: it.is_v2, freezes: it.freezes(), is_its: true });
         }
         group.open_freezer()?;
         Ok(group)
@@ -256,6 +259,18 @@ impl Groups {
             None => {}
         }
         group.insert(self.node(name, bounds)?).child(child)
+    }
+
+    /// Returns the group `child` that an earlier daemon made, in that of any node, if it is there.
+    pub fn child_of_before(&self, child: &str) -> Option<Group> {
+        let nodes = |it: &Hierarchy| fs::read_dir(of(&it.own, &self.id)).into_iter().flatten().flatten();
+        let freezes = self.hierarchies.iter().filter(|it| it.freezes());
+        let places = freezes.flat_map(|it| nodes(it).map(|node| (node.path().join(child), it.is_v2)));
+        let places = places.filter(|(path, _)| path.is_dir());
+        let places = places.map(|(path, is_v2)| Place { path, is_v2, freezes: true, is_its: true });
+        let mut group = Group { places: places.collect(), freezer: None, oom_kills_before: 0 };
+        group.open_freezer().ok()?;
+        group.freezer.is_some().then_some(group)
     }
 
     /// Removes the group of a node, as far as it has no process.

@@ -25,6 +25,7 @@ use super::lines::Lines;
 use super::open::ASTRAY;
 use super::worker::{Stage, Words, Worker};
 use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, epoll_add, nanoseconds, now};
+use crate::cgroup::Group;
 use crate::channel;
 use crate::config::{self, Device};
 use crate::foreign::Foreign;
@@ -157,7 +158,10 @@ impl Supervisor {
         for record in workers.iter().filter(|record| !living.contains(&record.party)) {
             self.changes.push(Change::NoWorker(record.party));
         }
-        self.place.workers_but(&living).into_iter().for_each(|number| self.end_unknown(number));
+        let mut dead = self.place.workers_but(&living);
+        dead.iter().for_each(|number| self.end_unknown(*number));
+        dead.extend(workers.iter().map(|record| record.party).filter(|party| !living.contains(party)));
+        self.end_what_they_started(&dead, &workers);
         self.place.forget_workers_but(&living);
         for (record, process) in alive {
             let is_fenced = fenced.contains(&record.party);
@@ -189,6 +193,32 @@ impl Supervisor {
             ),
         };
         self.note(About::default(), sentence);
+    }
+
+    /// Ends what workers have started that died while no daemon was there: it may be at a card, and no arbiter knows of it.
+    /// A process that waited to become a worker, of which there is no record, just ends.
+    fn end_what_they_started(&mut self, dead: &BTreeSet<u32>, known: &[WorkerRecord]) {
+        let groups = self.groups.iter().flat_map(|groups| {
+            dead.iter().filter_map(|number| Some((*number, groups.child_of_before(&format!("worker-{number}"))?)))
+        });
+        let has_some = |group: &Group| group.processes().is_ok_and(|left| !left.is_empty());
+        let left: Vec<(u32, Group)> = groups.filter(|(_, group)| has_some(group)).collect();
+        let killed = left.iter().map(|(_, group)| group.kill().is_ok()).collect::<Vec<_>>();
+        let until = now() + DEATHS_TIMEOUT;
+        for ((number, group), is_killed) in left.into_iter().zip(killed) {
+            while has_some(&group) && now() < until {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            group.remove();
+            let found = format!("worker {number} died while no tasukid ran, and had started other processes");
+            let sentence = match has_some(&group) {
+                false if !known.iter().any(|record| record.party == number) => continue,
+                false => format!("{found}: they were ended"),
+                true if is_killed => format!("{found}: they were killed, and end once the kernel lets them"),
+                true => format!("{found}, which are not to be ended: end those of its control group by hand"),
+            };
+            self.note(About::default(), sentence);
+        }
     }
 
     /// Adopts a NIC that the configuration does not have any more, to close it.

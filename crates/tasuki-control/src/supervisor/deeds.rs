@@ -245,6 +245,21 @@ impl Supervisor {
         false
     }
 
+    /// Ends the processes that a worker has started, which is ending itself. If it `waits`, they run no instruction any more
+    /// when this returns, if the machine permits: one that has its signal may run until its CPU looks.
+    pub(super) fn end_what_it_started(&self, number: u32, waits: bool) {
+        let Some((worker, group)) = self.workers.get(&number).zip(self.group(number)) else { return };
+        let itself = worker.process.name().pid;
+        if group.processes().is_ok_and(|there| there.iter().all(|pid| *pid == itself)) {
+            return;
+        }
+        if waits {
+            self.freeze(number);
+            let _ = self.is_frozen(number);
+        }
+        let _ = group.kill();
+    }
+
     /// Keeps a worker from the NIC. The daemon records and kills a frozen worker once nothing is urgent; a daemon
     /// that comes before that finds it frozen. For any other worker it waits for the end. The dead need no fence.
     fn fence(&mut self, nic: u32, party: Party) -> Option<Input> {

@@ -313,6 +313,13 @@ impl Supervisor {
         self.on_jail_readable(number);
         self.on_stderr(number);
         self.on_worker_readable(number);
+        let is_stranger = |card: &Card| {
+            card.arbiter.as_ref().zip(party(number)).is_some_and(|(arbiter, party)| arbiter.is_stranger_to_next(party))
+        };
+        if self.cards.values().any(is_stranger) {
+            // The arbiter takes it for harmless from here on, and what it has started may be at the card.
+            self.end_what_it_started(number, true);
+        }
         let Some(mut worker) = self.workers.remove(&number) else { return };
         worker.heartbeat.iter().for_each(|heartbeat| self.exit_watch.close(number, heartbeat));
         let nics: Vec<u32> = self.cards.keys().copied().collect();

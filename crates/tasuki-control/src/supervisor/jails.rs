@@ -115,10 +115,13 @@ impl Supervisor {
     /// Returns the control group of an earlier daemon's worker, in its node's.
     fn group_of_before(&mut self, name: &str, number: u32) -> std::io::Result<Group> {
         let none = || std::io::Error::other("there is no such node");
-        let bounds = self.bounds_in_force(name).ok_or_else(none)?;
+        let (bounds, child) = (self.bounds_in_force(name), format!("worker-{number}"));
         let groups = self.groups.as_ref().ok_or_else(none)?;
-        let group = &mut self.nodes.get_mut(name).ok_or_else(none)?.group;
-        groups.child(group, name, &bounds, &format!("worker-{number}"))
+        match bounds.zip(self.nodes.get_mut(name)) {
+            Some((bounds, node)) => groups.child(&mut node.group, name, &bounds, &child),
+            // Its node has left the configuration, and what it has started is to end with it.
+            None => groups.child_of_before(&child).ok_or_else(none),
+        }
     }
 
     /// Puts an earlier daemon's worker into its group, unless it is there already.

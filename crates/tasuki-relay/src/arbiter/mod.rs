@@ -340,6 +340,11 @@ impl Arbiter {
         self.members.iter().filter(harms).map(|member| member.party).collect()
     }
 
+    /// Returns whether the worker that is to have the device next does not trust this one: no process of it may run then.
+    pub fn is_stranger_to_next(&self, party: Party) -> bool {
+        self.next.is_some_and(|next| self.strangers_to(next).contains(&party))
+    }
+
     /// Returns the worker that is to have the device next.
     pub fn next(&self) -> Option<Party> {
         self.next
@@ -589,7 +594,7 @@ impl Arbiter {
                 self.absent(party, Event::GiverGone)
             }
             // A worker's own memory is evidence within its node only.
-            Input::Ended(party) if self.next.is_some_and(|next| self.strangers_to(next).contains(&party)) => None,
+            Input::Ended(party) if self.is_stranger_to_next(party) => None,
             Input::Ended(party) => {
                 self.set(party, Is::Dead);
                 self.absent(party, Event::GiverGone)

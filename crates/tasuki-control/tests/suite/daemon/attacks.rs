@@ -8,7 +8,7 @@ use std::fs;
 use serde_json::Value;
 
 use super::real;
-use super::rig::{NODES, Rig, lives, pid, until};
+use super::rig::{NODES, Rig, group, lives, pid, until};
 
 /// Starts nodes whose workers execute the attacks that a test writes for them.
 fn rig() -> Rig {
@@ -187,6 +187,69 @@ fn what_a_worker_has_started_is_fenced_with_it() {
     until(&rig, "they are dead", || started.iter().all(|pid| !lives(*pid)));
     rig.ask(&["stop"]);
     until(&rig, "what a worker starts ends with it", || others().iter().all(|pid| !lives(*pid)));
+}
+
+/// Has each worker with this fault start another process first, and write down its number.
+fn starts_another(rig: &Rig, fault: &str) {
+    let program = rig.program("program", fault);
+    let start = format!("[ \"$1\" = worker ] && {{ sleep 1003 & echo $! >> {}; }}", rig.path("others").display());
+    tasuki_testing::script(&rig.path("worker"), &format!("{start}\nexec {} \"$@\"", program.display()));
+}
+
+/// Returns the process that this worker has started, or `None` on a machine where that is not known.
+fn started_by(rig: &Rig, worker: &Value) -> Option<u32> {
+    let Some(its) = group(pid(worker)) else {
+        println!("skipped: without control groups of version 2 a worker's processes are not known");
+        return None;
+    };
+    let text = fs::read_to_string(rig.path("others")).expect("a file");
+    let mut started = text.lines().map(|pid| pid.parse().expect("a number"));
+    Some(started.find(|pid| lives(*pid) && group(*pid).as_ref() == Some(&its)).expect("it has started one"))
+}
+
+/// The old owner's driver dies in place of a release. The daemon dies when it tells the new owner to take.
+///
+/// row: T51
+#[test]
+fn what_a_driver_has_started_that_dies_by_itself_runs_nothing_when_a_stranger_takes() {
+    let mut rig = Rig::without_daemon(&NODES.replace("node = \"red\"\n", "node = \"green\"\n"), "");
+    starts_another(&rig, "dies-at-release");
+    // Green takes the NIC first.
+    rig.start_to_die(Some("daemon.take:2".to_owned()));
+    until(&rig, "tasukid serves", || rig.tasuki(&["status"]).status.success());
+    let (driver, _) = rig.await_pair("green");
+    rig.await_worker("red", "idle");
+    let Some(started) = started_by(&rig, &driver) else { return };
+    let _ = rig.tasuki(&["nic", "give", "eth0", "--to", "red"]);
+    rig.daemon_ends();
+    assert!(!lives(pid(&driver)), "it died in place of a release");
+    // A process that has its signal is dead a moment later, and there is no daemon that would send one.
+    until(&rig, "it is dead", || !lives(started));
+    rig.start();
+    rig.stop();
+}
+
+/// The next daemon finds no worker to fence, or one whose node is gone.
+///
+/// row: T51
+#[test]
+fn what_a_worker_has_started_that_dies_without_a_daemon_ends_when_one_is_there() {
+    let mut rig = Rig::without_daemon(&NODES.replace("trusts = [\"blue\"]\n", ""), "");
+    starts_another(&rig, "");
+    rig.start();
+    let (driver, standby) = rig.await_pair("red");
+    let (green, blue) = (rig.await_worker("green", "idle"), rig.await_worker("blue", "idle"));
+    let all = [&driver, &standby, &blue, &green].map(|worker| started_by(&rig, worker));
+    let [Some(drivers), Some(standbys), Some(blues), Some(greens)] = all else { return };
+    rig.kill_daemon();
+    [&driver, &standby].into_iter().for_each(|worker| rig.kill(worker));
+    rig.configure(|text| text.replace("[[node]]\nname = \"blue\"\nwork = \"sink\"\ntrusts = [\"red\"]\n", ""));
+    rig.start();
+    until(&rig, "they are dead", || [drivers, standbys, blues].iter().all(|pid| !lives(*pid)));
+    rig.await_event("had started other processes: they were ended");
+    assert!(lives(greens) && lives(pid(&green)), "another goes on");
+    rig.await_pair("red");
+    rig.stop();
 }
 
 /// A taker refuses a card in which only a reset undoes the last owner's traces, or from which frames come too early.

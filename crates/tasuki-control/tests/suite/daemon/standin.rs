@@ -426,7 +426,10 @@ impl Standin {
             Do::Stop if self.fault == "hangs-at-release" => loop {
                 std::thread::park();
             },
-            Do::Stop => return Some(Input::Stopped),
+            Do::Stop => {
+                dies("dies-at-release");
+                return Some(Input::Stopped);
+            }
             Do::WriteDriverState { .. } if nic.plan.as_ref().is_some_and(|plan| plan.store.is_some()) => {
                 let memory = Words::create("a driver state", 4096).expect("memory");
                 write(&self.socket, &ToDaemon::DriverState { nic: number }, &[memory.region().fd()]);
