@@ -339,12 +339,17 @@ impl Supervisor {
     }
 
     /// Ends workers that have a NIC whose lease page is not theirs: they were getting ready for a handover that is
-    /// over. Returns whether there were any.
+    /// over. One that the page's nodes do not trust may keep what it says it does not have. Returns whether there were any.
     fn end_those_off_the_page(&mut self) -> bool {
         let mut over = Vec::new();
         for worker in self.workers.values().filter(|worker| !worker.is_excluded()) {
-            let off =
-                |card: &&Card| worker.nics.contains_key(&card.number) && !card.page_of.contains(&worker.record.node);
+            let node = &worker.record.node;
+            let was_given = |card: &Card| card.vni().is_none() && worker.given.contains(&card.number);
+            let is_stranger = |card: &Card| card.page_of.iter().any(|other| !self.config.trust(node, other));
+            let off = |card: &&Card| {
+                let has = worker.nics.contains_key(&card.number) || was_given(card) && is_stranger(card);
+                has && !card.page_of.contains(node)
+            };
             over.extend(self.cards.values().find(off).map(|card| (worker.party(), card.name().to_owned())));
         }
         for (number, name) in &over {

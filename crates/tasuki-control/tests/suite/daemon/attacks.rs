@@ -252,6 +252,26 @@ fn what_a_worker_has_started_that_dies_without_a_daemon_ends_when_one_is_there()
     rig.stop();
 }
 
+/// The daemon dies when the taker is ready. To the next one, all workers that do not drive say that they have no NIC.
+///
+/// row: T54
+#[test]
+fn a_stranger_that_says_it_does_not_have_what_it_was_to_get_is_ended() {
+    let mut rig = Rig::without_daemon(NODES, "conceals");
+    rig.start_to_die(Some("daemon.planned:1".to_owned()));
+    until(&rig, "tasukid serves", || rig.tasuki(&["status"]).status.success());
+    let (driver, standby) = rig.await_pair("red");
+    let (friend, stranger) = (rig.await_worker("blue", "idle"), rig.await_worker("green", "idle"));
+    let _ = rig.tasuki(&["nic", "give", "eth0", "--to", "green"]);
+    rig.daemon_ends();
+    rig.start();
+    until(&rig, "it is dead", || !lives(pid(&stranger)));
+    let (drives, _) = rig.await_pair("red");
+    assert_eq!(pid(&drives), pid(&driver));
+    assert!(lives(pid(&standby)) && lives(pid(&friend)), "they may have it\n{}", rig.log());
+    rig.stop();
+}
+
 /// A taker refuses a card in which only a reset undoes the last owner's traces, or from which frames come too early.
 /// The NIC then goes to it by `cold`, from a state without a driver. All workers of its old node are fenced, and it
 /// does not get the NIC back in between.

@@ -360,6 +360,7 @@ impl Standin {
                 let mut nics: Vec<u32> = self.nics.keys().copied().collect();
                 // There are two ends, with numbers that differ in their last bit.
                 nics.extend(self.is("claims").then(|| nics[0] ^ 1));
+                nics.retain(|nic| !self.is("conceals") || self.nics[nic].machine.drives());
                 let party = if self.is("is-another") { self.party - 1 } else { self.party };
                 write(&self.socket, &ToDaemon::Mine { party, node: self.node.clone(), nics }, &[]);
             }
