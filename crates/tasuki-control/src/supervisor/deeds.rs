@@ -82,6 +82,8 @@ impl Supervisor {
     }
 
     fn do_one(&mut self, nic: u32, what: Do) -> Option<Input> {
+        // The card's method is that of the last request, and a takeover has none.
+        let is_asked = self.jobs.iter().any(|job| job.asked() == Some(nic));
         let card = self.cards.get_mut(&nic)?;
         match what {
             Do::Look => return Some(Input::Word(card.lease_page.tenure())),
@@ -95,8 +97,8 @@ impl Supervisor {
                 let limits = &self.config.daemon;
                 let preparing = card.arbiter.as_ref().is_some_and(|arbiter| arbiter.state() == State::Preparing);
                 let limit = if preparing { limits.prepare() } else { limits.deadline() };
-                let slow =
-                    if matches!(card.method, Method::Cold) { COLD_START_EXTRA_TIME } else { std::time::Duration::ZERO };
+                let is_cold = is_asked && card.method == Method::Cold;
+                let slow = if is_cold { COLD_START_EXTRA_TIME } else { std::time::Duration::ZERO };
                 card.deadline = Some((number, now() + limit + slow));
             }
             Do::Fence(party) => return self.fence(nic, party),
