@@ -618,7 +618,13 @@ impl Arbiter {
                 self.all_heard()
             }
             Input::Deadline(_) => Some(Event::Deadline),
-            Input::Word(now) if self.state == State::Steady => (now.holder != self.giver).then(|| self.forged()),
+            Input::Word(now) if self.state == State::Steady => match now {
+                now if now.holder == self.giver => None,
+                // The driver could not go on, and its report is under way. Or the dead worker wrote that for it, and it
+                // drives on: it ends, and no other worker does.
+                now if now == self.seen.passed() => Some(Event::GiverSilent),
+                _ => Some(self.forged()),
+            },
             Input::Word(now) => Some(self.look(now)),
             Input::Swapped(Ok(())) if self.state == State::Granting => {
                 self.seen = self.seen.passed();

@@ -144,10 +144,38 @@ fn what_a_standby_has_left_in_the_word_is_found_when_it_is_dead() {
     }
     assert_eq!(arbiter.hear(&table, Input::Gone(party(2))), Ok(vec![Do::Look]));
     assert_eq!(arbiter.clone().hear(&table, Input::Word(held_by(1, 1))), Ok(vec![]), "it was honest");
-    for word in [held_by(2, 1), held_by(3, 2), held_by(99, 1), Tenure::free(1)] {
+    for word in [held_by(2, 1), held_by(3, 2), held_by(99, 1), Tenure::free(0), Tenure::free(2)] {
         let doing = arbiter.clone().hear(&table, Input::Word(word)).unwrap();
         assert_eq!(doing, [Do::Fence(party(1)), Do::Fence(party(3))], "all that live and could write {word:?}");
     }
+    // If the driver has not let go of it, it drives on: no other worker drives before it is fenced.
+    assert_eq!(arbiter.hear(&table, Input::Word(Tenure::free(1))), Ok(vec![Do::Fence(party(1))]));
+    let seize = |from: Tenure| vec![Do::Swap { from, to: from.taken_by(ARBITER) }];
+    assert_eq!(arbiter.hear(&table, Input::Fenced(party(1))), Ok(seize(held_by(1, 1))));
+    assert_eq!(arbiter.hear(&table, Input::Swapped(Err(Tenure::free(1)))), Ok(seize(Tenure::free(1))));
+    let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    assert!(matches!(doing[..], [Do::Swap { .. }]), "the other stand-by is chosen: {doing:?}");
+}
+
+/// A taker was slower than its deadline and has the lease by then. Its giver ends, and before that is heard it finds that it
+/// cannot go on, and passes.
+#[test]
+fn a_lease_that_its_driver_has_passed_and_not_spoken_of_harms_nobody_else() {
+    let (mut arbiter, table) = steady();
+    for number in [2, 3] {
+        arbiter.give(party(number), HOME);
+        says(&mut arbiter, &table, number, Report::Ready);
+    }
+    let asked = Ask { purpose: Use::Upgrade, to: party(2), method: Method::Keep, kind: 0, version: 0 };
+    arbiter.hear(&table, Input::Asked(asked)).unwrap();
+    says(&mut arbiter, &table, 2, Report::Ready);
+    let deadline = Input::Deadline(arbiter.deadline);
+    assert!(matches!(arbiter.hear(&table, deadline).unwrap()[..], [Do::Swap { .. }]));
+    let doing = arbiter.hear(&table, Input::Swapped(Err(held_by(2, 2)))).unwrap();
+    assert!(doing.contains(&Do::Tell(party(1), Order::Leave)), "{doing:?}");
+    assert_eq!(arbiter.driver(), Some(party(2)));
+    assert_eq!(arbiter.hear(&table, Input::Gone(party(1))), Ok(vec![Do::Look]));
+    assert_eq!(arbiter.hear(&table, Input::Word(Tenure::free(2))), Ok(vec![Do::Fence(party(2))]));
 }
 
 /// The taker is heard first; by then the giver is a worker like any other.
