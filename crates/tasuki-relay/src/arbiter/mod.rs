@@ -34,7 +34,7 @@ impl Default for Table {
     }
 }
 
-/// Maximum number of workers that a device can have at a time: the driver, its stand-by, and workers that a person
+/// Maximum number of workers that can have a device at a time: the driver, its stand-by, and workers that a person
 /// starts.
 pub const MEMBERS_MAX: usize = 8;
 
@@ -294,13 +294,14 @@ impl Arbiter {
             Some(at) if !has_part && self.members[at].is.live() => self.members[at] = new,
             Some(_) => return None,
             None => {
-                if self.members.len() == MEMBERS_MAX {
+                if self.is_full() {
                     // Dead and fenced workers make room, except workers about which a decision is still due.
-                    let kept = [self.giver, self.next, self.seen.holder];
-                    let is_over = |member: &Member| member.is.is_harmless() && !kept.contains(&Some(member.party));
-                    let over =
-                        self.members.iter().position(|member| is_over(member) && !self.fencing.contains(&member.party));
-                    self.members.swap_remove(over?);
+                    let (kept, fencing) = ([self.giver, self.next, self.seen.holder], &self.fencing);
+                    let is_due = |party: Party| kept.contains(&Some(party)) || fencing.contains(&party);
+                    self.members.retain(|member| !member.is.is_harmless() || is_due(member.party));
+                }
+                if self.is_full() {
+                    return None;
                 }
                 self.members.push(new);
             }
@@ -309,6 +310,12 @@ impl Arbiter {
             self.page.push(node);
         }
         Some(page)
+    }
+
+    /// Returns whether there is no room for one more. Workers that have left the device take none: they live on for others,
+    /// and are remembered, for a stranger gets the device only when they are fenced.
+    fn is_full(&self) -> bool {
+        self.members.iter().filter(|member| member.is != Is::Left).count() >= MEMBERS_MAX
     }
 
     /// Stages this worker: it takes the device when a person asks for it, and is not chosen before. It runs a

@@ -124,6 +124,29 @@ fn however_many_have_died_there_is_room_for_a_fresh_one() {
     assert_eq!(living, MEMBERS_MAX - 1, "the living make no room");
 }
 
+/// They live on for another device.
+#[test]
+fn those_that_have_left_take_no_room_and_are_fenced_all_the_same() {
+    let (mut arbiter, table) = steady();
+    for number in 10..30 {
+        assert_eq!(arbiter.give(party(number), HOME), Some(Page::Shared));
+        says(&mut arbiter, &table, number, Report::Ready);
+        assert_eq!(arbiter.dismiss(party(number)), [Do::Tell(party(number), Order::Leave)]);
+    }
+    assert_eq!(arbiter.give(party(3), ABROAD), Some(Page::Fresh));
+    arbiter.hear(&table, ask(3)).unwrap();
+    says(&mut arbiter, &table, 3, Report::Ready);
+    let doing = arbiter.hear(&table, Input::Report(party(1), Report::Released { epoch: 1 }, Tenure::free(1))).unwrap();
+    let all: Vec<_> = [1].into_iter().chain(10..30).map(|number| Do::Fence(party(number))).collect();
+    assert_eq!(doing, all);
+    for number in [1].into_iter().chain(10..30) {
+        arbiter.hear(&table, Input::Fenced(party(number))).unwrap();
+    }
+    arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    (40..60).for_each(|number| _ = arbiter.give(party(number), ABROAD));
+    assert_eq!(arbiter.members().len(), MEMBERS_MAX, "the dead are forgotten");
+}
+
 #[test]
 fn a_report_of_a_worker_that_was_given_nothing_is_a_breach() {
     let (mut arbiter, table) = steady();
