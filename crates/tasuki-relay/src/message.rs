@@ -473,6 +473,30 @@ pub mod lease_page {
     pub const COMING: usize = 14;
 }
 
+/// A node's program state: memory that outlives its workers, for what its work must keep. Words are 8 bytes. A node with an end
+/// of a VNI has no work that keeps words for a NIC: it has the times of its limits there, and the state of its end's program.
+pub mod program_state {
+    use std::ops::Range;
+
+    /// Length of the memory, in bytes.
+    pub const LEN: usize = 64 << 10;
+    /// Words that a stock work keeps for a NIC: two copies.
+    pub const WORK: usize = 2 * 8;
+    /// Position of the first word of the states of users' programs.
+    pub const STATES_AT: usize = 2048;
+    /// Words that a program of the user's own keeps for a NIC: two copies, each of a head and a state.
+    pub const STATE: usize = 2 * (4 + 60);
+
+    /// Returns all words that are kept for a NIC, as far as there is room for so many NICs.
+    pub fn of_nic(nic: u32) -> [Range<usize>; 2] {
+        let words = |from: usize, len: usize, to: usize| {
+            let at = usize::try_from(nic).ok().and_then(|nic| nic.checked_mul(len)?.checked_add(from)).unwrap_or(to);
+            at.min(to)..at.saturating_add(len).min(to)
+        };
+        [words(0, WORK, STATES_AT), words(STATES_AT, STATE, LEN / 8)]
+    }
+}
+
 /// A worker's heartbeat: a memfd of one page, one for each worker, shared with the daemon. Words are 8 bytes.
 pub mod heartbeat {
     /// Length of the page, in bytes.

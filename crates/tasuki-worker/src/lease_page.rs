@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use tasuki_net::endpoint::rate;
 use tasuki_net::nic::Left;
-use tasuki_relay::message::{heartbeat, lease_page};
+use tasuki_relay::message::{heartbeat, lease_page, program_state};
 use tasuki_relay::{Party, Tenure};
 use tasuki_shm::clock::now_ns;
 use tasuki_shm::lease::{self, Lease};
@@ -192,8 +192,8 @@ impl Heartbeat {
 }
 
 /// Program state of a node: memory that outlives workers, for state that its work must keep. The stock worker's
-/// works have two lines for each NIC, by its number. Behind these, a program of the user's own has [`STATE_PAGE`]
-/// words for each NIC.
+/// works have two lines for each NIC, by its number. Behind these, a program of the user's own has
+/// [`program_state::STATE`] words for each NIC.
 ///
 /// Of a node with an endpoint, which has no such work, the first two lines have the times of its limits: of what its programs
 /// send, and of what they receive. The nodes of all queues of an interface have the program state of the interface's node.
@@ -203,17 +203,10 @@ pub struct ProgramState {
     dues: [Span<AtomicU64>; 2],
 }
 
-/// Words of the program state that one NIC has: two copies of [`COPY`] words.
-const PAGE: usize = 2 * COPY;
-
 /// Words that a stock work keeps for a NIC.
-pub const COPY: usize = 8;
+pub const COPY: usize = program_state::WORK / 2;
 
-/// Position of the first word of the states of users' programs.
-const STATES_AT: usize = 2048;
-/// Words that a program keeps for a NIC: two copies, each of a head and a state.
-const STATE_PAGE: usize = 2 * (STATE_HEAD + STATE_WORDS);
-const STATE_HEAD: usize = 4;
+const STATE_HEAD: usize = program_state::STATE / 2 - STATE_WORDS;
 /// Words of a program's state.
 pub const STATE_WORDS: usize = STATE_MAX / 8;
 
@@ -236,15 +229,12 @@ impl Default for Written {
     }
 }
 
-/// Length of a program state in bytes.
-const PROGRAM_STATE_LEN: usize = 64 * 1024;
-
 impl ProgramState {
     /// Maps the program state that the daemon has made.
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
-        let region = adopt(memory, PROGRAM_STATE_LEN)?;
+        let region = adopt(memory, program_state::LEN)?;
         let dues = [region.span(0, rate::WORDS)?, region.span(64, rate::WORDS)?];
-        Ok(ProgramState { words: region.span(0, PROGRAM_STATE_LEN / 8)?, dues })
+        Ok(ProgramState { words: region.span(0, program_state::LEN / 8)?, dues })
     }
 
     /// Returns the times of the limits of a node with an endpoint.
@@ -273,14 +263,13 @@ impl ProgramState {
     }
 
     fn state_place(&self, nic: u32, copy: u64) -> Option<&[AtomicU64]> {
-        let page = usize::try_from(nic).ok()?.checked_mul(STATE_PAGE)?.checked_add(STATES_AT)?;
-        let start = page + usize::from(copy & 1 == 1) * (STATE_PAGE / 2);
-        self.words.get(start..start + STATE_PAGE / 2)
+        let [_, words] = program_state::of_nic(nic);
+        self.words[words].chunks_exact(program_state::STATE / 2).nth(usize::from(copy & 1 == 1))
     }
 
     fn place(&self, nic: u32, copy: u64) -> Option<&[AtomicU64]> {
-        let start = usize::try_from(nic).ok()?.checked_mul(PAGE)? + usize::from(copy & 1 == 1) * COPY;
-        self.words[..STATES_AT].get(start..start + COPY)
+        let [words, _] = program_state::of_nic(nic);
+        self.words[words].chunks_exact(COPY).nth(usize::from(copy & 1 == 1))
     }
 
     /// Reads one copy of a stock work's words for a NIC. Returns zeros if there is no room for so many NICs.

@@ -15,7 +15,7 @@ use anyhow::{Context, Result};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_relay::Party;
 use tasuki_relay::arbiter::{Arbiter, Node as Numbered};
-use tasuki_relay::message::{ToWorker, heartbeat, lease_page};
+use tasuki_relay::message::{ToWorker, heartbeat, lease_page, program_state};
 use tasuki_shm::crash;
 
 use super::card::{Card, LeasePage};
@@ -24,7 +24,7 @@ use super::deposits::{Found, Key, TOO_FEW_DESCRIPTORS, not_found_out};
 use super::lines::Lines;
 use super::open::ASTRAY;
 use super::worker::{Stage, Words, Worker};
-use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, epoll_add, nanoseconds, now};
+use super::{About, Node, Supervisor, Token, epoll_add, nanoseconds, now};
 use crate::cgroup::Group;
 use crate::channel;
 use crate::config::{self, Device};
@@ -103,7 +103,7 @@ impl Supervisor {
             let program_state =
                 found.remove(&Key::ProgramState(node.name.clone())).and_then(|(_, fds)| fds.into_iter().next());
             made.program_state = program_state
-                .and_then(|program_state| Words::adopt(program_state, PROGRAM_STATE_LEN).ok())
+                .and_then(|program_state| Words::adopt(program_state, program_state::LEN).ok())
                 .unwrap_or(made.program_state);
             self.nodes.insert(node.name, made);
         }
@@ -239,7 +239,7 @@ impl Supervisor {
         let is_there = is_used || card.opened.is_some();
         self.remember(&mut card, record, is_there)?;
         if card.opened.is_none() && card.model.is_none() {
-            self.changes.push(Change::NoNic(record.number));
+            self.forget_nic(record.number);
             return Ok(());
         }
         let sentence = format!("{} is closed: the configuration does not have it any more", card.name());

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use tasuki_relay::message::program_state;
 use tokio::sync::oneshot::{self, Receiver, error::TryRecvError};
 
 use super::by_node::ByNode;
@@ -673,7 +674,7 @@ impl Supervisor {
         let node = self.nodes.get_mut(name).context("there is no such node")?;
         if !was_same_work {
             // One kind of work does not understand the memory of another.
-            node.program_state = Words::create("tasuki program state", super::PROGRAM_STATE_LEN)?;
+            node.program_state = Words::create("tasuki program state", program_state::LEN)?;
             self.mark_deposit(Key::ProgramState(name.clone()));
         }
         let node = self.nodes.get_mut(name).context("there is no such node")?;

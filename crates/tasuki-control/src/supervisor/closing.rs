@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use tasuki_relay::message::ToWorker;
+use tasuki_relay::message::{ToWorker, program_state};
 use tokio::sync::oneshot;
 
 use super::card::Opening;
@@ -43,6 +43,17 @@ impl Supervisor {
         Ok(())
     }
 
+    /// Forgets a NIC that is gone, also what nodes' programs have kept for it: another NIC gets its number.
+    pub(super) fn forget_nic(&mut self, nic: u32) {
+        self.changes.push(Change::NoNic(nic));
+        for (name, node) in &self.nodes {
+            if self.config.node(name).is_some_and(|node| node.vni.is_none()) {
+                let words = program_state::of_nic(nic).into_iter().flatten();
+                words.for_each(|word| node.program_state.store(word, 0));
+            }
+        }
+    }
+
     /// Goes on with closing NICs.
     pub(super) fn go_on_closing(&mut self) {
         if self.adopting {
@@ -72,7 +83,7 @@ impl Supervisor {
                 continue;
             }
             self.cards.remove(&nic);
-            self.changes.push(Change::NoNic(nic));
+            self.forget_nic(nic);
             [Key::Card(nic), Key::NextPage(nic), Key::NextMemory(nic)]
                 .into_iter()
                 .for_each(|key| self.mark_deposit(key));

@@ -87,6 +87,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use rustix::event::{Timespec, epoll};
 use tasuki_relay::arbiter;
+use tasuki_relay::message::program_state;
 use tasuki_shm::clock::now_ns;
 use tasuki_shm::crash;
 use tasuki_shm::line::halves;
@@ -106,8 +107,6 @@ use jobs::Job;
 use policy::Death;
 use worker::{Words, Worker};
 
-/// Bytes of a node's program state.
-const PROGRAM_STATE_LEN: usize = 64 << 10;
 /// Number of events kept in memory.
 const EVENTS_MAX: usize = 1000;
 /// Descriptors of which the loop hears at once: of more than it watches. It judges workers by the clock after that, and
@@ -213,8 +212,8 @@ struct Node {
 impl Node {
     /// Creates a node without workers.
     fn new(record: NodeRecord) -> Result<Self> {
-        let program_state =
-            Words::create("tasuki program state", PROGRAM_STATE_LEN).context("no memory for a node's program state")?;
+        let program_state = Words::create("tasuki program state", program_state::LEN)
+            .context("no memory for a node's program state")?;
         let (deaths, not_before, trouble) = (Vec::new(), Duration::ZERO, None);
         let mending = split::Mending::default();
         Ok(Node { record, program_state, deaths, not_before, trouble, mending, group: None, oom_kills: 0 })

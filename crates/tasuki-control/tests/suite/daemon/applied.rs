@@ -89,6 +89,22 @@ fn a_nic_goes_where_the_file_has_it_and_comes_back_from_where_it_was_given_by_ha
     assert!(rig.is_as_configured());
 }
 
+/// Each worker writes what is kept for its NIC.
+#[test]
+fn what_was_kept_for_a_nic_that_is_gone_is_not_there_for_the_next_one_with_its_number() {
+    let mut rig = Rig::with(NODES, "keeps");
+    rig.await_pair("red");
+    rig.await_event("144 words are kept for eth0");
+    let eth0 = &NODES[NODES.find("[[nic]]").expect("a NIC")..];
+    rig.configure(|text| text.replace(eth0, ""));
+    rig.ask(&["apply"]);
+    rig.configure(|text| text + &eth0.replace("eth0", "eth9"));
+    rig.ask(&["apply"]);
+    rig.await_pair("red");
+    rig.await_event(" 0 words are kept for eth9");
+    rig.stop();
+}
+
 #[test]
 fn a_nic_is_closed_and_another_opened_and_a_node_keeps_the_one_that_stays() {
     let two = "\n[[nic]]\nname = \"eth1\"\ndevice = \"vfio-user:/nowhere/other.sock\"\nnode = \"red\"\n";

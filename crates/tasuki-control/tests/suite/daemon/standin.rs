@@ -14,7 +14,7 @@ use tasuki_control::supervisor::card::LeasePage;
 use tasuki_control::supervisor::now;
 use tasuki_control::supervisor::worker::Words;
 use tasuki_relay::message::{
-    self, Can, DeviceBundle, MESSAGE_MAX, PROTOCOL_VERSION, ToDaemon, ToWorker, heartbeat, lease_page,
+    self, Can, DeviceBundle, MESSAGE_MAX, PROTOCOL_VERSION, ToDaemon, ToWorker, heartbeat, lease_page, program_state,
 };
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Plan, Reason, Report};
@@ -62,6 +62,7 @@ struct Standin {
     heartbeat: Words,
     listener: OwnedFd,
     nics: BTreeMap<u32, Nic>,
+    program_state: Words,
     /// Other nodes of its VNI by number, with the descriptors received of them.
     neighbours: BTreeMap<u16, Vec<OwnedFd>>,
     tables: Tables,
@@ -165,7 +166,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     let mut fds = message.fds.trust();
     // A worker without a card has no use for the TAP of its node.
     fds.truncate(3);
-    let [heartbeat, _program_state, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
+    let [heartbeat, program_state, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
     let heartbeat = Words::adopt(heartbeat, heartbeat::LEN).expect("a heartbeat");
     rustix::net::listen(&listener, 4).expect("a listening socket");
     let protocol_version = if orders.fault == "speech" { PROTOCOL_VERSION + 1 } else { PROTOCOL_VERSION };
@@ -206,6 +207,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         heartbeat,
         listener,
         nics: BTreeMap::new(),
+        program_state: Words::adopt(program_state, program_state::LEN).expect("a program state"),
         neighbours: BTreeMap::new(),
         tables: Tables::default(),
         alone: false,
@@ -353,6 +355,13 @@ impl Standin {
             ToWorker::Nic { nic, name, bundle, .. } => {
                 let lease_page = LeasePage::adopt(fds.remove(0)).expect("a lease page");
                 assert_eq!(fds.len(), bundle.fds);
+                if self.is("keeps") {
+                    let words = program_state::of_nic(nic).into_iter().flatten();
+                    let kept = words.filter(|word| self.program_state.load(*word) != 0).count();
+                    program_state::of_nic(nic).into_iter().flatten().for_each(|word| self.program_state.store(word, 7));
+                    let sentence = format!("{kept} words are kept for {name}");
+                    write(&self.socket, &ToDaemon::Told { nic: None, sentence }, &[]);
+                }
                 let machine = Worker::new(Party(self.party.try_into().expect("a party")));
                 self.nics.insert(nic, Nic { name, machine, lease_page, bundle, fds, looks: false, plan: None });
             }
