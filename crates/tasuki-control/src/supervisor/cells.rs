@@ -60,6 +60,8 @@ impl Cell {
     fn end(self) {
         let Cell { mut process, path, group, .. } = self;
         process.kill();
+        // Without a jail it is its program already, and may have started others.
+        let _ = group.as_ref().map(Group::kill);
         process.ended();
         group.iter().for_each(Group::remove);
         forget_files(&path);
