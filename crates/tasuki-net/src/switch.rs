@@ -8,7 +8,8 @@
 //!
 //! - **W1** The directory decides: no node can take an address that the directory gives to another. Of nodes that share
 //!   an address, each gets the frames of other flows; they send nothing to each other.
-//! - **W2** A node learns addresses only from nodes that the directory calls uplinks.
+//! - **W2** A node learns addresses only from nodes that the directory calls uplinks. An uplink whose worker checks its
+//!   frames (all but one with a NIC) also learns those of its own side, so that frames between them do not leave it.
 //! - **W3** A node sends only from addresses that the directory gives to it. An uplink has others behind it: it may
 //!   also send from an address that the directory gives to no node. The receiver checks this on its own copy and passes
 //!   on the bytes it checked, because a sender's worker may write anything into its ring and its pool at any time.
@@ -101,6 +102,9 @@ pub struct Switch<M = Span<Line>> {
     /// when addresses are [aged](Self::age), so that `learnt` knows which are still seen.
     passing: Box<[u64]>,
     learnt: HashMap<Mac, (u16, Instant)>,
+    /// Addresses of this node's own side, if it is an uplink, and when they were seen last. An address can be on two sides, in
+    /// two VLANs: then the other side counts.
+    own_side: HashMap<Mac, Instant>,
     /// First bytes of the frame that was admitted last.
     front: Box<[u8; CHECKED_MAX]>,
 }
@@ -164,7 +168,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         let nodes = NodeSet::default();
         let own = vec![NONE; NODES_MAX.into()].into_boxed_slice();
         let passing = own.clone();
-        let (uplinks, learnt) = (nodes, HashMap::new());
+        let (uplinks, learnt, own_side) = (nodes, HashMap::new(), HashMap::new());
         let mut switch = Switch {
             us,
             shared: None,
@@ -177,6 +181,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
             own,
             passing,
             learnt,
+            own_side,
             front: Box::new([0; CHECKED_MAX]),
         };
         switch.look();
@@ -225,9 +230,9 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
             Some((node, false)) if node == self.us => To::Nobody,
             Some((node, false)) => To::Node(node),
             None => match self.learnt.get(&mac) {
-                Some((node, _)) if *node == self.us && self.is_uplink => To::Nobody,
                 Some((node, _)) if self.uplinks.contains(*node) => To::Node(*node),
                 _ if self.uplinks == NodeSet::default() => To::Nobody,
+                _ if self.is_uplink && self.own_side.contains_key(&mac) => To::Nobody,
                 _ => To::Uplinks,
             },
         };
@@ -313,11 +318,17 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
                 self.own[usize::from(node)] = number_of(mac);
             }
             Some(_) => return false,
-            None if node == self.us && self.is_uplink || self.uplinks.contains(node) => {
+            None if node == self.us && self.is_uplink => {
+                let has_room = self.own_side.len() < LEARNT_MAX || self.own_side.contains_key(&mac);
                 // With no other uplink, an unknown address is nobody's anyway.
-                if self.uplinks != NodeSet::default() {
-                    self.learn(mac, node, Instant::now());
+                if has_room && self.uplinks != NodeSet::default() {
+                    self.own_side.insert(mac, Instant::now());
+                    self.last = None;
                 }
+                self.passing[usize::from(node)] = number_of(mac);
+            }
+            None if self.uplinks.contains(node) => {
+                self.learn(mac, node, Instant::now());
                 self.passing[usize::from(node)] = number_of(mac);
             }
             None => return false,
@@ -325,8 +336,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         true
     }
 
-    /// Learns the address of a frame that an uplink, which may be this node, sent from an address that the directory gives to
-    /// no node (W1, W2).
+    /// Learns the address of a frame that an uplink sent from an address that the directory gives to no node (W1, W2).
     fn learn(&mut self, mac: Mac, node: u16, now: Instant) {
         if self.learnt.len() >= LEARNT_MAX && !self.learnt.contains_key(&mac) {
             return;
@@ -345,7 +355,9 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         if self.directory.version() != self.version {
             self.look();
         }
-        self.learnt.retain(|_, (_, seen)| now.saturating_duration_since(*seen) < AGEING);
+        let is_recent = |seen: &Instant| now.saturating_duration_since(*seen) < AGEING;
+        self.learnt.retain(|_, (_, seen)| is_recent(seen));
+        self.own_side.retain(|_, seen| is_recent(seen));
         self.passing.fill(NONE);
         self.last = None;
     }
@@ -449,9 +461,9 @@ mod tests {
         assert!(switch.may_send(STRANGER));
         assert_eq!(switch.find(STRANGER), To::Nobody);
         assert!(hears(&mut switch, STRANGER, 2));
-        assert_eq!(switch.find(STRANGER), To::Node(2), "it moved");
+        assert_eq!(switch.find(STRANGER), To::Node(2), "it moved, or is there in another VLAN");
         assert!(switch.may_send(STRANGER));
-        assert_eq!(switch.find(STRANGER), To::Nobody, "it moved back");
+        assert_eq!(switch.find(STRANGER), To::Node(2));
         switch.age(Instant::now() + AGEING);
         assert_eq!(switch.find(STRANGER), To::Uplinks);
     }
@@ -575,6 +587,7 @@ mod tests {
         fn it_says_what_a_plain_table_says(steps in prop::collection::vec((0_u8..12, 0_u16..5, 0_u8..5), 1..300)) {
             let (mut directory, mut switch) = pair(0);
             let (mut known, mut learnt, mut uplinks) = (HashMap::new(), HashMap::new(), NodeSet::default());
+            let mut own_side = std::collections::HashSet::new();
             directory.set_nodes(&set(&[0, 1, 2, 3, 4]));
             for (number, node, what) in steps {
                 let mac = [2, 0, 0, 0, 0, number];
@@ -592,7 +605,9 @@ mod tests {
                         let mut others = uplinks;
                         others.remove(0);
                         let may_learn = uplinks.contains(node) && others != NodeSet::default();
-                        if may_learn && !known.contains_key(&mac) { learnt.insert(mac, node); }
+                        if may_learn && !known.contains_key(&mac) {
+                            if node == 0 { own_side.insert(mac); } else { learnt.insert(mac, node); }
+                        }
                     }
                     3 => { if uplinks.contains(node) { uplinks.remove(node) } else { uplinks.insert(node) }; directory.set_uplinks(&uplinks); }
                     _ => {}
@@ -603,8 +618,8 @@ mod tests {
                     (Some(0), _) => To::Nobody,
                     (Some(node), _) => To::Node(*node),
                     (None, Some(node)) if others.contains(*node) => To::Node(*node),
-                    (None, Some(0)) if uplinks.contains(0) => To::Nobody,
                     _ if others == NodeSet::default() => To::Nobody,
+                    _ if uplinks.contains(0) && own_side.contains(&mac) => To::Nobody,
                     _ => To::Uplinks,
                 };
                 prop_assert_eq!(switch.find(mac), expected);

@@ -186,15 +186,21 @@ impl Incoming<'_> {
             return Ok(0);
         }
         frame[..front.len()].copy_from_slice(front);
-        let mut written = Ok(0);
+        let (mut count, mut refused) = (0, None);
         let made = finish(offload, &mut frame, |headers, payload| {
-            if let Ok(count) = written {
+            if refused.is_none() {
                 let part = [&[0; HEADER_LEN][..], headers, payload].map(IoSlice::new);
-                written = rustix::io::writev(fd, &part).map(|_| count + 1);
+                match rustix::io::writev(fd, &part) {
+                    Ok(_) => count += 1,
+                    Err(errno) => refused = Some(errno),
+                }
             }
         });
         made.map_err(|_| io::ErrorKind::InvalidData)?;
-        Ok(written?)
+        match refused {
+            Some(errno) if count == 0 => Err(errno.into()),
+            _ => Ok(count),
+        }
     }
 
     /// Returns the frame's bytes where they lie, as 64-bit words in native order; loads each once. Bytes behind the

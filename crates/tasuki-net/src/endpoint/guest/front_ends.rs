@@ -227,10 +227,10 @@ impl Guest {
             // The last interrupt by another back end, or by the machine from which the guest came, may have been lost.
             self.must_ring = true;
         }
-        if self.front_end.as_ref().is_none_or(|front_end| front_end.device.queues[TO_GUEST].is_some()) {
-            self.stopped = None;
-        } else if was_running.is_some() {
-            self.stopped = Some(Instant::now());
+        match runs {
+            Some(_) => self.moves = None,
+            None if was_running.is_some() && self.other.is_some() => self.moves = Some(Instant::now()),
+            None => {}
         }
         if self.stale.is_some() || self.must_hear {
             // The place may be taken or free: it is known soon, and a new front end waits for it.

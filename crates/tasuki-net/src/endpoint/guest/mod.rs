@@ -79,9 +79,8 @@ const ATTEND_EVERY: u32 = 64;
 /// (VIRTIO 1.2, 5.1.6).
 const LONG_HEADER: usize = 12;
 
-/// How long frames wait for a guest that pauses, or migrates from one front end to the other. QEMU's own limit for that is
-/// 300 ms.
-const PAUSE: Duration = Duration::from_secs(1);
+/// How long frames wait for a guest that migrates from one front end to the other. QEMU's own limit is 300 ms.
+const MOVE: Duration = Duration::from_secs(1);
 
 /// How long a turn before a handover waits for the rest of a message.
 const LAST_WORD: Duration = Duration::from_millis(5);
@@ -117,8 +116,8 @@ pub struct Guest {
     /// A second front end: of the machine to which the guest migrates, and afterwards of the one from which it came. Of the
     /// two, the one whose device runs is served.
     other: Option<Box<FrontEnd>>,
-    /// Since when the front end has stopped the device: the guest pauses, or is on its way to the other front end.
-    stopped: Option<Instant>,
+    /// Since when the guest is on its way from one front end to the other.
+    moves: Option<Instant>,
     /// The front end of a predecessor, until the endpoint begins to serve.
     inherited: Option<Box<FrontEnd>>,
     /// The second machine's front end of a predecessor.
@@ -173,7 +172,7 @@ impl Guest {
             listener: Listener::new(listener)?,
             front_end: None,
             other: None,
-            stopped: None,
+            moves: None,
             inherited: None,
             inherited_other: None,
             serves: false,
@@ -277,7 +276,7 @@ impl Endpoint for Guest {
 
     #[inline]
     fn is_ready(&mut self) -> bool {
-        !self.heard && self.stopped.is_none_or(|since| since.elapsed() >= PAUSE)
+        !self.heard && self.moves.is_none_or(|since| since.elapsed() >= MOVE)
     }
 
     #[inline]

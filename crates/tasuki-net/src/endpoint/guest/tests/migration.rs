@@ -122,29 +122,6 @@ fn a_migration_that_fails_goes_on_where_it_began() {
     }
 }
 
-/// A snapshot stops a device for a moment.
-#[test]
-fn frames_wait_while_a_guest_pauses_and_not_for_one_that_has_left() {
-    for features in [ALL, ALL | PACKED] {
-        let mut net = Net::new(2);
-        let mut machine = net.machine(features, 64);
-        let send = |net: &mut Net| {
-            (0..3).for_each(|number| _ = net.others[0].send(US, &frame(US, OTHER, number)));
-            net.others[0].flush();
-            net.settle();
-        };
-        let bases = machine.stop(&mut || net.turn());
-        send(&mut net);
-        machine.begin(bases, &mut || net.turn());
-        net.settle();
-        assert_eq!(machine.receive(), right(US, OTHER, 3));
-        machine.stop(&mut || net.turn());
-        cut::cut(&mut net, &mut machine, cut::End::Close);
-        send(&mut net);
-        assert_eq!(net.node.as_ref().unwrap().dropped, Dropped { away: 3, ..Dropped::default() });
-    }
-}
-
 /// The way back, by the same two machines. Frames that come while neither runs wait.
 #[test]
 fn a_guest_goes_there_and_back_and_its_worker_is_replaced_meanwhile() {
