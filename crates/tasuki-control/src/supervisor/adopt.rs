@@ -339,13 +339,13 @@ impl Supervisor {
     }
 
     /// Ends workers that have a NIC whose lease page is not theirs: they were getting ready for a handover that is
-    /// over. One that the page's nodes do not trust may keep what it says it does not have. Returns whether there were any.
+    /// over. One that the NIC's node does not trust may keep what it says it does not have. Returns whether there were any.
     fn end_those_off_the_page(&mut self) -> bool {
         let mut over = Vec::new();
         for worker in self.workers.values().filter(|worker| !worker.is_excluded()) {
             let node = &worker.record.node;
             let was_given = |card: &Card| card.vni().is_none() && worker.given.contains(&card.number);
-            let is_stranger = |card: &Card| card.page_of.iter().any(|other| !self.config.trust(node, other));
+            let is_stranger = |card: &Card| !self.config.trust(node, card.node());
             let off = |card: &&Card| {
                 let has = worker.nics.contains_key(&card.number) || was_given(card) && is_stranger(card);
                 has && !card.page_of.contains(node)
@@ -366,6 +366,20 @@ impl Supervisor {
         let have = self.workers.values().filter(has);
         let have: Vec<(u32, String)> = have.map(|worker| (worker.party(), worker.record.node.clone())).collect();
         have.into_iter().filter_map(|(number, node)| Some((party(number)?, self.node_number(&node)))).collect()
+    }
+
+    /// Tells the arbiter of a NIC, which has just begun, which workers had the NIC once, and live.
+    pub(super) fn remember_those_that_left(&mut self, nic: u32) {
+        let had = |worker: &&Worker| worker.given.contains(&nic) && !worker.nics.contains_key(&nic);
+        let had = self.workers.values().filter(had);
+        let had: Vec<(u32, String)> = had.map(|worker| (worker.party(), worker.record.node.clone())).collect();
+        let had: Vec<_> =
+            had.into_iter().filter_map(|(number, node)| Some((party(number)?, self.node_number(&node)))).collect();
+        if let Some(arbiter) =
+            self.cards.get_mut(&nic).filter(|card| card.vni().is_none()).and_then(|card| card.arbiter.as_mut())
+        {
+            arbiter.remember(had);
+        }
     }
 
     /// Handles a NIC that no living worker has: its node must have its lease page, too. The earlier daemon may have
@@ -447,6 +461,7 @@ impl Supervisor {
             staged.filter_map(|worker| party(worker.party())).for_each(|staged| arbiter.stage(staged));
             card.arbiter = Some(arbiter);
             let name = card.name().to_owned();
+            self.remember_those_that_left(nic);
             let inputs = self.do_all(nic, doing);
             inputs.into_iter().for_each(|input| self.tell_arbiter(nic, input));
             // The stand-bys have not heard of a client that came while no daemon was there.

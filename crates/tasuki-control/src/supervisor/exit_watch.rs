@@ -99,10 +99,14 @@ impl Supervisor {
     /// Handles ended threads, reported by the kernel or by the workers themselves. A worker that claims it and lives
     /// is killed before the daemon acts on it.
     pub(super) fn on_exit_marks(&mut self) {
-        for number in self.exit_watch.take() {
-            let Some(worker) = self.workers.get(&number) else { continue };
+        let ended: Vec<_> =
+            self.exit_watch.take().into_iter().filter(|number| self.workers.contains_key(number)).collect();
+        for number in &ended {
+            let Some(worker) = self.workers.get(number) else { continue };
             worker.process.kill();
-            self.driver_ended(number);
+            self.driver_ended(*number);
+        }
+        for number in ended {
             // The successor needs that CPU now.
             if let Some(worker) = self.workers.get(&number) {
                 worker.process.send_to(&self.housekeeping_cpus);

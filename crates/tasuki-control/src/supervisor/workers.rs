@@ -476,6 +476,7 @@ impl Supervisor {
                 arbiter.stage(party);
             }
             card.arbiter = Some(arbiter);
+            self.remember_those_that_left(nic);
             self.do_all(nic, doing);
         }
         true

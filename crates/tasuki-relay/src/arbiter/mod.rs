@@ -269,6 +269,16 @@ impl Arbiter {
         }
     }
 
+    /// Records workers that had the device before this arbiter began, and left it: they may have kept the way to it, and a
+    /// stranger gets it only when they are fenced.
+    pub fn remember(&mut self, left: impl IntoIterator<Item = (Party, Node)>) {
+        for (party, node) in left {
+            if self.node(party).is_none() {
+                self.members.push(Member { party, node, is: Is::Left, staged: false, lost: 0 });
+            }
+        }
+    }
+
     /// Records that two nodes do not trust each other any more, and takes `other` from the page if both have it. The caller
     /// has seen to it that no process of `other` that ever had the page is left.
     pub fn estrange(&mut self, node: Node, other: Node) {

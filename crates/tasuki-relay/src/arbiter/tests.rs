@@ -133,13 +133,15 @@ fn those_that_have_left_take_no_room_and_are_fenced_all_the_same() {
         says(&mut arbiter, &table, number, Report::Ready);
         assert_eq!(arbiter.dismiss(party(number)), [Do::Tell(party(number), Order::Leave)]);
     }
+    // One had it when another arbiter was there.
+    arbiter.remember([(party(30), HOME), (party(1), HOME)]);
     assert_eq!(arbiter.give(party(3), ABROAD), Some(Page::Fresh));
     arbiter.hear(&table, ask(3)).unwrap();
     says(&mut arbiter, &table, 3, Report::Ready);
     let doing = arbiter.hear(&table, Input::Report(party(1), Report::Released { epoch: 1 }, Tenure::free(1))).unwrap();
-    let all: Vec<_> = [1].into_iter().chain(10..30).map(|number| Do::Fence(party(number))).collect();
+    let all: Vec<_> = [1].into_iter().chain(10..=30).map(|number| Do::Fence(party(number))).collect();
     assert_eq!(doing, all);
-    for number in [1].into_iter().chain(10..30) {
+    for number in [1].into_iter().chain(10..=30) {
         arbiter.hear(&table, Input::Fenced(party(number))).unwrap();
     }
     arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
