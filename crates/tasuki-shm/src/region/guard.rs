@@ -133,7 +133,7 @@ fn is_replaced((from, to): (usize, usize)) -> bool {
     // SAFETY: moves it over a part of the guarded mapping and over nothing else (G1).
     let moved = unsafe { rustix::mm::mremap_fixed(fresh, len, len, MremapFlags::MAYMOVE, at) };
     if moved.is_err() {
-        // SAFETY: the mapping of above, which no code knows.
+        // SAFETY: the mapping of above, which no code knows (G2).
         let _ = unsafe { rustix::mm::munmap(fresh, len) };
     }
     moved.is_ok()
