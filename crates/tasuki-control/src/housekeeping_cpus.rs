@@ -20,8 +20,8 @@ fn of_this_thread() -> Vec<u32> {
 }
 
 /// Returns the CPUs on which a process of ours may be told to stay: all of the cpuset that are on line. The CPUs on which
-/// this thread runs are fewer where some are isolated (`isolcpus=`, or systemd's `CPUAffinity=`), and a node's CPU is one
-/// of those.
+/// this thread runs are fewer where some are isolated (`isolcpus=`, or systemd's `CPUAffinity=`), and a node's CPU is
+/// mostly an isolated one.
 pub fn usable() -> Vec<u32> {
     // Another thread asks: this one stays where it is.
     let asked = std::thread::Builder::new().spawn(|| {

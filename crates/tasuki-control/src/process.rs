@@ -181,7 +181,7 @@ fn ends_within(pidfd: &OwnedFd, limit: &Timespec) -> bool {
 
 fn hidden(pid: u32) -> String {
     format!(
-        "/proc hides process {pid} from tasukid (hidepid), which knows none of its workers again by that; mount /proc without that option, or have tasukid's user in the group of its option gid="
+        "/proc hides process {pid} from tasukid (hidepid), so tasukid cannot know its workers again; mount /proc without that option, or have tasukid's user in the group of its option gid="
     )
 }
 

@@ -195,7 +195,8 @@ impl Supervisor {
         self.note(About::default(), sentence);
     }
 
-    /// Ends what workers have started that died while no daemon was there: it may be at a card, and no arbiter knows of it.
+    /// Ends the processes that workers have started which died while no daemon was there: one may be at a card, and no
+    /// arbiter knows of it.
     /// A process that waited to become a worker, of which there is no record, just ends.
     fn end_what_they_started(&mut self, dead: &BTreeSet<u32>, known: &[WorkerRecord]) {
         let groups = self.groups.iter().flat_map(|groups| {
@@ -339,7 +340,8 @@ impl Supervisor {
     }
 
     /// Ends workers that have a NIC whose lease page is not theirs: they were getting ready for a handover that is
-    /// over. One that the NIC's node does not trust may keep what it says it does not have. Returns whether there were any.
+    /// over. A worker that the NIC's node does not trust may deny that it has the NIC: what it was given counts. Returns
+    /// whether there were any.
     fn end_those_off_the_page(&mut self) -> bool {
         let mut over = Vec::new();
         for worker in self.workers.values().filter(|worker| !worker.is_excluded()) {
@@ -368,17 +370,25 @@ impl Supervisor {
         have.into_iter().filter_map(|(number, node)| Some((party(number)?, self.node_number(&node)))).collect()
     }
 
-    /// Tells the arbiter of a NIC, which has just begun, which workers had the NIC once, and live.
+    /// Tells the arbiter of a NIC, which has just begun, of the living workers that had the NIC and left it, and which nodes
+    /// trust theirs: it fences none of them for such a node.
     pub(super) fn remember_those_that_left(&mut self, nic: u32) {
+        if self.cards.get(&nic).is_none_or(|card| card.vni().is_some()) {
+            return;
+        }
         let had = |worker: &&Worker| worker.given.contains(&nic) && !worker.nics.contains_key(&nic);
         let had = self.workers.values().filter(had);
         let had: Vec<(u32, String)> = had.map(|worker| (worker.party(), worker.record.node.clone())).collect();
-        let had: Vec<_> =
-            had.into_iter().filter_map(|(number, node)| Some((party(number)?, self.node_number(&node)))).collect();
-        if let Some(arbiter) =
-            self.cards.get_mut(&nic).filter(|card| card.vni().is_none()).and_then(|card| card.arbiter.as_mut())
-        {
-            arbiter.remember(had);
+        for (number, node) in had {
+            let names = self.config.node.iter().map(|other| &other.name);
+            let trusted: Vec<String> = names.filter(|other| self.config.trust(&node, other)).cloned().collect();
+            let friends: Vec<Numbered> = trusted.iter().map(|other| self.node_number(other)).collect();
+            let left = self.node_number(&node);
+            let arbiter = self.cards.get_mut(&nic).and_then(|card| card.arbiter.as_mut());
+            if let Some((arbiter, party)) = arbiter.zip(party(number)) {
+                arbiter.befriend(left, &friends);
+                arbiter.remember([(party, left)]);
+            }
         }
     }
 

@@ -247,7 +247,7 @@ impl Supervisor {
         false
     }
 
-    /// Ends the processes that a worker has started, which is ending itself. If it `waits`, they run no instruction any more
+    /// Ends the processes that an ending worker has started. If it `waits`, they run no instruction any more
     /// when this returns, if the machine permits: one that has its signal may run until its CPU looks.
     pub(super) fn end_what_it_started(&self, number: u32, waits: bool) {
         let Some((worker, group)) = self.workers.get(&number).zip(self.group(number)) else { return };

@@ -111,7 +111,7 @@ impl Supervisor {
             if let Some(worker) = self.workers.get(&number) {
                 worker.process.send_to(&self.housekeeping_cpus);
             }
-            // It takes its time to end, and its NIC may go to a stranger meanwhile.
+            // A worker takes its time to end, and its NIC may go to a stranger meanwhile.
             self.end_what_it_started(number, false);
         }
     }

@@ -317,7 +317,7 @@ impl Supervisor {
             card.arbiter.as_ref().zip(party(number)).is_some_and(|(arbiter, party)| arbiter.is_stranger_to_next(party))
         };
         if self.cards.values().any(is_stranger) {
-            // The arbiter takes it for harmless from here on, and what it has started may be at the card.
+            // The arbiter takes the worker for harmless from here on, and processes that it has started may still reach the card.
             self.end_what_it_started(number, true);
         }
         let Some(mut worker) = self.workers.remove(&number) else { return };

@@ -119,7 +119,7 @@ impl Supervisor {
         let groups = self.groups.as_ref().ok_or_else(none)?;
         match bounds.zip(self.nodes.get_mut(name)) {
             Some((bounds, node)) => groups.child(&mut node.group, name, &bounds, &child),
-            // Its node has left the configuration, and what it has started is to end with it.
+            // Its node has left the configuration, and the processes that it has started are to end with it.
             None => groups.child_of_before(&child).ok_or_else(none),
         }
     }

@@ -298,23 +298,25 @@ impl Arbiter {
     pub fn give(&mut self, party: Party, node: Node) -> Option<Page> {
         let page = self.page_for(node);
         let has_part = [self.giver, self.next, self.seen.holder].contains(&Some(party));
-        let at = self.members.iter().position(|member| member.party == party);
-        let new = Member { party, node, is: Is::Given, staged: false, lost: 0 };
-        match at {
-            Some(at) if !has_part && self.members[at].is.live() => self.members[at] = new,
-            Some(_) => return None,
-            None => {
-                if self.is_full() {
-                    // Dead and fenced workers make room, except workers about which a decision is still due.
-                    let (kept, fencing) = ([self.giver, self.next, self.seen.holder], &self.fencing);
-                    let is_due = |party: Party| kept.contains(&Some(party)) || fencing.contains(&party);
-                    self.members.retain(|member| !member.is.is_harmless() || is_due(member.party));
-                }
-                if self.is_full() {
-                    return None;
-                }
-                self.members.push(new);
+        let known = self.members.iter().find(|member| member.party == party).map(|member| member.is);
+        if known.is_some_and(|is| has_part || !is.live()) {
+            return None;
+        }
+        if known.is_none_or(|is| is == Is::Left) {
+            if self.is_full() {
+                // Dead and fenced workers make room, except workers about which a decision is still due.
+                let (kept, fencing) = ([self.giver, self.next, self.seen.holder], &self.fencing);
+                let is_due = |party: Party| kept.contains(&Some(party)) || fencing.contains(&party);
+                self.members.retain(|member| !member.is.is_harmless() || is_due(member.party));
             }
+            if self.is_full() {
+                return None;
+            }
+        }
+        let new = Member { party, node, is: Is::Given, staged: false, lost: 0 };
+        match self.members.iter_mut().find(|member| member.party == party) {
+            Some(member) => *member = new,
+            None => self.members.push(new),
         }
         if page == Page::Shared && !self.page.contains(&node) {
             self.page.push(node);

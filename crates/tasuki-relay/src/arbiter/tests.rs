@@ -149,6 +149,24 @@ fn those_that_have_left_take_no_room_and_are_fenced_all_the_same() {
     assert_eq!(arbiter.members().len(), MEMBERS_MAX, "the dead are forgotten");
 }
 
+/// A worker of a friend had the device before this arbiter began.
+#[test]
+fn one_that_has_left_is_not_fenced_for_a_node_that_trusts_it() {
+    for is_friend in [true, false] {
+        let (mut arbiter, table) = steady();
+        if is_friend {
+            arbiter.befriend(ABROAD, &[HOME]);
+        }
+        arbiter.remember([(party(30), ABROAD)]);
+        arbiter.give(party(2), HOME);
+        says(&mut arbiter, &table, 2, Report::Ready);
+        arbiter.hear(&table, Input::Gone(party(1))).unwrap();
+        let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+        assert_eq!(doing.contains(&Do::Fence(party(30))), !is_friend, "{doing:?}");
+        assert_eq!(arbiter.next(), Some(party(2)));
+    }
+}
+
 #[test]
 fn a_report_of_a_worker_that_was_given_nothing_is_a_breach() {
     let (mut arbiter, table) = steady();

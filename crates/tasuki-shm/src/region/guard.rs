@@ -1,6 +1,6 @@
 //! Guards on mappings of memory that can be taken away: its maker cuts the file, or there are no huge pages; or a device's
-//! registers do not answer any more. An access to memory that is gone raises SIGBUS. The handler here replaces the whole mapping, or
-//! a piece of it where the kernel gives less memory, and the access goes on.
+//! registers do not answer any more. An access to memory that is gone raises SIGBUS. The handler here replaces the whole
+//! mapping, or a piece of it where the kernel gives less memory, and the access goes on.
 //!
 //! # Invariants
 //!
@@ -110,9 +110,9 @@ fn install() -> libc::sigaction {
     before
 }
 
-/// Lengths of what the handler replaces, in the order of its tries: the first is more than any range has, and the second no
-/// more than the accesses to many places between two looks of the user may cost. A part of a huge page cannot be replaced, and
-/// those have 2 MiB or 1 GiB.
+/// Lengths of the pieces that the handler replaces, in the order of its tries. The first is longer than any range. The second
+/// is short: the user may touch many places before it looks, and each costs a piece. A part of a huge page cannot be replaced:
+/// the others are the lengths of huge pages.
 const PIECES: [usize; 4] = [1 << 63, 1 << 16, HUGE_PAGE_LEN, 1 << 30];
 
 /// Returns the bounds of the aligned piece of this length at an address, as far as it is in the range.

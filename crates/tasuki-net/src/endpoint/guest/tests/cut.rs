@@ -226,7 +226,8 @@ fn a_front_end_that_has_forgotten_its_drivers_features_is_told_of() {
     assert!(said.contains("no feature that the guest's driver takes") && said.contains("; if the guest"), "{said}");
 }
 
-/// FreeBSD's driver posts its buffers before it starts the device, and Cloud Hypervisor says so many for where to begin.
+/// FreeBSD's driver posts its buffers before it starts the device, and Cloud Hypervisor names their number as the place to
+/// begin.
 #[test]
 fn buffers_that_a_driver_posts_before_the_device_starts_are_used() {
     let (mut net, mut crossed) = (Net::new(2), Crossed::default());
