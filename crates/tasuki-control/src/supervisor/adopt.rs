@@ -195,9 +195,8 @@ impl Supervisor {
         self.note(About::default(), sentence);
     }
 
-    /// Ends the processes that workers have started which died while no daemon was there: one may be at a card, and no
-    /// arbiter knows of it.
-    /// A process that waited to become a worker, of which there is no record, just ends.
+    /// Ends the processes of workers that died while no daemon was there: one may still reach a card, and no arbiter knows of
+    /// it. A process that waited to become a worker, of which there is no record, just ends.
     fn end_what_they_started(&mut self, dead: &BTreeSet<u32>, known: &[WorkerRecord]) {
         let groups = self.groups.iter().flat_map(|groups| {
             dead.iter().filter_map(|number| Some((*number, groups.child_of_before(&format!("worker-{number}"))?)))
