@@ -17,6 +17,7 @@ use rustix::net::SocketFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::channel::{self, Nothing};
+use crate::endpoint::socket::mark;
 use crate::place;
 
 /// Most entries: a VNI of as many nodes as there can be has a quarter of them.
@@ -62,6 +63,8 @@ pub fn run(folder: &Path) -> Result<()> {
     let listener = std::io::stdin().as_fd().try_clone_to_owned().context("the keeper has no standard input")?;
     // From now on a client that connects reaches this process.
     rustix::net::listen(&listener, 4).context("standard input is not a listening socket; tasukid starts this")?;
+    // Another keeper may listen there once the file has been deleted.
+    let own = mark(&place::keeper_socket(folder));
     // The daemon writes to it while a NIC changes hands, and must not lose its CPU to it then.
     let _ = rustix::process::nice(10);
     let mut entries = BTreeMap::new();
@@ -71,7 +74,7 @@ pub fn run(folder: &Path) -> Result<()> {
             break;
         }
         drop(daemon);
-        next = await_daemon(&listener, folder)?;
+        next = await_daemon(&listener, own.as_deref(), folder)?;
     }
     Ok(())
 }
@@ -84,11 +87,12 @@ fn own_daemon() -> std::io::Result<OwnedFd> {
     Ok(daemon)
 }
 
-/// Waits for the next daemon: a process of the same user that has the directory's lock.
-fn await_daemon(listener: &OwnedFd, folder: &Path) -> Result<Option<OwnedFd>> {
+/// Waits for the next daemon: a process of the same user that has the directory's lock. None can come once the file with the
+/// mark `own` is gone.
+fn await_daemon(listener: &OwnedFd, own: Option<&str>, folder: &Path) -> Result<Option<OwnedFd>> {
     loop {
         match rustix::event::poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&SOCKET_CHECK_EVERY)) {
-            Ok(0) if !place::keeper_socket(folder).exists() => return Ok(None),
+            Ok(0) if own.is_none() || mark(&place::keeper_socket(folder)).as_deref() != own => return Ok(None),
             Ok(0) | Err(Errno::INTR) => continue,
             Ok(_) => {}
             Err(errno) => return Err(errno).context("the kernel refused to wait"),

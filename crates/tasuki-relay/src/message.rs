@@ -321,6 +321,9 @@ pub enum ToWorker {
         /// Number of the capture.
         capture: u32,
     },
+    /// Another socket to which a later daemon connects: the file of the one before was deleted. Beside it: the listening
+    /// socket. Only to a worker that reads [`LISTEN_VERSION`](vni::LISTEN_VERSION).
+    Listen,
     /// A request for the worker's identity, from a daemon that has just started: the answer is the node's
     /// [`ToDaemon::Client`] if it has one, and [`ToDaemon::Mine`].
     Again,
@@ -420,9 +423,12 @@ pub mod vni {
     /// A worker that says that it reads this version has a switch that knows nodes that share an address. No end has this
     /// version. A worker from before would take frames of such nodes for forged, or know only one of them.
     pub const SHARING_VERSION: u32 = 4;
-    /// The last version of which a worker says that it reads it: it keeps the node's limits together with the node's other
-    /// workers, in the program state. No end has this version. Each worker from before would keep them alone.
+    /// A worker that says that it reads this version keeps the node's limits together with the node's other workers, in the
+    /// program state. No end has this version. Each worker from before would keep them alone.
     pub const LIMITS_VERSION: u32 = 5;
+    /// The last version of which a worker says that it reads it: it hears [`Listen`](super::ToWorker::Listen). No end has this
+    /// version.
+    pub const LISTEN_VERSION: u32 = 6;
     /// Number of descriptors of a device bundle.
     pub const FDS: usize = 6;
     /// Position of the directory among them.

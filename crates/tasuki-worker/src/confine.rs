@@ -34,6 +34,7 @@ const CALLS: &[i64] = &[
     libc::SYS_recvmsg,
     libc::SYS_recvfrom,
     libc::SYS_accept4,
+    libc::SYS_listen,
     libc::SYS_getsockopt,
     libc::SYS_setsockopt,
     libc::SYS_shutdown,

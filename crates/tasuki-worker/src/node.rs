@@ -106,7 +106,7 @@ pub fn run<D: FrameHandler>() -> Result<()> {
     let keeps = Keeps { urgent: begin.nice < 0, files: begin.files, threads: begin.threads };
     let mut unconfined = confine::confine(begin.memlock, keeps)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
-    let ends = (message::vni::KIND, message::vni::VERSION, message::vni::LIMITS_VERSION);
+    let ends = (message::vni::KIND, message::vni::VERSION, message::vni::LISTEN_VERSION);
     let reads = vec![store::versions::<e1000e::DriverState>(), store::versions::<virtio::DriverState>(), ends];
     node.common.channel.write(&ToDaemon::Begun { protocol_version: PROTOCOL_VERSION, reads, unconfined }, Vec::new());
     node.serve()
@@ -393,6 +393,12 @@ impl<D: FrameHandler> Node<D> {
             ToWorker::Nic { nic, name, iova, fenced, bundle } => {
                 if let Err(error) = self.take_in(nic, name, (iova, fenced, bundle), fds) {
                     self.common.channel.tell(Some(nic), format!("{error:#}"));
+                }
+            }
+            ToWorker::Listen => {
+                let socket = fds.into_iter().next().context("no socket came; rebuild the older of daemon and worker");
+                if let Err(error) = socket.and_then(|socket| self.common.channel.listen(socket)) {
+                    self.common.channel.tell(None, format!("{error:#}"));
                 }
             }
             ToWorker::DriverState { nic } => self.of(nic, |attachment| attachment.stored(fds.into_iter().next())),

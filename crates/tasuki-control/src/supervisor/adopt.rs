@@ -294,10 +294,13 @@ impl Supervisor {
         let peer = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
         let is_itself = !reached || peer == Some(process.name().pid);
         let its = its.and_then(|(given, fds)| {
-            let heartbeat = Words::adopt(fds.into_iter().next()?, heartbeat::LEN).ok()?;
-            Some((heartbeat, serde_json::from_str(&given).ok()?))
+            let mut fds = fds.into_iter();
+            let heartbeat = Words::adopt(fds.next()?, heartbeat::LEN).ok()?;
+            // A keeper of a tasukid before this version has no pipe of it.
+            Some((heartbeat, (serde_json::from_str(&given).ok()?, fds.next().map(|pipe| Lines::over(pipe.into())))))
         });
-        let (heartbeat, given) = its.unzip();
+        let (heartbeat, rest) = its.unzip();
+        let (given, lines) = rest.unzip();
         let (is_kept, given) = (heartbeat.is_some(), given.unwrap_or_default());
         // A worker that the keeper does not know is not heard: a successor that took over its client without its program state
         // would go on in the client's rings where that client once began.
@@ -305,7 +308,7 @@ impl Supervisor {
         epoll_add(&self.epoll, socket.as_fd(), Token::WorkerReadable(number))?;
         let asked = now();
         heartbeat.iter().for_each(|heartbeat| self.exit_watch.watch(number, heartbeat));
-        let lines = Lines::find(&record.socket).ok();
+        let lines = lines.flatten().or_else(|| Lines::find(&record.socket).ok());
         if let Some(lines) = &lines {
             self.epoll_add_lines(number, lines)?;
         }

@@ -16,8 +16,10 @@ use serde::{Deserialize, Serialize};
 use tasuki_relay::message;
 
 use super::card::Card;
+use super::lines::Lines;
 use super::{About, Supervisor, Token, epoll_add, is_news, now};
 use crate::channel::{self, Nothing};
+use crate::endpoint::socket;
 use crate::keeper::{self, Word};
 use crate::process::Process;
 
@@ -97,6 +99,8 @@ pub(super) struct Deposits {
     /// Keys that an earlier daemon left there.
     left: Vec<Key>,
     not_before: Duration,
+    /// When the daemon last looked whether the next one would find the keeper.
+    looked_at: Duration,
     pub trouble: Option<String>,
 }
 
@@ -114,6 +118,8 @@ pub(super) fn not_found_out(error: std::io::Error) -> anyhow::Error {
 struct KeeperConnection {
     socket: OwnedFd,
     process: Process,
+    /// [Mark](socket::mark) of the file at which it listens.
+    mark: Option<String>,
 }
 
 impl KeeperConnection {
@@ -132,7 +138,7 @@ impl KeeperConnection {
                     };
                     let process = Process::by_pid(peer.pid).map_err(not_found_out)?;
                     if let Some(process) = process.filter(|process| process.name().pid != std::process::id()) {
-                        return Ok(Some(KeeperConnection { socket, process }));
+                        return Ok(Some(KeeperConnection { socket, process, mark: socket::mark(path) }));
                     }
                 }
                 Err(error) if channel::lacks(&error) => return Err(error).context(TOO_FEW_DESCRIPTORS),
@@ -151,13 +157,22 @@ impl KeeperConnection {
 
     fn start(folder: &std::path::Path, path: &std::path::Path) -> Result<Self> {
         let listener = channel::listen(path).with_context(|| format!("{} cannot be listened at", path.display()))?;
+        let mark = socket::mark(path);
         let (socket, theirs) = channel::pair().context("it is not to be reached")?;
         // This works even if a newer file has replaced the daemon's own meanwhile.
         let mut command = Command::new("/proc/self/exe");
         command.arg0("tasukid").arg("keep").arg(folder);
         command.stdin(Stdio::from(listener)).stdout(Stdio::from(theirs)).stderr(Stdio::null());
         let process = Process::spawn(&mut command).context("its process does not start")?;
-        Ok(KeeperConnection { socket, process })
+        Ok(KeeperConnection { socket, process, mark })
+    }
+
+    /// Ends the keeper. Returns how it ended.
+    fn end(self) -> String {
+        let KeeperConnection { socket, mut process, .. } = self;
+        drop(socket);
+        process.kill();
+        process.ended()
     }
 
     /// Returns all that the keeper has.
@@ -244,18 +259,34 @@ impl Supervisor {
 
     /// Handles a keeper whose end is closed: it never sends anything unasked.
     pub(super) fn on_keeper_hang_up(&mut self) {
-        let Some(KeeperConnection { socket, mut process }) = self.deposits.connection.take() else { return };
-        drop(socket);
-        process.kill();
-        let how = process.ended();
+        let Some(connection) = self.deposits.connection.take() else { return };
+        let how = connection.end();
         self.note(About::default(), format!("the keeper {how}; another is told everything anew"));
     }
 
-    /// Starts a keeper if there is none. Not while something is urgent.
+    /// Starts a keeper if there is none, or another if the next daemon would not find it. Not while something is urgent.
     pub(super) fn mend_keeper(&mut self) {
+        if now().saturating_sub(self.deposits.looked_at) >= KEEPER_RETRY_EVERY {
+            self.look_for_keeper();
+        }
         if self.deposits.connection.is_none() && now() >= self.deposits.not_before {
             self.start_keeper();
             self.deposit();
+        }
+    }
+
+    /// Ends a keeper whose socket was deleted: no other daemon would find it.
+    pub(super) fn look_for_keeper(&mut self) {
+        self.deposits.looked_at = now();
+        let path = self.place.keeper_socket();
+        let is_lost = |keeper: &mut KeeperConnection| keeper.mark != socket::mark(&path);
+        // Another daemon may have begun in a directory that was deleted: the keeper there is its own.
+        if self.place.is_ours()
+            && let Some(connection) = self.deposits.connection.take_if(is_lost)
+        {
+            connection.end();
+            let sentence = format!("{} was deleted; another keeper is told everything anew", path.display());
+            self.note(About::default(), sentence);
         }
     }
 
@@ -349,7 +380,9 @@ impl Supervisor {
             Key::ProgramState(node) => (String::new(), vec![self.nodes.get(node)?.program_state.region().fd()]),
             Key::Worker(number) => {
                 let worker = self.workers.get(number)?;
-                (text(&worker.given), vec![worker.heartbeat.as_ref()?.region().fd()])
+                let heartbeat = worker.heartbeat.as_ref()?.region().fd();
+                let lines = worker.lines.as_ref().map(Lines::fd);
+                (text(&worker.given), std::iter::once(heartbeat).chain(lines).collect())
             }
             Key::Tap(label) => self.taps.get(label)?.deposit()?,
             Key::Queue(node) => {
@@ -363,11 +396,9 @@ impl Supervisor {
 
     /// Ends the keeper: nothing need outlive the daemon any more.
     pub(super) fn end_keeper(&mut self) {
-        if let Some(KeeperConnection { socket, mut process }) = self.deposits.connection.take() {
-            let _ = keeper::say(socket.as_fd(), &Word::End, &[]);
-            drop(socket);
-            process.kill();
-            process.ended();
+        if let Some(connection) = self.deposits.connection.take() {
+            let _ = keeper::say(connection.socket.as_fd(), &Word::End, &[]);
+            connection.end();
         }
         let _ = std::fs::remove_file(self.place.keeper_socket());
     }

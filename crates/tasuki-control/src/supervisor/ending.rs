@@ -46,6 +46,14 @@ impl Supervisor {
         if let Some(why) = self.workers.values().find_map(|worker| Process::find(worker.process.name()).err()) {
             return Err(Refusal::conflict(format!("tasukid stays what it is: {why}")));
         }
+        // Or end a worker that it does not find.
+        self.look_for_keeper();
+        self.mend_keeper();
+        if !self.mend_worker_sockets() {
+            return Err(Refusal::conflict(
+                "tasukid stays what it is, for files in its directory were deleted, and are being made again; ask again (tasuki status says if it stays so)",
+            ));
+        }
         // The next one knows what is written and kept, and no more. A disk that is full shows when it is written to.
         self.changes.push(Change::Party(self.last_party));
         self.flush();

@@ -7,7 +7,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::Read;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -60,8 +60,16 @@ impl Lines {
     pub fn find(socket: &Path) -> std::io::Result<Self> {
         let path = path_beside(socket);
         let flags = OFlags::NONBLOCK.bits().cast_signed();
-        let pipe = OpenOptions::new().read(true).custom_flags(flags).open(&path)?;
-        Ok(Lines { pipe, begun: Vec::new(), bucket: Bucket::new(LINES_AT_ONCE_MAX, LINE_EVERY, now()) })
+        Ok(Self::over(OpenOptions::new().read(true).custom_flags(flags).open(&path)?))
+    }
+
+    /// Reads on from an open pipe, which may have no name any more.
+    pub fn over(pipe: File) -> Self {
+        Lines { pipe, begun: Vec::new(), bucket: Bucket::new(LINES_AT_ONCE_MAX, LINE_EVERY, now()) }
+    }
+
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.pipe.as_fd()
     }
 
     /// Returns the new lines to log, without terminal control characters, and when there may be more.

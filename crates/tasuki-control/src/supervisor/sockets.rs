@@ -4,16 +4,22 @@
 //! Each look is a thread's: the file system of a folder, and a process that is looked at, can keep it waiting.
 
 use std::io::BufReader;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use anyhow::{Context, Result, ensure};
+use tasuki_relay::message::ToWorker;
+
 use super::card::Card;
 use super::deposits::Key;
 use super::endpoints::{Connected, Endpoint};
+use super::worker::Worker;
 use super::{About, Supervisor, is_news, now};
 use crate::api::peer::Peer;
 use crate::api::types::{Refused, Upgrade};
+use crate::channel;
 use crate::config;
 use crate::endpoint::{socket, vm};
 use crate::foreign::seals;
@@ -107,6 +113,21 @@ impl Endpoint {
     }
 }
 
+impl Worker {
+    /// Has it listen at a new socket in place of the one that was deleted.
+    fn listen_anew(&self) -> Result<()> {
+        ensure!(
+            self.listens_anew(),
+            "it listens at no other; upgrade it now (tasuki worker upgrade {})",
+            self.record.node
+        );
+        let path = &self.record.socket;
+        let listener = channel::listen(path).with_context(|| format!("{} cannot be listened at", path.display()))?;
+        self.write(&ToWorker::Listen, &[listener.as_fd()]).inspect_err(|_| _ = std::fs::remove_file(path))?;
+        Ok(())
+    }
+}
+
 impl Supervisor {
     /// Says what was found of the memory of machines.
     pub(super) fn tell_of_memory(&mut self) {
@@ -124,6 +145,41 @@ impl Supervisor {
                 self.note(About::node(&node), format!("node {node}: {sentence}"));
             }
         }
+    }
+
+    /// Makes the sockets of workers again that were deleted: the next daemon finds no worker without its own. Returns whether
+    /// it finds all by now.
+    pub(super) fn mend_worker_sockets(&mut self) -> bool {
+        if !self.place.is_ours() {
+            // Another daemon may have begun in a directory that was deleted.
+            return true;
+        }
+        let (mut made, mut lost) = (0, Vec::new());
+        for worker in self.workers.values_mut().filter(|worker| worker.serves() && !worker.record.socket.exists()) {
+            match worker.listen_anew() {
+                Ok(()) => (made, worker.unfound) = (made + 1, None),
+                Err(error) => {
+                    let (number, node) = (worker.party(), worker.record.node.clone());
+                    let why = format!(
+                        "the socket of worker {number} was deleted, so the next tasukid ends that worker and starts another: {error:#}"
+                    );
+                    if is_news(&mut worker.unfound, &why) {
+                        lost.push((node, why));
+                    }
+                }
+            }
+        }
+        if made > 0 {
+            let folder = self.place.folder().display();
+            self.note(
+                About::default(),
+                format!("the sockets of {made} workers in {folder} were deleted, and are there anew"),
+            );
+        }
+        for (node, why) in lost {
+            self.note(About::node(&node), format!("node {node}: {why}"));
+        }
+        made == 0 && self.workers.values().all(|worker| worker.unfound.is_none())
     }
 
     /// Makes a socket again that was deleted: no program finds a listener without its path. Or has a fresh worker serve one

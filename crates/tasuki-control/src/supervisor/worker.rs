@@ -143,6 +143,8 @@ pub struct Worker {
     pub jailing: Option<Jailing>,
     /// Its first message, until the process is confined.
     pub first_message: Option<FirstMessage>,
+    /// Why the next daemon will not find it, as a sentence for users, if it will not.
+    pub unfound: Option<String>,
     /// Its output on standard error.
     pub lines: Option<Lines>,
     /// Its allowance of sentences for users.
@@ -198,6 +200,7 @@ impl Worker {
             lacks: Vec::new(),
             jailing: None,
             first_message: None,
+            unfound: None,
             lines: None,
             sentence_allowance: Bucket::new(SENTENCES_AT_ONCE_MAX, SENTENCE_EVERY, now),
             client_reports: Bucket::new(CLIENT_REPORTS_AT_ONCE_MAX, CLIENT_REPORT_EVERY, now),
@@ -240,6 +243,11 @@ impl Worker {
     /// Returns whether it has said that it keeps limits together with the node's other workers.
     pub fn shares_limits(&self) -> bool {
         self.reads_ends(message::vni::LIMITS_VERSION)
+    }
+
+    /// Returns whether it has said that it listens at another socket when told.
+    pub fn listens_anew(&self) -> bool {
+        self.reads_ends(message::vni::LISTEN_VERSION)
     }
 
     fn reads_ends(&self, version: u32) -> bool {

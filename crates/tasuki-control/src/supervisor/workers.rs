@@ -236,6 +236,7 @@ impl Supervisor {
             .or_else(|| self.trouble_at_socket(name))
             .or_else(|| self.why_filtered_at(name))
             .or_else(|| self.why_renamed(name))
+            .or_else(|| self.workers.of(name).find_map(|worker| worker.unfound.clone()))
             .or_else(|| node.trouble.clone())
             .or_else(dies)
     }

@@ -3,6 +3,7 @@
 
 use rustix::process::Signal;
 
+use super::real::{ENDLESS, stop_whole, with_model};
 use super::rig::{NODES, Rig, lives, pid, signal, until};
 
 /// A daemon that did not see a driver die counts from when it found it dead, not from the last relay before.
@@ -69,6 +70,44 @@ fn a_keeper_that_dies_costs_nothing_and_its_successor_has_everything() {
     rig.start();
     rig.await_pair("red");
     assert_eq!(opened(&rig), 1, "{}", rig.log());
+}
+
+#[test]
+fn the_next_daemon_finds_keeper_and_workers_after_their_files_were_deleted() {
+    let Some((mut rig, model)) = with_model(NODES, ENDLESS, "1000") else { return };
+    rig.start();
+    let (driver, standby) = rig.await_pair("red");
+    let delete = |rig: &Rig| {
+        std::fs::remove_dir_all(rig.dir()).expect("it is there");
+        until(rig, "its socket is there again", || rig.tasuki(&["status"]).status.success());
+    };
+    delete(&rig);
+    rig.await_event("keeper.sock was deleted; another keeper is told everything anew");
+    rig.await_event("were deleted, and are there anew");
+    rig.kill_daemon();
+    rig.start();
+    let (same, also) = rig.await_pair("red");
+    assert_eq!([pid(&same), pid(&also)], [pid(&driver), pid(&standby)], "{}", rig.log());
+
+    // Before it goes on as another program, too.
+    delete(&rig);
+    rig.ask(&["upgrade"]);
+    rig.await_pair("red");
+    let events = rig.ask(&["events"]);
+    assert!(!events.contains("is unknown to the keeper") && !events.contains("is not to be reached"), "{events}");
+    stop_whole(&mut rig, model);
+}
+
+#[test]
+fn a_keeper_that_no_daemon_finds_ends_where_another_listens_in_its_place() {
+    let mut rig = Rig::new();
+    rig.await_pair("red");
+    let keeper = rig.keeper().expect("a keeper");
+    std::fs::remove_file(rig.dir().join("keeper.sock")).expect("it is there");
+    rig.kill_daemon();
+    rig.start();
+    until(&rig, "it has ended", || !lives(keeper));
+    rig.await_pair("red");
 }
 
 #[test]

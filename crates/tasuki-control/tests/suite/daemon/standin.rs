@@ -392,7 +392,8 @@ impl Standin {
             ToWorker::NoNeighbour { .. }
             | ToWorker::Directory { .. }
             | ToWorker::Client { .. }
-            | ToWorker::NoClient { .. } => {}
+            | ToWorker::NoClient { .. }
+            | ToWorker::Listen => {}
             ToWorker::End => std::process::exit(0),
             ToWorker::Begin(_) => panic!("it has begun"),
         }
