@@ -10,6 +10,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::{Body, HttpBody};
 use axum::extract::{Extension, MatchedPath, Request, State};
+use axum::http::header::CONNECTION;
 use axum::http::{Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -19,7 +20,7 @@ use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 
 use super::peer::Peer;
@@ -35,6 +36,8 @@ const CONNECTIONS_MAX: usize = 256;
 const USER_CONNECTIONS_MAX: usize = 64;
 /// Connections of all users without a role together, so that they cannot keep out users with one.
 const STRANGER_CONNECTIONS_MAX: usize = 16;
+/// Connections at once that are refused once their request has come: clients take no answer before that.
+const REFUSED_MAX: usize = 64;
 /// Time a caller may take for the head of a request, and until it begins the next one.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time a caller may take for the body of a request.
@@ -68,6 +71,7 @@ struct Inner {
     own: u32,
     door: Door,
     seats: Mutex<BTreeMap<Option<u32>, usize>>,
+    refused: Semaphore,
     lines: Mutex<Lines>,
 }
 
@@ -93,7 +97,14 @@ impl Gate {
     /// Creates a gate with these roles, into the loop behind this door.
     pub fn new(roles: Roles, door: Door) -> Self {
         let own = rustix::process::geteuid().as_raw();
-        Gate(Arc::new(Inner { roles, own, door, seats: Mutex::default(), lines: Mutex::default() }))
+        Gate(Arc::new(Inner {
+            roles,
+            own,
+            door,
+            seats: Mutex::default(),
+            refused: Semaphore::new(REFUSED_MAX),
+            lines: Mutex::default(),
+        }))
     }
 
     fn seats(&self) -> MutexGuard<'_, BTreeMap<Option<u32>, usize>> {
@@ -294,9 +305,12 @@ pub async fn serve(
 /// Serves one connection, to its end.
 async fn converse(stream: UnixStream, router: Router, gate: Gate, mut is_over: watch::Receiver<bool>) {
     let Ok(peer) = Peer::of(&stream) else { return };
-    let _seat = match gate.seat(&peer) {
-        Ok(seat) => seat,
-        Err(why) => return hang_up(stream, "503 Service Unavailable", &why),
+    let (_seat, _permit, router) = match gate.seat(&peer) {
+        Ok(seat) => (Some(seat), None, router),
+        Err(why) => match gate.0.refused.try_acquire() {
+            Ok(permit) => (None, Some(permit), refusing(why)),
+            Err(_) => return hang_up(stream, "503 Service Unavailable", &why),
+        },
     };
     let peer = Arc::new(peer);
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {
@@ -321,6 +335,18 @@ async fn converse(stream: UnixStream, router: Router, gate: Gate, mut is_over: w
     }
 }
 
+/// Returns the service of a connection for which there is no room: it reads the request, and refuses it.
+fn refusing(why: String) -> Router {
+    Router::new().fallback(move |request: Request| {
+        let why = why.clone();
+        async move {
+            let body = axum::body::to_bytes(request.into_body(), BODY_MAX);
+            let _ = tokio::time::timeout(BODY_TIMEOUT, body).await;
+            ([(CONNECTION, "close")], refusal(StatusCode::SERVICE_UNAVAILABLE, why))
+        }
+    })
+}
+
 /// Sends the reason before it hangs up, if there is room for it.
 fn hang_up(stream: UnixStream, status: &str, why: &str) {
     let body = serde_json::to_string(&Refused { error: why.to_owned(), relays: Vec::new() }).expect("plain data");
@@ -336,6 +362,7 @@ fn hang_up(stream: UnixStream, status: &str, why: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::client;
     use crate::api::roles::Who;
 
     #[test]
@@ -412,6 +439,35 @@ mod tests {
             serve(listener, || None, router, gate, over).await;
             assert_eq!(since.get().unwrap().elapsed(), most);
         }
+    }
+
+    #[test]
+    fn a_client_for_which_there_is_no_room_hears_why() {
+        let folder = tempfile::tempdir().unwrap();
+        let (sender, _requests) = std::sync::mpsc::channel();
+        let gate = Gate::new(Roles::default(), Door::new(sender).unwrap());
+        let peer = Peer { uid: gate.0.own, groups: Vec::new(), pid: 1, program: String::new() };
+        let _seats: Vec<_> = std::iter::from_fn(|| gate.seat(&peer).ok()).collect();
+        let (path, served) = (folder.path().join("api.sock"), gate.clone());
+        let listener = std::os::unix::net::UnixListener::bind(path).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let (ends, over) = tokio::sync::oneshot::channel();
+        let server = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                let listener = UnixListener::from_std(listener).unwrap();
+                serve(listener, || None, Router::new(), served, async { over.await.unwrap() }).await;
+            });
+        });
+        let long = serde_json::json!({ "name": "x".repeat(200_000) });
+        for _ in 0..20 {
+            for (method, body) in [(Method::GET, None), (Method::POST, Some(&long))] {
+                let refused = client::ask(folder.path(), method, "/v1/nodes", body).unwrap_err().to_string();
+                assert!(refused.contains("has 64 connections to tasukid"), "{refused}");
+            }
+        }
+        ends.send(LAST_ANSWERS_TIMEOUT).unwrap();
+        server.join().unwrap();
     }
 
     #[test]
