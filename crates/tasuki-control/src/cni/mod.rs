@@ -209,9 +209,9 @@ fn collect(call: &Call) -> Result<(), Failure> {
     let stale = daemon.containers().map(|containers| containers.into_iter().filter(is_stale));
     // It goes on after an error, and reports the first one.
     let removed = stale.map(|stale| stale.map(|container| daemon.remove(&container)).collect::<Vec<_>>());
-    let all_removed = removed.and_then(|removed| removed.into_iter().collect::<Result<(), Failure>>());
-    let collected = Ipam::of(call).and_then(|ipam| ipam.map_or(Ok(()), |ipam| ipam.ask("GC").map(drop)));
-    all_removed.and(collected)
+    removed.and_then(|removed| removed.into_iter().collect::<Result<(), Failure>>())?;
+    // As with DEL: an address is free once no interface has it any more.
+    Ipam::of(call)?.map_or(Ok(()), |ipam| ipam.ask("GC").map(drop))
 }
 
 /// `STATUS` (§2): whether `ADD` would find all that it needs.

@@ -465,6 +465,11 @@ fn containers_that_are_not_valid_any_more_are_collected_and_no_other_node() {
     assert_eq!(collect(Some(valid)), ["pods/b/eth0", "pods.other/c/eth0", ""]);
     assert_eq!(collect(Some(Value::Null)), ["pods.other/c/eth0", ""], "none is valid");
     assert_eq!(runtime.assigned(), "GC , GC , GC ");
+    // Where no node can be removed, no address is free.
+    let mut away = network.clone();
+    (away["dir"], away["cni.dev/valid-attachments"]) = (json!(runtime.world.rig.path("nowhere")), json!([]));
+    assert_eq!(runtime.call("GC", &[], &away.to_string()).expect_err("no tasukid").code, 11);
+    assert_eq!(runtime.assigned(), "");
     runtime.ends("DEL", "c", &other_network);
     runtime.world.end();
 }
