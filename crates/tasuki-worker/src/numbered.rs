@@ -44,20 +44,19 @@ pub struct Account {
 }
 
 impl Account {
-    /// Counts a frame with this number.
-    pub fn count(&mut self, number: u64) {
+    /// Counts a frame with this number. Returns how many numbers were passed over.
+    pub fn count(&mut self, number: u64) -> u64 {
         self.seen += 1;
-        match number.checked_sub(self.next) {
-            Some(passed_over) => {
-                // Numbers before the first frame that we see are not missing.
-                self.missing += if self.seen == 1 { 0 } else { passed_over };
-                self.next = number + 1;
-            }
-            None => {
-                self.late += 1;
-                self.missing = self.missing.saturating_sub(1);
-            }
-        }
+        let Some(passed_over) = number.checked_sub(self.next) else {
+            self.late += 1;
+            self.missing = self.missing.saturating_sub(1);
+            return 0;
+        };
+        self.next = number + 1;
+        // Numbers before the first frame that we see are not missing.
+        let passed_over = if self.seen == 1 { 0 } else { passed_over };
+        self.missing += passed_over;
+        passed_over
     }
 }
 
@@ -86,9 +85,7 @@ mod tests {
     #[test]
     fn losses_are_counted_and_what_comes_late_is_not_lost() {
         let mut account = Account::default();
-        for number in [5, 6, 9, 7, 10] {
-            account.count(number);
-        }
+        assert_eq!([5, 6, 9, 7, 10].map(|number| account.count(number)), [0, 0, 2, 0, 0]);
         assert_eq!(account, Account { seen: 5, missing: 1, late: 1, next: 11 });
     }
 }

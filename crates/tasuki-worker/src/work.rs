@@ -335,15 +335,17 @@ impl Job {
             return Ok(0);
         }
         fail::point("burst.received");
+        let (mut passed_over, late) = (0, self.account.late);
         for frame in burst.drain(..) {
             if let Some(number) = numbered::number(frame.bytes()) {
-                self.account.count(number);
+                passed_over += self.account.count(number);
             }
         }
         fail::point("burst.turned");
         heartbeat.add(heartbeat::RECEIVED, came as u64);
-        heartbeat.set(heartbeat::MISSING, self.account.missing);
-        heartbeat.set(heartbeat::LATE, self.account.late);
+        // Counters of this worker alone, which only grow; the account goes on over all.
+        heartbeat.add(heartbeat::MISSING, passed_over);
+        heartbeat.add(heartbeat::LATE, self.account.late - late);
         Ok(came)
     }
 

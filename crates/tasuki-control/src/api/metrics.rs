@@ -143,7 +143,11 @@ impl Metrics {
         let families: [Family<WorkerView>; 5] = [
             ("received", "Frames that the worker has received.", |it| it.received),
             ("sent", "Frames that the worker has sent.", |it| it.sent),
-            ("missing", "Numbered frames that are missing.", |it| it.missing),
+            (
+                "missing",
+                "Numbers of frames that were passed over; of those that came later, late counts the frames.",
+                |it| it.missing,
+            ),
             ("late", "Numbered frames that came twice or late.", |it| it.late),
             ("refused", "Frames that the node's TAP or the card did not take, or that did not cross.", |it| it.refused),
         ];
@@ -405,6 +409,21 @@ mod tests {
         for name in names {
             assert!(text.contains(&format!("# TYPE {name} ")), "there is no {name}");
         }
+    }
+
+    /// A rate takes two samples at least, and one may be missed.
+    #[test]
+    fn alarms_look_back_over_several_samples() {
+        let rules = include_str!("../../../../contrib/prometheus/tasuki.rules.yml");
+        let page = include_str!("../../../../docs/users/watch-it.md");
+        let (_, interval) = page.split_once("scrape_interval: ").unwrap();
+        let interval: u32 = interval.split_once('s').unwrap().0.parse().unwrap();
+        // The default of Prometheus counts where somebody leaves that line out.
+        assert!(interval < 60);
+        let ranges: Vec<&str> =
+            rules.split('[').skip(1).filter_map(|rest| rest.split_once("m]")).map(|it| it.0).collect();
+        assert!(!ranges.is_empty());
+        assert!(ranges.iter().all(|minutes| minutes.parse::<u32>().is_ok_and(|minutes| minutes >= 4)), "{ranges:?}");
     }
 
     #[test]
