@@ -40,6 +40,7 @@ impl Server {
             Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS) => {
                 // New clients wait in the backlog for a while.
                 self.stop_listening();
+                self.listen_later();
             }
             Err(_) => {}
         }

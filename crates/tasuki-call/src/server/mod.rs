@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime};
 use tasuki_shm::lease::Tenure;
 use tasuki_shm::line::halves;
 use tasuki_shm::slots::Census;
@@ -74,6 +75,7 @@ enum Source {
     Listener,
     Desk,
     Successor,
+    Deaf,
     Handshake(u32),
     Session(u32),
 }
@@ -84,6 +86,7 @@ impl Source {
             Source::Listener => 0,
             Source::Desk => 1,
             Source::Successor => 2,
+            Source::Deaf => 3,
             Source::Handshake(index) => 1 << 32 | u64::from(index),
             Source::Session(index) => 2 << 32 | u64::from(index),
         })
@@ -93,7 +96,8 @@ impl Source {
         match halves(data) {
             (0, 0) => Source::Listener,
             (1, 0) => Source::Desk,
-            (_, 0) => Source::Successor,
+            (2, 0) => Source::Successor,
+            (_, 0) => Source::Deaf,
             (index, 1) => Source::Handshake(index),
             (index, _) => Source::Session(index),
         }
@@ -109,8 +113,9 @@ pub struct Server {
     /// `None` once a successor serves: clients would wait in an unserved copy after the successor's death.
     listener: Option<OwnedFd>,
     listening: bool,
-    /// When the server last stopped accepting clients, or last tried to accept them again.
-    deaf_since: Instant,
+    /// Ends the time in which the server accepts no clients. In the epoll, so that it also ends in a server that
+    /// waits elsewhere.
+    deaf: OwnedFd,
     epoll: OwnedFd,
     options: ServerOptions,
     spin: Duration,
@@ -197,6 +202,9 @@ impl Server {
         };
         add(listener.as_fd(), Source::Listener)?;
         add(desk_pipe.as_fd(), Source::Desk)?;
+        let deaf = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)
+            .map_err(|errno| kernel(errno.into()))?;
+        add(deaf.as_fd(), Source::Deaf)?;
         let service = options
             .state
             .as_ref()
@@ -206,7 +214,7 @@ impl Server {
             inode,
             listener: Some(listener),
             listening: true,
-            deaf_since: Instant::now(),
+            deaf,
             epoll,
             spin: options.spin.map_or_else(nap_cost, bounded),
             options,
@@ -418,8 +426,6 @@ impl Server {
 
     /// Waits until `until` for events at the descriptors and handles them. Returns the number of events.
     fn doorbells(&mut self, until: Option<Instant>) -> Result<usize, ServerError> {
-        let deaf = (!self.listening).then(|| self.deaf_since + DEAF_FOR);
-        let until = [until, deaf].into_iter().flatten().min();
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
         // A time that the kernel cannot count is no limit.
         let left = left.and_then(|left| Timespec::try_from(left).ok());
@@ -430,16 +436,16 @@ impl Server {
             Err(errno) => return Err(io::Error::from(errno).into()),
         };
         self.last_doorbells = Instant::now();
-        if deaf.is_some_and(|until| until <= self.last_doorbells) {
-            self.deaf_since = self.last_doorbells;
-            self.listen_again();
-        }
         for event in &events[..count] {
             let (flags, data) = (event.flags, event.data);
             match Source::from_data(data.u64()) {
                 Source::Listener => self.accept(),
                 Source::Desk => self.clear_desk(),
                 Source::Successor => self.hear_successor(),
+                Source::Deaf => {
+                    let _ = rustix::io::read(&self.deaf, &mut [0; 8]);
+                    self.listen_again();
+                }
                 Source::Handshake(index) => self.shake_hands(index),
                 Source::Session(index) if flags.contains(EventFlags::HUP) => self.depart(index),
                 Source::Session(index) => self.heat(index),
@@ -489,12 +495,22 @@ impl Server {
             (self.listening, &self.listener, matches!(self.giving, Giving::Passed(_)))
         {
             self.listening = epoll::add(&self.epoll, listener, Source::Listener.data(), EventFlags::IN).is_ok();
+            if !self.listening {
+                self.listen_later();
+            }
         }
+    }
+
+    /// Tries to accept clients again after a while.
+    fn listen_later(&self) {
+        let none = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let it_value = Timespec { tv_nsec: DEAF_FOR.subsec_nanos().into(), ..none };
+        let once = Itimerspec { it_interval: none, it_value };
+        let _ = timerfd_settime(&self.deaf, TimerfdTimerFlags::empty(), &once);
     }
 
     fn stop_listening(&mut self) {
         let Some(listener) = &self.listener else { return };
-        self.deaf_since = Instant::now();
         self.listening = self.listening && epoll::delete(&self.epoll, listener).is_err();
     }
 

@@ -11,15 +11,16 @@ use std::process::{Command, Stdio};
 use std::sync::Barrier;
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::{Resource, Rlimit};
 use tasuki_call::{
     Ask, BindError, Client, ClientOptions, ConnectError, Malformed, Peers, Refusal, SegmentError, Server,
-    ServerOptions, Successor, VERSION,
+    ServerOptions, Successor, Turn, VERSION,
 };
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::{Pages, Region, RegionError};
-use tasuki_testing::{descriptors, process};
+use tasuki_testing::{alone, descriptors, process};
 
 use crate::common::*;
 use crate::watched;
@@ -637,6 +638,42 @@ fn a_server_without_descriptors_refuses_and_welcomes_again_when_somebody_leaves(
         until("there is room again", || Client::connect(stage.socket(), &options).is_ok());
         drop(server);
     }
+}
+
+/// A program that waits in an epoll of its own must hear that it is time to accept again.
+#[test]
+fn a_server_in_another_epoll_is_deaf_for_a_moment_only() {
+    watched!();
+    if !alone(a_server_in_another_epoll_is_deaf_for_a_moment_only) {
+        return;
+    }
+    let folder = Folder::new();
+    let mut server = Server::bind(folder.socket(), options()).unwrap();
+    let soft = |current: Option<u64>| {
+        let limit = Rlimit { current, ..rustix::process::getrlimit(Resource::Nofile) };
+        rustix::process::setrlimit(Resource::Nofile, limit).unwrap();
+    };
+    let much = rustix::process::getrlimit(Resource::Nofile).current;
+    let waiting = descriptors::connect(&folder.socket());
+    soft(Some(0));
+    assert_eq!(server.turn(Some(Duration::ZERO), |request| drop(request)).unwrap(), Turn::Idle);
+    assert!(server.arm());
+    soft(much);
+    drop(waiting);
+    let path = folder.socket();
+    let client = std::thread::spawn(move || works(&path));
+    let board = Board::new();
+    let mut worker = Worker::new(&board, None);
+    while server.tally().departed == 0 {
+        let mut ready = [PollFd::from_borrowed_fd(server.fd(), PollFlags::IN)];
+        let patience = rustix::event::Timespec::try_from(PATIENCE).unwrap();
+        assert_eq!(rustix::event::poll(&mut ready, Some(&patience)), Ok(1), "an event without another client");
+        while let Turn::Served(_) = server.turn(Some(Duration::ZERO), |request| worker.handle(request)).unwrap() {}
+        while !server.arm() {
+            server.turn(Some(Duration::ZERO), |request| worker.handle(request)).unwrap();
+        }
+    }
+    client.join().unwrap();
 }
 
 // ---- two at the same time ---------------------------------------------------------------------------------------------
