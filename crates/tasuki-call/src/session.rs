@@ -239,21 +239,20 @@ impl Session {
 
     /// Serves the waiting requests, up to a batch. Returns the number served.
     pub fn serve<H: FnMut(Request<'_>)>(&mut self, desk: &Arc<Desk>, handler: &mut H) -> Result<u32, Breach> {
+        let batch = Batch(self);
+        let session = &mut *batch.0;
         let mut served = 0;
-        while served < BATCH && self.room()? > 0 {
+        while served < BATCH && session.room()? > 0 {
             // One by one: a look at the next line before serving this request would wait for the client's cache.
-            let Some(message) = self.requests.pop()? else { break };
+            let Some(message) = session.requests.pop()? else { break };
             crash::point("server.serve.popped");
             // Retire the request before it runs. A retired request has begun, so no successor will run it again.
-            self.requests.retire();
+            session.requests.retire();
             crash::point("server.serve.begun");
-            self.begin(&message, desk, handler)?;
+            session.begin(&message, desk, handler)?;
             served += 1;
         }
-        if served > 0 {
-            self.busy = true;
-            self.flush();
-        }
+        session.busy |= served > 0;
         Ok(served)
     }
 
@@ -332,6 +331,15 @@ impl Session {
     /// Publishes the rule that the client broke. The client sees its connection end next.
     pub fn expel(&self, breach: Breach) {
         self.segment.verdict()[0].word(1).store(breach.code(), tasuki_shm::sync::Release);
+    }
+}
+
+/// Wakes the client at the end of a batch, even if that is a panic of the handler which the program catches.
+struct Batch<'a>(&'a mut Session);
+
+impl Drop for Batch<'_> {
+    fn drop(&mut self) {
+        self.0.flush();
     }
 }
 

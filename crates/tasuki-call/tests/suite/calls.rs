@@ -2,6 +2,7 @@
 //! the way.
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -284,6 +285,37 @@ fn a_request_that_the_server_lets_go_is_answered() {
     }
     assert_whole(&client);
     host.replies_come_back(&mut client);
+}
+
+#[test]
+fn a_panic_of_the_handler_that_is_caught_leaves_no_client_asleep() {
+    watched!();
+    let (_folder, host) = host();
+    let mut client = connect(&host, &small());
+    host.with(move |server| {
+        for replies in [false, true] {
+            let ticket = client.submit(Ask::new(ECHO, b"x")).unwrap();
+            assert_eq!(client.arm().unwrap(), Armed::Idle);
+            let turn = |server: &mut Server| {
+                server.turn(None, |request| {
+                    if replies {
+                        request.reply(b"before the panic").unwrap();
+                    }
+                    panic!("a panic that a test catches");
+                })
+            };
+            while catch_unwind(AssertUnwindSafe(|| turn(server))).is_ok() {}
+            assert!(readable(client.fd().unwrap(), PATIENCE), "the client is woken");
+            client.woken();
+            match client.poll(&ticket) {
+                Ok(Some(reply)) if replies => assert_eq!(reply.to_vec(), b"before the panic"),
+                Err(Failure { why: CallError::Refused(refused), .. }) if !replies => {
+                    assert_eq!(refused.status, STATUS_DROPPED);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    });
 }
 
 #[test]
