@@ -360,6 +360,11 @@ pub enum CallError {
     /// The slot belongs to another client.
     #[error("the slot belongs to another client's arena; take it from the client that sends it")]
     ForeignSlot,
+    /// The ticket names no call of this client that has a result to come.
+    #[error(
+        "the ticket is another client's, or its result was fetched before; wait with the client that made the call, once"
+    )]
+    NoSuchTicket,
     /// The deadline passed. The call may still run; the client discards its result, and its slot comes back by
     /// itself.
     #[error("no answer before the deadline; the call may still run, and its result will be thrown away")]

@@ -154,6 +154,12 @@ impl Pending {
         self.vacant.push(index);
     }
 
+    /// Whether the caller still waits for the outcome of this call.
+    #[inline]
+    pub fn is_wanted(&mut self, call: u64) -> bool {
+        self.place(call).is_ok_and(|(_, place)| matches!(place.stage, Stage::Waiting | Stage::Done(_)))
+    }
+
     /// Takes the outcome if it has arrived, and then frees the call's place.
     #[inline]
     pub fn take(&mut self, call: u64) -> Option<Outcome> {

@@ -522,7 +522,7 @@ impl Drop for Request<'_> {
 pub struct Deferred {
     pub(crate) client: ClientId,
     pub(crate) open: Option<Open>,
-    desk: Arc<Desk>,
+    pub(crate) desk: Arc<Desk>,
 }
 
 impl Drop for Deferred {

@@ -6,6 +6,7 @@ mod gone;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 #[cfg(feature = "tokio")]
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -43,11 +44,15 @@ const YIELDS: u32 = 2;
 /// waits for the successor of a dead server.
 const POLL_LIVENESS: Duration = Duration::from_millis(1);
 
-/// A submitted call. Pass it to [`Client::poll`], [`Client::wait`] or [`Client::abandon`]: until then it occupies
-/// its place in the ring.
+/// A submitted call. Pass it to [`Client::poll`], [`Client::wait`] or [`Client::abandon`] of the same client: until
+/// then it occupies its place in the ring.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a ticket that is dropped keeps its place in the ring; abandon it instead"]
-pub struct Ticket(pub(crate) u64);
+pub struct Ticket {
+    /// Number of the client, since all clients number their calls alike.
+    client: u64,
+    call: u64,
+}
 
 /// The connection to one server.
 #[derive(Debug)]
@@ -65,6 +70,8 @@ struct Link {
 /// A client. You may move it to another thread; one thread uses it at a time.
 #[derive(Debug)]
 pub struct Client {
+    /// Differs from the numbers of all other clients of this process.
+    number: u64,
     path: PathBuf,
     options: ClientOptions,
     segment: Segment,
@@ -98,7 +105,9 @@ impl Client {
         let segment = Segment::create("tasuki-client", layout)?;
         let arena = Arena::create("tasuki-requests", options.arena, segment.table(), options.detach)?;
         let bell = Bell::new(segment.bell(), this_cpu());
+        static CLIENTS: AtomicU64 = AtomicU64::new(0);
         let mut client = Client {
+            number: CLIENTS.fetch_add(1, Ordering::Relaxed),
             path: path.as_ref().to_owned(),
             options: ClientOptions { handshake: bounded(options.handshake), ..options.clone() },
             pending: Pending::new(options.ring),
@@ -201,7 +210,7 @@ impl Client {
         let index = self.put(&message);
         crash::point("client.send.pushed");
         self.pending.begin(slot, index, idempotent.then_some(message));
-        Ok(Ticket(call))
+        Ok(Ticket { client: self.number, call })
     }
 
     /// Makes sure that there is a link, a place for one more call, and an entry for it in the ring. Also returns
@@ -302,9 +311,21 @@ impl Client {
         }
     }
 
+    /// Returns the call of a ticket, if this client made it and its result was not fetched.
+    #[inline]
+    fn call_of(&mut self, ticket: &Ticket) -> Result<u64, CallError> {
+        match ticket.client == self.number && self.pending.is_wanted(ticket.call) {
+            true => Ok(ticket.call),
+            false => Err(CallError::NoSuchTicket),
+        }
+    }
+
     /// Returns the result of a call if it has arrived.
+    ///
+    /// # Errors
+    /// [`CallError::NoSuchTicket`] if the result was fetched before, or if another client made the call.
     pub fn poll(&mut self, ticket: &Ticket) -> Result<Option<Reply>, Failure> {
-        let Ticket(call) = *ticket;
+        let call = self.call_of(ticket)?;
         self.flush();
         if self.link.is_err() {
             self.find_successor(POLL_LIVENESS);
@@ -345,8 +366,9 @@ impl Client {
     ///
     /// # Errors
     /// After [`CallError::DeadlinePassed`] the ticket is gone: the client discards the result when it comes.
+    /// [`CallError::NoSuchTicket`] if a poll has fetched the result, or if another client made the call.
     pub fn wait(&mut self, ticket: Ticket, deadline: Deadline) -> Result<Reply, Failure> {
-        let Ticket(call) = ticket;
+        let call = self.call_of(&ticket)?;
         self.flush();
         if let Some(outcome) = self.pending.take(call) {
             return outcome;
@@ -392,9 +414,11 @@ impl Client {
         }
     }
 
-    /// Gives up a call. The client discards its result when it comes.
+    /// Gives up a call. The client discards its result when it comes. A ticket of another client has no effect.
     pub fn abandon(&mut self, ticket: Ticket) {
-        self.pending.abandon(ticket.0);
+        if let Ok(call) = self.call_of(&ticket) {
+            self.pending.abandon(call);
+        }
     }
 
     /// Polls for results for as long as a nap would cost. Returns whether there is one. Fixes the deadline.
@@ -583,7 +607,7 @@ impl Client {
 
     #[cfg(feature = "tokio")]
     pub(crate) fn wake_when_done(&mut self, ticket: &Ticket, waker: &Waker) {
-        self.pending.wake_when_done(ticket.0, waker);
+        self.pending.wake_when_done(ticket.call, waker);
     }
 }
 

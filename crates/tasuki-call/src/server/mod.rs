@@ -327,7 +327,14 @@ impl Server {
     }
 
     /// Returns a deferred request for its answer, or `None` if its client is gone.
+    ///
+    /// Also returns `None` if another server deferred it. That server then answers it with
+    /// [`STATUS_DROPPED`](super::STATUS_DROPPED).
     pub fn resume(&mut self, mut deferred: Deferred) -> Option<Request<'_>> {
+        // Each server counts its clients anew, so the id alone may name a client of ours.
+        if !Arc::ptr_eq(&deferred.desk, &self.desk) {
+            return None;
+        }
         let open = deferred.open.take()?;
         let desk = &self.desk;
         let session = self.sessions.get_mut(deferred.client.index as usize)?.as_mut()?;

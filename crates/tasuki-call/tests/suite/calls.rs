@@ -319,6 +319,42 @@ fn a_panic_of_the_handler_that_is_caught_leaves_no_client_asleep() {
 }
 
 #[test]
+fn a_deferred_request_is_resumed_by_no_other_server() {
+    watched!();
+    let folders = [Folder::new(), Folder::new()];
+    let hosts = folders.each_ref().map(|folder| Host::start(folder.socket(), options()));
+    // Both servers give their first client the same id.
+    let [mut ours, mut other] = hosts.each_ref().map(|host| connect(host, &small()));
+    let (mut ours, ticket, deferred) = hosts[0].with(move |server| {
+        let ticket = ours.submit(Ask::new(ECHO, b"x")).unwrap();
+        let mut deferred = None;
+        while deferred.is_none() {
+            server.turn(None, |request| deferred = Some(request.defer())).unwrap();
+        }
+        (ours, ticket, deferred.unwrap())
+    });
+    assert!(hosts[1].with(|server| server.resume(deferred).is_none()));
+    assert!(matches!(why(ours.wait(ticket, ample())), CallError::Refused(refused) if refused.status == STATUS_DROPPED));
+    for client in [&mut ours, &mut other] {
+        assert_eq!(echo(client, b"all are served on").to_vec(), b"all are served on");
+    }
+}
+
+#[test]
+fn a_ticket_is_good_for_its_own_client_and_once() {
+    watched!();
+    let (_folder, host) = host();
+    let [mut one, mut other] = [(); 2].map(|()| connect(&host, &small()));
+    let ours = one.submit(Ask::new(ECHO, b"one")).unwrap();
+    let theirs = other.submit(Ask::new(ECHO, b"other")).unwrap();
+    assert!(matches!(why(other.poll(&ours)), CallError::NoSuchTicket));
+    assert!(matches!(why(one.wait(theirs, Deadline::NEVER)), CallError::NoSuchTicket));
+    until("the reply is here", || one.poll(&ours).unwrap().is_some_and(|reply| reply.to_vec() == b"one"));
+    assert!(matches!(why(one.poll(&ours)), CallError::NoSuchTicket), "its result was fetched");
+    assert!(matches!(why(one.wait(ours, Deadline::NEVER)), CallError::NoSuchTicket));
+}
+
+#[test]
 fn deferred_requests_are_answered_out_of_order() {
     watched!();
     let (_folder, host) = host();
