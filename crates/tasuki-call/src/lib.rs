@@ -372,11 +372,13 @@ pub enum CallError {
     /// The server refused the request.
     #[error("{0}")]
     Refused(Refused),
-    /// The server died or closed, and no other server has taken its place.
-    #[error("the server (generation {generation}) is gone and has no successor; start one, then reconnect")]
+    /// The server died or closed, and no other server has taken its place, or this client could not connect to it.
+    #[error("the server (generation {generation}) is gone and {}, then reconnect", succession(why.as_deref()))]
     ServerGone {
         /// Generation of that server in the sequence of servers.
         generation: u32,
+        /// Why this client could not connect to the next server, if there is one.
+        why: Option<Arc<ConnectError>>,
     },
     /// The server began the call, and another server replaced it before it answered. The call may have run. Ask the
     /// new server, or declare such calls idempotent.
@@ -399,6 +401,14 @@ pub enum CallError {
     /// The kernel refused the wait for the server.
     #[error("the kernel refused to wait for the server: {0}")]
     Kernel(Arc<std::io::Error>),
+}
+
+/// Describes the fate of the place of a server that is gone, with the remedy.
+fn succession(why: Option<&ConnectError>) -> String {
+    match why {
+        None => "has no successor; start one".into(),
+        Some(why) => format!("its successor could not be reached: {why}"),
+    }
 }
 
 /// A call without a reply. It returns the slot that the request was to travel in, or has travelled in, if that slot

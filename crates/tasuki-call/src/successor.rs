@@ -104,7 +104,7 @@ impl Successor {
             Ok(_) => return Err(refused(Refusal::NoInheritance)),
             Err(malformed) => return Err(ConnectError::Malformed(malformed).into()),
         };
-        let [listener, state] = <[OwnedFd; 2]>::try_from(answer.fds).map_err(|_| refused(Refusal::NoMemory))?;
+        let [listener, state] = <[OwnedFd; 2]>::try_from(answer.fds).map_err(|_| ConnectError::NoDescriptors)?;
         // Do the slow work now, while the other server serves.
         nap_cost();
         Ok(Successor { path, socket, listener, state: State::adopt(state)?, generation })

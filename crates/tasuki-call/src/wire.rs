@@ -21,8 +21,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 use tasuki_shm::arena::Geometry;
 
@@ -358,6 +358,8 @@ impl Packet {
 pub(crate) struct Received {
     pub packet: Result<Packet, Malformed>,
     pub fds: Vec<OwnedFd>,
+    /// Whether descriptors are missing for which this process has no room.
+    pub cut: bool,
 }
 
 /// Creates a handshake socket.
@@ -397,7 +399,9 @@ pub(crate) fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<Received>> {
     if got.bytes == 0 && fds.is_empty() {
         return Ok(None);
     }
-    Ok(Some(Received { packet: Packet::decode(&bytes[..got.bytes]), fds }))
+    // A packet with too many is cut, too.
+    let cut = got.flags.contains(ReturnFlags::CTRUNC) && fds.len() < FDS_MAX;
+    Ok(Some(Received { packet: Packet::decode(&bytes[..got.bytes]), fds, cut }))
 }
 
 #[cfg(test)]

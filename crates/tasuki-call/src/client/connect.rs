@@ -142,6 +142,19 @@ pub enum ConnectError {
     },
 }
 
+impl ConnectError {
+    /// Whether memory or descriptors are short, which may pass.
+    pub(super) fn may_pass(&self) -> bool {
+        matches!(
+            self,
+            ConnectError::NoDescriptors
+                | ConnectError::Refused(Refusal::NoMemory | Refusal::TooManyClients { .. })
+                | ConnectError::Memory(RegionError::NoMemory { .. })
+                | ConnectError::Segment(SegmentError::Memory(RegionError::NoMemory { .. }))
+        )
+    }
+}
+
 /// A handshake whose first half is done.
 #[derive(Debug)]
 pub(super) struct Greeting {
@@ -175,7 +188,11 @@ impl Client {
             Detach::Enforced => {
                 let silent = || ConnectError::Silent { path: self.path.clone(), limit: patience };
                 let handing_over = HandOver::begin(patience).ok_or_else(silent)?;
-                (Some(handing_over), Some(enforce::register(self.arena.region())?))
+                let uffd = enforce::register(self.arena.region()).map_err(|error| match error {
+                    EnforceError::NoUserfaultfd { source } if lacks_descriptors(&source) => ConnectError::NoDescriptors,
+                    error => error.into(),
+                })?;
+                (Some(handing_over), Some(uffd))
             }
             Detach::Move | Detach::Guard => (None, None),
         };
@@ -253,10 +270,7 @@ impl Client {
         let layout = Layout { ring: welcome.ring, slots: welcome.replies.count };
         let server = PeerSegment::map(segment.as_fd(), layout).map_err(ConnectError::Segment)?;
         let replies = PeerRegion::map(replies.as_fd(), welcome.replies.len())?;
-        let kernel = |source: io::Error| match Errno::from_io_error(&source) {
-            Some(Errno::MFILE | Errno::NFILE) => ConnectError::NoDescriptors,
-            _ => ConnectError::Kernel { doing: "preparing to sleep in the server's bell", source },
-        };
+        let kernel = |source| kernel("preparing to sleep in the server's bell", source);
         Ok(Link {
             requests: Producer::new(self.segment.ring(), server.head(), self.next_request),
             results: Consumer::new(server.ring(), self.segment.head(), 0),
@@ -267,6 +281,18 @@ impl Client {
             verdict: server.verdict(),
             generation: welcome.generation,
         })
+    }
+}
+
+fn lacks_descriptors(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+}
+
+/// Returns the error for a step that the kernel refused.
+pub(crate) fn kernel(doing: &'static str, source: io::Error) -> ConnectError {
+    match lacks_descriptors(&source) {
+        true => ConnectError::NoDescriptors,
+        false => ConnectError::Kernel { doing, source },
     }
 }
 
@@ -317,10 +343,7 @@ pub(crate) fn dial(path: &Path, patience: Duration) -> Result<OwnedFd, ConnectEr
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(ConnectError::NoSocket { path: at }),
         _ => {}
     }
-    let socket = wire::socket().map_err(|source| match Errno::from_io_error(&source) {
-        Some(Errno::MFILE | Errno::NFILE) => ConnectError::NoDescriptors,
-        _ => ConnectError::Kernel { doing: "making a socket", source },
-    })?;
+    let socket = wire::socket().map_err(|source| kernel("making a socket", source))?;
     let connected = within(&socket, patience, || Ok(rustix::net::connect(&socket, &address)?));
     let Err(source) = connected else { return Ok(socket) };
     Err(match Errno::from_io_error(&source) {

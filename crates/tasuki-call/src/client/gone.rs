@@ -1,12 +1,16 @@
 //! How a client handles the loss of its server: its calls end, or continue with the successor.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tasuki_shm::ring::Message;
 
 use super::{Client, ConnectError};
 use crate::pending::{InFlight, Outcome};
-use crate::{Breach, CallError, Failure, Verdict};
+use crate::{Breach, CallError, Failure, Refusal, Verdict};
+
+/// Pause between two attempts while memory or descriptors are short: no event says that they are there again.
+const RETRY_EVERY: Duration = Duration::from_millis(10);
 
 /// Calls of a lost server whose successor has not answered yet.
 #[derive(Debug)]
@@ -15,7 +19,9 @@ pub(super) struct Orphaned {
     /// Index in the request ring of the first request that the dead server had not begun.
     begun: u32,
     unbegun: Vec<Message>,
-    /// Time at which we give up the search for a successor.
+    /// Time of the next attempt to connect to a successor.
+    next: Instant,
+    /// Time at which we give up the search for one.
     until: Instant,
 }
 
@@ -58,9 +64,10 @@ impl Client {
             Ok(begun) => (begun, link.requests.unretired()),
             Err(broken) => return self.end(&CallError::Broken(broken.into())),
         };
-        self.link = Err(CallError::ServerGone { generation });
-        let until = Instant::now() + self.options.handshake;
-        self.orphaned = Some(Orphaned { generation, begun, unbegun, until });
+        self.link = Err(CallError::ServerGone { generation, why: None });
+        let next = Instant::now();
+        let until = next + self.options.handshake;
+        self.orphaned = Some(Orphaned { generation, begun, unbegun, next, until });
         self.find_successor(patience);
     }
 
@@ -71,15 +78,36 @@ impl Client {
     }
 
     /// Continues the calls of a lost server with its successor. If the successor does not answer within the caller's
-    /// patience, the next caller asks again.
+    /// patience, or either side is short of memory or descriptors for so long, the next caller asks again.
     pub(crate) fn find_successor(&mut self, patience: Duration) {
-        let Some(orphaned) = self.orphaned.take() else { return };
-        let left = orphaned.until.saturating_duration_since(Instant::now());
-        match self.establish(Some(self.service), patience.min(left)) {
-            Ok(()) => self.carry_over(orphaned.generation, orphaned.begun, &orphaned.unbegun),
-            Err(ConnectError::Silent { .. }) if Instant::now() < orphaned.until => self.orphaned = Some(orphaned),
-            Err(_) => self.end(&CallError::ServerGone { generation: orphaned.generation }),
-        }
+        let Some(mut orphaned) = self.orphaned.take() else { return };
+        let until = orphaned.until.min(Instant::now() + patience);
+        let error = loop {
+            let next = orphaned.next.min(orphaned.until);
+            std::thread::sleep(next.min(until).saturating_duration_since(Instant::now()));
+            if until < next {
+                self.orphaned = Some(orphaned);
+                return;
+            }
+            match self.establish(Some(self.service), until.saturating_duration_since(Instant::now())) {
+                Ok(()) => return self.carry_over(orphaned.generation, orphaned.begun, &orphaned.unbegun),
+                Err(error) if error.may_pass() && Instant::now() < orphaned.until => {
+                    orphaned.next = Instant::now() + RETRY_EVERY;
+                }
+                Err(ConnectError::Silent { .. }) if Instant::now() < orphaned.until => {
+                    self.orphaned = Some(orphaned);
+                    return;
+                }
+                Err(error) => break error,
+            }
+        };
+        let why = match error {
+            ConnectError::NoServer { .. }
+            | ConnectError::NoSocket { .. }
+            | ConnectError::Refused(Refusal::OtherService) => None,
+            error => Some(Arc::new(error)),
+        };
+        self.end(&CallError::ServerGone { generation: orphaned.generation, why });
     }
 
     /// Sends the successor the calls that the server `generation` had not begun, and begun calls that may run twice.

@@ -112,7 +112,7 @@ impl Client {
             options: ClientOptions { handshake: bounded(options.handshake), ..options.clone() },
             pending: Pending::new(options.ring),
             spin: options.spin.map_or_else(nap_cost, bounded),
-            link: Err(CallError::ServerGone { generation: 0 }),
+            link: Err(CallError::ServerGone { generation: 0, why: None }),
             orphaned: None,
             greeting: None,
             service: Service(0),

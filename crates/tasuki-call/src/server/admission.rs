@@ -65,9 +65,10 @@ impl Server {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return self.handshakes.insert(position, shake),
             Ok(None) | Err(_) => return,
         };
-        let Received { packet, fds } = received;
+        let Received { packet, fds, cut } = received;
         let answer = match (packet, shake.hello.take()) {
             (Ok(Packet::Succeed), None) => return self.show_inheritance(shake.socket),
+            (Ok(Packet::Hello(_)), None) if cut => Err(Refusal::NoMemory),
             (Ok(Packet::Hello(hello)), None) if hello.enforced_base.is_some() => {
                 shake.hello = Some((hello, fds));
                 return self.handshakes.push(shake);
@@ -87,15 +88,14 @@ impl Server {
     /// Creates a session for a Hello and welcomes the client.
     fn admit(&mut self, socket: &OwnedFd, hello: &Hello, fds: Vec<OwnedFd>) -> Result<(), Refusal> {
         crash::point("server.accept.hello");
-        let creds = rustix::net::sockopt::socket_peercred(socket).map_err(|_| Refusal::BadMemory)?;
-        let (pid, uid) = (creds.pid.as_raw_nonzero().get(), creds.uid.as_raw());
+        let (pid, uid) = enforce::peer(socket.as_fd()).map_err(|_| Refusal::NoMemory)?;
         self.check(hello, uid)?;
         let mut fds = fds.into_iter();
         let (Some(segment), Some(arena)) = (fds.next(), fds.next()) else { return Err(Refusal::BadMemory) };
         let enforcer = match (hello.enforced_base, fds.next()) {
             (None, _) => None,
             (Some(base), Some(uffd)) => {
-                enforce::inspect(pid.cast_unsigned(), base, uffd.as_fd()).map_err(|_| Refusal::NotEnforceable)?;
+                enforce::inspect(pid, base, uffd.as_fd()).map_err(|_| Refusal::NotEnforceable)?;
                 Some(Enforcer::new(uffd, base, hello.arena.slot_len))
             }
             (Some(_), None) => return Err(Refusal::BadMemory),

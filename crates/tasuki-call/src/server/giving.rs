@@ -7,6 +7,7 @@ use rustix::event::epoll::{self, EventFlags};
 use tasuki_shm::crash;
 
 use super::{Server, Source};
+use crate::enforce;
 use crate::wire::{self, Packet, Refusal};
 
 /// State of a replacement, as in the giver's table in [`super::successor`].
@@ -26,8 +27,8 @@ impl Server {
         let (Some(state), Some(listener)) = (&self.options.state, &self.listener) else {
             return refuse(Refusal::NoInheritance);
         };
-        let uid = rustix::net::sockopt::socket_peercred(&socket).map(|creds| creds.uid.as_raw());
-        if !uid.is_ok_and(|uid| uid == rustix::process::geteuid().as_raw() || uid == 0) {
+        let peer = enforce::peer(socket.as_fd());
+        if !peer.is_ok_and(|(_, uid)| uid == rustix::process::geteuid().as_raw() || uid == 0) {
             return refuse(Refusal::NoInheritance);
         }
         if !matches!(self.giving, Giving::Serving) {

@@ -20,7 +20,7 @@ use tasuki_call::{
 };
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::{Pages, Region, RegionError};
-use tasuki_testing::{alone, descriptors, process};
+use tasuki_testing::{Program, alone, descriptors, process};
 
 use crate::common::*;
 use crate::watched;
@@ -39,9 +39,24 @@ pub fn take_resources(told: &Told) {
 /// numbers, and the parent of the tests may have left us open descriptors with high numbers. So count the free
 /// numbers, not the open ones.
 fn leave_descriptors(spare: usize) {
+    limit(Resource::Nofile, room_for(spare));
+}
+
+/// Returns the limit of descriptor numbers that leaves room for `spare` more.
+fn room_for(spare: usize) -> u64 {
     let is_free = |number: &u64| !Path::new(&format!("/proc/self/fd/{number}")).is_symlink();
     let free = (0..).filter(is_free).take(spare);
-    limit(Resource::Nofile, free.last().map_or(0, |number| number + 1));
+    free.last().map_or(0, |number| number + 1)
+}
+
+/// Runs a closure while this process, which runs one test alone, has room for only `spare` more descriptors.
+pub fn with_descriptors<T>(spare: usize, what: impl FnOnce() -> T) -> T {
+    let before = rustix::process::getrlimit(Resource::Nofile);
+    let few = Rlimit { current: Some(room_for(spare)), ..before };
+    rustix::process::setrlimit(Resource::Nofile, few).unwrap();
+    let result = what();
+    rustix::process::setrlimit(Resource::Nofile, before).unwrap();
+    result
 }
 
 /// Sets both limits, so that the library cannot raise the soft limit to the hard one.
@@ -61,6 +76,14 @@ pub fn stranger() {
     let said = match what.as_str() {
         "connect" => Client::connect(path, &small()).map(drop).map_err(|error| error.to_string()),
         "bind" => Server::bind(path, options()).map(drop).map_err(|error| error.to_string()),
+        "serve" => {
+            let mut server = Server::bind(path, options()).unwrap();
+            let mut worker = Worker::new(&Board::new(), None);
+            while server.tally().departed == 0 {
+                server.turn(None, |request| worker.handle(request)).unwrap();
+            }
+            Ok(())
+        }
         "approach" => Successor::approach(path).map(drop).map_err(|error| error.to_string()),
         "with little address space" => {
             limit(Resource::As, address_space() + (8 << 20));
@@ -640,6 +663,35 @@ fn a_server_without_descriptors_refuses_and_welcomes_again_when_somebody_leaves(
     }
 }
 
+#[test]
+fn a_server_without_descriptors_for_the_memory_of_its_first_client_says_so() {
+    watched!();
+    // It takes five itself. An accepted client takes one, its packet two, its session six.
+    for spare in 1..5 {
+        let stage = Stage::new(0);
+        let _server = stage.spawn_until("server", SERVING, &[var("TASUKI_FILES", 5 + spare)]);
+        let error = Client::connect(stage.socket(), &small()).unwrap_err();
+        is!(error, ConnectError::Refused(Refusal::NoMemory));
+    }
+}
+
+/// The kernel does not tell the server the client's process id.
+#[test]
+fn a_client_of_another_pid_namespace_is_served() {
+    watched!();
+    let folder = Folder::new();
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork", "--kill-child", "--"]).arg(std::env::current_exe().unwrap()).args(CHILD_ROLE);
+    command.env("TASUKI_STRANGER", "serve").env("TASUKI_SOCKET", folder.socket()).stdin(Stdio::null());
+    let mut server = Program::start(command.stdout(Stdio::null()));
+    until("it serves, or cannot start", || folder.socket().exists() || !server.is_running());
+    if !folder.socket().exists() {
+        return println!("skipped: unshare --pid is refused");
+    }
+    works(&folder.socket());
+    until("it has ended with its client", || !server.is_running());
+}
+
 /// A program that waits in an epoll of its own must hear that it is time to accept again.
 #[test]
 fn a_server_in_another_epoll_is_deaf_for_a_moment_only() {
@@ -649,16 +701,11 @@ fn a_server_in_another_epoll_is_deaf_for_a_moment_only() {
     }
     let folder = Folder::new();
     let mut server = Server::bind(folder.socket(), options()).unwrap();
-    let soft = |current: Option<u64>| {
-        let limit = Rlimit { current, ..rustix::process::getrlimit(Resource::Nofile) };
-        rustix::process::setrlimit(Resource::Nofile, limit).unwrap();
-    };
-    let much = rustix::process::getrlimit(Resource::Nofile).current;
     let waiting = descriptors::connect(&folder.socket());
-    soft(Some(0));
-    assert_eq!(server.turn(Some(Duration::ZERO), |request| drop(request)).unwrap(), Turn::Idle);
-    assert!(server.arm());
-    soft(much);
+    with_descriptors(0, || {
+        assert_eq!(server.turn(Some(Duration::ZERO), |request| drop(request)).unwrap(), Turn::Idle);
+        assert!(server.arm());
+    });
     drop(waiting);
     let path = folder.socket();
     let client = std::thread::spawn(move || works(&path));

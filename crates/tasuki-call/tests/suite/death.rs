@@ -56,7 +56,7 @@ fn ask(method: u16, bytes: &[u8]) -> Ask<'_> {
 fn all_gone(client: &mut Client, tickets: Vec<Ticket>, slots: &[bool]) {
     for (ticket, slot) in tickets.into_iter().zip(slots) {
         let failure = client.wait(ticket, ample()).unwrap_err();
-        assert!(matches!(failure.why, CallError::ServerGone { generation: 1 }), "{failure}");
+        assert!(matches!(failure.why, CallError::ServerGone { generation: 1, .. }), "{failure}");
         assert_eq!(failure.slot.is_some(), *slot, "the slot came back with the bad news");
     }
     assert_eq!(client.in_flight(), 0);
@@ -116,7 +116,7 @@ fn kill_while(waits: Waits, detach: Detach) -> Duration {
         },
     };
     let learnt = Instant::now();
-    assert!(matches!(why.why, CallError::ServerGone { generation: 1 }), "{}", why.why);
+    assert!(matches!(why.why, CallError::ServerGone { generation: 1, .. }), "{}", why.why);
     assert!(why.slot.is_some());
     drop(why);
     all_gone(&mut client, tickets, &slots[..19]);
@@ -146,7 +146,7 @@ fn a_deadline_is_not_what_tells_of_the_death() {
     let mut client = stage.client(&small());
     let bytes = 1_u64.to_le_bytes();
     let outcome = client.call(ask(DIE, &bytes), Deadline::within(Duration::from_secs(40)));
-    assert!(matches!(why(outcome), CallError::ServerGone { generation: 1 }));
+    assert!(matches!(why(outcome), CallError::ServerGone { generation: 1, .. }));
     assert_eq!(stage.runs(1), 1, "it ran");
     server.was_killed();
 }
@@ -163,7 +163,7 @@ fn a_client_that_was_not_waiting_learns_of_the_death_with_its_next_call() {
         server.kill();
         for len in [10, 1000] {
             let failure = client.call(ask(ECHO, &pattern(1, len)), ample()).unwrap_err();
-            assert!(matches!(failure.why, CallError::ServerGone { generation: 1 }), "{failure}");
+            assert!(matches!(failure.why, CallError::ServerGone { generation: 1, .. }), "{failure}");
             let text = failure.to_string();
             assert!(text.contains("generation 1") && text.contains("reconnect"), "{text}");
         }
@@ -323,7 +323,7 @@ fn a_server_that_ends_is_as_good_as_dead() {
     let mut client = Client::connect(&path, &small()).unwrap();
     let ticket = client.submit(ask(DEFER, &0_u64.to_le_bytes())).unwrap();
     drop(host);
-    assert!(matches!(why(client.wait(ticket, ample())), CallError::ServerGone { generation: 1 }));
+    assert!(matches!(why(client.wait(ticket, ample())), CallError::ServerGone { generation: 1, .. }));
     assert!(!path.exists(), "it removed its socket");
 }
 

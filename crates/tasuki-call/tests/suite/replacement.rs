@@ -12,6 +12,7 @@ use tasuki_call::{
 use tasuki_shm::arena::Detach;
 use tasuki_testing::process;
 
+use crate::bad_input::with_descriptors;
 use crate::common::*;
 use crate::{forger, watched};
 
@@ -529,7 +530,7 @@ fn calls_do_not_wander_to_another_service() {
         let other = stage.server();
         for ticket in [begun, unbegun] {
             let failure = client.wait(ticket, ample()).unwrap_err();
-            assert!(matches!(failure.why, CallError::ServerGone { generation: 1 }), "{failure}");
+            assert!(matches!(failure.why, CallError::ServerGone { generation: 1, .. }), "{failure}");
             assert!(failure.slot.is_some());
         }
         assert_eq!([1, 2].map(|n| stage.runs(n)), [1, 0]);
@@ -673,6 +674,57 @@ fn a_stop_while_a_process_waits_for_its_first_answer_costs_it_nothing() {
 }
 
 #[test]
+fn a_client_without_descriptors_goes_on_with_the_successor_when_it_has_some() {
+    watched!();
+    if !tasuki_testing::alone(a_client_without_descriptors_goes_on_with_the_successor_when_it_has_some) {
+        return;
+    }
+    for spare in [0, 3] {
+        let stage = Stage::new(WORDS);
+        let mut server = stage.server();
+        let (_standby, mark) = stage.spawn("standby", &[]);
+        stage.board.wait(mark, APPROACHED);
+        let mut client = stage.client(&small());
+        server.stop();
+        let unbegun = client.submit(Ask::new(COUNT, &numbered(1, 1000))).unwrap();
+        with_descriptors(spare, || {
+            server.kill();
+            stage.board.wait(mark, SERVING);
+            until("it has lost its server", || {
+                assert!(client.poll(&unbegun).unwrap().is_none());
+                client.generation().is_none()
+            });
+            for _ in 0..3 {
+                assert!(client.poll(&unbegun).unwrap().is_none());
+            }
+        });
+        assert_eq!(client.wait(unbegun, ample()).unwrap().to_vec(), numbered(1, 1000));
+        assert_eq!((stage.runs(1), client.generation()), (1, Some(2)));
+    }
+}
+
+#[test]
+fn the_reason_that_keeps_a_client_from_the_successor_is_told() {
+    watched!();
+    if !tasuki_testing::alone(the_reason_that_keeps_a_client_from_the_successor_is_told) {
+        return;
+    }
+    let stage = Stage::new(WORDS);
+    let mut server = stage.server();
+    let _standby = stage.spawn_until("standby", APPROACHED, &[]);
+    let mut client = stage.client(&ClientOptions { handshake: Duration::from_millis(20), ..small() });
+    let failure = with_descriptors(0, || {
+        server.kill();
+        client.call(Ask::new(ECHO, b"x"), Deadline::NEVER).unwrap_err()
+    });
+    let CallError::ServerGone { generation: 1, why: Some(why) } = &failure.why else { panic!("{failure}") };
+    assert!(matches!(**why, ConnectError::NoDescriptors), "{failure}");
+    assert!(failure.to_string().contains("RLIMIT_NOFILE"), "{failure}");
+    until("the stand-by answers", || client.reconnect().is_ok());
+    let _ = client.call(Ask::new(ECHO, b"x"), ample()).unwrap();
+}
+
+#[test]
 fn a_stand_by_that_never_answers_is_given_up() {
     watched!();
     let stage = Stage::new(WORDS);
@@ -684,7 +736,7 @@ fn a_stand_by_that_never_answers_is_given_up() {
     server.kill();
     while client.poll(&ticket).is_ok() {}
     let failure = client.call(Ask::new(ECHO, b"x"), Deadline::NEVER).unwrap_err();
-    assert!(matches!(failure.why, CallError::ServerGone { generation: 1 }), "{failure}");
+    assert!(matches!(failure.why, CallError::ServerGone { generation: 1, .. }), "{failure}");
     assert_whole(&client);
     assert!(matches!(client.reconnect(), Err(ConnectError::Silent { .. })));
     standby.go_on();

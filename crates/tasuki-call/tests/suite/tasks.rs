@@ -218,7 +218,7 @@ fn the_death_of_the_server_wakes_every_task() {
                     let mut last = killed;
                     for task in tasks {
                         let (failure, at) = task.await.unwrap();
-                        assert!(matches!(failure.why, CallError::ServerGone { generation: 1 }), "{failure}");
+                        assert!(matches!(failure.why, CallError::ServerGone { generation: 1, .. }), "{failure}");
                         last = last.max(at);
                     }
                     println!("{name}, {detach:?}: the last of 30 tasks had ServerGone after {:?}", last - killed);
