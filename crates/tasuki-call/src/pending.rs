@@ -182,6 +182,12 @@ impl Pending {
         }
     }
 
+    /// Wakes every waker, since nobody listens for results any more.
+    #[cfg(feature = "tokio")]
+    pub fn wake_all(&mut self) {
+        self.places.iter_mut().filter_map(|place| place.waker.take()).for_each(Waker::wake);
+    }
+
     /// Gives up a call: the client no longer wants its outcome.
     pub fn abandon(&mut self, call: u64) {
         if let Ok((index, place)) = self.place(call) {

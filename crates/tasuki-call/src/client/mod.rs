@@ -27,6 +27,8 @@ use super::segment::{Layout, Segment};
 use super::wire::Service;
 use super::{Ask, Body, Breach, CallError, Deadline, Failure, Payload, Refused, Reply, bounded};
 use connect::Greeting;
+#[cfg(feature = "tokio")]
+pub(super) use connect::kernel;
 pub use connect::{ClientOptions, ConnectError};
 pub(super) use connect::{DIALS_MAX, dial, within};
 use gone::Orphaned;
@@ -42,7 +44,7 @@ const YIELDS: u32 = 2;
 
 /// Spin time after which a client checks whether the server is still there. Also how long a client that only polls
 /// waits for the successor of a dead server.
-const POLL_LIVENESS: Duration = Duration::from_millis(1);
+pub(super) const POLL_LIVENESS: Duration = Duration::from_millis(1);
 
 /// A submitted call. Pass it to [`Client::poll`], [`Client::wait`] or [`Client::abandon`] of the same client: until
 /// then it occupies its place in the ring.
@@ -591,18 +593,35 @@ impl Client {
 
     /// Publishes that this client is awake again, and notices the server's death.
     pub fn woken(&mut self) {
+        self.woken_within(self.options.handshake);
+    }
+
+    /// Does the same, and looks for a successor for as long as `patience`.
+    pub(crate) fn woken_within(&mut self, patience: Duration) {
         self.bell.wake(this_cpu());
         let Ok(link) = &mut self.link else { return };
         tasuki_shm::wake::drain(link.sleeper.fd());
         if link.sleeper.peer_is_gone().unwrap_or(false) {
-            self.lost(self.options.handshake);
+            self.lost(patience);
         }
+    }
+
+    /// Looks for the successor of a lost server for as long as `patience`. Returns whether it is still to be found.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn is_seeking(&mut self, patience: Duration) -> bool {
+        self.find_successor(patience);
+        self.orphaned.is_some()
     }
 
     /// Returns the descriptor that becomes readable when an [armed](Self::arm) client has a result or has lost its
     /// server. The descriptor changes when the client connects to another server.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.link.as_ref().ok().map(|link| link.sleeper.fd())
+    }
+
+    #[cfg(feature = "tokio")]
+    pub(crate) fn wake_all(&mut self) {
+        self.pending.wake_all();
     }
 
     #[cfg(feature = "tokio")]

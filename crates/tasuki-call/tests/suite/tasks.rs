@@ -1,6 +1,7 @@
 //! The `async fn` interface on tokio: many callers, dropped futures, servers that die or are replaced.
 
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
@@ -13,6 +14,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
+use crate::bad_input::with_descriptors;
 use crate::common::*;
 use crate::watched;
 
@@ -392,6 +394,47 @@ fn a_call_that_is_answered_at_once_leaves_no_other_task_asleep() {
             whole(&client);
         });
     }
+}
+
+#[test]
+fn a_client_outlives_the_runtime_that_it_connected_in() {
+    watched!();
+    let folder = Folder::new();
+    let host = Host::start(folder.socket(), options());
+    let [_, (_, mut last)] = runtimes();
+    let client = last.block_on(async { AsyncClient::connect(&host.path, &small()) }).unwrap();
+    for (_, next) in runtimes() {
+        // This task waits for its result when the runtime ends in which another one listens for it.
+        let waiting = next.block_on(late(&client, &host.board, 1));
+        drop(std::mem::replace(&mut last, next));
+        host.board.add(RELEASE, 1);
+        last.block_on(waiting).unwrap().unwrap();
+    }
+    drop(last);
+    let [(_, last), _] = runtimes();
+    let _ = last.block_on(count(&client, 2, 100)).unwrap();
+    last.block_on(async { whole(&client) });
+}
+
+#[test]
+fn who_cannot_listen_is_told() {
+    watched!();
+    if !tasuki_testing::alone(who_cannot_listen_is_told) {
+        return;
+    }
+    let folder = Folder::new();
+    let host = Host::start(folder.socket(), options());
+    let without_io = Builder::new_current_thread().enable_time().build().unwrap();
+    let connected =
+        catch_unwind(AssertUnwindSafe(|| without_io.block_on(async { AsyncClient::connect(&host.path, &small()) })));
+    assert!(connected.is_err(), "the runtime has no IO");
+    let [(_, first), (_, next)] = runtimes();
+    let client = first.block_on(async { AsyncClient::connect(&host.path, &small()) }).unwrap();
+    drop(first);
+    let failure = with_descriptors(0, || next.block_on(call(&client, Ask::new(HOLD, &pattern(1, 8)))));
+    assert!(matches!(failure.unwrap_err().why, CallError::Kernel(_)));
+    host.board.set(GATE, 1);
+    let _ = next.block_on(count(&client, 2, 100)).unwrap();
 }
 
 #[test]
