@@ -39,3 +39,16 @@ pub mod region;
 pub mod slice;
 #[cfg(not(loom))]
 pub mod wake;
+
+/// Returns true in a process that runs this test alone. Otherwise runs that process, which ends with this code.
+#[cfg(all(test, not(loom)))]
+fn alone(test: &str, code: i32) -> bool {
+    const ALONE: &str = "TASUKI_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return true;
+    }
+    let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+    let status = alone.args(["--exact", test]).env(ALONE, test).status().unwrap();
+    assert_eq!(status.code(), Some(code), "{status}");
+    false
+}

@@ -188,7 +188,7 @@ const NAP_COST_MAX: Duration = Duration::from_micros(200);
 
 /// Returns the cost of parking here and being woken from another CPU. It pays to spin that long (twice the best
 /// choice at worst). The first call measures it, in about 2 ms. Zero if there is no second CPU, since spinning then
-/// only gets in the way.
+/// only gets in the way; also if the kernel refuses the thread or the pipes of the measurement.
 pub fn nap_cost() -> Duration {
     static COST: OnceLock<Duration> = OnceLock::new();
     *COST.get_or_init(|| measure_nap().unwrap_or(Duration::ZERO).min(NAP_COST_MAX))
@@ -202,7 +202,7 @@ fn measure_nap() -> Option<Duration> {
     let (here_sleeps, there_rings) = bell_pipe().ok()?;
     let (mut here_sleeps, mut there_sleeps) = (Sleeper::new(here_sleeps).ok()?, Sleeper::new(there_sleeps).ok()?);
     let (here_rings, there_rings) = (BellSender::own(here_rings), BellSender::own(there_rings));
-    let echo = std::thread::spawn(move || {
+    let echo = std::thread::Builder::new().spawn(move || {
         let elsewhere = (0..cpus).filter(|&cpu| cpu != here).any(|cpu| {
             let mut one = CpuSet::new();
             one.set(cpu);
@@ -212,6 +212,7 @@ fn measure_nap() -> Option<Duration> {
             there_rings.ring();
         }
     });
+    let echo = echo.ok()?;
     let mut trips = Vec::with_capacity(ROUNDS);
     for _ in 0..ROUNDS {
         let start = Instant::now();
@@ -236,6 +237,20 @@ fn online_cpus() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A limit on the address space stands for one on threads, which does not hold for root.
+    #[test]
+    fn a_process_that_gets_no_thread_measures_nothing() {
+        use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+        if !crate::alone("wake::tests::a_process_that_gets_no_thread_measures_nothing", 0) {
+            return;
+        }
+        let Rlimit { current, maximum } = getrlimit(Resource::As);
+        setrlimit(Resource::As, Rlimit { current: Some(1 << 20), maximum }).unwrap();
+        let cost = nap_cost();
+        setrlimit(Resource::As, Rlimit { current, maximum }).unwrap();
+        assert_eq!(cost, Duration::ZERO);
+    }
 
     #[test]
     fn a_ring_ends_a_sleep() {

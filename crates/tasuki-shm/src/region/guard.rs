@@ -167,27 +167,14 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
-    use std::process::Command;
 
     use super::*;
+    use crate::alone;
     use crate::region::{CommonRegion, Mapping};
 
     extern "C" fn end(_: libc::c_int) {
         // SAFETY: ends the process; a signal handler may (G2).
         unsafe { libc::_exit(42) }
-    }
-
-    /// Returns true in a process that runs this test alone. Otherwise runs that process, which ends with this code.
-    fn alone(test: &str, code: i32) -> bool {
-        const ALONE: &str = "TASUKI_ALONE";
-        let name = format!("region::guard::tests::{test}");
-        if std::env::var_os(ALONE).is_some() {
-            return true;
-        }
-        let mut alone = Command::new(std::env::current_exe().unwrap());
-        let status = alone.args(["--exact", &name]).env(ALONE, &name).status().unwrap();
-        assert_eq!(status.code(), Some(code), "{status}");
-        false
     }
 
     /// A limit on locked memory stands for `vm.overcommit_memory=2`, which holds for the whole machine.
@@ -197,7 +184,7 @@ mod tests {
         use rustix::process::{Resource, Rlimit, setrlimit};
         use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
         const MIB: usize = 1 << 20;
-        if !alone("memory_that_the_kernel_gives_no_substitute_for_is_replaced_in_pieces", 0) {
+        if !alone("region::guard::tests::memory_that_the_kernel_gives_no_substitute_for_is_replaced_in_pieces", 0) {
             return;
         }
         let memory = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -231,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_fault_outside_all_guards_goes_to_the_handler_that_was_there() {
-        if !alone("a_fault_outside_all_guards_goes_to_the_handler_that_was_there", 42) {
+        if !alone("region::guard::tests::a_fault_outside_all_guards_goes_to_the_handler_that_was_there", 42) {
             return;
         }
         // SAFETY: the handler has the type that signal(2) asks for (G2).
