@@ -28,7 +28,9 @@ pub enum Detach {
     #[default]
     Move,
     /// By the sender itself: it withdraws the pages from its own address space, and any stray access faults
-    /// (SIGSEGV) until they come back. Finds bugs of the sender. The sender could undo it.
+    /// (SIGSEGV) until they come back. Finds bugs of the sender. The sender could undo it. In a process that has as
+    /// many areas of memory as the kernel permits (`vm.max_map_count`), one slot that comes back may make all lent
+    /// slots accessible.
     Guard,
     /// By the receiver: it holds the sender's userfaultfd and write-protects the pages. A stray write faults
     /// (SIGBUS), in any thread and through any pointer. Finds bugs, but a sender can undo it on purpose. The
@@ -192,9 +194,12 @@ impl Arena {
     ///
     /// # Errors
     /// If the kernel refuses to withdraw the pages. The error returns the slot.
+    ///
+    /// # Panics
+    /// If the slot is another arena's.
     #[inline]
     pub fn lend(&self, slot: Slot) -> Result<Lent, (Slot, RegionError)> {
-        debug_assert!(self.owns(&slot), "a slot is lent by its own arena");
+        assert!(self.owns(&slot), "a slot is lent by its own arena");
         if self.pool.detach == Detach::Guard {
             // SAFETY: we consume the slot's only handle, so no reference into it lives (A2, A3).
             if let Err(error) = unsafe { self.pool.region.withdraw(self.pool.offset(slot.id), self.pool.slot_len()) } {
@@ -208,8 +213,13 @@ impl Arena {
     }
 
     /// Takes back a lent slot that the peer returned.
+    ///
+    /// # Panics
+    /// If another arena lent it.
     #[inline]
     pub fn attach(&self, lent: Lent) -> Result<Slot, WrongSlot> {
+        // The slot that we return is the one that our table has checked (A2).
+        assert!(Arc::ptr_eq(&self.pool, &lent.pool), "a slot comes back to its own arena");
         self.pool.slots.attach(lent.id)?;
         self.restore(lent.id);
         Ok(Slot { pool: lent.pool, id: lent.id })
@@ -260,15 +270,21 @@ impl Arena {
 
     #[cold]
     fn restore_pages(&self, id: SlotId) {
-        let restored = self.pool.region.restore(self.pool.offset(id), self.pool.slot_len());
-        restored.expect("giving back access to our own mapping merges areas and cannot run out of them");
+        // A slot in the middle of a withdrawn area makes three areas of one: the kernel may have none to spare.
+        if self.pool.region.restore(self.pool.offset(id), self.pool.slot_len()).is_err() {
+            self.restore_all();
+        }
+    }
+
+    fn restore_all(&self) {
+        let restored = self.pool.region.restore(0, self.pool.region.len());
+        restored.expect("giving back access to a whole mapping splits no area and cannot run out of them");
     }
 
     /// Takes back every slot of a dead peer, in time proportional to the number of slots. Returns how many it held.
     pub fn reclaim(&self) -> u32 {
         if self.pool.detach == Detach::Guard {
-            let restored = self.pool.region.restore(0, self.pool.region.len());
-            restored.expect("giving back access to our own mapping merges areas and cannot run out of them");
+            self.restore_all();
         }
         self.pool.slots.reclaim()
     }
@@ -575,9 +591,14 @@ mod tests {
 
     const SMALL: Geometry = Geometry { slot_len: 4096, count: 4 };
 
+    fn arena(geometry: Geometry, detach: Detach) -> Arena {
+        let lines = geometry.count.div_ceil(8) as usize;
+        let control = Region::create("test-table", lines * 64, Pages::Small).unwrap();
+        Arena::create("test-arena", geometry, control.span(0, lines).unwrap(), detach).unwrap()
+    }
+
     fn pair(detach: Detach) -> (Arena, Arc<PeerArena>) {
-        let control = Region::create("test-table", 4096, Pages::Small).unwrap();
-        let arena = Arena::create("test-arena", SMALL, control.span(0, 1).unwrap(), detach).unwrap();
+        let arena = arena(SMALL, detach);
         let theirs = PeerRegion::map(arena.region().fd(), SMALL.len()).unwrap();
         (arena, PeerArena::new(theirs, SMALL).unwrap())
     }
@@ -612,6 +633,38 @@ mod tests {
         assert_eq!(theirs.next_return(), Some(id));
         assert_eq!(theirs.next_return(), None);
         assert_eq!(theirs.held(), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "a slot comes back to its own arena")]
+    fn no_arena_takes_back_what_another_lent() {
+        let [one, other] = [(); 2].map(|()| arena(SMALL, Detach::Move));
+        let [lent, _] = [&one, &other].map(|arena| arena.lend(arena.take().unwrap()).unwrap());
+        let _slot = one.attach(lent.clone()).unwrap();
+        let _alias = other.attach(lent);
+    }
+
+    /// The slots of a second arena, every other one of them withdrawn, are all areas that a process may have.
+    #[test]
+    fn a_slot_comes_back_to_a_process_that_has_no_area_to_spare() {
+        const MOST: u32 = 1 << 18;
+        let most: u32 = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+        if most > MOST {
+            return println!("skipped: takes long where vm.max_map_count is above {MOST}");
+        }
+        if !crate::alone("arena::tests::a_slot_comes_back_to_a_process_that_has_no_area_to_spare", 0) {
+            return;
+        }
+        let ours = arena(SMALL, Detach::Guard);
+        let slots: Vec<_> = std::iter::from_fn(|| ours.take()).collect();
+        let [_, lent, _, _] = <[_; 4]>::try_from(slots).unwrap().map(|slot| ours.lend(slot).unwrap());
+        let many = arena(Geometry { slot_len: 4096, count: most + 2 }, Detach::Guard);
+        let slots: Vec<_> = std::iter::from_fn(|| many.take()).collect();
+        let mut others = slots.into_iter().filter(|slot| slot.id().index % 2 == 1);
+        let refused = others.find_map(|slot| many.lend(slot).err());
+        assert!(matches!(refused, Some((_, RegionError::NoMemory { .. }))), "{refused:?}");
+        let mut slot = ours.attach(lent).unwrap();
+        slot.bytes_mut().fill(1);
     }
 
     #[test]
