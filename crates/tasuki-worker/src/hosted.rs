@@ -262,3 +262,6 @@ impl<P: Program> FrameHandler for Hosted<P> {
         P::counts(&self.state)
     }
 }
+
+#[cfg(test)]
+mod tests;

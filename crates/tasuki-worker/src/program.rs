@@ -114,43 +114,32 @@ impl<'a, N: Transactional> Turn<'a, N> {
     }
 
     /// Calls `decide` for each received frame, oldest first, and sends or drops it accordingly. Afterwards no frames
-    /// are left to look at.
+    /// are left to look at. If `decide` panics and the program catches that, this frame and those behind it are
+    /// dropped.
     #[inline]
     pub fn frames(&mut self, mut decide: impl FnMut(&mut InHand<'_, N>) -> Fate) {
         let came = std::mem::take(&mut self.came);
-        // Frames made before this call go behind the received frames.
-        let made = self.ours;
-        let (mut go, mut ours) = (0, 0_u32);
+        let mut look = Look { turn: self, came, go: 0, ours: 0 };
         for at in 0..came {
+            let turn = &mut *look.turn;
             let mut frame = InHand {
-                nic: &mut *self.nic,
-                arena: self.arena,
-                frame: &mut self.burst[at],
-                kept: &mut *self.kept,
+                nic: &mut *turn.nic,
+                arena: turn.arena,
+                frame: &mut turn.burst[at],
+                kept: &mut *turn.kept,
                 saved: false,
                 is_ours: false,
+                fate: Fate::Dropped,
             };
-            let fate = decide(&mut frame);
-            let is_ours = frame.is_ours;
-            match fate {
-                Fate::Sent => {
-                    self.burst.swap(go, at);
-                    ours |= u32::from(is_ours) << go;
-                    go += 1;
-                }
-                // Wipe a copy that does not go: no driver knows of its contents.
-                Fate::Dropped if is_ours => {
-                    self.burst[at].slot.bytes_mut().fill(0);
-                    if let Some(as_it_came) = self.kept.pop() {
-                        self.burst[at] = as_it_came;
-                    }
-                }
-                Fate::Dropped => {}
+            frame.fate = decide(&mut frame);
+            let (fate, is_ours) = (frame.fate, frame.is_ours);
+            drop(frame);
+            if fate == Fate::Sent {
+                turn.burst.swap(look.go, at);
+                look.ours |= u32::from(is_ours) << look.go;
+                look.go += 1;
             }
         }
-        // Each slot in which a frame arrived is kept at most once, so all have room.
-        self.kept.extend(self.burst.drain(go..came));
-        self.ours = ours | made.checked_shr(u32::try_from(came - go).unwrap_or(0)).unwrap_or(0);
     }
 
     /// Returns the number of frames that can still be made in this turn, if there are slots.
@@ -179,6 +168,28 @@ impl<'a, N: Transactional> Turn<'a, N> {
     }
 }
 
+/// A look at all received frames. Its end drops those that do not go, also if a panic ends it: a program may catch
+/// its own panic.
+struct Look<'t, 'a, N: Transactional> {
+    turn: &'t mut Turn<'a, N>,
+    came: usize,
+    /// Number of frames that go. They lie in front.
+    go: usize,
+    /// Bits of these frames, as in [`Turn`].
+    ours: u32,
+}
+
+impl<N: Transactional> Drop for Look<'_, '_, N> {
+    #[inline]
+    fn drop(&mut self) {
+        let Look { turn, came, go, ours } = self;
+        // Each slot in which a frame arrived is kept at most once, so all have room.
+        turn.kept.extend(turn.burst.drain(*go..*came));
+        // Frames made before the look go behind the received frames.
+        turn.ours = *ours | turn.ours.checked_shr(u32::try_from(*came - *go).unwrap_or(0)).unwrap_or(0);
+    }
+}
+
 /// A received frame that is pending: it is neither sent nor dropped.
 #[derive(Debug)]
 pub struct InHand<'a, N: Transactional> {
@@ -188,6 +199,20 @@ pub struct InHand<'a, N: Transactional> {
     kept: &'a mut Burst,
     saved: bool,
     is_ours: bool,
+    fate: Fate,
+}
+
+impl<N: Transactional> Drop for InHand<'_, N> {
+    #[inline]
+    fn drop(&mut self) {
+        // Wipe a copy that does not go: no driver knows of its contents.
+        if self.is_ours && self.fate == Fate::Dropped {
+            self.frame.slot.bytes_mut().fill(0);
+            if let Some(as_it_came) = self.kept.pop() {
+                *self.frame = as_it_came;
+            }
+        }
+    }
 }
 
 impl<N: Transactional> InHand<'_, N> {
