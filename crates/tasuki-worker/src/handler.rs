@@ -112,8 +112,8 @@ pub trait FrameHandler: Sized + 'static {
     /// Drops the pending frames, by order.
     fn drop_hand(&mut self, burst: &mut Burst);
 
-    /// Returns the time until there is work without a received frame.
-    fn rest(&self) -> Option<Duration>;
+    /// Returns the time until there is work without a received frame. Called before the worker sleeps.
+    fn rest(&mut self) -> Option<Duration>;
 
     /// Returns the descriptor that becomes readable when there is something to send.
     fn bell(&self) -> Option<BorrowedFd<'static>> {

@@ -5,7 +5,7 @@
 //! then says three things: all frames of the turn are handled, the card has the frames to send, and this copy of the
 //! state is valid. Until then the whole turn is pending.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use tasuki_net::port::{BURST_MAX, Burst, Transactional};
@@ -22,6 +22,9 @@ use crate::tap::Tap;
 
 /// Longest rest: the node's loop has other things to check.
 const REST_MAX: Duration = Duration::from_secs(1);
+
+/// Number of looks without a frame from one reading of the clock to the next, while a program rests.
+const LOOKS: u32 = 64;
 
 /// Minimum number of descriptors in a ring, so that it takes a whole burst: one descriptor stays free.
 const RING_MIN: u16 = 64;
@@ -41,6 +44,10 @@ pub struct Hosted<P: Program> {
     count: u64,
     /// Turn for which the program state holds the present state.
     noted: Option<u64>,
+    /// Earliest end of the rests that the program has asked for since its last turn.
+    due: Option<Instant>,
+    /// Number of looks without a frame while the program rests, since the last sleep.
+    looks: u32,
 }
 
 /// Reads the state in a copy, if this program understands it.
@@ -82,7 +89,7 @@ impl<P: Program> Hosted<P> {
     #[inline]
     fn handle<N: Transactional>(&mut self, nic: &mut N, context: &mut HandlerContext<'_>, burst: &mut Burst) {
         let mut turn = Turn::new(nic, context.arena, burst, &mut self.kept);
-        (self.before, self.noted) = (self.state, None);
+        (self.before, self.noted, self.due) = (self.state, None, None);
         self.program.turn(&mut self.state, &mut turn);
         self.ours = turn.end();
         fail::point("burst.turned");
@@ -111,7 +118,7 @@ impl<P: Program> Hosted<P> {
         nic: &mut N,
         context: &mut HandlerContext<'_>,
         burst: &mut Burst,
-        is_due: impl FnOnce(&Self) -> bool,
+        is_due: impl FnOnce(&mut Self) -> bool,
     ) -> Result<usize, N::Fault> {
         // Frames that found no room go first: their turn is not over.
         if !burst.is_empty() {
@@ -123,6 +130,29 @@ impl<P: Program> Hosted<P> {
         }
         self.handle(nic, context, burst);
         Ok(came + if burst.is_empty() { 0 } else { self.send(nic, context, burst)? })
+    }
+
+    /// Returns whether the program's rest is over. It may be over for [`LOOKS`] looks by then: a look at an idle ring
+    /// costs less than the clock.
+    #[inline]
+    fn is_due(&mut self) -> bool {
+        match self.program.rest(&self.state) {
+            Some(rest) if !rest.is_zero() => {
+                let has_clock = self.looks.is_multiple_of(LOOKS);
+                self.looks = self.looks.wrapping_add(1);
+                has_clock && self.left(rest).is_zero()
+            }
+            rest => rest.is_some(),
+        }
+    }
+
+    /// Returns the time until a turn is due, for a program that asks for `rest` now.
+    fn left(&mut self, rest: Duration) -> Duration {
+        let now = Instant::now();
+        let end = now + rest.min(REST_MAX);
+        let due = self.due.map_or(end, |due| due.min(end));
+        self.due = Some(due);
+        due.saturating_duration_since(now)
     }
 }
 
@@ -147,7 +177,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
         let program = P::new(options)
             .unwrap_or_else(|sentence| panic!("the program took its options once, and does not now: {sentence}"));
         let (state, before) = (P::State::new_zeroed(), P::State::new_zeroed());
-        Hosted { program, state, before, kept: Burst::new(), ours: 0, count: 0, noted: None }
+        Hosted { program, state, before, kept: Burst::new(), ours: 0, count: 0, noted: None, due: None, looks: 0 }
     }
 
     fn may_go_on(program_state: &ProgramState, nic: u32, turns: Option<u64>, ring: u16) -> Result<(), Refused> {
@@ -162,7 +192,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
     fn go_on(&mut self, program_state: &ProgramState, nic: u32, turns: Option<u64>) -> Result<(), Refused> {
         let (written, count) = last(program_state, nic, turns).ok_or_else(|| no_room::<P>(nic))?;
         self.state = read::<P>(&written)?;
-        (self.before, self.count, self.noted) = (self.state, count, None);
+        (self.before, self.count, self.noted, self.due) = (self.state, count, None, None);
         self.kept.clear();
         Ok(())
     }
@@ -190,7 +220,7 @@ impl<P: Program> FrameHandler for Hosted<P> {
         context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
-        self.work(nic, context, burst, |ours| ours.rest().is_some_and(|rest| rest.is_zero()))
+        self.work(nic, context, burst, Self::is_due)
     }
 
     fn finish<N: Transactional>(
@@ -254,8 +284,10 @@ impl<P: Program> FrameHandler for Hosted<P> {
         burst.clear();
     }
 
-    fn rest(&self) -> Option<Duration> {
-        self.program.rest(&self.state).map(|rest| rest.min(REST_MAX))
+    fn rest(&mut self) -> Option<Duration> {
+        // The first look after a sleep reads the clock.
+        self.looks = 0;
+        self.program.rest(&self.state).map(|rest| self.left(rest))
     }
 
     fn counts(&self) -> Vec<(String, u64)> {

@@ -49,8 +49,10 @@ pub trait Program: Sized + 'static {
     /// worker; its successor gets the same frames.
     fn turn<N: Transactional>(&mut self, state: &mut Self::State, turn: &mut Turn<'_, N>);
 
-    /// Returns the time until a turn is due without a frame, or nothing if the program waits for frames only. Rests
-    /// longer than a second are cut to a second.
+    /// Returns the time until a turn is due without a frame, or nothing if the program waits for frames only. It is
+    /// asked again and again from one turn to the next, and the earliest end counts: the answer may be the whole rest
+    /// or the part that is left of it. Rests longer than a second are cut to a second. A successor begins the rest
+    /// anew.
     fn rest(&self, state: &Self::State) -> Option<Duration> {
         let _ = state;
         None

@@ -140,8 +140,8 @@ impl FrameHandler for Job {
         burst.clear();
     }
 
-    fn rest(&self) -> Option<Duration> {
-        self.rest()
+    fn rest(&mut self) -> Option<Duration> {
+        self.due_in()
     }
 
     fn bell(&self) -> Option<BorrowedFd<'static>> {
@@ -396,7 +396,7 @@ impl Job {
     }
 
     /// Returns the time until there is work without a received frame.
-    fn rest(&self) -> Option<Duration> {
+    fn due_in(&self) -> Option<Duration> {
         matches!(self.work.kind, message::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
     }
 }

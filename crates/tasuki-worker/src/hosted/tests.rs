@@ -7,6 +7,7 @@ use tasuki_net::port::{Armed, Frame, Port};
 use tasuki_relay::message::program_state;
 use tasuki_shm::arena::{Arena, Detach, Geometry};
 use tasuki_shm::region::{Pages, Region};
+use tasuki_testing::{polled, until};
 
 use super::*;
 use crate::lease_page::Heartbeat;
@@ -137,4 +138,39 @@ fn frames_that_a_caught_panic_left_undecided_are_dropped() {
         assert!(slot.bytes().iter().all(|byte| *byte == 0), "a copy that did not go is wiped");
         std::mem::forget(slot);
     }
+}
+
+/// Counts its turns, and always says the same rest.
+struct Beacon;
+
+impl Program for Beacon {
+    type State = u64;
+    const STATE: (u32, u32) = (2, 1);
+
+    fn new(_: &str) -> Result<Self, String> {
+        Ok(Beacon)
+    }
+
+    fn turn<N: Transactional>(&mut self, turns: &mut u64, _: &mut Turn<'_, N>) {
+        *turns += 1;
+    }
+
+    fn rest(&self, _: &u64) -> Option<Duration> {
+        Some(Duration::from_millis(1))
+    }
+}
+
+#[test]
+fn a_program_whose_rest_is_constant_gets_turns_without_frames() {
+    let mut stage = Stage::<Beacon>::new();
+    for turns in 1..=2 {
+        until("the end of a rest before a sleep", || stage.hosted.rest() == Some(Duration::ZERO));
+        stage.turn();
+        assert_eq!(stage.hosted.state, turns, "the first look after a sleep");
+    }
+    // A worker that polls, or has another busy NIC, never sleeps.
+    polled("the end of a rest between looks", || {
+        stage.turn();
+        (stage.hosted.state == 3).then_some(())
+    });
 }
