@@ -126,12 +126,12 @@ impl Shared {
             return Ok(true);
         }
         let started = match Listener::start(listener.runtime.clone(), &self.client) {
-            // Perhaps that runtime has ended.
-            Err(error) => match Handle::try_current() {
+            Ok(Some(started)) if started.listens.load(Ordering::SeqCst) => Ok(Some(started)),
+            // Perhaps that runtime has ended, or is about to: then it drops the task at once.
+            other => match Handle::try_current() {
                 Ok(here) => Listener::start(here, &self.client),
-                Err(_) => Err(error),
+                Err(_) => other,
             },
-            started => started,
         }?;
         Ok(started.map(|started| *listener = started).is_some())
     }

@@ -105,6 +105,10 @@ impl Client {
             ConnectError::NoServer { .. }
             | ConnectError::NoSocket { .. }
             | ConnectError::Refused(Refusal::OtherService) => None,
+            // The last attempt may have been short.
+            ConnectError::Silent { path, .. } => {
+                Some(Arc::new(ConnectError::Silent { path, limit: self.options.handshake }))
+            }
             error => Some(Arc::new(error)),
         };
         self.end(&CallError::ServerGone { generation: orphaned.generation, why });

@@ -303,7 +303,7 @@ pub struct WorkerView {
     pub received: u64,
     /// Frames that it has sent.
     pub sent: u64,
-    /// Numbered frames that are missing.
+    /// Numbers of frames that were passed over. Of those that came later, `late` counts the frames.
     pub missing: u64,
     /// Numbered frames that came twice or late.
     pub late: u64,

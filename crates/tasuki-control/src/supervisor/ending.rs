@@ -50,9 +50,12 @@ impl Supervisor {
         self.look_for_keeper();
         self.mend_keeper();
         if !self.mend_worker_sockets() {
-            return Err(Refusal::conflict(
-                "tasukid stays what it is, for files in its directory were deleted, and are being made again; ask again (tasuki status says if it stays so)",
-            ));
+            if let Some(why) = self.workers.values().find_map(|worker| worker.unfound.as_ref()) {
+                return Err(Refusal::conflict(format!("tasukid stays what it is: {why}")));
+            }
+            let sentence =
+                "files in tasukid's directory were deleted, and its workers hear of others just now; ask again";
+            return Err(Refusal::Busy(sentence.to_owned()));
         }
         // The next one knows what is written and kept, and no more. A disk that is full shows when it is written to.
         self.changes.push(Change::Party(self.last_party));

@@ -358,6 +358,8 @@ impl Supervisor {
             }
             self.cells.remove(group);
         }
+        // The keeper has the open file, too, so its end here alone does not take it out of the epoll.
+        worker.lines.iter().for_each(|lines| _ = rustix::event::epoll::delete(&self.epoll, lines.fd()));
         let _ = std::fs::remove_file(&worker.record.socket);
         super::lines::forget(&worker.record.socket);
         self.changes.push(Change::NoWorker(number));
