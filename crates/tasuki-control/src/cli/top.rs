@@ -14,6 +14,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hyper::Method as Verb;
 use serde::{Deserialize, Serialize};
+use tasuki_shm::clock::now_ns;
 
 use super::{Reach, show, write};
 use crate::api::client;
@@ -39,6 +40,9 @@ pub struct Top {
 struct Moment {
     /// Milliseconds since 1970.
     at_ms: u64,
+    /// Milliseconds of `CLOCK_MONOTONIC`: somebody may set the other clock between two looks. Earlier versions record none.
+    #[serde(default)]
+    clock_ms: Option<u64>,
     metrics: Metrics,
     /// Milliseconds of CPU time that the daemon and the workers have used, by their process IDs.
     cpu_ms: BTreeMap<u32, u64>,
@@ -55,7 +59,15 @@ impl Moment {
         let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let processes = metrics.workers.iter().map(|worker| worker.pid).chain([metrics.status.pid]);
         let cpu_ms = processes.filter_map(|pid| Some((pid, cpu_ms(pid)?))).collect();
-        Ok(Moment { at_ms: u64::try_from(at.as_millis()).unwrap_or(u64::MAX), metrics, cpu_ms, events })
+        let at_ms = u64::try_from(at.as_millis()).unwrap_or(u64::MAX);
+        Ok(Moment { at_ms, clock_ms: Some(now_ns() / 1_000_000), metrics, cpu_ms, events })
+    }
+
+    /// Returns the milliseconds from an earlier look to this one.
+    fn ms_since(&self, before: &Moment) -> u64 {
+        // Of two boots of the machine, the later clock shows less.
+        let by_clock = self.clock_ms.zip(before.clock_ms).and_then(|(now, before)| now.checked_sub(before));
+        by_clock.unwrap_or_else(|| self.at_ms.saturating_sub(before.at_ms))
     }
 }
 
@@ -178,7 +190,7 @@ fn play(file: &Path) -> Result<()> {
         let foot = format!("look {} of {}, {how}; space, left and right, q ends", at + 1, moments.len());
         terminal.draw(|size| picture.lines(size, &foot))?;
         let pause = match moments.get(at + 1) {
-            Some(next) if !stands => Duration::from_millis(next.at_ms.saturating_sub(moments[at].at_ms)).min(STEP_MAX),
+            Some(next) if !stands => Duration::from_millis(next.ms_since(&moments[at])).min(STEP_MAX),
             _ => Duration::from_secs(3600),
         };
         match terminal.key(pause)? {

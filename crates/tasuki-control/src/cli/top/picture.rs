@@ -62,7 +62,7 @@ const SAID_BY_VNI: [&str; 2] = ["no_room", "forged"];
 
 /// Returns what the nodes did between two looks, and the daemon's share of a CPU.
 fn did(before: &Moment, now: &Moment) -> (BTreeMap<String, Did>, f64) {
-    let seconds = rate(now.at_ms.saturating_sub(before.at_ms).max(1), 1000.0);
+    let seconds = rate(now.ms_since(before).max(1), 1000.0);
     let cpu = |pid: u32| {
         let used = now.cpu_ms.get(&pid).map(|used| grown(before.cpu_ms.get(&pid).copied().unwrap_or(0), *used));
         rate(used.unwrap_or(0), 10.0 * seconds)
@@ -307,6 +307,20 @@ mod tests {
         assert_eq!((nodes["red"].received, nodes["red"].sent, nodes["red"].cpu), (125.0, 125.0, 100.0));
         assert_eq!((nodes["blue"].received, nodes["blue"].dropped["ring full"], daemon), (0.0, 3.0, 1.0));
         assert_eq!(grown(5, 3), 3, "it has begun anew");
+    }
+
+    #[test]
+    fn a_wall_clock_that_is_set_between_two_looks_changes_no_rate() {
+        let at = |at_ms, clock_ms, received| Moment {
+            clock_ms,
+            ..moment(at_ms, &[worker(3, "red", "drives", received)], 0, 1)
+        };
+        let received = |before, now| did(&before, &now).0["red"].received;
+        let hour = 3_600_000;
+        assert_eq!(received(at(hour, Some(500), 0), at(0, Some(2500), 1000)), 500.0, "set back");
+        assert_eq!(received(at(0, Some(500), 0), at(hour, Some(2500), 1000)), 500.0, "set forward");
+        assert_eq!(received(at(500, None, 0), at(2500, Some(9), 1000)), 500.0, "an earlier version has recorded it");
+        assert_eq!(received(at(500, Some(hour), 0), at(2500, Some(9), 1000)), 500.0, "the machine has booted");
     }
 
     #[test]
