@@ -364,6 +364,7 @@ impl Supervisor {
     pub(super) fn begin_applying(&mut self, apply: &Apply, answer: Option<Answer<Applied>>) {
         match self.try_applying(apply, answer) {
             Err((refusal, Some(answer))) => drop(answer.send(Err(refusal))),
+            Err((Refusal::Busy(_), None)) => self.is_told_to_apply = true,
             Err((refusal, None)) => {
                 let why = Refused::from(refusal).error;
                 self.note(About::default(), format!("nothing was applied: {why}"));
@@ -378,6 +379,13 @@ impl Supervisor {
             return self.note(About::default(), "nothing was applied: tasukid is still beginning; ask again");
         }
         self.begin_applying(&Apply::default(), None);
+    }
+
+    /// Applies that file if the daemon was told to while a node was being removed, and none is any more.
+    pub(super) fn apply_own_file_if_told(&mut self) {
+        if self.leaving.is_empty() && self.emptying.is_empty() && std::mem::take(&mut self.is_told_to_apply) {
+            self.apply_own_file();
+        }
     }
 
     fn try_applying(
@@ -396,6 +404,7 @@ impl Supervisor {
             ))),
             _ => self.desired(apply),
         };
+        let checked = checked.and_then(|checked| self.is_removing_one_of(&checked.0).map(|()| checked));
         let (desired, text, file) = match checked {
             Ok(checked) => checked,
             Err(refusal) => return Err((refusal, answer)),

@@ -151,7 +151,7 @@ impl LostTimer {
 /// A node to remove once its NICs have gone to their stand-by nodes.
 #[derive(Debug)]
 pub struct Emptying {
-    node: String,
+    pub(super) node: String,
     /// NICs whose handover was begun.
     begun: Vec<u32>,
     answer: Answer<Removed>,

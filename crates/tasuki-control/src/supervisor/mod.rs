@@ -245,6 +245,8 @@ pub struct Supervisor {
     config: Config,
     current: apply::Current,
     applying: Option<apply::Applying>,
+    /// A signal asked for the daemon's own file while a node was being removed.
+    is_told_to_apply: bool,
     /// Nodes that were added by hand.
     by_hand: BTreeSet<String>,
     /// Nodes' settings that do not count under this version or on this machine, as sentences.
@@ -379,6 +381,7 @@ impl Supervisor {
             changes: vec![Change::Applied(current.record.clone())],
             current,
             applying: None,
+            is_told_to_apply: false,
             by_hand: BTreeSet::new(),
             left_out: BTreeMap::new(),
             programs,
@@ -560,6 +563,7 @@ impl Supervisor {
             self.go_on_removing();
             self.go_on_closing();
             self.apply_the_rest();
+            self.apply_own_file_if_told();
             self.go_on_applying();
             self.reconcile_trust();
             self.go_on_with_jobs();

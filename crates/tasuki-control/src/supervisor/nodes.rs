@@ -25,6 +25,11 @@ pub struct Leaving {
     draining: Option<Draining>,
 }
 
+/// Returns that a node is there, and will not be in a moment.
+fn removing(name: &str) -> Refusal {
+    Refusal::Busy(format!("node {name} is being removed; ask again when it is gone"))
+}
+
 impl Supervisor {
     /// A running node keeps the settings it was made with, even if the file has changed: its workers and memory were
     /// built from them.
@@ -181,8 +186,8 @@ impl Supervisor {
             return Err(Refusal::Ending);
         }
         let name = node.name.clone();
-        if self.leaving.iter().any(|leaving| leaving.node == name) {
-            return Err(Refusal::Busy(format!("node {name} is being removed; ask again when it is gone")));
+        if self.leaves(&name) {
+            return Err(removing(&name));
         }
         if node.work == config::Work::Uplink {
             return Err(Refusal::Malformed(format!(
@@ -351,6 +356,30 @@ impl Supervisor {
         }
     }
 
+    /// Returns that a node of the configuration, or one that `desired` names, is being removed: it would seem to be there. Of
+    /// other nodes that were added by hand, those of containers for example, no step depends on it.
+    pub(super) fn is_removing_one_of(&self, desired: &Config) -> Result<(), Refusal> {
+        let going = self.leaving.iter().map(|it| &it.node).chain(self.emptying.iter().map(|it| &it.node));
+        let counts = |name: &&String| !self.by_hand.contains(*name) || desired.node(name).is_some();
+        going.into_iter().find(counts).map_or(Ok(()), |name| Err(removing(name)))
+    }
+
+    /// Notes that a removal goes on, once its caller waits for it no more: nobody else hears of it.
+    fn note_what_goes_on(&mut self) {
+        let is_alone = |leaving: &&mut Leaving| leaving.answer.as_ref().is_some_and(Answer::is_closed);
+        let mut alone = Vec::new();
+        for leaving in self.leaving.iter_mut().filter(is_alone) {
+            leaving.answer = None;
+            alone.push(leaving.node.clone());
+        }
+        for name in alone {
+            self.note(
+                About::node(&name),
+                format!("node {name} is still being removed, though its caller waits no more"),
+            );
+        }
+    }
+
     /// Returns whether a node is being removed.
     pub(super) fn leaves(&self, name: &str) -> bool {
         self.leaving.iter().any(|leaving| leaving.node == name)
@@ -375,6 +404,7 @@ impl Supervisor {
                 self.leaving[at].draining = Some(draining);
             }
         }
+        self.note_what_goes_on();
         let stays = |leaving: &Leaving| leaving.draining.is_some() || self.workers.of(&leaving.node).next().is_some();
         let (rest, gone): (Vec<_>, Vec<_>) = std::mem::take(&mut self.leaving).into_iter().partition(stays);
         self.leaving = rest;

@@ -337,6 +337,27 @@ fn a_hangup_applies_the_daemons_own_file() {
     until(&rig, "green is gone", || names(&rig, "node") == ["blue", "red"]);
 }
 
+#[test]
+fn while_a_node_is_being_removed_no_configuration_takes_it_for_one_that_is_there() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    let green = pid(&rig.await_worker("green", "idle"));
+    signal(green, rustix::process::Signal::STOP);
+    let mut command = rig.command(&["node", "remove", "green"]);
+    let mut caller = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("a program");
+    rig.await_worker("green", "leaves");
+    caller.kill().expect("it waits");
+    caller.wait().expect("it ends");
+    rig.await_event("node green is still being removed, though its caller waits no more");
+    let refused = rig.refused(&["apply"]);
+    assert!(refused.contains("node green is being removed; ask again when it is gone"), "{refused}");
+    signal(rig.daemon_pid(), rustix::process::Signal::HUP);
+    signal(green, rustix::process::Signal::KILL);
+    rig.await_event("tasuki.toml, is applied: 1 step");
+    until(&rig, "green is there anew", || names(&rig, "node") == ["blue", "green", "red"] && rig.is_as_configured());
+    assert!(rig.ask(&["events"]).contains("node green is gone"));
+}
+
 /// row: T143
 #[test]
 fn a_mistake_beside_a_secret_is_told_to_readers_of_events_without_it() {
