@@ -565,19 +565,35 @@ impl Supervisor {
         });
     }
 
-    /// Ends it before its last step. A node that cannot be made anew is made as it was.
+    /// Ends it before its last step. A node that cannot be made anew is made as it was, and so is each that was to come after
+    /// it, unless it can be made anew. What another node has by now, none of them gets.
     fn not_applied(
         &mut self,
-        Applying { mut steps, todo, answer, removed, .. }: Applying,
+        Applying { desired, mut steps, todo, answer, removed, .. }: Applying,
         at: Option<&Step>,
         refusal: Refusal,
     ) {
-        let before = at.and_then(|step| if let Step::Add(name) = step { removed.get(name) } else { None });
-        let before = before.filter(|node| self.make_whole_node(node).is_ok());
-        let back = before.map(|node| format!("; node {} is there as it was", node.name)).unwrap_or_default();
+        let (mut back, mut rest) = (String::new(), todo.len());
+        for step in at.into_iter().chain(&todo) {
+            let Step::Add(name) = step else { continue };
+            let Some(old) = removed.get(name).filter(|_| !self.nodes.contains_key(name)) else { continue };
+            // If its turn had not come, nothing has spoken against its new settings.
+            let new = desired.node(name).filter(|_| at != Some(step));
+            if new.is_some_and(|new| self.make_where_free(new).is_ok()) {
+                rest -= 1;
+                back += &format!("; node {name} is made anew");
+                continue;
+            }
+            back += &match self.make_where_free(old) {
+                Ok(()) => format!("; node {name} is there as it was"),
+                Err(refusal) => {
+                    let why = Refused::from(refusal).error;
+                    format!("; node {name} is gone, and cannot be made as it was ({why})")
+                }
+            };
+        }
         let why = Refused::from(refusal).error;
         let failed = steps.pop().unwrap_or_default();
-        let rest = todo.len();
         let rest = match rest {
             0 => String::new(),
             1 => "; the step after it was not begun".to_owned(),
@@ -589,6 +605,12 @@ impl Supervisor {
         );
         self.note(About::default(), sentence.clone());
         answer.into_iter().for_each(|answer| drop(answer.send(Err(Refusal::conflict(sentence.clone())))));
+    }
+
+    /// Makes a node that another one contradicts in nothing by now.
+    fn make_where_free(&mut self, node: &config::Node) -> Result<(), Refusal> {
+        self.with_node(node.clone()).map_err(Refusal::Malformed)?;
+        self.make_whole_node(node)
     }
 
     /// Begins a step. Returns what it waits for, if it is not done at once.

@@ -156,7 +156,7 @@ impl Supervisor {
     }
 
     /// Returns the configuration with one more node.
-    fn with_node(&self, node: config::Node) -> Result<Config, String> {
+    pub(super) fn with_node(&self, node: config::Node) -> Result<Config, String> {
         if self.config.node(&node.name).is_some() {
             return Err(format!(
                 "there is a node {:?} already; give one another name, or remove that first (tasuki node remove)",
@@ -212,6 +212,12 @@ impl Supervisor {
     /// Makes a node that was checked, with its endpoint and its end of a VNI.
     pub(super) fn make_whole_node(&mut self, node: &config::Node) -> Result<(), Refusal> {
         let name = node.name.clone();
+        let is_like = |other: &&config::Node| node.label().is_some_and(|label| other.label() == Some(label));
+        let on_vni = |other: &&config::Node| node.vni.is_some() || other.vni.is_some();
+        if let Some(other) = self.config.node.iter().filter(is_like).find(on_vni) {
+            let (label, other) = (node.label().unwrap_or_default(), &other.name);
+            return Err(Refusal::conflict(format!("node {name:?} was not added: {label} is node {other:?}'s by now")));
+        }
         // Another node may have the same one, which is gone.
         let has = |label: &String| self.taps.get(label).is_some_and(|tap| !tap.is_gone);
         if let Some((label, mut tap)) = TapEnd::of(node).filter(|(label, _)| !has(label)) {

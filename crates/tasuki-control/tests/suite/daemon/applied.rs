@@ -759,6 +759,32 @@ fn a_node_that_cannot_be_made_anew_is_made_as_it_was_and_no_other_is_gone() {
     world.end();
 }
 
+/// Frames would reach one of two nodes with the same interface, by chance.
+#[test]
+fn of_nodes_that_change_places_none_gets_what_another_has_and_none_is_forgotten() {
+    let Some(world) = by_file() else { return };
+    let good = fs::read_to_string(world.rig.path("tasuki.toml")).expect("the file");
+    let (shop, desk, nowhere) = (format!("{:?}", world.shop.path()), format!("{:?}", world.desk.path()), "\"nowhere\"");
+    let place = |of_shop: &str, of_desk: &str| {
+        let text = good.replace(&shop, "THE-SHOP").replace(&desk, of_desk).replace("THE-SHOP", of_shop);
+        world.rig.configure(|_| text.clone());
+        world.rig.refused(&["apply"])
+    };
+    let said = place(&desk, nowhere);
+    let gone = "; node desk is gone, and cannot be made as it was (node \"desk\": ";
+    assert!(said.contains(gone) && said.contains(" is node \"shop\"'s as well; "), "{said}");
+    assert_eq!(names(&world.rig, "node"), ["shop"]);
+    world.rig.configure(|_| good.clone());
+    world.rig.ask(&["apply"]);
+    world.await_pairs();
+    assert!(world.is_answered(DESK) && world.rig.is_as_configured());
+    let said = place(nowhere, &shop);
+    assert!(said.contains("; node shop is there as it was; node desk is there as it was; the step after"), "{said}");
+    world.await_pairs();
+    assert!(world.is_answered(DESK));
+    world.end();
+}
+
 #[test]
 fn the_next_daemon_leaves_alone_an_interface_that_has_the_name_of_its_own_by_now() {
     let Some(mut world) = by_file() else { return };
