@@ -92,6 +92,10 @@ pub struct AppliedRecord {
     /// Nodes of it that were removed by hand since.
     #[serde(default)]
     pub removed: BTreeSet<String>,
+    /// Nodes and NICs as an application left them that failed before its last step, as a configuration. It is over, and the
+    /// next daemon takes none of its steps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub left: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -2,7 +2,8 @@
 //! ([`plan`](crate::config::plan)).
 //!
 //! The registry has the text before the first step begins, and that it is applied after the last one. So the next
-//! daemon begins with that text, and takes the remaining steps. It takes those to a file that has changed since as well.
+//! daemon begins with that text, and takes the remaining steps. It takes those to a file that has changed since as well. If a
+//! step fails, that is the end: the next daemon begins with what there was then, and takes no step by itself.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
@@ -51,10 +52,14 @@ pub fn applied_last(folder: &Path) -> Result<Config> {
 }
 
 impl Current {
-    /// Notes that a node of it was removed, unless that was a step of an `apply`: the next daemon leaves it out, too.
+    /// Notes that a node of it was removed, unless that was a step of an `apply`, or one is about to go on: the next daemon leaves
+    /// it out, too.
     pub fn removed_by_hand(&mut self, name: &str, is_step: bool) -> Option<Change> {
-        let its = self.desired.node(name).filter(|_| !is_step && self.record.is_done)?;
-        self.record.removed.insert(its.name.clone());
+        let is_its = self.desired.node(name).is_some() || self.record.left.is_some();
+        if !is_its || is_step || self.resumes {
+            return None;
+        }
+        self.record.removed.insert(name.to_owned());
         Some(Change::Applied(self.record.clone()))
     }
 
@@ -94,27 +99,31 @@ impl Current {
         let path = file.display().to_string();
         let before = known.as_ref().map_or(0, |known| known.generation);
         if let Some(record) = known.filter(|known| base.is_none_or(|base| known.base == base)) {
-            let (desired, refused) = Config::as_applied(Path::new(&record.path), &record.text).with_context(|| {
-                format!(
-                    "this version of tasukid cannot go on with what was applied last (generation {}), and leaves its workers alone",
-                    record.generation
-                )
-            })?;
-            // A NIC of the file that is elsewhere by now still names its node.
-            let has_nic = |name: &String| {
-                desired.nic.iter().any(|nic| [Some(&nic.node), nic.standby.as_ref()].contains(&Some(name)))
+            let read = |text: &str| {
+                Config::as_applied(Path::new(&record.path), text).with_context(|| {
+                    format!(
+                        "this version of tasukid cannot go on with what was applied last (generation {}), and leaves its workers alone",
+                        record.generation
+                    )
+                })
             };
-            let mut config = desired.clone();
+            let (desired, refused) = read(&record.text)?;
+            let (mut config, of_left) =
+                record.left.as_ref().map_or_else(|| Ok((desired.clone(), None)), |left| read(left))?;
+            let refused = refused.or(of_left);
+            let resumes = !record.is_done && record.left.is_none();
+            // A NIC of the file that is elsewhere by now still names its node.
+            let nics = &config.nic;
+            let has_nic =
+                |name: &String| nics.iter().any(|nic| [Some(&nic.node), nic.standby.as_ref()].contains(&Some(name)));
             config.node.retain(|node| !record.removed.contains(&node.name) || has_nic(&node.name));
-            return Ok((
-                Current { file, resumes: !record.is_done, record, desired, unusable: text.err(), refused },
-                config,
-            ));
+            return Ok((Current { file, resumes, record, desired, unusable: text.err(), refused }, config));
         }
         let text = text.map_err(anyhow::Error::msg)?;
         let base = crc32c::crc32c(text.as_bytes());
         let is_done = before == 0;
-        let record = AppliedRecord { generation: before + 1, path, text, base, is_done, removed: BTreeSet::new() };
+        let (generation, removed) = (before + 1, BTreeSet::new());
+        let record = AppliedRecord { generation, path, text, base, is_done, removed, left: None };
         Ok((
             Current { file, record, resumes: !is_done, desired: config.clone(), unusable: None, refused: None },
             config,
@@ -427,7 +436,7 @@ impl Supervisor {
         }
         self.current.refused = None;
         let (path, is_done) = (file.display().to_string(), todo.is_empty());
-        *record = AppliedRecord { generation, path, text, base, is_done, removed: BTreeSet::new() };
+        *record = AppliedRecord { generation, path, text, base, is_done, removed: BTreeSet::new(), left: None };
         let said = counted(todo.len());
         self.note(About::default(), format!("configuration {generation}, {}, is applied: {said}", file.display()));
         self.begin_with(desired, todo, answer);
@@ -444,6 +453,7 @@ impl Supervisor {
         let AppliedRecord { generation, path, .. } = &self.current.record;
         let which = format!("configuration {generation}, {path},");
         if let Some(why) = self.why_not(&desired) {
+            self.record_what_is_left();
             return self.note(About::default(), format!("{which} is not applied to its end: {why}"));
         }
         let todo: VecDeque<Step> = self.steps_to(&desired).into();
@@ -551,6 +561,7 @@ impl Supervisor {
         self.settle_nics(&desired);
         self.current.record.is_done = true;
         self.current.record.removed.clear();
+        self.current.record.left = None;
         self.changes.push(Change::Applied(self.current.record.clone()));
         let generation = self.current.record.generation;
         let sentence = if steps.is_empty() {
@@ -604,7 +615,33 @@ impl Supervisor {
             self.current.record.generation
         );
         self.note(About::default(), sentence.clone());
+        self.record_what_is_left();
+        self.flush();
         answer.into_iter().for_each(|answer| drop(answer.send(Err(Refusal::conflict(sentence.clone())))));
+    }
+
+    /// Has the next daemon begin with nodes and NICs as they are: what is applied is over before its last step.
+    fn record_what_is_left(&mut self) {
+        let is_its = |node: &&config::Node| self.nodes.contains_key(&node.name) && !self.by_hand.contains(&node.name);
+        let node: Vec<_> = self.config.node.iter().filter(is_its).cloned().collect();
+        // A stand-by node that was named by hand is noted with its NIC.
+        let is_there = |standby: &String| node.iter().any(|node| node.name == *standby);
+        let nic = self.config.nic.iter().cloned();
+        let nic = nic.map(|nic| config::Nic { standby: nic.standby.clone().filter(is_there), ..nic }).collect();
+        let left = Config { node, nic, ..self.config.clone() };
+        let AppliedRecord { generation, path, text, .. } = &self.current.record;
+        let origin = format!("generation {generation}, from {path}, in part");
+        match config::written::file(text, &left.node, &left.nic, &left, &origin, &[]) {
+            Ok(text) => self.current.record.left = Some(text),
+            // The next daemon tries again.
+            Err(why) => {
+                let sentence = format!(
+                    "nodes and NICs cannot be written as they are ({why}): the next tasukid goes on to apply the rest"
+                );
+                return self.note(About::default(), sentence);
+            }
+        }
+        self.changes.push(Change::Applied(self.current.record.clone()));
     }
 
     /// Makes a node that another one contradicts in nothing by now.
@@ -865,6 +902,32 @@ mod tests {
             assert!(said.contains(&format!("; without {place}, a node or NIC would be")), "{said}");
             assert!(said.contains("start the version before"), "{said}");
         }
+        // One that failed: what it left counts, and what was removed by hand since.
+        let node = |name: &str| format!("[[node]]\nname = \"{name}\"\nwork = \"sink\"\n");
+        let failed = AppliedRecord {
+            path: "u.toml".to_owned(),
+            text: format!("{one}{}{}", node("new"), node("a")),
+            is_done: false,
+            left: Some(format!("{one}{}{}", node("a"), node("old"))),
+            ..record.clone()
+        };
+        let names = |known: &AppliedRecord| {
+            let file = Config::parse(Path::new("t.toml"), one).unwrap();
+            let known = serde_json::from_value(serde_json::to_value(known).unwrap()).unwrap();
+            let (current, config) = Current::begin("t.toml".into(), file, Ok(one.to_owned()), Some(known)).unwrap();
+            (current, config.node.into_iter().map(|node| node.name).collect::<Vec<_>>())
+        };
+        let (mut current, left) = names(&failed);
+        assert_eq!((left, current.resumes), (vec!["a".to_owned(), "old".to_owned()], false));
+        assert!(current.removed_by_hand("old", false).is_some());
+        assert_eq!(names(&current.record).1, ["a"]);
+        let (mut current, all) = names(&AppliedRecord { left: None, ..failed });
+        assert_eq!(
+            (all, current.resumes),
+            (vec!["new".to_owned(), "a".to_owned()], true),
+            "it has died amid the steps"
+        );
+        assert!(current.removed_by_hand("a", false).is_none(), "it is about to be made");
         let applied = AppliedRecord {
             generation: 2,
             path: "u.toml".to_owned(),

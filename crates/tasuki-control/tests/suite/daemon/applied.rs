@@ -326,6 +326,37 @@ fn while_a_configuration_is_applied_no_node_comes_by_hand_and_its_caller_hears_o
 }
 
 #[test]
+fn an_apply_that_failed_is_over_and_what_is_changed_by_hand_after_it_stays() {
+    let mut rig = Rig::with(&(NODES.to_owned() + POND), "");
+    rig.await_worker("pond", "drives");
+    let good = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+    let memif = "work = { memif = { socket = \"/nowhere/at/all.sock\" } }\nvni";
+    rig.configure(|text| text.replace("work = \"sink\"\nvni", memif));
+    let said = rig.refused(&["apply"]);
+    assert!(said.contains("; node pond is there as it was; mend that"), "{said}");
+    let pond = pid(&rig.await_worker("pond", "drives"));
+    rig.ask(&["node", "remove", "green"]);
+    for _ in 0..2 {
+        rig.kill_daemon();
+        rig.start();
+        assert_eq!(names(&rig, "node"), ["blue", "pond", "red"]);
+        assert_eq!(pid(&rig.await_worker("pond", "drives")), pond, "{}", rig.log());
+        let view = configuration(&rig);
+        let drift = view["drift"].as_array().expect("a list");
+        assert!(view["generation"] == 2 && drift.iter().any(|step| step == "node green is added"), "{view}");
+        assert!(drift.iter().any(|step| step.as_str().is_some_and(|it| it.starts_with("node pond: work"))), "{view}");
+    }
+    assert!(!rig.ask(&["events"]).contains("is applied to its end"));
+    rig.configure(|_| good.clone());
+    let said = rig.ask(&["apply"]);
+    assert!(said.starts_with("node green is added\n"), "{said}");
+    rig.kill_daemon();
+    rig.start();
+    assert_eq!(names(&rig, "node"), ["blue", "green", "pond", "red"]);
+    assert!(rig.is_as_configured());
+}
+
+#[test]
 fn a_hangup_applies_the_daemons_own_file() {
     let rig = Rig::new();
     rig.await_pair("red");
