@@ -190,18 +190,14 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
         None => read_or_go_on(file, place.folder())?,
     };
     let file = &std::path::absolute(file)?;
-    let (open, not_scraped) = match config.daemon.metrics.map(metrics::listen).transpose() {
-        Ok(open) => (open, None),
-        // Workers may drive, and the counts are no reason to leave them alone. After an upgrade, the former program would find
-        // the same address taken.
-        Err(error) if is_used => (None, Some(format!("{error:#}; then start tasukid anew (tasuki upgrade)"))),
-        Err(error) => return Err(error),
-    };
+    let listens = |config: &Config| config.daemon.metrics.map(metrics::listen).transpose();
+    // Where none was at work before, the file is in force.
+    let mut open = if is_used { None } else { listens(&config)? };
     let (folder, held) = (place.folder().to_owned(), place.clone());
     let (signals, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);
     let (sender, requests) = std::sync::mpsc::channel();
     let door = Door::new(sender).context("the kernel has no eventfd left")?;
-    let (roles, cpus) = (config.api.clone(), housekeeping_cpus::find(&Config::default()));
+    let cpus = housekeeping_cpus::find(&Config::default());
     let mut supervisor = Supervisor::begin(Parts {
         config,
         file: (file.clone(), text),
@@ -213,8 +209,17 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
         signals,
         hangups,
         not_replaced: successor::not_replaced(),
-        not_scraped,
     })?;
+    // What was applied last may be in force, and not the file.
+    let roles = supervisor.config().api.clone();
+    if is_used {
+        // Workers may drive, and the counts are no reason to leave them alone. After an upgrade, the former program would find
+        // the same address taken.
+        match listens(supervisor.config()) {
+            Ok(opened) => open = opened,
+            Err(error) => supervisor.is_not_scraped(format!("{error:#}; then start tasukid anew (tasuki upgrade)")),
+        }
+    }
     let is_for_others = roles.are_given();
     let listener = listen(&folder, is_for_others)?;
     let (path, of_socket, watched) = (place::api_socket(&folder), folder.clone(), held.clone());

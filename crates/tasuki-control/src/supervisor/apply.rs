@@ -243,16 +243,12 @@ impl Supervisor {
         if let Some(why) = self.would_lose_a_queue(desired) {
             return Some(why);
         }
+        let anew = format!("write it into {}, and start tasukid anew (workers go on)", self.current.file.display());
         if desired.api != self.config.api {
-            return Some(
-                "[api] differs from what tasukid began with, and counts only then; start tasukid anew (workers go on)"
-                    .to_owned(),
-            );
+            return Some(format!("[api] differs from what tasukid began with, and counts only then; {anew}"));
         }
         if desired.daemon.confine != self.config.daemon.confine {
-            return Some(
-                "[daemon], confine: it counts only when tasukid begins; start tasukid anew (workers go on)".to_owned(),
-            );
+            return Some(format!("[daemon], confine: it counts only when tasukid begins; {anew}"));
         }
         None
     }
@@ -421,17 +417,13 @@ impl Supervisor {
         let todo: VecDeque<Step> = self.steps_to(&desired).into();
         // It comes in place of one that an earlier daemon has not applied to its end.
         self.current.resumes = false;
-        let record = &mut self.current.record;
-        // The file counts for the next daemon as it is now, or as it was read.
-        let read = |file: &PathBuf| {
-            // A pipe would keep the loop waiting.
-            let bytes = file.metadata().is_ok_and(|it| it.is_file()).then(|| std::fs::read(file).ok()).flatten();
-            bytes.map_or(record.base, |bytes| crc32c::crc32c(&bytes))
-        };
-        let base = if file == self.current.file { crc32c::crc32c(text.as_bytes()) } else { read(&self.current.file) };
-        let generation = generation + u64::from(record.text != text);
         let real = |path: &Path| path.canonicalize().ok();
-        if real(&file).is_some_and(|file| real(&self.current.file) == Some(file)) {
+        let is_own = file == self.current.file || real(&file).is_some_and(|it| real(&self.current.file) == Some(it));
+        let record = &mut self.current.record;
+        // What the daemon's file has and nobody has applied counts for the next daemon, also if another file is applied.
+        let base = if is_own { crc32c::crc32c(text.as_bytes()) } else { record.base };
+        let generation = generation + u64::from(record.text != text);
+        if is_own {
             self.current.unusable = None;
         }
         self.current.refused = None;

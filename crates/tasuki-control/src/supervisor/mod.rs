@@ -347,8 +347,6 @@ pub struct Parts {
     pub hangups: UnixStream,
     /// Why this daemon goes on, if it was to be replaced and the other did not begin.
     pub not_replaced: Option<String>,
-    /// Why nothing can be scraped, if metrics are configured.
-    pub not_scraped: Option<String>,
 }
 
 impl Supervisor {
@@ -365,7 +363,6 @@ impl Supervisor {
             signals,
             hangups,
             not_replaced,
-            not_scraped,
         } = parts;
         let (registry, mut known) = Registry::open(place.folder())?;
         let (current, config) = apply::Current::begin(file, config, text, known.applied.take())?;
@@ -422,7 +419,7 @@ impl Supervisor {
             node_numbers: BTreeMap::new(),
             since: now(),
             not_replaced,
-            not_scraped,
+            not_scraped: None,
             adopted: 0,
             adopting: false,
             untold: VecDeque::new(),
@@ -450,9 +447,6 @@ impl Supervisor {
             }
             return Err(error);
         }
-        if let Some(why) = supervisor.not_scraped.clone() {
-            supervisor.note(About::default(), why);
-        }
         if let Some(why) = &supervisor.not_replaced {
             let sentence = format!("tasukid goes on as it was: {why}");
             supervisor.note(About::default(), sentence);
@@ -465,6 +459,17 @@ impl Supervisor {
         let has = format!("generation {generation} of the configuration; workers of an earlier tasukid: {workers}");
         supervisor.note(About::default(), format!("tasukid {version} begins (process {process}), with {has}"));
         Ok(supervisor)
+    }
+
+    /// Returns the configuration in force: the file's, or what was applied last.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Notes why nothing can be scraped, although metrics are configured.
+    pub fn is_not_scraped(&mut self, why: String) {
+        self.note(About::default(), why.clone());
+        self.not_scraped = Some(why);
     }
 
     /// Runs until the daemon is told to exit.

@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 
@@ -172,6 +173,43 @@ fn a_server_of_prometheus_reads_the_counts_and_nothing_else() {
     until(&rig, "green drives", || {
         scraped(&address, "/metrics").is_some_and(|it| it.contains("tasuki_nic_driven{nic=\"eth0\",node=\"green\"} 1"))
     });
+}
+
+#[test]
+fn what_counts_when_the_daemon_begins_is_that_of_the_configuration_in_force() {
+    let address =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr()).expect("a port").to_string();
+    let mut rig = Rig::new();
+    let own = std::fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+    let other = rig.path("other.toml").display().to_string();
+    std::fs::write(&other, own.replace("[daemon]\n", &format!("[daemon]\nmetrics = \"{address}\"\n"))).expect("a file");
+    let starts_anew = |rig: &mut Rig| {
+        rig.kill_daemon();
+        rig.start();
+    };
+    let is_open = |rig: &Rig| {
+        let mode = std::fs::metadata(rig.dir().join("api.sock")).expect("a socket").permissions().mode();
+        (mode & 0o066 != 0, scraped(&address, "/metrics").is_some())
+    };
+    let shows = |rig: &Rig| {
+        let shown = rig.ask(&["config", "show"]);
+        (shown.contains("[api]"), shown.contains("metrics = "))
+    };
+    rig.ask(&["apply", &other]);
+    assert_eq!(is_open(&rig), (false, false), "it counts when tasukid starts anew");
+    starts_anew(&mut rig);
+    assert_eq!((shows(&rig), is_open(&rig)), ((false, true), (false, true)));
+    // The daemon's file changes, and the other one is applied once more.
+    rig.configure(|text| text + "\n[api]\nread = [\"user:65534\"]\n");
+    let refused = rig.refused(&["apply"]);
+    let why = "[api] differs from what tasukid began with, and counts only then; write it into ";
+    assert!(refused.contains(why) && refused.contains("tasuki.toml, and start tasukid anew"), "{refused}");
+    rig.ask(&["apply", &other]);
+    starts_anew(&mut rig);
+    assert_eq!((shows(&rig), is_open(&rig)), ((true, false), (true, false)));
+    rig.ask(&["apply"]);
+    starts_anew(&mut rig);
+    assert_eq!((shows(&rig), is_open(&rig)), ((true, false), (true, false)));
 }
 
 #[test]
