@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
 use std::io::Write;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 

@@ -69,6 +69,11 @@ impl Moment {
         let by_clock = self.clock_ms.zip(before.clock_ms).and_then(|(now, before)| now.checked_sub(before));
         by_clock.unwrap_or_else(|| self.at_ms.saturating_sub(before.at_ms))
     }
+
+    /// Returns the number of the last event seen: some may have come after the counts.
+    fn last_event(&self) -> u64 {
+        self.events.last().map_or(self.metrics.last_event, |event| event.number)
+    }
 }
 
 /// Returns the CPU time that a process has used (proc(5), utime and stime).
@@ -95,7 +100,7 @@ fn record(folder: &Path, every_ms: u64) -> Result<()> {
     let mut since = 0;
     loop {
         if let Some(moment) = moment {
-            since = moment.metrics.last_event;
+            since = moment.last_event();
             if !write(&(serde_json::to_string(&moment)? + "\n"))? {
                 return Ok(());
             }
@@ -123,7 +128,7 @@ fn watch(folder: &Path, every_ms: u64) -> Result<()> {
     let mut picture = Picture::default();
     // While errors still reach the terminal as it was.
     let first = Moment::look(folder, 0)?;
-    let mut since = first.metrics.last_event;
+    let mut since = first.last_event();
     picture.take(first);
     let mut terminal = Terminal::take()?;
     let every = Duration::from_millis(every_ms);
@@ -139,7 +144,7 @@ fn watch(folder: &Path, every_ms: u64) -> Result<()> {
             look = None;
             match seen {
                 Ok(moment) => {
-                    (since, trouble) = (moment.metrics.last_event, None);
+                    (since, trouble) = (moment.last_event(), None);
                     picture.take(moment);
                 }
                 Err(error) => trouble = Some(error),
@@ -202,5 +207,28 @@ fn play(file: &Path) -> Result<()> {
             None if stands || is_last => {}
             None => at += 1,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::cni::daemon::tests::answers;
+
+    #[test]
+    fn an_event_that_comes_after_the_counts_is_not_asked_for_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let status = json!({ "version": "", "pid": 1, "up_ms": 0, "adopted": 0, "nodes": [], "nics": [] });
+        let snapshot = json!({ "status": status, "workers": [], "vnis": [], "last_event": 5 });
+        let event = json!([{ "number": 6, "at_ms": 1, "sentence": "node red was added" }]);
+        let asked =
+            answers(folder.path(), vec![(200, snapshot.clone()), (200, event), (200, snapshot), (200, json!([]))]);
+        let moment = Moment::look(folder.path(), 4).unwrap();
+        assert_eq!(moment.last_event(), 6);
+        Moment::look(folder.path(), moment.last_event()).unwrap();
+        let since = |line: &String| line.split_once("since=").map(|(_, since)| since.to_owned());
+        assert_eq!(asked.join().unwrap().iter().filter_map(since).collect::<Vec<_>>(), ["4", "6"]);
     }
 }
