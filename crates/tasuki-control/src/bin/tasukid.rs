@@ -2,7 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::Write;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -110,10 +110,18 @@ fn listen(folder: &Path, is_for_others: bool) -> Result<UnixListener> {
     let mode = if is_for_others { 0o666 } else { 0o600 };
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode))?;
     if is_for_others {
-        // Other users may pass through the directory, and see nothing else in it.
-        std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o711))?;
+        let_pass(folder)?;
     }
     Ok(listener)
+}
+
+/// Lets other users pass through the directory. They see nothing else in it.
+fn let_pass(folder: &Path) -> std::io::Result<()> {
+    const MODE: u32 = 0o711;
+    if std::fs::metadata(folder)?.mode() & 0o777 == MODE {
+        return Ok(());
+    }
+    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(MODE))
 }
 
 /// Returns a socket that gets a byte with each of these signals.
@@ -227,6 +235,8 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     let mut is_told = false;
     let again = move || {
         if socket::mark(&path) == served {
+            // systemd sets the mode anew (RuntimeDirectoryMode=) for each process of the service, that of a reload included.
+            let _ = is_for_others.then(|| let_pass(&of_socket));
             return None;
         }
         // In a directory that was deleted, another daemon may have begun since.

@@ -72,6 +72,10 @@ fn what_a_user_may_ask_is_what_its_role_says() {
     rig.await_event("asked GET /v1/status: refused");
     change_roles(&mut rig, "read = [\"user:61234\"]");
     may(&rig, &["status"]);
+    // As systemd does when the service is reloaded.
+    fs::set_permissions(rig.dir(), Permissions::from_mode(0o700)).expect("a mode");
+    until(&rig, "it is let in again", || stranger(&rig, STRANGER, &["status"]).status.success());
+    assert_eq!(fs::metadata(rig.dir()).expect("a folder").permissions().mode() & 0o777, 0o711);
     may_not(&rig, &["worker", "upgrade", "red"], "it takes the role \"operate\", and this user has \"read\"");
     change_roles(&mut rig, "read = [\"group:61234\"]\noperate = [\"user:61234\"]");
     may(&rig, &["worker", "upgrade", "red"]);
