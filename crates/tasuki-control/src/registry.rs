@@ -19,6 +19,7 @@ use redb::backends::FileBackend;
 use redb::{Database, ReadableDatabase, ReadableTable, StorageBackend, TableDefinition, WriteTransaction};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use tasuki_relay::message::PROTOCOL_VERSION;
 
 use crate::api::types::Standby;
 use crate::endpoint::socket::mark_behind;
@@ -75,6 +76,14 @@ pub struct WorkerRecord {
     /// Driver states that it reads and writes: kind, first version and last version.
     #[serde(default)]
     pub reads: Vec<(u32, u32, u32)>,
+    /// [Version of the messages](PROTOCOL_VERSION) that it speaks.
+    #[serde(default = "messages_before")]
+    pub messages: u32,
+}
+
+/// The version of the messages when records began to have it.
+fn messages_before() -> u32 {
+    6
 }
 
 /// The configuration that the daemon goes by.
@@ -193,6 +202,17 @@ pub enum RegistryError {
         path: PathBuf,
         /// Its format.
         found: u64,
+    },
+    /// A worker goes on that speaks other messages than this daemon.
+    #[error(
+        "{} has worker {party}, which goes on and speaks version {found} of the messages, and this tasukid {PROTOCOL_VERSION}; start the version that started it, let that keep what is configured (tasuki config show --to FILE) and stop its workers (tasuki stop)", path.display()
+    )]
+    Messages {
+        path: PathBuf,
+        /// Its number.
+        party: u32,
+        /// Its version.
+        found: u32,
     },
     /// It cannot be used.
     #[error(
@@ -358,6 +378,12 @@ impl Registry {
         }
         if let Some(what) = known.unread {
             return Err(RegistryError::Unread { path, what });
+        }
+        // One that `/proc` hides may live.
+        let lives = |worker: &&WorkerRecord| !matches!(process::Process::find(worker.process), Ok(None));
+        let mut others = known.workers.iter().filter(|worker| worker.messages != PROTOCOL_VERSION);
+        if let Some(&WorkerRecord { party, messages: found, .. }) = others.find(lives) {
+            return Err(RegistryError::Messages { path, party, found });
         }
         let mirror = Mirror::of(&known);
         let file = mark_behind(&path);
@@ -620,6 +646,7 @@ mod tests {
             endpoint: None,
             settings: None,
             reads: vec![(1, 2, 3)],
+            messages: PROTOCOL_VERSION,
         };
         let event = |number| Event { number, at_ms: 0, node: None, nic: None, worker: None, sentence: "so".to_owned() };
         {
@@ -638,6 +665,37 @@ mod tests {
         let (_registry, known) = Registry::open(folder.path()).unwrap();
         assert_eq!((known.workers, known.last_party, known.fenced), (vec![worker], 8, vec![7]));
         assert_eq!(known.events.first().map(|event| event.number), Some(6), "old events are forgotten");
+    }
+
+    #[test]
+    fn a_living_worker_that_speaks_other_messages_is_not_taken_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let put = |messages: Option<u32>, process: process::Name| {
+            let mut worker = serde_json::json!({
+                "party": 7, "process": process, "uid": null, "node": "red", "socket": "/x", "binary": "/y", "generation": 3
+            });
+            messages.into_iter().for_each(|version| worker["messages"] = version.into());
+            let database = open(&folder.path().join("registry.redb"), false).unwrap();
+            let write = database.begin_write().unwrap();
+            write.open_table(WORKERS).unwrap().insert(7, &text(&worker)[..]).unwrap();
+            write.commit().unwrap();
+        };
+        let opened = || Registry::open(folder.path()).map(|(_, known)| known.workers[0].messages);
+        let us = process::Process::by_pid(rustix::process::getpid()).unwrap().expect("it lives").name();
+        let gone = process::Name { start: us.start + 1, ..us };
+        put(Some(PROTOCOL_VERSION), us);
+        assert_eq!(opened().unwrap(), PROTOCOL_VERSION);
+        for other in [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1] {
+            put(Some(other), gone);
+            assert_eq!(opened().unwrap(), other, "nobody would be told anything");
+            put(Some(other), us);
+            let said = opened().unwrap_err().to_string();
+            let both =
+                format!("speaks version {other} of the messages, and this tasukid {PROTOCOL_VERSION}; start the ");
+            assert!(said.contains("has worker 7, which goes on") && said.contains(&both), "{said}");
+        }
+        put(None, gone);
+        assert_eq!(opened().unwrap(), 6, "daemons of before write none");
     }
 
     #[test]

@@ -334,6 +334,7 @@ impl Supervisor {
             endpoint: mark,
             settings: Some(config.settings(self.config.interface_node(&config))),
             reads: Vec::new(),
+            messages: PROTOCOL_VERSION,
         };
         // Record the worker before telling it anything: a later daemon must find every worker that can drive.
         self.changes.push(Change::Worker(record.clone()));
