@@ -11,13 +11,14 @@
 //!   memory of [`start`], which does not end in it.
 #![allow(unsafe_code, reason = "clone3(2) with a control group, which no library offers (C1, C2)")]
 
-use std::ffi::{CString, OsStr, OsString};
+use std::ffi::{CStr, CString, OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Mode, OFlags};
 use rustix::pipe::PipeFlags;
 
 /// The first descriptor beyond standard input, output and error.
@@ -106,6 +107,19 @@ pub fn start(program: &Program, group: Option<BorrowedFd<'_>>) -> io::Result<u32
     Ok(pid)
 }
 
+/// Has the kernel spare this process no more than others where memory runs out: the daemon's service manager may have it spare
+/// the daemon (`OOMScoreAdjust=`), and a program that takes all memory must not outlive those that do not. Makes system
+/// calls alone (C1). With CAP_SYS_RESOURCE, as root has it under the unit, the process cannot go back.
+pub fn be_spared_no_more() {
+    const SCORE: &CStr = c"/proc/self/oom_score_adj";
+    let mut score = [0; 8];
+    let Ok(file) = rustix::fs::open(SCORE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) else { return };
+    // One that is above 0 stays: a container's, for instance.
+    if rustix::io::read(&file, &mut score).is_ok() && score[0] == b'-' {
+        let _ = rustix::io::write(&file, b"0");
+    }
+}
+
 /// Clones a process that becomes the program. Returns its pid.
 fn clone(group: Option<BorrowedFd<'_>>, image: &Image<'_>, failed: BorrowedFd<'_>) -> io::Result<u32> {
     // Filters of older containers know no clone3, and without a group fork does.
@@ -156,6 +170,7 @@ impl Image<'_> {
             end(failed, errno);
         }
         let _ = rustix::process::setpgid(None, None);
+        be_spared_no_more();
         // The program does not inherit the signals that the daemon blocks or ignores.
         let (none, set) = (0_u64, libc::c_long::from(libc::SIG_SETMASK));
         call(libc::SYS_rt_sigprocmask, [set, std::ptr::from_ref(&none) as libc::c_long, 0, 8]);
@@ -210,6 +225,21 @@ mod tests {
         assert_eq!(text, "1 a b c\n0\n4\nSigBlk:\t0000000000000000\nalone\n");
         assert!(!is_there);
         assert_eq!(process.ended(), "ended with code 7");
+    }
+
+    #[test]
+    fn a_program_is_not_spared_as_the_daemon_is() {
+        let score = "/proc/self/oom_score_adj";
+        let before = std::fs::read_to_string(score).unwrap();
+        // Without CAP_SYS_RESOURCE (containers) it stays what it is.
+        let is_spared = std::fs::write(score, "-1").is_ok();
+        let (mut said, stdout) = std::io::pipe().unwrap();
+        let started = Process::start(&program(&["-c", "cat /proc/self/oom_score_adj"], stdout.into()), None);
+        std::fs::write(score, &before).unwrap();
+        let mut text = String::new();
+        said.read_to_string(&mut text).unwrap();
+        assert_eq!(text, if is_spared { "0\n" } else { &before });
+        assert_eq!(started.unwrap().0.ended(), "ended");
     }
 
     #[test]

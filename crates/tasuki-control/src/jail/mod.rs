@@ -219,6 +219,7 @@ fn note<E: std::fmt::Display>(lacks: &mut Vec<String>, outcome: Result<(), E>, w
 /// Gives up everything but files, for which the program must be known. Notes each failure, and returns whether user
 /// and network are the node's own. It is an error if the process would stay root.
 fn confine(terms: &Terms, lacks: &mut Vec<String>) -> Result<(landlock::RulesetCreated, bool)> {
+    spawn::be_spared_no_more();
     for door in &terms.doors {
         note(lacks, std::fs::write(door, "0"), "it uses memory and processes without a bound");
     }
