@@ -56,6 +56,23 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
             call(libc::SYS_sched_setaffinity, [0, 8, std::ptr::from_ref(&(1_u64 << number)) as libc::c_long, 0])
         }
         "open" => call(libc::SYS_openat, [libc::AT_FDCWD.into(), path, libc::O_RDONLY.into(), 0]),
+        #[cfg(target_arch = "x86_64")]
+        "open-old" => call(libc::SYS_open, [path, libc::O_RDONLY.into(), 0, 0]),
+        #[cfg(target_arch = "x86_64")]
+        "create-old" => call(libc::SYS_open, [path, (libc::O_WRONLY | libc::O_CREAT).into(), 0o600, 0]),
+        #[cfg(target_arch = "x86_64")]
+        "look-old" => {
+            let mut room = [0_u64; 32];
+            let room = std::ptr::from_mut(&mut room) as libc::c_long;
+            let tries = [
+                call(libc::SYS_stat, [path, room, 0, 0]),
+                call(libc::SYS_lstat, [path, room, 0, 0]),
+                call(libc::SYS_access, [path, libc::R_OK.into(), 0, 0]),
+            ];
+            // It is no link: the kernel says so, and does not kill.
+            call(libc::SYS_readlink, [path, room, 256, 0]);
+            tries.into_iter().min().unwrap_or(-1)
+        }
         "create" => {
             call(libc::SYS_openat, [libc::AT_FDCWD.into(), path, (libc::O_WRONLY | libc::O_CREAT).into(), 0o600])
         }

@@ -93,6 +93,11 @@ const CALLS: &[i64] = &[
 
 /// System calls to open and read files; stage one says which files.
 const FILES: &[i64] = &[libc::SYS_faccessat, libc::SYS_faccessat2, libc::SYS_getdents64, libc::SYS_readv];
+/// Those that only this architecture has, and that musl makes there.
+#[cfg(target_arch = "x86_64")]
+const OLD_FILES: &[i64] = &[libc::SYS_stat, libc::SYS_lstat, libc::SYS_access, libc::SYS_readlink];
+#[cfg(not(target_arch = "x86_64"))]
+const OLD_FILES: &[i64] = &[];
 
 /// System calls that a thread needs, beside `clone`. A filter cannot see the flags of `clone3`; stage one's filter
 /// answers that the call does not exist, and libraries then use `clone`.
@@ -126,7 +131,7 @@ pub struct Keeps {
 const FIONBIO: u64 = 0x5421;
 const VFIO_TYPE: u64 = (b';' as u64) << 8;
 
-/// Flags of `openat` that a reader does not set.
+/// Flags of `open` and `openat` that a reader does not set.
 const NOT_TO_READ: u64 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC).unsigned_abs() as u64;
 
 /// Protection flag of a mapping.
@@ -294,12 +299,14 @@ fn commands() -> Result<Vec<SeccompRule>> {
 
 /// Permits only the system calls that a worker makes, with seccomp.
 fn only_calls(keeps: Keeps) -> Result<()> {
-    let files = FILES.iter().filter(|_| keeps.files);
+    let files = FILES.iter().chain(OLD_FILES).filter(|_| keeps.files);
     let threads = THREADS.iter().filter(|_| keeps.threads);
     let calls = CALLS.iter().chain(files).chain(threads);
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = calls.map(|&call| (call, Vec::new())).collect();
     if keeps.files {
         rules.insert(libc::SYS_openat, vec![only_if(2, Some(NOT_TO_READ), 0)?]);
+        #[cfg(target_arch = "x86_64")]
+        rules.insert(libc::SYS_open, vec![only_if(1, Some(NOT_TO_READ), 0)?]);
     }
     if keeps.threads {
         let is_thread = vec![condition(0, Some(THREAD), THREAD)?, condition(0, Some(NAMESPACES), 0)?];

@@ -39,6 +39,9 @@ const ATTACKS: &[(&str, &str)] = &[
     ("T12", "lease"),
     ("T13", "code"),
     ("T13", "code-map"),
+    ("T14", "create"),
+    #[cfg(target_arch = "x86_64")]
+    ("T14", "create-old"),
 ];
 
 /// rows: in the table
@@ -53,6 +56,8 @@ fn a_confined_program_that_reaches_for_others_is_killed_and_they_go_on() {
     let pid = victim.process.id();
     for ((_, attack), first) in ATTACKS.iter().zip((10..).step_by(10)) {
         let Some(mut node) = hostile(folder.path(), format!("then {attack} {pid}"), first) else { return };
+        // To open files to read them permits nothing else.
+        node.files = true;
         let mut worker = node.worker(&[]);
         worker.give(&nic);
         worker.prepare(&nic, Use::Upgrade);
