@@ -50,16 +50,23 @@ pub fn find(program: &Path) -> PathBuf {
     found.unwrap_or_else(|| program.to_owned())
 }
 
+/// Folders, by their paths from /, that the unit for systemd hides from the daemon (`ProtectHome=`, `PrivateTmp=`).
+const HIDDEN: &[&str] = &["home", "root", "run/user", "tmp", "var/tmp"];
+
 /// Returns why the file at `path` cannot be started, as the end of a sentence that begins with the path.
 pub fn not_startable(path: &Path) -> Option<&'static str> {
     if !path.is_absolute() {
         return Some("is not a path from /; name one");
     }
+    let is_hidden = || path.strip_prefix("/").is_ok_and(|path| HIDDEN.iter().any(|folder| path.starts_with(folder)));
     let found = std::fs::metadata(path);
     match found.map(|found| (found.is_file(), found.permissions().mode() & 0o111 != 0)) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            Some("is not there; build it, or name another program by its path from /")
-        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Some(match is_hidden() {
+            true => {
+                "is not there; build it, or name another program by its path from /: under systemd, tasukid sees none in home directories, /run/user, /tmp and /var/tmp"
+            }
+            false => "is not there; build it, or name another program by its path from /",
+        }),
         Err(_) => Some("cannot be looked at; let tasukid's user read the folders above it"),
         Ok((false, _)) => Some("is not a file; name a program by its path from /"),
         Ok((true, false)) => Some("may not be executed; chmod +x it"),
@@ -225,6 +232,19 @@ mod tests {
         assert_eq!(text, "1 a b c\n0\n4\nSigBlk:\t0000000000000000\nalone\n");
         assert!(!is_there);
         assert_eq!(process.ended(), "ended with code 7");
+    }
+
+    #[test]
+    fn a_program_that_the_unit_may_hide_is_said_to_be_hidden() {
+        for (path, is_hidden) in [("/home/a/filter", true), ("/tmp/nothing", true), ("/homes/filter", false)] {
+            let said = not_startable(Path::new(path)).expect("it is not there");
+            assert!(said.starts_with("is not there; build it, or name another program"), "{said}");
+            assert_eq!(
+                said.contains("under systemd, tasukid sees none in home directories,"),
+                is_hidden,
+                "{path}: {said}"
+            );
+        }
     }
 
     #[test]
