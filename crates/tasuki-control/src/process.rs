@@ -41,14 +41,15 @@ impl Process {
         })
     }
 
-    /// Starts a program in this group, if possible. Returns whether the process is in it. It does not enter the
-    /// group's other hierarchies, and is never in the group for a part of its time only.
-    pub fn start(program: &Program, group: Option<&Group>) -> io::Result<(Self, bool)> {
+    /// Starts a program in this group, if possible. Returns whether the process is in it, or why it did not begin there. It
+    /// does not enter the group's other hierarchies, and is never in the group for a part of its time only.
+    pub fn start(program: &Program, group: Option<&Group>) -> io::Result<(Self, io::Result<bool>)> {
         let started = group.and_then(Group::birthplace).map(|place| spawn::start(program, Some(place)));
         let (pid, is_there) = match started {
-            Some(Ok(pid)) => (pid, true),
+            Some(Ok(pid)) => (pid, Ok(true)),
             // If this fails, too, the program is the cause, and not the group.
-            _ => (spawn::start(program, None)?, false),
+            Some(Err(error)) => (spawn::start(program, None)?, Err(error)),
+            None => (spawn::start(program, None)?, Ok(false)),
         };
         let process = Self::of_child(pid).inspect_err(|_| {
             if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {

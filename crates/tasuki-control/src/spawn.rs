@@ -230,7 +230,7 @@ mod tests {
         said.read_to_string(&mut text).unwrap();
         // ls has the folder open besides its three.
         assert_eq!(text, "1 a b c\n0\n4\nSigBlk:\t0000000000000000\nalone\n");
-        assert!(!is_there);
+        assert!(!is_there.unwrap());
         assert_eq!(process.ended(), "ended with code 7");
     }
 
@@ -284,7 +284,7 @@ mod tests {
         let (mut process, is_there) = Process::start(&program(&["-c", script], stdout.into()), Some(&group)).unwrap();
         let mut text = String::new();
         said.read_to_string(&mut text).unwrap();
-        assert_eq!((process.ended().as_str(), text.trim(), is_there), ("ended", "1", true));
+        assert_eq!((process.ended().as_str(), text.trim(), is_there.unwrap()), ("ended", "1", true));
         group.remove();
         node.unwrap().remove();
         groups.sweep();

@@ -232,7 +232,7 @@ impl Maker {
         let (number, path, program) = (wanted.number, wanted.path.clone(), wanted.program.clone());
         let listener = channel::listen(&path).with_context(|| format!("{} cannot be listened at", path.display()))?;
         let (socket, theirs) = channel::pair().context("the kernel has no sockets left")?;
-        let (file, args, stdout, jailing, group) = match &program {
+        let (file, args, stdout, mut jailing, group) = match &program {
             Some(program) => {
                 // Without a freezer a fence waits for the end of each process.
                 let group = self.group(&wanted.node, wanted.bounds, number).ok();
@@ -260,9 +260,15 @@ impl Maker {
                 return Err(error);
             }
         };
+        // Where the kernel lets it begin in none (filters of containers know no clone3), it is moved there: it has heard nothing
+        // yet, and a jail starts no other process.
+        let enter = |error| group.as_ref().map_or(Err(error), |group| group.add(process.name().pid)).map(|()| true);
+        let is_there = is_there.or_else(enter);
+        if let (Err(error), Some(jailing)) = (&is_there, &mut jailing) {
+            jailing.not_in_group = Some(format!("it is in no control group of version 2 ({error})"));
+        }
         // On a machine with version 1 alone, the jail enters the group by its doors.
-        let enters = |group: &Group| group.birthplace().is_none() || group.add(process.name().pid).is_ok();
-        let group = group.filter(|group| is_there || jailing.is_some() && enters(group));
+        let group = group.filter(|_| is_there.is_ok_and(|is_there| is_there || jailing.is_some()));
         Ok(Cell { number, process, program, socket, path, listener, lines, jailing, group, memlock: 0 })
     }
 }

@@ -42,6 +42,8 @@ pub struct Jailing {
     output: std::io::PipeReader,
     received: Vec<u8>,
     terms: Terms,
+    /// Why it could not be put into its control group, if so.
+    pub not_in_group: Option<String>,
     /// Set once the kernel has been asked about the terms: a sentence for each that does not hold.
     verified: Option<Vec<String>>,
 }
@@ -223,7 +225,7 @@ impl Supervisor {
         let said = jail::said(&its.received);
         if let (Some(Says::Waits(_)), None) = (&said, &its.verified) {
             crash::point("daemon.jailed");
-            its.verified = Some(jail::verify(pid, &its.terms));
+            its.verified = Some(its.not_in_group.take().into_iter().chain(jail::verify(pid, &its.terms)).collect());
         }
         match is_over {
             true => self.on_jail_over(number, said),
@@ -285,7 +287,7 @@ pub(super) fn nowhere() -> Result<OwnedFd> {
 impl Jailing {
     /// Creates that of a process with this standard output, which starts under these terms.
     pub(super) fn new(output: std::io::PipeReader, terms: Terms) -> Self {
-        Jailing { output, received: Vec::new(), terms, verified: None }
+        Jailing { output, received: Vec::new(), terms, not_in_group: None, verified: None }
     }
 
     /// Returns its standard output, until it becomes the program.

@@ -7,10 +7,12 @@ use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 use serde_json::json;
-use tasuki_testing::Dice;
+use tasuki_testing::{Dice, alone};
 
-use super::rig::{group, pid};
+use super::rig::{Rig, group, pid};
 use super::storm::{Storm, need_storm};
 use super::times::{Times, asked, record};
 
@@ -89,4 +91,25 @@ fn a_worker_that_is_frozen_at_any_time_stops_and_goes_on_and_nothing_is_lost() {
         seen.push(json!({ "card": card, "poll": poll, "frozen": times.to_json(), "with_the_turn": with_turn }));
     }
     record(&json!({ "freezes": seen }));
+}
+
+/// As in a container whose filter knows no clone3, and under a unit with `RestrictNamespaces=`.
+#[test]
+fn a_worker_is_in_its_group_also_where_no_process_begins_in_one() {
+    if !alone(a_worker_is_in_its_group_also_where_no_process_begins_in_one) {
+        return;
+    }
+    let ours = group(std::process::id()).map(|group| group.join(format!("test-{}", std::process::id())));
+    if ours.is_none_or(|ours| fs::create_dir(&ours).and_then(|()| fs::remove_dir(ours)).is_err()) {
+        return println!("skipped: needs control groups of version 2, and root");
+    }
+    let no_such_call = SeccompAction::Errno(Errno::NOSYS.raw_os_error().unsigned_abs());
+    let arch = std::env::consts::ARCH.try_into().expect("an architecture");
+    let filter = SeccompFilter::new([(libc::SYS_clone3, vec![])].into(), SeccompAction::Allow, no_such_call, arch);
+    let filter: BpfProgram = filter.and_then(TryInto::try_into).expect("a filter");
+    seccompiler::apply_filter_all_threads(&filter).expect("a thread of ours may");
+    let rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    let its = group(pid(&driver)).expect("a group");
+    assert!(its.ends_with(format!("node-red/worker-{}", driver["worker"])), "{its:?}\n{}", rig.log());
 }
