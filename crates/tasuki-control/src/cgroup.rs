@@ -60,6 +60,9 @@ const CONTROLLERS: &[&str] = &["memory", "pids", "cpu", "cpuset", "freezer"];
 /// no process of their own.
 const DAEMON_GROUP: &str = "tasukid";
 
+/// The group beneath that of `--groups` in which the unit `tasuki-nodes` has its process, and the keeper is.
+const HELD: &str = "held";
+
 /// Number of attempts to make a group beside a daemon that removes it, or the one around it.
 const TRIES_MAX: u32 = 1000;
 
@@ -195,6 +198,14 @@ impl Groups {
         // A refusal by the kernel here also bars a node's group, and is reported then.
         for it in self.hierarchies.iter().filter(|it| it.is_v2 && has_type(&it.own)) {
             let _ = enter_daemon_group(&it.own);
+        }
+    }
+
+    /// Moves the keeper out of the daemon's service, where that has another group for it. needrestart(8) takes a process that
+    /// runs a former file for its service's, and would start the daemon anew for the keeper each time.
+    pub fn hold(&self, keeper: u32) {
+        for it in self.hierarchies.iter().filter(|it| it.is_v2) {
+            let _ = fs::write(it.own.join(HELD).join("cgroup.procs"), keeper.to_string());
         }
     }
 

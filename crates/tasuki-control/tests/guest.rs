@@ -101,6 +101,9 @@ fn the_unit_is_ready_when_tasukid_serves_and_frames_cross() {
     let read = |pid: u32, file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).expect("a process");
     let scores = [unit.pid(), unit.keeper(), unit.workers("red")[0]].map(|pid| read(pid, "oom_score_adj"));
     assert_eq!(scores, ["-500\n", "-500\n", "0\n"], "the kernel spares no worker");
+    until("the keeper is in no service that is restarted for it", || {
+        read(unit.keeper(), "cgroup").ends_with("/tasuki-nodes.service/held\n").then_some(())
+    });
     let traffic = traffic();
     traffic[0].for_a_while();
     assert_none_lost("nothing", &finish(traffic), 0);

@@ -269,3 +269,21 @@ fn a_group_is_bounded_and_that_of_a_daemon_before_us_is_found_again() {
         node.remove();
     }
 }
+
+#[test]
+fn the_keeper_is_put_beside_the_process_that_keeps_the_groups() {
+    let Some(ours) = Ours::find("keeper", true) else { return };
+    let named = ours.0.hierarchies[0].own.join(format!("test-nodes-{}", std::process::id()));
+    fs::create_dir_all(named.join(HELD)).unwrap();
+    let mut keeper = Command::new("sleep").arg("1000").stdin(Stdio::null()).spawn().unwrap();
+    let groups = Groups::find("id", Some(&named));
+    groups.hold(keeper.id());
+    assert_eq!(processes(&named.join(HELD)).trim(), keeper.id().to_string());
+    keeper.kill().unwrap();
+    keeper.wait().unwrap();
+    groups.sweep();
+    until("its groups go", || {
+        remove_empty(&named, 3);
+        !named.exists()
+    });
+}

@@ -103,6 +103,8 @@ enum Order {
         process: Name,
     },
     End(Box<Cell>),
+    /// Puts the keeper into its group.
+    Hold(Name),
     /// Removes the group of a dead worker.
     Remove(Group),
     /// A node is gone: its group and its network go.
@@ -159,6 +161,11 @@ impl Maker {
                 }
                 Order::End(cell) => {
                     cell.end();
+                    None
+                }
+                Order::Hold(keeper) => {
+                    let lives = Process::find(keeper).is_ok_and(|found| found.is_some());
+                    self.groups.iter().filter(|_| lives).for_each(|groups| groups.hold(keeper.pid));
                     None
                 }
                 Order::Remove(group) => {
@@ -327,6 +334,11 @@ impl Cells {
     fn order(&self, order: Order) {
         // The thread ends after the loop.
         let _ = self.orders.send(order);
+    }
+
+    /// Has the keeper put into its group.
+    pub fn hold(&self, keeper: Name) {
+        self.order(Order::Hold(keeper));
     }
 
     /// Has the group of a dead worker removed.

@@ -236,6 +236,7 @@ impl Supervisor {
     fn use_keeper(&mut self, connection: KeeperConnection) {
         let watched = epoll_add(&self.epoll, connection.socket.as_fd(), Token::KeeperReadable);
         self.deposits.trouble = watched.err().map(|error| format!("the keeper is not watched: {error:#}"));
+        self.cells.hold(connection.process.name());
         self.deposits.connection = Some(connection);
     }
 
