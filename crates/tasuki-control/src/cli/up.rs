@@ -65,7 +65,8 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
     let status = await_applied(runs, until)?;
     let file = std::path::absolute(&up.file).context("that file has no path")?;
     // With workers of before, it goes by the configuration that was applied last, and by what was changed by hand since.
-    let applies = !is_new || status.adopted > 0 || Path::new(&status.configuration.path) != file;
+    let is_other = Path::new(&status.configuration.path) != file || !status.configuration.drift.is_empty();
+    let applies = !is_new || status.adopted > 0 || is_other;
     if applies {
         let configuration = Configuration { file: Some(up.file.clone()), generation: None };
         let applied: Applied = show::read(super::apply(&folder, &configuration)?)?;

@@ -82,6 +82,25 @@ impl Current {
         })
     }
 
+    /// Returns whether this is the file that tasukid began with.
+    fn is_own(&self, file: &Path) -> bool {
+        let real = |path: &Path| path.canonicalize().ok();
+        file == self.file || real(file).is_some_and(|it| real(&self.file) == Some(it))
+    }
+
+    /// Returns a sentence if another file is in force, and the next daemon would go by what the daemon's own has by now.
+    fn has_changed_aside(&self) -> Option<String> {
+        let is_aside =
+            !self.is_own(Path::new(&self.record.path)) && self.file.metadata().is_ok_and(|file| file.is_file());
+        let text = std::fs::read(&self.file).ok().filter(|_| is_aside)?;
+        (crc32c::crc32c(&text) != self.record.base).then(|| {
+            let (own, path) = (self.file.display(), &self.record.path);
+            format!(
+                "{own} has changed since tasukid read it, and counts in place of {path} when tasukid starts anew: nodes and NICs that it does not have end then; apply it, or undo the change"
+            )
+        })
+    }
+
     /// Returns the configuration to begin with: that of the daemon's file, with its text; or the one that was applied last,
     /// if the file has not changed since, or cannot be used, as the error says.
     ///
@@ -110,7 +129,9 @@ impl Current {
             let (desired, refused) = read(&record.text)?;
             let (mut config, of_left) =
                 record.left.as_ref().map_or_else(|| Ok((desired.clone(), None)), |left| read(left))?;
-            let refused = refused.or(of_left);
+            // A contradiction in what is left, which a later apply mends, is none of the file's.
+            let is_whole = |left: &String| toml::from_str::<Config>(left).is_ok();
+            let refused = refused.or(of_left.filter(|_| !record.left.as_ref().is_some_and(is_whole)));
             let resumes = !record.is_done && record.left.is_none();
             // A NIC of the file that is elsewhere by now still names its node.
             let nics = &config.nic;
@@ -243,7 +264,16 @@ impl Supervisor {
         if let Some(why) = self.would_lose_a_queue(desired) {
             return Some(why);
         }
-        let anew = format!("write it into {}, and start tasukid anew (workers go on)", self.current.file.display());
+        let own = self.current.file.display();
+        let anew = if self.current.is_own(Path::new(&self.current.record.path)) {
+            format!("write it into {own}, and start tasukid anew (workers go on)")
+        } else {
+            // Nodes and NICs that the file does not have would end.
+            format!(
+                "write all that is to be into {own}, and start tasukid anew: that file counts then, and not {}",
+                self.current.record.path
+            )
+        };
         if desired.api != self.config.api {
             return Some(format!("[api] differs from what tasukid began with, and counts only then; {anew}"));
         }
@@ -369,7 +399,14 @@ impl Supervisor {
     pub(super) fn begin_applying(&mut self, apply: &Apply, answer: Option<Answer<Applied>>) {
         match self.try_applying(apply, answer) {
             Err((refusal, Some(answer))) => drop(answer.send(Err(refusal))),
-            Err((Refusal::Busy(_), None)) => self.is_told_to_apply = true,
+            Err((Refusal::Busy(why), None)) => {
+                if !std::mem::replace(&mut self.is_told_to_apply, true) {
+                    self.note(
+                        About::default(),
+                        format!("the configuration is applied later, as a signal asked: {why}"),
+                    );
+                }
+            }
             Err((refusal, None)) => {
                 let why = Refused::from(refusal).error;
                 self.note(About::default(), format!("nothing was applied: {why}"));
@@ -386,9 +423,10 @@ impl Supervisor {
         self.begin_applying(&Apply::default(), None);
     }
 
-    /// Applies that file if the daemon was told to while a node was being removed, and none is any more.
+    /// Applies that file if the daemon was told to while a node of the configuration was being removed, and none is any more.
     pub(super) fn apply_own_file_if_told(&mut self) {
-        if self.leaving.is_empty() && self.emptying.is_empty() && std::mem::take(&mut self.is_told_to_apply) {
+        let waits = self.is_applying() || self.is_removing_one_of(&self.current.desired).is_err();
+        if !waits && std::mem::take(&mut self.is_told_to_apply) {
             self.apply_own_file();
         }
     }
@@ -415,10 +453,10 @@ impl Supervisor {
             Err(refusal) => return Err((refusal, answer)),
         };
         let todo: VecDeque<Step> = self.steps_to(&desired).into();
-        // It comes in place of one that an earlier daemon has not applied to its end.
+        // It comes in place of one that an earlier daemon has not applied to its end, or that a signal asked for.
         self.current.resumes = false;
-        let real = |path: &Path| path.canonicalize().ok();
-        let is_own = file == self.current.file || real(&file).is_some_and(|it| real(&self.current.file) == Some(it));
+        self.is_told_to_apply = false;
+        let is_own = self.current.is_own(&file);
         let record = &mut self.current.record;
         // What the daemon's file has and nobody has applied counts for the next daemon, also if another file is applied.
         let base = if is_own { crc32c::crc32c(text.as_bytes()) } else { record.base };
@@ -638,8 +676,11 @@ impl Supervisor {
 
     /// Makes a node that another one contradicts in nothing by now.
     fn make_where_free(&mut self, node: &config::Node) -> Result<(), Refusal> {
+        let mut node = node.clone();
+        // Nodes that it trusts may not be there again.
+        node.trusts.retain(|name| self.config.node(name).is_some());
         self.with_node(node.clone()).map_err(Refusal::Malformed)?;
-        self.make_whole_node(node)
+        self.make_whole_node(&node)
     }
 
     /// Begins a step. Returns what it waits for, if it is not done at once.
@@ -783,6 +824,7 @@ impl Supervisor {
         // It is on its way there: what it has yet to do is no difference.
         let (steps, mut stays) = if applying { (Vec::new(), Vec::new()) } else { self.plan_to(&self.current.desired) };
         stays.extend(self.older_programs());
+        stays.extend(self.current.has_changed_aside());
         let drift = steps.iter().map(ToString::to_string).collect();
         let by_hand = self.by_hand.iter().cloned().collect();
         ConfigurationView { generation: *generation, path: path.clone(), applying, drift, stays, by_hand }

@@ -383,6 +383,7 @@ fn while_a_node_is_being_removed_no_configuration_takes_it_for_one_that_is_there
     let refused = rig.refused(&["apply"]);
     assert!(refused.contains("node green is being removed; ask again when it is gone"), "{refused}");
     signal(rig.daemon_pid(), rustix::process::Signal::HUP);
+    rig.await_event("the configuration is applied later, as a signal asked: node green is being removed");
     signal(green, rustix::process::Signal::KILL);
     rig.await_event("tasuki.toml, is applied: 1 step");
     until(&rig, "green is there anew", || names(&rig, "node") == ["blue", "green", "red"] && rig.is_as_configured());
@@ -773,10 +774,14 @@ fn a_node_that_cannot_be_made_anew_is_made_as_it_was_and_no_other_is_gone() {
     ip(&world.shop, "link add other type veth peer name far");
     let before = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("the file");
     world.rig.configure(|text| {
-        text.replacen("name = \"lan\"", "name = \"other\"", 1).replace("/24\" }", "/24\", mtu = 1400 }")
+        let text = text.replacen("name = \"lan\"", "name = \"other\"", 1).replace("/24\" }", "/24\", mtu = 1400 }");
+        // Nor does it matter that a node that it trusts by now was to come after it.
+        text.replace("name = \"shop\"\n", "name = \"shop\"\ntrusts = [\"fresh\"]\n")
+            + "\n[[node]]\nname = \"fresh\"\nwork = \"sink\"\n"
     });
     let said = world.rig.refused(&["apply"]);
     assert!(said.contains("node shop is there as it was; "), "{said}");
+    assert_eq!(names(&world.rig, "node"), ["desk", "shop"]);
     world.await_pairs();
     assert!(world.is_answered(DESK));
     assert!(ip(&world.shop, "link show lan").contains("mtu 1500"));

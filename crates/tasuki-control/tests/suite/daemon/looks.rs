@@ -150,8 +150,9 @@ fn a_daemon_with_workers_begins_though_nothing_can_be_scraped() {
 #[test]
 fn a_server_of_prometheus_reads_the_counts_and_nothing_else() {
     // The port is free now, and hardly another's in a moment.
+    // No other test gets a port there.
     let address =
-        std::net::TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr()).expect("a port").to_string();
+        std::net::TcpListener::bind("127.0.7.9:0").and_then(|it| it.local_addr()).expect("a port").to_string();
     let mut rig = Rig::without_daemon(super::rig::NODES, "");
     rig.configure(|text| text.replace("[daemon]\n", &format!("[daemon]\nmetrics = \"{address}\"\n")));
     rig.start();
@@ -202,7 +203,8 @@ fn what_counts_when_the_daemon_begins_is_that_of_the_configuration_in_force() {
     // The daemon's file changes, and the other one is applied once more.
     rig.configure(|text| text + "\n[api]\nread = [\"user:65534\"]\n");
     let refused = rig.refused(&["apply"]);
-    let why = "[api] differs from what tasukid began with, and counts only then; write it into ";
+    assert!(rig.ask(&["status"]).contains("tasuki.toml has changed since tasukid read it, and counts in place of "));
+    let why = "[api] differs from what tasukid began with, and counts only then; write all that is to be into ";
     assert!(refused.contains(why) && refused.contains("tasuki.toml, and start tasukid anew"), "{refused}");
     rig.ask(&["apply", &other]);
     starts_anew(&mut rig);
