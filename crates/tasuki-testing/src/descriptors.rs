@@ -43,10 +43,22 @@ pub fn pair() -> (OwnedFd, OwnedFd) {
     rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("sockets")
 }
 
-/// Returns a socket of that kind that listens at `path`.
-pub fn listen(path: &Path) -> OwnedFd {
+fn bind(path: &Path) -> OwnedFd {
     let socket = seqpacket();
     rustix::net::bind(&socket, &SocketAddrUnix::new(path).expect("a short path")).expect("a free path");
+    socket
+}
+
+/// Leaves the file of a socket of that kind at `path`, as a server does that dies: no process listens there.
+pub fn leave(path: &Path) {
+    // It has never listened. One that did listens on while a child of another test has a copy of it: until that child
+    // executes its program.
+    drop(bind(path));
+}
+
+/// Returns a socket of that kind that listens at `path`.
+pub fn listen(path: &Path) -> OwnedFd {
+    let socket = bind(path);
     rustix::net::listen(&socket, 64).expect("a socket that listens");
     socket
 }

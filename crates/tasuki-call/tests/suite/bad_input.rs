@@ -195,7 +195,7 @@ fn a_path_that_is_not_a_servers() {
     drop(other);
 
     let dead = folder.join("dead");
-    drop(descriptors::listen(&dead));
+    descriptors::leave(&dead);
     says(
         "connect: a dead server's socket",
         is!(connect(&dead), ConnectError::NoServer { .. }),
@@ -759,7 +759,7 @@ fn of_many_who_bind_a_path_at_once_one_is_the_server() {
         let path = folder.join("s");
         if round % 2 == 0 {
             // A dead server's socket file is in the way of all of them.
-            drop(descriptors::listen(&path));
+            descriptors::leave(&path);
         }
         bind_at_once(&path, 4);
     }
