@@ -156,7 +156,18 @@ impl Supervisor {
 mod tests {
     use std::io::Write;
 
+    use rustix::event::{PollFd, PollFlags, Timespec};
+
     use super::*;
+
+    /// Closes the worker's end, and waits for the end of the pipe: a child of another test has a copy until it executes its
+    /// program.
+    fn its_end(lines: &Lines, its: File) {
+        drop(its);
+        let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
+        let ended = rustix::event::poll(&mut [PollFd::new(&lines.pipe, PollFlags::empty())], Some(&limit));
+        assert_eq!(ended, Ok(1));
+    }
 
     #[test]
     fn lines_are_cut_cleaned_and_counted() {
@@ -180,7 +191,7 @@ mod tests {
         let mut lines = Lines::find(&socket).expect("it has a name");
         assert_eq!(lines.read(), (vec!["nobody reads this".to_owned()], Next::Later));
         write!(its, "the end").expect("room");
-        drop(its);
+        its_end(&lines, its);
         assert_eq!(lines.read(), (vec!["the end".to_owned()], Next::Never));
         forget(&socket);
         assert!(Lines::find(&socket).is_err());
@@ -194,7 +205,7 @@ mod tests {
         for number in 0..10 {
             writeln!(its, "{number}").expect("room");
         }
-        drop(its);
+        its_end(&lines, its);
         let expected = ["0", "1", "(8 lines are left out: it writes more than tasukid logs)"];
         assert_eq!(lines.read(), (expected.map(str::to_owned).to_vec(), Next::Never));
     }
