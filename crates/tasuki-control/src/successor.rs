@@ -255,7 +255,7 @@ mod tests {
         fs::set_permissions(path("tasukid"), fs::Permissions::from_mode(0o755)).expect("a file of ours");
         // Another program of that name, which says nothing of a registry.
         fs::create_dir(path("other")).expect("a folder");
-        fs::copy("/bin/sleep", path("other/tasukid")).expect("a program");
+        tasuki_testing::copy("/bin/sleep", path("other/tasukid"));
         let mut other = Command::new(path("other/tasukid")).arg("600").spawn().expect("a program");
         fs::write(path("tasukid.lock"), format!("{}\n", other.id())).expect("a file");
         let lets_it_in = || {

@@ -11,5 +11,5 @@ pub mod process;
 
 pub use alone::{alone, alone_under};
 pub use dice::Dice;
-pub use program::{Program, beside, script};
+pub use program::{Program, beside, copy, script};
 pub use until::{PATIENCE, found, polled, until};

@@ -76,9 +76,22 @@ pub fn beside(program: &str, name: &str) -> Option<PathBuf> {
 
 /// Writes a program of the shell to `path`, or another one in its place. A process may run it at once.
 pub fn script(path: &Path, text: &str) {
-    // The kernel executes no file that a process has open for writing, so the text is written aside.
+    // A process that has the former one open reads on in that.
     let aside = path.with_added_extension("new");
-    fs::write(&aside, format!("#!/bin/sh\n{text}\n")).expect("a file");
+    let writes = "printf '#!/bin/sh\\n%s\\n' \"$1\" >\"$0\"";
+    succeeds(Command::new("sh").args(["-c", writes]).arg(&aside).arg(text));
     fs::set_permissions(&aside, Permissions::from_mode(0o755)).expect("a mode");
     fs::rename(aside, path).expect("a name");
+}
+
+/// Copies a program. A process may run the copy at once.
+pub fn copy(from: impl AsRef<Path>, to: impl AsRef<Path>) {
+    succeeds(Command::new("cp").args([from.as_ref(), to.as_ref()]));
+}
+
+/// Has another process write a program. The kernel executes no file that a process has open for writing, and a child of
+/// another test has open what this process has, until it executes its own program.
+fn succeeds(command: &mut Command) {
+    let output = command.output().expect("a tool that each system has");
+    assert!(output.status.success(), "{command:?}: {output:?}");
 }

@@ -27,7 +27,7 @@ fn rig(roles: &str) -> Option<Rig> {
     let mut rig = Rig::without_daemon(NODES, "");
     rig.configure(|text| format!("{text}\n[api]\n{roles}\n"));
     fs::set_permissions(rig.path(""), Permissions::from_mode(0o711)).expect("a mode");
-    fs::copy(TASUKI, rig.path("tasuki")).expect("a copy");
+    tasuki_testing::copy(TASUKI, rig.path("tasuki"));
     rig.start();
     rig.await_pair("red");
     Some(rig)

@@ -369,7 +369,7 @@ impl Theirs {
         let rig = Rig::without_daemon("", "");
         std::fs::set_permissions(rig.path(""), Permissions::from_mode(0o755)).expect("a mode");
         for name in ["tasukid", "tasuki", "tasuki-worker"] {
-            std::fs::copy(beside(name).expect("it was built"), rig.path(name)).expect("a copy");
+            tasuki_testing::copy(beside(name).expect("it was built"), rig.path(name));
         }
         std::fs::create_dir(rig.path("theirs")).expect("a folder");
         std::os::unix::fs::chown(rig.path("theirs"), Some(NOBODYS), Some(NOBODYS)).expect("root may");

@@ -285,7 +285,7 @@ fn wherever_the_daemon_dies_the_next_one_completes_it() {
 fn under_traffic(card: &str, standby: &str, frames: &str, rate: &str) -> Option<(Rig, Model)> {
     let (mut rig, model) = with_card(card, &nodes(standby), frames, rate)?;
     let stock = beside("tasuki-worker").expect("it was looked for");
-    fs::copy(&stock, rig.path("stock")).expect("a file");
+    tasuki_testing::copy(&stock, rig.path("stock"));
     let ours = rig.path("stock");
     rig.configure(|text| {
         let text = text.replace(&format!("{stock:?}"), &format!("{ours:?}"));

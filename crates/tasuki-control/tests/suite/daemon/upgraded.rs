@@ -7,7 +7,7 @@ use std::process::Stdio;
 use rustix::process::Signal;
 use serde_json::Value;
 use tasuki_control::housekeeping_cpus;
-use tasuki_testing::{alone_under, process, script};
+use tasuki_testing::{alone_under, copy, process, script};
 
 use super::natives::{assert_exact, flows, with_source_and_sink};
 use super::real::{ENDLESS, moves, released, stop_whole, with_card};
@@ -19,7 +19,7 @@ use super::vnis::World;
 fn version(rig: &Rig, name: &str) -> PathBuf {
     let folder = rig.path(name);
     fs::create_dir(&folder).expect("a folder");
-    fs::copy(env!("CARGO_BIN_EXE_tasukid"), folder.join("tasukid")).expect("a program");
+    copy(env!("CARGO_BIN_EXE_tasukid"), folder.join("tasukid"));
     folder
 }
 
@@ -31,7 +31,7 @@ fn the_daemon_and_all_workers_are_replaced_one_after_the_other() {
     rig.await_worker("green", "idle");
     let (daemon, old) = (rig.daemon_pid(), rig.workers());
     let folder = version(&rig, "next");
-    fs::copy(rig.path("worker"), folder.join("worker")).expect("a program");
+    copy(rig.path("worker"), folder.join("worker"));
     let said = rig.ask(&["upgrade", "--with", folder.to_str().unwrap()]);
     println!("{said}");
     let lines: Vec<&str> = said.lines().collect();
@@ -66,7 +66,7 @@ fn an_upgrade_of_all_stops_at_the_first_trouble_and_says_how_far_it_came() {
     rig.await_worker("blue", "idle");
     let (daemon, folder) = (rig.daemon_pid(), version(&rig, "next"));
     let unfit = rig.program("unfit", "dies-at-start");
-    fs::copy(unfit, folder.join("worker")).expect("a program");
+    copy(unfit, folder.join("worker"));
     let said = rig.refused(&["upgrade", "--with", folder.to_str().unwrap()]);
     assert!(said.contains("0 of 3 nodes are upgraded, and not blue, green, red: "), "{said}");
     rig.await_pair("red");
@@ -297,7 +297,7 @@ fn no_frame_is_lost_while_all_is_replaced() {
     rig.await_pair("red");
     until(&rig, "frames flow", || moves(&rig) > 0);
     let folder = version(&rig, "next");
-    fs::copy(beside("tasuki-worker").expect("looked for before"), folder.join("tasuki-worker")).expect("a program");
+    copy(beside("tasuki-worker").expect("looked for before"), folder.join("tasuki-worker"));
     for words in [&["upgrade", "--with", folder.to_str().unwrap()][..], &["upgrade"]] {
         println!("{}", rig.ask(words));
         rig.await_pair("red");
