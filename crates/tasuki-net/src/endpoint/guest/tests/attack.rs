@@ -3,6 +3,7 @@
 
 use std::os::fd::AsFd;
 
+use tasuki_testing::PATIENCE;
 use theirs::{connect, eventfd, message, send, state, table};
 
 use super::*;
@@ -191,7 +192,7 @@ fn a_frame_without_room_waits_a_bounded_time_though_others_flow() {
     net.others[0].flush();
     let start = Instant::now();
     let mut from_first = 0;
-    while start.elapsed() < Duration::from_millis(500) && from_first == 0 {
+    while start.elapsed() < PATIENCE && from_first == 0 {
         net.others[1].send(US, &frame(US, 2, 0)).unwrap();
         net.others[1].flush();
         net.turn();

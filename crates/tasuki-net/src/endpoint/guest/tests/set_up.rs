@@ -61,6 +61,9 @@ impl Fate {
         } else {
             net.turn();
         }
+        if self.was_killed {
+            unless_sent_away(net);
+        }
         self.turn += 1;
     }
 }
