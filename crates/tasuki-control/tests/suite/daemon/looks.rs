@@ -218,6 +218,8 @@ fn what_counts_when_the_daemon_begins_is_that_of_the_configuration_in_force() {
 fn a_follower_of_events_hears_of_those_of_the_next_daemon() {
     let mut rig = Rig::new();
     rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    rig.await_worker("green", "idle");
     let mut command = rig.command(&["events", "--follow"]);
     let mut follower = Program::start(command.stdout(Stdio::piped()));
     let heard = Arc::new(Mutex::new(String::new()));

@@ -137,6 +137,8 @@ fn a_worker_that_hangs_is_fenced_and_its_standby_drives() {
 fn workers_drive_on_while_no_daemon_lives_and_the_next_one_takes_them_over() {
     let mut rig = Rig::new();
     let (driver, standby) = rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    rig.await_worker("green", "idle");
     rig.kill_daemon();
     rig.start();
     let status = rig.json(&["status"]);

@@ -307,10 +307,9 @@ fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() 
     assert_eq!(pid(&rig.await_worker("red", "drives")), victim, "{}", rig.log());
     drop((between, waiting, upgrades));
     stop_whole(&mut rig, model);
-    assert!(
-        !fs::read_dir("/proc").expect("processes").flatten().any(|it| opens_for(&it.path(), &rig)),
-        "an opener is left"
-    );
+    until(&rig, "no opener is left", || {
+        !fs::read_dir("/proc").expect("processes").flatten().any(|it| opens_for(&it.path(), &rig))
+    });
 }
 
 /// Returns whether the process opens a card for this daemon.
