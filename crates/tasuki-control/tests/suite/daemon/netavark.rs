@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use serde_json::{Value, json};
 use tasuki_tap::interface::Interface;
 
-use super::containers::{has_eth0, nodes, others, reaches_desk, runs};
+use super::containers::{has_eth0, nodes, others, reaches_desk};
 use super::rooms::{Exchange, Room};
 use super::vnis::{DESK, SHOP, World};
 
@@ -276,8 +276,7 @@ fn netavark_itself_goes_with_it() {
     let given = containers.map(|(room, container)| ask("setup", room, container));
     assert!(given[0].contains("192.0.2.1/24") && given[0].contains("02:00:00:00:00:05"), "{}", given[0]);
     for address in [DESK, "fd00::2"] {
-        let (done, said) = runs(&podman.world.shop, &["ping", "-c", "3", "-i", "0.01", address]);
-        assert!(done && said.contains(" 0% packet loss"), "{said}\n{}", podman.world.rig.log());
+        podman.world.ping(3, "0.01", address);
     }
     containers.iter().for_each(|(room, container)| drop(ask("teardown", room, container)));
     assert_eq!(nodes(&podman.world.rig), []);

@@ -54,7 +54,9 @@ impl Room {
         let words = [&["-c", &count_too, "-w", "120"], words].concat();
         let said = self.within(|| Command::new("ping").args(words).output().expect("ping"));
         let said = String::from_utf8_lossy(&said.stdout);
-        let number = |line: &str| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse::<usize>().ok();
+        let number = |line: &str| {
+            line.split_once(" bytes from ")?.1.split_once("icmp_seq=")?.1.split(' ').next()?.parse::<usize>().ok()
+        };
         let (answers, rest): (Vec<_>, Vec<_>) = said.lines().partition(|line| number(line).is_some());
         let numbers: Vec<_> = answers.into_iter().filter_map(number).collect();
         let last = numbers.iter().max().copied().unwrap_or_default();
