@@ -44,9 +44,10 @@ fn shells_and_manuals_know_all_commands() {
     assert!(page.contains("Give a NIC to another node"), "{page}");
 }
 
-/// Types keys into `tasuki top` on a terminal of its own once it has drawn its first picture, one after 300 ms each; returns
-/// what it drew, and whether it ended well. Calls `before_last` before the last key.
-fn on_a_terminal(rig: &Rig, words: &str, keys: &[&str], before_last: impl FnOnce()) -> (String, bool) {
+/// Types keys into `tasuki top` on a terminal of its own: each once it has drawn one of those texts after the key before
+/// it, for of two keys that come at once it takes one. Returns what it drew, and whether it ended well. Calls `before_last`
+/// before the last key.
+fn on_a_terminal(rig: &Rig, words: &str, keys: &[(&[&str], &str)], before_last: impl FnOnce()) -> (String, bool) {
     // A key that is lost on its way keeps no suite waiting.
     let top = format!("{} --dir {} top {words}", super::rig::TASUKI, rig.dir().display());
     let top = format!("stty cols 100 rows 20; exec timeout --foreground {} {top}", tasuki_testing::PATIENCE.as_secs());
@@ -54,19 +55,28 @@ fn on_a_terminal(rig: &Rig, words: &str, keys: &[&str], before_last: impl FnOnce
     command.args(["--quiet", "--return", "--command", &top, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut script = Program::start(&mut command);
     let mut typed = script.0.stdin.take().expect("a pipe");
-    let mut shown = BufReader::new(script.0.stdout.take().expect("a pipe"));
+    let mut shown = script.0.stdout.take().expect("a pipe");
     let mut drawn = Vec::new();
-    // A picture begins at the top left.
-    let is_drawn = |drawn: &[u8]| drawn.windows(3).any(|part| part == b"\x1b[H");
-    while !is_drawn(&drawn) && shown.read_until(b'H', &mut drawn).expect("it is read") > 0 {}
     let (last, first) = keys.split_last().expect("a key ends it");
-    let mut types = |key: &str| {
-        std::thread::sleep(std::time::Duration::from_millis(300));
-        typed.write_all(key.as_bytes()).expect("it reads");
+    let mut draws = |texts: &[&str]| {
+        let (from, mut room) = (drawn.len(), [0; 4096]);
+        let is_there = |drawn: &[u8]| {
+            let drawn = String::from_utf8_lossy(drawn);
+            texts.iter().any(|text| drawn.contains(text))
+        };
+        while !is_there(&drawn[from..]) {
+            let len = shown.read(&mut room).expect("it is read");
+            assert!(len > 0, "it has ended before {texts:?}: {}", String::from_utf8_lossy(&drawn));
+            drawn.extend(&room[..len]);
+        }
     };
-    first.iter().for_each(|key| types(key));
+    for (texts, key) in first {
+        draws(texts);
+        typed.write_all(key.as_bytes()).expect("it reads");
+    }
+    draws(last.0);
     before_last();
-    types(last);
+    typed.write_all(last.1.as_bytes()).expect("it reads");
     shown.read_to_end(&mut drawn).expect("it is read");
     (String::from_utf8(drawn).expect("text"), script.0.wait().expect("a child").success())
 }
@@ -75,7 +85,9 @@ fn on_a_terminal(rig: &Rig, words: &str, keys: &[&str], before_last: impl FnOnce
 fn top_shows_what_happens_on_a_terminal_and_from_a_recording() {
     let rig = Rig::new();
     let (driver, _) = rig.await_pair("red");
-    let (drawn, ended) = on_a_terminal(&rig, "--every-ms 100", &[" ", " ", "q"], || ());
+    let keys: [(&[&str], &str); 3] =
+        [(&["eth0 is driven by worker"], " "), (&["stands still"], " "), (&["space stops"], "q")];
+    let (drawn, ended) = on_a_terminal(&rig, "--every-ms 100", &keys, || ());
     let last = drawn.rsplit("\x1b[H").next().expect("a picture");
     println!("{last}");
     assert!(
@@ -88,8 +100,13 @@ fn top_shows_what_happens_on_a_terminal_and_from_a_recording() {
     assert!(drawn.contains("stands still; space goes on, q ends"), "{drawn:?}");
     // While tasukid stands still.
     let daemon = rig.daemon_pid();
-    let stops = || signal(daemon, Signal::STOP);
-    let (drawn, ended) = on_a_terminal(&rig, "--every-ms 100", &["x", "q"], stops);
+    let stops = || {
+        signal(daemon, Signal::STOP);
+        // It asks again meanwhile; nothing that can be waited for says so.
+        std::thread::sleep(std::time::Duration::from_millis(300));
+    };
+    let keys: [(&[&str], &str); 2] = [(&["space stops"], "x"), (&["space stops"], "q")];
+    let (drawn, ended) = on_a_terminal(&rig, "--every-ms 100", &keys, stops);
     signal(daemon, Signal::CONT);
     assert!(ended && !drawn.contains("has not answered for 20 s"), "q ends it at once: {drawn:?}");
     // Not on a terminal, and a recording of it.
@@ -101,7 +118,11 @@ fn top_shows_what_happens_on_a_terminal_and_from_a_recording() {
     recorder.kill();
     std::fs::write(rig.path("looks"), looks.join("\n")).expect("a file");
     let play = format!("--play {}", rig.path("looks").display());
-    let (drawn, ended) = on_a_terminal(&rig, &play, &[" ", "\x1b[C", "\x1b[D", "q"], || ());
+    // At the last look it stands still without a key.
+    let back = ["look 1 of 3, stands still", "look 2 of 3, stands still"];
+    let keys: [(&[&str], &str); 4] =
+        [(&["look 1 of 3"], "\x1b[D"), (&back, "\x1b[C"), (&["; space, left"], " "), (&["; space, left"], "q")];
+    let (drawn, ended) = on_a_terminal(&rig, &play, &keys, || ());
     assert!(
         ended && drawn.contains("look 1 of 3, goes on") && drawn.contains("stands still; space, left"),
         "{drawn:?}"
