@@ -23,8 +23,8 @@ const CALLS: u32 = 10_000;
 /// Number of calls before the first mark: enough to fill the rings once, touch all pages and grow all tables.
 const WARM_UP: u32 = 2_000;
 
-/// Longer than any wait here, so neither end ever parks.
-const SPIN: Duration = Duration::from_secs(5);
+/// Longer than any wait here, even on a machine that stands still meanwhile, so neither end ever parks.
+const SPIN: Duration = Duration::from_secs(600);
 
 const ROLE: &str = "TASUKI_SPIN_ROLE";
 const PATH: &str = "TASUKI_SPIN_PATH";

@@ -224,7 +224,7 @@ fn the_death_of_the_server_wakes_every_task() {
                         last = last.max(at);
                     }
                     println!("{name}, {detach:?}: the last of 30 tasks had ServerGone after {:?}", last - killed);
-                    assert!(last - killed < Duration::from_secs(2));
+                    assert!(last - killed < Duration::from_secs(20));
                     whole(&client);
                     server.was_killed();
                     server = stage.server();

@@ -42,8 +42,14 @@ fn a_giver_or_a_taker_that_hangs_in_a_relay_is_fenced() {
         storm.forget_plans();
     }
     for place in ["give.stopped", "give.written", "give.passed", "give.said"] {
-        storm.plan(&format!("TASUKI_STOP={place}:1"));
-        let said = storm.upgrade("red", false);
+        // A busy machine may keep a fresh worker from its start for longer than it has.
+        let said = tasuki_testing::found("a worker that starts in time", || {
+            storm.forget_plans();
+            storm.plan(&format!("TASUKI_STOP={place}:1"));
+            let said = storm.upgrade("red", false);
+            let is_late = said.as_ref().is_err_and(|why| why.contains("has not prepared within"));
+            (!is_late).then_some(said)
+        });
         assert!(said.is_ok(), "{place}: {said:?}\n{}", storm.rig.log());
         somebody_drives(&storm);
         let _ = storm.upgrade("red", false);
