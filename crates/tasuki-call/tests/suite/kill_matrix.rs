@@ -419,6 +419,13 @@ fn servers_killed_anywhere_leave_every_client_whole_and_answered() {
 
 // ---- clients die -------------------------------------------------------------------------------------------------------
 
+/// Points that a client passes if the server sleeps, or does not answer at once. With one CPU for all, neither is so while
+/// another client calls all the time.
+const PARKING: [&str; 2] = ["client.send.rung", "client.wait.parked"];
+
+/// Rest of those that are to leave the server time to sleep.
+const REST: Duration = Duration::from_millis(1);
+
 /// A client that does all that a client can do, until it is killed.
 pub fn victim(told: &Told) {
     let mut dice = Dice::of(told.var("TASUKI_DICE").unwrap().parse().unwrap());
@@ -430,8 +437,13 @@ pub fn victim(told: &Told) {
     let spin = Some(Duration::from_micros([0, 300][dice.below(2)]));
     let mut client = Client::connect(&told.socket, &ClientOptions { spin, ..detached(detach) }).unwrap();
     told.mark(SERVING);
+    let plan = told.var("TASUKI_CRASH").unwrap_or_default();
+    let rests = PARKING.iter().any(|point| plan.starts_with(point));
     let mut kept = Vec::new();
     loop {
+        if rests {
+            std::thread::sleep(REST);
+        }
         let mut tickets = Vec::new();
         for _ in 0..=dice.below(16) {
             let bytes = pattern(dice.next() & 0xff, *dice.pick(&[8, 48, 49, 4096]));
@@ -466,7 +478,7 @@ fn spawn_victim(
     let detach = *dice.pick(&levels[..if enforced { 3 } else { 2 }]);
     let passes = match point {
         Some("client.connected") => 1,
-        Some("client.send.rung" | "client.wait.parked") => 1 + dice.below(5),
+        Some(point) if PARKING.contains(&point) => 1 + dice.below(5),
         _ => 1 + dice.below(60),
     };
     let mut vars = vec![var("TASUKI_DICE", dice.next()), var("TASUKI_DETACH", format!("{detach:?}"))];
@@ -506,6 +518,9 @@ fn clients_killed_anywhere_leave_the_server_whole_and_serving() {
             let bytes = pattern(dice.next(), *dice.pick(&[10, 100, 4096]));
             assert!(witness.call(Ask::new(ECHO, &bytes), ample()).unwrap().to_vec() == bytes);
             answered += 1;
+            if victims.iter().all(|victim| victim.point.is_some_and(|point| PARKING.contains(&point))) {
+                std::thread::sleep(REST);
+            }
             host.board.add(RELEASE, 1);
             victims.retain_mut(|victim| match victim.ended() {
                 Some(end) => {
