@@ -205,7 +205,12 @@ impl Groups {
     /// runs a former file for its service's, and would start the daemon anew for the keeper each time.
     pub fn hold(&self, keeper: u32) {
         for it in self.hierarchies.iter().filter(|it| it.is_v2) {
-            let _ = fs::write(it.own.join(HELD).join("cgroup.procs"), keeper.to_string());
+            let procs = it.own.join(HELD).join("cgroup.procs");
+            // A move costs milliseconds, also one to where the process is.
+            let is_there = |text: String| text.lines().any(|line| line.parse() == Ok(keeper));
+            if !fs::read_to_string(&procs).is_ok_and(is_there) {
+                let _ = fs::write(procs, keeper.to_string());
+            }
         }
     }
 

@@ -272,7 +272,7 @@ impl Maker {
         let enter = |error| group.as_ref().map_or(Err(error), |group| group.add(process.name().pid)).map(|()| true);
         let is_there = is_there.or_else(enter);
         if let (Err(error), Some(jailing)) = (&is_there, &mut jailing) {
-            jailing.not_in_group = Some(format!("it is in no control group of version 2 ({error})"));
+            jailing.not_in_group = Some(format!("it is not in its control group ({error})"));
         }
         // On a machine with version 1 alone, the jail enters the group by its doors.
         let group = group.filter(|_| is_there.is_ok_and(|is_there| is_there || jailing.is_some()));

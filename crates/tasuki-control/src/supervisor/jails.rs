@@ -251,7 +251,7 @@ impl Supervisor {
         let Some(jailing) = &worker.jailing else { return worker.send_first_message() };
         let Some(found) = &jailing.verified else { return };
         if jailing.terms.strict && !found.is_empty() {
-            let why = found.join("; ");
+            let why = format!("{}; mend that, or write confine = \"best-effort\" under [daemon]", found.join("; "));
             return self.on_unconfined(number, &why);
         }
         worker.send_first_message();
