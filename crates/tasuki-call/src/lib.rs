@@ -373,7 +373,7 @@ pub enum CallError {
     #[error("{0}")]
     Refused(Refused),
     /// The server died or closed, and no other server has taken its place, or this client could not connect to it.
-    #[error("the server (generation {generation}) is gone and {}, then reconnect", succession(why.as_deref()))]
+    #[error("the server (generation {generation}) is gone{}", succession(why.as_deref()))]
     ServerGone {
         /// Generation of that server in the sequence of servers.
         generation: u32,
@@ -398,16 +398,19 @@ pub enum CallError {
     /// The kernel refused to detach the slot from this process.
     #[error("the slot could not be detached: {0}")]
     Detach(Arc<RegionError>),
-    /// The kernel refused the wait for the server.
-    #[error("the kernel refused to wait for the server: {0}")]
+    /// The kernel refused the wait for the server, for example because this process has no descriptor left. The call may
+    /// have run.
+    #[error("the kernel refused to wait for the server: {0}; the call may have run")]
     Kernel(Arc<std::io::Error>),
 }
 
-/// Describes the fate of the place of a server that is gone, with the remedy.
+/// Says why this client has no successor of a lost server, and what to do.
 fn succession(why: Option<&ConnectError>) -> String {
     match why {
-        None => "has no successor; start one".into(),
-        Some(why) => format!("its successor could not be reached: {why}"),
+        None => " and has no successor; start one, then reconnect".into(),
+        Some(why) => {
+            format!(", and this client could not connect to its successor ({why}); mend that, then reconnect")
+        }
     }
 }
 

@@ -143,7 +143,7 @@ pub enum ConnectError {
 }
 
 impl ConnectError {
-    /// Whether memory or descriptors are short, which may pass.
+    /// Whether memory, descriptors or room for clients are short, which may pass.
     pub(super) fn may_pass(&self) -> bool {
         matches!(
             self,

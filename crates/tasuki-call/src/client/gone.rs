@@ -9,7 +9,8 @@ use super::{Client, ConnectError};
 use crate::pending::{InFlight, Outcome};
 use crate::{Breach, CallError, Failure, Refusal, Verdict};
 
-/// Pause between two attempts while memory or descriptors are short: no event says that they are there again.
+/// Pause between two attempts while memory, descriptors or room for clients are short: no event says that they are there
+/// again.
 const RETRY_EVERY: Duration = Duration::from_millis(10);
 
 /// Calls of a lost server whose successor has not answered yet.
@@ -78,7 +79,7 @@ impl Client {
     }
 
     /// Continues the calls of a lost server with its successor. If the successor does not answer within the caller's
-    /// patience, or either side is short of memory or descriptors for so long, the next caller asks again.
+    /// patience, or either side is short of memory, descriptors or room for so long, the next caller asks again.
     pub(crate) fn find_successor(&mut self, patience: Duration) {
         let Some(mut orphaned) = self.orphaned.take() else { return };
         let until = orphaned.until.min(Instant::now() + patience);

@@ -286,13 +286,17 @@ impl Server {
         self.hot.is_empty()
     }
 
-    /// Serves until a successor has taken over.
+    /// Serves until a successor has taken over. Panics as [`turn`](Self::turn) does.
     pub fn serve(&mut self, mut handler: impl FnMut(Request<'_>)) -> Result<(), ServerError> {
         while self.turn(None, &mut handler)? != Turn::Succeeded {}
         Ok(())
     }
 
     /// Serves the waiting requests. If there are none, waits for one, at most `wait`: spins first, then sleeps.
+    ///
+    /// # Panics
+    /// If the handler panics. A program may catch that and take another turn: the client of that request is woken, and gets
+    /// the reply that the handler gave, or [`STATUS_DROPPED`](super::STATUS_DROPPED).
     pub fn turn(&mut self, wait: Option<Duration>, mut handler: impl FnMut(Request<'_>)) -> Result<Turn, ServerError> {
         let (wait, mut until) = (wait.map(bounded), None);
         self.go_on_giving();

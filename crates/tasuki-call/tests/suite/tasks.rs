@@ -417,9 +417,9 @@ fn a_client_outlives_the_runtime_that_it_connected_in() {
 }
 
 #[test]
-fn who_cannot_listen_is_told() {
+fn a_caller_that_cannot_listen_is_told() {
     watched!();
-    if !tasuki_testing::alone(who_cannot_listen_is_told) {
+    if !tasuki_testing::alone(a_caller_that_cannot_listen_is_told) {
         return;
     }
     let folder = Folder::new();

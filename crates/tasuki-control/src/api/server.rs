@@ -375,7 +375,8 @@ async fn plan(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection>
 }
 
 #[utoipa::path(post, path = "/v1/apply", request_body = Apply,
-    responses((status = 200, body = Applied), (status = 409, body = Refused), (status = 422, body = Refused)))]
+    responses((status = 200, body = Applied), (status = 409, body = Refused), (status = 422, body = Refused),
+    (status = 503, body = Refused)))]
 async fn apply(State(door): State<Door>, body: Result<Json<Apply>, JsonRejection>) -> Answered<Applied> {
     match words(body) {
         Ok(apply) => ask(&door, |answer| Request::Apply { apply, answer }).await,

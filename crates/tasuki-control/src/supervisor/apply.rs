@@ -408,6 +408,7 @@ impl Supervisor {
                 }
             }
             Err((refusal, None)) => {
+                self.is_told_to_apply = false;
                 let why = Refused::from(refusal).error;
                 self.note(About::default(), format!("nothing was applied: {why}"));
             }
@@ -426,7 +427,7 @@ impl Supervisor {
     /// Applies that file if the daemon was told to while a node of the configuration was being removed, and none is any more.
     pub(super) fn apply_own_file_if_told(&mut self) {
         let waits = self.is_applying() || self.is_removing_one_of(&self.current.desired).is_err();
-        if !waits && std::mem::take(&mut self.is_told_to_apply) {
+        if !waits && self.is_told_to_apply {
             self.apply_own_file();
         }
     }
@@ -607,7 +608,8 @@ impl Supervisor {
     }
 
     /// Ends it before its last step. A node that cannot be made anew is made as it was, and so is each that was to come after
-    /// it, unless it can be made anew. What another node has by now, none of them gets.
+    /// it, unless it can be made anew. None of them gets an interface or an
+    /// address that another node has by now.
     fn not_applied(
         &mut self,
         Applying { desired, mut steps, todo, answer, removed, .. }: Applying,

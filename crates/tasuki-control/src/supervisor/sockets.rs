@@ -4,7 +4,7 @@
 //! Each look is a thread's: the file system of a folder, and a process that is looked at, can keep it waiting.
 
 use std::io::BufReader;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -115,7 +115,7 @@ impl Endpoint {
 
 impl Worker {
     /// Has it listen at a new socket in place of the one that was deleted.
-    fn listen_anew(&self) -> Result<()> {
+    fn listen_anew(&mut self) -> Result<()> {
         ensure!(
             self.listens_anew(),
             "it listens at no other; upgrade it now (tasuki worker upgrade {})",
@@ -124,7 +124,19 @@ impl Worker {
         let path = &self.record.socket;
         let listener = channel::listen(path).with_context(|| format!("{} cannot be listened at", path.display()))?;
         self.write(&ToWorker::Listen, &[listener.as_fd()]).inspect_err(|_| _ = std::fs::remove_file(path))?;
+        self.next_listener = Some(listener);
         Ok(())
+    }
+
+    /// Returns whether it listens at its new socket since this was last asked.
+    fn listens_by_now(&mut self) -> bool {
+        let pid = self.process.name().pid;
+        // The kernel names the process that called listen(2) last.
+        let listens = |socket: &mut OwnedFd| {
+            let peer = rustix::net::sockopt::socket_peercred(&*socket);
+            peer.is_ok_and(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs() == pid)
+        };
+        self.next_listener.take_if(listens).is_some()
     }
 }
 
@@ -154,10 +166,15 @@ impl Supervisor {
             // Another daemon may have begun in a directory that was deleted.
             return true;
         }
-        let (mut made, mut lost) = (0, Vec::new());
-        for worker in self.workers.values_mut().filter(|worker| worker.serves() && !worker.record.socket.exists()) {
+        let (mut mended, mut lost) = (0, Vec::new());
+        for worker in self.workers.values_mut().filter(|worker| worker.serves()) {
+            mended += u32::from(worker.listens_by_now());
+            if worker.record.socket.exists() {
+                worker.unfound = None;
+                continue;
+            }
             match worker.listen_anew() {
-                Ok(()) => (made, worker.unfound) = (made + 1, None),
+                Ok(()) => worker.unfound = None,
                 Err(error) => {
                     let (number, node) = (worker.party(), worker.record.node.clone());
                     let why = format!(
@@ -169,17 +186,17 @@ impl Supervisor {
                 }
             }
         }
-        if made > 0 {
+        if mended > 0 {
             let folder = self.place.folder().display();
             self.note(
                 About::default(),
-                format!("the sockets of {made} workers in {folder} were deleted, and are there anew"),
+                format!("{mended} of the workers' sockets in {folder} were deleted, and are there anew"),
             );
         }
         for (node, why) in lost {
             self.note(About::node(&node), format!("node {node}: {why}"));
         }
-        made == 0 && self.workers.values().all(|worker| worker.unfound.is_none())
+        self.workers.values().all(|worker| worker.unfound.is_none() && worker.next_listener.is_none())
     }
 
     /// Makes a socket again that was deleted: no program finds a listener without its path. Or has a fresh worker serve one

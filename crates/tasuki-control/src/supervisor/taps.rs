@@ -422,7 +422,9 @@ impl Supervisor {
             let news = self.registry.look(now());
             self.tell_of_registry(news);
         }
-        self.mend_worker_sockets();
+        if !self.is_pressing() {
+            self.mend_worker_sockets();
+        }
         self.tell_of_links();
         let (mut lost, mut strange) = (Vec::new(), Vec::new());
         self.turn = self.turn.wrapping_add(1);

@@ -145,6 +145,8 @@ pub struct Worker {
     pub first_message: Option<FirstMessage>,
     /// Why the next daemon will not find it, as a sentence for users, if it will not.
     pub unfound: Option<String>,
+    /// The socket that it was told of in place of its own, until it listens there.
+    pub next_listener: Option<OwnedFd>,
     /// Its output on standard error.
     pub lines: Option<Lines>,
     /// Its allowance of sentences for users.
@@ -201,6 +203,7 @@ impl Worker {
             jailing: None,
             first_message: None,
             unfound: None,
+            next_listener: None,
             lines: None,
             sentence_allowance: Bucket::new(SENTENCES_AT_ONCE_MAX, SENTENCE_EVERY, now),
             client_reports: Bucket::new(CLIENT_REPORTS_AT_ONCE_MAX, CLIENT_REPORT_EVERY, now),

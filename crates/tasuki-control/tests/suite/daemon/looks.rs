@@ -170,7 +170,6 @@ fn a_daemon_with_workers_begins_though_nothing_can_be_scraped() {
 
 #[test]
 fn a_server_of_prometheus_reads_the_counts_and_nothing_else() {
-    // The port is free now, and hardly another's in a moment.
     // No other test gets a port there.
     let address =
         std::net::TcpListener::bind("127.0.7.9:0").and_then(|it| it.local_addr()).expect("a port").to_string();
@@ -200,7 +199,7 @@ fn a_server_of_prometheus_reads_the_counts_and_nothing_else() {
 #[test]
 fn what_counts_when_the_daemon_begins_is_that_of_the_configuration_in_force() {
     let address =
-        std::net::TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr()).expect("a port").to_string();
+        std::net::TcpListener::bind("127.0.7.10:0").and_then(|it| it.local_addr()).expect("a port").to_string();
     let mut rig = Rig::new();
     let own = std::fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
     let other = rig.path("other.toml").display().to_string();
