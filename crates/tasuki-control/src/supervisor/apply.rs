@@ -270,7 +270,7 @@ impl Supervisor {
         } else {
             // Nodes and NICs that the file does not have would end.
             format!(
-                "write all that is to be into {own}, and start tasukid anew: that file counts then, and not {}",
+                "write the whole configuration into {own}, and start tasukid anew: that file counts then, and not {}",
                 self.current.record.path
             )
         };
@@ -608,8 +608,7 @@ impl Supervisor {
     }
 
     /// Ends it before its last step. A node that cannot be made anew is made as it was, and so is each that was to come after
-    /// it, unless it can be made anew. None of them gets an interface or an
-    /// address that another node has by now.
+    /// it, unless it can be made anew. None of them gets an interface or an address that another node has by now.
     fn not_applied(
         &mut self,
         Applying { desired, mut steps, todo, answer, removed, .. }: Applying,

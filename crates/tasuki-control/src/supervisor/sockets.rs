@@ -16,7 +16,7 @@ use super::card::Card;
 use super::deposits::Key;
 use super::endpoints::{Connected, Endpoint};
 use super::worker::Worker;
-use super::{About, Supervisor, is_news, now};
+use super::{About, Supervisor, WORKER_TIMEOUT, is_news, now};
 use crate::api::peer::Peer;
 use crate::api::types::{Refused, Upgrade};
 use crate::channel;
@@ -114,17 +114,23 @@ impl Endpoint {
 }
 
 impl Worker {
-    /// Has it listen at a new socket in place of the one that was deleted.
+    /// Has it listen at a new socket, if its own was deleted.
+    ///
+    /// # Errors
+    /// The next daemon will not find it.
     fn listen_anew(&mut self) -> Result<()> {
-        ensure!(
-            self.listens_anew(),
-            "it listens at no other; upgrade it now (tasuki worker upgrade {})",
-            self.record.node
-        );
-        let path = &self.record.socket;
+        let (path, remedy) =
+            (&self.record.socket, format!("upgrade it now (tasuki worker upgrade {})", self.record.node));
+        if path.exists() {
+            let is_late = |(_, told): &(OwnedFd, Duration)| now().saturating_sub(*told) >= WORKER_TIMEOUT;
+            // It may lie, or have no descriptor left: an upgrade of tasukid does not wait for it.
+            ensure!(!self.next_listener.as_ref().is_some_and(is_late), "it does not listen at another; {remedy}");
+            return Ok(());
+        }
+        ensure!(self.listens_anew(), "it cannot listen at another; {remedy}");
         let listener = channel::listen(path).with_context(|| format!("{} cannot be listened at", path.display()))?;
         self.write(&ToWorker::Listen, &[listener.as_fd()]).inspect_err(|_| _ = std::fs::remove_file(path))?;
-        self.next_listener = Some(listener);
+        self.next_listener = Some((listener, now()));
         Ok(())
     }
 
@@ -132,7 +138,7 @@ impl Worker {
     fn listens_by_now(&mut self) -> bool {
         let pid = self.process.name().pid;
         // The kernel names the process that called listen(2) last.
-        let listens = |socket: &mut OwnedFd| {
+        let listens = |(socket, _): &mut (OwnedFd, Duration)| {
             let peer = rustix::net::sockopt::socket_peercred(&*socket);
             peer.is_ok_and(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs() == pid)
         };
@@ -169,10 +175,6 @@ impl Supervisor {
         let (mut mended, mut lost) = (0, Vec::new());
         for worker in self.workers.values_mut().filter(|worker| worker.serves()) {
             mended += u32::from(worker.listens_by_now());
-            if worker.record.socket.exists() {
-                worker.unfound = None;
-                continue;
-            }
             match worker.listen_anew() {
                 Ok(()) => worker.unfound = None,
                 Err(error) => {

@@ -145,8 +145,8 @@ pub struct Worker {
     pub first_message: Option<FirstMessage>,
     /// Why the next daemon will not find it, as a sentence for users, if it will not.
     pub unfound: Option<String>,
-    /// The socket that it was told of in place of its own, until it listens there.
-    pub next_listener: Option<OwnedFd>,
+    /// The socket in place of its own, and when it was told of that, until it listens there.
+    pub next_listener: Option<(OwnedFd, Duration)>,
     /// Its output on standard error.
     pub lines: Option<Lines>,
     /// Its allowance of sentences for users.

@@ -100,6 +100,25 @@ fn the_next_daemon_finds_keeper_and_workers_after_their_files_were_deleted() {
     stop_whole(&mut rig, model);
 }
 
+/// row: T102
+/// Stand-ins are as workers from before this version: they hear of no other socket.
+#[test]
+fn a_worker_that_the_next_daemon_would_not_find_keeps_this_one_until_it_is_upgraded() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    let standby = rig.worker("red", "stands by").expect("a stand-by")["worker"].to_string();
+    std::fs::remove_file(rig.dir().join(format!("worker-{standby}.sock"))).expect("it is there");
+    let why = format!(
+        "the socket of worker {standby} was deleted, so the next tasukid ends that worker and starts another: it cannot listen at another; upgrade it now (tasuki worker upgrade red)"
+    );
+    rig.await_event(&why);
+    assert!(rig.ask(&["status"]).contains(&why));
+    let refused = rig.refused(&["upgrade"]);
+    assert!(refused.contains("tasukid stays what it is: ") && refused.contains(&why), "{refused}");
+    rig.ask(&["worker", "upgrade", "red"]);
+    until(&rig, "the next one finds all", || !rig.ask(&["status"]).contains("was deleted"));
+}
+
 #[test]
 fn a_keeper_that_no_daemon_finds_ends_where_another_listens_in_its_place() {
     let mut rig = Rig::new();

@@ -224,7 +224,7 @@ fn what_counts_when_the_daemon_begins_is_that_of_the_configuration_in_force() {
     rig.configure(|text| text + "\n[api]\nread = [\"user:65534\"]\n");
     let refused = rig.refused(&["apply"]);
     assert!(rig.ask(&["status"]).contains("tasuki.toml has changed since tasukid read it, and counts in place of "));
-    let why = "[api] differs from what tasukid began with, and counts only then; write all that is to be into ";
+    let why = "[api] differs from what tasukid began with, and counts only then; write the whole configuration into ";
     assert!(refused.contains(why) && refused.contains("tasuki.toml, and start tasukid anew"), "{refused}");
     rig.ask(&["apply", &other]);
     starts_anew(&mut rig);
