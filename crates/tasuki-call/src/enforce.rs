@@ -16,8 +16,7 @@
 //! # Invariants
 //!
 //! - **U1** The structures below have the layout of `<linux/userfaultfd.h>`.
-//! - **U2** getsockopt(2) writes at most as many bytes as it is told that there are; any bytes are `u32`s.
-#![allow(unsafe_code, reason = "the ioctls of userfaultfd, which rustix lacks, and SO_PEERCRED with a pid of 0")]
+#![allow(unsafe_code, reason = "the ioctls of userfaultfd, which rustix lacks")]
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -202,19 +201,6 @@ fn update<const OPCODE: Opcode, T>(uffd: &OwnedFd, value: &mut T) -> rustix::io:
     // SAFETY: the kernel reads and writes that structure, and otherwise only changes protections in the registered
     // range (U1).
     unsafe { rustix::ioctl::ioctl(uffd.as_fd(), updater) }
-}
-
-/// Returns the process id and user id of the process that connected this socket. The process id is 0 if that process
-/// is in a PID namespace that we do not see. (rustix returns a type that cannot be 0.)
-pub fn peer(socket: BorrowedFd<'_>) -> io::Result<(u32, u32)> {
-    let mut known = [0_u32; 3];
-    let mut len = libc::socklen_t::try_from(size_of_val(&known)).expect("twelve bytes");
-    let into = known.as_mut_ptr().cast();
-    // SAFETY: U2: `known` has `len` bytes, and is ours alone.
-    match unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut len) } {
-        0 => Ok((known[0], known[1])),
-        _ => Err(io::Error::last_os_error()),
-    }
 }
 
 /// Checks, from outside, that process `pid` has registered its arena at `base` for write protection, and holds no

@@ -15,6 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use serde::{Deserialize, Serialize};
+use tasuki_shm::peer::Credentials;
 
 use crate::channel::{self, Nothing};
 use crate::endpoint::socket::mark;
@@ -101,9 +102,9 @@ fn await_daemon(listener: &OwnedFd, own: Option<&str>, folder: &Path) -> Result<
         // before it connects.
         let holder = place::holder(folder);
         let Ok(caller) = rustix::net::accept_with(listener, SocketFlags::CLOEXEC) else { continue };
-        let peer = rustix::net::sockopt::socket_peercred(&caller)?;
-        let is_ours = peer.uid == rustix::process::geteuid();
-        if is_ours && holder == Some(peer.pid.as_raw_nonzero().get().unsigned_abs()) {
+        let peer = Credentials::of(&caller)?;
+        let is_ours = peer.uid == rustix::process::geteuid().as_raw();
+        if is_ours && holder == Some(peer.pid) {
             return Ok(Some(caller));
         }
     }

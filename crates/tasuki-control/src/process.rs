@@ -71,19 +71,16 @@ impl Process {
     /// # Errors
     /// This process may open no more descriptors, or `/proc` hides the other (`PermissionDenied`, with a sentence). It may live.
     pub fn find(name: Name) -> io::Result<Option<Self>> {
-        let found = Self::by_number(name.pid)?;
+        let found = Self::by_pid(name.pid)?;
         Ok(found.filter(|found| found.name == name))
     }
 
-    /// Opens the process that the kernel names as the other end of a socket; `None` if it is gone.
+    /// Opens the process that the kernel names as the other end of a socket; `None` if it is gone, or if its pid
+    /// is 0: it is in a pid namespace that we do not see.
     ///
     /// # Errors
     /// As of [`find`](Self::find).
-    pub fn by_pid(pid: Pid) -> io::Result<Option<Self>> {
-        Self::by_number(pid.as_raw_nonzero().get().unsigned_abs())
-    }
-
-    fn by_number(pid: u32) -> io::Result<Option<Self>> {
+    pub fn by_pid(pid: u32) -> io::Result<Option<Self>> {
         match Self::open(pid, false) {
             Err(error) if crate::channel::lacks(&error) || error.kind() == PermissionDenied => Err(error),
             found => Ok(found.ok().map(|(name, pidfd)| Process { name, pidfd })),

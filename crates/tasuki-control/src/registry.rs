@@ -681,7 +681,7 @@ mod tests {
             write.commit().unwrap();
         };
         let opened = || Registry::open(folder.path()).map(|(_, known)| known.workers[0].messages);
-        let us = process::Process::by_pid(rustix::process::getpid()).unwrap().expect("it lives").name();
+        let us = process::Process::by_pid(std::process::id()).unwrap().expect("it lives").name();
         let gone = process::Name { start: us.start + 1, ..us };
         put(Some(PROTOCOL_VERSION), us);
         assert_eq!(opened().unwrap(), PROTOCOL_VERSION);

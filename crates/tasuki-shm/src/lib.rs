@@ -11,6 +11,7 @@
 //! | [`bell`]    | wakes a parked process; costs no system call while it is awake          |
 //! | [`wake`]    | the kernel's part of a bell                                             |
 //! | [`lease`]   | the present owner of a thing                                            |
+//! | [`peer`]    | the process at the other end of a socket                                |
 //! | [`mod@slice`] | how long a process runs at a time                                       |
 //! | [`clock`]   | the clock of all stamps                                                 |
 //! | [`vni`]     | the layout of a VNI's memory                                            |
@@ -33,6 +34,8 @@ pub mod arena;
 pub mod clock;
 #[cfg(not(loom))]
 pub mod crash;
+#[cfg(not(loom))]
+pub mod peer;
 #[cfg(not(loom))]
 pub mod region;
 #[cfg(not(loom))]

@@ -16,6 +16,7 @@ use rustix::net::{
 use rustix::process::Uid;
 use tasuki_relay::message::{self, FDS_MAX, MESSAGE_MAX, ToDaemon, ToWorker};
 use tasuki_relay::wire::{Order, Plan, Report};
+use tasuki_shm::peer::Credentials;
 
 /// Maximum number of unread messages before the daemon counts as one that reads nothing any more.
 const UNREAD_MAX: usize = 1024;
@@ -144,8 +145,8 @@ impl DaemonChannel {
     fn let_in(&mut self) -> Option<OwnedFd> {
         let listening = self.listening.as_ref()?;
         let caller = rustix::net::accept_with(listening, SocketFlags::CLOEXEC).ok()?;
-        let peer = rustix::net::sockopt::socket_peercred(&caller).ok()?;
-        (peer.uid == self.trusted || peer.uid.is_root()).then_some(caller)
+        let peer = Credentials::of(&caller).ok()?;
+        (peer.uid == self.trusted.as_raw() || peer.uid == 0).then_some(caller)
     }
 
     /// Sends a message with descriptors, or queues it.

@@ -7,6 +7,7 @@ use rustix::event::epoll::{self, EventFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use tasuki_shm::crash;
+use tasuki_shm::peer::Credentials;
 use tasuki_shm::region::RegionError;
 
 use super::{Peers, Server, Source};
@@ -88,7 +89,7 @@ impl Server {
     /// Creates a session for a Hello and welcomes the client.
     fn admit(&mut self, socket: &OwnedFd, hello: &Hello, fds: Vec<OwnedFd>) -> Result<(), Refusal> {
         crash::point("server.accept.hello");
-        let (pid, uid) = enforce::peer(socket.as_fd()).map_err(|_| Refusal::NoMemory)?;
+        let Credentials { pid, uid, .. } = Credentials::of(socket).map_err(|_| Refusal::NoMemory)?;
         self.check(hello, uid)?;
         let mut fds = fds.into_iter();
         let (Some(segment), Some(arena)) = (fds.next(), fds.next()) else { return Err(Refusal::BadMemory) };

@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::event::epoll::{self, EventFlags};
 use tasuki_shm::crash;
+use tasuki_shm::peer::Credentials;
 
 use super::{Server, Source};
-use crate::enforce;
 use crate::wire::{self, Packet, Refusal};
 
 /// State of a replacement, as in the giver's table in [`super::successor`].
@@ -27,8 +27,8 @@ impl Server {
         let (Some(state), Some(listener)) = (&self.options.state, &self.listener) else {
             return refuse(Refusal::NoInheritance);
         };
-        let peer = enforce::peer(socket.as_fd());
-        if !peer.is_ok_and(|(_, uid)| uid == rustix::process::geteuid().as_raw() || uid == 0) {
+        let peer = Credentials::of(&socket);
+        if !peer.is_ok_and(|peer| peer.uid == rustix::process::geteuid().as_raw() || peer.uid == 0) {
             return refuse(Refusal::NoInheritance);
         }
         if !matches!(self.giving, Giving::Serving) {

@@ -31,9 +31,7 @@ pub struct Peer {
 impl Peer {
     /// Returns the process that connected this socket.
     pub fn of(socket: impl AsFd) -> io::Result<Self> {
-        let mut known = [0; 3];
-        words(&socket, libc::SO_PEERCRED, &mut known).map_err(|(_, error)| error)?;
-        let [pid, uid, gid] = known;
+        let tasuki_shm::peer::Credentials { pid, uid, gid } = tasuki_shm::peer::Credentials::of(&socket)?;
         let mut groups = vec![0; GROUPS];
         let mut count = words(&socket, libc::SO_PEERGROUPS, &mut groups);
         if let Err((needed, _)) = count.as_ref().map_err(|(needed, error)| (*needed, error.raw_os_error()))

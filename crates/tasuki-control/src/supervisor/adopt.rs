@@ -17,6 +17,7 @@ use tasuki_relay::Party;
 use tasuki_relay::arbiter::{Arbiter, Node as Numbered};
 use tasuki_relay::message::{ToWorker, heartbeat, lease_page, program_state};
 use tasuki_shm::crash;
+use tasuki_shm::peer::Credentials;
 
 use super::card::{Card, LeasePage};
 use super::deeds::party;
@@ -54,7 +55,7 @@ fn ends_when_told(socket: &OwnedFd) -> bool {
 fn is_killed(socket: &OwnedFd, path: &Path) -> Option<u32> {
     // The kernel names the process that listens there; or, if that is gone, another one that has its number by now and
     // not its socket.
-    let peer = rustix::net::sockopt::socket_peercred(socket).ok()?;
+    let peer = Credentials::of(socket).ok()?;
     let process = Process::by_pid(peer.pid).ok()??;
     let is_it = process.name().pid != std::process::id() && process.has_socket_at(path);
     is_it.then(|| process.kill());
@@ -290,9 +291,8 @@ impl Supervisor {
         let (ours, theirs) = channel::pair().context(TOO_FEW_DESCRIPTORS)?;
         let reached = socket.is_ok();
         // The kernel names the process that listens there.
-        let peer = socket.as_ref().ok().and_then(|socket| rustix::net::sockopt::socket_peercred(socket).ok());
-        let peer = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
-        let is_itself = !reached || peer == Some(process.name().pid);
+        let peer = socket.as_ref().ok().and_then(|socket| Credentials::of(socket).ok());
+        let is_itself = !reached || peer.is_some_and(|peer| peer.pid == process.name().pid);
         let its = its.and_then(|(given, fds)| {
             let mut fds = fds.into_iter();
             let heartbeat = Words::adopt(fds.next()?, heartbeat::LEN).ok()?;

@@ -14,6 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use serde::{Deserialize, Serialize};
 use tasuki_relay::message;
+use tasuki_shm::peer::Credentials;
 
 use super::card::Card;
 use super::lines::Lines;
@@ -132,8 +133,8 @@ impl KeeperConnection {
         loop {
             match channel::connect(path) {
                 Ok(socket) => {
-                    let peer = rustix::net::sockopt::socket_peercred(&socket).ok();
-                    let Some(peer) = peer.filter(|peer| peer.uid == rustix::process::geteuid()) else {
+                    let peer = Credentials::of(&socket).ok();
+                    let Some(peer) = peer.filter(|peer| peer.uid == rustix::process::geteuid().as_raw()) else {
                         return Ok(None);
                     };
                     let process = Process::by_pid(peer.pid).map_err(not_found_out)?;

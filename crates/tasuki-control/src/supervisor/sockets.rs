@@ -139,8 +139,7 @@ impl Worker {
         let pid = self.process.name().pid;
         // The kernel names the process that called listen(2) last.
         let listens = |(socket, _): &mut (OwnedFd, Duration)| {
-            let peer = rustix::net::sockopt::socket_peercred(&*socket);
-            peer.is_ok_and(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs() == pid)
+            tasuki_shm::peer::Credentials::of(&*socket).is_ok_and(|peer| peer.pid == pid)
         };
         self.next_listener.take_if(listens).is_some()
     }
