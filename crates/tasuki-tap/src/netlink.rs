@@ -2,6 +2,8 @@
 //!
 //! A message is the 16 bytes of `struct nlmsghdr`, the fixed part of the request's type, and attributes: each has a
 //! length, a type and bytes, and begins at a multiple of four. The bytes may be attributes again.
+//!
+//! A process with CAP_NET_ADMIN over the namespace may send to any netlink socket there. Only the kernel's messages count.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -23,6 +25,9 @@ const DUMP: u16 = 0x0300;
 
 /// Bytes that the kernel puts into one packet of a list, at most.
 const PACKET: usize = 32 << 10;
+
+/// The kernel's address.
+const KERNEL: SocketAddrNetlink = SocketAddrNetlink::new(0, 0);
 
 /// Bytes of `struct nlmsghdr`.
 const HEADER: usize = 16;
@@ -98,13 +103,16 @@ fn entries(mut packet: &[u8], list: &mut Vec<Vec<u8>>) -> Result<bool, Errno> {
     Ok(false)
 }
 
+/// The highest error number of Linux (`MAX_ERRNO`).
+const ERRNO_MAX: i32 = 4095;
+
 /// Parses the kernel's reply; returns its error, or `BADMSG` if it is no reply.
 fn answer(bytes: &[u8]) -> Result<(), Errno> {
     let kind = bytes.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
     let code = bytes.get(HEADER..HEADER + 4).and_then(|code| code.try_into().ok()).map(i32::from_ne_bytes);
     match (kind, code) {
         (Some(ERROR), Some(0)) => Ok(()),
-        (Some(ERROR), Some(code)) => Err(Errno::from_raw_os_error(code.saturating_neg())),
+        (Some(ERROR), Some(code)) if (-ERRNO_MAX..0).contains(&code) => Err(Errno::from_raw_os_error(-code)),
         _ => Err(Errno::BADMSG),
     }
 }
@@ -117,15 +125,34 @@ impl Netlink {
     /// Opens a socket for the caller's network namespace.
     pub fn open() -> Result<Self, Errno> {
         // NETLINK_ROUTE, the protocol for links and addresses, has number 0, which here is none.
-        rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, None).map(Netlink)
+        let socket = rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, None)?;
+        // From now on the kernel refuses what others send to it, so that they cannot fill it either.
+        rustix::net::connect(&socket, &KERNEL)?;
+        Ok(Netlink(socket))
+    }
+
+    fn send(&self, message: Message) -> Result<(), Errno> {
+        let bytes = message.finish();
+        rustix::io::retry_on_intr(|| rustix::net::send(&self.0, &bytes, SendFlags::empty())).map(drop)
+    }
+
+    /// Waits for the kernel's next message, and returns its length in bytes, also if it does not fit.
+    fn receive(&self, room: &mut [u8]) -> Result<usize, Errno> {
+        loop {
+            let (_, len, from) =
+                rustix::io::retry_on_intr(|| rustix::net::recvfrom(&self.0, &mut *room, RecvFlags::TRUNC))?;
+            // Another's message may have come before the socket was connected.
+            if from.and_then(|from| SocketAddrNetlink::try_from(from).ok()).is_some_and(|from| from.pid() == 0) {
+                return Ok(len);
+            }
+        }
     }
 
     /// Sends a request and waits for the kernel's result.
     pub fn ask(&self, message: Message) -> Result<(), Errno> {
         let mut room = [0; 1024];
-        let kernel = SocketAddrNetlink::new(0, 0);
-        rustix::net::sendto(&self.0, &message.finish(), SendFlags::empty(), &kernel)?;
-        let (_, len) = rustix::io::retry_on_intr(|| rustix::net::recv(&self.0, &mut room[..], RecvFlags::empty()))?;
+        self.send(message)?;
+        let len = self.receive(&mut room)?;
         // The rest of a reply that does not fit is not needed: only the error code at its start is.
         answer(room.get(..len.min(room.len())).unwrap_or_default())
     }
@@ -133,10 +160,9 @@ impl Netlink {
     /// Sends a request for one object, and returns it: the fixed part of its type, and attributes.
     pub fn get(&self, mut message: Message) -> Result<Vec<u8>, Errno> {
         message.0[6..8].copy_from_slice(&REQUEST.to_ne_bytes());
-        let kernel = SocketAddrNetlink::new(0, 0);
-        rustix::net::sendto(&self.0, &message.finish(), SendFlags::empty(), &kernel)?;
+        self.send(message)?;
         let mut room = vec![0; PACKET];
-        let (_, len) = rustix::io::retry_on_intr(|| rustix::net::recv(&self.0, &mut room[..], RecvFlags::empty()))?;
+        let len = self.receive(&mut room)?;
         let found = room.get(..len).ok_or(Errno::MSGSIZE)?;
         match found.get(4..6) {
             Some(kind) if kind != ERROR.to_ne_bytes() => Ok(found.get(HEADER..).unwrap_or_default().to_vec()),
@@ -148,11 +174,10 @@ impl Netlink {
     pub fn list(&self, mut message: Message) -> Result<Vec<Vec<u8>>, Errno> {
         let flags = (REQUEST_AND_ACK | DUMP).to_ne_bytes();
         message.0[6..8].copy_from_slice(&flags);
-        let kernel = SocketAddrNetlink::new(0, 0);
-        rustix::net::sendto(&self.0, &message.finish(), SendFlags::empty(), &kernel)?;
+        self.send(message)?;
         let (mut list, mut room) = (Vec::new(), vec![0; PACKET]);
         loop {
-            let (_, len) = rustix::io::retry_on_intr(|| rustix::net::recv(&self.0, &mut room[..], RecvFlags::empty()))?;
+            let len = self.receive(&mut room)?;
             if len == 0 || entries(room.get(..len).ok_or(Errno::MSGSIZE)?, &mut list)? {
                 return Ok(list);
             }
@@ -204,5 +229,26 @@ mod tests {
         bytes[HEADER..HEADER + 4].copy_from_slice(&(-17_i32).to_ne_bytes());
         assert_eq!(answer(&bytes), Err(Errno::EXIST));
         assert_eq!(answer(&bytes[..18]), Err(Errno::BADMSG));
+        for code in [5, -70_000, i32::MIN, i32::MAX] {
+            bytes[HEADER..HEADER + 4].copy_from_slice(&code.to_ne_bytes());
+            assert_eq!(answer(&bytes), Err(Errno::BADMSG), "no kernel's code: {code}");
+        }
+    }
+
+    #[test]
+    fn a_message_of_another_process_is_no_answer() {
+        let asking = Netlink::open().unwrap();
+        let at = SocketAddrNetlink::try_from(rustix::net::getsockname(&asking).unwrap()).unwrap();
+        let forging =
+            rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, None).unwrap();
+        let forged = Message::new(ERROR, 0, &[0; 20]).finish();
+        // One without CAP_NET_ADMIN has EPERM.
+        let sent = rustix::net::sendto(&forging, &forged, SendFlags::empty(), &at);
+        assert!(matches!(sent, Err(Errno::CONNREFUSED | Errno::PERM)), "{sent:?}");
+
+        const DELETE_LINK: u16 = 17;
+        let no_link = [&[0; 4][..], &i32::MAX.to_ne_bytes(), &[0; 8]].concat();
+        let gone = asking.ask(Message::new(DELETE_LINK, 0, &no_link));
+        assert!(matches!(gone, Err(Errno::NODEV | Errno::PERM)), "{gone:?}");
     }
 }
