@@ -31,10 +31,10 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
     let fcntl = |command: libc::c_int, value| call(libc::SYS_fcntl, [0, command.into(), value, 0]);
     let no_files = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     let limits = std::ptr::from_ref(&no_files) as libc::c_long;
-    let map = |protection| {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let map = |protection, flags: libc::c_int| {
+        let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         // SAFETY: a new mapping at an address of the kernel's choice, in which nothing lies (H1).
-        let page = unsafe { libc::mmap(std::ptr::null_mut(), 4096, protection, flags, -1, 0) };
+        let page = unsafe { libc::mmap(std::ptr::null_mut(), 2 << 20, protection, flags, -1, 0) };
         page as libc::c_long
     };
     let path = std::ffi::CString::new(argument).expect("no zero");
@@ -83,6 +83,9 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
         "datagrams" => call(libc::SYS_socketpair, [libc::AF_UNIX.into(), libc::SOCK_DGRAM.into(), 0, path]),
         "namespace" => call(libc::SYS_unshare, [libc::CLONE_NEWUSER.into(), 0, 0, 0]),
         "clone-namespace" => call(libc::SYS_clone, [(libc::CLONE_NEWUSER | libc::SIGCHLD).into(), 0, 0, 0]),
+        "clone-parent" => call(libc::SYS_clone, [(libc::CLONE_PARENT | libc::SIGCHLD).into(), 0, 0, 0]),
+        "huge-file" => call(libc::SYS_memfd_create, [c"huge".as_ptr() as libc::c_long, libc::MFD_HUGETLB.into(), 0, 0]),
+        "huge-pages" => map(libc::PROT_READ, libc::MAP_HUGETLB | libc::MAP_NORESERVE),
         "mount" => call(libc::SYS_mount, [path, path, path, 0]),
         "bpf" => call(libc::SYS_bpf, [0, path, 0, 0]),
         "io-uring" => call(libc::SYS_io_uring_setup, [1, path, 0, 0]),
@@ -163,10 +166,10 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
         "async" => fcntl(libc::F_SETFL, libc::O_ASYNC.into()),
         "notify" => fcntl(libc::F_NOTIFY, 1),
         "lease" => fcntl(libc::F_SETLEASE, libc::F_RDLCK.into()),
-        "code-map" => map(libc::PROT_READ | libc::PROT_EXEC),
+        "code-map" => map(libc::PROT_READ | libc::PROT_EXEC, 0),
         "code" => call(
             libc::SYS_mprotect,
-            [map(libc::PROT_READ | libc::PROT_WRITE), 4096, (libc::PROT_READ | libc::PROT_EXEC).into(), 0],
+            [map(libc::PROT_READ | libc::PROT_WRITE, 0), 4096, (libc::PROT_READ | libc::PROT_EXEC).into(), 0],
         ),
         other => panic!("no attack is called {other}"),
     }

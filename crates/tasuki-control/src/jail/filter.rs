@@ -67,7 +67,6 @@ const CALLS: &[i64] = &[
     libc::SYS_epoll_pwait2,
     libc::SYS_ppoll,
     libc::SYS_pselect6,
-    libc::SYS_memfd_create,
     // Sockets that it was given, or a pair.
     libc::SYS_sendmsg,
     libc::SYS_sendto,
@@ -83,7 +82,6 @@ const CALLS: &[i64] = &[
     libc::SYS_getpeername,
     libc::SYS_shutdown,
     // Memory.
-    libc::SYS_mmap,
     libc::SYS_munmap,
     libc::SYS_mremap,
     libc::SYS_mprotect,
@@ -224,8 +222,8 @@ const PRCTL: &[i32] = &[
 ];
 
 /// Flags of `clone` for namespaces of its own: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET,
-/// NEWTIME.
-const NAMESPACES: u64 = 0x7e02_0080;
+/// NEWTIME. And CLONE_PARENT: the child of a worker would be the daemon's, which waits for its workers alone.
+const NAMESPACES_AND_PARENT: u64 = 0x7e02_8080;
 
 fn one(argument: u8, mask: Option<u64>, value: u64) -> Result<SeccompCondition> {
     let op = mask.map_or(SeccompCmpOp::Eq, SeccompCmpOp::MaskedEq);
@@ -265,7 +263,10 @@ pub fn filter(ourselves: u32, may_schedule: bool) -> Result<BpfProgram> {
     rules.insert(libc::SYS_ioctl, ioctl);
     rules.insert(libc::SYS_prctl, any_of(0, PRCTL)?);
     // clone3, whose flags lie in memory, is not there: libraries take clone then.
-    rules.insert(libc::SYS_clone, vec![rule(vec![one(0, Some(NAMESPACES), 0)?])?]);
+    rules.insert(libc::SYS_clone, vec![rule(vec![one(0, Some(NAMESPACES_AND_PARENT), 0)?])?]);
+    // Huge pages are the machine's, for virtual machines, and no bound on a node's memory counts them.
+    rules.insert(libc::SYS_mmap, vec![rule(vec![one(3, Some(bits(libc::MAP_HUGETLB)), 0)?])?]);
+    rules.insert(libc::SYS_memfd_create, vec![rule(vec![one(1, Some(libc::MFD_HUGETLB.into()), 0)?])?]);
     // Stream and seqpacket pairs alone: a datagram socket sends to any name, connected or not.
     let unix = || one(0, None, bits(libc::AF_UNIX));
     let kind = |kind: i32| one(1, Some(0xf), bits(kind));

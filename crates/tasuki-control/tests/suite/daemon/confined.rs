@@ -112,6 +112,9 @@ const ATTACKS: &[(&str, &str)] = &[
     ("T115", "async"),
     ("T115", "notify"),
     ("T115", "lease"),
+    ("T116", "clone-parent"),
+    ("T116", "huge-file"),
+    ("T116", "huge-pages"),
     ("T117", "truncate-log"),
 ];
 
