@@ -52,7 +52,12 @@ impl Bucket {
     }
 
     fn fill(&mut self, now: Duration) {
-        let come = now.saturating_sub(self.since).as_nanos() / self.each.as_nanos().max(1);
+        let passed = now.saturating_sub(self.since);
+        // A party that floods us must not cost a division each time.
+        if passed < self.each {
+            return;
+        }
+        let come = passed.as_nanos() / self.each.as_nanos().max(1);
         let come = u32::try_from(come).unwrap_or(u32::MAX);
         if come >= self.most - self.left {
             (self.left, self.since) = (self.most, now.max(self.since));

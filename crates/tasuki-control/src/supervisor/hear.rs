@@ -311,7 +311,7 @@ impl Supervisor {
         crash::point("daemon.death");
         // Read its last messages before handling its death.
         self.on_jail_readable(number);
-        self.on_stderr(number);
+        self.read_last_lines(number);
         self.on_worker_readable(number);
         let is_stranger = |card: &Card| {
             card.arbiter.as_ref().zip(party(number)).is_some_and(|(arbiter, party)| arbiter.is_stranger_to_next(party))

@@ -23,8 +23,10 @@ const LINE_MAX: usize = 1000;
 /// Lines of a worker that are logged at once, and the time until one more may be.
 const LINES_AT_ONCE_MAX: u32 = 200;
 const LINE_EVERY: Duration = Duration::from_millis(100);
-/// Bytes read of one worker before the next has its turn: more than its pipe holds.
-const READ_MAX: usize = 128 << 10;
+/// Bytes read of one worker before the next has its turn, or a death is heard.
+const READ_MAX: usize = 16 << 10;
+/// Bytes read of a worker that is dead: more than its pipe holds.
+const LAST_READ_MAX: usize = 128 << 10;
 
 /// The daemon's end of a worker's pipe.
 #[derive(Debug)]
@@ -73,12 +75,12 @@ impl Lines {
     }
 
     /// Returns the new lines to log, without terminal control characters, and when there may be more.
-    fn read(&mut self) -> (Vec<String>, Next) {
-        let (mut lines, mut room) = (Vec::new(), [0; 4096]);
-        for _ in 0..READ_MAX / room.len() {
+    fn read(&mut self, bytes_max: usize) -> (Vec<String>, Next) {
+        let (mut lines, mut room, now) = (Vec::new(), [0; 4096], now());
+        for _ in 0..bytes_max / room.len() {
             match self.pipe.read(&mut room) {
-                Ok(0) => return (self.finish(lines), Next::Never),
-                Ok(len) => self.split(&room[..len], &mut lines),
+                Ok(0) => return (self.finish(now, lines), Next::Never),
+                Ok(len) => self.split(now, &room[..len], &mut lines),
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(_) => return (lines, Next::Later),
             }
@@ -86,18 +88,17 @@ impl Lines {
         (lines, Next::Later)
     }
 
-    fn split(&mut self, bytes: &[u8], lines: &mut Vec<String>) {
+    fn split(&mut self, now: Duration, bytes: &[u8], lines: &mut Vec<String>) {
         for &byte in bytes {
             if byte == b'\n' {
-                self.end_line(lines);
+                self.end_line(now, lines);
             } else if self.begun.len() < LINE_MAX {
                 self.begun.push(byte);
             }
         }
     }
 
-    fn end_line(&mut self, lines: &mut Vec<String>) {
-        let now = now();
+    fn end_line(&mut self, now: Duration, lines: &mut Vec<String>) {
         if let Some(count) = self.bucket.left_out(now) {
             lines.push(left_out(count));
         }
@@ -107,9 +108,9 @@ impl Lines {
         self.begun.clear();
     }
 
-    fn finish(&mut self, mut lines: Vec<String>) -> Vec<String> {
+    fn finish(&mut self, now: Duration, mut lines: Vec<String>) -> Vec<String> {
         if !self.begun.is_empty() {
-            self.end_line(&mut lines);
+            self.end_line(now, &mut lines);
         }
         let count = self.bucket.finish();
         lines.extend((count > 0).then(|| left_out(count)));
@@ -139,9 +140,18 @@ impl Supervisor {
 
     /// Logs new lines of a worker, and notices the end of its pipe.
     pub(super) fn on_stderr(&mut self, number: u32) {
+        self.read_lines(number, READ_MAX);
+    }
+
+    /// Logs the last lines of a dead worker.
+    pub(super) fn read_last_lines(&mut self, number: u32) {
+        self.read_lines(number, LAST_READ_MAX);
+    }
+
+    fn read_lines(&mut self, number: u32, bytes_max: usize) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let Some(lines) = &mut worker.lines else { return };
-        let (said, next) = lines.read();
+        let (said, next) = lines.read(bytes_max);
         if next == Next::Never {
             let _ = rustix::event::epoll::delete(&self.epoll, &lines.pipe);
         }
@@ -174,25 +184,25 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let socket = folder.path().join("worker-1.sock");
         let (mut lines, mut its) = Lines::create(&socket).expect("a pipe");
-        assert_eq!(lines.read(), (Vec::new(), Next::Later));
+        assert_eq!(lines.read(READ_MAX), (Vec::new(), Next::Later));
         write!(its, "one\x1b[2J\ttwo\u{202e}\nhalf of ").expect("room");
-        assert_eq!(lines.read(), (vec!["one [2J two ".to_owned()], Next::Later));
+        assert_eq!(lines.read(READ_MAX), (vec!["one [2J two ".to_owned()], Next::Later));
         writeln!(its, "a line").expect("room");
         writeln!(its, "{}", "x".repeat(5000)).expect("room");
-        assert_eq!(lines.read().0, ["half of a line".to_owned(), "x".repeat(LINE_MAX)]);
+        assert_eq!(lines.read(READ_MAX).0, ["half of a line".to_owned(), "x".repeat(LINE_MAX)]);
         for number in 0..1000 {
             writeln!(its, "{number}").expect("room");
         }
-        let said = lines.read().0;
+        let said = lines.read(READ_MAX).0;
         assert!((190..300).contains(&said.len()), "{}", said.len());
         // The next daemon reads on, and no worker dies of writing meanwhile.
         drop(lines);
         writeln!(its, "nobody reads this").expect("no daemon is no reason to fail");
         let mut lines = Lines::find(&socket).expect("it has a name");
-        assert_eq!(lines.read(), (vec!["nobody reads this".to_owned()], Next::Later));
+        assert_eq!(lines.read(READ_MAX), (vec!["nobody reads this".to_owned()], Next::Later));
         write!(its, "the end").expect("room");
         its_end(&lines, its);
-        assert_eq!(lines.read(), (vec!["the end".to_owned()], Next::Never));
+        assert_eq!(lines.read(READ_MAX), (vec!["the end".to_owned()], Next::Never));
         forget(&socket);
         assert!(Lines::find(&socket).is_err());
     }
@@ -207,6 +217,22 @@ mod tests {
         }
         its_end(&lines, its);
         let expected = ["0", "1", "(8 lines are left out: it writes more than tasukid logs)"];
-        assert_eq!(lines.read(), (expected.map(str::to_owned).to_vec(), Next::Never));
+        assert_eq!(lines.read(READ_MAX), (expected.map(str::to_owned).to_vec(), Next::Never));
+    }
+
+    #[test]
+    fn a_flood_has_a_short_turn_and_no_line_of_it_goes_uncounted() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (mut lines, mut its) = Lines::create(&folder.path().join("worker-1.sock")).expect("a pipe");
+        lines.bucket = Bucket::new(2, Duration::from_secs(3600), now());
+        its.write_all(&[b'\n'; 60 << 10]).expect("a pipe holds 64 KiB");
+        assert_eq!(lines.read(READ_MAX), (vec![String::new(); 2], Next::Later));
+        let mut left = vec![0; 60 << 10];
+        let len = lines.pipe.read(&mut left).expect("the rest waits");
+        assert_eq!(len, (60 << 10) - READ_MAX);
+        its_end(&lines, its);
+        let count = READ_MAX - 2;
+        let expected = format!("({count} lines are left out: it writes more than tasukid logs)");
+        assert_eq!(lines.read(LAST_READ_MAX), (vec![expected], Next::Never));
     }
 }
