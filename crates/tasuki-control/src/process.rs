@@ -134,6 +134,12 @@ impl Process {
         { its }.any(|fd| names.iter().any(|name| fd.as_os_str() == &name[..]))
     }
 
+    /// Returns whether it has ended. An event that says so can be of an earlier process with the same token: its pidfd
+    /// stays in an epoll, though we closed it, while a child that has yet to execute its program has a copy.
+    pub fn has_ended(&self) -> bool {
+        self.ends_within(&Timespec::default())
+    }
+
     /// Waits up to `limit` for its end, and returns whether it has come.
     pub fn ends_within(&self, limit: &Timespec) -> bool {
         ends_within(&self.pidfd, limit)

@@ -261,7 +261,12 @@ impl Supervisor {
 
     /// Handles a keeper whose end is closed: it never sends anything unasked.
     pub(super) fn on_keeper_hang_up(&mut self) {
-        let Some(connection) = self.deposits.connection.take() else { return };
+        // The event may be of an earlier keeper's socket (`Process::has_ended`).
+        let hung_up = |keeper: &mut KeeperConnection| {
+            let mut socket = [PollFd::new(&keeper.socket, PollFlags::IN)];
+            rustix::event::poll(&mut socket, Some(&Timespec::default())) != Ok(0)
+        };
+        let Some(connection) = self.deposits.connection.take_if(hung_up) else { return };
         let how = connection.end();
         self.note(About::default(), format!("the keeper {how}; another is told everything anew"));
     }

@@ -335,6 +335,9 @@ impl Supervisor {
     pub(super) fn opener_ended(&mut self, nic: u32) {
         self.on_opener_readable(nic);
         let Some(card) = self.cards.get_mut(&nic) else { return };
+        if matches!(&card.opening, Opening::Opener(opener) if !opener.process.has_ended()) {
+            return;
+        }
         let is_open = card.opened.is_some();
         let next = if is_open { Opening::Open } else { Opening::NotBefore(now()) };
         let was = std::mem::replace(&mut card.opening, next);
@@ -364,7 +367,7 @@ impl Supervisor {
 
     pub(super) fn model_ended(&mut self, nic: u32) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        let Some(mut model) = card.model.take() else { return };
+        let Some(mut model) = card.model.take_if(|model| model.has_ended()) else { return };
         let how = model.ended();
         let name = card.config.name.clone();
         let _ = std::fs::remove_file(self.place.model_socket(&name));

@@ -188,3 +188,36 @@ fn a_model_of_the_daemon_that_dies_is_named_and_comes_back_with_its_nic() {
     rig.await_pair("red");
     rig.stop();
 }
+
+/// A child that the daemon is starting has a copy of all its descriptors, until it executes its program: an ended model's
+/// pidfd, too, and the daemon's epoll reports that one on. Here the test has the copy.
+#[test]
+fn the_end_of_a_model_that_was_closed_is_not_taken_for_that_of_the_next_one() {
+    need_storm!();
+    let mut rig = Rig::without_daemon(
+        "[[node]]\nname = \"red\"\nwork = \"echo\"\n\n[[nic]]\nname = \"eth0\"\ndevice = \"sim\"\nwire = [\"--link-up\", \"10\"]\nring = 128\nnode = \"red\"\n",
+        "",
+    );
+    rig.with_stock_workers();
+    rig.start();
+    rig.await_pair("red");
+    let model = started(&rig, "sim").expect("a model");
+    let daemon = rig.daemon_pid();
+    let fdinfo = |fd: &u64| fs::read_to_string(format!("/proc/{daemon}/fdinfo/{fd}")).unwrap_or_default();
+    let line = format!("Pid:\t{model}\n");
+    let its =
+        rig.descriptors().into_iter().find(|fd| fdinfo(fd).contains(&line)).expect("it waits for the model's end");
+    let open = |pid: u32| {
+        let pid = rustix::process::Pid::from_raw(pid.cast_signed()).expect("a number");
+        rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).expect("a process")
+    };
+    let flags = rustix::process::PidfdGetfdFlags::empty();
+    let copy = rustix::process::pidfd_getfd(open(daemon), its.try_into().expect("a descriptor"), flags).expect("ours");
+    rig.configure(|text| text.replace("ring = 128", "ring = 256"));
+    rig.ask(&["apply"]);
+    rig.await_pair("red");
+    let status = rig.ask(&["status"]);
+    assert!(!status.contains("model of eth0") && rig.nic()["is"] == "driven", "{status}");
+    drop(copy);
+    rig.stop();
+}
