@@ -30,6 +30,8 @@ use mirror::Mirror;
 
 /// Version of the registry's format: a daemon of another format does not take over.
 pub const FORMAT: u64 = 1;
+/// The file's name in the daemon's directory.
+pub const FILE: &str = "registry.redb";
 /// Number of events kept.
 const EVENTS_MAX: u64 = 1000;
 /// Pause before the next attempt to write a registry that could not be written.
@@ -291,6 +293,19 @@ pub struct Known {
     pub last_party: u32,
 }
 
+impl Known {
+    /// Returns whether no daemon has begun with it.
+    pub fn is_nothing(&self) -> bool {
+        let Known { workers, nics, nodes, added, applied, unread, .. } = self;
+        applied.is_none()
+            && unread.is_none()
+            && workers.is_empty()
+            && nics.is_empty()
+            && nodes.is_empty()
+            && added.is_empty()
+    }
+}
+
 /// One change.
 #[derive(Debug)]
 pub enum Change {
@@ -355,7 +370,7 @@ type Failed = redb::Error;
 impl Registry {
     /// Opens the registry, or makes it if there is none. Returns its content, too.
     pub fn open(folder: &Path) -> Result<(Self, Known), RegistryError> {
-        let path = folder.join("registry.redb");
+        let path = folder.join(FILE);
         let failed = |error: Failed| match &error {
             Failed::Io(io) if crate::channel::lacks(io) => RegistryError::Lack { path: path.clone() },
             Failed::Io(io)

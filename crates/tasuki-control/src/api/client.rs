@@ -12,7 +12,7 @@ use hyper_util::rt::TokioIo;
 use serde_json::Value;
 
 use super::types::Refused;
-use crate::place;
+use crate::{place, registry};
 
 /// Times within which the daemon shows something, and does something. The second is longer than any limit of a relay.
 const GET_TIMEOUT: Duration = Duration::from_secs(20);
@@ -157,7 +157,7 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
     let stream = match connected {
         Ok(stream) => stream,
         Err(error) if is_absent(&error) => {
-            let has_left = folder.join("registry.redb").exists();
+            let has_left = folder.join(registry::FILE).exists();
             let left = if has_left { ", and workers of an earlier one may drive on" } else { "" };
             return Err(NotThere { folder: named.to_string(), left }.into());
         }

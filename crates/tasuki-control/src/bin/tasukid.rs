@@ -21,6 +21,7 @@ use tasuki_control::housekeeping_cpus;
 use tasuki_control::jail;
 use tasuki_control::log;
 use tasuki_control::place::{self, Place};
+use tasuki_control::registry;
 use tasuki_control::spawn;
 use tasuki_control::successor::{self, Former};
 use tasuki_control::supervisor::door::Door;
@@ -188,7 +189,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     successor::reap();
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     // It may be a pipe, which can be read once.
-    let read_now = if folder.join("registry.redb").exists() { None } else { Some(read(file)?) };
+    let read_now = if folder.join(registry::FILE).exists() { None } else { Some(read(file)?) };
     let programs = programs()?;
     open_many();
     let place = Place::take(folder)?;
@@ -280,7 +281,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
         Ended::Alone => {}
         Ended::Replaced(with) => return Ok(Some(with)),
         Ended::Everything => {
-            removes(folder.join("registry.redb"));
+            removes(folder.join(registry::FILE));
             tracing::info!("all has ended");
         }
     }

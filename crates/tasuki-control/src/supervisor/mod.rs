@@ -96,7 +96,7 @@ use crate::cgroup::{Group, Groups};
 use crate::config::Config;
 use crate::housekeeping_cpus;
 use crate::place::Place;
-use crate::registry::{Change, Event, News, NodeRecord, Registry};
+use crate::registry::{self, Change, Event, News, NodeRecord, Registry};
 use crate::watchdog::Watchdog;
 pub use apply::applied_last;
 use by_node::ByNode;
@@ -365,6 +365,7 @@ impl Supervisor {
             not_replaced,
         } = parts;
         let (registry, mut known) = Registry::open(place.folder())?;
+        let is_new = known.is_nothing();
         let (current, config) = apply::Current::begin(file, config, text, known.applied.take())?;
         let own_cpus = housekeeping_cpus::find(&Config::default());
         let housekeeping = housekeeping_cpus::find(&config);
@@ -444,6 +445,10 @@ impl Supervisor {
             if is_empty && supervisor.workers.is_empty() {
                 // It keeps nothing.
                 supervisor.end_keeper();
+                if is_new {
+                    // Nor does the registry, and one that is there says that workers may drive.
+                    let _ = std::fs::remove_file(supervisor.place.folder().join(registry::FILE));
+                }
             }
             return Err(error);
         }

@@ -963,3 +963,22 @@ fn a_file_that_a_daemon_begins_with_can_be_applied_by_its_name_however_long_it_i
     let said = rig.refused(&["apply", file.to_str().unwrap()]);
     assert!(said.contains("is longer than a configuration may be (4 MiB); name another file"), "{said}");
 }
+
+#[test]
+fn a_daemon_that_never_began_leaves_nothing_that_says_that_workers_drive_on() {
+    let nic = "\n[[nic]]\nname = \"eth7\"\ndevice = \"sim\"\nnode = \"inn\"\n";
+    let inn = "[[node]]\nname = \"inn\"\nwork = { tap = { name = \"nic0\", netns = \"/nowhere/netns\" } }\n";
+    let rig = Rig::without_daemon(&(inn.to_owned() + nic), "");
+    let fails = || {
+        let output = rig.tasukid().output().expect("a daemon");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, said) = fails();
+    assert!(code == Some(1) && said.contains("has no TAP /nowhere/netns:nic0"), "{said}");
+    let said = rig.refused(&["status"]);
+    assert!(!said.contains("may drive on"), "{said}");
+    // Nor has the next one anything to go by, if its file cannot be used.
+    rig.configure(|text| text.replace("[[node]]", "[[node"));
+    let (code, said) = fails();
+    assert_eq!(code, Some(78), "{said}");
+}
