@@ -71,10 +71,10 @@ pub struct Add {
     #[arg(long, default_value = "", hide_default_value = true, requires = "program")]
     pub options: String,
     /// Frames that a source sends a second; 0 for as many as possible.
-    #[arg(long, default_value_t = 0, hide_default_value = true, requires = "work")]
+    #[arg(long, default_value_t = RATE, hide_default_value = true, requires = "work")]
     pub rate: u64,
     /// Bytes of each frame, without check sequence.
-    #[arg(long, default_value_t = 60, hide_default_value = true, requires = "work")]
+    #[arg(long, default_value_t = SIZE, hide_default_value = true, requires = "work")]
     pub size: u16,
     /// The station address that a source sends to; by default all.
     #[arg(long, value_name = "MAC", requires = "work")]
@@ -133,6 +133,12 @@ pub struct Add {
     #[arg(long, conflicts_with_all = ["memif", "vm", "link", "native", "queue_of"])]
     pub no_shortcut: bool,
 }
+
+/// Frames that a source sends a second, unless told otherwise: as many as possible.
+const RATE: u64 = 0;
+
+/// Bytes of each of them.
+const SIZE: u16 = 60;
 
 /// The work of a native node's worker, unless it is a program of your own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -223,6 +229,18 @@ impl Add {
             Ok(secret.to_owned())
         });
         let secret = secret.transpose()?;
+        if self.native {
+            let is = |work| self.program.is_none() && self.work == Some(work);
+            ensure!(
+                self.address.is_empty() || is(NativeWork::Answer),
+                "a native node has an address for --work answer alone; leave --address out"
+            );
+            let of_source = self.rate != RATE || self.size != SIZE || self.to.is_some();
+            ensure!(
+                !of_source || is(NativeWork::Source),
+                "--rate, --size and --to are for --work source; leave them out"
+            );
+        }
         let limit = |mbit: Option<u32>, kpps: Option<u32>| {
             (mbit.is_some() || kpps.is_some()).then(|| json!({ "mbit": mbit, "kpps": kpps }))
         };
@@ -251,6 +269,21 @@ mod tests {
     struct Line {
         #[command(flatten)]
         add: Add,
+    }
+
+    #[test]
+    fn an_option_that_the_work_of_a_native_node_does_not_have_is_refused() {
+        let node = |words: &str| Line::parse_from(format!("add n --native {words}").split(' ')).add.to_json();
+        for words in ["--work answer --address 192.0.2.1", "--work source --rate 5 --size 100 --to 02:00:00:00:00:01"] {
+            assert!(node(words).is_ok(), "{words}");
+        }
+        for (option, of) in [("--address 192.0.2.1", "answer"), ("--rate 5", "source"), ("--size 100", "source")] {
+            for work in ["echo", "sink", "source", "answer"].into_iter().filter(|work| *work != of) {
+                let why = node(&format!("--work {work} {option}")).unwrap_err().to_string();
+                assert!(why.contains(&format!("for --work {of}")), "{work} {option}: {why}");
+            }
+        }
+        assert!(node("--program /bin/true --address 192.0.2.1").is_err());
     }
 
     #[test]

@@ -474,7 +474,13 @@ impl Supervisor {
             }
         }
         let said: Vec<_> = done.iter().map(|settled| settled.sentence.clone()).collect();
+        let its =
+            self.cards.values().filter(|card| card.node() == name && card.vni().is_none() && card.opened.is_none());
+        let unopened: Vec<&str> = its.map(Card::name).collect();
         let sentence = match (is_upgrade, said.is_empty()) {
+            (true, true) if !unopened.is_empty() => {
+                format!("node {name} is now worker {target}, which gets {} once open", unopened.join(" and "))
+            }
             (true, true) => format!("node {name} is now worker {target}; it has no NIC"),
             (true, false) => format!("node {name} is now worker {target}; {}", said.join("; ")),
             _ => said.join("; "),
