@@ -45,6 +45,7 @@ use crate::interrupt::Interrupt;
 use crate::program;
 use crate::relay::guest::Recipe;
 use crate::report::{Kind, Row};
+use crate::sample::median;
 use crate::vni::HugePages;
 use crate::workplace::Workplace;
 
@@ -176,17 +177,13 @@ fn rows_of_front_end(is_quick: bool, is_wanted: impl Fn(&Case) -> bool, interrup
             eprintln!("round {round}/{rounds} · {name} · {ours:.2} Mpps, DPDK {theirs:.2}, ceiling {ceiling:.2}");
         }
         let factor = if len == 64 { 1.0 } else { 1.2 };
-        let theirs = middle(theirs);
-        let row = Row::higher(name, "pps", "frames/s", middle(ours));
-        let row = row.against("dpdk-vhost", Kind::Peer, theirs).against("ceiling", Kind::Floor, middle(ceilings));
+        let middle = |rates: &[f64]| median(rates).context("there was no round");
+        let theirs = middle(&theirs)?;
+        let row = Row::higher(name, "pps", "frames/s", middle(&ours)?);
+        let row = row.against("dpdk-vhost", Kind::Peer, theirs).against("ceiling", Kind::Floor, middle(&ceilings)?);
         rows.push(if case.is_between() { row } else { row.bar_at_or(factor * theirs, 0.9, "ceiling")? });
     }
     Ok(rows)
-}
-
-fn middle(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 /// The middle of the three best one-second rates: the others have the begin or the end of the traffic in them.
@@ -194,7 +191,7 @@ fn best(mut rates: Vec<f64>) -> Result<f64> {
     rates.sort_by(f64::total_cmp);
     let best = rates.split_off(rates.len().saturating_sub(3));
     ensure!(best.iter().any(|rate| *rate > 0.0), "no frame came");
-    Ok(middle(best))
+    median(&best).context("just counted")
 }
 
 /// A program of DPDK that forwards for some time and prints its rates. Dropping it ends it.

@@ -310,7 +310,7 @@ fn run() -> Result<()> {
 fn vni(how: &How) -> Result<()> {
     // From here on an interrupt no longer ends the process before it has released its resources.
     let interrupt = Interrupt::catch()?;
-    let effort = vni::effort(how.quick);
+    let effort = how.effort();
     if !how.only.is_empty() && how.only.iter().all(|prefix| vni::is_of_namespaces(prefix)) {
         let json = how.json_file()?;
         let rows = vni::rows_of_namespaces(effort, &interrupt)?;

@@ -58,11 +58,13 @@ struct Line {
     numbers: BTreeMap<String, Vec<f64>>,
 }
 
-/// Returns the element at the middle of the sorted values; `None` if there are none.
+/// Returns the value at the middle of the sorted values, or the mean of the two there; `None` if there are none.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied()
+    let high = *sorted.get(sorted.len() / 2)?;
+    // One of two values is the best or the worst of them.
+    Some(if sorted.len().is_multiple_of(2) { sorted[sorted.len() / 2 - 1].midpoint(high) } else { high })
 }
 
 impl Sample {
@@ -187,8 +189,10 @@ mod tests {
     }
 
     #[test]
-    fn the_median_is_a_value_of_the_middle() {
+    fn the_median_is_in_the_middle() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[1.0, 3.0]), Some(2.0), "and not the greater one");
+        assert_eq!(median(&[9.0, 1.0, 2.0, 5.0]), Some(3.5));
         assert_eq!(median(&[]), None);
     }
 

@@ -15,7 +15,7 @@ use crate::orders::Orders;
 use crate::pair;
 use crate::program::PATIENCE;
 use crate::relay::system::{Relay, System};
-use crate::sample::Sample;
+use crate::sample::{Sample, median};
 use crate::table::number;
 
 /// Time from a reset to the link, in ns, as on the real card.
@@ -171,9 +171,7 @@ fn row(act: &Act, sample: &Sample) {
     let of = |what: &str| sample.numbers(&format!("{} {what}", act.name));
     let sum = |what: &str| number(of(what).iter().sum());
     let micros = |ns: f64| number((ns / 1e3).round()) + " µs";
-    let mut pauses = of("pause").to_vec();
-    pauses.sort_unstable_by(f64::total_cmp);
-    let pause = pauses.get(pauses.len() / 2).copied().unwrap_or(f64::NAN);
+    let pause = median(of("pause")).unwrap_or(f64::NAN);
     let gap = micros(of("gap").first().copied().unwrap_or(f64::NAN));
     line(&act.title(), [sum("lost"), sum("twice"), sum("disorder"), micros(pause), gap]);
     if !act.papers.is_empty() {

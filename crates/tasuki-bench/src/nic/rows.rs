@@ -41,9 +41,7 @@ impl Numbers<'_> {
     }
 
     fn median(&self, name: &str) -> Result<f64> {
-        let mut sorted = self.all(name)?.to_vec();
-        sorted.sort_unstable_by(f64::total_cmp);
-        Ok(sorted[sorted.len() / 2])
+        self.samples.of(self.case)?.median(name)
     }
 }
 

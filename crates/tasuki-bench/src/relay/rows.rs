@@ -8,7 +8,7 @@ use crate::nic::driver::line_rate;
 use crate::papers::{MINT, Paper, REPLACEMENT};
 use crate::report::{Kind, Row};
 use crate::rounds::Samples;
-use crate::sample::Sample;
+use crate::sample::{Sample, median};
 use crate::table::{self, number};
 
 /// Compares a row in µs with the figure of a paper.
@@ -74,6 +74,9 @@ fn noted<'s>(sample: &'s Sample, case: &str, name: &str) -> Result<&'s [f64]> {
 
 /// Returns the quantile of `numbers` at `thousandths`; 0 where there are none.
 fn quantile(numbers: &[f64], thousandths: usize) -> f64 {
+    if thousandths == 500 {
+        return median(numbers).unwrap_or(0.0);
+    }
     let mut sorted = numbers.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
     let last = sorted.len().saturating_sub(1);

@@ -23,7 +23,7 @@ use crate::cpus::Cores;
 use crate::floors;
 use crate::orders::Orders;
 use crate::program;
-use crate::rounds::{Effort, Manner};
+use crate::rounds::Manner;
 use crate::sample::Sample;
 
 pub use floor::node as floor_node;
@@ -151,11 +151,6 @@ pub const MANNER: Manner = Manner {
     distances: true,
     is_seldom: |case| ["memif", "memory", "idle", "veth"].iter().any(|prefix| case.name.starts_with(prefix)),
 };
-
-/// Returns the amount of measuring.
-pub fn effort(quick: bool) -> Effort {
-    if quick { Effort { rounds: 2, ..Effort::QUICK } } else { Effort::FULL }
-}
 
 /// Cases that this machine can run, and the resources for them.
 #[derive(Debug)]
