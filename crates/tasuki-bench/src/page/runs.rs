@@ -61,6 +61,9 @@ pub struct Against {
     pub ratio: Option<f64>,
 }
 
+/// Records of quick runs from before files said so (27 November 2026). All others of that time are of full runs.
+const QUICK_UNSAID: [&str; 1] = ["2026-11-26-xeon-16core/stock.json"];
+
 /// Runs, the one to prefer first: full before quick, then the newest.
 #[derive(Debug)]
 pub struct Runs(Vec<Run>);
@@ -78,7 +81,9 @@ impl Runs {
             for file in entries(&record)?.into_iter().filter(|path| path.extension().is_some_and(|it| it == "json")) {
                 if is_of_a_bench(&file)? {
                     let name = file.strip_prefix(folder).unwrap_or(&file).display().to_string();
-                    runs.push(read(&file, name)?);
+                    let run = read(&file, name)?;
+                    let quick = run.quick.or(QUICK_UNSAID.contains(&run.file.as_str()).then_some(true));
+                    runs.push(Run { quick, ..run });
                 }
             }
         }
@@ -215,6 +220,20 @@ mod tests {
         let (old, new) = (with("2026-11-20", "", "1.0"), with("2026-11-21", "\"quick\": false,", "2.0"));
         assert_eq!(found(vec![old, new, with("2026-11-22", "\"quick\": true,", "3.0")]), Some(2.0));
         assert_eq!(found(vec![with("2026-11-22", "\"quick\": true,", "3.0")]), Some(3.0));
+    }
+
+    #[test]
+    fn a_quick_run_that_does_not_say_so_hides_no_full_one() {
+        let runs = Runs::of_records(Path::new(super::super::RECORDS)).unwrap();
+        let file = |metric| runs.of(runs.find("guest", "host-cpu-h2g", metric).unwrap().0).file.as_str();
+        assert_eq!(file("host_cpu"), "2026-11-26-epyc-2core-guest-stock-2/host-cpu.json");
+        for quick in QUICK_UNSAID {
+            assert!(runs.0.iter().any(|run| run.file == quick && run.quick == Some(true)), "{quick}");
+        }
+        // The last one that did not say so is of this second. Its README says that it is full.
+        for run in runs.0.iter().filter(|run| run.quick.is_none()) {
+            assert!(run.host.date.as_str() <= "2026-11-27T00:10:26Z", "{} does not say whether it is quick", run.file);
+        }
     }
 
     #[test]
