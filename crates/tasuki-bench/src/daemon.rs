@@ -1,6 +1,7 @@
 //! tasukid itself: how fast it starts and takes over many workers, how much memory it takes, and whether workers notice
 //! that it is asked many questions.
 
+use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -36,6 +37,8 @@ const MANY: usize = 100;
 /// Clients of `api`, and the requests a second that all of them send together.
 const CLIENTS: u32 = 50;
 const REQUESTS: u32 = 1000;
+/// Time between two requests of one client.
+const EVERY: Duration = Duration::from_millis(1000 * CLIENTS as u64 / REQUESTS as u64);
 
 /// Names of the cases.
 const NAMES: [&str; 6] = ["up", "down", "memory", "takeover", "api", "queues"];
@@ -169,8 +172,11 @@ fn up(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
             starts.push(ms(began.elapsed()));
             client::ask(daemon.folder(), Verb::DELETE, "/v1/nodes/n0/stage", None)?;
         }
+        // Also its keeper, and the processes that wait for the next workers.
+        let children = daemon.tasukid.children()?.into_iter();
+        let started: BTreeSet<_> = children.chain(workers.iter().map(|it| it.pid)).collect();
         downs.push(ms(daemon.end()?));
-        left += workers.iter().filter(|it| Path::new(&format!("/proc/{}", it.pid)).exists()).count();
+        left += started.iter().filter(|pid| Path::new(&format!("/proc/{pid}")).exists()).count();
         let sockets = std::fs::read_dir(daemon.folder())?.flatten().filter(|it| {
             let name = it.file_name();
             !name.to_string_lossy().ends_with(".log") && !name.to_string_lossy().ends_with(".toml")
@@ -218,7 +224,7 @@ fn many(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
         later.push(private_mib(daemon.tasukid.id())?);
         eprintln!("round {round}/{} · {} workers taken over in {:.0} ms", effort.rounds, 2 * MANY, times[round - 1]);
     }
-    let pids = |workers: &[WorkerView]| workers.iter().map(|it| it.pid).collect::<std::collections::BTreeSet<_>>();
+    let pids = |workers: &[WorkerView]| workers.iter().map(|it| it.pid).collect::<BTreeSet<_>>();
     let after = daemon.tasukid.workers()?;
     ensure!(pids(&before) == pids(&after), "workers did not live on");
     let note = Some(format!("{MANY} nodes on one VNI, {} workers", 2 * MANY));
@@ -253,8 +259,8 @@ fn api(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
     for pair in 1..=effort.pairs {
         interrupt.check()?;
         let quiet = rate()?;
-        let (busy, took) = beside_clients(daemon.folder(), rate)?;
-        asked.push(took.len() as f64 / effort.time.as_secs_f64());
+        let (busy, took, time) = beside_clients(daemon.folder(), rate)?;
+        asked.push(took.len() as f64 / time.as_secs_f64());
         took.into_iter().for_each(|time| answers.record(time));
         ratios.push(busy / quiet);
         eprintln!(
@@ -278,37 +284,40 @@ fn api(effort: &Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
     ])
 }
 
-/// Measures while clients ask. Returns the figure, and how long each answer took.
-fn beside_clients<T>(folder: &Path, measure: impl Fn() -> Result<T>) -> Result<(T, Vec<Duration>)> {
+/// Measures while clients ask. Returns the figure, how long each answer took, and for how long they asked.
+fn beside_clients<T>(folder: &Path, measure: impl Fn() -> Result<T>) -> Result<(T, Vec<Duration>, Duration)> {
     let over = AtomicBool::new(false);
+    let began = Instant::now();
     std::thread::scope(|scope| {
         let clients: Vec<_> = (0..CLIENTS)
             .map(|number| {
                 scope.spawn({
                     let over = &over;
-                    move || ask(folder, number, over)
+                    move || ask(folder, began + EVERY * number / CLIENTS, over, std::thread::sleep)
                 })
             })
             .collect();
         let measured = measure();
         over.store(true, Relaxed);
+        let time = began.elapsed();
         let mut all = Vec::new();
         for client in clients {
             all.append(&mut client.join().map_err(|_| anyhow::anyhow!("a client panicked"))??);
         }
-        Ok((measured?, all))
+        Ok((measured?, all, time))
     })
 }
 
-/// Asks for the status at this client's share of the rate, until it is over; returns how long each answer took.
-fn ask(folder: &Path, number: u32, over: &AtomicBool) -> Result<Vec<Duration>> {
-    let every = Duration::from_secs(1) * CLIENTS / REQUESTS;
+/// Asks for the status at a client's share of the rate, until it is over. The first request is due at `next`. Returns
+/// for each how long after it was due its answer came: a request that an earlier answer held up was late, too.
+fn ask(folder: &Path, mut next: Instant, over: &AtomicBool, sleep: impl Fn(Duration)) -> Result<Vec<Duration>> {
     let mut connection = UnixStream::connect(place::api_socket(folder))?;
-    let mut next = Instant::now() + every * number / CLIENTS;
     let mut took = Vec::new();
-    while !over.load(Relaxed) {
-        std::thread::sleep(next.saturating_duration_since(Instant::now()));
-        let asked = Instant::now();
+    loop {
+        sleep(next.saturating_duration_since(Instant::now()));
+        if over.load(Relaxed) {
+            return Ok(took);
+        }
         connection.write_all(b"GET /v1/status HTTP/1.1\r\nhost: tasukid\r\n\r\n")?;
         let (mut answer, mut room) = (Vec::new(), [0; 8192]);
         while whole(&answer)?.is_none() {
@@ -317,9 +326,51 @@ fn ask(folder: &Path, number: u32, over: &AtomicBool) -> Result<Vec<Duration>> {
             answer.extend_from_slice(&room[..len]);
         }
         ensure!(answer.starts_with(b"HTTP/1.1 200"), "tasukid refuses: {}", String::from_utf8_lossy(&answer));
-        took.push(asked.elapsed());
+        took.push(next.elapsed());
         // Missed requests are made up for.
-        next += every;
+        next += EVERY;
     }
-    Ok(took)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    /// Answers all requests of one client with nothing; returns their number.
+    fn answer(listener: &UnixListener) -> usize {
+        let (mut connection, _) = listener.accept().unwrap();
+        let (mut asked, mut room) = (Vec::new(), [0; 1024]);
+        loop {
+            let len = connection.read(&mut room).unwrap();
+            if len == 0 {
+                return asked.windows(4).filter(|four| four == b"\r\n\r\n").count();
+            }
+            asked.extend_from_slice(&room[..len]);
+            if asked.ends_with(b"\r\n\r\n") {
+                connection.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_client_asks_nothing_once_it_is_over_and_times_requests_from_when_they_are_due() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(place::api_socket(folder.path())).unwrap();
+        let late = Duration::from_secs(1);
+        let (over, slept) = (AtomicBool::new(false), std::cell::Cell::new(0));
+        // It is over while the client waits for its third turn.
+        let sleep = |_| {
+            slept.set(slept.get() + 1);
+            over.store(slept.get() == 3, Relaxed);
+        };
+        std::thread::scope(|scope| {
+            let server = scope.spawn(|| answer(&listener));
+            let due = Instant::now().checked_sub(late).unwrap();
+            let took = ask(folder.path(), due, &over, sleep).unwrap();
+            assert_eq!((took.len(), server.join().unwrap()), (2, 2));
+            assert!(took[0] >= late && took[1] >= late - EVERY, "{took:?}");
+        });
+    }
 }
