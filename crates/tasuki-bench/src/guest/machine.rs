@@ -20,7 +20,7 @@ pub const GUEST: [u8; 4] = [192, 0, 2, 9];
 pub const HOST: [u8; 4] = [192, 0, 2, 1];
 
 /// The namespace's interface.
-pub const INTERFACE: &str = "nic0";
+const INTERFACE: &str = "nic0";
 
 /// Port of the guest's shell (xtask/src/guest/vm.rs).
 const SHELL: u16 = 10;

@@ -1,12 +1,12 @@
 //! Frames that the guest's kernel makes by itself (pktgen), at the paper's sizes (S3, Figures 10 and 12). The frames that
-//! arrive at the namespace's interface count.
+//! arrive in the namespace count: they are UDP, for a port where nobody listens.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
 use super::cpu::{Party, Reading, Shares};
-use super::machine::{HOST, INTERFACE, Machine};
+use super::machine::{HOST, Machine};
 use crate::program::LOOK;
 
 /// Figures of one measurement.
@@ -23,9 +23,6 @@ pub struct Flood {
 /// Longest time until the first frames arrive, and longest time without one at the end.
 const BEGIN: Duration = Duration::from_secs(20);
 const SILENCE: Duration = Duration::from_secs(1);
-
-/// Frames that arrive before it counts: the guest's own talk is less.
-const FIRST: u64 = 200;
 
 /// Returns the commands of the guest's shell, whose last line is pktgen's result. `size` has the checksum that ends a
 /// frame on a wire, which pktgen does not count. Without a rate, it sends as fast as it can.
@@ -50,7 +47,7 @@ pub fn flood(machine: &Machine, size: usize, rate: Option<f64>, watched: Duratio
     let seconds = watched + 3 * SILENCE;
     let mut shell = machine.shell()?.run(&commands(size, rate, seconds.as_secs()))?;
     let begun = Instant::now();
-    while received(machine)? < before + FIRST {
+    while received(machine)? == before {
         ensure!(begun.elapsed() < BEGIN, "no frame of pktgen arrives");
         std::thread::sleep(LOOK);
     }
@@ -74,10 +71,31 @@ pub fn flood(machine: &Machine, size: usize, rate: Option<f64>, watched: Duratio
     Ok(Flood { rate, lost: sent.saturating_sub(arrived), shares })
 }
 
-/// Returns the number of frames that the namespace's interface has received.
+/// Returns the number of UDP packets for a port where nobody listens, as all of pktgen are. The interface's own counter
+/// has other frames, too, such as those of the guest's shell: each of them would hide a lost one.
 fn received(machine: &Machine) -> Result<u64> {
-    let text = machine.within(|| std::fs::read_to_string("/proc/thread-self/net/dev"))??;
-    let line = text.lines().find_map(|line| line.trim().strip_prefix(INTERFACE)?.strip_prefix(':'));
-    let count = line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok());
-    count.with_context(|| format!("the namespace's interface has no counters: {text}"))
+    let text = machine.within(|| std::fs::read_to_string("/proc/thread-self/net/snmp"))??;
+    no_ports(&text).with_context(|| format!("the namespace has no counters of UDP: {text}"))
+}
+
+/// Reads `NoPorts` of UDP: a line of names, and one of numbers (proc_pid_net(5), snmp).
+fn no_ports(snmp: &str) -> Option<u64> {
+    let mut lines = snmp.lines().filter_map(|line| line.strip_prefix("Udp: "));
+    let (names, numbers) = (lines.next()?, lines.next()?);
+    let mut both = names.split_whitespace().zip(numbers.split_whitespace());
+    both.find(|(name, _)| *name == "NoPorts")?.1.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_datagrams_that_nobody_takes_count() {
+        let snmp = "Tcp: InSegs NoPorts\nTcp: 7 8\nUdp: InDatagrams NoPorts InErrors\nUdp: 41 42 43\nUdpLite: NoPorts\nUdpLite: 1\n";
+        assert_eq!(no_ports(snmp), Some(42));
+        assert_eq!(no_ports("Udp: InDatagrams\nUdp: 41\n"), None);
+        let this = std::fs::read_to_string("/proc/thread-self/net/snmp").unwrap();
+        assert!(no_ports(&this).is_some(), "{this}");
+    }
 }

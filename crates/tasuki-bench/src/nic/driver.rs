@@ -11,6 +11,7 @@ use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::{Filter, Link, MemoryLayout, Nic, NicMemory, NicOptions, Parts};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::Geometry;
+use tasuki_sim::wire::Source;
 
 use super::trial::{Ask, Control, Outcome, Say, Trial};
 use crate::orders::Orders;
@@ -79,7 +80,12 @@ pub fn line_rate(size: u32) -> u64 {
 /// The driver's view of a trial.
 #[derive(Debug, Clone, Copy, Default)]
 struct Seen {
+    /// Number of frames, each counted once.
     received: u64,
+    /// Number of frames that came twice or out of order, or that are not of this trial.
+    wrong: u64,
+    /// One past the highest number that came.
+    next: u64,
     /// Time from the first frame to the last.
     took: Duration,
     /// Longest time between two receptions, whether the driver did not run or found nothing.
@@ -87,6 +93,17 @@ struct Seen {
 }
 
 impl Seen {
+    /// Counts a frame of a trial of `count`, by its number: a frame that comes twice makes up for no lost one.
+    fn count(&mut self, frame: &[u8], count: u64) {
+        match Source::number_of(frame).filter(|number| (self.next..count).contains(number)) {
+            Some(number) => {
+                self.next = number + 1;
+                self.received += 1;
+            }
+            None => self.wrong += 1,
+        }
+    }
+
     /// Returns frames a second.
     fn rate(&self) -> u64 {
         let took = self.took.as_nanos().max(1);
@@ -195,8 +212,15 @@ impl Trials {
             Work::Sink => self.receive(count, Burst::clear, parks),
             Work::Echo => self.receive(count, |_| (), parks),
         }?;
-        let outcome = self.control.end()?;
-        let arrived = if self.work == Work::Echo { outcome.back } else { seen.received };
+        let mut outcome = self.control.end()?;
+        let arrived = match self.work {
+            Work::Echo => outcome.back,
+            // None comes back to the wire, which would judge it.
+            Work::Sink => {
+                outcome.wrong = seen.wrong;
+                seen.received
+            }
+        };
         Ok((seen, outcome, count - arrived))
     }
 
@@ -217,8 +241,7 @@ impl Trials {
                 sample.record(parked - began);
             }
             let nic = self.nic.as_mut().context("no driver has the card, so none receives")?;
-            let came = nic.receive(&mut burst)?;
-            if came == 0 {
+            if nic.receive(&mut burst)? == 0 {
                 idle += 1;
                 if idle.is_multiple_of(1024) {
                     sent = sent || matches!(self.control.heard()?, Some(Say::Sent));
@@ -234,9 +257,11 @@ impl Trials {
             }
             first.get_or_insert(now);
             last = now;
-            seen.received += came as u64;
             // Touch every frame, as any receiver would.
-            burst.iter_mut().for_each(turn_round);
+            for frame in &mut burst {
+                turn_round(frame);
+                seen.count(frame.slot.bytes(), count);
+            }
             release(&mut burst);
             while !burst.is_empty() {
                 nic.transmit(&mut burst)?;
@@ -315,4 +340,27 @@ fn sleep(nic: &Card) -> Result<()> {
         .context("the kernel refused to wait for the card")?;
     ensure!(woken > 0, "no frame came within 10 s, though the card was armed");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use tasuki_sim::wire::{SourceOptions, Wire};
+
+    use super::*;
+
+    #[test]
+    fn a_frame_that_comes_twice_makes_up_for_no_lost_one() {
+        let options = SourceOptions { to: [2; 6], from: [4; 6], size: 64, rate: None, count: 20, honours_pause: true };
+        let mut source = Source::new(options);
+        let frames: Vec<_> = (0..20).map(|_| source.receive(0).unwrap().to_vec()).collect();
+        let mut seen = Seen::default();
+        for number in [0, 1, 2, 3, 4, 5, 6, 7, 7, 9] {
+            seen.count(&frames[number], 10);
+        }
+        assert_eq!((seen.received, seen.wrong), (9, 1), "7 came twice, and 8 is lost");
+        seen.count(&frames[8], 10);
+        seen.count(&frames[12], 10);
+        seen.count(&[0; 60], 10);
+        assert_eq!((seen.received, seen.wrong), (9, 4), "out of order, of a longer trial, and no frame of a trial");
+    }
 }
