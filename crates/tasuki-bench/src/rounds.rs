@@ -68,7 +68,8 @@ impl Samples {
         self.0.values()
     }
 
-    fn add(&mut self, case: &'static str, round: Sample) {
+    /// Adds another round of a case.
+    pub fn add(&mut self, case: &'static str, round: Sample) {
         self.0.entry(case).or_insert_with(Sample::new).merge(&round);
     }
 }

@@ -129,7 +129,7 @@ fn turn(
         Some(Ask::Window) => {
             let (gap, trip, end) = served.wire().window();
             let ago = served.now().saturating_sub(end);
-            control.say(&Say::Window(gap, trip, ago))?;
+            control.say(&Say::Window(gap, trip, ago, served.stalls().sum))?;
         }
         Some(Ask::End) => {
             // Stop the wire: it may have frames left to send.

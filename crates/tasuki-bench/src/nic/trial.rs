@@ -39,8 +39,9 @@ pub enum Say {
     Size(u32),
     /// The wire has brought all frames.
     Sent,
-    /// Longest time between two frames that came back, longest trip of a frame, and how long ago that gap ended, in ns.
-    Window(u64, u64, u64),
+    /// Longest time between two frames that came back, longest trip of a frame, how long ago that gap ended, and for how
+    /// long the machine did not run the card and its wire since they began, in ns.
+    Window(u64, u64, u64, u64),
     /// Outcome of the trial.
     Outcome(Outcome),
 }
@@ -99,11 +100,11 @@ impl Control {
     }
 
     /// Asks for the window since the last such question: see [`Say::Window`].
-    pub fn window(&self) -> Result<(u64, u64, u64)> {
+    pub fn window(&self) -> Result<(u64, u64, u64, u64)> {
         self.say(&Ask::Window)?;
         loop {
-            if let Say::Window(gap, trip, ago) = self.hear()? {
-                return Ok((gap, trip, ago));
+            if let Say::Window(gap, trip, ago, stalled) = self.hear()? {
+                return Ok((gap, trip, ago, stalled));
             }
         }
     }

@@ -414,16 +414,16 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
     let rate = Some(traffic.rate(size));
     control.say(&Ask::Begin(Trial { count: u64::MAX, size, rate, pauses: true }))?;
     let mut sample = Sample::new();
-    let window = || -> Result<(f64, f64, u64)> {
-        let (gap, trip, ago) = control.window()?;
-        Ok((gap as f64, trip as f64, now_ns() - ago))
+    let window = || -> Result<(f64, f64, u64, f64)> {
+        let (gap, trip, ago, stalled) = control.window()?;
+        Ok((gap as f64, trip as f64, now_ns() - ago, stalled as f64))
     };
     let mut like = QUIET;
     for _ in 0..orders.calls {
         system.get_ready(relay)?;
         window()?;
         std::thread::sleep(like);
-        let (gap, trip, _) = window()?;
+        let (gap, trip, _, stalled_before) = window()?;
         sample.note("gap_quiet", gap);
         sample.note("trip_quiet", trip);
         let asked = Instant::now();
@@ -434,12 +434,13 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
         sample.record(Duration::from_nanos(turn.pause));
         sample.note("due", turn.pause as f64);
         sample.note("until_known", turn.until_known as f64);
-        let (gap, trip, end) = window()?;
+        let (gap, trip, end, stalled) = window()?;
         if let Some(met) = turn.met {
             sample.note("first", end as f64 - met as f64);
         }
         sample.note("gap", gap);
         sample.note("trip", trip);
+        sample.note("stalled", stalled - stalled_before);
     }
     let outcome = control.end()?;
     sample.note("relays", orders.calls as f64);
