@@ -10,6 +10,10 @@
 //!   line away more cheaply to a process that may write it (docs/decisions/0007).
 //! - `ping-pong-one-line` puts both words on one line, which both processes write. It is faster and out of our
 //!   reach: one line moves per message, where the others must win the answer's line back from its reader.
+//!
+//! A call whose server sleeps on another CPU takes one wake-up where the caller spins for the answer, as ours does, and
+//! two where it sleeps as well. An idle CPU also wakes the faster the sooner it is woken. So `eventfd-one-wake` spins for
+//! its answer, and rests before each call as long as `parked` does; `eventfd-other-core` sleeps twice, without a rest.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -28,6 +32,7 @@ use rustix::thread::futex;
 use tasuki_shm::line::{Claims, LINE_LEN, Line};
 use tasuki_shm::region::{Pages, PeerRegion, Region, Span};
 
+use crate::call::UNTIL_PARKED;
 use crate::case::{Case, Ends};
 use crate::cpus::Cores;
 use crate::orders::Orders;
@@ -47,7 +52,17 @@ pub const CASES: &[Case] = &[
     futex_case("futex-other-core", Cores::Other),
     eventfd_case("eventfd-same-core", Cores::Same),
     eventfd_case("eventfd-other-core", Cores::Other),
+    Case {
+        calls: RESTED_CALLS,
+        prepare: eventfd_and_lines,
+        serve: serve_one_wake,
+        measure: measure_one_wake,
+        ..eventfd_case("eventfd-one-wake", Cores::Other)
+    },
 ];
+
+/// Round trips of a case with a rest before each, per round of a quick run.
+pub const RESTED_CALLS: u64 = 500;
 
 /// Floor of everything that spins and keeps each direction's memory for one writer.
 pub const PING_PONG: &str = "ping-pong";
@@ -152,6 +167,7 @@ pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     for (name, floor) in [("eventfd-same-core", "futex-same-core"), ("eventfd-other-core", "futex-other-core")] {
         rows.extend(rows_beside(samples, name, Kind::Floor, floor)?);
     }
+    rows.extend(Row::round_trip("eventfd-one-wake", samples.of("eventfd-one-wake")?));
     Ok(rows)
 }
 
@@ -338,6 +354,32 @@ fn measure_eventfd(mut orders: Orders) -> Result<Sample> {
     Sample::of_calls(&orders, |_| {
         ring(&request)?;
         hear(&answer)
+    })
+}
+
+/// Makes an eventfd, which the client rings, and the lines of which the server writes one.
+fn eventfd_and_lines() -> Result<Ends> {
+    let (mut bells, lines) = (two_eventfds()?, two_lines()?);
+    bells.server.splice(1.., lines.server);
+    bells.client.splice(1.., lines.client);
+    Ok(bells)
+}
+
+fn serve_one_wake(mut orders: Orders) -> Result<()> {
+    let (request, lines) = (orders.next_fd()?, lines(&mut orders)?);
+    for number in 1..=orders.total() {
+        hear(&request)?;
+        lines[0].word(0).store(number, Release);
+    }
+    Ok(())
+}
+
+fn measure_one_wake(mut orders: Orders) -> Result<Sample> {
+    let (request, lines) = (orders.next_fd()?, lines(&mut orders)?);
+    Sample::of_rested_calls(&orders, UNTIL_PARKED, |number| {
+        ring(&request)?;
+        spin_until::<HINTED>(lines[0].word(0), number);
+        Ok(())
     })
 }
 

@@ -90,6 +90,21 @@ impl Sample {
         Ok(sample)
     }
 
+    /// Like [`of_calls`](Self::of_calls), each call after a rest, which is not timed.
+    pub fn of_rested_calls(orders: &Orders, rest: Duration, mut call: impl FnMut(u64) -> Result<()>) -> Result<Self> {
+        let mut sample = Sample::new();
+        for number in 1..=orders.total() {
+            std::thread::sleep(rest);
+            let start = Instant::now();
+            call(number)?;
+            let took = start.elapsed();
+            if number > orders.warmup {
+                sample.record(took);
+            }
+        }
+        Ok(sample)
+    }
+
     pub fn record(&mut self, duration: Duration) {
         let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         self.histogram.saturating_record(ns);

@@ -18,6 +18,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::case::{Case, Ends};
 use crate::cpus::Cores;
+use crate::floors;
 use crate::orders::Orders;
 use crate::sample::Sample;
 
@@ -29,7 +30,7 @@ pub const CASES: &[Case] = &[
     case("spin-inline", 500_000, echo, |orders| inline(orders, Duration::ZERO)),
     case("spin-slot", 150_000, read_in_place, |orders| slots(orders, SMALL, Detach::Move)),
     Case { cores: Cores::Same, ..case("same-core", 100_000, echo, |orders| inline(orders, Duration::ZERO)) },
-    case("parked", 500, echo, |orders| inline(orders, UNTIL_PARKED)),
+    case("parked", floors::RESTED_CALLS, echo, |orders| inline(orders, UNTIL_PARKED)),
     case("async", 500_000, echo, submit_and_poll),
     case("pipelined", 1_500_000, echo, pipelined),
     case("stamped", 200_000, stamp, |orders| stamped(orders, Duration::ZERO)),
@@ -63,7 +64,7 @@ const IN_FLIGHT: usize = 64;
 const BURST: usize = 32;
 
 /// Long enough for a server to have parked, and for its CPU to have gone idle.
-const UNTIL_PARKED: Duration = Duration::from_millis(1);
+pub const UNTIL_PARKED: Duration = Duration::from_millis(1);
 
 const DEADLINE: Duration = Duration::from_secs(10);
 

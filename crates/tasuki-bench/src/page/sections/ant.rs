@@ -91,8 +91,8 @@ fn floors(desk: &Desk<'_>) -> Grid {
         ("both awake; iceoryx2", "spin-inline", "iceoryx2"),
         ("one CPU; two wake-ups by futex", "same-core", "futex"),
         ("one CPU; a UNIX socket", "same-core", "seqpacket"),
-        ("asleep; two wake-ups by eventfd", "parked", "eventfd"),
-        ("asleep; a UNIX socket", "parked", "seqpacket"),
+        ("asleep; one wake-up by eventfd, after as long a rest", "parked", "eventfd-one-wake"),
+        ("asleep; a UNIX socket, in the same way", "parked", "seqpacket-one-wake"),
     ] {
         let (ours, theirs) = (desk.ours(trip(case)), desk.beside(trip(case), name));
         let compared = Cell::beside_peer(&ours, &theirs);
