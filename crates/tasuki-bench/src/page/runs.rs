@@ -236,6 +236,44 @@ mod tests {
         }
     }
 
+    /// Returns a value in the unit of `said`, with as many decimals.
+    fn in_words(value: f64, unit: &str, said: &str) -> String {
+        let scale = |unit: &str| match unit {
+            "ms" => 1e6,
+            "µs" => 1e3,
+            _ => 1.0,
+        };
+        let (number, to) = said.split_once(' ').map_or((said, ""), |(number, to)| (number, to));
+        let decimals = number.split_once('.').map_or(0, |(_, decimals)| decimals.len());
+        format!("{:.decimals$} {to}", value * scale(unit) / scale(to)).trim_end().to_owned()
+    }
+
+    /// A row of the README links to its record, and has `<!-- BENCH CASE METRIC = FIGURE; … -->`. Behind `METRIC/` can be
+    /// what the figure is compared with.
+    #[test]
+    fn the_readme_has_the_newest_full_figures_of_two_cpus_and_says_what_is_missed() {
+        let runs = Runs::of_records(Path::new(super::super::RECORDS)).unwrap();
+        let of_two = runs.0.into_iter().filter(|run| run.host.cores == 2 && run.quick != Some(true));
+        let runs = Runs(of_two.collect());
+        let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
+        let rows: Vec<_> = readme.lines().filter_map(|line| line.split_once("<!-- ")).collect();
+        assert_eq!(rows.len(), 8);
+        for (shown, comment) in rows {
+            for figure in comment.trim_end_matches(" --> |").split("; ") {
+                let (place, said) = figure.split_once(" = ").unwrap();
+                let [bench, case, metric] = place.split(' ').collect::<Vec<_>>()[..] else { panic!("{place}") };
+                let (metric, name) = metric.split_once('/').unwrap_or((metric, ""));
+                let (run, row) = runs.find(bench, case, metric).unwrap();
+                let beside = row.against.iter().find(|against| against.name == name).and_then(|it| it.value);
+                let value = if name.is_empty() { row.value } else { beside }.unwrap();
+                assert_eq!(in_words(value, &row.unit, said), said, "{place} in {}", runs.of(run).file);
+                let (record, _) = runs.of(run).file.split_once('/').unwrap();
+                assert!(shown.contains(said) && shown.contains(&format!("/{record}/")), "{place} = {said}: {record}");
+                assert!(shown.contains("missed") || row.bars.iter().all(|bar| bar.holds), "{place} misses its bar");
+            }
+        }
+    }
+
     #[test]
     fn a_figure_that_is_no_number_is_none() {
         // JSON has no NaN: it is written as null.
