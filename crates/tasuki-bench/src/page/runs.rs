@@ -61,7 +61,8 @@ pub struct Against {
     pub ratio: Option<f64>,
 }
 
-/// Records of quick runs from before files said so (27 November 2026). All others of that time are of full runs.
+/// Records of quick runs from before files said so (27 November 2026). The others of that time are of full runs by their
+/// READMEs; one has none, and newer ones hide it.
 const QUICK_UNSAID: [&str; 1] = ["2026-11-26-xeon-16core/stock.json"];
 
 /// Runs, the one to prefer first: full before quick, then the newest.

@@ -92,7 +92,7 @@ pub fn section(desk: &Desk<'_>) -> Section {
         differs: &[
             "The same experiment: 1,024 bytes by TCP, a millisecond of work, a thousand times, a replacement among them, program and drivers on one CPU. But the program's send is a call into Linux's own TCP, and the driver is behind a TAP: a send takes as long as Linux needs for it on this machine.",
             "An answer here means that the new process drives. Its time includes an HTTP request, and the start of a process from its file, its confinement and its connection. \"Staged\" means that these were done ahead. \"By the store\" sends the driver's state through the daemon, as MINIX 3 sends it through a server. The other ways leave it in memory that both processes have, as AnT does.",
-            "The card is a model in a process on the other CPU, as silicon would work beside the CPU.",
+            "The card is a model in a process on the other CPU, as silicon would work beside the CPU. At line rate its clock and its wire stand still while that CPU runs something else. On two CPUs it runs tasukid for most of the time after a kill, so the 0 lost of \"killed, line rate\" says little there.",
         ],
         out_of_reach: &[
             "A Realtek 8139 that changes hands under a sending program: the card has no register that tells its place in a ring, so it cannot change hands without a loss.",
