@@ -1,8 +1,10 @@
 //! Process of the card: the model and its wire.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use tasuki_shm::clock::now_ns;
 use tasuki_sim::e1000e::{Device, Options};
 use tasuki_sim::model::Model;
 use tasuki_sim::served::Served;
@@ -92,10 +94,11 @@ fn play(mut server: Server, mut orders: Orders, size: u32, card: impl Model) -> 
     control.say(&Say::Size(size))?;
     let mut served = Served::new(card, source(Trial { count: 0, size, rate: None, pauses: true }));
     let mut stage = Stage::Idle;
-    let mut stalled = 0;
+    let (mut stalled, mut stalls) = (0, StallLog::default());
     let mut result = Ok(());
     let mut rounds = 0_u32;
     served.serve(&mut server, |served| {
+        stalls.look(served.stalls().sum);
         rounds = rounds.wrapping_add(1);
         if !rounds.is_multiple_of(UNHEARD) {
             return true;
@@ -103,21 +106,48 @@ fn play(mut server: Server, mut orders: Orders, size: u32, card: impl Model) -> 
         if control.is_over() {
             return false;
         }
-        result = turn(served, &control, &mut stage, &mut stalled);
+        result = turn(served, &control, &mut stage, (&mut stalled, &mut stalls));
         result.is_ok()
     })?;
     result
+}
+
+/// Times at which the machine did not run card and wire, by the clock that all processes share.
+#[derive(Debug, Default)]
+struct StallLog {
+    /// Sum of all stalls until now, in ns.
+    sum: u64,
+    /// End and length of each stall since the last question, in ns.
+    stalls: Vec<(u64, u64)>,
+}
+
+impl StallLog {
+    /// Notes a stall that has just ended, if the sum of all has grown.
+    fn look(&mut self, sum: u64) {
+        if sum != self.sum {
+            self.stalls.push((now_ns(), sum - self.sum));
+            self.sum = sum;
+        }
+    }
+
+    /// Returns the sum of stalls within `during`, and forgets all.
+    fn take(&mut self, during: Range<u64>) -> u64 {
+        let within =
+            |(end, len): (u64, u64)| end.min(during.end).saturating_sub(end.saturating_sub(len).max(during.start));
+        self.stalls.drain(..).map(within).sum()
+    }
 }
 
 fn turn(
     served: &mut Served<Source, impl Model>,
     control: &Control,
     stage: &mut Stage,
-    stalled: &mut u64,
+    (stalled, stalls): (&mut u64, &mut StallLog),
 ) -> Result<()> {
     match control.heard()? {
         Some(Ask::Begin(trial)) => {
             *stalled = served.stalls().sum;
+            stalls.take(0..0);
             *served.wire() = source(trial);
             *stage = Stage::Sending;
             if trial.rate.is_some_and(|rate| rate <= SLOW) {
@@ -126,10 +156,10 @@ fn turn(
                 tasuki_shm::slice::brief();
             }
         }
-        Some(Ask::Window) => {
+        Some(Ask::Window(from, to)) => {
             let (gap, trip, end) = served.wire().window();
             let ago = served.now().saturating_sub(end);
-            control.say(&Say::Window(gap, trip, ago, served.stalls().sum))?;
+            control.say(&Say::Window(gap, trip, ago, stalls.take(from..to)))?;
         }
         Some(Ask::End) => {
             // Stop the wire: it may have frames left to send.
@@ -237,4 +267,23 @@ pub const TRIPS: usize = 150;
 
 fn say_trips(control: &Control, trips: &[u64]) -> Result<()> {
     trips.chunks(TRIPS).try_for_each(|trips| control.say(&trips))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stall_counts_as_far_as_it_is_in_the_time_that_is_asked_for() {
+        let log = || StallLog { sum: 0, stalls: vec![(100, 50), (300, 100), (410, 5)] };
+        assert_eq!(log().take(0..1000), 155);
+        assert_eq!(log().take(80..250), 20 + 50);
+        assert_eq!(log().take(230..240), 10);
+        assert_eq!(log().take(0..0) + log().take(500..600) + log().take(110..190), 0);
+        let mut log = log();
+        log.take(0..0);
+        log.look(7);
+        log.look(7);
+        assert_eq!((log.stalls.len(), log.take(0..u64::MAX)), (1, 7));
+    }
 }

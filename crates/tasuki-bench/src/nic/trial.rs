@@ -1,5 +1,6 @@
 //! Messages between the driver's process and the card's: JSON, one message per packet.
 
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -13,8 +14,9 @@ use serde::{Deserialize, Serialize};
 pub enum Ask {
     /// Starts a trial: the wire begins to bring frames.
     Begin(Trial),
-    /// Asks for the longest gap and trip since the last such question.
-    Window,
+    /// Asks for the longest gap and trip since the last such question, and for how long the machine did not run the card
+    /// and its wire between two times (`tasuki_shm::clock`) since then.
+    Window(u64, u64),
     /// Ends a trial: the driver has all the frames it expects, or has given up. Asks for the outcome.
     End,
 }
@@ -40,7 +42,7 @@ pub enum Say {
     /// The wire has brought all frames.
     Sent,
     /// Longest time between two frames that came back, longest trip of a frame, how long ago that gap ended, and for how
-    /// long the machine did not run the card and its wire since they began, in ns.
+    /// long card and wire stood still in the time that was asked for, in ns.
     Window(u64, u64, u64, u64),
     /// Outcome of the trial.
     Outcome(Outcome),
@@ -99,9 +101,9 @@ impl Control {
         }
     }
 
-    /// Asks for the window since the last such question: see [`Say::Window`].
-    pub fn window(&self) -> Result<(u64, u64, u64, u64)> {
-        self.say(&Ask::Window)?;
+    /// Asks for the window since the last such question: see [`Say::Window`]. The time of stalls is that in `during`.
+    pub fn window(&self, during: Range<u64>) -> Result<(u64, u64, u64, u64)> {
+        self.say(&Ask::Window(during.start, during.end))?;
         loop {
             if let Say::Window(gap, trip, ago, stalled) = self.hear()? {
                 return Ok((gap, trip, ago, stalled));

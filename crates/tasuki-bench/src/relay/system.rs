@@ -346,8 +346,9 @@ impl System {
         let settled: Relayed = serde_json::from_value(settled)?;
         ensure!(settled.relays.iter().all(|relay| relay.done), "{}", settled.sentence);
         let pause = settled.relays.first().and_then(|relay| relay.pause_ns);
-        self.await_steady(before.worker)?;
-        Ok(Turn { pause: pause.context("the relay has no pause")?, until_known: 0, asked: Some(asked), met: None })
+        let until = self.await_steady(before.worker)?.driving_at_ns.context("nobody drives the NIC")?;
+        let pause = pause.context("the relay has no pause")?;
+        Ok(Turn { pause, until, until_known: 0, asked: Some(asked), met: None })
     }
 
     /// Loses the node that has the NIC. The pause of the turn is the time from when the daemon's rule is met until the other
@@ -363,16 +364,17 @@ impl System {
         let ask = || Ok(self.nic()?.failed_over.and_then(|it| Some((it.took_ns?, it.met_ns))));
         let (took, met) = program::found(ask, || format!("the NIC does not fail over: {}", self.describe()))?;
         std::fs::rename(&aside, &program)?;
-        Ok(Turn { pause: took, until_known: 0, asked: None, met: Some(met) })
+        Ok(Turn { pause: took, until: met + took, until_known: 0, asked: None, met: Some(met) })
     }
 
     fn takeover(&self, before: &NicView) -> Result<Turn> {
         let at = self.kill_driver_of(before)?;
         let after = self.await_steady(before.worker)?;
         let (until, since) = (after.driving_at_ns, after.pause_ns);
-        let pause = until.context("nobody drives the NIC")?.saturating_sub(at);
+        let until = until.context("nobody drives the NIC")?;
+        let pause = until.saturating_sub(at);
         let until_known = pause.saturating_sub(since.context("the takeover has no pause")?);
-        Ok(Turn { pause, until_known, asked: None, met: None })
+        Ok(Turn { pause, until, until_known, asked: None, met: None })
     }
 }
 
@@ -381,6 +383,8 @@ impl System {
 pub struct Turn {
     /// Time without a driver, in ns.
     pub pause: u64,
+    /// End of `pause`, by [`now_ns`].
+    pub until: u64,
     /// Part of `pause` until the daemon knew, in ns.
     pub until_known: u64,
     /// Time from the request, on an open connection, to the answer.
@@ -414,16 +418,16 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
     let rate = Some(traffic.rate(size));
     control.say(&Ask::Begin(Trial { count: u64::MAX, size, rate, pauses: true }))?;
     let mut sample = Sample::new();
-    let window = || -> Result<(f64, f64, u64, f64)> {
-        let (gap, trip, ago, stalled) = control.window()?;
+    let window = |during| -> Result<(f64, f64, u64, f64)> {
+        let (gap, trip, ago, stalled) = control.window(during)?;
         Ok((gap as f64, trip as f64, now_ns() - ago, stalled as f64))
     };
     let mut like = QUIET;
     for _ in 0..orders.calls {
         system.get_ready(relay)?;
-        window()?;
+        window(0..0)?;
         std::thread::sleep(like);
-        let (gap, trip, _, stalled_before) = window()?;
+        let (gap, trip, ..) = window(0..0)?;
         sample.note("gap_quiet", gap);
         sample.note("trip_quiet", trip);
         let asked = Instant::now();
@@ -434,13 +438,13 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
         sample.record(Duration::from_nanos(turn.pause));
         sample.note("due", turn.pause as f64);
         sample.note("until_known", turn.until_known as f64);
-        let (gap, trip, end, stalled) = window()?;
+        let (gap, trip, end, stalled) = window(turn.until - turn.pause..turn.until)?;
         if let Some(met) = turn.met {
             sample.note("first", end as f64 - met as f64);
         }
         sample.note("gap", gap);
         sample.note("trip", trip);
-        sample.note("stalled", stalled - stalled_before);
+        sample.note("stalled", stalled);
     }
     let outcome = control.end()?;
     sample.note("relays", orders.calls as f64);
