@@ -54,7 +54,7 @@ impl Bucket {
     fn fill(&mut self, now: Duration) {
         let passed = now.saturating_sub(self.since);
         // A party that floods us must not cost a division each time.
-        if passed < self.each {
+        if passed < self.each && self.left < self.most {
             return;
         }
         let come = passed.as_nanos() / self.each.as_nanos().max(1);
@@ -104,5 +104,9 @@ mod tests {
         let mut bucket = Bucket::new(10, 7 * MS, Duration::ZERO);
         let passed = (0..100_000_u32).filter(|step| bucket.take(*step * MS / 10)).count();
         assert_eq!(passed, 10 + 9999 / 7);
+        // Nor where the first come late.
+        let mut bucket = Bucket::new(2, 10 * MS, Duration::ZERO);
+        let passed: Vec<bool> = [90, 91, 92, 100, 190].iter().map(|&step| bucket.take(step * MS / 10)).collect();
+        assert_eq!(passed, [true, true, false, false, true]);
     }
 }

@@ -175,7 +175,7 @@ fn read_or_go_on(file: &Path, folder: &Path) -> Result<(Config, Result<String, S
         // Workers may drive: that is tried again.
         let also =
             |why: &dyn std::fmt::Display| anyhow!("{error:#}; nor can tasukid go by what was applied last: {why}");
-        let config = supervisor::applied_last(folder).map_err(|why| also(&why))?;
+        let Some(config) = supervisor::applied_last(folder).map_err(|why| also(&why))? else { return Err(error) };
         can_confine(file, &config).map_err(|why| also(&why))?;
         Ok((config, Err(sentence(&error))))
     })

@@ -42,13 +42,18 @@ pub struct Current {
     refused: Option<String>,
 }
 
-/// Returns the configuration that an earlier daemon in this directory went by, also if this version refuses it.
+/// Returns the configuration that an earlier daemon in this directory went by, also if this version refuses it; `None` if no
+/// daemon has begun.
 ///
 /// # Errors
-/// The registry cannot be read, or has none.
-pub fn applied_last(folder: &Path) -> Result<Config> {
-    let record = Registry::open(folder)?.1.applied.context("the registry has nothing")?;
-    Ok(Config::as_applied(Path::new(&record.path), &record.text)?.0)
+/// The registry cannot be read, or does not have it.
+pub fn applied_last(folder: &Path) -> Result<Option<Config>> {
+    let known = Registry::open(folder)?.1;
+    if known.is_nothing() {
+        return Ok(None);
+    }
+    let record = known.applied.context("the registry does not have it")?;
+    Ok(Some(Config::as_applied(Path::new(&record.path), &record.text)?.0))
 }
 
 impl Current {

@@ -264,7 +264,7 @@ impl Supervisor {
         // The event may be of an earlier keeper's socket (`Process::has_ended`).
         let hung_up = |keeper: &mut KeeperConnection| {
             let mut socket = [PollFd::new(&keeper.socket, PollFlags::IN)];
-            rustix::event::poll(&mut socket, Some(&Timespec::default())) != Ok(0)
+            rustix::event::poll(&mut socket, Some(&Timespec::default())) == Ok(1)
         };
         let Some(connection) = self.deposits.connection.take_if(hung_up) else { return };
         let how = connection.end();

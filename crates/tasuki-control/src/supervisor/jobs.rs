@@ -474,12 +474,12 @@ impl Supervisor {
             }
         }
         let said: Vec<_> = done.iter().map(|settled| settled.sentence.clone()).collect();
-        let its =
-            self.cards.values().filter(|card| card.node() == name && card.vni().is_none() && card.opened.is_none());
-        let unopened: Vec<&str> = its.map(Card::name).collect();
+        let its = |card: &&Card| card.node() == name && card.vni().is_none() && card.closing.is_none();
+        let its: Vec<&str> = self.cards.values().filter(its).map(Card::name).collect();
         let sentence = match (is_upgrade, said.is_empty()) {
-            (true, true) if !unopened.is_empty() => {
-                format!("node {name} is now worker {target}, which gets {} once open", unopened.join(" and "))
+            // It was not open when the upgrade began.
+            (true, true) if !its.is_empty() => {
+                format!("node {name} is now worker {target}, which drives {} once open", its.join(" and "))
             }
             (true, true) => format!("node {name} is now worker {target}; it has no NIC"),
             (true, false) => format!("node {name} is now worker {target}; {}", said.join("; ")),

@@ -25,7 +25,7 @@ const LINES_AT_ONCE_MAX: u32 = 200;
 const LINE_EVERY: Duration = Duration::from_millis(100);
 /// Bytes read of one worker before the next has its turn, or a death is heard.
 const READ_MAX: usize = 16 << 10;
-/// Bytes read of a worker that is dead: more than its pipe holds.
+/// Bytes read of a worker that is dead: more than its pipe holds, unless it made that larger.
 const LAST_READ_MAX: usize = 128 << 10;
 
 /// The daemon's end of a worker's pipe.
@@ -146,6 +146,10 @@ impl Supervisor {
     /// Logs the last lines of a dead worker.
     pub(super) fn read_last_lines(&mut self, number: u32) {
         self.read_lines(number, LAST_READ_MAX);
+        if let Some(lines) = self.workers.get_mut(&number).and_then(|worker| worker.lines.as_mut()) {
+            let left = lines.finish(now(), Vec::new());
+            self.log_lines(number, left);
+        }
     }
 
     fn read_lines(&mut self, number: u32, bytes_max: usize) {
@@ -155,7 +159,11 @@ impl Supervisor {
         if next == Next::Never {
             let _ = rustix::event::epoll::delete(&self.epoll, &lines.pipe);
         }
-        let node = &worker.record.node;
+        self.log_lines(number, said);
+    }
+
+    fn log_lines(&self, number: u32, said: Vec<String>) {
+        let Some(node) = self.workers.get(&number).map(|worker| &worker.record.node) else { return };
         for line in said {
             tracing::info!(node, worker = number, "worker {number} of node {node} writes: {line}");
         }

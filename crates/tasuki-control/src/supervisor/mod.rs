@@ -352,6 +352,19 @@ pub struct Parts {
 impl Supervisor {
     /// Starts the daemon: it takes over all that an earlier daemon left running.
     pub fn begin(parts: Parts) -> Result<Self> {
+        let (folder, keeper) = (parts.place.folder().to_owned(), parts.place.keeper_socket());
+        let path = folder.join(registry::FILE);
+        let was_there = path.exists();
+        Self::take_over(parts).inspect_err(|_| {
+            // A registry says that workers may drive. Where it has nothing, and there is no keeper, none does.
+            let is_nothing = || Registry::open(&folder).map_or(!was_there, |(_, known)| known.is_nothing());
+            if !keeper.exists() && is_nothing() {
+                let _ = std::fs::remove_file(&path);
+            }
+        })
+    }
+
+    fn take_over(parts: Parts) -> Result<Self> {
         let Parts {
             config,
             file: (file, text),
@@ -365,7 +378,6 @@ impl Supervisor {
             not_replaced,
         } = parts;
         let (registry, mut known) = Registry::open(place.folder())?;
-        let is_new = known.is_nothing();
         let (current, config) = apply::Current::begin(file, config, text, known.applied.take())?;
         let own_cpus = housekeeping_cpus::find(&Config::default());
         let housekeeping = housekeeping_cpus::find(&config);
@@ -445,10 +457,6 @@ impl Supervisor {
             if is_empty && supervisor.workers.is_empty() {
                 // It keeps nothing.
                 supervisor.end_keeper();
-                if is_new {
-                    // Nor does the registry, and one that is there says that workers may drive.
-                    let _ = std::fs::remove_file(supervisor.place.folder().join(registry::FILE));
-                }
             }
             return Err(error);
         }

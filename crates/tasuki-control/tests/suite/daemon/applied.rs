@@ -977,6 +977,13 @@ fn a_daemon_that_never_began_leaves_nothing_that_says_that_workers_drive_on() {
     assert!(code == Some(1) && said.contains("has no TAP /nowhere/netns:nic0"), "{said}");
     let said = rig.refused(&["status"]);
     assert!(!said.contains("may drive on"), "{said}");
+    // It has made the registry by then, and not the keeper.
+    let tasukid = rig.tasukid();
+    let mut starved = Command::new("sh");
+    starved.args(["-c", "ulimit -n 16; exec \"$@\"", "sh"]).arg(tasukid.get_program()).args(tasukid.get_args());
+    let output = starved.output().expect("a daemon");
+    assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(!rig.dir().join("registry.redb").exists(), "{}", String::from_utf8_lossy(&output.stderr));
     // Nor has the next one anything to go by, if its file cannot be used.
     rig.configure(|text| text.replace("[[node]]", "[[node"));
     let (code, said) = fails();
