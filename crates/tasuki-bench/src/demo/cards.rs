@@ -41,8 +41,8 @@ pub struct Act {
     pub times: u32,
     /// Whether frames may be lost.
     pub loses: bool,
-    /// Times that the papers need for the same.
-    pub papers: &'static str,
+    /// What stands below: times that the papers need for the same, or what the figures do not show.
+    pub below: &'static str,
 }
 
 impl Act {
@@ -65,8 +65,8 @@ pub const ACTS: [Act; 4] = [
         relay: Relay::Upgrade { store: false },
         times: 3,
         loses: false,
-        // They time a replacement from the request to its result, which this table does not show.
-        papers: "",
+        // The papers time a replacement from the request to its result, which this table does not show.
+        below: "",
     },
     Act {
         name: "takeover",
@@ -74,7 +74,7 @@ pub const ACTS: [Act; 4] = [
         relay: Relay::Takeover,
         times: 3,
         loses: false,
-        papers: "",
+        below: "tasukid has the model's CPU meanwhile, so its wire stands still for part of the time, and shows less loss",
     },
     Act {
         name: "warm",
@@ -82,7 +82,7 @@ pub const ACTS: [Act; 4] = [
         relay: Relay::Give(Method::Keep),
         times: 3,
         loses: false,
-        papers: "Mint, by the interrupt's routing: nothing is received for less than 1,000 µs (S0)",
+        below: "Mint, by the interrupt's routing: nothing is received for less than 1,000 µs (S0)",
     },
     Act {
         name: "cold",
@@ -90,7 +90,7 @@ pub const ACTS: [Act; 4] = [
         relay: Relay::Give(Method::Cold),
         times: 1,
         loses: true,
-        papers: "Mint, by loading a kernel module: nothing is received for 2,259,000 µs (S0)",
+        below: "Mint, by loading a kernel module: nothing is received for 2,259,000 µs (S0)",
     },
 ];
 
@@ -175,7 +175,7 @@ fn row(act: &Act, sample: &Sample) {
     let pause = median(of("pause")).unwrap_or(f64::NAN);
     let gap = micros(of("gap").first().copied().unwrap_or(f64::NAN));
     line(&act.title(), [sum("lost"), sum("twice"), sum("disorder"), micros(pause), gap]);
-    if !act.papers.is_empty() {
-        println!("      {}", act.papers);
+    if !act.below.is_empty() {
+        println!("      {}", act.below);
     }
 }

@@ -109,7 +109,7 @@ fn fail_over(sample: &Sample, case: &'static str) -> Result<Vec<Row>> {
 }
 
 /// Returns the number of relays in which card and wire stood still for most of the pause: their process had no CPU. Then
-/// no frame arrives that could be lost.
+/// few frames arrive that could be lost.
 fn stood_still(sample: &Sample) -> usize {
     let [pauses, stalls] = ["due", "stalled"].map(|name| sample.numbers(name));
     pauses.iter().zip(stalls).filter(|(pause, stalled)| **stalled > *pause / 2.0).count()
@@ -147,7 +147,8 @@ fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
     let mut note = format!("{} relays; the wire was asked to pause {} times", sum("relays")?, sum("pauses")?);
     let still = stood_still(sample);
     if still > 0 {
-        note += &format!("; in {still} it stood still for most of the time without a driver, and could lose nothing");
+        note +=
+            &format!("; in {still} it stood still for most of the time without a driver, so few frames could be lost");
     }
     if 2.0 * still as f64 > sum("relays")? && lost.value == 0.0 {
         lost.bars.clear();
