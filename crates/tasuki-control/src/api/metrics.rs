@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use axum::Router;
+use axum::body::Bytes;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
@@ -242,30 +243,42 @@ async fn present(door: &Door) -> Option<String> {
     Some(answered.await.ok()?.ok()?.text())
 }
 
-fn response(text: Option<String>) -> Response {
+fn response(text: Option<Bytes>) -> Response {
     match text {
         Some(text) => ([("content-type", "text/plain; version=0.0.4")], text).into_response(),
         None => StatusCode::SERVICE_UNAVAILABLE.into_response(),
     }
 }
 
-/// Answers with the present counts.
-pub async fn answer(door: &Door) -> Response {
-    response(present(door).await)
+/// Answers with counts that are no older than `most`.
+pub async fn answer(door: &Door, shared: &Shared, most: Duration) -> Response {
+    let counts = async { present(door).await.map(Bytes::from).ok_or(()) };
+    response(shared.get(most, counts).await.ok())
 }
 
-/// The counts that were asked for last, and when.
+/// An answer that callers share. What its making costs grows with the square of the nodes, and each user that may read may ask.
 #[derive(Debug, Default)]
-struct Last(Mutex<Option<(Instant, String)>>);
+pub struct Shared(Mutex<Option<Made>>);
 
-impl Last {
-    /// Returns counts that are no older than `most`. Callers that ask meanwhile wait for the same ones.
-    async fn counts(&self, door: &Door, most: Duration) -> Option<String> {
+#[derive(Debug)]
+struct Made {
+    at: Instant,
+    took: Duration,
+    bytes: Bytes,
+}
+
+impl Shared {
+    /// Returns what `make` gave last, if that is no older than `most`, or than four times as long as its making took: so at
+    /// most a fifth of the time goes into it. Callers that ask meanwhile wait for the same one.
+    pub async fn get<E>(&self, most: Duration, make: impl Future<Output = Result<Bytes, E>>) -> Result<Bytes, E> {
         let mut last = self.0.lock().await;
-        if last.as_ref().is_none_or(|(at, _)| at.elapsed() >= most) {
-            *last = Some((Instant::now(), present(door).await?));
+        if let Some(made) = last.as_ref().filter(|made| made.at.elapsed() < most.max(4 * made.took)) {
+            return Ok(made.bytes.clone());
         }
-        last.as_ref().map(|(_, text)| text.clone())
+        let begun = Instant::now();
+        let bytes = make.await?;
+        *last = Some(Made { at: Instant::now(), took: begun.elapsed(), bytes: bytes.clone() });
+        Ok(bytes)
     }
 }
 
@@ -287,8 +300,8 @@ pub fn listen(address: SocketAddr) -> Result<TcpListener> {
 pub async fn serve(listener: TcpListener, door: Door) {
     let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
     let seats = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    let last = Arc::new(Last::default());
-    let counts = async move || response(last.counts(&door, COUNTS_AGE_MAX).await);
+    let shared = Arc::new(Shared::default());
+    let counts = async move || answer(&door, &shared, COUNTS_AGE_MAX).await;
     let only = |status: StatusCode| {
         (status, "this address has the counts alone: GET /metrics; ask tasukid's socket for the rest\n")
     };
@@ -451,11 +464,16 @@ mod tests {
         });
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
-            let last = Last::default();
+            let shared = Shared::default();
             for _ in 0..9 {
-                assert!(last.counts(&door, Duration::MAX).await.is_some());
+                assert_eq!(answer(&door, &shared, Duration::MAX).await.status(), StatusCode::OK);
             }
-            assert!(last.counts(&door, Duration::ZERO).await.is_some());
+            // As if it had been made in no time.
+            shared.0.lock().await.as_mut().expect("just made").took = Duration::ZERO;
+            assert_eq!(answer(&door, &shared, Duration::ZERO).await.status(), StatusCode::OK);
+            // One whose making took long is passed on.
+            shared.0.lock().await.as_mut().expect("just made").took = Duration::from_secs(600);
+            assert_eq!(answer(&door, &shared, Duration::ZERO).await.status(), StatusCode::OK);
         });
         drop(door);
         assert_eq!(asked.join().unwrap(), 2, "they are asked for when they are too old");
