@@ -187,9 +187,13 @@ fn play(file: &Path) -> Result<()> {
     ensure!(!moments.is_empty(), "{named} has no looks; record some with tasuki top --json");
     let mut terminal = Terminal::take()?;
     let (mut at, mut stands) = (0, false);
+    let (mut picture, mut taken) = (Picture::default(), 0);
     loop {
-        let mut picture = Picture::default();
-        moments[..=at].iter().cloned().for_each(|moment| picture.take(moment));
+        if taken > at + 1 {
+            (picture, taken) = (Picture::default(), 0);
+        }
+        moments[taken..=at].iter().cloned().for_each(|moment| picture.take(moment));
+        taken = at + 1;
         let is_last = at + 1 == moments.len();
         let how = if stands || is_last { "stands still" } else { "goes on" };
         let foot = format!("look {} of {}, {how}; space, left and right, q ends", at + 1, moments.len());

@@ -83,14 +83,6 @@ impl Counts {
             std::array::from_fn(|word| line.word(word + 1).load(Relaxed));
         Counts { received, sent, ring_full, over_quota, pool_full, taken_back, forged }
     }
-
-    pub(super) fn count(&mut self, none: NoRoom) {
-        match none {
-            NoRoom::Ring => self.ring_full += 1,
-            NoRoom::Quota => self.over_quota += 1,
-            NoRoom::Pool => self.pool_full += 1,
-        }
-    }
 }
 
 impl Neighbour {
@@ -109,6 +101,20 @@ impl Neighbour {
         if !std::mem::replace(&mut self.touched, true) {
             touched.push(number);
         }
+    }
+
+    /// Counts a frame that found no room, and publishes that count alone, at once: from a neighbour that reads nothing no
+    /// frame moves any more, and the other counts may include frames that are not published yet.
+    #[cold]
+    pub(super) fn count_dropped(&mut self, none: NoRoom) {
+        let counts = &mut self.counts;
+        let (word, count) = match none {
+            NoRoom::Ring => (3, &mut counts.ring_full),
+            NoRoom::Quota => (4, &mut counts.over_quota),
+            NoRoom::Pool => (5, &mut counts.pool_full),
+        };
+        *count += 1;
+        self.line[0].word(word).store(*count, Relaxed);
     }
 
     /// Handles a neighbour that has read everything. Returns whether its ring's memory is still to be given back.

@@ -76,7 +76,7 @@ impl Vni {
     #[cold]
     pub fn count_dropped(&mut self, to: u16, none: NoRoom) {
         if let Some(neighbour) = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut) {
-            neighbour.counts.count(none);
+            neighbour.count_dropped(none);
         }
     }
 
@@ -265,7 +265,7 @@ impl Vni {
                     count += 1;
                     neighbour.count_sent(&mut self.touched, to);
                 }
-                Ok(Err(none)) => neighbour.counts.count(none),
+                Ok(Err(none)) => neighbour.count_dropped(none),
                 Err(broken) => {
                     neighbour.breaks(broken.into());
                 }

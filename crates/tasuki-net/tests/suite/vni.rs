@@ -89,6 +89,26 @@ fn what_is_counted_can_be_read_by_strangers() {
 }
 
 #[test]
+fn frames_for_a_node_that_reads_nothing_are_counted_where_strangers_and_successors_read() {
+    let mut net = Net::of(3);
+    let start = Instant::now();
+    while net.node(0).send(1, &frame(0, 60)).is_ok() {}
+    net.node(0).flush();
+    assert!(net.node(0).tick(start), "somebody has not read");
+    net.node(0).tick(start + PATIENCE);
+    // The ring stays full, and nothing is taken back a second time.
+    (0..100).for_each(|_| assert!(net.node(0).send(1, &[0; 60]).is_err()));
+    let sent = net.node(0).send_to_all([1, 2], 60, false, |room| room.fill(1)).unwrap();
+    assert_eq!(sent, 1);
+    let (node_memory, _) = PeerNodeMemory::map(&net.node_memory(0)).unwrap();
+    let line = node_memory.line_of(1);
+    assert_eq!([1, 2, 3, 4, 5, 6, 7].map(|word| line.load(0, word)), [0, 256, 102, 0, 0, 1, 0]);
+    let counts = net.node(0).counts(1).unwrap();
+    net.replace(0);
+    assert_eq!(net.node(0).counts(1), Some(counts), "a successor goes on from there");
+}
+
+#[test]
 #[should_panic(expected = "shorter draft")]
 fn no_more_is_posted_than_there_was_room_for() {
     let mut net = Net::of(2);

@@ -1,6 +1,6 @@
 //! The picture that `tasuki top` draws: rates between two looks, and how they went on.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use super::Moment;
 use crate::api::types::{Event, NodeView, TalkView, WorkerView};
@@ -48,17 +48,15 @@ fn rate(count: u64, seconds: f64) -> f64 {
     count as f64 / seconds
 }
 
-/// Reasons why frames are dropped between two nodes of a VNI, and the count of each.
-type Reason = (&'static str, fn(&TalkView) -> u64);
+/// Reasons why frames are dropped between two nodes of a VNI, the reason of the sender's worker that includes each, and the
+/// count of each.
+type Reason = (&'static str, &'static str, fn(&TalkView) -> u64);
 const REASONS: [Reason; 4] = [
-    ("ring full", |it| it.ring_full),
-    ("over quota", |it| it.over_quota),
-    ("pool full", |it| it.pool_full),
-    ("forged", |it| it.forged),
+    ("ring full", "no_room", |it| it.ring_full),
+    ("over quota", "no_room", |it| it.over_quota),
+    ("pool full", "no_room", |it| it.pool_full),
+    ("forged", "forged", |it| it.forged),
 ];
-
-/// Reasons of a worker's for which the counts above have others.
-const SAID_BY_VNI: [&str; 2] = ["no_room", "forged"];
 
 /// Returns what the nodes did between two looks, and the daemon's share of a CPU.
 fn did(before: &Moment, now: &Moment) -> (BTreeMap<String, Did>, f64) {
@@ -68,10 +66,24 @@ fn did(before: &Moment, now: &Moment) -> (BTreeMap<String, Did>, f64) {
         rate(used.unwrap_or(0), 10.0 * seconds)
     };
     let mut nodes: BTreeMap<String, Did> = BTreeMap::new();
+    // Frames of a node that its worker counts, too, by the worker's reason.
+    let mut counted: BTreeMap<(&str, &str), f64> = BTreeMap::new();
+    let former = pairs(before);
+    for (pair, talk) in pairs(now) {
+        let former = former.get(&pair);
+        let did = nodes.entry(talk.node.clone()).or_default();
+        for (reason, of_worker, count) in REASONS {
+            let grown = rate(grown(former.map_or(0, |former| count(former)), count(talk)), seconds);
+            *did.dropped.entry(reason.to_owned()).or_default() += grown;
+            *counted.entry((&talk.node, of_worker)).or_default() += grown;
+        }
+    }
+    let former: HashMap<u32, &WorkerView> = before.metrics.workers.iter().map(|it| (it.worker, it)).collect();
     for worker in &now.metrics.workers {
         // A number is never given again, so a worker without a former view is a fresh one.
-        let former = before.metrics.workers.iter().find(|it| it.worker == worker.worker);
-        let since = |count: fn(&WorkerView) -> u64| rate(grown(former.map_or(0, count), count(worker)), seconds);
+        let former = former.get(&worker.worker);
+        let since =
+            |count: fn(&WorkerView) -> u64| rate(grown(former.map_or(0, |it| count(it)), count(worker)), seconds);
         let did = nodes.entry(worker.node.clone()).or_default();
         did.received += since(|it| it.received);
         did.sent += since(|it| it.sent);
@@ -81,26 +93,25 @@ fn did(before: &Moment, now: &Moment) -> (BTreeMap<String, Did>, f64) {
             let before = former.map_or(0, |former| for_reason(former, reason));
             let grown = rate(grown(before, for_reason(worker, reason)), seconds);
             rest -= grown;
-            // The counts of the VNI say more about the others.
-            if !SAID_BY_VNI.contains(&reason.as_str()) {
-                *did.dropped.entry(reason.replace('_', " ")).or_default() += grown;
-            }
+            // The counts of the VNI say more about those that they have.
+            let mut none = 0.0;
+            let counted = counted.get_mut(&(worker.node.as_str(), reason.as_str())).unwrap_or(&mut none);
+            let known = grown.min(*counted);
+            // They were read at another moment, so a small rest is none.
+            let more = if grown - known < *counted / 100.0 { 0.0 } else { grown - known };
+            *counted -= known;
+            *did.dropped.entry(reason.replace('_', " ")).or_default() += more;
         }
         *did.dropped.entry("refused".to_owned()).or_default() += rest.max(0.0);
         did.cpu += cpu(worker.pid);
     }
-    for (vni, talks) in &now.metrics.vnis {
-        let former = before.metrics.vnis.iter().find(|(name, _)| name == vni).map(|(_, talks)| talks);
-        for talk in talks {
-            let former = former.and_then(|all| all.iter().find(|it| it.node == talk.node && it.other == talk.other));
-            for (reason, count) in REASONS {
-                let grown = grown(former.map_or(0, count), count(talk));
-                *nodes.entry(talk.node.clone()).or_default().dropped.entry(reason.to_owned()).or_default() +=
-                    rate(grown, seconds);
-            }
-        }
-    }
     (nodes, cpu(now.metrics.status.pid))
+}
+
+/// Returns the counts of each node's talk with each other node, by VNI and both nodes.
+fn pairs(moment: &Moment) -> HashMap<(&str, &str, &str), &TalkView> {
+    let all = moment.metrics.vnis.iter().flat_map(|(vni, talks)| talks.iter().map(move |talk| (vni, talk)));
+    all.map(|(vni, talk)| ((vni.as_str(), talk.node.as_str(), talk.other.as_str()), talk)).collect()
 }
 
 fn push<T>(into: &mut VecDeque<T>, most: usize, value: T) {
@@ -331,9 +342,20 @@ mod tests {
             worker["dropped"] = json!({ "not_own": not_own, "no_room": no_room });
             worker
         };
-        let (before, now) = (moment(1000, &[dropping(9, 5, 2)], 0, 1), moment(2000, &[dropping(40, 15, 20)], 0, 1));
-        let (nodes, _) = did(&before, &now);
-        assert_eq!(drops("red", &nodes["red"]).unwrap(), "red drops, a second: 10.0 not own, 3.0 refused");
+        let look = |at_ms, worker, ring_full| {
+            let mut moment = moment(at_ms, &[worker], 0, 1);
+            let (_, talks) = &mut moment.metrics.vnis[0];
+            talks.push(serde_json::from_value(talk("red", "blue", ring_full)).unwrap());
+            moment
+        };
+        let drops = |ring_full| {
+            let (nodes, _) = did(&look(1000, dropping(9, 5, 2), 0), &look(2000, dropping(40, 15, 20), ring_full));
+            drops("red", &nodes["red"]).unwrap()
+        };
+        // Of 18 for which there was no room, the counts of the VNI have all, some, or more: one for each node of a broadcast.
+        assert_eq!(drops(18), "red drops, a second: 10.0 not own, 3.0 refused, 18.0 ring full");
+        assert_eq!(drops(20), "red drops, a second: 10.0 not own, 3.0 refused, 20.0 ring full");
+        assert_eq!(drops(4), "red drops, a second: 14.0 no room, 10.0 not own, 3.0 refused, 4.0 ring full");
     }
 
     #[test]
