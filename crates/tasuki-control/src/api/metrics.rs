@@ -143,7 +143,11 @@ impl Metrics {
     fn workers(&self, text: &mut Text) {
         let families: [Family<WorkerView>; 5] = [
             ("received", "Frames that the worker has received.", |it| it.received),
-            ("sent", "Frames that the worker has sent.", |it| it.sent),
+            (
+                "sent",
+                "Frames that the worker has sent; of a program of its own, also those that did not cross.",
+                |it| it.sent,
+            ),
             (
                 "missing",
                 "Numbers of frames that were passed over; of those that came later, late counts the frames.",

@@ -170,9 +170,10 @@ impl Egress<'_> {
             }
             Some(several) => {
                 let nodes = self.switch.nodes_of(several);
-                match self.vni.post_staged_to_all(nodes.iter(), len) {
-                    Ok(_) => *self.taken += 1,
-                    Err(_) => self.dropped.no_room += 1,
+                let sent = self.vni.post_staged_to_all(nodes.iter(), len);
+                if !self.went_to_some(sent) {
+                    // Its pages may be another frame's before the next one is staged.
+                    self.forget_staged();
                 }
                 true
             }
@@ -312,10 +313,8 @@ impl Egress<'_> {
                     return false;
                 }
                 self.posted += count;
-                match self.vni.send_to_all(nodes.iter(), len, header.is_some(), fill) {
-                    Ok(_) => *self.taken += 1,
-                    Err(_) => self.dropped.no_room += 1,
-                }
+                let sent = self.vni.send_to_all(nodes.iter(), len, header.is_some(), fill);
+                self.went_to_some(sent);
                 true
             }
         }
@@ -357,6 +356,17 @@ impl Egress<'_> {
             Err(_) => self.dropped.nobody += 1,
         }
         true
+    }
+
+    /// Counts a frame to several nodes, by the number of those that got it. Returns whether any did.
+    #[inline]
+    fn went_to_some(&mut self, sent: Result<usize, SendError>) -> bool {
+        let is_sent = matches!(sent, Ok(1..));
+        match is_sent {
+            true => *self.taken += 1,
+            false => self.dropped.no_room += 1,
+        }
+        is_sent
     }
 }
 

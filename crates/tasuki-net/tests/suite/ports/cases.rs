@@ -177,6 +177,31 @@ pub fn a_node_that_is_not_driven_holds_up_nobody_else(pair: [Kind; 2]) {
     assert_same(&world.take(TO, sent.len()), &sent);
 }
 
+pub fn a_frame_for_several_for_which_none_has_room_is_not_sent(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    world.still = vec![TO, OTHER];
+    let mut broadcast = frame(TO, FROM, 0, 100);
+    broadcast[..6].fill(0xff);
+    let mut count = 0;
+    // No more than a ring holds is sent ahead of the node.
+    while world.end(FROM).lost().no_room == 0 {
+        assert!(count < 2048, "rings hold frames without end");
+        world.send(FROM, &broadcast);
+        count += 1;
+        if count % 32 == 0 {
+            world.settle();
+        }
+    }
+    world.settle();
+    let before = world.end(FROM).lost().no_room;
+    world.send(FROM, &broadcast);
+    world.until("it is counted", |world| world.end(FROM).lost().no_room > before);
+    assert_eq!(world.end(FROM).lost(), Lost { no_room: before + 1, ..Lost::default() });
+    let sent = count + 1 - usize::try_from(before + 1).unwrap();
+    world.still.clear();
+    assert_eq!([TO, OTHER].map(|node| world.take(node, sent).len()), [sent; 2]);
+}
+
 pub fn what_is_no_frame_is_refused_and_counted(pair: [Kind; 2]) {
     let Some(mut world) = world(pair) else { return };
     // The kernel accepts no such frame from a namespace's program; the node checks a memif client's frame in its

@@ -234,6 +234,7 @@ macro_rules! suite {
                 a_frame_for_a_stranger_goes_to_uplinks_or_nowhere
                 a_vlan_tag_is_carried_untouched
                 a_node_that_is_not_driven_holds_up_nobody_else
+                a_frame_for_several_for_which_none_has_room_is_not_sent
                 what_is_no_frame_is_refused_and_counted
                 a_successor_loses_nothing
                 an_idle_node_is_woken_by_a_frame

@@ -33,7 +33,13 @@ impl End for Native {
             }
             several => {
                 let nodes = self.switch.nodes_of(several);
-                self.vni.send_to_all(nodes.iter(), frame.len(), false, |room| room.copy_from_slice(frame)).map(|_| ())
+                match self.vni.send_to_all(nodes.iter(), frame.len(), false, |room| room.copy_from_slice(frame)) {
+                    Ok(0) => {
+                        self.lost.no_room += 1;
+                        return true;
+                    }
+                    sent => sent.map(|_| ()),
+                }
             }
         };
         match sent {
