@@ -541,7 +541,7 @@ pub mod heartbeat {
     /// Index of that reason.
     pub const TOO_LATE: usize = 5;
     /// The reasons, as `tasuki nic counts` names them.
-    pub const REASONS: [&str; 12] = [
+    pub const REASONS: [&str; 13] = [
         "refused",
         "away",
         "no_buffer",
@@ -554,6 +554,7 @@ pub mod heartbeat {
         "length",
         "not_own",
         "over_rate",
+        "by_socket",
     ];
 }
 

@@ -452,7 +452,10 @@ impl<D: FrameHandler> VniAttachment<D> {
             return Some(TICK - passed);
         }
         self.ticked = now;
-        self.on_vni(common)?.tick(now).then_some(TICK)
+        let again = self.on_vni(common)?.tick(now);
+        // The tick may have counted drops, and the worker may sleep next.
+        self.count(common);
+        again.then_some(TICK)
     }
 }
 

@@ -417,7 +417,7 @@ impl<E: Endpoint + ?Sized> Bridge<E> {
         // Another node may get the number of one that is gone.
         let Self { stalls, vni, .. } = self;
         stalls.retain(|(node, _)| vni.counts(*node).is_some());
-        self.vni.tick(now) | self.endpoint.tick(now)
+        self.vni.tick(now) | self.endpoint.tick(now, &mut self.dropped)
     }
 
     /// Returns each count with its name.

@@ -72,6 +72,8 @@ pub struct Dropped {
     pub not_own: u64,
     /// Frame for this node: more than the node may [receive](rate::Rates).
     pub over_rate: u64,
+    /// Frame of this node: the kernel kept no more for the worker.
+    pub by_socket: u64,
 }
 
 impl Dropped {
@@ -81,7 +83,7 @@ impl Dropped {
     }
 
     /// Returns each count with its name.
-    pub fn counts(&self) -> [(&'static str, u64); 12] {
+    pub fn counts(&self) -> [(&'static str, u64); 13] {
         let Dropped {
             refused,
             away,
@@ -95,6 +97,7 @@ impl Dropped {
             length,
             not_own,
             over_rate,
+            by_socket,
         } = *self;
         [
             ("dropped_refused", refused),
@@ -109,6 +112,7 @@ impl Dropped {
             ("dropped_length", length),
             ("dropped_not_own", not_own),
             ("dropped_over_rate", over_rate),
+            ("dropped_by_socket", by_socket),
         ]
     }
 }
@@ -239,8 +243,9 @@ pub trait Endpoint: fmt::Debug {
         None
     }
 
-    /// Does periodic work, a few times a second. Returns whether the next tick has work.
-    fn tick(&mut self, _: Instant) -> bool {
+    /// Does periodic work, a few times a second; counts frames that were dropped before they came here. Returns whether
+    /// the next tick has work.
+    fn tick(&mut self, _: Instant, _: &mut Dropped) -> bool {
         false
     }
 

@@ -385,7 +385,7 @@ impl Endpoint for Guest {
         polls.into_iter().chain(device.interrupts_in(self.interrupt_every)).min()
     }
 
-    fn tick(&mut self, now: Instant) -> bool {
+    fn tick(&mut self, now: Instant, _: &mut Dropped) -> bool {
         (self.must_hear, self.must_accept) = (true, true);
         self.listener.tick();
         self.end_silent(now);

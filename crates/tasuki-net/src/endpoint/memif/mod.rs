@@ -411,7 +411,7 @@ impl Endpoint for Memif {
         self.in_doubt.then_some(SECOND_LOOK)
     }
 
-    fn tick(&mut self, now: Instant) -> bool {
+    fn tick(&mut self, now: Instant, _: &mut Dropped) -> bool {
         self.must_hear = true;
         self.listener.tick();
         if self.client.as_ref().is_some_and(|client| client.is_late(now)) {

@@ -8,9 +8,9 @@
 
 mod socket;
 
-use std::cell::Cell;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketType};
@@ -44,8 +44,6 @@ pub struct Packet {
     socket: OwnedFd,
     /// The interface is gone.
     gone: bool,
-    /// Number of frames that the kernel dropped because the socket had no room.
-    missed: Cell<u64>,
     /// What is left of a packet that was cut.
     cut: VecDeque<Vec<u8>>,
 }
@@ -54,7 +52,7 @@ impl Packet {
     /// Opens the interface behind `socket`: a raw packet socket that is bound to it, with offload headers
     /// (`PACKET_VNET_HDR`) and `PACKET_AUXDATA`.
     pub fn new(socket: OwnedFd) -> Self {
-        Packet { socket, gone: false, missed: Cell::new(0), cut: VecDeque::new() }
+        Packet { socket, gone: false, cut: VecDeque::new() }
     }
 
     /// Cuts the staged packet of `len` bytes, with its offload header, if it is inside a tunnel. Returns whether it did.
@@ -171,10 +169,10 @@ impl Endpoint for Packet {
         Some(!self.cut.is_empty() || self.fd().is_some_and(is_readable))
     }
 
-    fn counts(&self) -> Vec<(&'static str, u64)> {
-        // The kernel forgets the number when it is asked for it.
-        self.missed.set(self.missed.get() + socket::dropped(self.socket.as_fd()).unwrap_or(0));
-        vec![("dropped_by_socket", self.missed.get())]
+    fn tick(&mut self, _: Instant, dropped: &mut Dropped) -> bool {
+        // The kernel forgets the number when it is asked for it; a successor asks for what came since.
+        dropped.by_socket += socket::dropped(self.socket.as_fd()).unwrap_or(0);
+        false
     }
 }
 

@@ -10,11 +10,15 @@ use tasuki_net::endpoint::{Bridge, Endpoint};
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
 use tasuki_net::vni::Vni;
+use tasuki_shm::line::Claims;
+use tasuki_shm::vni::directory::Lookup;
 use tasuki_tap::device::Before;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::packet;
 
 use super::{End, Lost, Rest, is_woken};
+use crate::memif::port::directory_memory;
+use crate::net::Net;
 use crate::place::Place;
 use tasuki_testing::PATIENCE;
 
@@ -146,6 +150,26 @@ impl End for TapEnd {
         rest.ahead -= read;
         Box::new(rest)
     }
+}
+
+#[test]
+fn what_the_kernel_drops_for_a_slow_worker_is_counted() {
+    if !crate::place::is_possible() {
+        return;
+    }
+    let switch = Switch::new(0, Lookup::new(Claims::of(directory_memory())));
+    let Some(mut end) = TapEnd::with_packets(Net::of(1).take(0), switch) else { return };
+    let frame = [[2, 9, 9, 9, 9, 9, 2, 9, 9, 9, 9, 8, 0x88, 0xb5].as_slice(), &[0; 9000]].concat();
+    let start = Instant::now();
+    while end.node.dropped.by_socket == 0 {
+        assert!(start.elapsed() < PATIENCE, "the socket has room without end");
+        (0..100).for_each(|_| _ = rustix::io::write(&end.rest.program, &frame));
+        end.node.tick(start);
+    }
+    let dropped = end.node.dropped.by_socket;
+    while end.node.turn() > 0 {}
+    end.node.tick(start);
+    assert!(end.node.dropped.by_socket >= dropped && end.node.dropped.not_own > 0, "{:?}", end.node.dropped);
 }
 
 impl Rest for Kept {

@@ -31,7 +31,7 @@ fn a_machine_that_shares_no_memory_is_named_once() {
     assert!(send(&machine.socket, &message(2, 0, &ALL.to_ne_bytes()), &[]));
     let tick = |net: &mut Net| {
         net.settle();
-        net.guest().tick(Instant::now());
+        net.guest().tick(Instant::now(), &mut crate::endpoint::Dropped::default());
         trouble(net)
     };
     assert_eq!(tick(&mut net), None, "no ring is to run");
