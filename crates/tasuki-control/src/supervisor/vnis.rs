@@ -68,6 +68,8 @@ struct Member {
     is_uplink: bool,
     /// For the other nodes.
     node_memory: NodeMemoryFds,
+    /// The same without its pool, for the counts in it: mapping it takes system calls, and each look asks all nodes.
+    counts: PeerNodeMemory,
     bell: OwnedFd,
 }
 
@@ -293,7 +295,7 @@ impl Supervisor {
         };
         let node_memory = NodeMemoryFds { control: copy(CONTROL)?, pool: copy(POOL)? }.to_read()?;
         // Map it as its neighbours will: memory that cannot be read does not join.
-        PeerNodeMemory::map(&node_memory).context("its node memory cannot be read")?;
+        let (counts, _) = PeerNodeMemory::map(&node_memory).context("its node memory cannot be read")?;
         let bell = copy(BELL)?;
         let is_shown = self.gets_flows(&node);
         let net = self.net(&vni)?;
@@ -314,7 +316,7 @@ impl Supervisor {
         net.next = net.next.max((number + 1) % NODES_MAX);
         net.members.insert(
             number,
-            Member { node, interface_node, nic, mac, is_shown, addresses, is_uplink, node_memory, bell },
+            Member { node, interface_node, nic, mac, is_shown, addresses, is_uplink, node_memory, counts, bell },
         );
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
         // The trouble was the failure to join, which is over.
@@ -439,13 +441,11 @@ impl Supervisor {
     /// workers write, so it may be wrong.
     pub(super) fn traffic_of(&self, nic: u32) -> Option<[Traffic; 2]> {
         let (net, number, member) = self.membership(nic)?;
-        let (ours, _) = PeerNodeMemory::map(&member.node_memory).ok()?;
         let mut traffic = [Traffic::default(); 2];
         for (other, its) in net.members.iter().filter(|(other, _)| **other != number) {
             // The others' frames count, too.
-            let Ok((theirs, _)) = PeerNodeMemory::map(&its.node_memory) else { continue };
-            let [received, sent] = [1, 2].map(|word| ours.line_of(*other).load(0, word));
-            let [received_there, sent_there] = [1, 2].map(|word| theirs.line_of(number).load(0, word));
+            let [received, sent] = [1, 2].map(|word| member.counts.line_of(*other).load(0, word));
+            let [received_there, sent_there] = [1, 2].map(|word| its.counts.line_of(number).load(0, word));
             for (way, sent, received) in [(0, sent, received_there), (1, sent_there, received)] {
                 traffic[way].received = traffic[way].received.wrapping_add(received);
                 traffic[way].waits |= sent != received;
@@ -505,11 +505,8 @@ impl Supervisor {
         let net = self.net_by_name(name)?;
         let mut talks = Vec::new();
         for (number, member) in &net.members {
-            let (node_memory, _) = PeerNodeMemory::map(&member.node_memory).map_err(|error| {
-                Refusal::conflict(format!("the counters of node {} cannot be read: {error}", member.node))
-            })?;
             for (other, its) in net.members.iter().filter(|(other, _)| *other != number) {
-                let line = node_memory.line_of(*other);
+                let line = member.counts.line_of(*other);
                 // Word 0 is the read position of its ring.
                 let [received, sent, ring_full, over_quota, pool_full, taken_back, forged] =
                     [1, 2, 3, 4, 5, 6, 7].map(|word| line.load(0, word));
@@ -533,9 +530,9 @@ impl Supervisor {
     }
 
     /// Returns the memory of a node that is on a VNI.
-    fn node_memory_of(&self, node: &str) -> Option<PeerNodeMemory> {
+    fn node_memory_of(&self, node: &str) -> Option<&PeerNodeMemory> {
         let member = self.vnis.values().flat_map(|net| net.members.values()).find(|member| member.node == node)?;
-        PeerNodeMemory::map(&member.node_memory).ok().map(|(node_memory, _)| node_memory)
+        Some(&member.counts)
     }
 
     /// Returns how many pairs of queues a node's virtual machine runs now, from its node memory, if it is connected.
