@@ -86,6 +86,11 @@ impl Hierarchy {
     fn freezes(&self) -> bool {
         self.is_v2 || self.has("freezer")
     }
+
+    /// Returns the controllers that it has, of those that these bounds take.
+    fn asked(&self, bounds: &Bounds) -> Vec<&'static str> {
+        wanted(bounds).into_iter().filter(|name| self.has(name)).collect()
+    }
 }
 
 /// The hierarchies of this machine.
@@ -230,6 +235,14 @@ impl Groups {
         lacks
     }
 
+    /// Returns why nodes cannot have these bounds though the machine has what they take, if the daemon's group cannot hand
+    /// it on.
+    pub fn bars(&self, bounds: &Bounds) -> Option<String> {
+        let mut all = self.hierarchies.iter().filter(|it| it.is_v2);
+        let it = all.find(|it| is_shared(&it.own) && !hands_on(&it.own, &it.asked(bounds)))?;
+        Some(holds_others(&it.own))
+    }
+
     fn freezes(&self) -> bool {
         self.hierarchies.iter().any(Hierarchy::freezes)
     }
@@ -250,8 +263,7 @@ impl Groups {
             }
             fs::create_dir_all(&path)?;
             if it.is_v2 {
-                let asked: Vec<_> = wanted(bounds).into_iter().filter(|name| it.has(name)).collect();
-                enable(&it.own, &parent, &asked)?;
+                enable(&it.own, &parent, &it.asked(bounds))?;
             }
             if !it.is_v2 && it.has("cpuset") {
                 inherit_cpuset(&it.own, &path)?;
@@ -344,10 +356,7 @@ fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
     if hand_on(own).is_err() {
         enter_daemon_group(own)?;
         hand_on(own).map_err(|error| match is_shared(own) {
-            true => io::Error::other(format!(
-                "{} holds other processes, so it bounds no nodes: start tasukid in a group of its own, or name one with --groups",
-                own.display()
-            )),
+            true => io::Error::other(holds_others(own)),
             false => error,
         })?;
     }
@@ -358,6 +367,19 @@ fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
         hand_on(&group)?;
     }
     Ok(())
+}
+
+/// Returns whether a group hands these controllers on already.
+fn hands_on(group: &Path, controllers: &[&str]) -> bool {
+    let text = fs::read_to_string(group.join("cgroup.subtree_control")).unwrap_or_default();
+    controllers.iter().all(|name| text.split_whitespace().any(|has| has == *name))
+}
+
+fn holds_others(own: &Path) -> String {
+    format!(
+        "{} holds other processes, so it bounds no nodes: start tasukid in a group of its own, or name one with --groups",
+        own.display()
+    )
 }
 
 /// Version 1 takes no process into a group without CPUs and memory. Gives each group below `own` those of its parent: `group`

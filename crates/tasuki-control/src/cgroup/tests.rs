@@ -50,6 +50,23 @@ fn a_daemon_begins_beside_others_that_end() {
     });
 }
 
+#[test]
+fn a_group_with_other_processes_bounds_no_node_unless_it_hands_controllers_on_already() {
+    let folder = tempfile::tempdir().unwrap();
+    let own = folder.path().to_owned();
+    let write = |file: &str, text: &str| fs::write(own.join(file), text).unwrap();
+    let it = Hierarchy { own: own.clone(), mount: own.clone(), controllers: vec!["memory".to_owned()], is_v2: true };
+    let groups = Groups { hierarchies: vec![it], id: "id".to_owned(), _held: Vec::new() };
+    let bars = || groups.bars(&Bounds { memory: Some(1 << 30), ..Bounds::default() });
+    write("cgroup.type", "domain\n");
+    write("cgroup.procs", &format!("{}\n", std::process::id()));
+    assert_eq!(bars(), None, "the daemon is alone, and moves");
+    write("cgroup.procs", "1\n");
+    assert!(bars().is_some_and(|why| why.contains("holds other processes")));
+    write("cgroup.subtree_control", "cpu memory\n");
+    assert_eq!(bars(), None);
+}
+
 /// row: T137
 #[test]
 fn a_lock_of_another_program_keeps_no_daemon_from_beginning() {

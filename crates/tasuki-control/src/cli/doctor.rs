@@ -3,17 +3,19 @@
 use std::fmt::Write as _;
 use std::fs;
 use std::io::Write;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
-use landlock::{ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
+use landlock::{ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, Ruleset, RulesetAttr, Scope};
 use rustix::fs::Access as May;
 use rustix::process::Resource;
-use rustix::thread::CpuSet;
+use rustix::thread::{CapabilitySet, CpuSet};
 use serde_json::json;
 
 use super::Reach;
 use crate::cgroup::{Bounds, Groups};
+use crate::config::Uids;
 use crate::place;
 
 /// The cards that Tasuki has drivers for (docs/your-nic-with-vfio.md).
@@ -48,13 +50,7 @@ pub fn run(reach: &Reach) -> Result<()> {
     let folder = reach.dir.clone().unwrap_or_else(place::asked);
     let root = Path::new("/");
     let mut all = vec![user(), programs(), kernel(), landlock(), groups()];
-    all.extend([
-        descriptors(),
-        device(root, "dev/net/tun", "TAPs", "modprobe tun"),
-        cpus(root),
-        huge_pages(root),
-        qemu(),
-    ]);
+    all.extend([descriptors(), taps(root, has()), cpus(root), huge_pages(root), qemu()]);
     all.extend([iommu(root), interrupts(root)]);
     all.extend(cards(root));
     all.push(daemon(&folder));
@@ -84,9 +80,18 @@ fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }
 
+/// Returns the capabilities of this process.
+fn has() -> CapabilitySet {
+    rustix::thread::capabilities(None).map_or(CapabilitySet::empty(), |ours| ours.effective)
+}
+
 fn user() -> Finding {
+    let of_process = |file: &str| read(&Path::new("/proc/self").join(file));
     match (rustix::process::geteuid().is_root(), fs::read("/proc/1/stat").is_ok()) {
-        (true, _) => ("user", Is::Good, "root: workers can be confined as they are to be".to_owned()),
+        (true, _) => {
+            let maps = [of_process("uid_map"), of_process("gid_map")];
+            root_user(has(), maps.each_ref().map(String::as_str), of_process("setgroups") != "deny")
+        }
         (false, false) => (
             "user",
             Is::Bad,
@@ -98,6 +103,49 @@ fn user() -> Finding {
             "not root: tasukid begins with confine = \"best-effort\" under [daemon], and makes no TAPs and namespaces; start it as root for these".to_owned(),
         ),
     }
+}
+
+/// Says whether root with these capabilities, users and groups can start a worker as a user of its own. `maps` are the
+/// lines of uid_map and gid_map (user_namespaces(7)); a kernel without user namespaces has none.
+fn root_user(has: CapabilitySet, maps: [&str; 2], may_set_groups: bool) -> Finding {
+    let needs = CapabilitySet::SETUID | CapabilitySet::SETGID | CapabilitySet::SETPCAP | CapabilitySet::SYS_ADMIN;
+    let lacks: Vec<String> = (needs - has).iter_names().map(|(name, _)| format!("CAP_{name}")).collect();
+    if !lacks.is_empty() {
+        let sentence = format!(
+            "root without {}: workers cannot be confined, and do not start; give tasukid what it lacks",
+            lacks.join(", ")
+        );
+        return ("user", Is::Bad, sentence);
+    }
+    let maps = maps.map(|text| text.lines().filter_map(mapped).collect::<Vec<_>>());
+    let in_all =
+        |is_it: &dyn Fn(&RangeInclusive<u64>) -> bool| maps.iter().all(|map| map.is_empty() || map.iter().any(is_it));
+    let is_there = |id: u32| in_all(&|range| range.contains(&id.into()));
+    let has_others = in_all(&|range| *range.end() > 0);
+    let users = Uids::default();
+    match (users.from(0).all(is_there), has_others && may_set_groups) {
+        (true, true) => ("user", Is::Good, "root: workers can be confined as they are to be".to_owned()),
+        (false, true) => (
+            "user",
+            Is::Less,
+            format!(
+                "root of a user namespace without some of the users {}: a worker does not start as one of these; name others with uids = \"FIRST-LAST\" under [daemon]",
+                String::from(users)
+            ),
+        ),
+        (_, false) => (
+            "user",
+            Is::Bad,
+            "root of a user namespace without other users: no worker starts; start tasukid outside, or map users and groups there (newuidmap)".to_owned(),
+        ),
+    }
+}
+
+/// Returns the IDs that a line of uid_map maps.
+fn mapped(line: &str) -> Option<RangeInclusive<u64>> {
+    let mut words = line.split_whitespace().map(str::parse::<u64>);
+    let (first, _, count) = (words.next()?.ok()?, words.next()?, words.next()?.ok()?);
+    Some(first..=first + count.checked_sub(1)?)
 }
 
 fn programs() -> Finding {
@@ -138,12 +186,23 @@ fn kernel() -> Finding {
     }
 }
 
+/// What a landlock interface bars.
+type Bars = (BitFlags<AccessFs>, BitFlags<AccessNet>, BitFlags<Scope>);
+
 fn landlock() -> Finding {
-    let has = |abi: ABI| {
-        let rules = Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
-        rules.handle_access(AccessFs::from_all(abi)).and_then(Ruleset::create).is_ok()
-    };
-    match LANDLOCKS.into_iter().enumerate().find(|(_, (abi, _))| has(*abi)) {
+    landlock_of(|(files, ports, scopes)| {
+        // As a worker asks for them, but for those of a kind that the interface does not know.
+        let rules = Ruleset::default().set_compatibility(CompatLevel::HardRequirement).handle_access(files);
+        let rules = rules.and_then(|rules| if ports.is_empty() { Ok(rules) } else { rules.handle_access(ports) });
+        let rules = rules.and_then(|rules| if scopes.is_empty() { Ok(rules) } else { rules.scope(scopes) });
+        rules.and_then(Ruleset::create).is_ok()
+    })
+}
+
+/// Names the newest interface all of whose rights `has`.
+fn landlock_of(has: impl Fn(Bars) -> bool) -> Finding {
+    let bars = |abi: ABI| (AccessFs::from_all(abi), AccessNet::from_all(abi), Scope::from_all(abi));
+    match LANDLOCKS.into_iter().enumerate().find(|(_, (abi, _))| has(bars(*abi))) {
         Some((0, _)) => ("landlock", Is::Good, "as of Linux 6.12, with all that bars files and sockets".to_owned()),
         Some((_, (_, kernel))) => (
             "landlock",
@@ -163,11 +222,13 @@ fn groups() -> Finding {
     let id = format!("doctor-{}", std::process::id());
     let groups = Groups::find(&id, None);
     let bounds = Bounds { memory: Some(1 << 30), pids: Some(512), cpu: Some(100), cpus: Some(CpuSet::new()) };
-    let lacks = groups.lacks(&bounds);
+    let (lacks, bars) = (groups.lacks(&bounds), groups.bars(&bounds));
     groups.sweep();
-    match lacks.is_empty() {
-        true => ("groups", Is::Good, "control groups bound memory, processes and CPUs, and freeze".to_owned()),
-        false => {
+    match (lacks.is_empty(), bars) {
+        (true, None) => ("groups", Is::Good, "control groups bound memory, processes and CPUs, and freeze".to_owned()),
+        // It may not be so for a tasukid that is started otherwise than this program was.
+        (true, Some(bars)) => ("groups", Is::Less, bars),
+        (false, _) => {
             let is = if rustix::process::geteuid().is_root() { Is::Bad } else { Is::Less };
             (
                 "groups",
@@ -193,16 +254,18 @@ fn descriptors() -> Finding {
     }
 }
 
-fn device(root: &Path, path: &str, what: &'static str, remedy: &str) -> Finding {
-    let path = root.join(path);
+fn taps(root: &Path, has: CapabilitySet) -> Finding {
+    let path = root.join("dev/net/tun");
     let may = rustix::fs::access(&path, May::READ_OK | May::WRITE_OK).is_ok();
-    match (may, path.exists()) {
-        (true, _) => (what, Is::Good, format!("{} is there", path.display())),
-        (false, true) => {
-            (what, Is::Less, format!("this user may not open {}: ask as the user that runs tasukid", path.display()))
+    let sentence = match (path.exists(), may, has.contains(CapabilitySet::NET_ADMIN)) {
+        (true, true, true) => return ("TAPs", Is::Good, format!("{} is there", path.display())),
+        (true, true, false) => {
+            "this user makes none without CAP_NET_ADMIN: ask as the user that runs tasukid".to_owned()
         }
-        (false, false) => (what, Is::Less, format!("there is no {}: {remedy}", path.display())),
-    }
+        (true, false, _) => format!("this user may not open {}: ask as the user that runs tasukid", path.display()),
+        (false, ..) => format!("there is no {}: modprobe tun", path.display()),
+    };
+    ("TAPs", Is::Less, sentence)
 }
 
 /// Returns the numbers in a list as the kernel writes it: 0,2-3.
@@ -404,6 +467,46 @@ mod tests {
             (Is::Less, "0000:00:05.0, virtio-net [1af4:1041]: it is in no IOMMU group, so no worker can drive it"),
         ];
         assert_eq!(said, expected.map(|(is, sentence)| (is, sentence.to_owned())));
+    }
+
+    #[test]
+    fn root_that_cannot_become_a_workers_user_is_told() {
+        let all = CapabilitySet::all();
+        let (whole, ours) = ("         0          0 4294967295", "0 0 1");
+        let is = |maps, may_set_groups| root_user(all, maps, may_set_groups).1;
+        assert_eq!([is([whole, whole], true), is(["", ""], true)], [Is::Good; 2]);
+        assert_eq!(is([ours, ours], false), Is::Bad, "unshare -Ur");
+        assert_eq!(is([whole, ours], true), Is::Bad);
+        assert_eq!(is([whole, whole], false), Is::Bad);
+        assert_eq!(is(["0 100000 65536", "0 100000 65536"], true), Is::Less, "a container");
+        assert_eq!(is(["0 100000 65536\n65536 200000 34464", whole], true), Is::Good);
+        assert_eq!(is(["0 100000 65536\n65536 200000 34463", whole], true), Is::Less, "without the last");
+        for lacks in ["SETUID", "SETGID", "SETPCAP", "SYS_ADMIN"] {
+            let has = all - CapabilitySet::from_name(lacks).unwrap();
+            let (_, is, sentence) = root_user(has, [whole, whole], true);
+            assert!(is == Is::Bad && sentence.contains(&format!("CAP_{lacks}:")), "{sentence}");
+        }
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir_all(root.path().join("dev/net")).unwrap();
+        fs::write(root.path().join("dev/net/tun"), "").unwrap();
+        let taps = [all, all - CapabilitySet::NET_ADMIN].map(|has| taps(root.path(), has).1);
+        assert_eq!(taps, [Is::Good, Is::Less]);
+    }
+
+    #[test]
+    fn a_landlock_that_bars_less_than_a_worker_asks_for_is_named() {
+        let found = |kernel: ABI| {
+            let has = (AccessFs::from_all(kernel), AccessNet::from_all(kernel), Scope::from_all(kernel));
+            let has_all = |asks: Bars| has.0.contains(asks.0) && has.1.contains(asks.1) && has.2.contains(asks.2);
+            let (_, is, sentence) = landlock_of(has_all);
+            (is, sentence)
+        };
+        for (abi, kernel) in LANDLOCKS {
+            let (is, sentence) = found(abi);
+            assert_eq!(is == Is::Good, abi == ABI::V6, "{sentence}");
+            assert!(sentence.starts_with(&format!("as of Linux {kernel}")), "{sentence}");
+        }
+        assert_eq!(found(ABI::Unsupported).0, Is::Bad);
     }
 
     #[test]

@@ -32,6 +32,20 @@ fn a_doctor_names_the_daemon_and_leaves_no_group_behind() {
 }
 
 #[test]
+fn a_doctor_asked_by_root_of_a_user_namespace_does_not_say_that_workers_start_there() {
+    let rig = Rig::without_daemon("", "");
+    let mut command = std::process::Command::new("unshare");
+    command.args(["--user", "--map-root-user", super::rig::TASUKI, "--dir"]).arg(rig.dir()).arg("doctor");
+    let output = command.output().expect("unshare is there");
+    let said = String::from_utf8(output.stdout).expect("text");
+    if said.is_empty() {
+        println!("skipped: no user namespace: {}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    assert!(!output.status.success() && said.contains("no    user         root of a user namespace"), "{said}");
+}
+
+#[test]
 fn shells_and_manuals_know_all_commands() {
     let rig = Rig::without_daemon("", "");
     for shell in ["bash", "zsh", "fish"] {
