@@ -80,7 +80,7 @@ impl Received {
         if status & whole != whole {
             return Ok(Received::Piece);
         }
-        if status & received::RES != 0 {
+        if status & (received::RES | received::FOVF) != 0 {
             return Ok(Received::Broken);
         }
         let len = status & received::LENGTH;
@@ -326,16 +326,18 @@ mod tests {
 
     #[test]
     fn pieces_and_broken_frames_are_counted_and_their_slots_used_again() {
-        let (memory, mut ring, card) = ring();
-        card[0].store(descriptor::FS.into(), Relaxed);
-        card[2].store(0, Relaxed);
-        card[4].store((WHOLE | received::RES | 64).into(), Relaxed);
-        card[6].store((WHOLE | 64).into(), Relaxed);
-        let (lens, counts) = receive(&memory, &mut ring).unwrap();
-        assert_eq!(lens, [60]);
-        assert_eq!((counts.rx_frags, counts.rx_errors, counts.rx_packets), (2, 3, 1));
-        assert_eq!(memory.arena().census().peer, 4);
-        assert_eq!(card[6].load(Relaxed), u64::from(descriptor::OWN | descriptor::EOR | BUFFER_LEN));
+        for error in [received::RES, received::FOVF] {
+            let (memory, mut ring, card) = ring();
+            card[0].store(descriptor::FS.into(), Relaxed);
+            card[2].store(0, Relaxed);
+            card[4].store((WHOLE | error | 64).into(), Relaxed);
+            card[6].store((WHOLE | 64).into(), Relaxed);
+            let (lens, counts) = receive(&memory, &mut ring).unwrap();
+            assert_eq!(lens, [60]);
+            assert_eq!((counts.rx_frags, counts.rx_errors, counts.rx_packets), (2, 3, 1));
+            assert_eq!(memory.arena().census().peer, 4);
+            assert_eq!(card[6].load(Relaxed), u64::from(descriptor::OWN | descriptor::EOR | BUFFER_LEN));
+        }
     }
 
     /// A second write-back of a descriptor that was posted again counts as its next frame, or as none.
