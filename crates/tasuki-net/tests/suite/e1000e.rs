@@ -192,6 +192,25 @@ fn slots_of_sent_frames_come_back_once_and_in_order() {
     assert_eq!(arena.census(), before, "all slots are free again");
 }
 
+/// The data sheet's 10.2.2.1: no access for 1 µs after CTRL.RST.
+#[test]
+fn a_card_is_left_alone_while_it_resets() {
+    let (play, _nic) = start();
+    assert!(!play.card.was_hurried());
+}
+
+/// The data sheet's 10.2.6.1: MULR (28) and the default of RRTHRESH (30:29).
+#[test]
+fn the_card_may_read_several_frames_at_once() {
+    let (play, nic) = start();
+    let requests = || play.card.get(TCTL) >> 28;
+    assert_eq!(requests(), 0b011);
+    let (bus, memory, driver_state) = nic.park().expect("the card stops");
+    assert_eq!(requests(), 0b011, "it may not change while there are frames to send");
+    let _nic = E1000e::resume(bus, memory, &driver_state).expect("another goes on");
+    assert_eq!(requests(), 0b011);
+}
+
 #[test]
 fn a_card_that_goes_is_noticed() {
     let (play, mut nic) = start();

@@ -281,6 +281,8 @@ impl Device {
             (regs::FCT, 0x0000_8808),
             (regs::VET, 0x0000_8100),
             (regs::PBA, pba),
+            // Sixteen attempts, a distance of 64 bytes, padding, several requests at once (RRTHRESH 1, MULR).
+            (regs::TCTL, 0x3003_f0f8),
             (regs::TIPG, 0x0060_2006),
             (regs::TARC, 0x0000_0403),
             (regs::TARC.of(1), 0x0000_0403),

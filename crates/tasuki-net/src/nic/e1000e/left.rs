@@ -98,7 +98,7 @@ pub const TABLE: &[Row] = &[
     row("EITR", [0x00e8, 5, 4], "late interrupts", Before(0)),
     one("RCTL", 0x0100, "other buffers, header split, loopback, bad frames, no filter", SetUp),
     one("FCTTV", 0x0170, "a partner that pauses for ever", SetUp),
-    one("TCTL", 0x0400, "frames without padding", SetUp),
+    one("TCTL", 0x0400, "frames without padding, a slow wire", SetUp),
     one("TCTL_EXT", 0x0404, "late collisions", Nothing("half duplex only")),
     one("TIPG", 0x0410, "a slow wire", SetUp),
     one("AIT", 0x0458, "a slow wire", After(0)),

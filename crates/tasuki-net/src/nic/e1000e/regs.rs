@@ -357,6 +357,9 @@ pub mod tctl {
     pub const PSP: u32 = 1 << 3;
     /// Collision Threshold 15 and Collision Distance 63, as the data sheet advises.
     pub const COLLISIONS: u32 = 15 << 4 | 63 << 12;
+    /// Multiple Requests (MULR), and a Read Request Threshold (RRTHRESH) of 1, as after a reset. Without them the card
+    /// asks for one piece of a frame at a time, and waits for it. May change only while there is nothing to send.
+    pub const REQUESTS: u32 = 1 << 28 | 1 << 29;
     /// Software XOFF: sends a PAUSE frame with the time in `FCTTV`. Clears itself.
     pub const SWXOFF: u32 = 1 << 22;
 }

@@ -17,6 +17,10 @@ pub const LONG_FROM: u16 = 1522;
 /// Time limit for steps for which the data sheet gives no time. The maker's drivers wait 10 to 100 ms.
 const RESET_LIMIT: Duration = Duration::from_millis(100);
 
+/// Time without any access after CTRL.RST. The data sheet wants 1 µs (10.2.2.1); the write is posted, and may take as
+/// long to arrive.
+const RESET_TIME: Duration = Duration::from_micros(10);
+
 /// Share of the packet buffer for received frames in KB, as after power-on. The rest of the 40 KB is for
 /// transmission; the register's upper half gives that share, and no driver writes it.
 pub const PBA: u32 = 20;
@@ -131,13 +135,14 @@ pub fn reset<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
     }
     mmio.write(regs::IMC, u32::MAX);
     mmio.write(regs::RCTL, 0);
-    mmio.write(regs::TCTL, tctl::PSP);
+    mmio.change(regs::TCTL, tctl::EN | tctl::SWXOFF, 0);
     mmio.change(regs::CTRL, 0, ctrl::GIO_MASTER_DISABLE);
     // If the time runs out, a bus transaction is stuck, and the reset ends it.
     within(RESET_LIMIT, || mmio.read(regs::STATUS) & status::GIO_MASTER_ENABLE == 0);
     // The value takes effect with the reset, which does not change it.
     mmio.write(regs::PBA, PBA);
     mmio.change(regs::CTRL, ctrl::PHY_RST, ctrl::RST);
+    within(RESET_TIME, || false);
     wait("its reset", || mmio.read(regs::CTRL) & ctrl::RST == 0)?;
     wait("reading its EEPROM", || mmio.read(regs::EECD) & eecd::AUTO_RD != 0)?;
     mmio.write(regs::IMC, u32::MAX);
@@ -226,7 +231,7 @@ pub fn transmit<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova) {
 pub fn controls(shape: Shape, filter: u32) -> [u32; 2] {
     let buffer = rctl::buffer(shape.buffer.into()).expect("a shape's buffers are of a length that the card knows");
     let long = if shape.frame() + 4 > LONG_FROM { rctl::LPE } else { 0 };
-    [rctl::BAM | rctl::SECRC | buffer | long | filter, tctl::PSP | tctl::COLLISIONS]
+    [rctl::BAM | rctl::SECRC | buffer | long | filter, tctl::PSP | tctl::COLLISIONS | tctl::REQUESTS]
 }
 
 /// Switches both sides on, the transmit side first: an answer may follow a frame at once.

@@ -6,7 +6,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Release};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::{NicMemory, PciId};
@@ -46,6 +46,10 @@ pub struct Card {
     slow_reads: Cell<u32>,
     /// Number of writes after which its driver is killed.
     writes: Cell<u32>,
+    /// Time of the last reset, until the first access after it.
+    reset_at: Cell<Option<Instant>>,
+    /// Whether a driver accessed a register sooner after a reset than the data sheet allows.
+    hurried: Cell<bool>,
 }
 
 /// The bus to a [`Card`].
@@ -63,6 +67,8 @@ impl Card {
             slow: Cell::new(None),
             slow_reads: Cell::new(0),
             writes: Cell::new(u32::MAX),
+            reset_at: Cell::new(None),
+            hurried: Cell::new(false),
         };
         // Link up at 1 Gb/s in full duplex; bus master requests enabled; EEPROM read; 20 KiB of receive buffer; an
         // address.
@@ -108,6 +114,17 @@ impl Card {
         self.slow_reads.set(0);
     }
 
+    /// Returns whether a driver accessed a register within 1 µs after a reset (10.2.2.1).
+    pub fn was_hurried(&self) -> bool {
+        self.hurried.get()
+    }
+
+    fn accessed(&self) {
+        if let Some(at) = self.reset_at.take() {
+            self.hurried.set(self.hurried.get() || at.elapsed() < Duration::from_micros(1));
+        }
+    }
+
     /// Returns how often the slow register was read.
     pub fn slow_reads(&self) -> u32 {
         self.slow_reads.get()
@@ -121,6 +138,7 @@ impl Answers for Card {
     }
 
     fn read(&self, offset: u32) -> u32 {
+        self.accessed();
         if self.gone.get() {
             return u32::MAX;
         }
@@ -142,9 +160,13 @@ impl Answers for Card {
             None if std::thread::panicking() => return,
             None => std::panic::resume_unwind(Box::new("the driver is dead")),
         }
+        self.accessed();
         match offset {
             // A reset is done at once.
-            CTRL => self.set(CTRL, value & !(1 << 26)),
+            CTRL => {
+                self.reset_at.set((value & 1 << 26 != 0).then(Instant::now));
+                self.set(CTRL, value & !(1 << 26));
+            }
             STATUS => {}
             _ => self.set(offset, value),
         }
