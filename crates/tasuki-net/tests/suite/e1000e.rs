@@ -212,6 +212,35 @@ fn the_card_may_read_several_frames_at_once() {
 }
 
 #[test]
+fn a_short_frame_goes_out_with_zeros() {
+    let (play, memory) = Play::new(RING);
+    let arena = memory.arena().clone();
+    let mut nic = E1000e::start(play.bus(), memory, &options()).expect("a well-behaved card");
+    let mut burst = Burst::new();
+    let mut sent = Vec::new();
+    for len in [13, 14, 59, 61] {
+        let mut slot = arena.take().expect("a slot");
+        slot.bytes_mut()[..80].fill(0xa5);
+        sent.push((usize::from(len), slot.id().index));
+        burst.push(Frame { slot, len });
+    }
+    assert_eq!(nic.transmit(&mut burst).expect("room"), 4);
+    assert_eq!(play.card.get(TDT), 3, "13 bytes are no frame");
+    let lens = [0, 1, 2].map(|place| play.sent(place)[1].load(Acquire) & 0xffff);
+    assert_eq!(lens, [60, 60, 61], "the maker's driver sends none of less than 17 bytes");
+    (0..3).for_each(|place| play.complete(place));
+    nic.transmit(&mut burst).expect("nothing to send");
+    let free: Vec<_> = std::iter::from_fn(|| arena.take()).collect();
+    for (len, index) in &sent[1..] {
+        let slot = free.iter().find(|slot| slot.id().index == *index).expect("it is free again");
+        let end = 60.max(*len);
+        assert!(slot.bytes()[..*len].iter().all(|byte| *byte == 0xa5), "{len}: the frame is whole");
+        assert!(slot.bytes()[*len..end].iter().all(|byte| *byte == 0), "{len}: nothing of an older frame leaves");
+        assert!(slot.bytes()[end..80].iter().all(|byte| *byte == 0xa5), "{len}: no more is written");
+    }
+}
+
+#[test]
 fn a_card_that_goes_is_noticed() {
     let (play, mut nic) = start();
     assert_eq!(nic.arm().expect("the card is there"), Armed::Idle);

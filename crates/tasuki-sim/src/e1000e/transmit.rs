@@ -17,6 +17,10 @@ const FRAME_MAX: usize = 16384;
 /// Bytes of the shortest frame, without its check sequence.
 const MIN_LEN: usize = 60;
 
+/// Bytes of the shortest packet in legacy descriptors, and of an Ethernet header.
+const LEGACY_MIN: usize = 17;
+const HEADER_LEN: usize = 14;
+
 /// Bytes on the wire besides the frame: check sequence, preamble, gap.
 const OVERHEAD: u64 = 24;
 
@@ -239,9 +243,9 @@ impl Device {
         let context = self.transmit[queue].context;
         let len = self.packet.len;
         let cut = options & txd::DEXT != 0 && options & txd::TSE != 0;
-        // A legacy descriptor must have 16 bytes at least (§7.2.10.1); the model refuses packets that are shorter
-        // than an Ethernet header.
-        if self.packet.spoilt || len < 14 || !cut && len > FRAME_MAX || cut && !context.can_cut(len) {
+        // A legacy descriptor must have 16 bytes at least (§7.2.10.1), and the maker's drivers send none of less than 17.
+        let shortest = if options & txd::DEXT == 0 { LEGACY_MIN } else { HEADER_LEN };
+        if self.packet.spoilt || len < shortest || !cut && len > FRAME_MAX || cut && !context.can_cut(len) {
             if !self.packet.spoilt {
                 self.journal.note(Class::BadDescriptor, self.now, len as u64, options);
             }

@@ -62,6 +62,16 @@ fn a_short_frame_is_padded_if_psp_is_set() {
 }
 
 #[test]
+fn a_legacy_packet_has_17_bytes_at_least() {
+    let rig = Rig::running(8);
+    rig.send(0, &frame(17, 1));
+    rig.send(1, &frame(16, 1));
+    rig.pass(1000);
+    assert_eq!(rig.sent().len(), 1);
+    assert_eq!(rig.broke(Class::BadDescriptor), 1);
+}
+
+#[test]
 fn without_ifcs_the_last_four_bytes_are_the_check_sequence() {
     let rig = Rig::running(8);
     let at = rig.transmit_buffer(0, &frame(64, 1));

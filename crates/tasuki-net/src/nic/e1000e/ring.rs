@@ -19,7 +19,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use arrayvec::ArrayVec;
-use tasuki_shm::arena::Arena;
+use tasuki_shm::arena::{Arena, Slot};
 use tasuki_shm::region::Span;
 use tasuki_shm::slots::SlotId;
 
@@ -42,6 +42,16 @@ const WORDS: usize = 2;
 
 /// Length of the Ethernet header in bytes.
 const HEADER_LEN: u16 = 14;
+/// Length in bytes of the shortest frame on the wire, without its check sequence.
+const SHORTEST: u16 = 60;
+
+/// Fills a short frame up with zeros. The card pads frames, too, but the maker's drivers give it none of less than 17
+/// bytes.
+#[cold]
+fn padded(mut slot: Slot, len: u16) -> Slot {
+    slot.bytes_mut().get_mut(len.into()..SHORTEST.into()).iter_mut().for_each(|rest| rest.fill(0));
+    slot
+}
 
 /// Second word of a receive descriptor that the card has written back.
 mod done {
@@ -547,8 +557,13 @@ impl Transmit for TransmitRing {
 
     fn transmit(&mut self, memory: &NicMemory, burst: &mut Burst, counts: &mut Counters, given: &mut u64) -> usize {
         let (taken, before) = (self.room().min(burst.len()), self.filled);
-        for Frame { slot, len } in burst.drain(..taken) {
-            if len < HEADER_LEN || len > self.longest || !memory.arena().owns(&slot) {
+        for Frame { mut slot, mut len } in burst.drain(..taken) {
+            if len < SHORTEST {
+                slot = padded(slot, len);
+                // One that is no frame is too long then.
+                len = if len < HEADER_LEN { u16::MAX } else { SHORTEST };
+            }
+            if len > self.longest || !memory.arena().owns(&slot) {
                 counts.refused += 1;
                 continue;
             }
