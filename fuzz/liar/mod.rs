@@ -402,7 +402,7 @@ where
             0..2 => user.receive(&mut nic, choices),
             2 => user.transmit(&mut nic, choices),
             3 => _ = nic.arm().inspect_err(is_the_cards_fault),
-            4 => _ = nic.link(),
+            4 => _ = nic.link().inspect_err(is_the_cards_fault),
             5 => {
                 let multicast = vec![Mac([choices.byte(); 6]); choices.byte().into()];
                 let filter = Filter { all_multicast: choices.below(2) == 1, multicast, ..Filter::default() };

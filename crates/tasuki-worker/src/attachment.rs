@@ -371,7 +371,7 @@ where
         while !self.burst.is_empty() {
             match self.handler.send(nic, &mut context, &mut self.burst) {
                 Err(_) => return Input::Stuck(Reason::CardGone),
-                Ok(0) if Instant::now() > end && stores && (joins || nic.link() != Link::Down) => {
+                Ok(0) if Instant::now() > end && stores && (joins || matches!(nic.link(), Ok(Link::Up { .. }))) => {
                     let limit_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
                     return Input::Stuck(Reason::CardStuck { limit_ms });
                 }

@@ -100,7 +100,7 @@ where
     let (parts, layout) = (memory.parts()?, memory.layout());
     let mut nic = N::start(bus, memory, &options).map_err(NicError::from)?;
     let until = Instant::now() + NEGOTIATION;
-    while nic.link() == Link::Down && Instant::now() < until {
+    while nic.link()? == Link::Down && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
     let its = nic.can();

@@ -102,7 +102,7 @@ pub fn run<N: Nic>(nic: &mut N, arena: Arena, orders: &Orders, stop: &Arc<Atomic
 
 /// Waits until the link is up: a card that still negotiates carries no frames, however long it takes.
 fn wait_for_link<N: Nic>(nic: &mut N, stop: &AtomicBool) -> Result<()> {
-    while nic.link() == Link::Down {
+    while nic.link()? == Link::Down {
         ensure!(
             !stop.load(Relaxed),
             "the link did not come up before you ended it: is a cable plugged in, and the partner switched on?"

@@ -153,10 +153,10 @@ impl Job for Probe {
     fn with<N: Nic>(self, mut nic: N, _arena: Arena) -> Result<()> {
         println!("address   {}", nic.mac());
         let until = Instant::now() + NEGOTIATION;
-        while nic.link() == Link::Down && Instant::now() < until {
+        while nic.link()? == Link::Down && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(10));
         }
-        match nic.link() {
+        match nic.link()? {
             Link::Down => println!("link      down"),
             Link::Up { speed, full_duplex } => {
                 let duplex = if full_duplex { "full" } else { "half" };

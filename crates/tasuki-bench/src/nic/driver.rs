@@ -65,7 +65,7 @@ pub fn start_shared(socket: OwnedFd, ring: u16) -> Result<(Card, Parts, MemoryLa
     let options = NicOptions { ring, filter, ..NicOptions::default() };
     let mut nic = Card::start(VfioUser::meet(socket, TIMEOUT)?, memory, &options)?;
     let began = Instant::now();
-    while nic.link() == Link::Down {
+    while nic.link()? == Link::Down {
         ensure!(began.elapsed() < Duration::from_secs(10), "the link of the model did not come up");
         std::thread::yield_now();
     }

@@ -362,7 +362,7 @@ pub fn relays(method: Method, count: u32) -> Fallible<()> {
     let memory = NicMemory::create(SLOTS, MEMORY.rings_len, MEMORY.rings_at)?;
     let parts = if method == Method::Keep { Some(memory.parts()?) } else { None };
     let mut nic = Card::start(open()?, memory, &options())?;
-    wait("the link", || Ok(nic.link() != Link::Down))?;
+    wait("the link", || Ok(nic.link()? != Link::Down))?;
     let way = Way::of(&nic, parts)?;
     let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC);
     let (ours, theirs) = (eventfd()?, eventfd()?);

@@ -305,7 +305,10 @@ pub trait Nic: Port<Fault = NicError> + Sized {
 
     /// Returns the state of the link. Call it whenever the link may have changed: a card whose link came up uses
     /// flow control only from this call on.
-    fn link(&mut self) -> Link;
+    ///
+    /// # Errors
+    /// The card is gone, or asks for a reset. A driver that never [arms](Port::arm) its card learns of it only here.
+    fn link(&mut self) -> Result<Link, NicError>;
 
     /// Sets the frames that the card accepts from now on.
     fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError>;

@@ -298,7 +298,7 @@ fn play(test: &'static str, act: impl FnOnce(&mut Daemon, &mut Stream<'_>, Other
     let first = memory(0);
     let Some(world) = Behind::new(&first) else { return };
     let mut nic = Card::start(world.bus(), first, &options()).expect("the card starts");
-    polled("the link", || (nic.link() != Link::Down).then_some(()));
+    polled("the link", || (nic.link().expect("it is there") != Link::Down).then_some(()));
     let bus = Vfio::from_twin(nic.bus().twin().expect("descriptors are free")).expect("the same card");
     let mut daemon = Daemon { test, bus };
     let mut stream = Stream::over(&world);

@@ -132,7 +132,7 @@ fn drive<N: Nic<Bus = MadBus>>(seed: u64, config: &[(u16, u32)], never: fn(u32) 
         burst.extend((0..4).map_while(|_| arena.take()).map(|slot| Frame { slot, len: 60 }));
         let sent = nic.transmit(&mut burst);
         let armed = nic.arm();
-        nic.link();
+        let _ = nic.link();
         nic.mac();
         let filtered = nic.set_filter(&Filter { multicast: vec![Mac([1; 6])], ..Filter::default() });
         if received.is_err() || sent.is_err() || armed.is_err() || filtered.is_err() || step == ROUNDS {

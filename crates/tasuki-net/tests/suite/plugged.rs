@@ -121,7 +121,7 @@ pub fn start_with(socket: OwnedFd, memory: NicMemory, options: NicOptions) -> Ca
     let filter = Filter { promiscuous: true, ..Filter::default() };
     let options = NicOptions { filter, ..options };
     let mut nic = Card::start(VfioUser::meet(socket, TIMEOUT).unwrap(), memory, &options).unwrap();
-    polled("the link", || (nic.link() != Link::Down).then_some(()));
+    polled("the link", || (nic.link().unwrap() != Link::Down).then_some(()));
     nic
 }
 

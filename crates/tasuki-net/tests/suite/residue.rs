@@ -72,7 +72,7 @@ fn start(socket: std::os::fd::OwnedFd, memory: NicMemory, scrub: bool) -> Card {
     let options = NicOptions { filter, scrub, ..NicOptions::default() };
     let mut nic = Card::start(VfioUser::meet(socket, TIMEOUT).unwrap(), memory, &options).unwrap();
     let began = Instant::now();
-    while nic.link() == Link::Down {
+    while nic.link().unwrap() == Link::Down {
         assert!(began.elapsed() < PATIENCE, "the link comes up");
         std::thread::yield_now();
     }

@@ -169,7 +169,8 @@ where
         self.move_in(nic);
         (self.gone, self.link_is_up, self.halted) = (false, false, false);
         self.awaits_link = Some(Instant::now());
-        self.ask_for_link();
+        // If the card is gone, the next look says so.
+        let _ = self.ask_for_link();
         Ok(())
     }
 
@@ -438,7 +439,7 @@ where
     fn drop_without_link(&mut self, common: &mut Common) {
         let Card::Driven(nic) = &mut self.card else { return };
         // An uplink's frames may be for its VNI.
-        if !self.burst.is_empty() && !common.joins && nic.link() == Link::Down {
+        if !self.burst.is_empty() && !common.joins && !matches!(nic.link(), Ok(Link::Up { .. })) {
             common.heartbeat.add(heartbeat::REFUSED, self.burst.len() as u64);
             self.handler.drop_hand(&mut self.burst);
             self.remember(&common.program_state);

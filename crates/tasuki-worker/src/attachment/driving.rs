@@ -40,13 +40,14 @@ where
     }
 
     /// Asks the card for its link, and notes the answer for takers and users.
-    pub(super) fn ask_for_link(&mut self) {
-        let Card::Driven(nic) = &mut self.card else { return };
-        let was_up = std::mem::replace(&mut self.link_is_up, nic.link() != Link::Down);
+    pub(super) fn ask_for_link(&mut self) -> Result<(), NicError> {
+        let Card::Driven(nic) = &mut self.card else { return Ok(()) };
+        let is_up = nic.link()? != Link::Down;
+        let was_up = std::mem::replace(&mut self.link_is_up, is_up);
         if !was_up {
             // A second register read: the driver's writes since then have reached the card, and doorbells are stores
             // again.
-            nic.link();
+            nic.link()?;
         }
         self.given.lease_page.found_link(self.link_is_up);
         // One that comes up much later was no part of the pause.
@@ -54,6 +55,7 @@ where
         if is_pause {
             self.given.lease_page.frames_can_flow();
         }
+        Ok(())
     }
 
     /// Marks the card as gone and reports it. No other worker can drive it either.
@@ -214,8 +216,11 @@ where
         self.link_looked = (Instant::now(), received);
         // No driver has an interrupt for its link. Frames that came are as good as an answer, and cost no question.
         let is_heard = common.drives_one && received != before;
-        if !(self.link_is_up && is_heard) {
-            self.ask_for_link();
+        // A worker that polls arms no card, so this question alone finds that its card is gone.
+        if !(self.link_is_up && is_heard)
+            && let Err(error) = self.ask_for_link()
+        {
+            self.lose(common, &error);
         }
     }
 

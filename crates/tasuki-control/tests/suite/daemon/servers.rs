@@ -21,6 +21,7 @@ use super::real::{moves, stop_whole, with_model};
 use super::rig::{Rig, pid, until};
 use super::storm;
 
+const REGION_READ: u16 = 9;
 const DMA_READ: u16 = 11;
 const REPLY: u32 = 1;
 const REFUSED: u32 = 1 << 5;
@@ -154,12 +155,14 @@ fn serve(path: &Path, trick: Trick) {
 
 /// A server's attack on a worker that already drives its card.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Later {
+pub enum Later {
     HangsUp,
     SaysNothing,
     WritesNonsense,
     AsksWithoutEnd,
     AnswersOthers,
+    /// As if the card were pulled out.
+    ReadsAsOnes,
 }
 
 /// Later attacks, each with its row of the threat model.
@@ -172,16 +175,16 @@ const LATER: &[(&str, &str, Later)] = &[
 ];
 
 /// A model of a card, and a proxy that forwards messages between it and its driver until the attack begins.
-struct Between {
+pub struct Between {
     _model: storm::Model,
-    turns: Arc<AtomicBool>,
+    pub turns: Arc<AtomicBool>,
     ends: Arc<AtomicBool>,
 }
 
 impl Between {
-    fn serve(path: PathBuf, later: Later) -> Self {
+    pub fn serve(path: PathBuf, wire: &[&str], later: Later) -> Self {
         let behind = path.with_extension("model");
-        let model = storm::Model::start(&behind, &[]);
+        let model = storm::Model::start(&behind, wire);
         let (turns, ends) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
         let listener = UnixListener::bind(path).expect("a place");
         let flags = (Arc::clone(&turns), Arc::clone(&ends));
@@ -229,6 +232,7 @@ fn hand_on(from: &UnixStream, mut to: &UnixStream, later: Option<Later>, turns: 
             Some(Later::SaysNothing) => continue,
             // Corrupt the number of the request that it answers.
             Some(Later::AnswersOthers) => bytes[0] ^= 0x55,
+            Some(Later::ReadsAsOnes) => read_as_ones(&mut bytes[..len]),
             _ => {}
         }
         if descriptors::send(to, &bytes[..len], &fds).is_err() {
@@ -239,7 +243,22 @@ fn hand_on(from: &UnixStream, mut to: &UnixStream, later: Option<Later>, turns: 
     let _ = to.shutdown(Shutdown::Both);
 }
 
-fn nic(rig: &Rig, name: &str) -> Value {
+/// Overwrites what was read of registers in these messages, which are whole.
+fn read_as_ones(mut messages: &mut [u8]) {
+    while let Some(&[_, _, command, _, a, b, c, d]) = messages.first_chunk() {
+        let len = u32::from_ne_bytes([a, b, c, d]) as usize;
+        let Some((message, rest)) = messages.split_at_mut_checked(len) else { break };
+        // After the header: offset, region and count.
+        if let Some(read) = message.get_mut(32..)
+            && u16::from(command) == REGION_READ
+        {
+            read.fill(0xff);
+        }
+        messages = rest;
+    }
+}
+
+pub fn nic(rig: &Rig, name: &str) -> Value {
     let nics = rig.json(&["nic", "list"]);
     nics.as_array().expect("a list").iter().find(|nic| nic["name"] == name).expect("it is there").clone()
 }
@@ -273,7 +292,7 @@ fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() 
     let between: Vec<_> = { LATER.iter().enumerate() }
         .map(|(number, (_, _, later))| {
             nodes += &node_with(&format!("late{number}"), &path("late", number));
-            Between::serve(path("late", number), *later)
+            Between::serve(path("late", number), &[], *later)
         })
         .collect();
     rig.configure(|text| text + &nodes);

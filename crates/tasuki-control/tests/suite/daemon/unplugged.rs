@@ -3,12 +3,14 @@
 
 use std::fs;
 use std::os::unix::net::UnixListener;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use tasuki_testing::process;
 
 use super::rig::{Rig, is_ours, lives, pid, until};
+use super::servers::{Between, Later, nic};
 use super::storm::{Storm, need_storm, send};
 
 /// Returns the processor ticks that a process has used.
@@ -55,6 +57,28 @@ fn a_card_whose_server_is_gone_is_said_to_be_gone_and_comes_back_when_it_is_open
     storm.settle();
     storm.flows();
     storm.nothing_is_lost();
+}
+
+/// Its worker arms no card, and so asks none whether it is there.
+#[test]
+fn cards_that_are_pulled_out_are_gone_also_if_their_worker_never_sleeps() {
+    need_storm!();
+    let mut rig =
+        Rig::without_daemon("[[node]]\nname = \"red\"\nwork = \"echo\"\npoll = true\nstandby = false\n\n", "");
+    rig.with_stock_workers();
+    let cards = ["82574l", "virtio-net"];
+    let servers = cards.map(|card| {
+        let socket = rig.path(&format!("{card}.sock"));
+        let device = format!("vfio-user:{}", socket.display());
+        rig.configure(|text| text + &format!("[[nic]]\nname = \"of-{card}\"\ndevice = {device:?}\nnode = \"red\"\n\n"));
+        Between::serve(socket, &["--card", card], Later::ReadsAsOnes)
+    });
+    rig.start();
+    let all_are = |rig: &Rig, what: &str| cards.iter().all(|card| nic(rig, &format!("of-{card}"))["is"] == what);
+    until(&rig, "both are driven", || all_are(&rig, "driven"));
+    servers.iter().for_each(|server| server.turns.store(true, Relaxed));
+    until(&rig, "both are gone", || all_are(&rig, "gone"));
+    rig.stop();
 }
 
 /// Returns what the daemon says of the link of the one NIC, and of the NIC.

@@ -194,7 +194,7 @@ pub trait Card: Sized {
     fn mac(&self) -> Mac;
 
     /// See [`Nic::link`](crate::nic::Nic::link).
-    fn link(&mut self) -> Link;
+    fn link(&mut self) -> Result<Link, NicError>;
 
     /// See [`Nic::set_filter`](crate::nic::Nic::set_filter).
     fn set_filter(nic: &mut Driver<Self>, filter: &Filter) -> Result<(), NicError>;

@@ -472,7 +472,7 @@ impl<C: Card> Nic for Driver<C> {
         self.card.mac()
     }
 
-    fn link(&mut self) -> Link {
+    fn link(&mut self) -> Result<Link, NicError> {
         self.card.link()
     }
 

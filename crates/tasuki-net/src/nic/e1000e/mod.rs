@@ -418,10 +418,9 @@ impl<B: Bus> Card for I82574<B> {
         self.mac
     }
 
-    fn link(&mut self) -> Link {
+    fn link(&mut self) -> Result<Link, NicError> {
         let link = match self.mmio.read(regs::STATUS) {
-            // The card is gone; the next `arm` reports it.
-            u32::MAX => Link::Down,
+            u32::MAX => return Err(NicError::Gone),
             status => park::link(status),
         };
         match (link, self.agreed, self.flow_control) {
@@ -431,7 +430,7 @@ impl<B: Bus> Card for I82574<B> {
             _ => {}
         }
         self.agreed = link != Link::Down;
-        link
+        Ok(link)
     }
 
     fn set_filter(nic: &mut E1000e<B>, filter: &Filter) -> Result<(), NicError> {

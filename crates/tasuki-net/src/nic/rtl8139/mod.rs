@@ -425,10 +425,11 @@ impl<B: Bus> Nic for Rtl8139<B> {
         self.mac
     }
 
-    fn link(&mut self) -> Link {
+    fn link(&mut self) -> Result<Link, NicError> {
+        self.answers()?;
         let media = regs::MSR.read(&self.registers);
-        if media == u8::MAX || media & msr::LINKB != 0 {
-            return Link::Down;
+        if media & msr::LINKB != 0 {
+            return Ok(Link::Down);
         }
         let speed = if media & msr::SPEED_10 != 0 { 10 } else { 100 };
         let control = regs::BMCR.read(&self.registers);
@@ -439,7 +440,7 @@ impl<B: Bus> Nic for Rtl8139<B> {
             // The best mode that both can do is the agreed one (IEEE 802.3, annex 28B.3).
             common & ability::TX_FULL != 0 || common & (ability::TX | ability::T10_FULL) == ability::T10_FULL
         };
-        Link::Up { speed, full_duplex }
+        Ok(Link::Up { speed, full_duplex })
     }
 
     fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError> {

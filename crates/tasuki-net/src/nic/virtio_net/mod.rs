@@ -358,7 +358,7 @@ impl<B: Bus> Card for Device<B> {
         self.mac
     }
 
-    fn link(&mut self) -> Link {
+    fn link(&mut self) -> Result<Link, NicError> {
         self.transport.link(self.terms.features)
     }
 

@@ -460,27 +460,30 @@ impl<R: Registers> Transport<R> {
     }
 
     /// Returns the state of the link.
-    pub fn link(&self, features: u64) -> Link {
-        let down = match features & feature::STATUS {
-            // Without STATUS, the link is up as long as the device is there.
-            0 => self.status().is_err(),
-            _ => match self.steady(|net| net.at(net::STATUS).read(&net.registers)) {
+    ///
+    /// # Errors
+    /// The device is gone or asks for a reset.
+    pub fn link(&self, features: u64) -> Result<Link, NicError> {
+        // Without STATUS, the link is up as long as the device is there.
+        let down = features & feature::STATUS != 0
+            && match self.steady(|net| net.at(net::STATUS).read(&net.registers)) {
                 Ok(u16::MAX) | Err(_) => true,
                 Ok(status) => status & net::LINK_UP == 0,
-            },
-        };
+            };
+        // Last: a device that goes meanwhile reads as ones in everything before, too.
+        self.status()?;
         if down {
-            return Link::Down;
+            return Ok(Link::Down);
         }
         let unknown = Link::Up { speed: 0, full_duplex: true };
         if features & feature::SPEED_DUPLEX == 0 {
-            return unknown;
+            return Ok(unknown);
         }
         let read =
             |net: &Window<R>| (net.at(net::SPEED).read(&net.registers), net.at(net::DUPLEX).read(&net.registers));
-        match self.steady(read) {
+        Ok(match self.steady(read) {
             Err(_) | Ok((net::SPEED_UNKNOWN, _)) => unknown,
             Ok((speed, duplex)) => Link::Up { speed, full_duplex: duplex == net::DUPLEX_FULL },
-        }
+        })
     }
 }

@@ -143,7 +143,7 @@ impl<W: World> Bench<W> {
     }
 
     pub fn wait_for_link(&mut self, up: bool) {
-        polled("the link", || (up != (self.nic().link() == Link::Down)).then_some(()));
+        polled("the link", || (up != (self.nic().link().expect("the card is there") == Link::Down)).then_some(()));
     }
 
     /// Replaces the driver by another one, with `meanwhile` in between.
