@@ -123,9 +123,11 @@ impl<N: Nic> Run<'_, N> {
             if idle >= LOOKS {
                 idle = 0;
                 progress.show(&self.tally);
+                self.nic.now_and_then();
                 self.rest()?;
-            } else if moved > 0 {
-                progress.now_and_then(&self.tally);
+            } else if moved > 0 && progress.is_time() {
+                progress.show(&self.tally);
+                self.nic.now_and_then();
             }
         }
         progress.clear();
@@ -286,12 +288,10 @@ impl Progress {
         Progress { start, last: start, on_terminal: std::io::stderr().is_terminal(), calls: 0 }
     }
 
-    /// Shows the line; reads the clock at every 1024th call only.
-    fn now_and_then(&mut self, tally: &Tally) {
+    /// Returns whether the clock is worth a look: at every 1024th call only.
+    fn is_time(&mut self) -> bool {
         self.calls = self.calls.wrapping_add(1);
-        if self.calls.is_multiple_of(1024) {
-            self.show(tally);
-        }
+        self.calls.is_multiple_of(1024)
     }
 
     fn show(&mut self, tally: &Tally) {

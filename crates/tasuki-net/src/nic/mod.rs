@@ -310,6 +310,10 @@ pub trait Nic: Port<Fault = NicError> + Sized {
     /// The card is gone, or asks for a reset. A driver that never [arms](Port::arm) its card learns of it only here.
     fn link(&mut self) -> Result<Link, NicError>;
 
+    /// Reads counters of the card that would be full before long. Call it about once a second, also if it is never asked
+    /// for its counts.
+    fn now_and_then(&mut self) {}
+
     /// Sets the frames that the card accepts from now on.
     fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError>;
 

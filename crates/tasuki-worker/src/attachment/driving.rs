@@ -220,7 +220,10 @@ where
         if !(self.link_is_up && is_heard)
             && let Err(error) = self.ask_for_link()
         {
-            self.lose(common, &error);
+            return self.lose(common, &error);
+        }
+        if let Card::Driven(nic) = &mut self.card {
+            nic.now_and_then();
         }
     }
 

@@ -196,6 +196,9 @@ pub trait Card: Sized {
     /// See [`Nic::link`](crate::nic::Nic::link).
     fn link(&mut self) -> Result<Link, NicError>;
 
+    /// See [`Nic::now_and_then`](crate::nic::Nic::now_and_then).
+    fn now_and_then(_: &mut Driver<Self>) {}
+
     /// See [`Nic::set_filter`](crate::nic::Nic::set_filter).
     fn set_filter(nic: &mut Driver<Self>, filter: &Filter) -> Result<(), NicError>;
 

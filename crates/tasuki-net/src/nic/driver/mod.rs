@@ -476,6 +476,10 @@ impl<C: Card> Nic for Driver<C> {
         self.card.link()
     }
 
+    fn now_and_then(&mut self) {
+        C::now_and_then(self);
+    }
+
     fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError> {
         C::set_filter(self, filter)
     }

@@ -1,5 +1,7 @@
 //! Counts of the card, under the names that `ethtool -S` shows for it.
 
+use std::time::{Duration, Instant};
+
 use super::driver_state::COUNTERS;
 use super::regs::{self, Cleared, Mmio, Reg, Ro};
 use super::ring::Dropped;
@@ -55,6 +57,13 @@ pub(super) const XOFF_SENT: usize = 23;
 const OURS: usize = SOURCES.len();
 const _: () = assert!(OURS + 3 <= COUNTERS);
 
+/// Time between two readings. Each counter stops at its highest value: that of frames within 48 minutes, if short ones
+/// come at a gigabit.
+const EVERY: Duration = Duration::from_secs(600);
+
+/// Time until a driver's first reading: no predecessor says when its last one was. Frames that waited go first.
+const SOON: Duration = Duration::from_secs(10);
+
 /// Counts since the card was started, of this driver and its predecessors.
 #[derive(Debug, Clone)]
 pub struct Counters {
@@ -62,12 +71,14 @@ pub struct Counters {
     pub dropped: Dropped,
     /// Number of frames that could not be sent.
     pub refused: u64,
+    /// Time of the next reading, once the driver has looked for the first time.
+    due: Option<Instant>,
 }
 
 impl Counters {
     /// Returns counters at zero, and clears the card's.
     pub fn start(mmio: &Mmio<impl Registers>) -> Self {
-        let mut counters = Counters { accumulated: Box::new([0; COUNTERS]), dropped: Dropped::default(), refused: 0 };
+        let mut counters = Counters::resume(&[0; COUNTERS]);
         counters.collect(mmio);
         counters.accumulated.fill(0);
         counters
@@ -81,7 +92,7 @@ impl Counters {
     /// Continues the counts of a predecessor, which must be [checked](Self::check).
     pub fn resume(accumulated: &[u64; COUNTERS]) -> Self {
         let dropped = Dropped { errors: accumulated[OURS], too_long: accumulated[OURS + 1] };
-        Counters { accumulated: Box::new(*accumulated), dropped, refused: accumulated[OURS + 2] }
+        Counters { accumulated: Box::new(*accumulated), dropped, refused: accumulated[OURS + 2], due: None }
     }
 
     /// Returns the counts for a successor.
@@ -91,8 +102,17 @@ impl Counters {
         words
     }
 
-    /// Adds the card's counts since the last call. Must be called before any of its counters is full: within an
-    /// hour, at a gigabit.
+    /// [Collects](Self::collect) before one of the card's counters is full. Returns whether it was time for that.
+    pub fn now_and_then(&mut self, mmio: &Mmio<impl Registers>, now: Instant) -> bool {
+        let is_due = now >= *self.due.get_or_insert(now + SOON);
+        if is_due {
+            self.collect(mmio);
+            self.due = Some(now + EVERY);
+        }
+        is_due
+    }
+
+    /// Adds the card's counts since the last call.
     pub fn collect(&mut self, mmio: &Mmio<impl Registers>) {
         let counted: [u64; SOURCES.len()] = std::array::from_fn(|i| match SOURCES[i].1 {
             Word(reg) => u64::from(mmio.take(reg)),
@@ -127,5 +147,57 @@ impl Counters {
         list.push(("rx_length_errors", sum(&[sums[LONG], sums[SHORT], too_long])));
         list.push(("tx_dropped", self.refused));
         list
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// A card that counts good frames received, up to the highest value; all else reads as zeros.
+    struct Card(Cell<u32>);
+
+    impl Registers for &Card {
+        fn read8(&self, _: u32) -> u8 {
+            0
+        }
+
+        fn read16(&self, _: u32) -> u16 {
+            0
+        }
+
+        fn read32(&self, offset: u32) -> u32 {
+            if offset == 0x4074 { self.0.take() } else { 0 }
+        }
+
+        fn write8(&self, _: u32, _: u8) {}
+
+        fn write16(&self, _: u32, _: u16) {}
+
+        fn write32(&self, _: u32, _: u32) {}
+    }
+
+    /// The shortest frames at a gigabit, for four hours, with a successor each so many seconds.
+    #[test]
+    fn no_counter_is_full_before_it_is_read() {
+        const RATE: u32 = 1_488_096;
+        for successor_each in [u64::MAX, 3600, 601, 15] {
+            let card = Card(Cell::new(0));
+            let mmio = Mmio(&card);
+            let mut counters = Counters::start(&mmio);
+            let mut now = Instant::now();
+            for second in 1..=4 * 3600 {
+                card.0.set(card.0.get().saturating_add(RATE));
+                now += Duration::from_secs(1);
+                if second % successor_each == 0 {
+                    counters = Counters::resume(&counters.to_driver_state());
+                }
+                counters.now_and_then(&mmio, now);
+            }
+            counters.collect(&mmio);
+            assert_eq!(counters.accumulated[0], 4 * 3600 * u64::from(RATE), "a successor each {successor_each} s");
+        }
     }
 }

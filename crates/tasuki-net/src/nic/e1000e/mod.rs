@@ -24,7 +24,7 @@ mod ring;
 mod setup;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tasuki_shm::arena::Slot;
 use tasuki_shm::crash;
@@ -431,6 +431,12 @@ impl<B: Bus> Card for I82574<B> {
         }
         self.agreed = link != Link::Down;
         Ok(link)
+    }
+
+    fn now_and_then(nic: &mut E1000e<B>) {
+        if nic.counts.now_and_then(&nic.card.mmio, Instant::now()) {
+            nic.write_seldom();
+        }
     }
 
     fn set_filter(nic: &mut E1000e<B>, filter: &Filter) -> Result<(), NicError> {
