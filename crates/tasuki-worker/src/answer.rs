@@ -20,6 +20,8 @@ const ARP_REQUEST: [u8; 2] = [0, 1];
 const ARP_REPLY: [u8; 2] = [0, 2];
 const PROTOCOL_ICMP: u8 = 1;
 const ECHO_REQUEST: u8 = 8;
+/// Time to live of an answer. Its sender sets it (RFC 1122, 3.2.1.7): the request's may be spent.
+const TTL: u8 = 64;
 
 /// Turns `frame` into its answer if it asks for the owner of these addresses, and returns true. Otherwise leaves it
 /// unchanged and returns false.
@@ -56,18 +58,27 @@ fn echo(frame: &mut [u8], mac: Mac, address: [u8; 4]) -> bool {
     if ip[0] != 0x45 || !whole || ip[9] != PROTOCOL_ICMP || ip[16..20] != address || ip[20..22] != [ECHO_REQUEST, 0] {
         return false;
     }
-    // The checksum stays: the header holds the same words in another order.
+    // The addresses leave the checksum as it is: the header holds the same words in another order.
     let from = [ip[12], ip[13], ip[14], ip[15]];
     ip[12..16].copy_from_slice(&address);
     ip[16..20].copy_from_slice(&from);
-    // The type and the code form one word. Adjust the checksum by the same amount (RFC 1624), so that a frame
-    // damaged on its way here stays damaged.
+    // Each of these bytes is the upper one of its word: time to live and protocol, type and code.
+    let was = std::mem::replace(&mut ip[8], TTL);
+    adjust(&mut ip[10..12], was, TTL);
     ip[20] = 0;
-    let sum = u32::from(u16::from_be_bytes([ip[22], ip[23]])) + (u32::from(ECHO_REQUEST) << 8);
-    let sum = u16::try_from((sum & 0xffff) + (sum >> 16)).expect("a sum of two words carries one bit");
-    ip[22..24].copy_from_slice(&sum.to_be_bytes());
+    adjust(&mut ip[22..24], ECHO_REQUEST, 0);
     turn_round(frame, mac);
     true
+}
+
+/// Adjusts a checksum by the amount by which the upper byte of a word changed (RFC 1624), so that a frame damaged on its
+/// way here stays damaged.
+fn adjust(checksum: &mut [u8], from: u8, to: u8) {
+    let word = u16::from_be_bytes([checksum[0], checksum[1]]);
+    let sum = u32::from(word) + (u32::from(from) << 8) + u32::from(!(u16::from(to) << 8));
+    let sum = (sum & 0xffff) + (sum >> 16);
+    let sum = u16::try_from((sum & 0xffff) + (sum >> 16)).expect("a sum of three words carries two bits");
+    checksum.copy_from_slice(&sum.to_be_bytes());
 }
 
 fn turn_round(frame: &mut [u8], mac: Mac) {
@@ -117,6 +128,16 @@ mod tests {
             assert_eq!((&frame[26..30], &frame[30..34]), (&US.octets()[..], &THEM[..]));
             assert_eq!((sum(&frame[14..34]), sum(&frame[34..])), (0, 0), "{data:?}");
             assert_eq!((frame[34], &frame[42..]), (0, data));
+        }
+        // The last router on the way here left it a time to live of one.
+        for ttl in [0, 1, 63, 64, 65, 255] {
+            let mut frame = echo_request(b"data");
+            frame[22] = ttl;
+            frame[24..26].fill(0);
+            let of_ip = sum(&frame[14..34]).to_be_bytes();
+            frame[24..26].copy_from_slice(&of_ip);
+            assert!(answer(&mut frame, MAC, US));
+            assert_eq!((frame[22], sum(&frame[14..34]), sum(&frame[34..])), (64, 0, 0), "{ttl}");
         }
     }
 
