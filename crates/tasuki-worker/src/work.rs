@@ -441,12 +441,23 @@ fn receive_and_turn<N: Transactional>(
     most: usize,
 ) -> Result<usize, N::Fault> {
     receive_and(nic, burst, heartbeat, most, |nic, burst| {
-        for frame in burst.iter_mut() {
-            nic.save(frame);
-            fail::point("frame.saved");
-            run::turn_round(frame);
-        }
+        burst.retain(|frame| {
+            let turns = !is_to_group(frame.bytes());
+            if turns {
+                nic.save(frame);
+                fail::point("frame.saved");
+                run::turn_round(frame);
+            }
+            turns
+        });
     })
+}
+
+/// Returns whether a frame is for a group of stations, and not for all. Its sender would take its own question back for
+/// another station's: so a kernel finds that its IPv6 address is taken.
+#[inline]
+fn is_to_group(frame: &[u8]) -> bool {
+    frame.first().is_some_and(|first| first & 1 == 1) && !frame.starts_with(&TO.0)
 }
 
 /// Leaves the answers in `burst` and drops frames that ask nothing of us.
@@ -478,4 +489,16 @@ fn transmit<N: Transactional>(nic: &mut N, burst: &mut Burst, heartbeat: &Heartb
         fail::point("burst.sent");
     }
     Ok(went)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_to_a_group_are_not_sent_back_and_broadcasts_are() {
+        let to = |to: [u8; 6]| is_to_group(&[&to[..], &[2, 0, 0, 0, 0, 1, 0x86, 0xdd]].concat());
+        assert!(to([0x33, 0x33, 0xff, 0, 0, 2]) && to([1, 0x80, 0xc2, 0, 0, 1]));
+        assert!(!to([0xff; 6]) && !to([2, 0, 0, 0, 0, 2]) && !is_to_group(&[]));
+    }
 }

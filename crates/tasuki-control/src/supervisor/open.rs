@@ -213,7 +213,7 @@ impl Supervisor {
 
     fn start_opener(&mut self, nic: u32) -> Result<()> {
         let party = self.next_party();
-        let (scrub, has_taps) = (self.config.has_strangers(), !self.taps.is_empty());
+        let scrub = self.config.has_strangers();
         let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
         let device = match &card.config.device {
             Device::Sim => Device::VfioUser(self.place.model_socket(&card.config.name)),
@@ -231,8 +231,8 @@ impl Supervisor {
         if self.config.node.iter().any(joins) {
             // Frames for nodes of the VNI bear none of the card's addresses.
             args.push("--promiscuous".to_owned());
-        } else if has_taps {
-            // A kernel asks for its neighbours by multicast.
+        } else {
+            // A kernel asks for its neighbours by multicast, and a node gets a TAP while its NIC runs.
             args.push("--all-multicast".to_owned());
         }
         if scrub {

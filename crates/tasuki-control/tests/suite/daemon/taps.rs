@@ -314,6 +314,30 @@ fn neighbours_are_found_by_multicast() {
     world.end();
 }
 
+/// A NIC runs before there is any TAP: its filter stays as its opener set it.
+#[test]
+fn a_node_that_gets_a_tap_later_is_found_by_multicast() {
+    let Some(mut world) = World::with(None, ["2001:db8::1/64", "2001:db8::2/64"], None) else { return };
+    world.rig.stop();
+    let taps = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("the configuration");
+    let (_, work) = taps.split_once("work = ").expect("a node's work");
+    let work = work.lines().next().expect("a line").to_owned();
+    let its = |node: &str| format!("node = \"{node}\"");
+    world.rig.configure(|text| text.replace(&work, "\"echo\"").replace(&its("red"), &its("blue")));
+    world.rig.start();
+    world.rig.await_pair("blue");
+    // The keeper may have it for a moment longer.
+    until(&world.rig, "the TAP is gone", || world.far.within(|| Interface::find("nic0").is_err()));
+    world.rig.configure(|text| text.replacen("\"echo\"", &work, 1).replace(&its("blue"), &its("red")));
+    world.rig.ask(&["apply"]);
+    world.rig.await_pair("red");
+    let listener = world.far.within(|| TcpListener::bind(("2001:db8::2", 7008)).expect("an address"));
+    // No frame has left the TAP's namespace for the other one: it must hear a question there first.
+    world.near.within(|| TcpStream::connect(("2001:db8::2", 7008)).expect("a connection"));
+    drop(listener);
+    world.end();
+}
+
 #[test]
 fn a_tap_stands_for_one_nic() {
     if let Some(why) = is_impossible() {
