@@ -24,6 +24,7 @@ use utoipa::ToSchema;
 use crate::api::roles::Roles;
 pub use daemon::{Confine, Daemon, Restart, Uids};
 pub use limits::{Limit, Limits};
+pub(crate) use limits::{in_queue, in_socket};
 pub use nic::{Device, Nic};
 pub use node::{Bounds, Node, Spoof, StationAddress};
 pub use sense::CONTAINER_MAX;

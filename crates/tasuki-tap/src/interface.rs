@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, netdevice};
 
 use crate::netlink::{Message, Netlink, attributes};
-use crate::{Address, Route, Settings, TapError};
+use crate::{Address, Route, Settings, TapError, Waiting};
 
 /// Message types (`<linux/rtnetlink.h>`).
 const NEW_LINK: u16 = 16;
@@ -30,13 +30,15 @@ const REPLACE: u16 = 0x0100;
 /// Fail if it exists.
 const EXCLUSIVE: u16 = 0x0200;
 
-/// Attributes of a link (`<linux/if_link.h>`): its MAC address, its name, its MTU in bytes, its kind, and the
-/// namespace to create it in.
+/// Attributes of a link (`<linux/if_link.h>`): its MAC address, its name, its MTU in bytes, the length of its queue in
+/// frames, its kind, the namespace to create it in, and the most bytes of a segment.
 const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_MTU: u16 = 4;
+const IFLA_TXQLEN: u16 = 13;
 const IFLA_LINKINFO: u16 = 18;
 const IFLA_NET_NS_FD: u16 = 28;
+const IFLA_GSO_MAX_SIZE: u16 = 41;
 /// The namespace of a pair's other end, by the number that it has in this one.
 const IFLA_LINK_NETNSID: u16 = 37;
 /// Attributes of a namespace's number (`<linux/net_namespace.h>`): the number, and a descriptor of the namespace.
@@ -283,6 +285,13 @@ impl Interface {
     /// Sets the MTU, in bytes behind the header.
     pub fn set_mtu(&self, mtu: u32) -> Result<(), TapError> {
         self.ask(|| format!("frames of {mtu} bytes"), self.link(0).with(IFLA_MTU, &mtu.to_ne_bytes()))
+    }
+
+    /// Bounds what waits to be sent.
+    pub fn bound(&self, Waiting { frames, segment }: Waiting) -> Result<(), TapError> {
+        let bounds = self.link(0).with(IFLA_TXQLEN, &frames.to_ne_bytes());
+        let bounds = bounds.with(IFLA_GSO_MAX_SIZE, &segment.to_ne_bytes());
+        self.ask(|| format!("a queue of {frames} frames with segments of {segment} bytes"), bounds)
     }
 
     /// Adds an IP address, if the interface does not have it yet.

@@ -241,6 +241,32 @@ pub fn set_mac(device: &OwnedFd, mac: [u8; 6]) -> Result<(), TapError> {
     its.within(|| Interface::find(&name)?.set_mac(mac))
 }
 
+/// What waits in each queue of an interface to be sent; the kernel drops what comes then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Waiting {
+    /// Number of frames.
+    pub frames: u32,
+    /// Bytes of an uncut segment, at most; the kernel cuts a longer one before it waits.
+    pub segment: u32,
+}
+
+/// As the kernel makes a TAP device.
+impl Default for Waiting {
+    fn default() -> Self {
+        Waiting { frames: 1000, segment: 64 << 10 }
+    }
+}
+
+/// Bounds what waits for the reader of a TAP device. Its interface may have another name by now, or be in another namespace.
+///
+/// # Errors
+/// It is gone, or the kernel refuses.
+pub fn bound(device: &OwnedFd, waiting: Waiting) -> Result<(), TapError> {
+    let (name, _) = device::identity(device.as_fd()).map_err(TapError::of)?;
+    let its = namespace::Unnamed::of(device::namespace_of(device.as_fd()).map_err(TapError::of)?);
+    its.within(|| Interface::find(&name)?.bound(waiting))
+}
+
 /// A TAP device, whose interface is up. The interface is removed when all descriptors of the device are closed.
 #[derive(Debug)]
 pub struct Tap {

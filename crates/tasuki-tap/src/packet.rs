@@ -20,7 +20,7 @@ use crate::netlink::Netlink;
 use crate::{TapError, is_name};
 
 /// Bytes of received frames that the kernel keeps for the socket: a burst of GSO packets of 64 KiB.
-const ROOM: i32 = 8 << 20;
+pub const ROOM: i32 = 8 << 20;
 
 /// Opens a raw, non-blocking packet socket for the interface `name` of a namespace. Each frame has an offload header
 /// before it (`PACKET_VNET_HDR`); tags come beside it (`PACKET_AUXDATA`). The interface receives frames for all
@@ -58,8 +58,7 @@ fn open_here(name: &str) -> Result<OwnedFd, TapError> {
     set(&socket, libc::SOL_PACKET, libc::PACKET_VNET_HDR, &1_i32)?;
     set(&socket, libc::SOL_PACKET, libc::PACKET_AUXDATA, &1_i32)?;
     set(&socket, libc::SOL_PACKET, libc::PACKET_IGNORE_OUTGOING, &1_i32)?;
-    // A smaller buffer loses more frames when they come in bursts; the endpoint counts them.
-    let _ = set(&socket, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, &ROOM);
+    set_room(&socket, ROOM);
     // Frames that a card has yet to send count here. With the default, fewer than four of 64 KiB wait for it.
     let _ = set(&socket, libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, &ROOM);
     let address = libc::sockaddr_ll {
@@ -87,6 +86,12 @@ fn open_here(name: &str) -> Result<OwnedFd, TapError> {
     };
     set(&socket, libc::SOL_PACKET, libc::PACKET_ADD_MEMBERSHIP, &all)?;
     Ok(socket)
+}
+
+/// Has the kernel keep about so many bytes of received frames for the socket; it drops what comes then. Best effort: a
+/// smaller buffer loses more frames when they come in bursts; the endpoint counts them.
+pub fn set_room(socket: &OwnedFd, bytes: i32) {
+    let _ = set(socket, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, &bytes);
 }
 
 /// Returns whether the interface is gone that the socket was bound to: it was deleted, or moved to another namespace. The

@@ -349,8 +349,10 @@ impl Supervisor {
         let Some(kind) = config.endpoint() else { return Ok(None) };
         let (label, text, limits, latency_us) = (kind.label(), kind.text(), config.limits(), config.latency_us);
         let kind = kind.kind().to_owned();
+        let room = matches!(config.work, config::Work::Interface(_)).then(|| config::in_socket(limits[0]));
         let description = message::Endpoint { kind, label: label.clone(), text, limits, latency_us };
         let fd = self.make_endpoint(&label)?.try_clone()?;
+        room.into_iter().for_each(|bytes| packet::set_room(&fd, bytes));
         self.mark_deposit(Key::Endpoint(label));
         Ok(Some((description, fd)))
     }

@@ -14,7 +14,7 @@ use tasuki_tap::device::{self, Before, is_gone, namespace_of};
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::{Identity, Namespace, Unnamed};
 use tasuki_tap::shortcut::remove_beside;
-use tasuki_tap::{Settings, Tap, TapError, packet, set_mac};
+use tasuki_tap::{Settings, Tap, TapError, Waiting, packet, set_mac};
 
 use super::card::Card;
 use super::deposits::{Found, Key};
@@ -47,6 +47,8 @@ pub struct TapEnd {
     on: Option<OnVni>,
     veth_end: Option<VethEnd>,
     device: Option<OwnedFd>,
+    /// What waits in its queues, if its node has or had a limit on what it sends.
+    waiting: Option<Waiting>,
     /// The station address of the NIC for which it stands, if it was given that, or could not be.
     mac: Option<[u8; 6]>,
     /// The namespace that had the name when the interface was made there.
@@ -70,7 +72,8 @@ impl TapEnd {
         let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
         let (on, name) = (OnVni::of(node), node.vni.as_ref().map(|_| node.name.clone()));
         let label = config.label();
-        let (veth_end, device, mac, other_mac, made_in, is_gone) = (None, None, None, None, None, false);
+        let (veth_end, device, waiting) = (None, None, None);
+        let (mac, other_mac, made_in, is_gone) = (None, None, None, false);
         let (changes, stale) = (Bucket::new(CHANGES_AT_ONCE_MAX, CHANGE_EVERY, now()), BTreeSet::new());
         let tap = TapEnd {
             config,
@@ -79,6 +82,7 @@ impl TapEnd {
             on,
             veth_end,
             device,
+            waiting,
             mac,
             other_mac,
             changes,
@@ -125,6 +129,7 @@ impl TapEnd {
             Some(device) => device,
             None => {
                 (self.mac, self.other_mac, self.veth_end, self.is_gone) = (None, None, None, false);
+                self.waiting = None;
                 self.made_in = self.place().identity();
                 match self.connect(shortcuts) {
                     Some(Ok(device)) => device,
@@ -142,6 +147,29 @@ impl TapEnd {
         };
         self.name_retries = 0;
         Ok((self.device.insert(device), why))
+    }
+
+    /// Bounds what waits in its queues by a limit on what its node sends. Returns why that could not be. An interface that
+    /// never had a limit stays as it is: others may have given it another queue.
+    fn bound(&mut self, limit: message::Limit) -> Option<String> {
+        let longest = u64::from(self.config.mtu.unwrap_or(1500)) + 14;
+        let wanted = config::in_queue(limit, longest, self.config.queues());
+        let device = self.device.as_ref().filter(|_| wanted != self.waiting)?;
+        let waiting = wanted.unwrap_or_default();
+        // Long segments of an interface beside a veth end would all be cut to frames at the TAP.
+        let beside = self.veth_end.as_ref().map(|_| self.place());
+        let beside =
+            || beside.map_or(Ok(()), |place| place.within(|| Interface::find(&self.config.name)?.bound(waiting)));
+        match tasuki_tap::bound(device, waiting).and_then(|()| beside()) {
+            Ok(()) => {
+                self.waiting = wanted;
+                None
+            }
+            Err(error) => Some(format!(
+                "what {} sends too fast may wait for seconds, and its neighbours lose it meanwhile: {error}",
+                self.config.label()
+            )),
+        }
     }
 
     /// Returns whether its interface is not in the namespace any more that has the name: the name is another's, or the
@@ -169,7 +197,8 @@ impl TapEnd {
 
     /// Returns what the keeper gets: the descriptor, if it exists, and where and for which node it was made.
     pub fn deposit(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
-        let text = TapText { made_in: self.made_in, node: self.node.clone() };
+        let waiting = self.waiting.map(|waiting| (waiting.frames, waiting.segment));
+        let text = TapText { made_in: self.made_in, node: self.node.clone(), waiting };
         Some((serde_json::to_string(&text).expect("plain data"), vec![self.fd()?]))
     }
 
@@ -199,13 +228,7 @@ impl TapEnd {
 
     /// Adopts an earlier daemon's TAP; if its interface is gone, only where a worker that lives has it, too. Returns why it
     /// has no veth end, if it was to have one.
-    fn adopt(
-        &mut self,
-        device: OwnedFd,
-        made_in: Option<Identity>,
-        lives: bool,
-        shortcuts: &mut Shortcuts,
-    ) -> Option<String> {
+    fn adopt(&mut self, device: OwnedFd, text: TapText, lives: bool, shortcuts: &mut Shortcuts) -> Option<String> {
         if self.device.is_some() {
             return None;
         }
@@ -215,8 +238,9 @@ impl TapEnd {
             return None;
         }
         self.device = Some(device);
+        self.waiting = text.waiting.map(|(frames, segment)| Waiting { frames, segment });
         // An earlier daemon does not say it.
-        self.made_in = made_in.or_else(|| self.place().identity());
+        self.made_in = text.made_in.or_else(|| self.place().identity());
         match adopted? {
             (_, Ok(veth_end)) => {
                 self.veth_end = Some(veth_end);
@@ -276,12 +300,15 @@ fn remove(device: &OwnedFd) {
 struct TapText {
     made_in: Option<Identity>,
     node: Option<String>,
+    /// An earlier daemon does not say it.
+    #[serde(default)]
+    waiting: Option<(u32, u32)>,
 }
 
 impl TapText {
     /// Reads the text of this daemon, or of one from before there was a node in it.
     fn read(text: &str) -> Self {
-        let of_before = || TapText { made_in: serde_json::from_str(text).ok(), node: None };
+        let of_before = || TapText { made_in: serde_json::from_str(text).ok(), node: None, waiting: None };
         serde_json::from_str(text).unwrap_or_else(|_| of_before())
     }
 }
@@ -313,9 +340,9 @@ impl Supervisor {
         self.taps = self.config.node.iter().filter_map(TapEnd::of).collect::<BTreeMap<_, _>>();
         for label in self.taps.keys().cloned().collect::<Vec<_>>() {
             let its = found.remove(&Key::Tap(label.clone()));
-            let device = its.and_then(|(text, fds)| Some((TapText::read(&text).made_in, fds.into_iter().next()?)));
+            let device = its.and_then(|(text, fds)| Some((TapText::read(&text), fds.into_iter().next()?)));
             let lives = living.iter().any(|node| self.config.tap(node).is_some_and(|tap| tap.label() == label));
-            device.into_iter().for_each(|(made_in, device)| self.adopt_tap(&label, device, made_in, lives));
+            device.into_iter().for_each(|(text, device)| self.adopt_tap(&label, device, text, lives));
         }
         // Of TAPs no longer in the configuration, remove the parts that do not go with the descriptor.
         for (key, (_, fds)) in found.iter() {
@@ -357,8 +384,8 @@ impl Supervisor {
     }
 
     /// Adopts the TAP that an earlier daemon had.
-    fn adopt_tap(&mut self, label: &str, device: OwnedFd, made_in: Option<Identity>, lives: bool) {
-        let why = self.taps.get_mut(label).and_then(|tap| tap.adopt(device, made_in, lives, &mut self.shortcuts));
+    fn adopt_tap(&mut self, label: &str, device: OwnedFd, text: TapText, lives: bool) {
+        let why = self.taps.get_mut(label).and_then(|tap| tap.adopt(device, text, lives, &mut self.shortcuts));
         why.into_iter().for_each(|why| self.note(About::default(), why));
     }
 
@@ -368,10 +395,12 @@ impl Supervisor {
         let tap = self.taps.get_mut(&label).with_context(|| format!("there is no TAP {label}"))?;
         let (device, why) = tap.make(&mut self.shortcuts).with_context(|| format!("it has no TAP {label}"))?;
         let device = device.try_clone()?;
-        self.mark_deposit(Key::Tap(label.clone()));
-        why.into_iter().for_each(|why| self.note(About::node(node), why));
         let config = self.config.node(node);
         let limits = config.map(config::Node::limits).unwrap_or_default();
+        let unbounded = tap.bound(limits[0]);
+        self.mark_deposit(Key::Tap(label.clone()));
+        why.into_iter().chain(unbounded).for_each(|why| self.note(About::node(node), why));
+        let config = self.config.node(node);
         let latency_us = config.and_then(|node| node.latency_us);
         let description = message::Endpoint { kind: "tap".to_owned(), label, text: String::new(), limits, latency_us };
         Ok(Some((description, device)))
