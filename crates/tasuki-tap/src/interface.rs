@@ -152,6 +152,14 @@ pub(crate) fn index_of(netlink: &Netlink, name: &str) -> Result<u32, Errno> {
     link.get(4..8).and_then(number).ok_or(Errno::BADMSG)
 }
 
+/// Returns the kind of the interface with this index, as `ip link add` calls it; `None` for a card.
+pub(crate) fn kind_of(netlink: &Netlink, index: u32) -> Result<Option<String>, Errno> {
+    let link = netlink.get(Message::new(GET_LINK, 0, &link_of(index, 0)))?;
+    let info = link.get(16..).and_then(|its| attribute(its, IFLA_LINKINFO));
+    let kind = info.and_then(|info| attribute(info, IFLA_INFO_KIND));
+    Ok(kind.map(|kind| String::from_utf8_lossy(kind.strip_suffix(&[0]).unwrap_or(kind)).into_owned()))
+}
+
 impl Interface {
     /// Finds the interface `name` in the caller's network namespace.
     pub fn find(name: &str) -> Result<Self, TapError> {

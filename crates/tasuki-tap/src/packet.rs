@@ -15,7 +15,7 @@ use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType, netdevice};
 
 use crate::device;
 use crate::interface;
-use crate::namespace::Namespace;
+use crate::namespace::{Namespace, Unnamed};
 use crate::netlink::Netlink;
 use crate::{TapError, is_name};
 
@@ -92,6 +92,16 @@ fn open_here(name: &str) -> Result<OwnedFd, TapError> {
 /// smaller buffer loses more frames when they come in bursts; the endpoint counts them.
 pub fn set_room(socket: &OwnedFd, bytes: i32) {
     let _ = set(socket, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, &bytes);
+}
+
+/// Returns whether the interface of the socket is a bridge. The caller may be in any namespace.
+pub fn is_bridge(socket: &OwnedFd) -> bool {
+    let kind = || {
+        let index = index(socket)?;
+        let its = Unnamed::of(namespace_of(socket).ok()?);
+        its.within(|| Netlink::open().and_then(|netlink| interface::kind_of(&netlink, index)).map_err(refused)).ok()?
+    };
+    kind().as_deref() == Some("bridge")
 }
 
 /// Returns whether the interface is gone that the socket was bound to: it was deleted, or moved to another namespace. The

@@ -47,7 +47,7 @@ pub struct ConfigurationView {
     /// The steps to what it describes, of what is otherwise now: a NIC that was given away by hand, for one.
     pub drift: Vec<String>,
     /// What is otherwise, stays so when it is applied, and why: NICs that failed over, nodes that fell back on the program
-    /// from before an upgrade, and namespaces that were made without the shortcut.
+    /// from before an upgrade, and namespaces that were made without the shortcut. Also interfaces of nodes that are bridges.
     #[serde(default)]
     pub stays: Vec<String>,
     /// Nodes that it does not describe: they were added by hand.

@@ -830,6 +830,7 @@ impl Supervisor {
         // It is on its way there: what it has yet to do is no difference.
         let (steps, mut stays) = if applying { (Vec::new(), Vec::new()) } else { self.plan_to(&self.current.desired) };
         stays.extend(self.older_programs());
+        stays.extend(self.endpoints.values().filter_map(Endpoint::why_flooded));
         stays.extend(self.current.has_changed_aside());
         let drift = steps.iter().map(ToString::to_string).collect();
         let by_hand = self.by_hand.iter().cloned().collect();

@@ -24,6 +24,7 @@ use super::{About, Supervisor, is_news, now};
 use crate::api::peer::Peer;
 use crate::bucket::Bucket;
 use crate::endpoint::Kind;
+use crate::endpoint::interface::Interface;
 use crate::foreign::Foreign;
 use crate::{channel, config};
 
@@ -65,6 +66,8 @@ pub struct Endpoint {
     pub(super) look: Option<Look>,
     /// Why programs do not find its socket, if it was deleted.
     pub(super) lost: Option<String>,
+    /// Its interface is a bridge.
+    is_bridge: bool,
     /// Its interface was gone when the daemon looked last.
     pub is_gone: bool,
     /// Its interface was there, and no namespace had the name of its own.
@@ -152,6 +155,7 @@ impl Endpoint {
             client_events,
             look: None,
             lost: None,
+            is_bridge: false,
             is_gone: false,
             is_nameless: false,
             link: None,
@@ -198,6 +202,7 @@ impl Endpoint {
         let now = self.work.endpoint().and_then(|kind| kind.mark());
         let is_its = |fd: &OwnedFd| now.as_ref() == Some(&mark) && !self.has_no_interface(fd);
         self.fd = fd.filter(|fd| lives || is_its(fd));
+        self.look_at_kind();
         (self.adopted, self.mark, self.was_remade) = (Some(mark.clone()), Some(mark), true);
     }
 
@@ -230,7 +235,25 @@ impl Endpoint {
         let kind = self.work.endpoint().context("the node has none")?;
         self.fd = Some(kind.make()?);
         (self.mark, self.was_remade, self.is_gone) = (kind.mark(), true, false);
+        self.look_at_kind();
         Ok(())
+    }
+
+    fn look_at_kind(&mut self) {
+        let is_interface = matches!(self.work, config::Work::Interface(_));
+        self.is_bridge = self.fd.as_ref().is_some_and(|fd| is_interface && packet::is_bridge(fd));
+    }
+
+    /// Returns a sentence if its interface is a bridge. That works, and costs all ports of the bridge their bandwidth: a bridge
+    /// learns from frames that come in at a port alone, and those of the VNI come from the bridge itself.
+    pub(super) fn why_flooded(&self) -> Option<String> {
+        let config::Work::Interface(bridge) = self.work.clone() else { return None };
+        let (label, name) = (bridge.label(), &bridge.name);
+        let pair = Interface { name: "tasuki0".to_owned(), ..bridge.clone() }.label();
+        (self.is_bridge && !self.is_gone).then(|| format!(
+            "the interface {label} of node {} is a bridge, which sends frames for nodes of the VNI to all its ports, too, for it does not learn their addresses: make a pair of interfaces beside it (ip link add tasuki0 type veth peer name tasuki1), bring both up, give the bridge one (ip link set tasuki1 master {name}), and let the node have the other instead ({pair})",
+            self.node
+        ))
     }
 
     /// Looks whether its interface is gone. Returns whether that is news.

@@ -238,7 +238,9 @@ impl Supervisor {
         if let Some((label, mut end)) = Endpoint::of(node) {
             self.make_alone(&mut end)
                 .map_err(|error| Refusal::conflict(format!("node {name:?} was not added: {}", why(&error))))?;
+            let why = end.why_flooded();
             self.endpoints.insert(label, end);
+            why.into_iter().for_each(|why| self.note(About::node(&name), why));
         }
         match self.make_node(node) {
             Ok(()) => {}

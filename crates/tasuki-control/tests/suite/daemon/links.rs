@@ -200,6 +200,36 @@ fn long_segments_in_a_tunnel_cross_an_interface() {
 }
 
 #[test]
+fn a_bridge_as_an_interface_is_told_of_and_no_trouble() {
+    let Some(mut world) = World::new() else { return };
+    let made = world.desk.within(|| Command::new("ip").args(["link", "add", "br0", "type", "bridge"]).status());
+    if !made.is_ok_and(|it| it.success()) {
+        println!("skipped: the kernel has no bridges: modprobe bridge");
+        return world.end();
+    }
+    ip(&world.desk, &["link", "set", "br0", "up"]);
+    let add = |world: &World, name| {
+        world.rig.ask(&["node", "add", "desk", "--link", &format!("{}:{name}", world.desk.path())]);
+        world.rig.await_pair("desk");
+    };
+    let is_told = |world: &World| world.rig.ask(&["status"]).contains(":br0 of node desk is a bridge, which");
+    add(&world, "br0");
+    world.rig.await_event("(ip link set tasuki1 master br0)");
+    assert!(is_told(&world));
+    assert!(world.rig.json(&["node", "list"])[0]["trouble"].is_null());
+    world.rig.kill_daemon();
+    world.rig.start();
+    assert!(is_told(&world));
+    // As it says.
+    world.rig.ask(&["node", "remove", "desk"]);
+    ip(&world.desk, &["link", "add", "tasuki0", "type", "veth", "peer", "name", "tasuki1"]);
+    ip(&world.desk, &["link", "set", "tasuki1", "master", "br0"]);
+    add(&world, "tasuki0");
+    assert!(!is_told(&world));
+    world.end();
+}
+
+#[test]
 fn an_interface_that_is_not_there_or_goes_is_told_of_and_stops_nobody_else() {
     let Some(world) = with_wire() else { return };
     let path = world.desk.path();
