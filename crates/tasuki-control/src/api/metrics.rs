@@ -243,8 +243,12 @@ fn seconds(count: u64, digits: u32) -> String {
 /// Returns the present counts as text.
 async fn present(door: &Door) -> Option<String> {
     let (answer, answered) = oneshot::channel();
-    door.put(Request::Metrics(answer));
-    Some(answered.await.ok()?.ok()?.text())
+    // Nothing is counted for a caller that has hung up by then.
+    let caller = Arc::new(());
+    door.put_for(&caller, Request::Metrics(answer));
+    let counts = answered.await.ok()?.ok()?;
+    drop(caller);
+    Some(counts.text())
 }
 
 fn response(text: Option<Bytes>) -> Response {
@@ -254,13 +258,12 @@ fn response(text: Option<Bytes>) -> Response {
     }
 }
 
-/// Answers with counts that are no older than `most`.
+/// Answers with counts that are no older than `most`, or than is said at [`Shared`].
 pub async fn answer(door: &Door, shared: &Shared, most: Duration) -> Response {
-    let counts = async { present(door).await.map(Bytes::from).ok_or(()) };
-    response(shared.get(most, counts).await.ok())
+    response(shared.counts(door, most).await)
 }
 
-/// An answer that callers share. What its making costs grows with the square of the nodes, and each user that may read may ask.
+/// Text that callers share. What its making costs grows with the square of the nodes, and each user that may read may ask.
 #[derive(Debug, Default)]
 pub struct Shared(Mutex<Option<Made>>);
 
@@ -268,21 +271,21 @@ pub struct Shared(Mutex<Option<Made>>);
 struct Made {
     at: Instant,
     took: Duration,
-    bytes: Bytes,
+    text: Bytes,
 }
 
 impl Shared {
-    /// Returns what `make` gave last, if that is no older than `most`, or than four times as long as its making took: so at
-    /// most a fifth of the time goes into it. Callers that ask meanwhile wait for the same one.
-    pub async fn get<E>(&self, most: Duration, make: impl Future<Output = Result<Bytes, E>>) -> Result<Bytes, E> {
+    /// Returns the text that was made last, if that is no older than `most`, or than four times as long as it took from asking
+    /// the loop to the text. Callers that ask meanwhile wait for the same one.
+    async fn counts(&self, door: &Door, most: Duration) -> Option<Bytes> {
         let mut last = self.0.lock().await;
         if let Some(made) = last.as_ref().filter(|made| made.at.elapsed() < most.max(4 * made.took)) {
-            return Ok(made.bytes.clone());
+            return Some(made.text.clone());
         }
         let begun = Instant::now();
-        let bytes = make.await?;
-        *last = Some(Made { at: Instant::now(), took: begun.elapsed(), bytes: bytes.clone() });
-        Ok(bytes)
+        let text = Bytes::from(present(door).await?);
+        *last = Some(Made { at: Instant::now(), took: begun.elapsed(), text: text.clone() });
+        Some(text)
     }
 }
 

@@ -94,13 +94,6 @@ impl<T: Serialize> IntoResponse for Answered<T> {
     }
 }
 
-/// The answers that are large where there are many nodes.
-#[derive(Debug, Default)]
-struct SharedAnswers {
-    metrics: metrics::Shared,
-    snapshot: metrics::Shared,
-}
-
 async fn ask<T>(door: &Door, request: impl FnOnce(oneshot::Sender<Result<T, Refusal>>) -> Request) -> Answered<T> {
     let (answer, answered) = oneshot::channel();
     // The connection is looked at again before this goes on: a caller that hung up right after its request is not served.
@@ -358,20 +351,13 @@ async fn end_capture(State(door): State<Door>, Path(number): Path<String>) -> An
 
 #[utoipa::path(get, path = "/v1/metrics",
     responses((status = 200, description = "the counts for Prometheus", content_type = "text/plain")))]
-async fn metrics(State(door): State<Door>, Extension(shared): Extension<Arc<SharedAnswers>>) -> Response {
-    metrics::answer(&door, &shared.metrics, Duration::ZERO).await
+async fn metrics(State(door): State<Door>, Extension(shared): Extension<Arc<metrics::Shared>>) -> Response {
+    metrics::answer(&door, &shared, Duration::ZERO).await
 }
 
 #[utoipa::path(get, path = "/v1/snapshot", responses((status = 200, body = Metrics)))]
-async fn snapshot(State(door): State<Door>, Extension(shared): Extension<Arc<SharedAnswers>>) -> Response {
-    let snapshot = async {
-        let Answered(metrics) = ask(&door, Request::Metrics).await;
-        metrics.map(|metrics| serde_json::to_vec(&metrics).expect("plain data").into())
-    };
-    match shared.snapshot.get(Duration::ZERO, snapshot).await {
-        Ok(bytes) => ([("content-type", "application/json")], bytes).into_response(),
-        Err(refusal) => Answered::<Metrics>(Err(refusal)).into_response(),
-    }
+async fn snapshot(State(door): State<Door>) -> Answered<Metrics> {
+    ask(&door, Request::Metrics).await
 }
 
 #[utoipa::path(get, path = "/v1/configuration", responses((status = 200, body = Written), (status = 409, body = Refused)))]
@@ -463,7 +449,7 @@ fn router(door: Door, gate: Gate, cpus: Cpus) -> Router {
         .route("/v1/stop", post(stop))
         .route("/openapi.json", get(async || ([("content-type", "application/json")], description())))
         .layer(Extension(cpus))
-        .layer(Extension(Arc::new(SharedAnswers::default())))
+        .layer(Extension(Arc::new(metrics::Shared::default())))
         // The gate has its own.
         .layer(DefaultBodyLimit::disable())
         .fallback(nothing_there)

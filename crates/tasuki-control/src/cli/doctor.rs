@@ -260,7 +260,7 @@ fn taps(root: &Path, has: CapabilitySet) -> Finding {
     let sentence = match (path.exists(), may, has.contains(CapabilitySet::NET_ADMIN)) {
         (true, true, true) => return ("TAPs", Is::Good, format!("{} is there", path.display())),
         (true, true, false) => {
-            "this user makes none without CAP_NET_ADMIN: ask as the user that runs tasukid".to_owned()
+            "this user makes none without CAP_NET_ADMIN: give tasukid that, and ask as the user that runs it".to_owned()
         }
         (true, false, _) => format!("this user may not open {}: ask as the user that runs tasukid", path.display()),
         (false, ..) => format!("there is no {}: modprobe tun", path.display()),

@@ -358,15 +358,15 @@ impl Egress<'_> {
         true
     }
 
-    /// Counts a frame to several nodes, by the number of those that got it. Returns whether any did.
+    /// Counts a frame to several nodes, by the number of those that got it. Returns whether any did. Where there is no other
+    /// node, it went to all.
     #[inline]
     fn went_to_some(&mut self, sent: Result<usize, SendError>) -> bool {
-        let is_sent = matches!(sent, Ok(1..));
-        match is_sent {
-            true => *self.taken += 1,
-            false => self.dropped.no_room += 1,
+        match sent {
+            Ok(_) => *self.taken += 1,
+            Err(_) => self.dropped.no_room += 1,
         }
-        is_sent
+        matches!(sent, Ok(1..))
     }
 }
 

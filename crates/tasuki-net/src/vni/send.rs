@@ -203,7 +203,8 @@ impl Vni {
         }
     }
 
-    /// Sends the first `len` staged bytes to all these nodes. Returns the number of nodes that got the frame.
+    /// Sends the first `len` staged bytes to all these nodes. Returns the number of nodes that got the frame, which is an error
+    /// only if none did for want of room.
     pub fn post_staged_to_all(&mut self, nodes: impl IntoIterator<Item = u16>, len: usize) -> Result<usize, SendError> {
         if !(HEADER_LEN + 14..=PIECE_MAX).contains(&len) {
             return Err(SendError::Length { len });
@@ -220,13 +221,13 @@ impl Vni {
         }
         let piece = self.pool.piece(&run, 0, bytes);
         let which = self.shared.add(run);
-        let count = self.share(nodes, piece, which, WITH_HEADER);
+        let sent = self.share(nodes, piece, which, WITH_HEADER);
         self.shared.release(which, false, &mut self.pool);
-        Ok(count)
+        Ok(sent?)
     }
 
-    /// Sends a frame of `len` bytes, which `fill` writes, to all these nodes. Returns the number of nodes that got it;
-    /// for each of the others, counts why it did not.
+    /// Sends a frame of `len` bytes, which `fill` writes, to all these nodes. Returns the number of nodes that got it, which is
+    /// an error only if none did for want of room; for each of the others, counts why it did not.
     pub fn send_to_all(
         &mut self,
         nodes: impl IntoIterator<Item = u16>,
@@ -247,13 +248,20 @@ impl Vni {
         }
         let piece = self.pool.piece(run, at, bytes);
         let flags = if with_header { WITH_HEADER } else { 0 };
-        Ok(self.share(nodes, piece, which, flags))
+        Ok(self.share(nodes, piece, which, flags)?)
     }
 
-    /// Sends a piece to all these nodes. Returns the number of nodes that got it.
-    fn share(&mut self, nodes: impl IntoIterator<Item = u16>, piece: Piece, which: SharedRun, flags: u32) -> usize {
+    /// Sends a piece to all these nodes. Returns the number of nodes that got it, or why one of them did not if that lacked
+    /// room and none did.
+    fn share(
+        &mut self,
+        nodes: impl IntoIterator<Item = u16>,
+        piece: Piece,
+        which: SharedRun,
+        flags: u32,
+    ) -> Result<usize, NoRoom> {
         let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
-        let mut count = 0;
+        let (mut count, mut lacked) = (0, None);
         for to in nodes {
             let Some(neighbour) = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut) else { continue };
             if neighbour.breach.is_some() {
@@ -265,13 +273,16 @@ impl Vni {
                     count += 1;
                     neighbour.count_sent(&mut self.touched, to);
                 }
-                Ok(Err(none)) => neighbour.count_dropped(none),
+                Ok(Err(none)) => {
+                    neighbour.count_dropped(none);
+                    lacked = Some(none);
+                }
                 Err(broken) => {
                     neighbour.breaks(broken.into());
                 }
             }
         }
-        count
+        lacked.filter(|_| count == 0).map_or(Ok(count), Err)
     }
 
     /// Makes room for a frame to several nodes, behind the earlier ones.

@@ -34,7 +34,7 @@ impl End for Native {
             several => {
                 let nodes = self.switch.nodes_of(several);
                 match self.vni.send_to_all(nodes.iter(), frame.len(), false, |room| room.copy_from_slice(frame)) {
-                    Ok(0) => {
+                    Err(SendError::NoRoom(_)) => {
                         self.lost.no_room += 1;
                         return true;
                     }
