@@ -250,8 +250,9 @@ impl Endpoint {
         let config::Work::Interface(bridge) = self.work.clone() else { return None };
         let (label, name) = (bridge.label(), &bridge.name);
         let pair = Interface { name: "tasuki0".to_owned(), ..bridge.clone() }.label();
+        let place = if bridge.netns.is_some() { "in its namespace" } else { "beside it" };
         (self.is_bridge && !self.is_gone).then(|| format!(
-            "the interface {label} of node {} is a bridge, which sends frames for nodes of the VNI to all its ports, too, for it does not learn their addresses: make a pair of interfaces beside it (ip link add tasuki0 type veth peer name tasuki1), bring both up, give the bridge one (ip link set tasuki1 master {name}), and let the node have the other instead ({pair})",
+            "the interface {label} of node {} is a bridge, which sends frames for nodes of the VNI to all its ports, too, for it does not learn their addresses: make a pair of interfaces of its MTU {place} (ip link add tasuki0 mtu N type veth peer name tasuki1 mtu N), bring both up, give the bridge one (ip link set tasuki1 master {name}), and let the node have the other instead ({pair})",
             self.node
         ))
     }

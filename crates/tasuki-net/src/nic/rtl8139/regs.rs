@@ -152,7 +152,7 @@ pub mod descriptor {
 pub mod received {
     /// Error summary: check sequence, runt, watchdog, alignment.
     pub const RES: u32 = 1 << 20;
-    /// The FIFO overflowed: part of the frame is missing. The summary does not say so (Linux's 8139cp asks for both).
+    /// The FIFO overflowed: part of the frame may be missing. The summary does not say so. Linux's 8139cp drops such a frame.
     pub const FOVF: u32 = 1 << 22;
     /// Length of the frame in bytes, including its check sequence.
     pub const LENGTH: u32 = 0x1fff;
