@@ -90,8 +90,9 @@ pub(crate) fn in_queue(limit: message::Limit, longest: u64, queues: usize) -> Op
         Some(bytes) => (bytes / most).clamp(SEGMENT / 4, SEGMENT),
     };
     let frames = bytes.map(|bytes| bytes / segment).into_iter().chain(frames).min()? / queues.max(1) as u64;
-    // What may go at once has room, also if one flow sends it in short frames.
-    let [bits, at_once] = [limit.bits, limit.frames].map(|rate| rate * u64::from(limit.burst_ms) / 1000);
+    // What may go at once has room, also if one flow sends it in short frames. A longer burst shares the room.
+    let burst_ms = u64::from(limit.burst_ms.min(BURSTS_MS[0]));
+    let [bits, at_once] = [limit.bits, limit.frames].map(|rate| rate * burst_ms / 1000);
     let at_once = [(limit.bits, bits / 8 / longest.max(FRAME)), (limit.frames, at_once)];
     let at_once = at_once.into_iter().filter_map(|(rate, frames)| (rate > 0).then_some(frames)).min();
     let frames = frames.max(at_once.unwrap_or(0));
@@ -150,6 +151,8 @@ mod tests {
             (mbit(10), 9014, 1, 27, 9014),
             (mbit(50), FRAME, 1, 76, 16384),
             (mbit(50), FRAME, 4, 41, 16384),
+            (message::Limit { burst_ms: 200, ..mbit(50) }, FRAME, 1, 76, 16384),
+            (message::Limit { burst_ms: 1000, ..mbit(10) }, FRAME, 4, 206, 1514),
             (mbit(500), FRAME, 1, 762, 16384),
             (mbit(1000), FRAME, 1, 1000, 25000),
             (mbit(1_000_000), FRAME, 1, 1000, 65536),

@@ -143,8 +143,9 @@ impl Egress<'_> {
     pub fn send_staged(&mut self, len: usize) -> bool {
         let page = self.vni.staging_page();
         let taken = *self.taken;
-        let goes_on = self.send_from_staging(len);
+        let (goes_on, is_read) = self.send_from_staging(len);
         if *self.taken > taken
+            && is_read
             && let Some(notes) = &mut self.notes
         {
             notes.goes(page, len);
@@ -153,29 +154,31 @@ impl Egress<'_> {
         goes_on
     }
 
-    fn send_from_staging(&mut self, len: usize) -> bool {
+    /// Returns false if the frame must wait, and whether any node reads its pages.
+    fn send_from_staging(&mut self, len: usize) -> (bool, bool) {
         self.charge(len.saturating_sub(HEADER_LEN));
         if len < HEADER_LEN + 14 {
             self.dropped.length += 1;
-            return true;
+            return (true, false);
         }
         let addresses = addresses_of(&self.vni.staged_mut()[HEADER_LEN..]);
         match self.find(addresses) {
-            None => true,
-            Some(To::Node(node)) => self.send_staged_to(node, len),
+            None => (true, false),
+            Some(To::Node(node)) => (self.send_staged_to(node, len), true),
             Some(To::OneOf(owners)) => {
                 let flow = flow_of(begin(&self.vni.staged_mut()[HEADER_LEN..len]));
                 let node = self.vni.choose(&owners, flow);
-                self.send_staged_to(node, len)
+                (self.send_staged_to(node, len), true)
             }
             Some(several) => {
                 let nodes = self.switch.nodes_of(several);
                 let sent = self.vni.post_staged_to_all(nodes.iter(), len);
-                if !self.went_to_some(sent) {
+                let is_read = self.went_to_some(sent);
+                if !is_read {
                     // Its pages may be another frame's before the next one is staged.
                     self.forget_staged();
                 }
-                true
+                (true, is_read)
             }
         }
     }

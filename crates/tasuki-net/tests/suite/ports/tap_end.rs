@@ -11,13 +11,13 @@ use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
 use tasuki_net::vni::Vni;
 use tasuki_shm::line::Claims;
-use tasuki_shm::vni::directory::Lookup;
+use tasuki_shm::vni::directory::{Directory, Lookup};
 use tasuki_tap::device::Before;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::packet;
 
 use super::{End, Lost, Rest, is_woken};
-use crate::memif::port::directory_memory;
+use crate::memif::port::{directory_memory, mac};
 use crate::net::Net;
 use crate::place::Place;
 use tasuki_testing::PATIENCE;
@@ -170,6 +170,25 @@ fn what_the_kernel_drops_for_a_slow_worker_is_counted() {
     while end.node.turn() > 0 {}
     end.node.tick(start);
     assert!(end.node.dropped.by_socket >= dropped && end.node.dropped.not_own > 0, "{:?}", end.node.dropped);
+}
+
+/// Its kernel asks by broadcast for neighbours that are not there.
+#[test]
+fn a_broadcast_of_a_node_that_is_alone_is_no_lost_frame() {
+    if !crate::place::is_possible() {
+        return;
+    }
+    let lines = directory_memory();
+    Directory::new(lines.clone()).add(mac(0), 0).expect("room");
+    let switch = Switch::new(0, Lookup::new(Claims::of(lines)));
+    let Some(mut end) = TapEnd::with_packets(Net::of(1).take(0), switch) else { return };
+    let frame = [[0xff; 6].as_slice(), &mac(0)[..], &[0x88, 0xb5], &[0; 46]].concat();
+    rustix::io::write(&end.rest.program, &frame).expect("room");
+    let start = Instant::now();
+    while end.node.taken == 0 {
+        assert!(start.elapsed() < PATIENCE && end.node.dropped.sum() == 0, "{:?}", end.node.dropped);
+        end.node.turn();
+    }
 }
 
 impl Rest for Kept {
