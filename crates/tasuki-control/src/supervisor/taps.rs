@@ -159,20 +159,23 @@ impl TapEnd {
         // Long segments of an interface beside a veth end would all be cut to frames at the TAP.
         let beside = self.veth_end.as_ref().map(|_| self.place());
         let its = || Interface::if_there(&self.config.name)?.map_or(Ok(()), |its| its.bound(waiting));
-        let done = tasuki_tap::bound(device, waiting).and_then(|()| {
-            // Whatever becomes of the other: this one has to be given back.
-            self.waiting = wanted;
-            beside.map_or(Ok(()), |place| place.within(its))
-        });
-        let (error, label) = (done.err()?, self.config.label());
-        Some(match wanted {
-            Some(_) => format!(
-                "what {label} sends too fast may wait for seconds, and its neighbours lose it meanwhile: {error}"
-            ),
-            None => format!(
-                "{label} keeps the short queue of the limit that it had, and drops what finds that full: {error}"
-            ),
-        })
+        let label = self.config.label();
+        if let Err(error) = tasuki_tap::bound(device, waiting) {
+            return Some(match wanted {
+                Some(_) => format!(
+                    "what {label} sends too fast may wait for seconds, and its neighbours lose it meanwhile: {error}"
+                ),
+                None => format!(
+                    "{label} keeps the short queue of the limit that it had, and drops what finds that full: {error}"
+                ),
+            });
+        }
+        // The TAP has to be given back, also if the interface beside it could not be bounded.
+        self.waiting = wanted;
+        let error = beside.and_then(|place| place.within(its).err())?;
+        Some(format!(
+            "{label} sends segments of a length that does not fit its limit, which costs its worker time: {error}"
+        ))
     }
 
     /// Returns whether its interface is not in the namespace any more that has the name: the name is another's, or the
