@@ -256,5 +256,5 @@ fn a_giver_that_drives_on_after_it_has_let_go_does_no_harm() {
         assert_eq!(driver["node"], to);
         storm.flows();
     }
-    storm.only_counted_ones_are_lost();
+    storm.only_counted_ones_are_lost("its receive unit was off");
 }

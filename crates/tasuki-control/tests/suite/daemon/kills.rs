@@ -253,7 +253,7 @@ fn the_daemon_at_every_step_of_a_fence() {
     need_storm!();
     let is_of_it = |place: &&str| place.starts_with("daemon.fenc") || PASSES.contains(place);
     let storm = the_daemon_dies(DAEMON.iter().copied().filter(is_of_it).collect(), &[Deed::Fence]);
-    storm.only_counted_ones_are_lost();
+    storm.only_counted_ones_are_lost("its receive unit was off");
 }
 
 /// Then only the keeper knows the owner of the NIC. The design promises no loss for a single fault only; here a

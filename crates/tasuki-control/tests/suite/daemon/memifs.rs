@@ -140,7 +140,7 @@ fn a_client_of_memif_loses_nothing_and_gets_nothing_twice_while_workers_and_daem
         !said.contains(why) && said.contains("client.sock on VNI lan, connected")
     });
     let had = |world: &World| {
-        let (driver, standby) = world.rig.await_pair("web");
+        let (driver, standby) = world.rig.await_pair_of_one_program("web");
         [pid(&driver), pid(&standby), world.rig.daemon_pid()].map(descriptors)
     };
     // A stand-by of before the client may not have heard of it yet; a fresh one has, or it does not stand by.

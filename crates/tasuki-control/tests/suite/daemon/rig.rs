@@ -332,6 +332,19 @@ impl Rig {
         (self.await_worker(node, "drives"), self.await_worker(node, "stands by"))
     }
 
+    /// Waits for a [pair](Self::await_pair) that runs one program: after an upgrade the stand-by of the old one leaves
+    /// only when the new driver drives.
+    pub fn await_pair_of_one_program(&self, node: &str) -> (Value, Value) {
+        let found = std::cell::RefCell::new(None);
+        until(self, &format!("both workers of {node} run one program"), || {
+            let pair = self.await_pair(node);
+            let is_of_one = pair.0["generation"] == pair.1["generation"];
+            found.replace(is_of_one.then_some(pair));
+            is_of_one
+        });
+        found.into_inner().expect("it was just seen")
+    }
+
     /// Returns the only NIC.
     pub fn nic(&self) -> Value {
         self.json(&["nic", "list"])[0].clone()

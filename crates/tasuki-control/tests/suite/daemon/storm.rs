@@ -421,15 +421,15 @@ impl Storm {
     }
 
     /// Like [`nothing_is_lost`](Self::nothing_is_lost) where only frames may be lost that a worker has counted, or that the
-    /// card has dropped while the machine held a worker up.
-    pub fn only_counted_ones_are_lost(mut self) {
+    /// card has dropped for this reason while the machine held a worker up.
+    pub fn only_counted_ones_are_lost(mut self, dropped_as: &str) {
         self.settle();
         let log = self.rig.log();
         let came = self.model.all_come_back();
         let ended = self.end();
         let said = came.err().unwrap_or(ended);
         let counted: u64 = self.late.lock().expect("no panic").values().sum();
-        let dropped: u64 = numbers(&said, " frames: its receive unit was off").sum();
+        let dropped: u64 = numbers(&said, &format!(" frames: {dropped_as}")).sum();
         let lost = said.split_once("lost ").and_then(|(_, rest)| rest.split_whitespace().next()?.parse::<u64>().ok());
         println!("{lost:?} lost, {counted} counted, {dropped} dropped by the card");
         assert!(lost.is_some_and(|lost| lost <= counted + dropped), "{counted} counted, {said}\n{log}");
