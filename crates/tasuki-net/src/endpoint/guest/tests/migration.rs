@@ -208,3 +208,31 @@ fn a_guest_that_cannot_announce_itself_is_announced() {
     assert_eq!((&frame[14..22], frame.len()), (&[0, 1, 8, 0, 6, 4, 0, 3][..], 60));
     assert_eq!((&frame[22..28], &frame[32..38]), (&mac(US)[..], &mac(US)[..]));
 }
+
+/// The announcement goes to each node, beside the burst of the guest's frames to one of them.
+#[test]
+fn wherever_a_worker_is_killed_each_frame_crosses_exactly_once_behind_an_announcement() {
+    const COUNT: usize = 40;
+    for places in 0.. {
+        let mut net = Net::new(2);
+        let mut machine = net.machine(ALL, 64);
+        let mut address = [0; 8];
+        address[..6].copy_from_slice(&mac(US));
+        assert!(theirs::send(&machine.socket, &theirs::message(19, 0, &address), &[]));
+        while net.guest().front_end.as_ref().is_some_and(|front_end| front_end.device.announced.is_none()) {
+            net.turn();
+        }
+        (0..COUNT).for_each(|number| assert!(machine.send(&frame(OTHER, US, number))));
+        let parts = net.parts();
+        let was_killed = net.kill(places, 4);
+        let mut there = received(&mut net.others[0]);
+        net.replace(parts);
+        net.settle();
+        there.extend(received(&mut net.others[0]));
+        there.retain(|frame| frame[..2] != [0xff; 2]);
+        assert!(there == right(OTHER, US, COUNT), "{} there, killed at place {places}", there.len());
+        if !was_killed {
+            break;
+        }
+    }
+}
