@@ -56,7 +56,7 @@ use crate::switch::Owners;
 use aside::Aside;
 use inbox::Inbox;
 pub use inbox::{Breach, Incoming, Reader, TakenBack};
-use neighbour::{Announcement, Neighbour, announces, name_of, set_announced};
+use neighbour::{Announcement, Neighbour, announces, keep_head, name_of, set_announced};
 pub use neighbour::{Counts, IDLE};
 use offload::HEADER_LEN;
 pub use outbox::NoRoom;
@@ -261,7 +261,8 @@ impl Vni {
         self.touched.retain(|touched| *touched != number);
         // Fails only if there is nothing to give back; then nothing is lost.
         let _ = self.node_memory.give_back_ring(number);
-        neighbour.clear_line();
+        neighbour.clear_counts();
+        keep_head(&neighbour.line[0]);
     }
 
     /// Frees what a predecessor sent to nodes that no longer exist. Call it once all existing nodes are added.
@@ -270,7 +271,7 @@ impl Vni {
             set_announced(&self.node_memory.talks(), number, false);
             // Fails only if there is nothing to give back.
             let _ = self.node_memory.give_back_ring(number);
-            self.node_memory.line_of(number)[0].word(0).store(0, Relaxed);
+            keep_head(&self.node_memory.line_of(number)[0]);
             left.into_iter().for_each(|(_, which)| self.shared.release(which, true, &mut self.pool));
         }
         // A system call for each gap between two neighbours: the next tick has time for that.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use tasuki_shm::line::{Claims, Line};
+use tasuki_shm::line::{Claims, Line, halves};
 use tasuki_shm::region::Span;
 use tasuki_shm::sync::Relaxed;
 use tasuki_shm::vni::node_memory::NodeMemory;
@@ -148,9 +148,9 @@ impl Neighbour {
         }
     }
 
-    /// Clears the line, so that the next node of this number starts with nothing read and nothing counted.
-    pub(super) fn clear_line(&self) {
-        (0..=Counts::default().words().len()).for_each(|word| self.line[0].word(word).store(0, Relaxed));
+    /// Clears the counts, so that the next node of this number starts with nothing counted.
+    pub(super) fn clear_counts(&self) {
+        (1..=Counts::default().words().len()).for_each(|word| self.line[0].word(word).store(0, Relaxed));
     }
 
     pub(super) fn publish(&self) {
@@ -187,6 +187,13 @@ fn bit_of(node: u16) -> (usize, usize, u64) {
 pub(super) fn announces(talks: &Claims<Span<Line>>, to: u16) -> bool {
     let (line, word, bit) = bit_of(to);
     talks.load(line, word) & bit != 0
+}
+
+/// Forgets the handled parts of a message that is not read any more. The index up to which messages were read stays: a node
+/// that still lives goes on from there, and a new one of this number begins there.
+pub(super) fn keep_head(line: &Line) {
+    let (head, _) = halves(line.word(0).load(Relaxed));
+    line.word(0).store(head.into(), Relaxed);
 }
 
 pub(super) fn set_announced(talks: &Span<Line>, to: u16, yes: bool) {

@@ -105,6 +105,12 @@ impl Net {
         self.nodes[number] = Some(vni);
     }
 
+    /// Tells a node of another one.
+    pub fn meet(&mut self, number: usize, other: u16) {
+        let peer_descriptor = self.kept[usize::from(other)].peer_descriptor(other);
+        self.node(number).add(peer_descriptor).unwrap();
+    }
+
     /// Gives the number to a new node, after all others have forgotten the old one.
     pub fn renew(&mut self, number: usize) {
         drop(self.nodes[number].take());

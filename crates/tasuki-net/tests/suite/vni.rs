@@ -411,9 +411,8 @@ fn turned(net: &mut Net, number: usize) -> NodeMemory {
 
 #[test]
 fn a_node_that_breaks_a_rule_after_a_good_frame_costs_itself_its_ring() {
-    let mut net = Net::of(3);
     for wrong in [1_u64 << 32 | 77, 60 << 32 | 1] {
-        net.renew(1);
+        let mut net = Net::of(3);
         net.node(1).send(0, &frame(1, 60)).unwrap();
         net.node(1).flush();
         assert_eq!(received(net.node(0)).len(), 1, "and its ring is looked at each time from now on");
@@ -555,6 +554,32 @@ fn a_node_that_leaves_gives_back_what_it_had() {
         net.node(1).send(0, &frame(number, 90)).unwrap();
         net.node(1).flush();
         assert_eq!(received(net.node(0)), [(1, frame(number, 90))]);
+    }
+}
+
+/// The daemon leaves a node out that could not join yet, or a stand-by has missed the message about it.
+#[test]
+fn a_node_that_is_forgotten_and_met_again_goes_on_where_it_was() {
+    // Fewer messages than a ring has places, and more.
+    for count in [10, 300] {
+        let mut net = Net::of(2);
+        let exchange = |net: &mut Net| {
+            for (from, to) in (0..count).flat_map(|_| [(0, 1), (1, 0)]) {
+                net.node(from).send(u16::try_from(to).unwrap(), &frame(count, 100)).unwrap();
+                net.node(from).flush();
+                assert_eq!(received(net.node(to)), [(u16::try_from(from).unwrap(), frame(count, 100))]);
+            }
+        };
+        exchange(&mut net);
+        net.node(0).remove(1);
+        net.meet(0, 1);
+        exchange(&mut net);
+        // A successor frees what its predecessor sent to nodes that it does not know.
+        net.node(0).send(1, &frame(0, 100)).unwrap();
+        net.node(0).flush();
+        net.replace_alone(0);
+        net.meet(0, 1);
+        exchange(&mut net);
     }
 }
 
