@@ -4,7 +4,7 @@
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::fs::SealFlags;
@@ -56,20 +56,33 @@ pub fn seals(fd: &OwnedFd) -> Option<SealFlags> {
 }
 
 fn close(fds: Vec<OwnedFd>) {
-    static QUEUE: LazyLock<Option<SyncSender<Vec<OwnedFd>>>> = LazyLock::new(|| {
-        let (queue, due) = sync_channel::<Vec<OwnedFd>>(BATCHES_MAX);
-        let thread = std::thread::Builder::new().name("closes".to_owned());
-        let mut closer = Closer::default();
-        thread.spawn(move || due.into_iter().flatten().for_each(|fd| closer.close(fd))).ok()?;
-        Some(queue)
-    });
-    let left = match &*QUEUE {
+    static QUEUE: Mutex<Option<SyncSender<Vec<OwnedFd>>>> = Mutex::new(None);
+    let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
+    // The kernel may have a thread again that it had not at the last close.
+    if queue.is_none() {
+        *queue = begin_thread();
+    }
+    let left = match &*queue {
         Some(queue) => queue.try_send(fds).err().map(|error| match error {
             std::sync::mpsc::TrySendError::Full(fds) | std::sync::mpsc::TrySendError::Disconnected(fds) => fds,
         }),
         None => Some(fds),
     };
-    left.into_iter().flatten().for_each(leave_open);
+    left.into_iter().flatten().filter(|fd| !is_closed_at_once(fd)).for_each(leave_open);
+}
+
+fn begin_thread() -> Option<SyncSender<Vec<OwnedFd>>> {
+    let (queue, due) = sync_channel::<Vec<OwnedFd>>(BATCHES_MAX);
+    let thread = std::thread::Builder::new().name("closes".to_owned());
+    let mut closer = Closer::default();
+    thread.spawn(move || due.into_iter().flatten().for_each(|fd| closer.close(fd))).ok()?;
+    Some(queue)
+}
+
+/// Returns whether to close a descriptor takes no time. A virtual machine has many eventfds, and a thread for each would be
+/// more work than the close.
+fn is_closed_at_once(fd: &OwnedFd) -> bool {
+    seals(fd).is_some() || is_eventfd(fd.as_fd())
 }
 
 /// The thread that closes.
@@ -85,8 +98,7 @@ impl Closer {
     /// Closes one descriptor, in a thread of its own if that may take long. While one close waits, the other descriptors
     /// must not remain in this process: a child that is just being started would close them, too, and wait as long.
     fn close(&mut self, fd: OwnedFd) {
-        // A virtual machine has many eventfds. They are closed at once, and a thread for each would be more work than that.
-        if seals(&fd).is_some() || is_eventfd(fd.as_fd()) {
+        if is_closed_at_once(&fd) {
             return drop(fd);
         }
         let (count, ended) = &*self.waiting;
@@ -113,7 +125,7 @@ impl Closer {
 
 fn leave_open(fd: OwnedFd) {
     tracing::error!(
-        "descriptor {} that came from a worker stays open: too many others take their time to close",
+        "descriptor {} that came from a worker stays open: too many others take their time to close, or the kernel has no thread left (pids.max)",
         fd.as_raw_fd()
     );
     std::mem::forget(fd);

@@ -304,8 +304,7 @@ pub fn listen(address: SocketAddr) -> Result<TcpListener> {
 }
 
 /// Serves `/metrics`, and nothing else, for anybody who can connect.
-pub async fn serve(listener: TcpListener, door: Door) {
-    let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
+pub async fn serve(listener: tokio::net::TcpListener, door: Door) {
     let seats = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let shared = Arc::new(Shared::default());
     let counts = async move || answer(&door, &shared, COUNTS_AGE_MAX).await;

@@ -458,29 +458,45 @@ fn router(door: Door, gate: Gate, cpus: Cpus) -> Router {
         .with_state(door)
 }
 
-/// Serves callers with these roles, until `over`, which says for how long the last answers may take, and the counts at `open`, if given. Nodes may run on `cpus`. `again` gives
-/// another socket if somebody has deleted the one that there is.
+/// All that serving takes descriptors for, from the start on.
+#[derive(Debug)]
+pub struct Begun {
+    runtime: tokio::runtime::Runtime,
+    listener: tokio::net::UnixListener,
+    open: Option<tokio::net::TcpListener>,
+}
+
+/// Opens all that [`serve`] needs.
+///
+/// # Errors
+/// The process may open no descriptor more.
+pub fn begin(listener: UnixListener, open: Option<std::net::TcpListener>) -> std::io::Result<Begun> {
+    listener.set_nonblocking(true)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    let entered = runtime.enter();
+    let listener = tokio::net::UnixListener::from_std(listener)?;
+    let open = open.map(tokio::net::TcpListener::from_std).transpose()?;
+    drop(entered);
+    Ok(Begun { runtime, listener, open })
+}
+
+/// Serves callers with these roles, until `over`, which says for how long the last answers may take, and the counts, if they
+/// have an address. Nodes may run on `cpus`. `again` gives another socket if somebody has deleted the one that there is.
 pub fn serve(
-    listener: UnixListener,
+    Begun { runtime, listener, open }: Begun,
     again: impl FnMut() -> Option<UnixListener>,
-    open: Option<std::net::TcpListener>,
     roles: Roles,
     door: Door,
     cpus: Vec<u32>,
     over: impl Future<Output = Duration>,
-) -> std::io::Result<()> {
-    listener.set_nonblocking(true)?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
-    let served = runtime.block_on(async {
-        let listener = tokio::net::UnixListener::from_std(listener)?;
+) {
+    runtime.block_on(async {
         let gate = Gate::new(roles, door.clone());
         open.into_iter().for_each(|open| drop(tokio::spawn(metrics::serve(open, door.clone()))));
         gate::serve(listener, again, router(door, gate.clone(), Cpus(cpus.into())), gate, over).await;
-        Ok(())
     });
     // A program that is being looked at holds up nobody.
     runtime.shutdown_background();
-    served
 }
 
 #[cfg(test)]

@@ -256,9 +256,10 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
         Some(made)
     };
     let (over, is_over) = tokio::sync::oneshot::channel::<Duration>();
+    let begun = server::begin(listener, open).context("it cannot serve callers")?;
     let http = std::thread::Builder::new().name("http".to_owned()).spawn(move || {
         let over = async { is_over.await.unwrap_or(gate::LAST_ANSWERS_TIMEOUT) };
-        server::serve(listener, again, open, roles, door, cpus, over)
+        server::serve(begun, again, roles, door, cpus, over);
     });
     let http = http.context("the kernel has no thread left")?;
     let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Ready]);

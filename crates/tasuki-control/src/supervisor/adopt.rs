@@ -12,7 +12,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 use tasuki_relay::Party;
 use tasuki_relay::arbiter::{Arbiter, Node as Numbered};
 use tasuki_relay::message::{ToWorker, heartbeat, lease_page, program_state};
@@ -39,6 +39,10 @@ const END_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// Time for which a daemon that begins waits for the end of workers that it has killed. The kernel may not let one end: it
 /// waits for a device, or a file system.
 const DEATHS_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Descriptors that a node's end takes when it joins its VNI, and those of the API.
+const DESCRIPTORS_OF_END: usize = 4;
+const DESCRIPTORS_OF_API: usize = 16;
 
 /// First number of a node's end of a VNI. The numbers below are for NICs: the program state of a node has a place for each of
 /// the first ones.
@@ -174,7 +178,10 @@ impl Supervisor {
         let clients = found.into_iter().filter(|(key, _)| matches!(key, Key::Client(_)));
         clients.for_each(|(_, (_, fds))| drop(Foreign::new(fds)));
         self.adopting = true;
-        Ok(())
+        // Later it would be too late to leave all to another daemon: a worker that is not told of a node cuts it off.
+        let count = self.cards.values().filter(|card| card.vni().is_some() && card.opened.is_some()).count();
+        let spare = (0..DESCRIPTORS_OF_END * count + DESCRIPTORS_OF_API).map(|_| eventfd(0, EventfdFlags::CLOEXEC));
+        spare.collect::<Result<Vec<_>, _>>().map(drop).context(TOO_FEW_DESCRIPTORS)
     }
 
     /// Ends a worker that the registry does not know: it began when that could not be written. It may drive, and so may

@@ -310,6 +310,8 @@ pub struct Supervisor {
     adopting: bool,
     /// Workers that had an end of a VNI before that joined, and the ends.
     untold: VecDeque<(u32, u32)>,
+    /// When the next of them is told, after a lack of descriptors.
+    untold_not_before: Duration,
     room: Vec<u8>,
     ended: Option<Ended>,
     /// Frozen workers that the daemon has yet to end.
@@ -436,6 +438,7 @@ impl Supervisor {
             adopted: 0,
             adopting: false,
             untold: VecDeque::new(),
+            untold_not_before: Duration::ZERO,
             room: Vec::new(),
             ended: None,
             frozen: Vec::new(),

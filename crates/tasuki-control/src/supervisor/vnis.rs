@@ -8,10 +8,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::event::EventfdFlags;
-use rustix::io::Errno;
 use tasuki_relay::message::{Can, DeviceBundle, ToWorker, lease_page, vni};
 use tasuki_shm::crash;
 use tasuki_shm::line::{LINE_LEN, Line};
@@ -25,7 +25,7 @@ use super::deposits::Key;
 use super::door::Refusal;
 use super::requests::there_are;
 use super::worker::{Worker, why_missed};
-use super::{About, Supervisor, is_news};
+use super::{About, Supervisor, is_news, now};
 use crate::api::types::{CrossedView, QueueView, TalkView, VniNodeView, VniView};
 use crate::config::{self, Device, Kind, StationAddress, Work};
 
@@ -115,13 +115,25 @@ impl Net {
     }
 }
 
+/// Pause after a worker could not be told of a node, as tasukid may open no descriptor more.
+const LACK_PAUSE: Duration = Duration::from_millis(200);
+
+/// Why a worker does not know of another node.
+enum Untold {
+    /// It does not read its messages.
+    Missed,
+    /// This daemon may open no descriptor more.
+    Lack,
+}
+
 /// Tells a worker about another node: its node memory, bell, and addresses.
-fn introduce(worker: &Worker, nic: u32, number: u16, member: &Member) -> Result<(), Errno> {
+fn introduce(worker: &Worker, nic: u32, number: u16, member: &Member) -> Result<(), Untold> {
     let [control, pool] = member.node_memory.fds();
     // A bell of its own: workers that share an open file can make it block for all.
-    let bell = tasuki_shm::wake::open_anew(member.bell.as_fd()).map_err(|_| Errno::MFILE)?;
+    let bell = tasuki_shm::wake::open_anew(member.bell.as_fd()).map_err(|_| Untold::Lack)?;
     let addresses = member.addresses.clone();
-    worker.write(&ToWorker::Neighbour { nic, number, addresses }, &[control, pool, bell.as_fd()])
+    let told = worker.write(&ToWorker::Neighbour { nic, number, addresses }, &[control, pool, bell.as_fd()]);
+    why_missed(told).map_or(Ok(()), |_| Err(Untold::Missed))
 }
 
 impl Supervisor {
@@ -222,7 +234,12 @@ impl Supervisor {
         let joined: BTreeSet<u32> = new.into_iter().filter(|nic| self.joins(*nic)).collect();
         let mut missed = BTreeSet::new();
         for nic in &joined {
-            missed.extend(self.tell_of(*nic, &joined));
+            let (deaf, lacked) = self.tell_of(*nic, &joined);
+            missed.extend(deaf);
+            if !lacked.is_empty() {
+                self.untold.extend(lacked);
+                self.untold_not_before = now() + LACK_PAUSE;
+            }
         }
         // A worker must find all nodes in the directory it is given: frames for several go to the nodes that it
         // names.
@@ -243,12 +260,14 @@ impl Supervisor {
     fn tell_untold(&mut self) {
         let mut count = 0;
         while count < INTRODUCED_MAX
+            && self.untold_not_before <= now()
             && let Some((number, nic)) = self.untold.pop_front()
         {
             if self.workers.get(&number).is_some_and(|worker| worker.nics.contains_key(&nic)) {
                 count += self.membership(nic).map_or(0, |(net, ..)| net.members.len());
-                self.tell_neighbours(nic, number);
-                self.tell_directory(nic, number);
+                if self.tell_neighbours(nic, number) {
+                    self.tell_directory(nic, number);
+                }
             }
         }
     }
@@ -355,25 +374,32 @@ impl Supervisor {
     }
 
     /// Tells the workers of all other members about a new one, but for those that joined at the same time (`joined`).
-    /// Returns the workers that missed a message.
-    fn tell_of(&self, nic: u32, joined: &BTreeSet<u32>) -> Vec<u32> {
-        let Some((net, number, us)) = self.membership(nic) else { return Vec::new() };
+    /// Returns the workers that missed a message, and those that are told later, with their ends.
+    fn tell_of(&self, nic: u32, joined: &BTreeSet<u32>) -> (Vec<u32>, Vec<(u32, u32)>) {
+        let (mut missed, mut lacked) = (Vec::new(), Vec::new());
+        let Some((net, number, us)) = self.membership(nic) else { return (missed, lacked) };
         let others: Vec<u32> = net.members.values().map(|it| it.nic).filter(|other| !joined.contains(other)).collect();
-        let misses = |worker: &&Worker| {
-            let its = others.iter().filter(|other| worker.nics.contains_key(other));
-            // All are told, also if it misses one.
-            its.filter(|other| why_missed(introduce(worker, **other, number, us)).is_some()).count() > 0
-        };
-        self.workers.values().filter(misses).map(Worker::party).collect()
+        for worker in self.workers.values() {
+            for other in others.iter().filter(|other| worker.nics.contains_key(other)) {
+                match introduce(worker, *other, number, us) {
+                    Ok(()) => {}
+                    Err(Untold::Missed) => missed.push(worker.party()),
+                    Err(Untold::Lack) => lacked.push((worker.party(), *other)),
+                }
+            }
+        }
+        (missed, lacked)
     }
 
-    /// Gives a worker of a member the directory and the list of its nodes.
+    /// Gives a worker of a member the directory and the list of its nodes. A node whose end could not join yet is in the list:
+    /// the worker may know it from an earlier tasukid, and go on talking to it.
     fn tell_directory(&mut self, nic: u32, number: u32) {
-        let Some((net, ..)) = self.membership(nic) else { return };
+        let Some(vni) = self.membership(nic).and_then(|_| self.cards.get(&nic)?.vni()) else { return };
         let opened = self.cards.get(&nic).and_then(|card| card.opened.as_ref());
         let directory = opened.and_then(|opened| opened.fds.get(vni::DIRECTORY));
         let Some((directory, worker)) = directory.zip(self.workers.get(&number)) else { return };
-        let nodes = net.members.keys().copied().collect();
+        let stays = |card: &&Card| card.vni() == Some(vni) && card.opened.is_some() && !self.leaves(card.node());
+        let nodes = self.cards.values().filter(stays).filter_map(|card| card.number_on_vni).collect();
         let told = worker.write(&ToWorker::Directory { nic, nodes }, &[directory.as_fd()]);
         crash::point("daemon.directory");
         if why_missed(told).is_some() {
@@ -388,17 +414,22 @@ impl Supervisor {
         Some((net, number, net.members.get(&number)?))
     }
 
-    /// Tells a worker that was given an end about all other members.
-    pub(super) fn tell_neighbours(&mut self, nic: u32, number: u32) {
-        let Some(card) = self.cards.get(&nic) else { return };
-        let Some(net) = card.vni().and_then(|vni| self.vnis.get(vni)) else { return };
-        let Some(worker) = self.workers.get(&number) else { return };
-        let others = net.members.iter().filter(|(_, member)| member.nic != nic);
-        let mut told = others.map(|(other, member)| introduce(worker, nic, *other, member));
-        if told.any(|told| why_missed(told).is_some()) {
-            drop(told);
-            self.kill_those_without(vec![number]);
+    /// Tells a worker that was given an end about all other members; later, if this daemon may open too few descriptors now.
+    /// Returns whether it was told of all.
+    pub(super) fn tell_neighbours(&mut self, nic: u32, number: u32) -> bool {
+        let Some(card) = self.cards.get(&nic) else { return false };
+        let Some(net) = card.vni().and_then(|vni| self.vnis.get(vni)) else { return false };
+        let Some(worker) = self.workers.get(&number) else { return false };
+        let mut others = net.members.iter().filter(|(_, member)| member.nic != nic);
+        match others.try_for_each(|(other, member)| introduce(worker, nic, *other, member)) {
+            Ok(()) => return true,
+            Err(Untold::Missed) => self.kill_those_without([number]),
+            Err(Untold::Lack) => {
+                self.untold.push_back((number, nic));
+                self.untold_not_before = now() + LACK_PAUSE;
+            }
         }
+        false
     }
 
     /// Removes a node's end: first no node sends there, then no node knows it.

@@ -575,7 +575,8 @@ impl Supervisor {
         let soon = (busy || self.is_opening() || self.has_deposits_due()).then(|| now() + Duration::from_millis(20));
         let ahead = self.ahead.iter().map(|it| it.since);
         let frozen = self.frozen.iter().map(|it| it.since).chain(ahead).map(|since| since + FROZEN_TIME_MAX);
-        let at_once = (!self.untold.is_empty() && !self.is_pressing() && self.stopping.is_none()).then(now);
+        let is_due = !self.untold.is_empty() && !self.is_pressing() && self.stopping.is_none();
+        let at_once = is_due.then(|| now().max(self.untold_not_before));
         let all = watches
             .chain(frozen)
             .chain(waits)

@@ -304,6 +304,46 @@ fn a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() {
     assert_eq!(pids(rig.await_pair("red")), pids((driver, standby)), "its workers go on");
 }
 
+/// It takes over all, or leaves all to the next one: without a node's end, the others would forget that node.
+#[test]
+fn a_daemon_with_too_few_descriptors_for_a_vni_leaves_it_whole() {
+    const COUNT: usize = 5;
+    let node = |number| format!("[[node]]\nname = \"n{number}\"\nwork = \"sink\"\nvni = \"lan\"\npool_kib = 512\n");
+    let mut rig = Rig::without_daemon(&(0..COUNT).map(node).collect::<String>(), "");
+    rig.start();
+    let pairs = |rig: &Rig| (0..COUNT).map(|number| rig.await_pair(&format!("n{number}")).0["pid"].clone()).collect();
+    let before: Vec<Value> = pairs(&rig);
+    let are_on = |rig: &Rig| rig.json(&["vni", "table", "lan"]).as_array().map(Vec::len) == Some(COUNT);
+    until(&rig, "all are on the VNI", || are_on(&rig));
+    let open = rig.descriptors().len();
+    rig.kill_daemon();
+    let tasukid = std::mem::take(&mut rig.tasukid);
+    let mut began = 0;
+    for limit in (open - 36..open + 32).step_by(4) {
+        rig.tasukid = rig.path("few");
+        tasuki_testing::script(&rig.tasukid, &format!("ulimit -n {limit}; exec {} \"$@\"", tasukid.display()));
+        rig.start_to_die(None);
+        let ended = std::cell::Cell::new(false);
+        let daemon = rig.daemon_pid();
+        until(&rig, "it serves, or says why not", || {
+            ended.set(!lives(daemon));
+            ended.get() || rig.tasuki(&["status"]).status.success()
+        });
+        if !ended.get() {
+            began += 1;
+            until(&rig, "all are on the VNI", || are_on(&rig));
+            rig.kill_daemon();
+        }
+    }
+    assert!((1..17).contains(&began), "{began} of 17 began\n{}", rig.log());
+    rig.tasukid = tasukid;
+    rig.start();
+    let log = rig.log();
+    assert!(log.contains("NOFILE") && !log.contains("is not on its VNI"), "{log}");
+    assert_eq!(pairs(&rig), before, "{log}");
+    rig.stop();
+}
+
 /// A worker sends its driver state, or its memory, at the moment at which tasukid may open no more descriptors.
 #[test]
 fn a_worker_is_not_ended_where_tasukid_lacks_descriptors_for_what_it_sends_in_a_relay() {
