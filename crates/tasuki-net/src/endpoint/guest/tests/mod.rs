@@ -632,6 +632,37 @@ fn a_description_from_before_a_change_is_not_gone_by() {
     assert!(machine.is_hung_up());
 }
 
+/// The mark that its own successor finds is that of the last worker that knew the machine.
+#[test]
+fn a_worker_that_does_not_know_the_machine_yet_or_as_it_was_leaves_all_as_it_was() {
+    for (features, is_stale) in [ALL, ALL | PACKED].into_iter().flat_map(|it| [(it, false), (it, true)]) {
+        let mut net = Net::new(2);
+        let mut machine = net.machine(features, 64);
+        let stale = net.parts();
+        migration::exchange(&mut net, &mut machine, 0..3);
+        net.settle();
+        if is_stale {
+            let call = theirs::eventfd();
+            assert!(theirs::send(&machine.socket, &theirs::message(13, 0, &0_u64.to_ne_bytes()), &[call.as_fd()]));
+            net.settle();
+        }
+        let parts = net.parts();
+        net.node = None;
+        net.node = Some(net.worker());
+        if is_stale {
+            net.guest().go_on(stale).unwrap();
+            assert!(net.guest().stale.is_some());
+        }
+        (0..10).for_each(|_| _ = net.node.as_mut().unwrap().turn());
+        net.replace(parts);
+        migration::exchange(&mut net, &mut machine, 3..5);
+        net.settle();
+        let (there, back) = (received(&mut net.others[0]), machine.receive());
+        assert!(there == migration::right(OTHER, US, 5), "{} there, {features:#x}", there.len());
+        assert!(back == migration::right(US, OTHER, 5), "{} back, {features:#x}", back.len());
+    }
+}
+
 #[test]
 fn good_chains_before_a_bad_one_go() {
     let mut net = Net::new(2);
