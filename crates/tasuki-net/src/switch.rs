@@ -196,6 +196,11 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         self
     }
 
+    /// Returns whether the directory shows our address, if other nodes may share it. Those that receive from us go by it.
+    pub fn is_shown(&mut self) -> bool {
+        self.shared.is_none_or(|mac| self.may_send(mac))
+    }
+
     fn look(&mut self) {
         self.version = self.directory.version();
         (self.nodes, self.uplinks) = (self.directory.nodes(), self.directory.uplinks());

@@ -426,9 +426,11 @@ pub mod vni {
     /// A worker that says that it reads this version keeps the node's limits together with the node's other workers, in the
     /// program state. No end has this version. Each worker from before would keep them alone.
     pub const LIMITS_VERSION: u32 = 5;
-    /// The last version of which a worker says that it reads it: it hears [`Listen`](super::ToWorker::Listen). No end has this
-    /// version.
+    /// A worker that says that it reads this version hears [`Listen`](super::ToWorker::Listen). No end has this version.
     pub const LISTEN_VERSION: u32 = 6;
+    /// The last version of which a worker says that it reads it: it lends pairs of a machine's queues, and borrows some. No end
+    /// has this version. A worker from before would serve pairs that are lent.
+    pub const LOANS_VERSION: u32 = 7;
     /// Number of descriptors of a device bundle.
     pub const FDS: usize = 6;
     /// Position of the directory among them.
@@ -480,7 +482,8 @@ pub mod lease_page {
 }
 
 /// A node's program state: memory that outlives its workers, for what its work must keep. Words are 8 bytes. A node with an end
-/// of a VNI has no work that keeps words for a NIC: it has the times of its limits there, and the state of its end's program.
+/// of a VNI has no work that keeps words for a NIC: it has the times of its limits there, and the state of its end's program; of a
+/// node that is a virtual machine, the loans of its queues.
 pub mod program_state {
     use std::ops::Range;
 
@@ -490,6 +493,8 @@ pub mod program_state {
     pub const WORK: usize = 2 * 8;
     /// Position of the first word of the states of users' programs.
     pub const STATES_AT: usize = 2048;
+    /// Position of the first word of the loans of a machine's queues (`tasuki_shm::vni::loans`).
+    pub const LOANS_AT: usize = 4096;
     /// Words that a program of the user's own keeps for a NIC: two copies, each of a head and a state.
     pub const STATE: usize = 2 * (4 + 60);
 

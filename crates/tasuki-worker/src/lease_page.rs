@@ -14,6 +14,7 @@ use tasuki_shm::clock::now_ns;
 use tasuki_shm::lease::{self, Lease};
 use tasuki_shm::line::{Line, halves};
 use tasuki_shm::region::{Region, RegionError, Span};
+use tasuki_shm::vni::loans;
 
 use crate::exit_mark;
 use crate::program::STATE_MAX;
@@ -196,11 +197,13 @@ impl Heartbeat {
 /// [`program_state::STATE`] words for each NIC.
 ///
 /// Of a node with an endpoint, which has no such work, the first two lines have the times of its limits: of what its programs
-/// send, and of what they receive. The nodes of all queues of an interface have the program state of the interface's node.
+/// send, and of what they receive; of a virtual machine's node there are also the loans of its queues. The nodes of all queues of
+/// an interface or a machine have the program state of the interface's node.
 #[derive(Debug)]
 pub struct ProgramState {
     words: Span<AtomicU64>,
     dues: [Span<AtomicU64>; 2],
+    loans: Span<Line>,
 }
 
 /// Words that a stock work keeps for a NIC.
@@ -234,7 +237,13 @@ impl ProgramState {
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
         let region = adopt(memory, program_state::LEN)?;
         let dues = [region.span(0, rate::WORDS)?, region.span(64, rate::WORDS)?];
-        Ok(ProgramState { words: region.span(0, program_state::LEN / 8)?, dues })
+        let loans = region.span(8 * program_state::LOANS_AT, loans::LINES)?;
+        Ok(ProgramState { words: region.span(0, program_state::LEN / 8)?, dues, loans })
+    }
+
+    /// Returns the loans of a machine's queues.
+    pub fn loans(&self) -> Span<Line> {
+        self.loans.clone()
     }
 
     /// Returns the times of the limits of a node with an endpoint.

@@ -106,7 +106,7 @@ pub fn run<D: FrameHandler>() -> Result<()> {
     let keeps = Keeps { urgent: begin.nice < 0, files: begin.files, threads: begin.threads };
     let mut unconfined = confine::confine(begin.memlock, keeps)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
-    let ends = (message::vni::KIND, message::vni::VERSION, message::vni::LISTEN_VERSION);
+    let ends = (message::vni::KIND, message::vni::VERSION, message::vni::LOANS_VERSION);
     let reads = vec![store::versions::<e1000e::DriverState>(), store::versions::<virtio::DriverState>(), ends];
     node.common.channel.write(&ToDaemon::Begun { protocol_version: PROTOCOL_VERSION, reads, unconfined }, Vec::new());
     node.serve()

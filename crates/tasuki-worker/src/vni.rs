@@ -366,7 +366,8 @@ impl<D: FrameHandler> VniAttachment<D> {
             }
             return Ok(End::Native(Box::new(Native::new(port))));
         }
-        let endpoint = self.endpoint.take().context("the node has no endpoint")?;
+        let mut endpoint = self.endpoint.take().context("the node has no endpoint")?;
+        endpoint.share(common.program_state.loans(), number);
         let is_exact = endpoint.recovery() == Recovery::Exact;
         let make = if is_exact { Vni::exact } else { Vni::new };
         let mut vni = make(number, memory, bell_receiver);

@@ -32,6 +32,8 @@ pub(super) struct Listener {
     epoll: OwnedFd,
     /// The socket is not watched, because no descriptor was left for a connection.
     is_deaf: bool,
+    /// Another worker accepts connections.
+    is_others: bool,
 }
 
 impl Listener {
@@ -42,9 +44,20 @@ impl Listener {
     pub fn new(socket: OwnedFd) -> io::Result<Self> {
         rustix::fs::fcntl_setfl(&socket, OFlags::NONBLOCK)?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let listener = Listener { socket, epoll, is_deaf: false };
+        let listener = Listener { socket, epoll, is_deaf: false, is_others: false };
         listener.watch_socket()?;
         Ok(listener)
+    }
+
+    /// Leaves the socket to another worker, which accepts connections.
+    pub fn leave_socket(&mut self) {
+        self.unwatch(self.socket.as_fd());
+        self.is_others = true;
+    }
+
+    /// Returns the socket.
+    pub fn socket(&self) -> &OwnedFd {
+        &self.socket
     }
 
     /// Accepts a connection, if there is one and a descriptor for it.
@@ -74,6 +87,9 @@ impl Listener {
     }
 
     fn watch_socket(&self) -> io::Result<()> {
+        if self.is_others {
+            return Ok(());
+        }
         self.add(self.socket.as_fd(), SOCKET, epoll::EventFlags::IN)
     }
 

@@ -189,6 +189,10 @@ pub trait Endpoint: fmt::Debug {
         Vec::new()
     }
 
+    /// Gets memory that the workers of all queues of its machine write, before it begins to serve, and the number of its node
+    /// on the VNI.
+    fn share(&mut self, _memory: Span<Line>, _node: u16) {}
+
     /// Begins to serve, with this page of the node memory. Only the node's worker writes it; its successor reads it.
     fn begin(&mut self, _: Span<Line>) {}
 
@@ -270,8 +274,13 @@ pub trait Endpoint: fmt::Debug {
 type Open = fn(OwnedFd, &str, &str) -> Result<Box<dyn Endpoint>, String>;
 
 /// All kinds of endpoints, by the names that daemon and workers use.
-const KINDS: [(&str, Open); 4] =
-    [("tap", tap::open), ("memif", memif::open), ("packet", packet::open), ("vm", guest::open)];
+const KINDS: [(&str, Open); 5] = [
+    ("tap", tap::open),
+    ("memif", memif::open),
+    ("packet", packet::open),
+    ("vm", guest::open),
+    ("vm-queue", guest::open_queue),
+];
 
 /// Opens the endpoint of node `node` that the daemon made as `fd`, and described in `text`.
 ///

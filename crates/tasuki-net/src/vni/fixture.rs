@@ -40,7 +40,7 @@ fn directory(nodes: u16) -> (Lines, Directory<Lines>) {
 pub struct Nodes {
     kept: Vec<Kept>,
     lines: Lines,
-    _directory: Directory<Lines>,
+    directory: Directory<Lines>,
 }
 
 struct Kept {
@@ -56,7 +56,16 @@ impl Nodes {
             Kept { node_memory: NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap(), bell_receiver, bell }
         });
         let (kept, (lines, directory)) = (kept.collect(), directory(count));
-        Nodes { kept, lines, _directory: directory }
+        Nodes { kept, lines, directory }
+    }
+
+    /// Has node `number` share the address of another, or takes it away.
+    pub fn share(&mut self, number: u16, other: u16, is_shown: bool) {
+        if is_shown {
+            self.directory.share(mac(other), number).unwrap();
+        } else {
+            self.directory.remove(mac(other), number);
+        }
     }
 
     /// Returns what a worker of node `number` gets of its own.

@@ -334,6 +334,15 @@ impl Vni {
         again
     }
 
+    /// Returns whether a node has yet to read frames that were published.
+    pub(crate) fn has_unread(&mut self) -> bool {
+        let Self { neighbours, pool, shared, quota, .. } = self;
+        neighbours.iter_mut().flatten().any(|neighbour| {
+            let mut stock = Stock { pool: &mut *pool, shared: &mut *shared, quota: *quota };
+            neighbour.outbox.holds() && matches!(neighbour.outbox.behind(&mut stock), Ok(Some(_)))
+        })
+    }
+
     /// Replaces the IP addresses of a neighbour.
     pub fn set_own(&mut self, number: u16, own: Own) {
         if let Some(neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::as_mut) {

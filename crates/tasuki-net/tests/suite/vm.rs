@@ -388,7 +388,7 @@ impl Machine {
             turn();
         }
         self.say(2, &(self.features | LOG_ALL).to_ne_bytes(), &[]);
-        [0, 1].into_iter().for_each(|index| self.place(index, true));
+        (0..).zip(&self.kicks).for_each(|(index, _)| self.place(index, true));
         (0..5).for_each(|_| turn());
         // All is copied once from here on.
         self.written.borrow_mut().clear();
@@ -404,18 +404,24 @@ impl Machine {
         noted.map(|page| page - GUEST / 4096).chain(self.written.borrow().iter().copied()).collect()
     }
 
-    /// Stops both rings. Returns the position of the next chain of each.
+    /// Stops the rings of the first pair. Returns the position of the next chain of each.
     pub fn stop(&self, turn: &mut impl FnMut()) -> [u16; 2] {
+        self.stop_pairs(1, turn).try_into().expect("two rings")
+    }
+
+    /// Like [`stop`](Self::stop), for so many pairs.
+    pub fn stop_pairs(&self, pairs: u32, turn: &mut impl FnMut()) -> Vec<u16> {
         if self.features & PROTOCOL != 0 {
             // As QEMU 7.2 does, and later ones do not.
             self.say(39, &0_u64.to_ne_bytes(), &[]);
         }
-        [0_u32, 1].map(|index| {
+        let stop = |index| {
             let answer = self.ask(11, &state(index, 0), turn) >> 32;
             let base = u16::try_from(answer & 0xffff).unwrap();
             assert_eq!(answer >> 16, if self.is_packed() { base.into() } else { 0 }, "all that was taken is completed");
             base
-        })
+        };
+        (0..2 * pairs).map(stop).collect()
     }
 
     /// Copies these pages of another machine's memory, and what its driver knows.

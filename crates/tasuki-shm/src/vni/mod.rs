@@ -1,8 +1,11 @@
-//! The contents of a VNI's memory: each node's [`node_memory`], and the [`directory`] that maps addresses to nodes.
+//! The contents of a VNI's memory: each node's [`node_memory`], and the [`directory`] that maps addresses to nodes. And the
+//! [`loans`] of a virtual machine's queues to other nodes.
 //!
 //! `tasuki_net::vni` moves frames through it, and the daemon creates it. Both take the layout from here.
 
 pub mod directory;
+#[cfg(not(loom))]
+pub mod loans;
 #[cfg(not(loom))]
 pub mod node_memory;
 

@@ -98,6 +98,11 @@ impl Channel {
         !self.answers.is_empty()
     }
 
+    /// Returns whether the front end has said something, or has left, while nothing of it was handled and not answered.
+    pub fn is_readable(&self) -> bool {
+        crate::endpoint::is_readable(self.socket.as_fd())
+    }
+
     /// Returns whether the socket has something that was not handled.
     pub fn has_more(&self) -> bool {
         let look = || recv(&self.socket, &mut [0; 1], RecvFlags::DONTWAIT | RecvFlags::PEEK);

@@ -1,6 +1,7 @@
 //! The device that a front end sees: its features, its memory and its rings, two for each pair of queues. The front end's
 //! messages change it.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -145,6 +146,9 @@ pub enum Refusal {
     /// It does not read our answers.
     #[error("it does not read the answers that it asked for")]
     Deaf,
+    /// A worker that served some of its pairs is gone for good.
+    #[error("the node that served some of its queues is gone, with where they stand: it has to connect again")]
+    Lost,
     /// It left, or the node ends.
     #[error("it has left")]
     Left,
@@ -264,10 +268,14 @@ pub struct Device {
     pub memory: DriverMemory,
     /// Rings that are started and enabled.
     pub queues: [Option<Queue>; RINGS_MAX],
-    /// Number of pairs that run, from the first on.
+    /// The first pair that is served here: 0, but for a worker that has [borrowed](Self::borrow) some.
+    pub first: usize,
+    /// Number of pairs that run here, from the first on.
     pub pairs: usize,
     /// Their bits.
     pub running: Pairs,
+    /// Bits of the pairs that another worker serves.
+    pub lent: Pairs,
     /// Bits of the rings that were used since they were [shown](Self::show) last. Nobody looks at the others.
     pub touched: Rings,
     /// Bits of the rings whose interrupt may be held.
@@ -294,8 +302,10 @@ impl Default for Device {
             announced: None,
             memory: DriverMemory::default(),
             queues: [const { None }; RINGS_MAX],
+            first: 0,
             pairs: 0,
             running: 0,
+            lent: 0,
             touched: 0,
             held: 0,
             polls: false,
@@ -342,16 +352,112 @@ impl Device {
 
     /// Counts the pairs that run, after queues were opened or closed: all are to be looked at.
     fn count_pairs(&mut self) {
-        self.pairs = self.queues.as_chunks().0.iter().take_while(|[to, from]| to.is_some() && from.is_some()).count();
-        self.running = (0..self.pairs).fold(0, |bits, pair| bits | 1 << pair);
-        self.polls = self.kicks[..2 * self.pairs].iter().any(Option::is_none);
+        let queues = self.queues.as_chunks().0[self.first..].iter();
+        self.pairs = queues.take_while(|[to, from]| to.is_some() && from.is_some()).count();
+        let here = self.first..self.first + self.pairs;
+        self.running = bits_of(here.clone());
+        self.polls = self.kicks[2 * here.start..2 * here.end].iter().any(Option::is_none);
         self.touched = Rings::MAX;
-        self.journal.iter().for_each(|journal| journal.run(self.pairs));
+        self.journal.iter().for_each(|journal| journal.run(here.end));
+    }
+
+    /// Returns the number of pairs that run, here and where they are lent.
+    pub fn all_pairs(&self) -> usize {
+        self.pairs + self.lent.count_ones() as usize
+    }
+
+    /// Stops serving these pairs, which run and are shown, for another worker that serves them from now on. Returns where they
+    /// stand: the position of the ring to the guest, and of the one from it.
+    pub fn lend(&mut self, pairs: Range<usize>) -> ArrayVec<[u16; 2], PAIRS_MAX> {
+        let stopped = pairs.clone().map(|pair| [TO_GUEST, FROM_GUEST].map(|side| self.stop_ring(2 * pair + side)));
+        let positions = stopped.collect();
+        self.lent |= bits_of(pairs);
+        self.count_pairs();
+        positions
+    }
+
+    /// Stops a ring that goes on elsewhere, as far as the front end knows. Returns its position.
+    fn stop_ring(&mut self, at: usize) -> u16 {
+        let Some(mut queue) = self.queues[at].take() else {
+            return self.text.rings.get(at).map_or(0, |ring| ring.done);
+        };
+        queue.note_used(&self.memory);
+        self.interrupts[at].flush();
+        let (base, done) = queue.positions();
+        if let Some(ring) = self.text.rings.get_mut(at) {
+            (ring.base, ring.done) = (base, done);
+        }
+        if let (Queue::Packed(_), Some(journal)) = (&queue, &self.journal) {
+            // All of it is shown. The ring may come to the same position again in this version.
+            journal.note(at, self.text.version, done, &[]);
+        }
+        done
+    }
+
+    /// Serves pairs again that were lent, from where they stand.
+    ///
+    /// # Errors
+    /// A ring is broken.
+    pub fn take_back(&mut self, pairs: impl IntoIterator<Item = (usize, [u16; 2])>) -> Result<(), Refusal> {
+        // One that has not gone on here has to connect again: it opens no queue.
+        let runs = self.is_running();
+        let mut opened = Ok(());
+        for (pair, positions) in pairs {
+            self.lent &= !(1 << pair);
+            for (side, position) in [TO_GUEST, FROM_GUEST].into_iter().zip(positions) {
+                let at = 2 * pair + side;
+                let Some(ring) = self.text.rings.get_mut(at) else { continue };
+                (ring.base, ring.done) = (position, position);
+                if runs && self.queues[at].is_none() {
+                    opened = opened.and(self.open_at(at, position));
+                }
+            }
+        }
+        self.count_pairs();
+        opened
+    }
+
+    /// Serves these pairs, as loan `number` says, from where they stand: or from where the marks of an earlier worker say, if
+    /// they are of this loan. The marks of this one are.
+    ///
+    /// # Errors
+    /// A ring does not run, or is broken.
+    pub fn borrow(
+        &mut self,
+        number: u32,
+        pairs: Range<usize>,
+        positions: impl Iterator<Item = [u16; 2]>,
+        marks: Option<&Marks>,
+    ) -> Result<(), Refusal> {
+        if pairs.is_empty() {
+            return Err(Refusal::Stale);
+        }
+        self.text.version = number;
+        (self.first, self.lent) = (pairs.start, !bits_of(pairs.clone()));
+        let marks = marks.filter(|marks| version_of(marks) == number);
+        let has_protocol = self.has(feature::PROTOCOL_FEATURES);
+        let mut opened = Ok(());
+        for (pair, positions) in pairs.zip(positions) {
+            for (side, position) in [TO_GUEST, FROM_GUEST].into_iter().zip(positions) {
+                let at = 2 * pair + side;
+                let room = self.room();
+                let Some(ring) = self.text.rings.get_mut(at) else { return Err(Refusal::Stale) };
+                let position = marks.and_then(|marks| done_of(marks, at)).unwrap_or(position);
+                (ring.base, ring.done) = (position, position);
+                opened = match at < room && ring.may_run(has_protocol) && ring.is_described() {
+                    true => opened.and(self.open_at(at, position)),
+                    false => Err(Refusal::Stale),
+                };
+            }
+        }
+        self.count_pairs();
+        opened
     }
 
     /// Forgets all queues: a successor has opened its own.
     pub fn forget_queues(&mut self) {
         (self.queues, self.pairs, self.running) = ([const { None }; RINGS_MAX], 0, 0);
+        (self.first, self.lent) = (0, 0);
     }
 
     /// Returns the queue of a ring that runs, and counts it as used.
@@ -850,9 +956,16 @@ impl Device {
         self.text.protocol_features & feature != 0
     }
 
-    /// Returns the eventfds by which the front end kicks, each with the number of its ring.
+    /// Returns the eventfds by which the front end kicks, each with the number of its ring, but for rings that another worker
+    /// serves.
     pub fn numbered_kicks(&self) -> impl Iterator<Item = (u32, BorrowedFd<'_>)> {
-        (0..).zip(&self.kicks).filter_map(|(ring, kick)| Some((ring, kick.as_ref()?.as_fd())))
+        let kicks = (0..).zip(&self.kicks).filter_map(|(ring, kick)| Some((ring, kick.as_ref()?.as_fd())));
+        kicks.filter(|(ring, _)| self.lent >> (ring / 2) & 1 == 0)
+    }
+
+    /// Wakes the worker that serves this pair.
+    pub fn wake(&self, pair: usize) {
+        self.kicks.get(2 * pair + FROM_GUEST).into_iter().flatten().for_each(super::ring);
     }
 
     /// Returns the eventfds by which the front end kicks.
@@ -1046,31 +1159,39 @@ impl Device {
         }
         let has_protocol = self.has(feature::PROTOCOL_FEATURES);
         let can_note = self.can_note();
-        for (at, ring) in self.text.rings.iter().enumerate() {
-            if !ring.may_run(has_protocol) || !ring.is_described() || !can_note {
+        for at in 0..self.text.rings.len() {
+            let ring = &self.text.rings[at];
+            let is_lent = self.lent >> (at / 2) & 1 == 1;
+            if !ring.may_run(has_protocol) || !ring.is_described() || !can_note || is_lent {
                 continue;
             }
             let done = marks.and_then(|marks| done_of(marks, at)).unwrap_or(ring.done);
-            let mut queue = match self.layout() {
-                Layout::Split => {
-                    let mut ring = self.split(at, Some(done))?;
-                    ring.show_again();
-                    Queue::Split(ring)
-                }
-                Layout::Packed => {
-                    let mut ring = self.packed(at, done)?;
-                    let noted = self.journal.as_ref().and_then(|journal| journal.noted(at, self.text.version));
-                    let noted = noted.unwrap_or_default();
-                    ring.show_again(noted.first, &noted.completions);
-                    Queue::Packed(ring)
-                }
-            };
-            queue.set_log(ring.log);
-            queue.note_used(&self.memory);
-            self.queues[at] = Some(queue);
+            self.open_at(at, done)?;
         }
         self.count_pairs();
         Ok(heard_more)
+    }
+
+    /// Opens a ring where a predecessor was, or another worker. Shows again what it had completed.
+    fn open_at(&mut self, at: usize, done: u16) -> Result<(), Refusal> {
+        let mut queue = match self.layout() {
+            Layout::Split => {
+                let mut ring = self.split(at, Some(done))?;
+                ring.show_again();
+                Queue::Split(ring)
+            }
+            Layout::Packed => {
+                let mut ring = self.packed(at, done)?;
+                let noted = self.journal.as_ref().and_then(|journal| journal.noted(at, self.text.version));
+                let noted = noted.unwrap_or_default();
+                ring.show_again(noted.first, &noted.completions);
+                Queue::Packed(ring)
+            }
+        };
+        queue.set_log(self.text.rings[at].log);
+        queue.note_used(&self.memory);
+        self.queues[at] = Some(queue);
+        Ok(())
     }
 
     /// Notes where the rings stand that a predecessor opened after this description: their front end's messages, which are in
@@ -1090,6 +1211,11 @@ impl Device {
             }
         }
     }
+}
+
+/// Returns the bits of pairs.
+fn bits_of(pairs: Range<usize>) -> Pairs {
+    pairs.fold(0, |bits, pair| bits | 1 << pair)
 }
 
 /// Returns whether a version is later than another.

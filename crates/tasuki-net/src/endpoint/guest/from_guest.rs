@@ -30,12 +30,12 @@ impl Guest {
     /// Returns the number of frames taken, also before the guest broke a rule. Each pair is the first in its turn.
     pub(super) fn take_from_guest(&mut self, egress: &mut Egress<'_>) -> usize {
         let Some(front_end) = &self.front_end else { return 0 };
-        let (pairs, running) = (front_end.device.pairs, front_end.device.running);
+        let Device { pairs, running, first: start, .. } = front_end.device;
         if pairs == 0 {
             return 0;
         }
         let (mut count, mut goes_on, first) = (0, true, self.polling.first);
-        let also = self.turns as usize % pairs;
+        let also = start + self.turns as usize % pairs;
         let (bits, below) = (running & !self.polling.idle | 1 << also, (1 << first) - 1);
         for pair in numbers((bits & !below).into()).chain(numbers((bits & below).into())) {
             if !goes_on || count >= TAKES {

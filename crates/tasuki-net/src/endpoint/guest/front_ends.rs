@@ -174,6 +174,11 @@ impl FrontEnd {
         Ok(())
     }
 
+    /// Returns whether its device is as it said last, and the daemon has heard of that.
+    pub(super) fn rests(&self) -> bool {
+        self.is_kept && self.set_up.is_none() && self.channel.held() == 0 && !self.channel.is_readable()
+    }
+
     /// Returns the descriptors for a successor, the socket first.
     fn fds(&self) -> impl Iterator<Item = &OwnedFd> {
         [self.channel.socket()].into_iter().chain(self.device.fds())
@@ -204,7 +209,8 @@ impl Guest {
         let running =
             |guest: &Self| guest.front_end.as_ref().filter(|_| guest.is_running()).map(|it| it.channel.number());
         let was_running = running(self);
-        if let Some(front_end) = &mut self.front_end {
+        let may_hear = !self.lends() && self.broken.is_none();
+        if let Some(front_end) = self.front_end.as_mut().filter(|_| may_hear) {
             let before = front_end.device.version();
             let heard = front_end.hear();
             if front_end.device.version() != before {
@@ -212,7 +218,7 @@ impl Guest {
                 self.polling.look_at_all();
             }
             match heard {
-                Ok(heard) => (self.heard, self.must_hear) = (heard, self.must_hear || heard),
+                Ok(heard) => (self.heard, self.must_hear) = (self.heard || heard, self.must_hear || heard),
                 Err(refusal) => self.end(&refusal),
             }
         }
@@ -236,7 +242,7 @@ impl Guest {
             // The place may be taken or free: it is known soon, and a new front end waits for it.
             return;
         }
-        if !self.must_accept && self.front_end.is_some() {
+        if !self.must_accept && self.front_end.is_some() || self.front_end.is_none() && self.awaits_pairs() {
             return;
         }
         for _ in 0..ACCEPTS {
@@ -372,6 +378,15 @@ impl Guest {
 
     /// Ends the connection of the machine that is served.
     pub(super) fn end(&mut self, refusal: &Refusal) {
+        if self.borrower.is_some() {
+            self.end_borrowing(loans::State::Broken);
+            return self.trouble = Some(format!("the machine's front end is sent away: {refusal}"));
+        }
+        if self.lends() && self.front_end.is_some() {
+            // Once all pairs are back.
+            (self.lender.calls, self.must_hear) = (true, true);
+            return self.broken = Some(refusal.clone());
+        }
         let Some(mut front_end) = self.front_end.take() else { return };
         // The guest may wait for what the next back end takes for given.
         front_end.device.flush();
@@ -437,7 +452,9 @@ impl Guest {
     /// end may have those open, too. Nobody reads those of the second machine.
     fn watch_anew(&mut self) {
         self.polling.look_at_all();
-        let sockets = self.front_end.iter().chain(&self.other).map(|front_end| front_end.channel.socket());
+        // A borrower hears no front end.
+        let heard = self.front_end.iter().chain(&self.other).filter(|_| self.borrower.is_none());
+        let sockets = heard.map(|front_end| front_end.channel.socket());
         let kicks = || self.front_end.iter().flat_map(|front_end| front_end.device.numbered_kicks());
         // A kick of before wakes nobody: the rings are looked at next.
         kicks().for_each(|(_, kick)| tasuki_shm::wake::drain(kick));
@@ -458,7 +475,7 @@ impl Guest {
         }
         // The daemon hears from us when this machine leaves only if it has heard of it from us before.
         self.has_news = true;
-        front_end.device.journal = self.journal.clone();
+        (front_end.device.journal, front_end.device.lent) = (self.journal.clone(), self.lent());
         let FrontEnd { channel, device, .. } = &mut *front_end;
         channel.take_over();
         let went = device.go_on(self.marks.as_ref(), || channel.has_more());
@@ -507,6 +524,9 @@ impl Connection for Guest {
     }
 
     fn parts(&mut self) -> io::Result<Option<Parts>> {
+        if self.borrower.is_some() {
+            return self.borrower_parts();
+        }
         self.has_news = false;
         let (front_end, other) = match (&self.front_end, &self.inherited) {
             (Some(front_end), _) => (front_end, &self.other),
@@ -530,6 +550,9 @@ impl Connection for Guest {
     }
 
     fn go_on(&mut self, parts: Parts) -> Result<(), String> {
+        if self.borrower.is_some() {
+            return self.hear_of_device(parts);
+        }
         let Parts { text, mut fds, .. } = parts;
         if fds.is_empty() {
             return Err("no socket came with a virtual machine; rebuild the older of daemon and worker".to_owned());
@@ -549,13 +572,30 @@ impl Connection for Guest {
     }
 
     fn forget(&mut self, number: u64) {
+        if self.borrower.is_some() {
+            return self.forget_device(number);
+        }
         if self.inherited.take_if(|front_end| front_end.channel.number() == number).is_some() {
             self.inherited_other = None;
         }
     }
 
-    fn dismiss(&mut self, _: Dismissal) {
+    fn dismiss(&mut self, why: Dismissal) {
+        if self.borrower.is_some() {
+            // A successor goes on with the loan.
+            if self.serves && why == Dismissal::Over {
+                self.end_borrowing(loans::State::Returned);
+                self.serves = false;
+            }
+            return;
+        }
+        let settles = self.call_in();
         self.other.take().into_iter().for_each(|other| other.channel.hang_up());
         self.end(&Refusal::Left);
+        self.lender.settles = settles;
+        if why == Dismissal::Over {
+            // No turn follows.
+            self.settle_loans();
+        }
     }
 }

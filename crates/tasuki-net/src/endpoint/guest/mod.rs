@@ -14,6 +14,7 @@
 //! | [`channel`]   | the socket: a message at a time, without waiting  |
 //! | `from_guest`  | the way of a frame out of the guest's memory      |
 //! | `interrupt`   | when an interrupt goes, and when it waits         |
+//! | `lending`     | pairs that the workers of other nodes serve       |
 //! | [`journal`]   | completions in packed rings, for a successor      |
 //! | `front_ends`  | connections, and a guest that migrates            |
 //! | `peek`        | a look at what waits in the socket                |
@@ -32,6 +33,7 @@ mod from_guest;
 mod front_ends;
 mod interrupt;
 pub mod journal;
+mod lending;
 mod peek;
 mod to_guest;
 pub mod wire;
@@ -45,6 +47,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{RecvFlags, Shutdown, SocketType};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{CommonRegion, RegionError, Span};
+use tasuki_shm::vni::loans::{self, Loans};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::egress::{ROOM_AGAIN, WAIT};
@@ -63,6 +66,7 @@ use device::{Device, FROM_GUEST, PAIRS_MAX, Pairs, Refusal, TO_GUEST, numbers, v
 use from_guest::Polling;
 use front_ends::{FrontEnd, NO_MEMORY};
 use journal::Journal;
+use lending::{Borrower, Lender};
 use to_guest::{Room, Shortage, away, header_len};
 use wire::feature;
 
@@ -106,6 +110,13 @@ pub(super) fn open(listener: OwnedFd, _: &str, _: &str) -> Result<Box<dyn Endpoi
     Ok(Box::new(guest))
 }
 
+/// Opens the endpoint of a node that serves pairs of another node's machine, by the socket of that.
+pub(super) fn open_queue(listener: OwnedFd, text: &str, node: &str) -> Result<Box<dyn Endpoint>, String> {
+    open(listener.try_clone().map_err(|error| error.to_string())?, text, node)?;
+    let guest = Guest::borrowing(listener).map_err(|error| format!("a machine cannot be served: {error}"))?;
+    Ok(Box::new(guest))
+}
+
 /// The back end of a virtual machine's network card.
 #[derive(Debug)]
 pub struct Guest {
@@ -131,6 +142,13 @@ pub struct Guest {
     journal: Option<Journal>,
     /// The last version of the state of this node's device.
     version: u32,
+    /// The number of the node on its VNI, and the loans of the machine's pairs.
+    node: u16,
+    loans: Option<Loans>,
+    lender: Lender,
+    lend_after: Duration,
+    /// The pairs that this node borrows, if the machine is another node's.
+    borrower: Option<Box<Borrower>>,
     has_news: bool,
     /// What the daemon's user must know.
     trouble: Option<String>,
@@ -180,6 +198,11 @@ impl Guest {
             marks: None,
             journal: None,
             version: 0,
+            node: 0,
+            loans: None,
+            lender: Lender::default(),
+            lend_after: lending::LEND_AFTER,
+            borrower: None,
             has_news: false,
             trouble: None,
             clients: Clients::default(),
@@ -198,6 +221,17 @@ impl Guest {
             mark: 0,
             broken: None,
         })
+    }
+
+    /// Serves pairs of a machine whose front end connects to another node, at `listener`.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn borrowing(listener: OwnedFd) -> io::Result<Self> {
+        let mut guest = Self::new(listener)?;
+        guest.listener.leave_socket();
+        guest.borrower = Some(Box::new(Borrower::new()));
+        Ok(guest)
     }
 
     /// Returns whether a guest runs its device.
@@ -229,9 +263,19 @@ impl Endpoint for Guest {
         Recovery::Exact
     }
 
+    fn share(&mut self, memory: Span<Line>, node: u16) {
+        (self.loans, self.node) = (Some(Loans::over(memory)), node);
+    }
+
     fn resume(&mut self, marks: Option<Marks>, journal: Span<Line>) {
         self.version = marks.as_ref().map_or(0, version_of);
         (self.marks, self.journal, self.serves) = (marks, Some(Journal::over(journal)), true);
+        if let Some(borrower) = &mut self.borrower {
+            // It may have stood by for long, and frames wait for its pairs from now on.
+            borrower.begin();
+            return;
+        }
+        self.begin_lending();
         let other = self.inherited_other.take();
         if let Some(front_end) = self.inherited.take() {
             self.go_on_now(front_end, other);
@@ -239,11 +283,15 @@ impl Endpoint for Guest {
     }
 
     fn marks(&mut self) -> &[u64] {
+        // Where a predecessor stood counts until this worker goes on from there.
+        if self.borrower.as_ref().is_some_and(|borrower| !borrower.serves_pairs()) {
+            return self.marks.as_deref().unwrap_or_default();
+        }
+        let is_stale = self.borrower.is_none() && self.broken == Some(Refusal::Stale);
         match (&mut self.front_end, &self.marks) {
-            (Some(front_end), _) => front_end.device.marks(),
-            // Where a predecessor stood counts until this worker goes on from there.
-            (None, Some(marks)) if version_of(marks) == self.version => marks,
-            (None, _) => {
+            (Some(front_end), _) if !is_stale => front_end.device.marks(),
+            (_, Some(marks)) if version_of(marks) == self.version => marks,
+            _ => {
                 self.mark = u64::from(self.version) << 32;
                 std::slice::from_ref(&self.mark)
             }
@@ -257,6 +305,9 @@ impl Endpoint for Guest {
     }
 
     fn attend(&mut self) {
+        if self.borrower.is_some() {
+            return self.attend_as_borrower();
+        }
         self.end_stale();
         (self.heard, self.shortage.rings) = (false, 0);
         self.turns = self.turns.wrapping_add(1);
@@ -265,9 +316,13 @@ impl Endpoint for Guest {
             self.front_end.iter().flat_map(|front_end| front_end.device.calls()).for_each(ring);
         }
         let in_set_up = self.front_end.as_ref().is_some_and(|it| !it.device.is_running() || it.is_amid_set_up());
-        if self.must_hear || in_set_up || self.turns.is_multiple_of(ATTEND_EVERY) {
+        let hears = self.must_hear || in_set_up || self.turns.is_multiple_of(ATTEND_EVERY);
+        if hears || self.lender.looks() {
+            self.mind_loans();
+        }
+        if hears {
             self.hear();
-            let pairs = self.front_end.as_ref().map_or(0, |front_end| front_end.device.pairs);
+            let pairs = self.front_end.as_ref().map_or(0, |front_end| front_end.device.all_pairs());
             self.journal.iter().for_each(|journal| journal.running(pairs));
             self.heard |= self.front_end.as_mut().is_some_and(|front_end| front_end.look_at_set_up());
             if self.front_end.as_ref().is_some_and(|front_end| front_end.device.memory.is_gone()) {
@@ -278,6 +333,9 @@ impl Endpoint for Guest {
 
     #[inline]
     fn is_ready(&mut self) -> bool {
+        if let Some(borrower) = &self.borrower {
+            return !self.heard && borrower.takes_frames();
+        }
         !self.heard && self.moves.is_none_or(|since| since.elapsed() >= MOVE)
     }
 
@@ -297,7 +355,9 @@ impl Endpoint for Guest {
     }
 
     fn take(&mut self, egress: &mut Egress<'_>) -> usize {
-        if self.broken.is_some() || self.heard {
+        self.look_for_loan(egress);
+        let leaves = self.borrower.as_ref().is_some_and(|borrower| borrower.leaves());
+        if self.broken.is_some() || self.heard || leaves {
             return 0;
         }
         // The announcement goes to each node: with a full burst behind it, one node would get more messages than the turn
@@ -321,6 +381,7 @@ impl Endpoint for Guest {
         if let Some(refusal) = self.broken.take() {
             self.end(&refusal);
         }
+        self.settle_loans();
     }
 
     fn arm(&mut self, waits: bool) -> Armed {
@@ -353,6 +414,9 @@ impl Endpoint for Guest {
     }
 
     fn wake(&mut self) {
+        if self.borrower.is_none() {
+            self.wake_lender();
+        }
         let Self { listener, counts, polling, .. } = self;
         let heard = listener.hear(|ring| {
             counts.add(ring, Count::Kicks, 1);
@@ -384,12 +448,17 @@ impl Endpoint for Guest {
     }
 
     fn again_in(&self) -> Option<Duration> {
-        let device = &self.front_end.as_ref()?.device;
+        let loans = self.borrower.as_ref().map_or_else(|| self.lender.again_in(), |borrower| borrower.again_in());
+        let Some(front_end) = &self.front_end else { return loans };
+        let device = &front_end.device;
         let polls = device.must_poll().then_some(ROOM_AGAIN);
-        polls.into_iter().chain(device.interrupts_in(self.interrupt_every)).min()
+        polls.into_iter().chain(device.interrupts_in(self.interrupt_every)).chain(loans).min()
     }
 
     fn tick(&mut self, now: Instant, _: &mut Dropped) -> bool {
+        if self.borrower.is_some() {
+            return self.tick_as_borrower();
+        }
         (self.must_hear, self.must_accept) = (true, true);
         self.listener.tick();
         self.end_silent(now);
@@ -412,7 +481,10 @@ impl Endpoint for Guest {
     }
 
     fn release(&mut self) {
-        self.serves = false;
+        if self.borrower.is_some() {
+            return self.release_loan();
+        }
+        (self.serves, self.lender) = (false, Lender::default());
         self.inherited_other = self.other.take();
         if let Some(other) = self.inherited_other.take_if(|it| it.channel.is_within() || it.channel.held() > 0) {
             // It connects again, to the successor.
@@ -431,7 +503,8 @@ impl Endpoint for Guest {
 
     fn counts(&self) -> Vec<(&'static str, u64)> {
         let Clients { attached, refused, interrupts } = self.clients;
-        let pairs = self.front_end.as_ref().map_or(0, |front_end| front_end.device.pairs);
+        let of = |device: &Device| if self.borrower.is_some() { device.pairs } else { device.all_pairs() };
+        let pairs = self.front_end.as_ref().map_or(0, |front_end| of(&front_end.device));
         let mut counts = vec![
             ("clients_attached", attached),
             ("clients_refused", refused),

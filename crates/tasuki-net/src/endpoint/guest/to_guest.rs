@@ -33,8 +33,8 @@ impl Guest {
         front: &CheckedPrefix,
         dropped: &mut Dropped,
     ) -> Result<Given, Broken> {
-        let pairs = self.front_end.as_ref().map_or(0, |front_end| front_end.device.pairs);
-        let pair = if pairs < 2 { 0 } else { pair_of(incoming, pairs) };
+        let (first, pairs) = self.front_end.as_ref().map_or((0, 0), |it| (it.device.first, it.device.pairs));
+        let pair = first + if pairs < 2 { 0 } else { pair_of(incoming, pairs) };
         let too_long = dropped.too_long;
         let given = self.give_to_pair(pair, incoming, front, dropped)?;
         let (ring, counts) = (2 * pair + TO_GUEST, &mut self.counts);

@@ -21,6 +21,7 @@ mod theirs;
 mod attack;
 mod counts;
 mod cut;
+mod loans;
 mod migration;
 mod packed;
 mod pairs;
@@ -51,6 +52,8 @@ struct Net {
     folder: tempfile::TempDir,
     node: Option<Bridge<Guest>>,
     interrupt_every: Duration,
+    /// The loans of the machine's pairs.
+    loans: Span<Line>,
     /// What the daemon was told last.
     known: Option<Parts>,
 }
@@ -73,13 +76,20 @@ fn turn_of(node: &mut Bridge<Guest>, known: &mut Option<Parts>) {
     }
 }
 
+fn lines_of_loans() -> Span<Line> {
+    let memory = tasuki_shm::region::Region::create("loans", 4096, tasuki_shm::region::Pages::Small).unwrap();
+    memory.span(0, tasuki_shm::vni::loans::LINES).unwrap()
+}
+
 impl Net {
     fn new(count: u16) -> Self {
         let nodes = Nodes::new(count);
         let others = (OTHER..count).map(|number| nodes.end(number)).collect();
         let folder = tempfile::tempdir().unwrap();
         let listener = listen(&folder.path().join("vm.sock"), SocketType::STREAM);
-        let mut net = Net { nodes, others, listener, folder, node: None, interrupt_every: Duration::ZERO, known: None };
+        let loans = lines_of_loans();
+        let mut net =
+            Net { nodes, others, listener, folder, node: None, interrupt_every: Duration::ZERO, loans, known: None };
         net.node = Some(net.worker());
         net
     }
@@ -87,6 +97,8 @@ impl Net {
     fn worker(&self) -> Bridge<Guest> {
         let mut guest = Guest::new(self.listener.try_clone().unwrap()).unwrap();
         guest.interrupt_every[TO_GUEST] = self.interrupt_every;
+        guest.share(self.loans.clone(), US);
+        guest.lend_after = Duration::ZERO;
         Bridge::new(Box::new(guest), self.nodes.exact_end(US), self.nodes.switch(US))
     }
 
