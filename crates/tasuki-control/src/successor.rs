@@ -87,10 +87,17 @@ pub const MANY_FDS: &str = ", keeps machines of more than 8 pairs of queues,";
 /// Words of a tasukid that takes limits of an interface with several queues.
 pub const LIMITS: &str = " keeps limits over several queues,";
 
+/// Words of a tasukid that takes a virtual machine which several nodes serve.
+pub const LOANS: &str = " shares machines among nodes,";
+
 /// Returns the line that a tasukid prints with [`CHECK`] if it takes this configuration.
 pub fn line(file: &Path) -> String {
     let version = env!("CARGO_PKG_VERSION");
-    format!("tasukid {version} takes the configuration {}{MANY_FDS}{LIMITS} and has {}", file.display(), shared())
+    format!(
+        "tasukid {version} takes the configuration {}{MANY_FDS}{LIMITS}{LOANS} and has {}",
+        file.display(),
+        shared()
+    )
 }
 
 /// Bytes of what it says that are read.

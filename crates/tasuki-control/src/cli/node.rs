@@ -52,7 +52,8 @@ pub struct Add {
     /// The Linux interface that is to be on the VNI, with the network behind it: NAME, or NETNS:NAME.
     #[arg(long, value_name = "[NETNS:]NAME")]
     pub link: Option<String>,
-    /// The node of whose interface this one drives one more queue, with a worker and a CPU of its own (docs/users/several-cpus.md).
+    /// The node of whose interface this one drives one more queue, or of whose virtual machine it serves some, with a worker and a
+    /// CPU of its own (docs/users/several-cpus.md).
     #[arg(long, value_name = "NODE")]
     pub queue_of: Option<String>,
     /// Number of queues of the interface: nodes with --queue-of drive all but the first.

@@ -62,8 +62,9 @@ pub struct Node {
     /// The CPU that its workers run on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<u32>,
-    /// Several CPUs, for a network namespace on a VNI: its interface gets a queue for each, and each queue but the first a node
-    /// of its own, called NAME-1 and so on, with the settings of this one. In a configuration file alone.
+    /// Several CPUs, for a network namespace on a VNI or a virtual machine: its interface gets a queue for each, and each queue but
+    /// the first a node of its own, called NAME-1 and so on, with the settings of this one. A machine's pairs of queues are shared
+    /// among them. In a configuration file alone.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "not_empty")]
     #[schema(min_items = 1, max_items = 8)]
     pub cpus: Vec<u32>,

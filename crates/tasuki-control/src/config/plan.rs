@@ -274,7 +274,11 @@ impl Present<'_> {
         let is_alone = |name: &String| {
             let its = |node: &Node| (node.vni.clone(), node.mac(), node.label(), node.tap().map(Tap::label));
             let is_like = |old: &Node, new: &Node| its(old) == its(new);
-            let of_several = |node: &Node| node.queue_of().is_some() || node.tap().is_some_and(|tap| tap.queues() > 1);
+            let has_queues = |name: &str| desired.node.iter().any(|node| node.queue_of() == Some(name));
+            let of_several = |node: &Node| {
+                let several = node.tap().is_some_and(|tap| tap.queues() > 1) || has_queues(&node.name);
+                several || node.queue_of().is_some()
+            };
             old_node(name)
                 .zip(desired.node(name))
                 .is_some_and(|(old, new)| is_like(old, new) && ![old, new].into_iter().any(of_several))

@@ -282,11 +282,12 @@ impl Config {
                 "it is to drive a queue of the interface of node {of:?}, and there is no such node; name another, or leave it out"
             ));
         };
-        let Some(tap) = interface_node.tap().filter(|_| interface_node.vni.is_some()) else {
+        let is_vm = matches!(interface_node.work, Work::Vm(_));
+        if interface_node.vni.is_none() || !is_vm && interface_node.tap().is_none() {
             return named(format!(
-                "only a network namespace on a VNI has several queues so far, and node {of:?} is none; name another"
+                "only a network namespace on a VNI and a virtual machine have several queues so far, and node {of:?} is neither; name another"
             ));
-        };
+        }
         if node.vni != interface_node.vni {
             let vni = interface_node.vni.as_deref().unwrap_or_default();
             return named(format!(
@@ -307,11 +308,20 @@ impl Config {
         }
         let queues = self.node.iter().filter(|other| other.queue_of() == Some(of));
         let at = queues.map(|other| &other.name).position(|name| *name == node.name)? + 2;
-        (at > tap.queues()).then(|| {
+        if is_vm && interface_node.has_others() {
+            return named(format!(
+                "of stations behind a virtual machine, whose addresses are learnt, all frames go by one node; give node {of:?} the address of the machine's card (mac = …) and spoof = \"check\", or leave this node out"
+            ));
+        }
+        let most = interface_node.tap().map_or(*QUEUES.end(), super::Tap::queues);
+        (at > most).then(|| {
+            let (what, remedy) = match is_vm {
+                true => ("virtual machine", "leave this node out"),
+                false => ("interface", "raise its queues, or leave this node out"),
+            };
             format!(
-                "node {:?}: the interface of node {of:?} has {} of the {at} queues that are driven with this one; raise its queues, or leave this node out",
-                node.name,
-                tap.queues()
+                "node {:?}: the {what} of node {of:?} has {most} of the {at} queues that are driven with this one; {remedy}",
+                node.name
             )
         })
     }
@@ -528,12 +538,14 @@ impl Node {
     /// Returns why it cannot have a queue of its interface on each of its CPUs, if it cannot.
     pub(super) fn odd_cpus(&self) -> Option<String> {
         let (count, most) = (self.cpus.len(), QUEUES.end());
-        let Some(tap) = self.tap().filter(|_| self.vni.is_some()) else {
+        let is_vm = matches!(self.work, Work::Vm(_));
+        if self.vni.is_none() || !is_vm && self.tap().is_none() {
             return Some(
-                "only a network namespace on a VNI has workers on several CPUs so far; name one (cpu = …)".to_owned(),
+                "only a network namespace on a VNI and a virtual machine have workers on several CPUs so far; name one (cpu = …)"
+                    .to_owned(),
             );
-        };
-        match tap.queues {
+        }
+        match self.tap().and_then(|tap| tap.queues) {
             _ if self.name.len() + 2 > NAME_MAX && count > 1 => Some(format!(
                 "its queues are nodes that are called {}-1 and so on, and a name has {NAME_MAX} characters at most; give it a shorter one",
                 self.name
@@ -545,9 +557,12 @@ impl Node {
             Some(queues) if usize::from(queues) != count => {
                 Some(format!("queues = {queues}, and cpus names {count}: each gets a queue; leave queues out"))
             }
-            _ if !QUEUES.contains(&count) => {
-                Some(format!("cpus names {count} CPUs, and an interface has {most} queues at most; name fewer"))
-            }
+            _ if !QUEUES.contains(&count) => Some(match is_vm {
+                true => {
+                    format!("cpus names {count} CPUs, and a virtual machine has {most} workers at most; name fewer")
+                }
+                false => format!("cpus names {count} CPUs, and an interface has {most} queues at most; name fewer"),
+            }),
             _ => None,
         }
     }

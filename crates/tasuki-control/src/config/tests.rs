@@ -78,6 +78,9 @@ fn what_means_nothing_is_refused_by_line() {
     let node = "[[node]]\nname = \"red\"\nwork = \"sink\"\n";
     let tap = |node: &str, tap: &str| format!("[[node]]\nname = \"{node}\"\nwork = {{ tap = {{ {tap} }} }}\n");
     let nic = |name: &str, node: &str| format!("[[nic]]\nname = \"{name}\"\ndevice = \"sim\"\nnode = \"{node}\"\n");
+    let vm = |node: &str, more: &str| {
+        format!("[[node]]\nname = \"{node}\"\nvni = \"lan\"\nwork = {{ vm = {{ socket = \"/s\" }} }}\n{more}")
+    };
     let queue = |node: &str, of: &str, more: &str| {
         format!("[[node]]\nname = \"{node}\"\nvni = \"lan\"\nwork = {{ queue = {{ of = \"{of}\" }} }}\n{more}")
     };
@@ -259,7 +262,24 @@ fn what_means_nothing_is_refused_by_line() {
         (queue("red", "red", ""), &["there is no such node"]),
         (
             "[[node]]\nname = \"blue\"\nvni = \"lan\"\nwork = \"echo\"\n".to_owned() + &queue("red", "blue", ""),
-            &["only a network namespace on a VNI has several queues so far, and node \"blue\" is none"],
+            &["only a network namespace on a VNI and a virtual machine have several queues so far, and node \"blue\" is neither"],
+        ),
+        (
+            vm("blue", "") + &queue("red", "blue", ""),
+            &["node \"red\": of stations behind a virtual machine", "give node \"blue\" the address of the machine's card (mac = …) and spoof = \"check\""],
+        ),
+        (
+            vm("blue", "spoof = \"check\"\n") + &queue("red", "blue", "limits = { send = { mbit = 1 } }\n"),
+            &["limits is a setting of the whole interface; set it for node \"blue\""],
+        ),
+        (
+            vm("blue", "spoof = \"check\"\n") + &(0..8).map(|at| queue(&format!("red-{at}"), "blue", "")).collect::<String>(),
+            &["node \"red-7\": the virtual machine of node \"blue\" has 8 of the 9 queues that are driven with this one; leave this node out"],
+        ),
+        (vm("red", "cpus = [0, 1]\n"), &["node \"red-1\": of stations behind a virtual machine"]),
+        (
+            vm("red", "spoof = \"check\"\ncpus = [0, 1, 2, 3, 4, 5, 6, 7, 8]\n"),
+            &["cpus names 9 CPUs, and a virtual machine has 8 workers at most; name fewer"],
         ),
         (
             tap("blue", "name = \"t\", queues = 2") + "vni = \"lan\"\n" + &queue("red", "blue", "").replace("lan", "wan"),
@@ -315,7 +335,7 @@ fn what_means_nothing_is_refused_by_line() {
             tap("red", "name = \"t\"") + "vni = \"lan\"\ncpus = [0, 1]\n" + &queue("red-1", "red", ""),
             &["two nodes are called \"red-1\"; give one another name (with cpus, further queues of node red are called red-1 and so on)"],
         ),
-        (tap("red", "name = \"t\"") + "cpus = [0, 1]\n", &["node \"red\": only a network namespace on a VNI has workers on several CPUs so far"]),
+        (tap("red", "name = \"t\"") + "cpus = [0, 1]\n", &["node \"red\": only a network namespace on a VNI and a virtual machine have workers on several CPUs so far"]),
         (
             tap("red", "name = \"t\"") + "vni = \"lan\"\ncpu = 0\ncpus = [0, 1]\n",
             &["cpus names its CPUs, and cpu one; leave one of the two out"],
@@ -363,6 +383,9 @@ fn a_node_with_several_cpus_stands_for_one_with_each() {
     ];
     let parsed = |text: &str| parse(text).expect("it makes sense").node;
     assert_eq!(parsed(&short), parsed(&long.concat()));
+    let machine = |more: &str| node(&format!("name = \"red\"\nspoof = \"check\"\n{more}"), "vm = { socket = \"/s\" }");
+    let second = node("name = \"red-1\"\ncpu = 5", "queue = { of = \"red\" }");
+    assert_eq!(parsed(&machine("cpus = [2, 5]")), parsed(&(machine("cpu = 2") + &second)));
     let one = node("name = \"red\"\ncpus = [4]", "tap = { name = \"t\" }");
     assert_eq!(parsed(&one), parsed(&node("name = \"red\"\ncpu = 4", "tap = { name = \"t\" }")));
     // What is added by hand is one node.

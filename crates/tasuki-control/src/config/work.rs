@@ -25,7 +25,8 @@ pub enum Work {
     Answer(Answer),
     /// Is the NIC of the programs of a network namespace.
     Tap(Tap),
-    /// Drives one more queue of another node's interface, with a worker and a CPU of its own.
+    /// Drives one more queue of another node's interface, or some of another node's virtual machine, with a worker and a CPU of
+    /// its own.
     Queue(Queue),
     /// Serves memif, to a program on DPDK or VPP, which is thereby on the node's VNI.
     Memif(Memif),
@@ -149,11 +150,11 @@ fn shortest() -> u16 {
     *SIZES.start()
 }
 
-/// One more queue of a node's interface.
+/// One more queue of a node's interface, or queues of its virtual machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Queue {
-    /// The node with the interface, on the same VNI. Its station address is this node's too.
+    /// The node with the interface or the machine, on the same VNI. Its station address is this node's too.
     #[schema(pattern = "^[a-z][a-z0-9_-]{0,23}$")]
     pub of: String,
 }

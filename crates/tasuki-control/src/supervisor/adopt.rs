@@ -444,6 +444,7 @@ impl Supervisor {
             return;
         }
         self.adopting = false;
+        self.lose_loans_of_none();
         self.nodes.values_mut().for_each(|node| node.group = None);
         // Drop the keeper's entries that no worker has claimed.
         self.mark_all_deposits();

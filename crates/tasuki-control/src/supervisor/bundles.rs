@@ -8,7 +8,7 @@ use tasuki_relay::message::{DeviceBundle, FDS_MAX, LAYOUT_MAX, MESSAGE_MAX, ToDa
 
 use super::card::{Memory, Opened};
 use super::deposits::Key;
-use super::hear::LACKS_SHARED_LIMITS;
+use super::hear::{LACKS_SHARED_LIMITS, LENDS_NOTHING};
 use super::worker::{Readiness, Stage};
 use super::{About, Supervisor};
 use crate::foreign::{Foreign, seals};
@@ -157,6 +157,9 @@ impl Supervisor {
         // It began while no tasukid heard with which versions.
         if self.keeps_own_limits(number, &self.config) {
             return self.kill_worker(number, LACKS_SHARED_LIMITS.to_owned());
+        }
+        if self.lends_nothing(number, &self.config) {
+            return self.kill_worker(number, LENDS_NOTHING.to_owned());
         }
         self.adopted += 1;
         self.mark_begun(number);

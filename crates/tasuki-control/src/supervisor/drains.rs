@@ -1,4 +1,5 @@
-//! Drains queues that are to go, so that no frame in them is lost: steps (2) to (4) of [`super::queues`].
+//! Drains queues that are to go, so that no frame in them is lost: steps (2) to (4) of [`super::queues`]. A node that serves
+//! queues of a virtual machine takes no more frames from the guest meanwhile: they wait until another worker serves them.
 
 use std::time::Duration;
 
@@ -44,7 +45,7 @@ impl Supervisor {
     /// queue, or the queue is detached, or the first queue is and its flows go by one of the others, which may be this one,
     /// or the kernel refuses. The frames that are in it are lost then.
     pub(super) fn begin_draining(&mut self, node: &str) -> Option<Draining> {
-        self.bypass_queue(node)?;
+        self.bypass_queue(node).or_else(|| self.hold_borrower(node))?;
         let (begun, driver, moved) = (now(), (None, now()), (0, now()));
         Some(Draining { begun, is_hidden: false, driver, moved, was_asked: false })
     }
@@ -52,7 +53,10 @@ impl Supervisor {
     /// Goes on to drain a node's queue. Returns whether nothing is left to do. A worker that is dead or hangs is waited
     /// for until another drives, and not for ever.
     pub(super) fn go_on_draining(&mut self, node: &str, it: &mut Draining) -> bool {
-        let Some((end, (_, queue))) = self.end_on_vni(node).zip(self.queue(node)) else { return true };
+        let queue = self.queue(node).map(|(_, queue)| &queue.device);
+        let Some(end) = self.end_on_vni(node).filter(|_| queue.is_some() || self.borrowing.contains(node)) else {
+            return true;
+        };
         let (driver, end) = (end.holder().filter(|_| end.is_settled() && self.is_held(end.number)), end.number);
         let Some([out, into]) = self.traffic_of(end) else { return true };
         // As long as the other nodes give it frames, its rings do not stand still.
@@ -62,7 +66,7 @@ impl Supervisor {
         } else if it.moved.0 != traffic.received {
             it.moved = (traffic.received, now());
         }
-        let mut poll = [PollFd::new(&queue.device, PollFlags::IN)];
+        let mut poll: Vec<_> = queue.iter().map(|queue| PollFd::new(queue, PollFlags::IN)).collect();
         let waits =
             traffic.waits || rustix::event::poll(&mut poll, Some(&Timespec::default())).is_ok_and(|some| some > 0);
         let [stays, drains, lasts] = [it.moved.1, it.driver.1, it.begun].map(|since| now().saturating_sub(since));

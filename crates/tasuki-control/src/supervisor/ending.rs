@@ -46,6 +46,14 @@ impl Supervisor {
         if let Some(why) = self.workers.values().find_map(|worker| Process::find(worker.process.name()).err()) {
             return Err(Refusal::conflict(format!("tasukid stays what it is: {why}")));
         }
+        let is_shared = |node: &&config::Node| node.queue_of().is_some() && self.config.shares_machine(node);
+        if let Some(node) = self.config.node.iter().find(is_shared).filter(|_| !says.contains(successor::LOANS)) {
+            return Err(Refusal::conflict(format!(
+                "{} is from before several nodes could serve one virtual machine, as node {} does; remove that",
+                with.display(),
+                node.name
+            )));
+        }
         // Or end a worker that it does not find.
         self.look_for_keeper();
         self.mend_keeper();

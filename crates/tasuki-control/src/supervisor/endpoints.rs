@@ -383,11 +383,22 @@ impl Supervisor {
 
     /// Returns the endpoint at which a worker serves clients by way of an end of a VNI: its own node's, or none.
     fn endpoint_of(&mut self, number: u32, nic: u32) -> Option<&mut Endpoint> {
+        let node = self.node_with_end(number, nic)?;
+        let label = node.endpoint().filter(|kind| kind.socket().is_some())?.label();
+        self.endpoints.get_mut(&label)
+    }
+
+    /// Returns a worker's node, if that has this end of a VNI.
+    fn node_with_end(&self, number: u32, nic: u32) -> Option<&config::Node> {
         let node = &self.workers.get(&number)?.record.node;
         let is_its = |card: &Card| card.vni().is_some() && card.config.node == *node;
         self.cards.get(&nic).filter(|card| is_its(card))?;
-        let label = self.config.node(node)?.endpoint().filter(|kind| kind.socket().is_some())?.label();
-        self.endpoints.get_mut(&label)
+        self.config.node(node)
+    }
+
+    /// Returns whether a worker serves queues of another node's machine by way of this end.
+    fn is_borrower(&self, number: u32, nic: u32) -> bool {
+        self.node_with_end(number, nic).is_some_and(|it| it.queue_of().is_some() && self.config.shares_machine(it))
     }
 
     /// Handles a worker's report of a client that it serves, or has heard of: the node's other workers are to know
@@ -397,6 +408,9 @@ impl Supervisor {
         let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.client_reports.take(now()));
         if is_often {
             return self.kill_worker(number, "reports its node's client too often".to_owned());
+        }
+        if self.is_borrower(number, nic) {
+            return self.on_borrower(number, nic, true);
         }
         let holder = self.cards.get(&nic).and_then(|card| card.holder());
         if self.endpoint_of(number, nic).is_none() {
@@ -434,6 +448,10 @@ impl Supervisor {
     /// goes on without the client sends it away.
     pub(super) fn on_client_without_descriptors(&mut self, number: u32, nic: u32) {
         let is_often = self.workers.get_mut(&number).is_some_and(|worker| !worker.client_reports.take(now()));
+        if !is_often && self.is_borrower(number, nic) {
+            // Its descriptor is of no use here.
+            return self.on_borrower(number, nic, true);
+        }
         if is_often || self.endpoint_of(number, nic).is_none() {
             return self.kill_worker(number, "reports a client too often, or at an end that is not its own".to_owned());
         }
@@ -463,6 +481,9 @@ impl Supervisor {
 
     /// Handles a worker's report that a client is gone.
     pub(super) fn on_client_gone(&mut self, number: u32, nic: u32, socket: u64) {
+        if self.is_borrower(number, nic) {
+            return self.on_borrower(number, nic, false);
+        }
         self.clear_client_trouble(number, nic);
         let Some(end) = self.endpoint_of(number, nic) else { return };
         if end.client.take_if(|client| client.socket == socket).is_none() {
@@ -471,11 +492,25 @@ impl Supervisor {
         self.note_client_gone(number, nic);
         self.mark_client_deposit(number);
         self.note_many_fds(nic, false);
-        for worker in self.workers.values().filter(|worker| worker.party() != number && worker.nics.contains_key(&nic))
-        {
+        for (nic, worker) in self.hearers_of_client(nic, number) {
             // A worker that does not hear of it finds out when it goes on.
-            let _ = worker.write(&ToWorker::NoClient { nic, socket }, &[]);
+            if let Some(worker) = self.workers.get(&worker) {
+                let _ = worker.write(&ToWorker::NoClient { nic, socket }, &[]);
+            }
         }
+    }
+
+    /// Returns the workers that are to hear of the client at an end, except `but`, each with its own end: those of the end, and
+    /// those of the nodes that serve the same machine.
+    fn hearers_of_client(&self, nic: u32, but: u32) -> Vec<(u32, u32)> {
+        let node = self.cards.get(&nic).map(|card| card.node().to_owned()).unwrap_or_default();
+        let borrowers = self.config.borrowers_of(&node).filter_map(|node| Some(self.end_on_vni(&node.name)?.number));
+        let ends = std::iter::once(nic).chain(borrowers);
+        let hear = |nic: u32| {
+            let has_it = move |worker: &&Worker| worker.nics.contains_key(&nic) && worker.party() != but;
+            self.workers.values().filter(has_it).map(move |worker| (nic, worker.party()))
+        };
+        ends.flat_map(hear).collect()
     }
 
     /// Notes that a program has connected. What an earlier one was told does not hold for it.
@@ -546,9 +581,7 @@ impl Supervisor {
 
     /// Tells all workers of an end except `but` about the client that is connected there.
     fn tell_others_of_client(&mut self, nic: u32, but: u32) {
-        let has_it = |worker: &&Worker| worker.nics.contains_key(&nic) && worker.party() != but;
-        let others: Vec<u32> = self.workers.values().filter(has_it).map(Worker::party).collect();
-        others.into_iter().for_each(|number| self.tell_client(nic, number));
+        self.hearers_of_client(nic, but).into_iter().for_each(|(nic, number)| self.tell_client(nic, number));
     }
 
     /// Tells all workers of an end that do not drive it about the client.
@@ -559,11 +592,12 @@ impl Supervisor {
 
     /// Tells a worker that was given an end about the client that is connected there, if any.
     pub(super) fn tell_client(&mut self, nic: u32, number: u32) {
-        let Some(client) = self.endpoint_of(number, nic).and_then(|end| end.client.take()) else { return };
+        let Some(node) = self.node_with_end(number, nic) else { return };
+        let Some(kind) = self.config.interface_node(node).endpoint().filter(|kind| kind.socket().is_some()) else {
+            return;
+        };
+        let Some(client) = self.endpoints.get(&kind.label()).and_then(|end| end.client.as_ref()) else { return };
         let told = self.workers.get(&number).map_or(Ok(()), |worker| client.tell(worker, nic));
-        if let Some(end) = self.endpoint_of(number, nic) {
-            end.client = Some(client);
-        }
         if why_missed(told).is_some() {
             self.kill_worker(number, "does not take messages about its node's client".to_owned());
         }

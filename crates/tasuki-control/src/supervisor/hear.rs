@@ -42,6 +42,9 @@ const KILLED: &str = "was killed by signal 9";
 /// Why a worker is ended that would keep limits of its own.
 pub(super) const LACKS_SHARED_LIMITS: &str = "is from before an interface with several queues could have limits, and its node has both; leave limits out, or name a later program (tasuki worker upgrade --with)";
 
+/// Why a worker is ended that would serve queues which other nodes serve.
+pub(super) const LENDS_NOTHING: &str = "is from before several nodes could serve one virtual machine, and its node's is served by several; name a later program (tasuki worker upgrade --with)";
+
 impl Supervisor {
     pub(super) fn on_worker_readable(&mut self, number: u32) {
         for _ in 0..MESSAGES_AT_ONCE_MAX {
@@ -206,6 +209,9 @@ impl Supervisor {
         let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
         if self.keeps_own_limits(number, &self.config) {
             return self.kill_worker(number, LACKS_SHARED_LIMITS.to_owned());
+        }
+        if self.lends_nothing(number, &self.config) {
+            return self.kill_worker(number, LENDS_NOTHING.to_owned());
         }
         self.mark_begun(number);
         self.note(About::worker(&node, number), format!("worker {number} of node {node} has begun ({binary})"));

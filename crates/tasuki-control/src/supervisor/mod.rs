@@ -280,6 +280,8 @@ pub struct Supervisor {
     taps: BTreeMap<String, taps::TapEnd>,
     /// Interfaces with several queues, by their nodes.
     interfaces: BTreeMap<String, queues::Interface>,
+    /// Nodes whose workers are ready to serve queues of another node's machine, or do.
+    borrowing: BTreeSet<String>,
     shortcuts: shortcuts::Shortcuts,
     interfaces_looked_at: Duration,
     /// Tells which interface is asked in its namespace.
@@ -414,6 +416,7 @@ impl Supervisor {
             nodes: BTreeMap::new(),
             taps: BTreeMap::new(),
             interfaces: BTreeMap::new(),
+            borrowing: BTreeSet::new(),
             shortcuts: shortcuts::Shortcuts::default(),
             interfaces_looked_at: Duration::ZERO,
             turn: 0,

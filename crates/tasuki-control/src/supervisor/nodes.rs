@@ -417,6 +417,7 @@ impl Supervisor {
         let (rest, gone): (Vec<_>, Vec<_>) = std::mem::take(&mut self.leaving).into_iter().partition(stays);
         self.leaving = rest;
         for Leaving { node: name, answer, .. } in gone {
+            self.lose_loans(&name);
             let ends = self.cards.of(&name).filter(|card| card.vni().is_some());
             for nic in ends.map(|card| card.number).collect::<Vec<_>>() {
                 self.cards.remove(&nic);

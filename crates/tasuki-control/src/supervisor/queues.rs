@@ -18,19 +18,24 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rustix::io::Errno;
-use tasuki_relay::message;
+use tasuki_relay::message::{self, program_state};
+use tasuki_shm::vni::loans::{self, Loans};
 use tasuki_tap::device::{another_queue, give_flows, give_one_queue_all, is_detached, is_gone};
 
 use super::card::Card;
 use super::deposits::{Found, Key};
+use super::worker::Worker;
 use super::{About, Supervisor, WORKER_TIMEOUT, now};
-use crate::config::{Config, Node};
+use crate::config::{Config, Node, Work};
 
 /// A troubled node's queue must stay driven, or undriven, this long before the daemon changes the steering.
 pub(super) const TROUBLED_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A new queue gets flows after its worker has driven it for this long: the worker may have yet to hear of a new directory.
 const DIRECTORY_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// The kind of endpoint by which a worker serves queues of another node's virtual machine.
+const BORROWER: &str = "vm-queue";
 
 /// The keeper's text beside a queue while the first queue of its interface is detached.
 const FIRST_IS_DETACHED: &str = "the first queue has no flows";
@@ -197,7 +202,20 @@ impl Config {
     /// Returns whether the workers of several nodes keep this one's limits together.
     pub fn shares_limits(&self, node: &Node) -> bool {
         let node = self.interface_node(node);
-        node.limits.is_some() && node.tap().is_some_and(|tap| tap.queues() > 1)
+        node.limits.is_some() && (node.tap().is_some_and(|tap| tap.queues() > 1) || self.shares_machine(node))
+    }
+
+    /// Returns whether several nodes serve the virtual machine of this one, or of the one that it drives queues of.
+    pub fn shares_machine(&self, node: &Node) -> bool {
+        let interface_node = self.interface_node(node);
+        let is_its = |other: &Node| other.queue_of() == Some(&interface_node.name);
+        matches!(interface_node.work, Work::Vm(_)) && self.node.iter().any(is_its)
+    }
+
+    /// Returns the nodes that serve a node's virtual machine beside it.
+    pub fn borrowers_of<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Node> {
+        let is_vm = self.node(name).is_some_and(|node| matches!(node.work, Work::Vm(_)));
+        self.node.iter().filter(move |node| is_vm && node.queue_of() == Some(name))
     }
 }
 
@@ -231,6 +249,9 @@ impl Supervisor {
         );
         // Once it is open, the kernel may give it flows.
         node.vni.as_ref().map_or(Ok(()), |vni| self.all_know_sharing(vni))?;
+        if self.config.node(of).is_some_and(|of| matches!(of.work, Work::Vm(_))) {
+            return self.all_lend(of);
+        }
         let (_, first) = self.tap_for(of)?.with_context(|| format!("node {of} has no interface"))?;
         let fallback = self.interfaces.get(of).map_or(0, Interface::fallback_queue);
         let no_queue = || format!("the interface of node {of} has no queue for node {}", node.name);
@@ -263,6 +284,10 @@ impl Supervisor {
         let node = self.config.node(name).context("there is no such node")?.clone();
         let Some(of) = node.queue_of() else { return Ok(None) };
         self.make_queue(&node)?;
+        if let Some((description, socket)) = self.endpoint_for(of)? {
+            let (kind, latency_us) = (BORROWER.to_owned(), node.latency_us);
+            return Ok(Some((message::Endpoint { kind, latency_us, ..description }, socket)));
+        }
         let (description, _) = self.tap_for(of)?.with_context(|| format!("node {of} has no interface"))?;
         let description = message::Endpoint { latency_us: node.latency_us, ..description };
         let (_, queue) = self.queue(name).context("it was just opened")?;
@@ -334,8 +359,89 @@ impl Supervisor {
         let _ = give_one_queue_all(queue, self.interfaces.get(of).and_then(Interface::steering));
     }
 
-    /// Returns whether the other nodes give a node flows: all do, but one whose queue is detached.
+    /// Checks that no worker of a machine's node is from before it could share its queues.
+    fn all_lend(&self, of: &str) -> Result<()> {
+        let is_too_old = |worker: &&Worker| worker.record.node == of && worker.has_begun && !worker.knows_loans();
+        match self.workers.values().find(is_too_old) {
+            Some(worker) => anyhow::bail!(
+                "worker {} of node {of} is from before several nodes could serve one virtual machine; replace it (tasuki worker upgrade {of})",
+                worker.party()
+            ),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns whether a worker would serve queues that another one has, as it is from before several could.
+    pub(super) fn lends_nothing(&self, number: u32, config: &Config) -> bool {
+        let worker = self.workers.get(&number).filter(|worker| !worker.knows_loans());
+        let node = worker.and_then(|worker| config.node(&worker.record.node));
+        node.is_some_and(|node| config.shares_machine(node))
+    }
+
+    /// Ends the loan of a node that serves another node's machine: its workers have ended, and none comes any more.
+    pub(super) fn lose_loans(&mut self, name: &str) {
+        self.borrowing.remove(name);
+        self.loans_of(name).into_iter().for_each(|(loans, number)| loans.lose(number));
+    }
+
+    /// Ends the loans of nodes that are not there any more: the file lost them while no tasukid ran. Their workers have
+    /// ended, and no other has begun.
+    pub(super) fn lose_loans_of_none(&self) {
+        for machine in self.config.node.iter().filter(|node| matches!(node.work, Work::Vm(_))) {
+            let borrowers: Vec<_> = self.config.borrowers_of(&machine.name).map(|node| &node.name).collect();
+            let numbers = borrowers.iter().map(|name| self.end_on_vni(name)?.number_on_vni);
+            let (Some(loans), Some(numbers)) = (self.loans_at(&machine.name), numbers.collect::<Option<Vec<u16>>>())
+            else {
+                continue;
+            };
+            let gone = (0..loans::SLOTS).filter_map(|slot| loans.node(slot)).filter(|node| !numbers.contains(node));
+            gone.collect::<Vec<_>>().into_iter().for_each(|node| loans.lose(node));
+        }
+    }
+
+    /// Returns the loans of a machine.
+    fn loans_at(&self, machine: &str) -> Option<Loans> {
+        let words = &self.nodes.get(machine)?.program_state;
+        words.region().span(8 * program_state::LOANS_AT, loans::LINES).ok().map(Loans::over)
+    }
+
+    /// Returns the loans among which a node has some of another node's machine, and its number there.
+    fn loans_of(&self, name: &str) -> Option<(Loans, u16)> {
+        let node = self.config.node(name).filter(|node| self.config.shares_machine(node))?;
+        Some((self.loans_at(node.queue_of()?)?, self.end_on_vni(name)?.number_on_vni?))
+    }
+
+    /// Has a node that serves queues of another node's machine take no more frames from the guest, as it is to go. Returns
+    /// `None` if it serves none.
+    pub(super) fn hold_borrower(&mut self, name: &str) -> Option<()> {
+        let (loans, number) = self.loans_of(name).filter(|_| self.borrowing.contains(name))?;
+        loans.set_leaving(number, true);
+        Some(())
+    }
+
+    /// Handles a worker's report that it is ready to serve queues of another node's machine, or is not any more: other nodes
+    /// give it flows while it is.
+    pub(super) fn on_borrower(&mut self, number: u32, nic: u32, is_ready: bool) {
+        let Some(card) = self.cards.get(&nic).filter(|card| card.holder().is_none_or(|holder| holder == number)) else {
+            return;
+        };
+        let node = card.node().to_owned();
+        if !self.leaves(&node) {
+            // An earlier tasukid may have died as it removed the node.
+            self.loans_of(&node).into_iter().for_each(|(loans, number)| loans.set_leaving(number, false));
+        }
+        let is_news = if is_ready { self.borrowing.insert(node) } else { self.borrowing.remove(&node) };
+        if is_news {
+            self.show_address(nic, is_ready);
+        }
+    }
+
+    /// Returns whether the other nodes give a node flows: all do, but one whose queue is detached, or that has none of its
+    /// machine.
     pub(super) fn gets_flows(&self, node: &str) -> bool {
+        if let Some(config) = self.config.node(node).filter(|node| self.config.shares_machine(node)) {
+            return config.queue_of().is_none() || self.borrowing.contains(node);
+        }
         self.interfaces.iter().find_map(|(of, interface)| interface.is_attached(of, node)).unwrap_or(true)
     }
 

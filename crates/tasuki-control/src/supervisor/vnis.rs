@@ -575,8 +575,18 @@ impl Supervisor {
 
     /// Returns what each queue of a node's virtual machine has carried, from its node memory.
     pub(super) fn queues_of(&self, node: &str) -> Vec<QueueView> {
-        let Some(node_memory) = self.node_memory_of(node) else { return Vec::new() };
-        (0..node_memory.queues()).map(|queue| queue_view(queue, node_memory.queue_counts(queue))).collect()
+        let borrowers = self.config.borrowers_of(node).map(|node| &node.name[..]);
+        let memories: Vec<_> =
+            std::iter::once(node).chain(borrowers).filter_map(|it| self.node_memory_of(it)).collect();
+        let queues = memories.iter().map(|memory| memory.queues()).max().unwrap_or_default();
+        // Several nodes may have served a queue, each for a while.
+        let counts = |queue| {
+            let its = memories.iter().filter(|memory| queue < memory.queues()).map(|memory| memory.queue_counts(queue));
+            its.fold([0; QUEUE_COUNTS.len()], |sum: [u64; _], its| {
+                std::array::from_fn(|at| sum[at].wrapping_add(its[at]))
+            })
+        };
+        (0..queues).map(|queue| queue_view(queue, counts(queue))).collect()
     }
 }
 

@@ -253,6 +253,11 @@ impl Worker {
         self.reads_ends(message::vni::LISTEN_VERSION)
     }
 
+    /// Returns whether it has said that it lends and borrows queues of a machine.
+    pub fn knows_loans(&self) -> bool {
+        self.reads_ends(message::vni::LOANS_VERSION)
+    }
+
     fn reads_ends(&self, version: u32) -> bool {
         self.versions(message::vni::KIND).is_some_and(|versions| versions.contains(&version))
     }
