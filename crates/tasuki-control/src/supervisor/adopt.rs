@@ -155,7 +155,8 @@ impl Supervisor {
                 card.restore(&mut found, is_used);
                 let is_there = card.opened.is_some();
                 self.remember(&mut card, record, is_there)?;
-                card.number_on_vni = record.number_on_vni.filter(|_| is_there);
+                // That of the record may be of an end before: the keeper gets a new one before the registry does.
+                card.number_on_vni = card.opened.as_ref().and_then(super::vnis::number_of);
             }
             self.cards.insert(number, card);
         }

@@ -629,6 +629,11 @@ fn text(vni: &str, number: u16) -> String {
     serde_json::to_string(&vni::Text { vni: vni.to_owned(), number }).expect("plain data")
 }
 
+/// Returns the number on its VNI that an end was made with, by which its workers go.
+pub(super) fn number_of(end: &Opened) -> Option<u16> {
+    serde_json::from_str(&end.bundle.text).ok().map(|vni::Text { number, .. }| number)
+}
+
 /// Returns the bytes of memory that a node memory occupies.
 fn bytes_of(node_memory: &NodeMemoryFds) -> u64 {
     let blocks = |fd| rustix::fs::fstat(fd).map_or(0, |stat| stat.st_blocks.unsigned_abs());

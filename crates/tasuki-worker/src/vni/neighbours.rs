@@ -28,6 +28,11 @@ impl<D: FrameHandler> VniAttachment<D> {
     /// Adds a node of the VNI, or replaces the memory of a known one.
     pub fn meet(&mut self, common: &mut Common, number: u16, addresses: &[IpAddr], fds: Vec<OwnedFd>) -> Result<()> {
         ensure!(number < NODES_MAX, "the daemon speaks of node {number}, and a VNI has {NODES_MAX}");
+        let is_own = self.text.as_ref().is_ok_and(|text| text.number == number);
+        ensure!(
+            !is_own,
+            "the daemon speaks of another node {number}, which is this node's own number; remove that and add it again"
+        );
         let count = fds.len();
         let [control, pool, bell] = <[OwnedFd; 3]>::try_from(fds).ok().with_context(|| {
             format!("{count} descriptors came with node {number}, and 3 belong to it; rebuild the older of daemon and worker")

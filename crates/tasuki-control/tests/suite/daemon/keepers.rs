@@ -2,6 +2,7 @@
 //! a later daemon about them.
 
 use rustix::process::Signal;
+use serde_json::Value;
 
 use super::real::{ENDLESS, stop_whole, with_model};
 use super::rig::{NODES, Rig, lives, pid, signal, until};
@@ -70,6 +71,43 @@ fn a_keeper_that_dies_costs_nothing_and_its_successor_has_everything() {
     rig.start();
     rig.await_pair("red");
     assert_eq!(opened(&rig), 1, "{}", rig.log());
+}
+
+/// The keeper has ends that are made anew before the registry has them.
+#[test]
+fn ends_have_the_numbers_that_they_were_made_with_though_their_daemon_dies_then() {
+    let mut rig = Rig::without_daemon("", "");
+    rig.with_stock_workers();
+    let [first, red, blue] =
+        ["first", "red", "blue"].map(|name| format!("[[node]]\nname = {name:?}\nvni = \"lan\"\nwork = \"echo\"\n"));
+    rig.configure(|text| format!("{text}{first}{red}{blue}"));
+    let numbers = |rig: &Rig| {
+        until(rig, "both are on the VNI", || {
+            let table = rig.tasuki(&["vni", "table", "lan", "--json"]);
+            serde_json::from_slice::<Value>(&table.stdout).is_ok_and(|table| table.as_array().unwrap().len() == 2)
+        });
+        let Value::Array(table) = rig.json(&["vni", "table", "lan"]) else { panic!("a list") };
+        table.iter().map(|node| node["number"].clone()).collect::<Vec<_>>()
+    };
+    rig.start();
+    for node in ["first", "red", "blue"] {
+        rig.await_pair(node);
+    }
+    rig.configure(|text| text.replace(&first, ""));
+    rig.ask(&["apply"]);
+    assert_eq!(numbers(&rig), [1, 2]);
+    let all: Vec<u32> = rig.workers().iter().map(pid).chain(rig.keeper()).collect();
+    rig.kill_daemon();
+    all.iter().for_each(|process| signal(*process, Signal::KILL));
+    until(&rig, "all are dead", || !all.iter().any(|process| lives(*process)));
+    rig.start_to_die(Some("daemon.writing:1".to_owned()));
+    rig.daemon_ends();
+    rig.start();
+    assert_eq!(numbers(&rig), [0, 1], "those of the ends that the daemon made before it died");
+    for node in ["red", "blue"] {
+        rig.await_pair(node);
+    }
+    rig.stop();
 }
 
 #[test]
