@@ -382,12 +382,13 @@ impl Supervisor {
         those.map(said).collect()
     }
 
-    /// Returns the nodes that have workers which began with other settings.
+    /// Returns the nodes that have workers which began with other settings, of the present program or as drivers.
     fn stale_nodes(&self) -> BTreeSet<String> {
         let is_stale = |name: &&String| {
             let settings = self.config.node(name).map(|node| node.settings(self.config.interface_node(node)));
-            self.present_workers_of(name).iter().any(|number| {
-                let began_with = self.workers.get(number).and_then(|worker| worker.record.settings);
+            let drive = self.cards.of(name).filter_map(Card::holder);
+            self.present_workers_of(name).into_iter().chain(drive).any(|number| {
+                let began_with = self.workers.get(&number).and_then(|worker| worker.record.settings);
                 began_with.is_some() && began_with != settings
             })
         };

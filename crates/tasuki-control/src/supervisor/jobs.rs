@@ -218,13 +218,17 @@ impl Supervisor {
         }
     }
 
+    /// Returns the NICs and the end of a node that are open, and stay so.
+    fn open_cards_of<'a>(&'a self, node: &'a str) -> impl Iterator<Item = &'a Card> {
+        self.cards.of(node).filter(|card| card.closing.is_none() && card.opened.is_some())
+    }
+
     /// Returns the NICs a worker of another program would have, if that program can be started now.
     pub(super) fn nics_to_upgrade(&self, node: &str, with: Option<&Path>) -> Result<VecDeque<u32>, Refusal> {
         if !self.nodes.contains_key(node) {
             return Err(self.no_node(node));
         }
-        let its = self.cards.of(node).filter(|card| card.closing.is_none() && card.opened.is_some());
-        let nics: VecDeque<u32> = its.map(|card| card.number).collect();
+        let nics: VecDeque<u32> = self.open_cards_of(node).map(|card| card.number).collect();
         self.is_free(node, nics.as_slices().0)?;
         match with.and_then(|path| Some((path, not_startable(path)?))) {
             Some((path, why)) => Err(Refusal::Malformed(format!("{} {why}", path.display()))),

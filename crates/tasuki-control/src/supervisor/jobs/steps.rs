@@ -1,5 +1,6 @@
 //! The steps of a job: each is taken as soon as it can be, and a job waits in none.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use tasuki_relay::arbiter::{Ask, Input, State};
@@ -7,10 +8,11 @@ use tasuki_relay::method::{self, Apart, Method, Trust};
 use tasuki_relay::wire::{Plan, Reason, Use};
 use tasuki_shm::crash;
 
+use super::super::card::Card;
 use super::super::deeds::party;
 use super::super::worker::Readiness;
 use super::super::{About, Supervisor, WORKER_TIMEOUT, cells, now};
-use super::{NO_WORKER, Purpose, finding};
+use super::{Job, NO_WORKER, Purpose, finding};
 
 /// Time a job may take beyond the sum of its limits.
 const GRACE_TIME: Duration = Duration::from_secs(30);
@@ -92,6 +94,11 @@ impl Supervisor {
             return Step::Wait;
         }
         let Some(nic) = job.todo.front().copied() else {
+            let late = self.opened_meanwhile(job);
+            if !late.is_empty() {
+                self.jobs[at].todo = late;
+                return Step::Again;
+            }
             if job.purpose == Purpose::Stage && !self.is_the_staged(target) {
                 return Step::Fail("the program was changed while it was started; stage it again".to_owned());
             }
@@ -152,6 +159,16 @@ impl Supervisor {
                 _ => Step::Wait,
             },
         }
+    }
+
+    /// Returns the NICs of a node that another worker than the target of its upgrade has by now: they were not open when it
+    /// began, and workers of before got them. A job of its own cares for one that goes to another node.
+    fn opened_meanwhile(&self, job: &Job) -> VecDeque<u32> {
+        let is_late = |card: &&Card| {
+            card.holder() != Some(job.target) && !self.jobs.iter().any(|other| other.is_about(card.number))
+        };
+        let upgrades = job.purpose == Purpose::Upgrade;
+        self.open_cards_of(&job.node).filter(|card| upgrades && is_late(card)).map(|card| card.number).collect()
     }
 
     pub(super) fn choice(&self, at: usize, nic: u32) -> Result<method::Choice, method::Refused> {

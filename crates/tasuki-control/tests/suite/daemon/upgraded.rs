@@ -1,9 +1,11 @@
 //! `tasuki upgrade`: the daemon goes on as another program, and then all workers are replaced.
 
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 use serde_json::Value;
 use tasuki_control::housekeeping_cpus;
@@ -208,6 +210,32 @@ fn the_daemon_goes_on_as_it_was_if_the_other_program_fails_after_its_check() {
     assert_eq!(fs::read_link(format!("/proc/{daemon}/fd/0")).expect("a file"), Path::new("/dev/null"));
 }
 
+/// The new program waits until a worker of before drives the NIC.
+#[test]
+fn a_nic_that_opens_while_the_worker_of_an_upgrade_starts_goes_to_that() {
+    let (nodes, eth0) = NODES.split_at(NODES.find("[[nic]]").expect("a NIC"));
+    let rig = Rig::with(nodes, "");
+    let before = rig.await_worker("red", "idle");
+    let [next, waits, worker] = ["next", "waits", "worker"].map(|name| rig.path(name));
+    mknodat(CWD, &waits, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a pipe");
+    let mut goes = fs::File::options().read(true).write(true).open(&waits).expect("a pipe");
+    let text = "[ -p WAITS ] && read line < WAITS; exec WORKER \"$@\"";
+    script(&next, &text.replace("WAITS", waits.to_str().unwrap()).replace("WORKER", worker.to_str().unwrap()));
+    let next = next.to_str().unwrap();
+    let upgrade = rig.command(&["worker", "upgrade", "red", "--with", next]).stdout(Stdio::piped()).spawn();
+    until(&rig, "its worker starts", || rig.workers().iter().any(|worker| worker["binary"] == next));
+    rig.configure(|text| text + eth0);
+    rig.ask(&["apply"]);
+    assert_eq!(rig.await_worker("red", "drives")["worker"], before["worker"]);
+    fs::remove_file(&waits).expect("it is there");
+    goes.write_all(b"\n").expect("a pipe");
+    let said = upgrade.expect("a program").wait_with_output().expect("it ends");
+    let went = format!("; eth0 went from worker {} to worker ", before["worker"]);
+    assert!(String::from_utf8_lossy(&said.stdout).contains(&went), "{said:?}\n{}", rig.log());
+    assert_eq!(rig.worker("red", "drives").expect("a driver")["binary"], next);
+    assert_eq!(rig.await_pair_of_one_program("red").0["binary"], next);
+}
+
 /// The new program runs once, so that it has no stand-by.
 #[test]
 fn a_node_that_falls_back_on_the_program_before_says_so() {
@@ -227,9 +255,13 @@ fn a_node_that_falls_back_on_the_program_before_says_so() {
     });
     until(&rig, "it is said", says);
     assert!(lives(pid(&standby)));
+    // The fresh worker dies, and the driver has the settings of before.
+    rig.configure(|text| text.replacen("work = \"echo\"", "work = \"echo\"\npoll = true", 1));
+    rig.refused(&["apply"]);
+    assert!(!rig.is_as_configured());
     fs::remove_file(was_here).expect("a file");
     rig.ask(&["worker", "upgrade", "red", "--with", worker.to_str().unwrap()]);
-    until(&rig, "all is well", || !says());
+    until(&rig, "all is well", || !says() && rig.is_as_configured());
 }
 
 #[test]
