@@ -395,7 +395,9 @@ impl Supervisor {
         self.nodes.keys().filter(is_stale).cloned().collect()
     }
 
-    pub(super) fn plan(&self, apply: &Apply) -> Result<Plan, Refusal> {
+    pub(super) fn plan(&mut self, apply: &Apply) -> Result<Plan, Refusal> {
+        // One may have gone since the last look.
+        self.look_for_lost_interfaces();
         let (desired, _, path) = self.desired(apply)?;
         let (steps, stays) = self.plan_to(&desired);
         let steps = steps.iter().map(ToString::to_string).collect();
@@ -443,6 +445,8 @@ impl Supervisor {
         apply: &Apply,
         answer: Option<Answer<Applied>>,
     ) -> Result<(), (Refusal, Option<Answer<Applied>>)> {
+        // One may have gone since the last look.
+        self.look_for_lost_interfaces();
         let generation = self.current.record.generation;
         let checked = match apply.generation {
             _ if self.stopping.is_some() => Err(Refusal::Ending),

@@ -461,18 +461,30 @@ impl Supervisor {
             self.mend_worker_sockets();
         }
         self.tell_of_links();
-        let (mut lost, mut strange) = (Vec::new(), Vec::new());
+        self.look_for_lost_interfaces();
+        let mut strange = Vec::new();
         self.turn = self.turn.wrapping_add(1);
         let enters = self.turn.checked_rem(self.taps.len()).filter(|_| !self.is_pressing());
         for (at, (label, tap)) in self.taps.iter_mut().enumerate() {
+            if tap.has_other_mac(enters == Some(at) && !tap.is_gone) {
+                strange.push(label.clone());
+            }
+        }
+        self.tell_of_endpoints_links();
+        for why in strange.iter().filter_map(|label| self.why_filtered(label)).collect::<Vec<_>>() {
+            self.note(About::default(), why);
+        }
+    }
+
+    /// Notes which interfaces are gone, and of which nodes that is news.
+    pub(super) fn look_for_lost_interfaces(&mut self) {
+        let mut lost = Vec::new();
+        for (label, tap) in &mut self.taps {
             // If the veth end is gone, so is the TAP.
             tap.veth_end.take_if(|veth_end| !veth_end.is_there()).into_iter().for_each(VethEnd::remove);
             let is_gone = tap.device.as_ref().is_some_and(|device| is_gone(device.as_fd())) || tap.is_elsewhere();
             if !std::mem::replace(&mut tap.is_gone, is_gone) && is_gone {
                 lost.push(label.clone());
-            }
-            if tap.has_other_mac(enters == Some(at) && !tap.is_gone) {
-                strange.push(label.clone());
             }
         }
         for (label, endpoint) in &mut self.endpoints {
@@ -485,10 +497,6 @@ impl Supervisor {
         for node in nodes {
             let why = self.why_without_interface(&node);
             why.into_iter().for_each(|why| self.note(About::node(&node), why));
-        }
-        self.tell_of_endpoints_links();
-        for why in strange.iter().filter_map(|label| self.why_filtered(label)).collect::<Vec<_>>() {
-            self.note(About::default(), why);
         }
     }
 

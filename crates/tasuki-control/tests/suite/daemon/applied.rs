@@ -644,6 +644,11 @@ fn trouble(world: &World) -> String {
 
 fn is_missed(world: &World) {
     until(&world.rig, "it is missed", || trouble(world).contains("has no interface any more"));
+    is_to_be_made_anew(world);
+}
+
+/// A plan sees this also before the daemon, which looks once a second, has told of it.
+fn is_to_be_made_anew(world: &World) {
     let plan = world.rig.ask(&["plan"]);
     let step = "node shop: its interface (which is gone) changes, so it is removed and added again";
     assert!(plan.starts_with(step), "{plan}");
@@ -661,6 +666,7 @@ fn an_interface_that_somebody_deletes_or_moves_is_missed_and_made_anew_by_an_app
             world.await_pairs();
         }
         ip(&world.shop, command);
+        is_to_be_made_anew(&world);
         is_missed(&world);
         world.rig.kill_daemon();
         world.rig.start();
@@ -710,6 +716,7 @@ fn an_interface_whose_namespace_has_lost_its_name_is_missed_and_made_anew_by_an_
             makes_wire(&other);
         }
         give_to(&other);
+        is_to_be_made_anew(&world);
         is_missed(&world);
         world.rig.kill_daemon();
         world.rig.start();
