@@ -389,11 +389,10 @@ impl Supervisor {
     pub(super) fn lose_loans_of_none(&self) {
         for machine in self.config.node.iter().filter(|node| matches!(node.work, Work::Vm(_))) {
             let borrowers: Vec<_> = self.config.borrowers_of(&machine.name).map(|node| &node.name).collect();
-            let numbers = borrowers.iter().map(|name| self.end_on_vni(name)?.number_on_vni);
-            let (Some(loans), Some(numbers)) = (self.loans_at(&machine.name), numbers.collect::<Option<Vec<u16>>>())
-            else {
-                continue;
-            };
+            // One whose end is yet to be made has no loan.
+            let numbers = borrowers.iter().filter_map(|name| self.end_on_vni(name)?.number_on_vni);
+            let numbers: Vec<u16> = numbers.collect();
+            let Some(loans) = self.loans_at(&machine.name) else { continue };
             let gone = (0..loans::SLOTS).filter_map(|slot| loans.node(slot)).filter(|node| !numbers.contains(node));
             gone.collect::<Vec<_>>().into_iter().for_each(|node| loans.lose(node));
         }

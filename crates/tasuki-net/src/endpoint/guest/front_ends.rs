@@ -382,7 +382,7 @@ impl Guest {
             self.end_borrowing(loans::State::Broken);
             return self.trouble = Some(format!("the machine's front end is sent away: {refusal}"));
         }
-        if self.lends() && self.front_end.is_some() {
+        if self.lender.is_out && self.front_end.is_some() {
             // Once all pairs are back.
             (self.lender.calls, self.must_hear) = (true, true);
             return self.broken = Some(refusal.clone());

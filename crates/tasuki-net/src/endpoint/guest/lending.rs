@@ -22,11 +22,13 @@ const LAST_CALL: Duration = Duration::from_millis(20);
 #[derive(Debug, Default)]
 pub(super) struct Lender {
     /// Pairs are lent: the front end is not heard before all are back.
-    is_out: bool,
+    pub(super) is_out: bool,
     /// The front end waits to be heard.
     pub(super) calls: bool,
     /// The pairs that are back count once the present turn is committed.
     pub(super) settles: bool,
+    /// A turn has been committed since the pairs came back.
+    is_committed: bool,
     /// When the device changed last, as far as was seen.
     changed_at: Option<Instant>,
     /// Since when there are offers, and of which version.
@@ -253,15 +255,22 @@ impl Guest {
         self.polling.look_at_all();
     }
 
-    /// Ends the loans that are back: the marks of the last commit say where their pairs stand.
+    /// Ends the loans that are back: the marks of the last commit say where their pairs stand. One that is lost ends a turn
+    /// later: then the marks are of no machine, or of a later one, and no successor opens the pairs that nobody knows.
     pub(super) fn settle_loans(&mut self) {
         if !std::mem::take(&mut self.lender.settles) {
             return;
         }
+        let is_later = std::mem::replace(&mut self.lender.is_committed, true);
         let Some(loans) = &self.loans else { return };
         for (slot, loan) in loans.all().filter(|(_, loan)| loan.is_out() && !loan.is_due()) {
+            if loan.state == State::Lost && !is_later {
+                (self.lender.settles, self.must_hear) = (true, true);
+                continue;
+            }
             point("guest.settling");
             loans.change(slot, loan, loan.to(State::Home));
+            point("guest.settled");
         }
     }
 

@@ -616,7 +616,28 @@ fn pairs_that_were_lost_before_a_lender_knew_its_machine_are_opened_nowhere() {
     assert_eq!(both.net.guest().front_end.as_ref().unwrap().device.pairs, 1);
     both.until("it is sent away", |_| machine.is_hung_up());
     assert!(both.net.trouble().contains("the node that served some of its queues is gone"));
-    assert_eq!(both.state(), State::Home);
+    both.until("the loan is over", |both| both.state() == State::Home);
+}
+
+#[test]
+fn wherever_a_lender_is_killed_that_lost_pairs_its_successor_opens_them_nowhere() {
+    for places in 0.. {
+        let mut both = Both::new();
+        let machine = both.machine(ALL, PAIRS);
+        both.lent();
+        let known = both.net.known.take().unwrap();
+        both.second = None;
+        Loans::over(both.net.loans.clone()).lose(SECOND);
+        let was_killed = both.net.kill(places, 20);
+        both.net.node = Some(both.net.worker());
+        both.net.guest().go_on(known).unwrap();
+        let opened = both.net.guest().front_end.as_ref().map(|front_end| front_end.device.pairs);
+        assert!(opened.is_none_or(|pairs| pairs == 1), "{opened:?}, killed at place {places}");
+        both.until("it is sent away", |_| machine.is_hung_up());
+        if !was_killed {
+            break;
+        }
+    }
 }
 
 /// Without one, the next that connects is served.
