@@ -426,15 +426,13 @@ impl Supervisor {
 
     /// Applies the file that the daemon began with, as it is now.
     pub(super) fn apply_own_file(&mut self) {
-        if self.adopting {
-            return self.note(About::default(), "nothing was applied: tasukid is still beginning; ask again");
-        }
         self.begin_applying(&Apply::default(), None);
     }
 
-    /// Applies that file if the daemon was told to while a node of the configuration was being removed, and none is any more.
+    /// Applies that file if the daemon was told to while it was beginning, was applying a configuration, or was removing a node of
+    /// it, and that is over.
     pub(super) fn apply_own_file_if_told(&mut self) {
-        let waits = self.is_applying() || self.is_removing_one_of(&self.current.desired).is_err();
+        let waits = self.adopting || self.is_applying() || self.is_removing_one_of(&self.current.desired).is_err();
         if !waits && self.is_told_to_apply {
             self.apply_own_file();
         }
@@ -450,8 +448,11 @@ impl Supervisor {
         let generation = self.current.record.generation;
         let checked = match apply.generation {
             _ if self.stopping.is_some() => Err(Refusal::Ending),
-            _ if self.applying.is_some() => {
-                Err(Refusal::conflict("another configuration is being applied; ask again when that is done"))
+            // A signal alone comes then: requests wait.
+            _ if self.adopting => Err(Refusal::Busy("tasukid is still beginning".to_owned())),
+            _ if self.is_applying() => {
+                let sentence = "another configuration is being applied; ask again when that is done";
+                Err(Refusal::Busy(sentence.to_owned()))
             }
             Some(asked) if asked != generation => Err(Refusal::conflict(format!(
                 "the configuration is generation {generation} by now, and not {asked}: another was applied meanwhile; look at tasuki plan again"

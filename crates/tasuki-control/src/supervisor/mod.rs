@@ -587,8 +587,8 @@ impl Supervisor {
             self.go_on_removing();
             self.go_on_closing();
             self.apply_the_rest();
-            self.apply_own_file_if_told();
             self.go_on_applying();
+            self.apply_own_file_if_told();
             self.reconcile_trust();
             self.go_on_with_jobs();
             self.send_leaves();

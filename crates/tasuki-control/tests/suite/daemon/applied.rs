@@ -369,6 +369,36 @@ fn a_hangup_applies_the_daemons_own_file() {
 }
 
 #[test]
+fn a_hangup_while_another_configuration_is_applied_or_tasukid_begins_counts_later() {
+    let mut rig = Rig::new();
+    rig.await_pair("red");
+    let all = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+    let green = pid(&rig.await_worker("green", "idle"));
+    signal(green, rustix::process::Signal::STOP);
+    rig.configure(|text| text.replace(GREEN, ""));
+    signal(rig.daemon_pid(), rustix::process::Signal::HUP);
+    rig.await_event("tasuki.toml, is applied: 1 step");
+    rig.configure(|_| all.clone() + POND);
+    signal(rig.daemon_pid(), rustix::process::Signal::HUP);
+    rig.await_event("the configuration is applied later, as a signal asked: another configuration is being applied");
+    assert_eq!(rig.json(&["status"])["configuration"]["applying"], true);
+    signal(green, rustix::process::Signal::KILL);
+    let are = |rig: &Rig, all: &[&str]| names(rig, "node") == all && rig.is_as_configured();
+    until(&rig, "the later file is in force", || are(&rig, &["blue", "green", "pond", "red"]));
+    let green = pid(&rig.await_worker("green", "idle"));
+    rig.kill_daemon();
+    signal(green, rustix::process::Signal::STOP);
+    rig.start_to_die(None);
+    until(&rig, "it begins", || rig.log().matches(" begins (process ").count() == 2);
+    rig.configure(|_| all.clone());
+    signal(rig.daemon_pid(), rustix::process::Signal::HUP);
+    until(&rig, "it has heard", || rig.log().contains("as a signal asked: tasukid is still beginning"));
+    signal(green, rustix::process::Signal::CONT);
+    until(&rig, "it serves", || rig.tasuki(&["status"]).status.success());
+    until(&rig, "the last file is in force", || are(&rig, &["blue", "green", "red"]));
+}
+
+#[test]
 fn while_a_node_is_being_removed_no_configuration_takes_it_for_one_that_is_there() {
     let rig = Rig::new();
     rig.await_pair("red");
