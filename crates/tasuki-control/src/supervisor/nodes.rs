@@ -280,6 +280,7 @@ impl Supervisor {
     fn forget_endpoint(&mut self, node: &config::Node) {
         if let Some(label) = node.endpoint().map(|kind| kind.label()) {
             let end = self.endpoints.remove(&label);
+            self.sockets.forget(&label);
             self.mark_deposit(Key::Endpoint(label.clone()));
             self.mark_deposit(Key::Client(label));
             end.into_iter().for_each(Endpoint::close);

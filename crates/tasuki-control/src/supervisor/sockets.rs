@@ -3,6 +3,7 @@
 //!
 //! Each look is a thread's: the file system of a folder, and a process that is looked at, can keep it waiting.
 
+use std::collections::BTreeSet;
 use std::io::BufReader;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -58,6 +59,8 @@ impl Look {
 #[derive(Debug)]
 struct PathLook {
     begun: Duration,
+    /// Labels of the sockets that are still those at which it looks.
+    of: BTreeSet<String>,
     /// What is there, once it is known.
     found: Arc<OnceLock<Marks>>,
 }
@@ -71,6 +74,21 @@ pub struct Sockets {
     /// Labels of those that are not at their paths.
     lost: Vec<String>,
     look: Option<PathLook>,
+}
+
+impl Sockets {
+    /// Forgets what is known of a socket: another may get its label.
+    pub(super) fn forget(&mut self, label: &str) {
+        self.lost.retain(|lost| lost != label);
+        self.look.iter_mut().for_each(|look| _ = look.of.remove(label));
+    }
+
+    /// Returns what the look has found of the sockets that are still those at which it looked, once it is over.
+    fn found(&mut self) -> Marks {
+        let Some(look) = self.look.take_if(|look| look.found.get().is_some()) else { return Marks::new() };
+        let found = look.found.get().into_iter().flatten();
+        found.filter(|(label, _)| look.of.contains(label)).cloned().collect()
+    }
 }
 
 impl Connected {
@@ -212,13 +230,12 @@ impl Supervisor {
         if self.sockets.look.as_ref().is_some_and(|look| now().saturating_sub(look.begun) < SOCKETS_EVERY) {
             return;
         }
-        let found = self.sockets.look.take_if(|look| look.found.get().is_some());
-        for (label, mark) in found.iter().filter_map(|look| look.found.get()).flatten() {
-            let Some(end) = self.endpoints.get_mut(label) else { continue };
-            match *mark == end.mark {
+        for (label, mark) in self.sockets.found() {
+            let Some(end) = self.endpoints.get_mut(&label) else { continue };
+            match mark == end.mark {
                 true if !end.was_remade => end.lost = None,
                 true => {}
-                false => self.sockets.lost.push(label.clone()),
+                false => self.sockets.lost.push(label),
             }
         }
         if self.sockets.lost.is_empty() && self.sockets.look.is_none() {
@@ -233,12 +250,12 @@ impl Supervisor {
             return;
         }
         let found = Arc::new(OnceLock::new());
-        let tell = Arc::clone(&found);
+        let (of, tell) = (paths.iter().map(|(label, _)| label.clone()).collect(), Arc::clone(&found));
         let look = move || {
             let _ = tell.set(paths.into_iter().map(|(label, path)| (label, socket::mark_behind(&path))).collect());
         };
         let begun = std::thread::Builder::new().name("sockets".to_owned()).spawn(look);
-        self.sockets.look = begun.ok().map(|_| PathLook { begun: now(), found });
+        self.sockets.look = begun.ok().map(|_| PathLook { begun: now(), of, found });
     }
 
     fn make_socket_again(&mut self, label: &str) {
@@ -317,5 +334,21 @@ impl Supervisor {
     pub(super) fn trouble_at_socket(&self, name: &str) -> Option<String> {
         let end = self.endpoints.get(&self.config.node(name)?.endpoint()?.label())?;
         end.lost.clone().or_else(|| end.unshared().map(|why| format!("node {name}: {why}")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_look_says_nothing_of_a_socket_that_got_its_label_since() {
+        let found = vec![("gone".to_owned(), None), ("here".to_owned(), Some("1:2".to_owned()))];
+        let of = found.iter().map(|(label, _)| label.clone()).collect();
+        let look = PathLook { begun: Duration::ZERO, of, found: Arc::new(found.clone().into()) };
+        let mut sockets = Sockets { lost: vec!["gone".to_owned()], look: Some(look) };
+        sockets.forget("gone");
+        assert_eq!((sockets.found(), sockets.lost), (found[1..].to_vec(), vec![]));
+        assert!(sockets.look.is_none(), "another look may begin");
     }
 }
