@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use tasuki_relay::message::{ToWorker, program_state};
+use tasuki_relay::message::program_state;
 use tokio::sync::oneshot;
 
 use super::card::Opening;
@@ -74,7 +74,7 @@ impl Supervisor {
                 has_workers = true;
                 if worker.serves() {
                     worker.stage = Stage::Leaving(now());
-                    let _ = worker.write(&ToWorker::End, &[]);
+                    worker.tell_to_end();
                 }
             }
             let Some(card) = self.cards.get_mut(&nic).filter(|_| !has_workers) else { continue };

@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use tasuki_relay::message::ToWorker;
-
 use super::door::{Answer, Refusal};
 use super::worker::{Stage, Worker};
 use super::{About, Ended, Supervisor, WORKER_TIMEOUT, now};
@@ -99,7 +97,7 @@ impl Supervisor {
         for number in workers {
             if let Some(worker) = self.workers.get_mut(&number) {
                 worker.stage = Stage::Leaving(now());
-                let _ = worker.write(&ToWorker::End, &[]);
+                worker.tell_to_end();
             }
         }
     }

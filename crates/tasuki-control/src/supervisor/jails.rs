@@ -258,7 +258,11 @@ impl Supervisor {
     }
 
     fn on_unconfined(&mut self, number: u32, why: &str) {
-        let Some(node) = self.workers.get(&number).map(|worker| worker.record.node.clone()) else { return };
+        // One that leaves is to end anyhow.
+        let Some(worker) = self.workers.get(&number).filter(|worker| !matches!(worker.stage, Stage::Leaving(_))) else {
+            return;
+        };
+        let node = worker.record.node.clone();
         let goes_on = |worker: &Worker| worker.party() != number && matches!(worker.stage, Stage::Begun);
         // It was to follow one that goes on.
         if self.workers.of(&node).any(goes_on) {

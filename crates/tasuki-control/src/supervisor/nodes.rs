@@ -2,7 +2,6 @@
 //! are removed, or until the daemon stops everything and starts anew with no worker to adopt. The configuration
 //! counts more.
 
-use tasuki_relay::message::ToWorker;
 use tasuki_shm::crash;
 
 use super::deposits::Key;
@@ -331,7 +330,7 @@ impl Supervisor {
         self.detach_queue(name);
         for worker in self.workers.values_mut().filter(|worker| worker.record.node == name) {
             worker.stage = Stage::Leaving(now());
-            let _ = worker.write(&ToWorker::End, &[]);
+            worker.tell_to_end();
         }
     }
 

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::time::Duration;
 
 use rustix::io::Errno;
+use rustix::net::Shutdown;
 use tasuki_relay::heartbeat::Heartbeat;
 use tasuki_relay::message::{self, ToWorker, heartbeat};
 use tasuki_relay::wire::{Order, Plan, Reason};
@@ -281,6 +282,15 @@ impl Worker {
     pub fn write(&self, message: &ToWorker, fds: &[std::os::fd::BorrowedFd<'_>]) -> Result<(), Errno> {
         let bytes = serde_json::to_vec(message).expect("a message is plain data");
         self.post(&bytes, fds)
+    }
+
+    /// Tells it to end. A process that waits for its program knows no messages, and ends when none can come any more.
+    pub fn tell_to_end(&mut self) {
+        let waits = self.first_message.take().is_some() && self.jailing.is_some();
+        let _ = match waits {
+            true => rustix::net::shutdown(&self.socket, Shutdown::Write),
+            false => self.write(&ToWorker::End, &[]),
+        };
     }
 
     /// Sends an order.

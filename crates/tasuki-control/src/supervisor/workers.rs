@@ -169,8 +169,8 @@ impl Supervisor {
             self.dismiss(nic, number);
         }
         self.send_leaves();
-        if let Some(worker) = self.workers.get(&number) {
-            let _ = worker.write(&ToWorker::End, &[]);
+        if let Some(worker) = self.workers.get_mut(&number) {
+            worker.tell_to_end();
         }
         crash::point("daemon.retired");
     }

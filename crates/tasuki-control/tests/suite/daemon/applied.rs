@@ -369,6 +369,23 @@ fn a_hangup_applies_the_daemons_own_file() {
 }
 
 #[test]
+fn a_worker_whose_node_goes_before_it_has_its_program_just_ends() {
+    let mut rig = Rig::without_daemon("", "");
+    rig.with_stock_workers();
+    rig.start();
+    let none = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+    for round in 0..24 {
+        rig.configure(|_| if round % 2 == 0 { none.clone() + POND } else { none.clone() });
+        rig.ask(&["apply"]);
+    }
+    let said = rig.ask(&["events"]);
+    assert!(said.contains("node pond is gone"), "{said}");
+    let is_false =
+        |line: &&str| line.contains("no worker for node") || line.contains("did not start") || line.contains("code");
+    assert_eq!(said.lines().find(is_false), None, "{}", rig.log());
+}
+
+#[test]
 fn a_hangup_while_another_configuration_is_applied_or_tasukid_begins_counts_later() {
     let mut rig = Rig::new();
     rig.await_pair("red");
