@@ -77,6 +77,7 @@ fn open_anew(path: &Path) -> io::Result<()> {
 pub fn rotate_when(mut told: UnixStream) -> io::Result<()> {
     let file = file();
     let go_on = move || {
+        crate::spawn::hold_signals();
         while told.read(&mut [0; 64]).is_ok_and(|len| len > 0) {
             match &file {
                 None => tracing::info!("the log is no file, so there is none to open anew (SIGUSR1)"),

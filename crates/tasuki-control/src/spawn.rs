@@ -114,6 +114,29 @@ pub fn start(program: &Program, group: Option<BorrowedFd<'_>>) -> io::Result<u32
     Ok(pid)
 }
 
+/// The signals that are for the daemon, as bits: SIGHUP, SIGINT, SIGUSR1 and SIGTERM.
+const DAEMONS: u64 =
+    1 << (libc::SIGHUP - 1) | 1 << (libc::SIGINT - 1) | 1 << (libc::SIGUSR1 - 1) | 1 << (libc::SIGTERM - 1);
+
+/// Has this thread take none of the signals that are for the daemon. Those that no thread takes wait, also for the program that
+/// this process goes on as.
+pub fn hold_signals() {
+    mask(libc::SIG_BLOCK);
+}
+
+/// Has this thread take them. Returns whether it did not until now.
+pub fn take_signals() -> bool {
+    mask(libc::SIG_UNBLOCK) & DAEMONS == DAEMONS
+}
+
+/// Changes which signals this thread does not take. Returns those of before, as bits.
+fn mask(how: i32) -> u64 {
+    let mut before = 0_u64;
+    let (set, old) = (std::ptr::from_ref(&DAEMONS) as libc::c_long, std::ptr::from_mut(&mut before) as libc::c_long);
+    call(libc::SYS_rt_sigprocmask, [how.into(), set, old, 8]);
+    before
+}
+
 /// Has the kernel spare this process no more than others where memory runs out: the daemon's service manager may have it spare
 /// the daemon (`OOMScoreAdjust=`), and a program that takes all memory must not outlive those that do not. Makes system
 /// calls alone (C1). With CAP_SYS_RESOURCE, as root has it under the unit, the process cannot go back.
@@ -193,7 +216,7 @@ impl Image<'_> {
     }
 }
 
-/// Makes a system call of the new process whose result does not matter.
+/// Makes a system call whose result does not matter.
 fn call(number: libc::c_long, [a, b, c, d]: [libc::c_long; 4]) {
     // SAFETY: the memory an argument points at lives while the call runs, and no other memory is touched (C1, C2).
     unsafe { libc::syscall(number, a, b, c, d) };
@@ -222,6 +245,7 @@ mod tests {
 
     #[test]
     fn a_program_begins_with_what_it_was_given_and_nothing_else() {
+        hold_signals();
         let (mut said, stdout) = std::io::pipe().unwrap();
         let script = "echo $# $0 $1; env | grep -cv -e ^PATH= -e ^LANG= -e ^TZ= -e ^LD_LIBRARY_PATH= -e ^LC_ -e ^RUST_ -e ^TASUKI_ -e ^PWD= -e ^_=; ls /proc/self/fd | wc -l; grep SigBlk /proc/self/status; [ $(cut -d' ' -f5 /proc/$$/stat) = $$ ] && echo alone; exit 7";
         let (mut process, is_there) =
@@ -232,6 +256,7 @@ mod tests {
         assert_eq!(text, "1 a b c\n0\n4\nSigBlk:\t0000000000000000\nalone\n");
         assert!(!is_there.unwrap());
         assert_eq!(process.ended(), "ended with code 7");
+        assert!(take_signals() && !take_signals(), "this thread did not take them, and does now");
     }
 
     #[test]

@@ -36,7 +36,7 @@ fn own() -> io::Result<PathBuf> {
 
 /// Checks that a program, by default the file at the path of this one, is a tasukid that takes this one's
 /// configuration. The program may run on these CPUs, as it may when it goes on. Returns its path, its version, and what else it
-/// says of itself ([`MANY_FDS`], [`LIMITS`]), or else a sentence. Waits for the program, and moves this thread to these CPUs.
+/// says of itself ([`MANY_FDS`], [`LIMITS`], [`SIGNALS`]), or else a sentence. Waits for the program, and moves this thread to these CPUs.
 pub fn check(with: Option<PathBuf>, cpus: &[u32]) -> Result<(PathBuf, String, String), String> {
     let with = with.map_or_else(own, Ok).map_err(|error| format!("this program's own file is not known ({error})"))?;
     if let Some(why) = not_startable(&with) {
@@ -90,11 +90,14 @@ pub const LIMITS: &str = " keeps limits over several queues,";
 /// Words of a tasukid that takes a virtual machine which several nodes serve.
 pub const LOANS: &str = " shares machines among nodes,";
 
+/// Words of a tasukid that takes the signals that the one before it holds back ([`hold_signals`](crate::spawn::hold_signals)).
+pub const SIGNALS: &str = " takes signals that were held back,";
+
 /// Returns the line that a tasukid prints with [`CHECK`] if it takes this configuration.
 pub fn line(file: &Path) -> String {
     let version = env!("CARGO_PKG_VERSION");
     format!(
-        "tasukid {version} takes the configuration {}{MANY_FDS}{LIMITS}{LOANS} and has {}",
+        "tasukid {version} takes the configuration {}{MANY_FDS}{LIMITS}{LOANS}{SIGNALS} and has {}",
         file.display(),
         shared()
     )
@@ -221,6 +224,7 @@ pub fn reap() {
     }
     // Without a thread they stay, and take no more than a number each.
     let _ = std::thread::Builder::new().name("reaper".to_owned()).spawn(move || {
+        crate::spawn::hold_signals();
         while !children.is_empty() {
             children.retain_mut(|(pid, was_dead)| {
                 let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;

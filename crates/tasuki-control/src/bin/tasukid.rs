@@ -1,7 +1,7 @@
 //! The daemon.
 
 use std::fs::OpenOptions;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -135,6 +135,36 @@ fn told_by(signals: &[i32]) -> Result<UnixStream> {
     Ok(end)
 }
 
+/// The signals to end and to apply, as they come: a byte each.
+struct Signals {
+    ends: UnixStream,
+    hangups: UnixStream,
+    /// The program before this one in this process held them back, and takes those that this one holds back.
+    were_held: bool,
+}
+
+impl Signals {
+    /// Takes signals from now on, and those that were held back first.
+    fn take() -> Result<Self> {
+        use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+        let (ends, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);
+        Ok(Signals { ends, hangups, were_held: spawn::take_signals() })
+    }
+
+    /// Leaves those that nobody has handled, and those to come, to the program that this process goes on as.
+    fn hand_on(&self) {
+        use signal_hook::consts::{SIGHUP, SIGTERM};
+        spawn::hold_signals();
+        for (mut told, signal) in [(&self.ends, SIGTERM), (&self.hangups, SIGHUP)] {
+            let _ = told.set_nonblocking(true);
+            if told.read(&mut [0; 64]).is_ok_and(|len| len > 0) {
+                // To this thread, which keeps it until it takes signals again.
+                let _ = signal_hook::low_level::raise(signal);
+            }
+        }
+    }
+}
+
 /// The reason why a configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error("{0:#}")]
@@ -181,11 +211,17 @@ fn read_or_go_on(file: &Path, folder: &Path) -> Result<(Config, Result<String, S
     })
 }
 
-/// Serves until the loop ends. Returns the program that is to go on, if any. If it fails to begin, `former` is left.
-fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Option<Former>) -> Result<Option<PathBuf>> {
-    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+/// Serves until the loop ends. Returns the program that is to go on, if any, and whether it takes signals that were held back.
+/// If it fails to begin, `former` is left.
+fn serve(
+    file: &Path,
+    folder: &Path,
+    groups: Option<PathBuf>,
+    former: &mut Option<Former>,
+    signals: &mut Option<Signals>,
+) -> Result<Option<(PathBuf, bool)>> {
     // First: by default that signal ends a process.
-    log::rotate_when(told_by(&[SIGUSR1])?).context("the kernel has no thread left")?;
+    log::rotate_when(told_by(&[signal_hook::consts::SIGUSR1])?).context("the kernel has no thread left")?;
     successor::reap();
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     // It may be a pipe, which can be read once.
@@ -203,7 +239,10 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     // Where none was at work before, the file is in force.
     let mut open = if is_used { None } else { listens(&config)? };
     let (folder, held) = (place.folder().to_owned(), place.clone());
-    let (signals, hangups) = (told_by(&[SIGINT, SIGTERM])?, told_by(&[SIGHUP])?);
+    // Until now SIGTERM ends this process, also while a file keeps it waiting, unless it goes on for a program that held that back.
+    let signals = signals.insert(Signals::take()?);
+    let told = |signals: &UnixStream| signals.try_clone().context("the kernel has no descriptors left");
+    let (signals, hangups) = (told(&signals.ends)?, told(&signals.hangups)?);
     let (sender, requests) = std::sync::mpsc::channel();
     let door = Door::new(sender).context("the kernel has no eventfd left")?;
     let cpus = housekeeping_cpus::find(&Config::default());
@@ -266,7 +305,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     former.take().into_iter().for_each(Former::forget);
     tracing::info!("tasukid serves at {}", place::api_socket(&folder).display());
     let ended = supervisor.run();
-    let is_replaced = matches!(ended, Ok(Ended::Replaced(_)));
+    let is_replaced = matches!(ended, Ok(Ended::Replaced { .. }));
     if !is_replaced {
         let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Stopping]);
     }
@@ -280,7 +319,7 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>, former: &mut Optio
     removes(place::api_socket(&folder));
     match ended? {
         Ended::Alone => {}
-        Ended::Replaced(with) => return Ok(Some(with)),
+        Ended::Replaced { with, takes_signals } => return Ok(Some((with, takes_signals))),
         Ended::Everything => {
             removes(folder.join(registry::FILE));
             tracing::info!("all has ended");
@@ -381,17 +420,25 @@ fn main() -> ExitCode {
     }
     log::begin();
     exit_code(if stays {
-        let mut former = Former::find();
+        let (mut former, mut signals) = (Former::find(), None);
         // A panic, which has been reported by then, is one more way not to begin.
-        let served = catch_unwind(AssertUnwindSafe(|| serve(&file, &folder, arguments.groups, &mut former)));
+        let served =
+            catch_unwind(AssertUnwindSafe(|| serve(&file, &folder, arguments.groups, &mut former, &mut signals)));
+        let hand_on = |takes: bool| signals.iter().filter(|_| takes).for_each(Signals::hand_on);
         let error = match served {
             Ok(Ok(None)) => return ExitCode::SUCCESS,
-            Ok(Ok(Some(with))) => Err(successor::become_it(&with)).context("tasukid does not go on"),
+            Ok(Ok(Some((with, takes_signals)))) => {
+                hand_on(takes_signals);
+                Err(successor::become_it(&with)).context("tasukid does not go on")
+            }
             Ok(Err(error)) => Err(error),
             Err(_) => Err(anyhow!("it has panicked")),
         };
         match (error, former) {
-            (Err(error), Some(former)) => Err(former.again(&format!("{error:#}"))).context("tasukid does not go on"),
+            (Err(error), Some(former)) => {
+                hand_on(signals.as_ref().is_some_and(|signals| signals.were_held));
+                Err(former.again(&format!("{error:#}"))).context("tasukid does not go on")
+            }
             (error, _) => error,
         }
     } else {

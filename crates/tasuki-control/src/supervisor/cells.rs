@@ -322,7 +322,10 @@ impl Cells {
         let maker = Maker { groups: None, nodes: BTreeMap::new(), at_since: Arc::clone(&at_since), cpus };
         std::thread::Builder::new()
             .name("starts".to_owned())
-            .spawn(move || maker.run(&theirs, &tell, &rings))
+            .spawn(move || {
+                crate::spawn::hold_signals();
+                maker.run(&theirs, &tell, &rings);
+            })
             .context("the kernel has no threads left")?;
         Ok(Cells { orders, done, bell, nodes: BTreeMap::new(), at_since })
     }

@@ -77,7 +77,7 @@ impl Supervisor {
         }
         let sentence = format!("tasukid goes on as {}, version {version}", with.display());
         self.note(About::default(), sentence.clone());
-        self.ended = Some(Ended::Replaced(with));
+        self.ended = Some(Ended::Replaced { with, takes_signals: says.contains(successor::SIGNALS) });
         Ok(Replaced { version, sentence })
     }
 

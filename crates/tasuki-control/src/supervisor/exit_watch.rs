@@ -57,6 +57,7 @@ impl ExitWatch {
         self.over.insert(number, Arc::clone(&over));
         // Without a thread, the pidfd reports the death.
         let _ = std::thread::Builder::new().name(format!("exit of {number}")).spawn(move || {
+            crate::spawn::hold_signals();
             await_end(&life[0], &over);
             let _ = rustix::io::write(&*tell, &number.to_ne_bytes());
         });

@@ -235,7 +235,12 @@ pub enum Ended {
     /// The daemon was told to exit; its workers keep running.
     Alone,
     /// The daemon was told to go on as this program; its workers keep running.
-    Replaced(PathBuf),
+    Replaced {
+        /// The program.
+        with: PathBuf,
+        /// It takes the signals that this one holds back ([`hold_signals`](crate::spawn::hold_signals)).
+        takes_signals: bool,
+    },
     /// Everything was stopped.
     Everything,
 }
@@ -508,7 +513,7 @@ impl Supervisor {
                     self.groups.iter().for_each(|groups| groups.sweep());
                 }
                 self.flush();
-                if let Ended::Replaced(_) = ended {
+                if let Ended::Replaced { .. } = ended {
                     // It learns from this where it is to run.
                     housekeeping_cpus::pin_this_thread(&self.own_cpus);
                 }

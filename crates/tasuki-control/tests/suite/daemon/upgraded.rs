@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
@@ -234,6 +234,39 @@ fn a_nic_that_opens_while_the_worker_of_an_upgrade_starts_goes_to_that() {
     assert!(String::from_utf8_lossy(&said.stdout).contains(&went), "{said:?}\n{}", rig.log());
     assert_eq!(rig.worker("red", "drives").expect("a driver")["binary"], next);
     assert_eq!(rig.await_pair_of_one_program("red").0["binary"], next);
+}
+
+#[test]
+fn a_signal_that_comes_between_two_programs_is_the_next_ones() {
+    let mut rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    let (daemon, folder) = (rig.daemon_pid(), version(&rig, "next"));
+    let [real, go] = ["real", "go"].map(|name| rig.path(name));
+    fs::rename(folder.join("tasukid"), &real).expect("a file");
+    let made = Command::new("mkfifo").arg(&go).status().expect("a program");
+    assert!(made.success());
+    // A shell that starts no process leaves its mask of signals as it is.
+    let text = "case \"$*\" in *--check*) exec REAL \"$@\";; esac\nread _ < GO; exec REAL \"$@\"";
+    let text = text.replace("GO", go.to_str().unwrap()).replace("REAL", real.to_str().unwrap());
+    script(&folder.join("tasukid"), &text);
+    let upgrade = |sent: &[Signal]| {
+        let mut command = rig.command(&["upgrade", "--with", folder.to_str().unwrap()]);
+        let mut command = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("a program");
+        // It is open once the shell has opened it, too.
+        let mut go = fs::OpenOptions::new().write(true).open(&go).expect("a pipe");
+        sent.iter().for_each(|sent| signal(daemon, *sent));
+        go.write_all(b"\n").expect("the shell reads");
+        command.kill().and_then(|()| command.wait()).expect("a child");
+    };
+    upgrade(&[Signal::HUP, Signal::USR1]);
+    until(&rig, "it serves", || rig.tasuki(&["status"]).status.success());
+    rig.await_event("tasuki.toml, is applied: nothing changes");
+    until(&rig, "the log is opened anew", || rig.log().contains("is opened anew (SIGUSR1)"));
+    assert_eq!((rig.daemon_pid(), pid(&rig.await_pair("red").0)), (daemon, pid(&driver)));
+    upgrade(&[Signal::TERM]);
+    rig.daemon_ends();
+    assert!(lives(pid(&driver)));
+    rig.start();
 }
 
 /// The new program runs once, so that it has no stand-by.
