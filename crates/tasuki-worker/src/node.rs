@@ -372,7 +372,10 @@ impl<D: FrameHandler> Node<D> {
         self.see_what_it_drives();
         self.attachments[index].hear(&mut self.common, input);
         match self.attachments.iter().any(|attachment| attachment.is_ready()) {
-            true => self.common.go_home(),
+            true if self.attachments.iter().any(|attachment| attachment.drives()) => self.common.go_home(),
+            // The node's CPU may be another by now, and this worker is about to leave. Otherwise it goes there when it takes, and
+            // tells then.
+            true => _ = self.common.cpus.go_home(),
             // Aside, the worker would be stopped late: the daemon that stops it runs aside, too.
             false if self.attachments.iter().any(|attachment| attachment.awaits_fence()) => {}
             false => self.common.cpus.step_aside(),

@@ -386,6 +386,25 @@ fn a_worker_whose_node_goes_before_it_has_its_program_just_ends() {
 }
 
 #[test]
+fn a_worker_that_leaves_says_nothing_of_a_cpu_that_its_node_has_no_more() {
+    let [first, second, ..] = tasuki_control::housekeeping_cpus::usable()[..] else {
+        return println!("skipped: there is one CPU");
+    };
+    let mut rig = Rig::without_daemon("", "");
+    rig.with_stock_workers();
+    let base = fs::read_to_string(rig.path("tasuki.toml")).expect("a file");
+    let other = POND.replace("pond", "lake");
+    rig.configure(|_| format!("{base}{POND}{other}cpu = {first}\n"));
+    rig.start();
+    let lakes: Vec<u32> = <[Value; 2]>::from(rig.await_pair("lake")).iter().map(pid).collect();
+    rig.configure(|_| format!("{base}{POND}cpu = {first}\n{other}cpu = {second}\n"));
+    rig.ask(&["apply"]);
+    until(&rig, "its workers have left", || !lakes.iter().any(|pid| lives(*pid)));
+    let said = rig.ask(&["events"]);
+    assert!(said.contains("is applied") && !said.contains("cannot be kept on CPU"), "{said}");
+}
+
+#[test]
 fn a_hangup_while_another_configuration_is_applied_or_tasukid_begins_counts_later() {
     let mut rig = Rig::new();
     rig.await_pair("red");
