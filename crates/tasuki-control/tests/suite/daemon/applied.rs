@@ -379,6 +379,7 @@ fn a_worker_whose_node_goes_before_it_has_its_program_just_ends() {
         rig.ask(&["apply"]);
     }
     let said = rig.ask(&["events"]);
+    rig.stop();
     assert!(said.contains("node pond is gone"), "{said}");
     let is_false =
         |line: &&str| line.contains("no worker for node") || line.contains("did not start") || line.contains("code");
@@ -401,6 +402,7 @@ fn a_worker_that_leaves_says_nothing_of_a_cpu_that_its_node_has_no_more() {
     rig.ask(&["apply"]);
     until(&rig, "its workers have left", || !lakes.iter().any(|pid| lives(*pid)));
     let said = rig.ask(&["events"]);
+    rig.stop();
     assert!(said.contains("is applied") && !said.contains("cannot be kept on CPU"), "{said}");
 }
 
@@ -432,6 +434,7 @@ fn a_hangup_while_another_configuration_is_applied_or_tasukid_begins_counts_late
     signal(green, rustix::process::Signal::CONT);
     until(&rig, "it serves", || rig.tasuki(&["status"]).status.success());
     until(&rig, "the last file is in force", || are(&rig, &["blue", "green", "red"]));
+    rig.stop();
 }
 
 #[test]

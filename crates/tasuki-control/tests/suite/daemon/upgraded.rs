@@ -267,6 +267,7 @@ fn a_signal_that_comes_between_two_programs_is_the_next_ones() {
     rig.daemon_ends();
     assert!(lives(pid(&driver)));
     rig.start();
+    rig.stop();
 }
 
 /// The new program runs once, so that it has no stand-by.
