@@ -75,7 +75,11 @@ fn begin_thread() -> Option<SyncSender<Vec<OwnedFd>>> {
     let (queue, due) = sync_channel::<Vec<OwnedFd>>(BATCHES_MAX);
     let thread = std::thread::Builder::new().name("closes".to_owned());
     let mut closer = Closer::default();
-    thread.spawn(move || due.into_iter().flatten().for_each(|fd| closer.close(fd))).ok()?;
+    let close = move || {
+        crate::spawn::hold_signals();
+        due.into_iter().flatten().for_each(|fd| closer.close(fd));
+    };
+    thread.spawn(close).ok()?;
     Some(queue)
 }
 

@@ -41,7 +41,7 @@ const END_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 const DEATHS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Descriptors that a node's end takes when it joins its VNI, and those of the API.
-const DESCRIPTORS_OF_END: usize = 4;
+const DESCRIPTORS_OF_END: usize = 3;
 const DESCRIPTORS_OF_API: usize = 16;
 
 /// First number of a node's end of a VNI. The numbers below are for NICs: the program state of a node has a place for each of

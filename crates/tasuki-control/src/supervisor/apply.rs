@@ -388,7 +388,9 @@ impl Supervisor {
             let settings = self.config.node(name).map(|node| node.settings(self.config.interface_node(node)));
             let drive = self.cards.of(name).filter_map(Card::holder);
             self.present_workers_of(name).into_iter().chain(drive).any(|number| {
-                let began_with = self.workers.get(&number).and_then(|worker| worker.record.settings);
+                // Amid a handover another node's worker drives.
+                let its = self.workers.get(&number).filter(|worker| worker.record.node == **name);
+                let began_with = its.and_then(|worker| worker.record.settings);
                 began_with.is_some() && began_with != settings
             })
         };
@@ -443,8 +445,6 @@ impl Supervisor {
         apply: &Apply,
         answer: Option<Answer<Applied>>,
     ) -> Result<(), (Refusal, Option<Answer<Applied>>)> {
-        // One may have gone since the last look.
-        self.look_for_lost_interfaces();
         let generation = self.current.record.generation;
         let checked = match apply.generation {
             _ if self.stopping.is_some() => Err(Refusal::Ending),
@@ -464,6 +464,8 @@ impl Supervisor {
             Ok(checked) => checked,
             Err(refusal) => return Err((refusal, answer)),
         };
+        // One may have gone since the last look.
+        self.look_for_lost_interfaces();
         let todo: VecDeque<Step> = self.steps_to(&desired).into();
         // It comes in place of one that an earlier daemon has not applied to its end, or that a signal asked for.
         self.current.resumes = false;

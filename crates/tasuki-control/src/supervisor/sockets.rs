@@ -47,6 +47,7 @@ impl Look {
         let found = Arc::new(OnceLock::new());
         let (pid, of, tell) = (process.pid, files.clone(), Arc::clone(&found));
         let look = move || {
+            crate::spawn::hold_signals();
             let maps = std::fs::File::open(format!("/proc/{pid}/maps"));
             let _ = tell.set(maps.is_ok_and(|maps| vm::has_private(BufReader::new(maps), &of)));
         };
@@ -252,6 +253,7 @@ impl Supervisor {
         let found = Arc::new(OnceLock::new());
         let (of, tell) = (paths.iter().map(|(label, _)| label.clone()).collect(), Arc::clone(&found));
         let look = move || {
+            crate::spawn::hold_signals();
             let _ = tell.set(paths.into_iter().map(|(label, path)| (label, socket::mark_behind(&path))).collect());
         };
         let begun = std::thread::Builder::new().name("sockets".to_owned()).spawn(look);

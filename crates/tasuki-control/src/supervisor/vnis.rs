@@ -234,8 +234,8 @@ impl Supervisor {
         let joined: BTreeSet<u32> = new.into_iter().filter(|nic| self.joins(*nic)).collect();
         let mut missed = BTreeSet::new();
         for nic in &joined {
-            let (deaf, lacked) = self.tell_of(*nic, &joined);
-            missed.extend(deaf);
+            let (unreached, lacked) = self.tell_of(*nic, &joined);
+            missed.extend(unreached);
             if !lacked.is_empty() {
                 self.untold.extend(lacked);
                 self.untold_not_before = now() + LACK_PAUSE;
@@ -437,9 +437,11 @@ impl Supervisor {
         let Some(card) = self.cards.get(&nic) else { return };
         let Some((vni, number)) = card.vni().map(str::to_owned).zip(card.number_on_vni) else { return };
         let Some(net) = self.vnis.get_mut(&vni) else { return };
-        let Some(gone) = net.members.remove(&number) else { return };
-        net.directory.remove(gone.mac, number);
-        net.publish();
+        // Workers may know one that could not join, from an earlier tasukid.
+        if let Some(gone) = net.members.remove(&number) {
+            net.directory.remove(gone.mac, number);
+            net.publish();
+        }
         let mut missed = Vec::new();
         for worker in self.workers.values() {
             for member in net.members.values().filter(|member| worker.nics.contains_key(&member.nic)) {

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -13,7 +14,7 @@ use tasuki_net::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 use tasuki_net::vni::{IDLE, Incoming, NoRoom, PATIENCE, PIECE_MAX, SendError};
 use tasuki_shm::line::{Claims, Line};
 use tasuki_shm::vni::directory::{Directory, Lookup, directory_lines};
-use tasuki_shm::vni::node_memory::{NodeMemory, PeerNodeMemory};
+use tasuki_shm::vni::node_memory::{NodeMemory, PeerNodeMemory, has_noted};
 use zerocopy::IntoBytes;
 
 use crate::net::{Net, frame, received};
@@ -572,6 +573,8 @@ fn a_node_that_is_forgotten_and_met_again_goes_on_where_it_was() {
         };
         exchange(&mut net);
         net.node(0).remove(1);
+        let memory = net.node_memory(0);
+        assert!(!has_noted(memory.control.as_fd(), memory.pool.as_fd(), 1), "another node may get its number");
         net.meet(0, 1);
         exchange(&mut net);
         // A successor frees what its predecessor sent to nodes that it does not know.
@@ -640,7 +643,6 @@ fn take(net: &mut Net, mut each: impl FnMut(Incoming<'_>)) {
 #[test]
 fn w3_what_was_checked_is_what_goes_on() {
     use std::io::Read;
-    use std::os::fd::AsFd;
     use std::os::unix::fs::FileExt;
 
     const OWN: [u8; 6] = [2, 0, 0, 0xaa, 0xbb, 1];
@@ -683,8 +685,6 @@ fn w3_what_was_checked_is_what_goes_on() {
 /// A hostile sender leaves a checksum to its receivers, in a place that was checked.
 #[test]
 fn w3_no_receiver_writes_a_checksum_into_what_was_checked() {
-    use std::os::fd::AsFd;
-
     const OWN: [u8; 6] = [2, 0, 0, 0xaa, 0xbb, 1];
     let lines: Arc<[Line]> = (0..directory_lines(8)).map(|_| Line::default()).collect();
     Directory::new(Arc::clone(&lines)).add(OWN, 1).unwrap();

@@ -192,7 +192,10 @@ pub fn has_noted(control: BorrowedFd<'_>, pool: BorrowedFd<'_>, node: u16) -> bo
     let layout = Layout::of(u32::try_from(pages).unwrap_or(POOL_PAGES_MAX).min(POOL_PAGES_MAX));
     let mut line = [0; LINE_LEN];
     // A page that was never written stays a hole.
-    rustix::io::pread(control, &mut line, layout.line_of(node) as u64).is_ok_and(|_| line != [0; LINE_LEN])
+    let read = rustix::io::pread(control, &mut line, layout.line_of(node) as u64);
+    // The index up to which its ring was read stays once it has left: that of the next node begins there.
+    line[..4].fill(0);
+    read.is_ok_and(|_| line != [0; LINE_LEN])
 }
 
 /// A node memory as its own node maps it.
@@ -410,6 +413,8 @@ mod tests {
         assert_eq!((peer.ring_to(99).load(0, 0), peer.line_of(99).load(0, 0)), (8, 9));
         assert_eq!(allocated(copies.as_fd()), 3 * 4096);
         let notes_of = |node| has_noted(copies.as_fd(), theirs.pool.as_fd(), node);
+        assert_eq!((notes_of(99), notes_of(98)), (false, false), "an index alone is none");
+        node_memory.line_of(99)[0].word(1).store(1, Relaxed);
         assert_eq!((notes_of(99), notes_of(98)), (true, false));
         assert_eq!(allocated(copies.as_fd()), 3 * 4096, "looking is no use of memory");
         node_memory.give_back_ring(99).unwrap();

@@ -381,8 +381,9 @@ fn a_worker_whose_node_goes_before_it_has_its_program_just_ends() {
     let said = rig.ask(&["events"]);
     rig.stop();
     assert!(said.contains("node pond is gone"), "{said}");
-    let is_false =
-        |line: &&str| line.contains("no worker for node") || line.contains("did not start") || line.contains("code");
+    let is_false = |line: &&str| {
+        line.contains("no worker for node") || line.contains("did not start") || line.contains("ended with code")
+    };
     assert_eq!(said.lines().find(is_false), None, "{}", rig.log());
 }
 
