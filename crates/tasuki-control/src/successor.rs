@@ -36,7 +36,7 @@ fn own() -> io::Result<PathBuf> {
 
 /// Checks that a program, by default the file at the path of this one, is a tasukid that takes this one's
 /// configuration. The program may run on these CPUs, as it may when it goes on. Returns its path, its version, and what else it
-/// says of itself ([`MANY_FDS`], [`LIMITS`], [`SIGNALS`]), or else a sentence. Waits for the program, and moves this thread to these CPUs.
+/// says of itself ([`MANY_FDS`], [`LIMITS`], [`LOANS`], [`SIGNALS`]), or else a sentence. Waits for the program, and moves this thread to these CPUs.
 pub fn check(with: Option<PathBuf>, cpus: &[u32]) -> Result<(PathBuf, String, String), String> {
     let with = with.map_or_else(own, Ok).map_err(|error| format!("this program's own file is not known ({error})"))?;
     if let Some(why) = not_startable(&with) {

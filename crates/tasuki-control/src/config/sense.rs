@@ -314,15 +314,15 @@ impl Config {
             ));
         }
         let most = interface_node.tap().map_or(*QUEUES.end(), super::Tap::queues);
-        (at > most).then(|| {
-            let (what, remedy) = match is_vm {
-                true => ("virtual machine", "leave this node out"),
-                false => ("interface", "raise its queues, or leave this node out"),
-            };
-            format!(
-                "node {:?}: the {what} of node {of:?} has {most} of the {at} queues that are driven with this one; {remedy}",
+        (at > most).then(|| match is_vm {
+            true => format!(
+                "node {:?}: a virtual machine is served by {most} nodes at most, and this would be number {at} for that of node {of:?}; leave this node out",
                 node.name
-            )
+            ),
+            false => format!(
+                "node {:?}: the interface of node {of:?} has {most} of the {at} queues that are driven with this one; raise its queues, or leave this node out",
+                node.name
+            ),
         })
     }
 

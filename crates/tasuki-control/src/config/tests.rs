@@ -274,7 +274,7 @@ fn what_means_nothing_is_refused_by_line() {
         ),
         (
             vm("blue", "spoof = \"check\"\n") + &(0..8).map(|at| queue(&format!("red-{at}"), "blue", "")).collect::<String>(),
-            &["node \"red-7\": the virtual machine of node \"blue\" has 8 of the 9 queues that are driven with this one; leave this node out"],
+            &["node \"red-7\": a virtual machine is served by 8 nodes at most, and this would be number 9 for that of node \"blue\"; leave this node out"],
         ),
         (vm("red", "cpus = [0, 1]\n"), &["node \"red-1\": of stations behind a virtual machine"]),
         (

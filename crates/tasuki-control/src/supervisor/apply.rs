@@ -259,11 +259,15 @@ impl Supervisor {
                 self.remedy_by_hand(desired, &all)
             ));
         }
-        let mut begun = self.workers.iter().filter(|(_, worker)| worker.stage == Stage::Begun);
-        if let Some((number, worker)) = begun.find(|(number, _)| self.keeps_own_limits(**number, desired)) {
+        for (number, worker) in self.workers.iter().filter(|(_, worker)| worker.stage == Stage::Begun) {
+            let what = match number {
+                _ if self.keeps_own_limits(*number, desired) => "an interface with several queues could have limits",
+                _ if self.lends_nothing(*number, desired) => "several nodes could serve one virtual machine",
+                _ => continue,
+            };
             let node = &worker.record.node;
             return Some(format!(
-                "worker {number} of node {node} is from before an interface with several queues could have limits; replace it by a later program (tasuki worker upgrade {node} --with PROGRAM), and apply this again"
+                "worker {number} of node {node} is from before {what}; replace it by a later program (tasuki worker upgrade {node} --with PROGRAM), and apply this again"
             ));
         }
         if let Some(why) = self.would_lose_a_queue(desired) {
@@ -309,7 +313,7 @@ impl Supervisor {
         let of = |node: &config::Node| node.queue_of().filter(|of| goes(of) && !goes(&node.name)).map(str::to_owned);
         let (node, of) = self.config.node.iter().find_map(|node| Some((&node.name, of(node)?)))?;
         Some(format!(
-            "the interface of node {of} would be made anew, and node {node}, which was added by hand, drives a queue of it: remove that first (tasuki node remove {node}), or write it into the file"
+            "node {of} would be made anew, and node {node}, which was added by hand, serves a queue of it: remove that first (tasuki node remove {node}), or write it into the file"
         ))
     }
 
@@ -413,7 +417,10 @@ impl Supervisor {
                 if !std::mem::replace(&mut self.is_told_to_apply, true) {
                     self.note(
                         About::default(),
-                        format!("the configuration is applied later, as a signal asked: {why}"),
+                        format!(
+                            "the configuration is applied later, as a signal asked: {}",
+                            why.split(';').next().unwrap_or_default()
+                        ),
                     );
                 }
             }

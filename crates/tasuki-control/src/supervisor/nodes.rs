@@ -350,7 +350,7 @@ impl Supervisor {
         }
         if let Some(queue) = self.config.node.iter().find(|node| node.queue_of() == Some(name)) {
             return Err(Refusal::conflict(format!(
-                "node {} drives a queue of the interface of node {name}; remove that first (tasuki node remove {})",
+                "node {} serves a queue of node {name}; remove that first (tasuki node remove {})",
                 queue.name, queue.name
             )));
         }

@@ -9,6 +9,9 @@
 //! queue has a worker and a directory entry. A queue that goes: (1) the kernel steers all flows to the first queue; (2) its
 //! worker drains the queue; (3) the directory drops it; (4) its worker drains its VNI rings ([`super::drains`]).
 //!
+//! Pairs of a virtual machine go another way (docs/design/guests.md). Here are the checks of the workers that may serve them,
+//! and the addresses that are shown.
+//!
 //! How the steering changes is a pure function of what the daemon sees of the nodes ([`Interface::decide`]).
 
 use std::collections::BTreeMap;
@@ -243,10 +246,7 @@ impl Supervisor {
     /// Opens the queue that a node drives, unless it is open.
     pub(super) fn make_queue(&mut self, node: &Node) -> Result<()> {
         let Some(of) = node.queue_of().filter(|_| self.queue(&node.name).is_none()) else { return Ok(()) };
-        ensure!(
-            !self.leaves(of),
-            "node {of} is being removed, and its interface with it; add both again when it is gone"
-        );
+        ensure!(!self.leaves(of), "node {of} is being removed; add both again when it is gone");
         // Once it is open, the kernel may give it flows.
         node.vni.as_ref().map_or(Ok(()), |vni| self.all_know_sharing(vni))?;
         if self.config.node(of).is_some_and(|of| matches!(of.work, Work::Vm(_))) {

@@ -392,13 +392,13 @@ impl Supervisor {
     }
 
     /// Gives a worker of a member the directory and the list of its nodes. A node whose end could not join yet is in the list:
-    /// the worker may know it from an earlier tasukid, and go on talking to it.
+    /// the worker may know it from an earlier tasukid, and go on talking to it. So is one that drains.
     fn tell_directory(&mut self, nic: u32, number: u32) {
         let Some(vni) = self.membership(nic).and_then(|_| self.cards.get(&nic)?.vni()) else { return };
         let opened = self.cards.get(&nic).and_then(|card| card.opened.as_ref());
         let directory = opened.and_then(|opened| opened.fds.get(vni::DIRECTORY));
         let Some((directory, worker)) = directory.zip(self.workers.get(&number)) else { return };
-        let stays = |card: &&Card| card.vni() == Some(vni) && card.opened.is_some() && !self.leaves(card.node());
+        let stays = |card: &&Card| card.vni() == Some(vni) && card.opened.is_some() && !self.ends(card.node());
         let nodes = self.cards.values().filter(stays).filter_map(|card| card.number_on_vni).collect();
         let told = worker.write(&ToWorker::Directory { nic, nodes }, &[directory.as_fd()]);
         crash::point("daemon.directory");

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use rustix::event::EventfdFlags;
 use rustix::process::{Pid, Resource, Rlimit};
 use rustix::thread::CapabilitySet;
 use tasuki_relay::arbiter::{Arbiter, Input, Node, Page, State};
@@ -434,6 +435,11 @@ impl Supervisor {
         // Send pending leave orders first: a worker that has left the NIC may get it again.
         self.send_leaves();
         if !self.has_page(nic, number) {
+            return false;
+        }
+        // A taker frees the frames for nodes that it was not told of, and to tell it takes a descriptor.
+        let is_on_vni = self.cards.get(&nic).is_some_and(|card| card.vni().is_some());
+        if is_on_vni && rustix::event::eventfd(0, EventfdFlags::CLOEXEC).is_err() {
             return false;
         }
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else {

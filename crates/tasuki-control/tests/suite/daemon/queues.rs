@@ -130,7 +130,7 @@ fn a_queue_comes_and_goes_while_flows_go_on_and_its_interface_stays_as_long() {
     let Some(world) = World::new() else { return };
     let flows = begin(&world, 2);
     let refused = world.rig.refused(&["node", "remove", "shop"]);
-    assert!(refused.contains("drives a queue") && refused.contains("tasuki node remove shop-1"), "{refused}");
+    assert!(refused.contains("serves a queue") && refused.contains("tasuki node remove shop-1"), "{refused}");
     let add = ["node", "add", "shop-2", "--queue-of", "shop"];
     let third = world.rig.refused(&add);
     assert!(third.contains("raise its queues"), "{third}");

@@ -813,6 +813,7 @@ fn a_machine_goes_on_while_the_file_gives_its_node_a_second_cpu_and_takes_it_awa
     while went < 400 {
         (0..2).for_each(|pair| _ = machine.send_by_pair(pair, &frame));
         went = [1, 3].map(|queue| u128::from(machine.completed(queue))).iter().sum();
+        assert!(began.elapsed() < Duration::from_secs(60), "{went} went\n{}", world.rig.log());
     }
     // A node may send the frames of 10 ms at once.
     let lasted = began.elapsed();

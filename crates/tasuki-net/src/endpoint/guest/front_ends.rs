@@ -380,7 +380,7 @@ impl Guest {
     pub(super) fn end(&mut self, refusal: &Refusal) {
         if self.borrower.is_some() {
             self.end_borrowing(loans::State::Broken);
-            return self.trouble = Some(format!("the machine's front end is sent away: {refusal}"));
+            return self.trouble = Some(format!("the machine's front end was sent away: {refusal}"));
         }
         if self.lender.is_out && self.front_end.is_some() {
             // Once all pairs are back.
@@ -456,8 +456,10 @@ impl Guest {
         let heard = self.front_end.iter().chain(&self.other).filter(|_| self.borrower.is_none());
         let sockets = heard.map(|front_end| front_end.channel.socket());
         let kicks = || self.front_end.iter().flat_map(|front_end| front_end.device.numbered_kicks());
-        // A kick of before wakes nobody: the rings are looked at next.
-        kicks().for_each(|(_, kick)| tasuki_shm::wake::drain(kick));
+        // A kick of before wakes nobody: the rings are looked at next. A borrower without pairs leaves it to the lender.
+        if self.borrower.as_ref().is_none_or(|borrower| borrower.serves_pairs()) {
+            kicks().for_each(|(_, kick)| tasuki_shm::wake::drain(kick));
+        }
         // Without a descriptor for that, the next sleep tries again: a tick ends the present one.
         self.must_watch = self.listener.watch_only(sockets.map(AsFd::as_fd), kicks()).is_err();
     }

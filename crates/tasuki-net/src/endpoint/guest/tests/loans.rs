@@ -512,7 +512,7 @@ fn until_answered(both: &mut Both, machine: &Machine) {
     }
 }
 
-/// Workers of one machine write these words: no value of them ends a worker, and another node loses nothing, row: T149
+/// Workers of one machine write these words: no value of them ends a worker, row: T149
 #[test]
 fn words_of_loans_that_lie_harm_their_machine_alone() {
     let mut dice = Dice::new("loans");
