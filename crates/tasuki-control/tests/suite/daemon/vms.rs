@@ -785,6 +785,33 @@ fn a_machine_that_two_nodes_serve_is_answered_where_its_rings_stand_while_worker
     world.end();
 }
 
+/// The worker of the former node had its pairs, and is ended: nobody knows where they stand.
+#[test]
+fn a_machine_one_of_whose_nodes_is_renamed_while_no_daemon_lives_connects_again() {
+    let Some(mut world) = World::alone() else { return };
+    let socket = world.rig.path("vm.sock");
+    world.rig.configure(|text| {
+        let vm = "mac = \"02:00:00:00:00:77\"\nspoof = \"check\"";
+        format!("{text}\n[[node]]\nname = \"vm\"\nvni = \"lan\"\n{vm}\nwork = {{ vm = {{ socket = {socket:?} }} }}\n\n[[node]]\nname = \"one\"\nvni = \"lan\"\nwork = {{ queue = {{ of = \"vm\" }} }}\n")
+    });
+    world.rig.ask(&["apply"]);
+    let features = theirs::VERSION_1 | theirs::MRG_RXBUF | theirs::EVENT_IDX | theirs::PROTOCOL;
+    let begin = || theirs::Machine::start_with(&socket, features, 64, 2, std::thread::yield_now);
+    ["vm", "one"].into_iter().for_each(|node| _ = world.rig.await_pair(node));
+    let former = begin();
+    until(&world.rig, "each has a pair", || world.count("one", "queue_pairs") == 1);
+    world.rig.kill_daemon();
+    world.rig.configure(|text| text.replace("name = \"one\"", "name = \"two\""));
+    world.rig.start();
+    until(&world.rig, "it is sent away", || former.is_hung_up());
+    drop(former);
+    world.rig.await_pair("two");
+    let machine = begin();
+    until(&world.rig, "each has a pair", || world.count("two", "queue_pairs") == 1);
+    assert!(!machine.is_hung_up(), "{}", world.rig.log());
+    world.end();
+}
+
 /// A machine keeps its connection, and each pair its place, as the file gives its node a second CPU and takes it away. The
 /// limits of its node hold for both workers together.
 #[test]
