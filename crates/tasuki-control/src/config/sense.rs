@@ -279,9 +279,12 @@ impl Config {
         let of = node.queue_of()?;
         let Some(interface_node) = self.node(of).filter(|other| other.name != node.name) else {
             return named(format!(
-                "it is to drive a queue of the interface of node {of:?}, and there is no such node; name another, or leave it out"
+                "it is to serve a queue of node {of:?}, and there is no such node; name another, or leave it out"
             ));
         };
+        if let Some(first) = interface_node.queue_of() {
+            return named(format!("node {of:?} itself serves a queue of node {first:?}; name that one"));
+        }
         let is_vm = matches!(interface_node.work, Work::Vm(_));
         if interface_node.vni.is_none() || !is_vm && interface_node.tap().is_none() {
             return named(format!(

@@ -258,7 +258,7 @@ fn what_means_nothing_is_refused_by_line() {
             "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = { memif = { socket = \"/a\", secret = \"\" } }\n".to_owned(),
             &["t.toml:4: secret is empty; write one, or leave the key out to let in every client"],
         ),
-        (queue("red", "blue", ""), &["node \"red\": it is to drive a queue of the interface of node \"blue\", and there is no such node"]),
+        (queue("red", "blue", ""), &["node \"red\": it is to serve a queue of node \"blue\", and there is no such node"]),
         (queue("red", "red", ""), &["there is no such node"]),
         (
             "[[node]]\nname = \"blue\"\nvni = \"lan\"\nwork = \"echo\"\n".to_owned() + &queue("red", "blue", ""),
