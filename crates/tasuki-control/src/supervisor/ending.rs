@@ -25,32 +25,30 @@ impl Supervisor {
         if let Some(why) = self.current.has_changed() {
             return Err(Refusal::conflict(why));
         }
+        let older = |lacks: String| Err(Refusal::conflict(format!("{} is from before {lacks}", with.display())));
         if let Some(label) = self.client_with_many_fds().filter(|_| !says.contains(successor::MANY_FDS)) {
-            return Err(Refusal::conflict(format!(
-                "{} is from before machines of more than 8 pairs of queues, and the one at {label} has more; end it, or start it with less",
-                with.display()
-            )));
+            return older(format!(
+                "machines of more than 8 pairs of queues, and the one at {label} has more; end it, or start it with less"
+            ));
         }
         // It would take a node that was added by hand away, with its interface.
         let is_new = |node: &&config::Node| node.tap().is_some() && self.config.shares_limits(node);
         if let Some(node) = self.config.node.iter().find(is_new).filter(|_| !says.contains(successor::LIMITS)) {
-            return Err(Refusal::conflict(format!(
-                "{} is from before an interface with several queues could have limits, and that of node {} has some; remove it, or add it without limits",
-                with.display(),
+            return older(format!(
+                "an interface with several queues could have limits, and that of node {} has some; remove it, or add it without limits",
                 node.name
-            )));
+            ));
+        }
+        let is_shared = |node: &&config::Node| node.queue_of().is_some() && self.config.shares_machine(node);
+        if let Some(node) = self.config.node.iter().find(is_shared).filter(|_| !says.contains(successor::LOANS)) {
+            return older(format!(
+                "several nodes could serve one virtual machine, as node {} does; remove that",
+                node.name
+            ));
         }
         // It would begin in vain.
         if let Some(why) = self.workers.values().find_map(|worker| Process::find(worker.process.name()).err()) {
             return Err(Refusal::conflict(format!("tasukid stays what it is: {why}")));
-        }
-        let is_shared = |node: &&config::Node| node.queue_of().is_some() && self.config.shares_machine(node);
-        if let Some(node) = self.config.node.iter().find(is_shared).filter(|_| !says.contains(successor::LOANS)) {
-            return Err(Refusal::conflict(format!(
-                "{} is from before several nodes could serve one virtual machine, as node {} does; remove that",
-                with.display(),
-                node.name
-            )));
         }
         // Or end a worker that it does not find.
         self.look_for_keeper();

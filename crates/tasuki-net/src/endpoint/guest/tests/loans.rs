@@ -114,6 +114,13 @@ impl Both {
         self.net.others[0].flush();
     }
 
+    /// Exchanges frames, and takes those that came.
+    fn cross(&mut self, machine: &mut Machine, numbers: std::ops::Range<usize>, came: &mut [Vec<Vec<u8>>; 2]) {
+        self.exchange(machine, numbers);
+        self.settle();
+        self.crossed(machine, came);
+    }
+
     fn crossed_there(&mut self, came: &mut [Vec<Vec<u8>>; 2]) {
         came[0].extend(received(&mut self.net.others[0]));
     }
@@ -311,9 +318,7 @@ fn a_borrower_that_does_not_know_the_machine_yet_leaves_all_as_it_was() {
         assert!(!second.endpoint.is_running() && both.state() == State::Lent);
         both.net.known = known;
         both.replace_second();
-        both.exchange(&mut machine, 3..5);
-        both.settle();
-        both.crossed(&mut machine, &mut came);
+        both.cross(&mut machine, 3..5, &mut came);
         check(&came, 5, &format!("{features:#x}"));
     }
 }
@@ -355,9 +360,7 @@ fn a_front_end_that_is_cut_off_while_pairs_are_lent_goes_on_when_it_has_connecte
         });
         both.crossed(&mut machine, &mut came);
         both.lent();
-        both.exchange(&mut machine, 5..8);
-        both.settle();
-        both.crossed(&mut machine, &mut came);
+        both.cross(&mut machine, 5..8, &mut came);
         check(&came, 8, &format!("{features:#x}"));
     }
 }
@@ -579,9 +582,7 @@ fn a_pair_that_the_guest_uses_no_more_comes_back_and_is_lent_again_once_it_does(
         let mut came = [Vec::new(), Vec::new()];
         for round in 0..3 {
             both.lent();
-            both.exchange(&mut machine, 2 * round..2 * round + 2);
-            both.settle();
-            both.crossed(&mut machine, &mut came);
+            both.cross(&mut machine, 2 * round..2 * round + 2, &mut came);
             for is_enabled in [0, 1] {
                 for ring in [2, 3] {
                     let bytes = theirs::message(18, 0, &theirs::state(ring, is_enabled));
@@ -663,9 +664,7 @@ fn a_loan_is_over_once_it_is_committed_where_its_pairs_stand() {
     let mut machine = both.machine(ALL, PAIRS);
     both.lent();
     let mut came = [Vec::new(), Vec::new()];
-    both.exchange(&mut machine, 0..3);
-    both.settle();
-    both.crossed(&mut machine, &mut came);
+    both.cross(&mut machine, 0..3, &mut came);
     (both.net.guest().lender.calls, both.net.guest().must_hear) = (true, true);
     both.net.turn();
     while both.state() == State::Called {
