@@ -34,7 +34,8 @@ pub struct ClientOptions {
     pub replies: Geometry,
     /// Means of taking a slot away from this process while the server has it.
     pub detach: Detach,
-    /// Spin time for an answer before parking. `None` measures the cost of a nap and spins as long.
+    /// Spin time for an answer before parking; twice as long after a ring. `None` measures the cost of a nap and spins
+    /// as long; after a ring, two to eight times as long, as the server's answers suggest.
     pub spin: Option<Duration>,
     /// Time limit of the handshake.
     pub handshake: Duration,

@@ -2,6 +2,7 @@
 
 mod connect;
 mod gone;
+mod spin;
 
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
@@ -32,6 +33,7 @@ pub(super) use connect::kernel;
 pub use connect::{ClientOptions, ConnectError};
 pub(super) use connect::{DIALS_MAX, dial, within};
 use gone::Orphaned;
+use spin::Spin;
 
 /// Number of looks at the ring between two looks at the clock while spinning.
 const LOOKS_PER_CLOCK: u32 = 64;
@@ -80,7 +82,7 @@ pub struct Client {
     arena: Arena,
     bell: Bell<Span<Line>>,
     pending: Pending,
-    spin: Duration,
+    spin: Spin,
     link: Result<Link, CallError>,
     /// While there is no link: the calls that the next link takes over.
     orphaned: Option<Orphaned>,
@@ -93,6 +95,8 @@ pub struct Client {
     unrung: bool,
     /// Whether the last flush had to ring a sleeping server.
     rung: bool,
+    /// Start of a wait for a server that we rang, if its spin time is over.
+    overslept: Option<Instant>,
     /// Tick of the coarse clock at the last check that the server is there.
     last_liveness: Timespec,
     /// Length in bytes of the last request that went in a slot, or 0 after a wait.
@@ -113,7 +117,7 @@ impl Client {
             path: path.as_ref().to_owned(),
             options: ClientOptions { handshake: bounded(options.handshake), ..options.clone() },
             pending: Pending::new(options.ring),
-            spin: options.spin.map_or_else(nap_cost, bounded),
+            spin: options.spin.map_or_else(|| Spin::adaptive(nap_cost()), |time| Spin::fixed(bounded(time))),
             link: Err(CallError::ServerGone { generation: 0, why: None }),
             orphaned: None,
             greeting: None,
@@ -121,6 +125,7 @@ impl Client {
             next_request: 0,
             unrung: false,
             rung: false,
+            overslept: None,
             last_liveness: coarse_clock(),
             warm: 0,
             segment,
@@ -384,14 +389,18 @@ impl Client {
                     Ok(None) => {}
                     Err(breach) => drop(self.broken(breach)),
                 }
-            } else if self.link.is_ok()
-                && let Err(why) = self.nap(until)
-            {
-                // The event that ended the link has also settled the call, and its slot is back.
-                return self.pending.take(call).unwrap_or_else(|| {
-                    self.pending.abandon(call);
-                    Err(why.into())
-                });
+            } else if self.link.is_ok() {
+                let napped = self.nap(until);
+                if let Some(start) = self.overslept.take() {
+                    self.spin.overslept(start.elapsed());
+                }
+                if let Err(why) = napped {
+                    // The event that ended the link has also settled the call, and its slot is back.
+                    return self.pending.take(call).unwrap_or_else(|| {
+                        self.pending.abandon(call);
+                        Err(why.into())
+                    });
+                }
             }
             if let Some(outcome) = self.pending.take(call) {
                 return outcome;
@@ -453,8 +462,8 @@ impl Client {
         }
         let start = Instant::now();
         *until = until.or_else(|| deadline.fixed());
-        // For a server that was asleep, add the time that it takes to wake.
-        let budget = if std::mem::take(&mut self.rung) { self.spin * 2 } else { self.spin };
+        let rung = std::mem::take(&mut self.rung);
+        let budget = self.spin.budget(rung);
         let limit = until.map_or(start + budget, |until| until.min(start + budget));
         loop {
             if self.look_often(LOOKS_PER_CLOCK) {
@@ -462,6 +471,7 @@ impl Client {
             }
             let now = Instant::now();
             if now >= limit {
+                self.overslept = rung.then_some(start);
                 return false;
             }
             // Only a client that spins for longer than any nap takes pays for this occasional system call.
