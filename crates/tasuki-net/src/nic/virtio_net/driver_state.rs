@@ -231,7 +231,7 @@ impl DriverState {
         if let Some(none) = all().position(|loan| *loan == Loan::NONE) {
             return Err(broken("a slot is missing, at", none as u64));
         }
-        if let Some(short) = come.iter().find(|loan| loan.len < FRAME_MIN) {
+        if let Some(short) = come.iter().find(|loan| loan.len < FRAME_MIN.into()) {
             return Err(broken("the length of a frame", short.len.into()));
         }
         if let Some(odd) = all().find(|loan| loan.turn != 0) {

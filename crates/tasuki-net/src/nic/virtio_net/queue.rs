@@ -15,7 +15,7 @@ use crate::port::{Burst, Frame};
 mod tests;
 
 /// Length in bytes of the shortest meaningful frame: two addresses and a type.
-pub const FRAME_MIN: u32 = 14;
+pub const FRAME_MIN: u16 = 14;
 
 /// The receive queue.
 #[derive(Debug)]
@@ -34,12 +34,10 @@ impl Receiver {
     #[inline]
     fn receive_one(&mut self, arena: &Arena) -> Result<Option<Frame>, NicError> {
         let Some(Done { chain, slot, room, written }) = self.chains.peek()? else { return Ok(None) };
-        let len = frame_len(written, room)?;
-        let mut slot = take_back(arena, slot)?;
+        let whole = frame_len(written, room)?;
+        let slot = take_back(arena, slot)?;
         self.chains.take(chain);
-        if written < HEADER_LEN + FRAME_MIN {
-            fill_up(&mut slot, written);
-        }
+        let Some(len) = whole else { return Ok(Some(fill_up(slot, written))) };
         // The device has just written it; prefetch it for the code that handles the burst.
         slot.fetch();
         Ok(Some(Frame { slot, len }))
@@ -60,11 +58,11 @@ impl Receiver {
     pub fn harvest(&mut self) -> Result<(Vec<Loan>, Vec<Loan>), NicError> {
         let (mut come, mut empty) = (Vec::new(), Vec::new());
         while let Some(Done { chain, slot, room, written }) = self.chains.peek()? {
-            let (slot, len) = (SlotId::from_word(slot), frame_len(written, room)?.into());
+            let slot = SlotId::from_word(slot);
             // One that would have to be filled up is dropped: nobody writes to these slots any more.
-            match written < HEADER_LEN + FRAME_MIN {
-                true => empty.push(Loan::new(slot, room, 0)),
-                false => come.push(Loan::new(slot, len, 0)),
+            match frame_len(written, room)? {
+                Some(len) => come.push(Loan::new(slot, len.into(), 0)),
+                None => empty.push(Loan::new(slot, room, 0)),
             }
             self.chains.take(chain);
         }
@@ -152,19 +150,22 @@ impl Receive for Receiver {
     }
 }
 
-/// Fills a frame up with zeroes to the shortest length, as QEMU does for other cards. Its network may bring any number of bytes.
+/// Fills a frame up with zeroes to the shortest length, and returns it, as QEMU does for other cards. Its network may bring any
+/// number of bytes.
 #[cold]
-fn fill_up(slot: &mut Slot, written: u32) {
-    slot.bytes_mut()[(written - HEADER_LEN) as usize..FRAME_MIN as usize].fill(0);
+fn fill_up(mut slot: Slot, written: u32) -> Frame {
+    slot.bytes_mut()[(written - HEADER_LEN) as usize..FRAME_MIN.into()].fill(0);
+    Frame { slot, len: FRAME_MIN }
 }
 
-/// Returns the length of a frame in a slot with `room` bytes, once it is filled up. The device claims to have written `written`
-/// bytes, with the header.
+/// Returns the length of a frame in a slot with `room` bytes, or `None` if it has to be filled up. The device claims to have
+/// written `written` bytes, with the header.
 #[inline]
-fn frame_len(written: u32, room: u32) -> Result<u16, NicError> {
+fn frame_len(written: u32, room: u32) -> Result<Option<u16>, NicError> {
     let len = written.wrapping_sub(HEADER_LEN);
-    match u16::try_from(len.max(FRAME_MIN)) {
-        Ok(whole) if len <= room => Ok(whole),
+    match u16::try_from(len) {
+        Ok(short) if short < FRAME_MIN => Ok(None),
+        Ok(whole) if len <= room => Ok(Some(whole)),
         _ => Err(NicError::Absurd { what: "the length of a used buffer", value: written.into() }),
     }
 }
@@ -222,7 +223,7 @@ impl Transmit for Transmitter {
         let (arena_at, slot_len) = (memory.arena_at(), u64::from(memory.arena().geometry().slot_len));
         for Frame { slot, len } in burst.drain(..room) {
             let len = u32::from(len);
-            if !(FRAME_MIN..=self.len_max).contains(&len) || !memory.arena().owns(&slot) {
+            if !(FRAME_MIN.into()..=self.len_max).contains(&len) || !memory.arena().owns(&slot) {
                 counts.tx_dropped += 1;
                 continue;
             }
