@@ -142,24 +142,7 @@ pub struct World {
     pub succeeded: bool,
     witness: Option<Client>,
     count: u64,
-    _folder: Folder,
-}
-
-struct Folder(PathBuf);
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-pub fn folder(name: &str) -> PathBuf {
-    static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-    let count = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    let path = std::env::temp_dir().join(format!("tasuki-fuzz-{name}-{}-{count}", std::process::id()));
-    let _ = std::fs::remove_dir_all(&path);
-    std::fs::create_dir_all(&path).expect("a folder for the socket");
-    path
+    _folder: tempfile::TempDir,
 }
 
 pub fn options(ring: u32, slots: u32) -> ClientOptions {
@@ -175,25 +158,18 @@ pub fn options(ring: u32, slots: u32) -> ClientOptions {
 }
 
 impl World {
-    pub fn new(name: &str, state: bool) -> Self {
+    pub fn new(state: bool) -> Self {
         ignore_broken_pipes();
-        let folder = folder(name);
-        let path = folder.join("s");
+        let folder = tempfile::tempdir().expect("a folder for the socket");
+        let path = folder.path().join("s");
         let options = ServerOptions {
             spin: Some(Duration::ZERO),
             state: state.then(|| State::create(64).expect("memory for the state")),
             ..ServerOptions::default()
         };
         let server = Server::bind(&path, options).expect("a server at a fresh path");
-        let mut world = World {
-            server,
-            path,
-            kept: Vec::new(),
-            succeeded: false,
-            witness: None,
-            count: 0,
-            _folder: Folder(folder),
-        };
+        let mut world =
+            World { server, path, kept: Vec::new(), succeeded: false, witness: None, count: 0, _folder: folder };
         let path = world.path.clone();
         let connecting = std::thread::spawn(move || Client::connect(path, &self::options(8, 2)).expect("a witness"));
         while !connecting.is_finished() {

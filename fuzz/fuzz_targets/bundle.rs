@@ -6,7 +6,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 use common::Choices;
@@ -21,10 +21,7 @@ const HONEST: &str = r#"{"bus":{"way":"vfio-user","fds_max":8,"transfer_max":409
     "memory":{"rings_at":4294967296,"rings_len":65536,"slot_len":2048,"slots":64}}"#;
 
 fn descriptor(choices: &mut Choices<'_>) -> OwnedFd {
-    let memory = |len| {
-        let region = Region::create("fuzz", len, Pages::Small).expect("memory");
-        region.as_fd_owned()
-    };
+    let memory = |len| Region::create("fuzz", len, Pages::Small).expect("memory").into_fd();
     match choices.below(6) {
         0 => memory(4096),
         1 => memory(65536),
@@ -32,16 +29,6 @@ fn descriptor(choices: &mut Choices<'_>) -> OwnedFd {
         3 => memory(40 * 1024),
         4 => rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd"),
         _ => UnixStream::pair().expect("a pair").0.into(),
-    }
-}
-
-trait Owned {
-    fn as_fd_owned(&self) -> OwnedFd;
-}
-
-impl Owned for Region {
-    fn as_fd_owned(&self) -> OwnedFd {
-        self.fd().as_fd().try_clone_to_owned().expect("descriptors are free")
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use common::forger::{self, Memory, Shape};
-use common::{Choices, World, folder, ignore_broken_pipes, options};
+use common::{Choices, World, ignore_broken_pipes, options};
 use libfuzzer_sys::fuzz_target;
 use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 use tasuki_call::{Ask, Client, Deadline};
@@ -120,7 +120,7 @@ thread_local! {
 
 fn to_a_server(choices: &mut Choices<'_>) {
     WORLD.with_borrow_mut(|place| {
-        let world = place.get_or_insert_with(|| World::new("handshake", true));
+        let world = place.get_or_insert_with(|| World::new(true));
         let mut sockets = vec![forger::dial(&world.path)];
         for _ in 0..8 {
             match choices.below(4) {
@@ -151,6 +151,7 @@ fn to_a_server(choices: &mut Choices<'_>) {
 
 /// A server that sends the next client a given packet.
 struct Mouthpiece {
+    _folder: tempfile::TempDir,
     path: PathBuf,
     tell: Sender<Saying>,
 }
@@ -158,7 +159,8 @@ struct Mouthpiece {
 impl Mouthpiece {
     fn new() -> Self {
         ignore_broken_pipes();
-        let path = folder("handshake-client").join("s");
+        let folder = tempfile::tempdir().expect("a folder for the socket");
+        let path = folder.path().join("s");
         let listener = forger::listen(&path);
         let (tell, told) = channel::<Saying>();
         std::thread::spawn(move || {
@@ -171,13 +173,13 @@ impl Mouthpiece {
                 }
             }
         });
-        Mouthpiece { path, tell }
+        Mouthpiece { _folder: folder, path, tell }
     }
 }
 
 fn to_a_client(choices: &mut Choices<'_>) {
     MOUTHPIECE.with_borrow_mut(|mouthpiece| {
-        let Mouthpiece { path, tell } = mouthpiece.get_or_insert_with(Mouthpiece::new);
+        let Mouthpiece { path, tell, .. } = mouthpiece.get_or_insert_with(Mouthpiece::new);
         tell.send(saying(choices)).unwrap();
         match Client::connect(&*path, &options(8, 4)) {
             Ok(mut client) => {

@@ -111,7 +111,7 @@ fn live(world: &mut World, choices: &mut Choices<'_>) {
 
 fuzz_target!(|data: &[u8]| {
     WORLD.with_borrow_mut(|world| {
-        let world = world.get_or_insert_with(|| World::new("hostile-client", false));
+        let world = world.get_or_insert_with(|| World::new(false));
         live(world, &mut Choices(data));
         world.turn_until_alone();
         world.settle_kept(true);

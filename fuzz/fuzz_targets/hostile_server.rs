@@ -16,12 +16,13 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use common::forger::{self, End, Manners, REPLY_BYTES, REPLY_SLOT, SLOT_LEN};
-use common::{Choices, folder, ignore_broken_pipes, options, scribble};
+use common::{Choices, ignore_broken_pipes, options, scribble};
 use libfuzzer_sys::fuzz_target;
 use tasuki_call::{Ask, CallError, Client, Deadline, Failure, Reply, Ticket};
 
 /// Welcomes clients, or turns them away.
 struct Doorman {
+    _folder: tempfile::TempDir,
     path: PathBuf,
     ends: Receiver<End>,
     closed: Arc<AtomicBool>,
@@ -34,7 +35,8 @@ thread_local! {
 impl Doorman {
     fn new() -> Self {
         ignore_broken_pipes();
-        let path = folder("hostile-server").join("s");
+        let folder = tempfile::tempdir().expect("a folder for the socket");
+        let path = folder.path().join("s");
         let listener = forger::listen(&path);
         let closed = Arc::new(AtomicBool::new(false));
         let (told, (give, ends)) = (Arc::clone(&closed), channel());
@@ -49,7 +51,7 @@ impl Doorman {
                 }
             }
         });
-        Doorman { path, ends, closed }
+        Doorman { _folder: folder, path, ends, closed }
     }
 
     /// Turns all clients away from now on, and disconnects those it has let in.
