@@ -20,6 +20,8 @@ use tasuki_relay::{ARBITER, After, Party, Tenure};
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_testing::{PATIENCE, Program, descriptors};
 
+use crate::programs::{Model, folder};
+
 /// One end of a socket that keeps bounds.
 #[derive(Debug)]
 pub struct Talk(OwnedFd);
@@ -434,6 +436,16 @@ impl Worker {
 pub fn nothing_is_lost(report: &str, count: u64) {
     assert!(report.contains(&format!("sent {count}, came back {count}, lost 0\n")), "{report}");
     assert!(report.contains("twice 0, out of order 0, damaged 0, from others 0"), "{report}");
+}
+
+/// Starts a model that sends `count` numbered frames, `rate` a second, opens its card for all frames, and creates a
+/// node for it. The folder has their sockets.
+pub fn scene(work: Work, count: u64, rate: u64) -> (tempfile::TempDir, Model, Nic, Node) {
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", &count.to_string(), "--rate", &rate.to_string()]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let node = Node::new(folder.path(), work);
+    (folder, model, nic, node)
 }
 
 pub fn taken(report: Report) -> u32 {

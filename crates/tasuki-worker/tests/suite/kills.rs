@@ -8,8 +8,8 @@ use tasuki_relay::message::{ToDaemon, Work, heartbeat};
 use tasuki_relay::wire::{Order, Report, Use};
 use tasuki_testing::PATIENCE;
 
-use crate::daemon::{Nic, Node, Said, Worker, nothing_is_lost, taken};
-use crate::programs::{Model, folder, need_model};
+use crate::daemon::{Nic, Node, Said, Worker, nothing_is_lost, scene, taken};
+use crate::programs::need_model;
 
 /// Number of the source's frames, and its rate in frames per second.
 const FRAMES: u64 = 12_000;
@@ -118,12 +118,8 @@ fn killed_at_every_step(poll: bool) {
     if !cfg!(feature = "crash-points") {
         return println!("skipped: needs the feature crash-points");
     }
-    let folder = folder();
     let frames = std::env::var("TASUKI_KILL_FRAMES").ok().and_then(|text| text.parse().ok()).unwrap_or(FRAMES);
-    let (count, rate) = (frames.to_string(), RATE.to_string());
-    let model = Model::start(folder.path(), &["--source", &count, "--rate", &rate]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, frames, RATE);
     node.poll = poll;
     let mut plain = node.ready(&nic, &[]);
     taken(plain.grant(&nic));

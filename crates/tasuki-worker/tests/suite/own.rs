@@ -9,7 +9,7 @@ use tasuki_relay::message::{ToWorker, Work, heartbeat};
 use tasuki_relay::wire::Report;
 use tasuki_testing::until;
 
-use crate::daemon::{Nic, Node, Worker, nothing_is_lost};
+use crate::daemon::{Nic, Node, Worker, nothing_is_lost, scene};
 use crate::programs::{Model, model_program, numbered_in};
 
 /// Crash points at which a driver dies, and the number of the pass at which it does.
@@ -72,10 +72,7 @@ const FRAMES: u64 = 12_000;
 /// Returns the model's report.
 fn reflected(options: &str) -> Option<String> {
     let program = program("reflector")?;
-    let folder = tempfile::tempdir().expect("a folder");
-    let model = Model::start(folder.path(), &["--source", &FRAMES.to_string(), "--rate", "8000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Program);
+    let (_folder, model, nic, mut node) = scene(Work::Program, FRAMES, 8000);
     (node.program, node.options) = (program, options.to_owned());
     let mut driver = one_after_the_other(&mut node, &nic, SELDOM);
     until("all frames", || node.remembered(0) >= FRAMES);

@@ -10,8 +10,8 @@ use tasuki_relay::wire::{Order, Reason, Report, Standing, Use};
 use tasuki_relay::{After, Tenure};
 use tasuki_testing::until;
 
-use crate::daemon::{Nic, Node, Talk, Worker, nothing_is_lost, taken, unfit};
-use crate::programs::{Model, folder, need_model};
+use crate::daemon::{Nic, Talk, Worker, nothing_is_lost, scene, taken, unfit};
+use crate::programs::need_model;
 
 fn memfd(bytes: &[u8]) -> OwnedFd {
     let memory = rustix::fs::memfd_create("driver_state", MemfdFlags::CLOEXEC).expect("memory");
@@ -30,10 +30,7 @@ fn copy(nic: &Nic, bundle: impl FnOnce(&mut tasuki_relay::message::DeviceBundle,
 #[test]
 fn a_bundle_that_is_not_whole_is_refused_before_anything_is_touched() {
     need_model!();
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "500", "--rate", "5000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 500, 5000);
     type Change = fn(&mut tasuki_relay::message::DeviceBundle, &mut Vec<OwnedFd>);
     let changes: [(Change, &str); 10] = [
         (|_, fds| fds.truncate(fds.len() - 1), "did not get descriptor"),
@@ -67,10 +64,7 @@ fn a_bundle_that_is_not_whole_is_refused_before_anything_is_touched() {
 
 /// A relay comes to nothing while its taker waits, and the next one does not. `first` is done before the taker waits.
 fn stands_down_and_takes_the_next_time(first: impl FnOnce(&Worker, &Nic)) {
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "2000", "--rate", "8000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 2000, 8000);
     let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     let epoch = taken(red.grant(&nic));
     first(&blue, &nic);
@@ -108,10 +102,7 @@ fn a_taker_hears_also_if_an_earlier_owner_has_set_its_eventfds_to_blocking() {
 
 /// The giver stores its driver state, which is changed before it reaches the successor.
 fn stored_and_changed(change: impl Fn(&mut Vec<u8>), why: fn(Reason) -> bool) {
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "4000", "--rate", "8000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 4000, 8000);
     let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     taken(red.grant(&nic));
     let (epoch, bytes) = store(&mut red, &nic, u32::from(cfg!(feature = "next-driver-state")));
@@ -176,10 +167,7 @@ fn a_driver_state_of_an_unknown_version_or_another_epoch_is_refused_and_the_give
 #[test]
 fn an_upgrade_goes_by_the_store() {
     need_model!();
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "8000", "--rate", "8000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 8000, 8000);
     let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     taken(red.grant(&nic));
     for _ in 0..10 {
@@ -208,10 +196,7 @@ fn an_upgrade_goes_by_the_store() {
 fn a_card_that_is_gone_is_said_to_be_once_and_nobody_takes_it() {
     need_model!();
     for poll in [false, true] {
-        let folder = folder();
-        let mut model = Model::start(folder.path(), &["--source", "100000000", "--rate", "8000"]);
-        let nic = Nic::open(&model.socket, &["--promiscuous"]);
-        let mut node = Node::new(folder.path(), Work::Echo);
+        let (_folder, mut model, nic, mut node) = scene(Work::Echo, 100_000_000, 8000);
         node.poll = poll;
         let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
         taken(red.grant(&nic));
@@ -245,10 +230,7 @@ fn a_worker_of_the_next_version_reads_what_this_one_stored_and_writes_what_it_re
             "skipped: needs TASUKI_RELEASED, as cargo xtask test builds it, and the feature next-driver-state"
         );
     };
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "8000", "--rate", "8000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 8000, 8000);
     let next = node.program.clone();
     node.program = this;
     let (mut old, mut back) = (node.ready(&nic, &[]), node.ready(&nic, &[]));

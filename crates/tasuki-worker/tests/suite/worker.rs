@@ -7,7 +7,7 @@ use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Report, Standing, Use};
 use tasuki_testing::{Program, until};
 
-use crate::daemon::{Nic, Node, Talk, Worker, adopt, nothing_is_lost, taken};
+use crate::daemon::{Nic, Node, Talk, Worker, adopt, nothing_is_lost, scene, taken};
 use crate::programs::{Model, folder, need_model, numbered_in};
 
 /// Returns the CPUs on which a worker may run.
@@ -23,10 +23,7 @@ fn nice(worker: &Worker) -> i32 {
 #[test]
 fn a_worker_takes_a_card_from_a_bundle_and_echoes() {
     need_model!();
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "2000", "--rate", "20000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 2000, 20_000);
     let mut worker = node.ready(&nic, &[]);
     println!("unconfined: {:?}", worker.unconfined);
     assert_eq!(taken(worker.grant(&nic)), nic.tenure().epoch);
@@ -39,10 +36,7 @@ fn a_worker_takes_a_card_from_a_bundle_and_echoes() {
 #[test]
 fn a_card_changes_hands_under_traffic() {
     need_model!();
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "20000", "--rate", "20000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 20_000, 20_000);
     let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     let granted = red.grant(&nic);
     assert!(matches!(granted, Report::Taken { .. }), "{granted:?}: {:?}", red.told);
@@ -72,10 +66,7 @@ fn only_who_drives_or_is_ready_to_runs_on_the_nodes_cpu() {
     let ours = rustix::thread::sched_getaffinity(None).expect("some CPUs");
     let ours: Vec<u32> = (0..1024).filter(|&cpu| ours.is_set(cpu as usize)).collect();
     let [home, aside, ..] = ours[..] else { return println!("skipped: there is one CPU") };
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "2000", "--rate", "20000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 2000, 20_000);
     (node.cpu, node.aside) = (Some(home), vec![aside]);
     let mut red = node.worker(&[]);
     assert_eq!(cpus(&red), [aside], "it has nothing yet");
@@ -113,10 +104,7 @@ fn who_drives_and_sleeps_goes_before_programs_and_gives_way_when_it_does_not_sle
     if !rustix::process::geteuid().is_root() {
         return println!("skipped: only root may go before others");
     }
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "50", "--rate", "50"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 50, 50);
     node.nice = -20;
     let mut red = node.worker(&[]);
     red.give(&nic);
@@ -134,7 +122,7 @@ fn who_drives_and_sleeps_goes_before_programs_and_gives_way_when_it_does_not_sle
     drop((red, blue, nic));
     nothing_is_lost(&model.report(), 50);
     // A source at full rate never sleeps.
-    let folder = self::folder();
+    let folder = folder();
     let model = Model::start(folder.path(), &[]);
     let nic = Nic::open(&model.socket, &[]);
     let mut node = Node::new(folder.path(), Work::Source { rate: 10_000_000, size: 60, to: None });
@@ -148,10 +136,7 @@ fn who_drives_and_sleeps_goes_before_programs_and_gives_way_when_it_does_not_sle
 #[test]
 fn a_worker_that_is_killed_is_taken_over_from_and_no_frame_is_lost() {
     need_model!();
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "20000", "--rate", "8000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 20_000, 8000);
     let mut driver = node.ready(&nic, &[]);
     taken(driver.grant(&nic));
     for round in 0..20 {
@@ -208,10 +193,7 @@ fn a_worker_gives_up_what_it_does_not_need() {
 fn a_worker_outlives_its_daemon_and_the_next_one_finds_it() {
     need_model!();
     for poll in [false, true] {
-        let folder = folder();
-        let model = Model::start(folder.path(), &["--source", "20000", "--rate", "8000"]);
-        let nic = Nic::open(&model.socket, &["--promiscuous"]);
-        let mut node = Node::new(folder.path(), Work::Echo);
+        let (_folder, model, nic, mut node) = scene(Work::Echo, 20_000, 8000);
         node.poll = poll;
         let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
         let epoch = taken(red.grant(&nic));
@@ -239,10 +221,7 @@ fn a_worker_outlives_its_daemon_and_the_next_one_finds_it() {
 #[test]
 fn a_sink_knows_what_it_has_received_though_its_workers_are_killed() {
     need_model!();
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "12000", "--rate", "8000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Sink);
+    let (_folder, model, nic, mut node) = scene(Work::Sink, 12_000, 8000);
     let mut driver = node.ready(&nic, &[]);
     taken(driver.grant(&nic));
     for _ in 0..15 {
@@ -289,10 +268,7 @@ fn a_source_sends_each_number_once_though_its_workers_are_killed() {
 #[test]
 fn a_worker_that_drives_and_polls_asks_the_kernel_for_nothing() {
     need_model!();
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "100000000", "--rate", "8000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (folder, model, nic, mut node) = scene(Work::Echo, 100_000_000, 8000);
     node.poll = true;
     let mut worker = node.ready(&nic, &[]);
     taken(worker.grant(&nic));
@@ -327,10 +303,7 @@ fn a_worker_that_drives_and_polls_asks_the_kernel_for_nothing() {
 #[test]
 fn a_card_is_started_anew_by_its_next_worker() {
     need_model!();
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "100000000", "--rate", "2000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 100_000_000, 2000);
     let (mut red, mut blue) = (node.ready(&nic, &[]), node.worker(&[]));
     taken(red.grant(&nic));
     blue.give(&nic);
@@ -354,10 +327,7 @@ fn a_taker_on_another_cpu_looks_without_a_rest_and_takes() {
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
         return println!("skipped: needs two CPUs");
     }
-    let folder = folder();
-    let model = Model::start(folder.path(), &["--source", "6000", "--rate", "8000"]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let mut node = Node::new(folder.path(), Work::Echo);
+    let (_folder, model, nic, mut node) = scene(Work::Echo, 6000, 8000);
     node.cpu = Some(0);
     let mut red = node.ready(&nic, &[]);
     node.cpu = Some(1);
