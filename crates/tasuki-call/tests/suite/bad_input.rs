@@ -524,14 +524,18 @@ fn a_client_that_is_broken_is_refused_and_the_others_are_served() {
     says("refusal: any of these", Refusal::BadMemory, &["cannot use the memory", "rebuild both"]);
     assert_eq!(refusal(path, &hello(3, POOL, POOL), &[]).0, 4);
     assert_eq!(refusal(path, &hello(RING, Geometry { slot_len: 5, count: 1 }, POOL), &[]).0, 5);
-    let huge = Geometry { slot_len: u32::MAX - 4095, count: u32::MAX };
-    assert_eq!(refusal(path, &hello(RING, huge, huge), &[]).0, 5, "sizes whose sum does not fit into 64 bits");
+    // Two arenas of the third size just fit into 64 bits, two of the last do not.
+    for (slot_len, count) in [(0, 0), (4095, 1), (0x8000_0000, u32::MAX), (u32::MAX - 4095, u32::MAX)] {
+        let odd = Geometry { slot_len, count };
+        assert_eq!(refusal(path, &hello(RING, odd, odd), &[]).0, 5, "{odd:?}");
+    }
     // More silent connections than the server keeps waiting for.
     let silent: Vec<_> = (0..200).map(|_| descriptors::connect(path)).collect();
     works(path);
     drop(silent);
     assert_eq!(host.with(|server| server.tally().expelled), 0, "none of them ever became a client");
     until("all are gone", || host.with(|server| server.clients()) == 0);
+    works(path);
 }
 
 // ---- too much of something -----------------------------------------------------------------------------------------------

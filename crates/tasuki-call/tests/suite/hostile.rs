@@ -390,19 +390,6 @@ fn a_client_that_does_not_fetch_its_results_holds_up_nobody_and_costs_nothing() 
     );
 }
 
-#[test]
-fn callers_who_say_nothing_keep_nobody_out() {
-    let host = Host::new();
-    let silent: Vec<_> = (0..200).map(|_| forger::dial(&host.path)).collect();
-    let start = Instant::now();
-    let mut witness = host.witness();
-    witness.testify();
-    assert!(start.elapsed() < Duration::from_secs(20), "the honest client waited for {:?}", start.elapsed());
-    drop(silent);
-    witness.testify();
-    host.witness().testify();
-}
-
 /// The silent connections take all descriptors of the server. The limit applies to the process.
 #[test]
 fn callers_who_say_nothing_keep_nobody_out_even_if_descriptors_run_out() {
@@ -430,24 +417,6 @@ fn callers_who_say_nothing_keep_nobody_out_even_if_descriptors_run_out() {
         heard.is_finished()
     });
     assert!(heard.join().unwrap(), "it is welcome");
-}
-
-#[test]
-fn a_hello_whose_sizes_overflow_is_refused_and_the_server_serves_on() {
-    let host = Host::new();
-    for (slot_len, count) in [(0xffff_f000_u32, u32::MAX), (0x8000_0000, 0xffff_ffff), (0, 0), (4095, 1)] {
-        let mut hello = forger::packet(1);
-        for number in [8, slot_len, count, slot_len, count, 0] {
-            hello.extend(number.to_le_bytes());
-        }
-        hello.extend([0; 26]);
-        let socket = forger::dial(&host.path);
-        let memory = Memory::segment(8, 8);
-        forger::send(socket.as_fd(), &hello, &[memory.region.as_fd(), memory.region.as_fd()]).unwrap();
-        let (answer, _) = forger::receive(socket.as_fd()).unwrap();
-        assert_eq!(answer[..10], [&forger::packet(4)[..], &5_u16.to_le_bytes()].concat(), "refused for its arenas");
-    }
-    host.witness().testify();
 }
 
 /// The server maps the announced length and not the whole memory: 100 TiB several times over would not fit into
