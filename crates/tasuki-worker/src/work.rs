@@ -96,7 +96,22 @@ impl FrameHandler for Job {
         context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<usize, N::Fault> {
-        self.finish(nic, context, burst)
+        let heartbeat = context.heartbeat;
+        match self.work.kind {
+            message::Work::Source { .. } => {
+                let went = if burst.is_empty() { 0 } else { transmit(nic, burst, heartbeat)? };
+                let came = nic.receive(&mut self.came)?;
+                self.came.clear();
+                Ok(went + came)
+            }
+            message::Work::Tap => {
+                let came = self.feed_tap(nic, heartbeat, BURST_MAX)?;
+                let went = if came > 0 || !burst.is_empty() { transmit(nic, burst, heartbeat)? } else { 0 };
+                self.came.clear();
+                Ok(came + went)
+            }
+            _ => self.turn(nic, context, burst),
+        }
     }
 
     fn look<N: Transactional>(
@@ -105,7 +120,21 @@ impl FrameHandler for Job {
         context: &mut HandlerContext<'_>,
         burst: &mut Burst,
     ) -> Result<(), N::Fault> {
-        self.look(nic, burst, context.heartbeat)
+        let heartbeat = context.heartbeat;
+        match self.work.kind {
+            message::Work::Echo => receive_and_turn(nic, burst, heartbeat, FIRST_LOOK).map(drop),
+            message::Work::Answer { address } => {
+                receive_and_answer(nic, burst, heartbeat, address, FIRST_LOOK).map(drop)
+            }
+            message::Work::Sink => self.sink(nic, burst, heartbeat, FIRST_LOOK).map(drop),
+            message::Work::Tap => self.feed_tap(nic, heartbeat, FIRST_LOOK).map(drop),
+            message::Work::Program | message::Work::Bridge | message::Work::Uplink => Ok(()),
+            message::Work::Source { .. } => {
+                nic.receive(&mut self.came)?;
+                self.came.clear();
+                Ok(())
+            }
+        }
     }
 
     fn send<N: Transactional>(
@@ -141,7 +170,7 @@ impl FrameHandler for Job {
     }
 
     fn rest(&mut self) -> Option<Duration> {
-        self.due_in()
+        matches!(self.work.kind, message::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
     }
 
     fn bell(&self) -> Option<BorrowedFd<'static>> {
@@ -232,31 +261,6 @@ impl Job {
                 self.came.clear();
                 Ok(came + went)
             }
-        }
-    }
-
-    /// Runs a turn of a giver: sends no new frames.
-    fn finish<N: Transactional>(
-        &mut self,
-        nic: &mut N,
-        context: &mut HandlerContext<'_>,
-        burst: &mut Burst,
-    ) -> Result<usize, N::Fault> {
-        let heartbeat = context.heartbeat;
-        match self.work.kind {
-            message::Work::Source { .. } => {
-                let went = if burst.is_empty() { 0 } else { transmit(nic, burst, heartbeat)? };
-                let came = nic.receive(&mut self.came)?;
-                self.came.clear();
-                Ok(went + came)
-            }
-            message::Work::Tap => {
-                let came = self.feed_tap(nic, heartbeat, BURST_MAX)?;
-                let went = if came > 0 || !burst.is_empty() { transmit(nic, burst, heartbeat)? } else { 0 };
-                self.came.clear();
-                Ok(came + went)
-            }
-            _ => self.turn(nic, context, burst),
         }
     }
 
@@ -370,34 +374,6 @@ impl Job {
         let came = nic.receive(&mut self.came)?;
         self.came.clear();
         Ok(went + came)
-    }
-
-    /// Looks at the rings of a card for the first time after taking it over; sends nothing yet.
-    fn look<N: Transactional>(
-        &mut self,
-        nic: &mut N,
-        burst: &mut Burst,
-        heartbeat: &Heartbeat,
-    ) -> Result<(), N::Fault> {
-        match self.work.kind {
-            message::Work::Echo => receive_and_turn(nic, burst, heartbeat, FIRST_LOOK).map(drop),
-            message::Work::Answer { address } => {
-                receive_and_answer(nic, burst, heartbeat, address, FIRST_LOOK).map(drop)
-            }
-            message::Work::Sink => self.sink(nic, burst, heartbeat, FIRST_LOOK).map(drop),
-            message::Work::Tap => self.feed_tap(nic, heartbeat, FIRST_LOOK).map(drop),
-            message::Work::Program | message::Work::Bridge | message::Work::Uplink => Ok(()),
-            message::Work::Source { .. } => {
-                nic.receive(&mut self.came)?;
-                self.came.clear();
-                Ok(())
-            }
-        }
-    }
-
-    /// Returns the time until there is work without a received frame.
-    fn due_in(&self) -> Option<Duration> {
-        matches!(self.work.kind, message::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
     }
 }
 
