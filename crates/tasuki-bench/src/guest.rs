@@ -20,7 +20,7 @@ mod stock;
 use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -42,7 +42,7 @@ use tasuki_shm::wake::BellSender;
 
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
-use crate::program;
+use crate::program::{self, Program};
 use crate::relay::guest::Recipe;
 use crate::report::{Kind, Row};
 use crate::sample::median;
@@ -195,14 +195,7 @@ fn best(mut rates: Vec<f64>) -> Result<f64> {
 }
 
 /// A program of DPDK that forwards for some time and prints its rates. Dropping it ends it.
-struct Testpmd(Child);
-
-impl Drop for Testpmd {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+struct Testpmd(Program);
 
 impl Testpmd {
     fn start(cpu: usize, vdev: &str, mode: &str, len: usize) -> Result<Self> {
@@ -222,13 +215,12 @@ impl Testpmd {
         ]);
         command.arg(format!("--forward-mode={mode}")).arg(format!("--txpkts={len}"));
         command.args(["--stats-period", "1", "--txd=1024", "--rxd=1024", &format!("--eth-peer=0,{OF_OTHER}")]);
-        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
-        Ok(Testpmd(child.context("dpdk-testpmd could not be started")?))
+        Ok(Testpmd(Program::start(command.stderr(Stdio::null()))?))
     }
 
     /// Reads the rates at which it receives, for `seconds`.
     fn received(&mut self, seconds: u64, interrupt: &Interrupt) -> Result<Vec<f64>> {
-        let out = self.0.stdout.take().context("its output was taken")?;
+        let out = self.0.output()?;
         let until = Instant::now() + Duration::from_secs(seconds);
         let mut rates = Vec::new();
         for line in BufReader::new(out).lines().map_while(Result::ok) {

@@ -1,14 +1,15 @@
 //! Programs of this machine that run as part of the demo or of a bench.
 
 use std::io::{Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::interrupt::Interrupt;
@@ -112,16 +113,26 @@ impl Program {
 
     /// Like [`start`](Self::start), for a program that another one executes in its place. Error messages use `name`.
     pub fn start_as(name: &str, command: &mut Command) -> Result<Self> {
-        let name = name.to_owned();
-        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
-        Ok(Program { child: child.with_context(|| format!("{name} could not be started"))?, name })
+        Self::spawn(name, command.stdin(Stdio::null()).stdout(Stdio::piped()))
     }
 
     /// Starts a program that [`tell`](Self::tell) commands through its standard input.
     pub fn start_to_tell(command: &mut Command) -> Result<Self> {
         let name = command.get_program().display().to_string();
-        let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
-        Ok(Program { child: child.with_context(|| format!("{name} could not be started"))?, name })
+        Self::spawn(&name, command.stdin(Stdio::piped()).stdout(Stdio::piped()))
+    }
+
+    /// Starts this program in another role, with one end of a socket as its standard input. Returns the other end, too.
+    pub fn in_role(words: &[&str]) -> Result<(Self, OwnedFd)> {
+        let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        let this = std::env::current_exe().context("the bench could not find its own executable")?;
+        Ok((Self::spawn("a part of the bench", Command::new(this).args(words).stdin(theirs))?, ours))
+    }
+
+    /// Starts a program with the standard input and output that the command names. Error messages use `name`.
+    pub fn spawn(name: &str, command: &mut Command) -> Result<Self> {
+        let child = command.spawn().with_context(|| format!("{name} could not be started"))?;
+        Ok(Program { child, name: name.to_owned() })
     }
 
     /// Writes a line to the program's standard input.
@@ -146,7 +157,12 @@ impl Program {
 
     /// Returns whether the program still runs.
     pub fn is_running(&mut self) -> Result<bool> {
-        Ok(self.child.try_wait().with_context(|| format!("{} cannot be waited for", self.name))?.is_none())
+        Ok(self.status()?.is_none())
+    }
+
+    /// Returns how the program ended, or nothing while it still runs.
+    pub fn status(&mut self) -> Result<Option<ExitStatus>> {
+        self.child.try_wait().with_context(|| format!("{} cannot be waited for", self.name))
     }
 
     /// Waits until the program ends.
@@ -216,5 +232,14 @@ pub fn await_listener(path: &Path, name: &str) -> Result<()> {
 pub fn run_quietly(command: &mut Command) -> Result<()> {
     let done = command.stdin(Stdio::null()).output().with_context(|| format!("{command:?} cannot be started"))?;
     ensure!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr).trim());
+    Ok(())
+}
+
+/// Runs `ip` with these words.
+pub fn ip(words: &str) -> Result<()> {
+    let mut ip = Command::new("ip");
+    let done = ip.args(words.split_whitespace()).stdin(Stdio::null()).output();
+    let done = done.context("ip (iproute2) cannot be started")?;
+    ensure!(done.status.success(), "ip {words}: {}", String::from_utf8_lossy(&done.stderr).trim());
     Ok(())
 }

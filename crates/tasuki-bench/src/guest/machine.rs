@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use tasuki_tap::namespace::Namespace;
 
 use crate::interrupt::Interrupt;
-use crate::program::{LOOK, Program, run_quietly};
+use crate::program::{LOOK, Program, ip};
 use crate::relay::guest::Recipe;
 use crate::relay::system::System;
 use crate::workplace::Workplace;
@@ -51,10 +51,6 @@ impl Drop for Room {
     fn drop(&mut self) {
         let _ = Command::new("ip").args(["netns", "del", &self.0]).stderr(Stdio::null()).status();
     }
-}
-
-fn ip(words: &str) -> Result<()> {
-    run_quietly(Command::new("ip").args(words.split_whitespace()))
 }
 
 /// A guest and a namespace. Fields end in the order in which they are dropped.

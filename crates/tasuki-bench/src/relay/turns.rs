@@ -4,13 +4,11 @@
 
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, OwnedFd};
-use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::event::EventfdFlags;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use tasuki_net::nic::bundle::{self, Fds};
 use tasuki_net::nic::bus::VfioUser;
 use tasuki_net::nic::e1000e::E1000e;
@@ -26,6 +24,7 @@ use crate::cpus;
 use crate::nic::driver::{self, turn_round};
 use crate::nic::trial::{Ask, Control, Say, Trial};
 use crate::orders::Orders;
+use crate::program::Program;
 use crate::sample::Sample;
 
 pub(super) type Card = E1000e<VfioUser>;
@@ -224,21 +223,9 @@ impl Ways {
     }
 }
 
-/// Process of the second worker. Dropping it kills the process.
-struct Other(Child);
-
-impl Drop for Other {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn start_other(ways: &Ways, lease_page: &LeasePage, eventfds: [&OwnedFd; 2], cpu: usize) -> Result<Other> {
-    let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    let program = std::env::current_exe().context("the bench could not find its own executable")?;
-    let other = Command::new(program).arg("take-turns").stdin(Stdio::from(theirs)).spawn();
-    let other = Other(other.context("the second worker could not be started")?);
+/// Starts the second worker.
+fn start_other(ways: &Ways, lease_page: &LeasePage, eventfds: [&OwnedFd; 2], cpu: usize) -> Result<Program> {
+    let (other, ours) = Program::in_role(&["take-turns"])?;
     let mut fds = ways.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?;
     fds.push(lease_page.region.fd().try_clone_to_owned()?);
     fds.extend(eventfds.into_iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?);

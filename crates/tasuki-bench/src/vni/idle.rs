@@ -1,18 +1,17 @@
 //! CPU time of nodes that know each other, have exchanged frames, and now stay idle.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use tasuki_net::port::Armed;
 
 use super::netns::TICK;
 use super::nodes::{Kept, join};
 use crate::call::on_cpu;
 use crate::orders::{Fds, Orders};
+use crate::program::Program;
 use crate::sample::Sample;
 
 /// Number of nodes, each in a process of its own.
@@ -54,27 +53,12 @@ pub fn node(number: u16) -> Result<()> {
     }
 }
 
-/// Process of a node. Dropping it kills the process.
-struct Node {
-    child: Child,
-    socket: OwnedFd,
-}
-
-impl Drop for Node {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn start(number: u16, kept: &[Kept]) -> Result<Node> {
-    let (socket, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    let mut command = Command::new(std::env::current_exe()?);
-    let child = command.args(["idle-node", &number.to_string()]).stdin(theirs).spawn();
-    let node = Node { child: child.context("a node cannot be started")?, socket };
+/// Starts the process of a node. Returns our end of its socket, too.
+fn start(number: u16, kept: &[Kept]) -> Result<(Program, OwnedFd)> {
+    let (node, socket) = Program::in_role(&["idle-node", &number.to_string()])?;
     let fds = kept[usize::from(number)].fds(others(number).map(|other| &kept[usize::from(other)]))?;
-    Fds::send(node.socket.as_fd(), b"node", &fds)?;
-    Ok(node)
+    Fds::send(socket.as_fd(), b"node", &fds)?;
+    Ok((node, socket))
 }
 
 /// Notes `cpu`: the share of a core that all nodes use together, over as many seconds as there are calls.
@@ -82,15 +66,15 @@ pub fn measure(orders: Orders) -> Result<Sample> {
     let kept = (0..NODES).map(Kept::new).collect::<Result<Vec<_>>>()?;
     let nodes = (0..NODES).map(|number| start(number, &kept)).collect::<Result<Vec<_>>>()?;
     let patience = Timespec::try_from(PATIENCE)?;
-    for (number, node) in nodes.iter().enumerate() {
-        let heard = rustix::event::poll(&mut [PollFd::new(&node.socket, PollFlags::IN)], Some(&patience))?;
-        let said = if heard > 0 { rustix::io::read(&node.socket, &mut [0; 16])? } else { 0 };
+    for (number, (_, socket)) in nodes.iter().enumerate() {
+        let heard = rustix::event::poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&patience))?;
+        let said = if heard > 0 { rustix::io::read(socket, &mut [0; 16])? } else { 0 };
         ensure!(said > 0, "node {number} did not hear all others within {} s", PATIENCE.as_secs());
     }
     // Wait until each node has gone to sleep.
     std::thread::sleep(TICK);
     let busy =
-        || nodes.iter().try_fold(Duration::ZERO, |sum, node| Ok::<_, anyhow::Error>(sum + on_cpu(node.child.id())?));
+        || nodes.iter().try_fold(Duration::ZERO, |sum, (node, _)| Ok::<_, anyhow::Error>(sum + on_cpu(node.id())?));
     let (start, before) = (Instant::now(), busy()?);
     std::thread::sleep(Duration::from_secs(orders.calls));
     let share = (busy()? - before).as_secs_f64() / start.elapsed().as_secs_f64();

@@ -1,11 +1,10 @@
 //! Two network namespaces, with `iperf3` between them over a VNI and over veth.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use anyhow::{Result, ensure};
 use tasuki_net::endpoint::{Bridge, Endpoint as _, tap};
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
@@ -24,7 +23,7 @@ use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
 use crate::iperf::{Said, Sending, Server};
 use crate::orders::Fds;
-use crate::program;
+use crate::program::{self, Program, ip};
 
 /// Number of fruitless looks before a node sleeps.
 pub const IDLE_LOOKS: u32 = 8;
@@ -146,27 +145,18 @@ impl Traffic {
 /// Two connected namespaces, and the resources of their connection.
 pub struct Namespaces {
     names: [String; 2],
-    nodes: Vec<Child>,
+    nodes: Vec<Program>,
     /// Kept for the life of the namespaces.
     shortcut: Option<Shortcut>,
 }
 
 impl Drop for Namespaces {
     fn drop(&mut self) {
-        for node in &mut self.nodes {
-            let _ = node.kill();
-            let _ = node.wait();
-        }
+        self.nodes.clear();
         for name in &self.names {
             let _ = Command::new("ip").args(["netns", "del", name]).stderr(Stdio::null()).status();
         }
     }
-}
-
-fn ip(words: &str) -> Result<()> {
-    let done = Command::new("ip").args(words.split_whitespace()).output().context("ip (iproute2) cannot be started")?;
-    ensure!(done.status.success(), "ip {words}: {}", String::from_utf8_lossy(&done.stderr).trim());
-    Ok(())
 }
 
 impl Namespaces {
@@ -280,12 +270,10 @@ impl Traffic {
     }
 }
 
-fn start_node(role: &str, number: u16, cpu: usize, fds: &[OwnedFd]) -> Result<Child> {
-    let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    let mut command = Command::new(std::env::current_exe()?);
-    let child = command.args([role, &number.to_string(), &cpu.to_string()]).stdin(theirs).spawn()?;
+fn start_node(role: &str, number: u16, cpu: usize, fds: &[OwnedFd]) -> Result<Program> {
+    let (node, ours) = Program::in_role(&[role, &number.to_string(), &cpu.to_string()])?;
     Fds::send(ours.as_fd(), b"node", fds)?;
-    Ok(child)
+    Ok(node)
 }
 
 /// Begins a process that stands for a worker on `cpu` and ends with the bench. Returns its descriptors, from standard

@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::program::PATIENCE;
+use crate::program::{PATIENCE, Program};
 use crate::workplace::Workplace;
 
 /// MAC address of the card.
@@ -39,7 +39,7 @@ impl Recipe {
 
 /// A running guest. Dropping it ends the guest.
 pub struct Machine {
-    child: Child,
+    _qemu: Program,
     /// Lines of its console, until it ends.
     pub lines: Receiver<String>,
     /// Our end of its card's wire: one frame a datagram. Non-blocking.
@@ -65,20 +65,15 @@ impl Machine {
         let mac = MAC.map(|byte| format!("{byte:02x}")).join(":");
         command.args(["-device", "pcie-root-port,id=behind,chassis=1"]);
         command.args(["-device", &format!("e1000e,bus=behind,netdev=wire,mac={mac}")]);
-        let child = command.stdin(Stdio::from(OwnedFd::from(card))).stdout(Stdio::null()).spawn();
-        let mut child = child.with_context(|| format!("{} could not be started", recipe.program))?;
-        match console(&listener, &mut child) {
-            Ok(console) => Ok(Machine { child, lines: lines_of(console), wire, _place: place }),
-            Err(error) => {
-                end(&mut child);
-                Err(error)
-            }
-        }
+        command.stdin(Stdio::from(OwnedFd::from(card))).stdout(Stdio::null());
+        let mut qemu = Program::spawn(&recipe.program, &mut command)?;
+        let lines = lines_of(console(&listener, &mut qemu)?);
+        Ok(Machine { _qemu: qemu, lines, wire, _place: place })
     }
 }
 
 /// Waits for QEMU to connect.
-fn console(listener: &UnixListener, child: &mut Child) -> Result<UnixStream> {
+fn console(listener: &UnixListener, qemu: &mut Program) -> Result<UnixStream> {
     listener.set_nonblocking(true)?;
     let began = Instant::now();
     loop {
@@ -90,7 +85,7 @@ fn console(listener: &UnixListener, child: &mut Child) -> Result<UnixStream> {
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
             Err(error) => return Err(error).context("the guest's console cannot be listened at"),
         }
-        if let Some(status) = child.try_wait()? {
+        if let Some(status) = qemu.status()? {
             bail!("QEMU ended with {status} before it had begun");
         }
         if began.elapsed() > PATIENCE {
@@ -114,18 +109,6 @@ fn lines_of(console: UnixStream) -> Receiver<String> {
         }
     });
     lines
-}
-
-fn end(child: &mut Child) {
-    // The process may have ended by itself.
-    let _ = child.kill();
-    let _ = child.wait();
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        end(&mut self.child);
-    }
 }
 
 #[cfg(test)]
