@@ -25,10 +25,14 @@ pub struct Case {
     /// Makes the descriptors for the two roles. Runs in the bench's own process.
     pub prepare: fn() -> Result<Ends>,
     /// Answers [`Orders::total`] calls.
-    pub serve: fn(Orders) -> Result<()>,
+    pub serve: Serve,
     /// Makes [`Orders::total`] calls and times all but the warm-up.
-    pub measure: fn(Orders) -> Result<Sample>,
+    pub measure: Measure,
 }
+
+/// A role that answers, and one that measures.
+pub type Serve = fn(Orders) -> Result<()>;
+pub type Measure = fn(Orders) -> Result<Sample>;
 
 /// Descriptors that a case prepares, by the role that holds them.
 #[derive(Debug, Default)]

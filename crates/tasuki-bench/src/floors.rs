@@ -33,7 +33,7 @@ use tasuki_shm::line::{Claims, LINE_LEN, Line};
 use tasuki_shm::region::{Pages, PeerRegion, Region, Span};
 
 use crate::call::UNTIL_PARKED;
-use crate::case::{Case, Ends};
+use crate::case::{Case, Ends, Measure, Serve};
 use crate::cpus::Cores;
 use crate::orders::Orders;
 use crate::report::{Kind, Row};
@@ -73,6 +73,13 @@ pub const PING_PONG_READ_ONLY: &str = "ping-pong-read-only";
 /// Floor of everything that spins and lets both processes write the same line.
 pub const PING_PONG_ONE_LINE: &str = "ping-pong-one-line";
 
+/// These floors, each with its cases: without the CPU's hint, and with it.
+const SPINNING: [(&str, &str, &str); 3] = [
+    (PING_PONG, "ping-pong-tight", "ping-pong-hinted"),
+    (PING_PONG_READ_ONLY, "read-only-tight", "read-only-hinted"),
+    (PING_PONG_ONE_LINE, "one-line-tight", "one-line-hinted"),
+];
+
 /// Whether a waiting process gives the CPU the spin-loop hint.
 const HINTED: bool = true;
 const TIGHT: bool = false;
@@ -92,20 +99,12 @@ pub const fn sleeping_calls(cores: Cores) -> u64 {
     }
 }
 
-const fn ping_pong_case(
-    name: &'static str,
-    serve: fn(Orders) -> Result<()>,
-    measure: fn(Orders) -> Result<Sample>,
-) -> Case {
+const fn ping_pong_case(name: &'static str, serve: Serve, measure: Measure) -> Case {
     Case { name, cores: Cores::Other, calls: 500_000, full: 2, prepare: two_lines, serve, measure }
 }
 
-const fn read_only_case(
-    name: &'static str,
-    serve: fn(Orders) -> Result<()>,
-    measure: fn(Orders) -> Result<Sample>,
-) -> Case {
-    Case { name, cores: Cores::Other, calls: 500_000, full: 2, prepare: connected, serve, measure }
+const fn read_only_case(name: &'static str, serve: Serve, measure: Measure) -> Case {
+    Case { prepare: connected, ..ping_pong_case(name, serve, measure) }
 }
 
 const fn futex_case(name: &'static str, cores: Cores) -> Case {
@@ -123,23 +122,15 @@ pub fn ping_pongs() -> impl Iterator<Item = &'static Case> {
     CASES.iter().filter(|case| ["ping-pong-tight", "ping-pong-hinted"].contains(&case.name))
 }
 
-/// Returns the median of the cache-line ping-pong in ns: the floor of everything that spins.
-pub fn ping_pong_p50(samples: &Samples) -> Result<f64> {
-    Ok(ping_pong(samples, "ping-pong-tight", "ping-pong-hinted")?.0.summary().p50 as f64)
+/// Returns the median of a floor of spinning, in ns.
+pub fn spinning_p50(samples: &Samples, floor: &str) -> Result<f64> {
+    Ok(fastest(samples, floor)?.0.summary().p50 as f64)
 }
 
-/// Returns the median of the ping-pong on one line that both processes write, in ns.
-pub fn ping_pong_one_line_p50(samples: &Samples) -> Result<f64> {
-    Ok(ping_pong(samples, "one-line-tight", "one-line-hinted")?.0.summary().p50 as f64)
-}
-
-/// Returns the median of the ping-pong on lines that the other process maps read-only, in ns.
-pub fn ping_pong_read_only_p50(samples: &Samples) -> Result<f64> {
-    Ok(ping_pong(samples, "read-only-tight", "read-only-hinted")?.0.summary().p50 as f64)
-}
-
-/// Returns the faster of two ways to spin, and its name.
-fn ping_pong<'s>(samples: &'s Samples, tight: &str, hinted: &str) -> Result<(&'s Sample, &'static str)> {
+/// Returns the faster of the two ways to spin of a floor, and its name.
+fn fastest<'s>(samples: &'s Samples, floor: &str) -> Result<(&'s Sample, &'static str)> {
+    let ways = SPINNING.into_iter().find(|(name, ..)| *name == floor);
+    let (_, tight, hinted) = ways.with_context(|| format!("{floor} does not spin"))?;
     let (tight, hinted) = (samples.of(tight)?, samples.of(hinted)?);
     Ok(if tight.summary().p50 <= hinted.summary().p50 {
         (tight, "without spin hint")
@@ -151,12 +142,8 @@ fn ping_pong<'s>(samples: &'s Samples, tight: &str, hinted: &str) -> Result<(&'s
 /// Returns the rows of all floors. Sleeping floors are compared with the futex of the same cores.
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
-    for (name, tight, hinted) in [
-        (PING_PONG, "ping-pong-tight", "ping-pong-hinted"),
-        (PING_PONG_READ_ONLY, "read-only-tight", "read-only-hinted"),
-        (PING_PONG_ONE_LINE, "one-line-tight", "one-line-hinted"),
-    ] {
-        let (fastest, how) = ping_pong(samples, tight, hinted)?;
+    for (name, ..) in SPINNING {
+        let (fastest, how) = fastest(samples, name)?;
         let mut of_floor = Row::round_trip(name, fastest);
         of_floor[0].note = Some(how.to_owned());
         rows.extend(of_floor);

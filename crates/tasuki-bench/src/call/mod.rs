@@ -16,7 +16,7 @@ use tasuki_shm::clock::now_ns;
 use tasuki_shm::line::LINE_LEN;
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::case::{Case, Ends};
+use crate::case::{Case, Ends, Measure, Serve};
 use crate::cpus::Cores;
 use crate::floors;
 use crate::orders::Orders;
@@ -70,12 +70,7 @@ const DEADLINE: Duration = Duration::from_secs(10);
 
 const METHOD: u16 = 1;
 
-const fn case(
-    name: &'static str,
-    calls: u64,
-    serve: fn(Orders) -> Result<()>,
-    measure: fn(Orders) -> Result<Sample>,
-) -> Case {
+const fn case(name: &'static str, calls: u64, serve: Serve, measure: Measure) -> Case {
     Case { name, cores: Cores::Other, calls, full: 2, prepare: ready_pipe, serve, measure }
 }
 

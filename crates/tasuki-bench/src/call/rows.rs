@@ -3,9 +3,7 @@
 use anyhow::{Context, Result};
 
 use super::idle;
-use crate::floors::{
-    PING_PONG, PING_PONG_ONE_LINE, PING_PONG_READ_ONLY, ping_pong_one_line_p50, ping_pong_p50, ping_pong_read_only_p50,
-};
+use crate::floors::{PING_PONG, PING_PONG_ONE_LINE, PING_PONG_READ_ONLY, spinning_p50};
 use crate::papers::ANT;
 use crate::report::{Kind, Row};
 use crate::rounds::Samples;
@@ -30,13 +28,13 @@ fn round_trip(samples: &Samples, name: &str, compare: impl FnOnce(Row) -> Result
 }
 
 fn spinning(samples: &Samples) -> Result<Vec<Row>> {
-    let (floor, read_only) = (ping_pong_p50(samples)?, ping_pong_read_only_p50(samples)?);
+    let (floor, read_only) = (spinning_p50(samples, PING_PONG)?, spinning_p50(samples, PING_PONG_READ_ONLY)?);
     let ant = ANT.best("call").context("the paper has a whole call")?;
     let mut rows = round_trip(samples, "spin-inline", |row| {
         let row = row
             .against(PING_PONG, Kind::Floor, floor)
             .against(PING_PONG_READ_ONLY, Kind::Floor, read_only)
-            .against(PING_PONG_ONE_LINE, Kind::Floor, ping_pong_one_line_p50(samples)?)
+            .against(PING_PONG_ONE_LINE, Kind::Floor, spinning_p50(samples, PING_PONG_ONE_LINE)?)
             .against("ant", Kind::Paper, ant)
             .bar(1.3, PING_PONG)?;
         match cfg!(feature = "peers") {

@@ -9,11 +9,9 @@ pub mod trial;
 use anyhow::{Context, Result};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-use crate::case::{Case, Ends};
+use crate::case::{Case, Ends, Measure, Serve};
 use crate::cpus::Cores;
 use crate::floors;
-use crate::orders::Orders;
-use crate::sample::Sample;
 
 use driver::Work;
 
@@ -45,12 +43,7 @@ pub fn floors() -> impl Iterator<Item = &'static Case> {
     floors::CASES.iter().filter(|case| NAMES.contains(&case.name))
 }
 
-const fn case(
-    name: &'static str,
-    frames: u64,
-    serve: fn(Orders) -> Result<()>,
-    measure: fn(Orders) -> Result<Sample>,
-) -> Case {
+const fn case(name: &'static str, frames: u64, serve: Serve, measure: Measure) -> Case {
     Case { name, cores: Cores::Other, calls: frames, full: 2, prepare: sockets, serve, measure }
 }
 

@@ -94,7 +94,7 @@ fn parks(samples: &Samples) -> Result<Vec<Row>> {
 }
 
 fn round_trips(samples: &Samples) -> Result<Vec<Row>> {
-    let ping_pong = floors::ping_pong_p50(samples)?;
+    let ping_pong = floors::spinning_p50(samples, floors::PING_PONG)?;
     let eventfd = samples.p50("eventfd-other-core")?;
     let mut rows = Row::round_trip("rtt-polling", samples.of("rtt-polling")?);
     rows[0] = rows[0].clone().against(floors::PING_PONG, Kind::Floor, ping_pong);

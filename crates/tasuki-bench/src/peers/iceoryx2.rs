@@ -22,7 +22,7 @@ use iceoryx2::service::port_factory::PortFactory as _;
 use iceoryx2::service::port_factory::{publish_subscribe, request_response};
 
 use super::MESSAGE_LEN;
-use crate::case::{Case, Ends};
+use crate::case::{Case, Ends, Measure, Serve};
 use crate::cpus::Cores;
 use crate::orders::Orders;
 use crate::sample::Sample;
@@ -49,12 +49,7 @@ type Answer = [u64; ANSWER_WORDS];
 type Calls<const WORDS: usize> = request_response::PortFactory<ipc::Service, Request<WORDS>, (), Answer, ()>;
 type Topic<T> = publish_subscribe::PortFactory<ipc::Service, T, ()>;
 
-const fn case(
-    name: &'static str,
-    calls: u64,
-    serve: fn(Orders) -> Result<()>,
-    measure: fn(Orders) -> Result<Sample>,
-) -> Case {
+const fn case(name: &'static str, calls: u64, serve: Serve, measure: Measure) -> Case {
     Case { name, cores: Cores::Other, calls, full: 2, prepare: Ends::none, serve, measure }
 }
 

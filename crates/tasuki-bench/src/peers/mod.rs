@@ -35,7 +35,7 @@ pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     for case in iceoryx2_cases() {
         let mut of_case = Row::round_trip(case.name, samples.of(case.name)?);
         let median = of_case.remove(0);
-        rows.push(median.against(floors::PING_PONG, Kind::Floor, floors::ping_pong_p50(samples)?));
+        rows.push(median.against(floors::PING_PONG, Kind::Floor, floors::spinning_p50(samples, floors::PING_PONG)?));
         rows.extend(of_case);
     }
     for (name, floor) in kernel::FLOORS {

@@ -18,13 +18,11 @@ mod trips;
 
 use anyhow::Result;
 
-use crate::case::{Case, Ends};
+use crate::case::{Case, Ends, Measure, Serve};
 use crate::cpus::Cores;
 use crate::floors;
-use crate::orders::Orders;
 use crate::program;
 use crate::rounds::Manner;
-use crate::sample::Sample;
 
 pub use floor::node as floor_node;
 pub use huge::HugePages;
@@ -81,13 +79,7 @@ const COPIES_FREE: bool = false;
 const SPINS: bool = false;
 const SLEEPS: bool = true;
 
-const fn case(
-    name: &'static str,
-    calls: u64,
-    prepare: fn() -> Result<Ends>,
-    serve: fn(Orders) -> Result<()>,
-    measure: fn(Orders) -> Result<Sample>,
-) -> Case {
+const fn case(name: &'static str, calls: u64, prepare: fn() -> Result<Ends>, serve: Serve, measure: Measure) -> Case {
     Case { name, cores: Cores::Other, calls, full: 2, prepare, serve, measure }
 }
 
@@ -132,7 +124,7 @@ const fn veth<const LEN: usize, const SLEEPS: bool>(name: &'static str) -> Case 
 }
 
 /// A case that needs no other side.
-const fn alone(name: &'static str, calls: u64, measure: fn(Orders) -> Result<Sample>) -> Case {
+const fn alone(name: &'static str, calls: u64, measure: Measure) -> Case {
     case(name, calls, Ends::none, |_| Ok(()), measure)
 }
 
@@ -195,6 +187,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::orders::Orders;
+    use crate::sample::Sample;
 
     /// Plays both roles, in this process.
     fn play(case: &Case, calls: u64) -> Sample {
