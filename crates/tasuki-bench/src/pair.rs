@@ -6,18 +6,18 @@
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
-use rustix::process::{Pid, PidfdFlags, Signal};
+use rustix::process::Signal;
 
 use crate::case::{self, Case};
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
 use crate::orders::Orders;
+use crate::program::Program;
 use crate::sample::Sample;
 use crate::workplace::Workplace;
 
@@ -88,40 +88,28 @@ pub fn play(side: Side, case: &str) -> Result<()> {
     }
 }
 
-/// A running role. Dropping it kills the process if it still runs.
+/// A running role.
 struct Role {
     side: Side,
-    process: Child,
+    program: Program,
     /// Becomes readable when the process ends.
     pidfd: OwnedFd,
 }
 
 impl Role {
     fn start(case: &Case, side: Side, orders: &Orders, fds: Vec<OwnedFd>) -> Result<Self> {
-        let (ours, theirs) =
-            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
-                .context("no socket pair could be made for a role's orders")?;
-        let this = std::env::current_exe().context("the bench could not find its own executable")?;
         let stdout = match side {
             Side::Serve => Stdio::null(),
             Side::Measure => Stdio::piped(),
         };
-        let process = Command::new(this)
-            .args(["role", side.name(), case.name])
-            .stdin(theirs)
-            .stdout(stdout)
-            .spawn()
-            .context("the bench could not start itself as a role")?;
-        let pidfd = rustix::process::pidfd_open(Pid::from_child(&process), PidfdFlags::empty());
-        let pidfd = pidfd.context("the role's process could not be watched")?;
-        let role = Role { side, process, pidfd };
+        let (program, ours) = Program::in_role(&["role", side.name(), case.name], stdout)?;
         orders.send(ours.as_fd(), &fds)?;
-        Ok(role)
+        Ok(Role { side, pidfd: program.pidfd()?, program })
     }
 
     /// Reads the measuring role's output until the role closes it.
     fn answer(&mut self, server: &mut Role, interrupt: &Interrupt, deadline: Instant) -> Result<String> {
-        let mut stdout: ChildStdout = self.process.stdout.take().context("only a measuring role answers")?;
+        let mut stdout = self.program.output()?;
         let mut answer = Vec::new();
         let mut server_runs = true;
         loop {
@@ -145,17 +133,9 @@ impl Role {
     /// Waits until the process has ended. An unsuccessful exit is an error.
     fn end_well(&mut self, deadline: Instant) -> Result<()> {
         wait_for([self.pidfd.as_fd()], true, deadline)?;
-        let status: ExitStatus = self.process.wait().context("a role's exit status could not be read")?;
+        let status = self.program.status()?.context("a role that has ended has no exit status")?;
         ensure!(status.success(), "the {} role ended with {status}", self.side.name());
         Ok(())
-    }
-}
-
-impl Drop for Role {
-    fn drop(&mut self) {
-        // Both fail only for a process that has been waited for already.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
     }
 }
 

@@ -123,10 +123,12 @@ impl Program {
     }
 
     /// Starts this program in another role, with one end of a socket as its standard input. Returns the other end, too.
-    pub fn in_role(words: &[&str]) -> Result<(Self, OwnedFd)> {
-        let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    pub fn in_role(words: &[&str], stdout: Stdio) -> Result<(Self, OwnedFd)> {
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let (ours, theirs) = pair.context("no socket pair could be made for a part of the bench")?;
         let this = std::env::current_exe().context("the bench could not find its own executable")?;
-        Ok((Self::spawn("a part of the bench", Command::new(this).args(words).stdin(theirs))?, ours))
+        let mut command = Command::new(this);
+        Ok((Self::spawn("a part of the bench", command.args(words).stdin(theirs).stdout(stdout))?, ours))
     }
 
     /// Starts a program with the standard input and output that the command names. Error messages use `name`.
@@ -155,6 +157,16 @@ impl Program {
         self.child.id()
     }
 
+    /// Returns a descriptor that becomes readable when the program ends.
+    pub fn pidfd(&self) -> Result<OwnedFd> {
+        let pidfd = rustix::process::pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty());
+        pidfd.with_context(|| format!("{} could not be watched", self.name))
+    }
+
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill().with_context(|| format!("{} could not be killed", self.name))
+    }
+
     /// Returns whether the program still runs.
     pub fn is_running(&mut self) -> Result<bool> {
         Ok(self.status()?.is_none())
@@ -168,7 +180,7 @@ impl Program {
     /// Waits until the program ends.
     pub fn await_end(&mut self, interrupt: &Interrupt) -> Result<()> {
         let began = Instant::now();
-        let end = rustix::process::pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())?;
+        let end = self.pidfd()?;
         // Check for an interrupt every `LOOK`.
         let rest = Timespec::try_from(LOOK)?;
         while self.is_running()? {

@@ -1,8 +1,8 @@
 //! Calls between processes, whose servers are replaced or die meanwhile.
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -14,6 +14,7 @@ use crate::case;
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
 use crate::papers::ANT;
+use crate::program::Program;
 use crate::rounds;
 use crate::table::number;
 use crate::workplace::Workplace;
@@ -100,24 +101,20 @@ pub fn serve(office: Office, cpu: usize, path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Process of a demo server. Dropping it kills the process.
+/// A running demo server.
 struct Running {
-    process: Child,
+    program: Program,
     says: ChildStdout,
 }
 
 impl Running {
     fn start(office: &str, path: &Path, cpu: usize) -> Result<Self> {
         let this = std::env::current_exe().context("the demo could not find its own executable")?;
-        let mut process = Command::new(this)
-            .args(["demo-server", office, &cpu.to_string()])
-            .arg(path)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .context("the demo could not start a server")?;
-        let says = process.stdout.take().context("its output was asked for")?;
-        Ok(Running { process, says })
+        let mut command = Command::new(this);
+        command.args(["demo-server", office, &cpu.to_string()]).arg(path);
+        let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut program = Program::spawn("a server of the demo", command)?;
+        Ok(Running { says: program.output()?, program })
     }
 
     /// Waits until the server serves, or stands by.
@@ -128,20 +125,7 @@ impl Running {
 
     /// Makes a server that was started as an upgrade begin.
     fn take_over(&mut self) -> Result<()> {
-        let stdin = self.process.stdin.as_mut().context("its input was asked for")?;
-        writeln!(stdin, "now").context("a server of the demo ended before it took over")
-    }
-
-    fn kill(&mut self) -> Result<()> {
-        self.process.kill().context("a server of the demo could not be killed")
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        // Both fail only for a process that has been waited for already.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        self.program.tell("now").context("a server of the demo ended before it took over")
     }
 }
 
@@ -201,14 +185,9 @@ pub fn show(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
         interrupt.check()?;
         let mut next = start("stand-by")?;
         next.await_ready()?;
-        calls(
-            &mut client,
-            &mut story,
-            CALLS_BETWEEN,
-            |done| {
-                if done == CALLS_BETWEEN / 2 { server.kill() } else { Ok(()) }
-            },
-        )?;
+        calls(&mut client, &mut story, CALLS_BETWEEN, |done| {
+            if done == CALLS_BETWEEN / 2 { server.program.kill() } else { Ok(()) }
+        })?;
         server = next;
         story.end_of_replacement();
     }
@@ -295,11 +274,11 @@ fn tell(what: &str, client: &mut Client, story: &Story) -> Result<()> {
 
 /// Kills the last server, which has no successor.
 fn end(mut server: Running, mut client: Client) -> Result<()> {
-    let pid = server.process.id();
+    let pid = server.program.id();
     let killer = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(20));
         let killed = Instant::now();
-        server.kill().map(|()| (killed, server))
+        server.program.kill().map(|()| (killed, server))
     });
     let outcome = loop {
         match client.call(Ask::new(COUNT, &0_u64.to_ne_bytes()), Deadline::within(DEADLINE)) {

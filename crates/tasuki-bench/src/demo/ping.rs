@@ -3,7 +3,6 @@
 //!
 //! All of it runs in a network namespace of its own, so it does not touch this machine's network.
 
-use std::io::Read;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -138,9 +137,8 @@ impl Asking {
 
     fn end(mut self, interrupt: &Interrupt) -> Result<Said> {
         self.0.await_end(interrupt)?;
-        let mut text = String::new();
         // The few lines fit the pipe, so they can wait there until now.
-        self.0.output()?.read_to_string(&mut text)?;
+        let text = self.0.rest_of_output()?;
         Said::read(&text).with_context(|| format!("ping's output has another form than it had:\n{text}"))
     }
 }

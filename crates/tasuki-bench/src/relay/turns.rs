@@ -4,6 +4,7 @@
 
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, OwnedFd};
+use std::process::Stdio;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -225,7 +226,7 @@ impl Ways {
 
 /// Starts the second worker.
 fn start_other(ways: &Ways, lease_page: &LeasePage, eventfds: [&OwnedFd; 2], cpu: usize) -> Result<Program> {
-    let (other, ours) = Program::in_role(&["take-turns"])?;
+    let (other, ours) = Program::in_role(&["take-turns"], Stdio::inherit())?;
     let mut fds = ways.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?;
     fds.push(lease_page.region.fd().try_clone_to_owned()?);
     fds.extend(eventfds.into_iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?);

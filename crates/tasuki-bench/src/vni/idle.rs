@@ -1,6 +1,7 @@
 //! CPU time of nodes that know each other, have exchanged frames, and now stay idle.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -55,7 +56,7 @@ pub fn node(number: u16) -> Result<()> {
 
 /// Starts the process of a node. Returns our end of its socket, too.
 fn start(number: u16, kept: &[Kept]) -> Result<(Program, OwnedFd)> {
-    let (node, socket) = Program::in_role(&["idle-node", &number.to_string()])?;
+    let (node, socket) = Program::in_role(&["idle-node", &number.to_string()], Stdio::inherit())?;
     let fds = kept[usize::from(number)].fds(others(number).map(|other| &kept[usize::from(other)]))?;
     Fds::send(socket.as_fd(), b"node", &fds)?;
     Ok((node, socket))

@@ -271,7 +271,7 @@ impl Traffic {
 }
 
 fn start_node(role: &str, number: u16, cpu: usize, fds: &[OwnedFd]) -> Result<Program> {
-    let (node, ours) = Program::in_role(&[role, &number.to_string(), &cpu.to_string()])?;
+    let (node, ours) = Program::in_role(&[role, &number.to_string(), &cpu.to_string()], Stdio::inherit())?;
     Fds::send(ours.as_fd(), b"node", fds)?;
     Ok(node)
 }
