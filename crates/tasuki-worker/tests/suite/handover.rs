@@ -10,7 +10,7 @@ use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Reason, Report};
 use tasuki_testing::until;
 
-use crate::daemon::{Nic, Node, Worker, nothing_is_lost, taken};
+use crate::daemon::{Nic, Node, Worker, nothing_is_lost, scene, taken};
 use crate::programs::{Model, need_model};
 
 const FRAMES: u64 = 20_000;
@@ -19,12 +19,9 @@ const RATE: u64 = 10_000;
 /// whole.
 const SLOW: u64 = 2_500;
 
-fn model(folder: &tempfile::TempDir) -> Model {
-    Model::start(folder.path(), &["--source", &FRAMES.to_string(), "--rate", &RATE.to_string()])
-}
-
-fn nodes(folder: &tempfile::TempDir) -> [Node; 2] {
-    [Node::new(folder.path(), Work::Echo), Node::beside(folder.path(), Work::Echo, 1000)]
+/// Returns a node beside that of a [`scene`].
+fn beside(folder: &tempfile::TempDir) -> Node {
+    Node::beside(folder.path(), Work::Echo, 1000)
 }
 
 /// Number of attempts at a relay that a busy machine may keep from finishing before the partner's pause is over.
@@ -58,10 +55,8 @@ fn repoint(node: &mut Node, giver: &mut Worker, nic: &mut Nic, inflight: Infligh
 #[test]
 fn a_nic_is_pointed_at_the_memory_of_another_node_and_back_under_traffic() {
     need_model!();
-    let folder = tempfile::tempdir().expect("a place for sockets");
-    let model = model(&folder);
-    let mut nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let [mut red, mut blue] = nodes(&folder);
+    let (folder, model, mut nic, mut red) = scene(Work::Echo, FRAMES, RATE);
+    let mut blue = beside(&folder);
     let mut driver = red.ready(&nic, &[]);
     taken(driver.grant(&nic));
     let mut pauses = Vec::new();
@@ -158,11 +153,8 @@ fn killed(deaths: Deaths, at_most: u64) -> Driver {
 
 /// Runs it once. Returns nothing if frames arrived before the taker could point the card.
 fn kill(deaths: Deaths, at_most: u64) -> Option<Driver> {
-    let folder = tempfile::tempdir().expect("a place for sockets");
-    let count = 5000_u64;
-    let mut model = Model::start(folder.path(), &["--source", &count.to_string(), "--rate", &SLOW.to_string()]);
-    let nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let [mut red, mut blue] = nodes(&folder);
+    let (folder, mut model, nic, mut red) = scene(Work::Echo, 5000, SLOW);
+    let mut blue = beside(&folder);
     let mut giver = red.ready(&nic, &orders(deaths.giver));
     let mut standby = red.ready(&nic, &[]);
     taken(giver.grant(&nic));
@@ -271,10 +263,8 @@ fn when_both_die_the_standby_of_the_givers_node_points_the_card_back() {
 #[test]
 fn what_is_ordered_to_be_dropped_is_counted_and_nothing_else_is_lost() {
     need_model!();
-    let folder = tempfile::tempdir().expect("a place for sockets");
-    let mut model = model(&folder);
-    let mut nic = Nic::open(&model.socket, &["--promiscuous"]);
-    let [mut red, mut blue] = nodes(&folder);
+    let (folder, mut model, mut nic, mut red) = scene(Work::Echo, FRAMES, RATE);
+    let mut blue = beside(&folder);
     let mut driver = red.ready(&nic, &[]);
     taken(driver.grant(&nic));
     let (mut dropped, mut longest) = (0, Duration::ZERO);
