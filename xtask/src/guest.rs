@@ -15,7 +15,6 @@ mod systemd;
 mod vm;
 mod wire;
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -102,7 +101,7 @@ fn in_guest(
         }
     };
     let (archive, bytes) = make(&place, &system)?;
-    fs::write(&archive, bytes).with_context(|| format!("cannot write {}", archive.display()))?;
+    let archive = system::write(archive, &bytes)?;
     let folder = tempfile::tempdir().context("cannot make a folder for sockets")?;
     let wires = CARDS.iter().map(|(name, _)| Wire::lay(folder.path(), name)).collect::<anyhow::Result<Vec<_>>>()?;
     let mut reader = Reader::default();

@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, bail, ensure};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::archive::Archive;
 use crate::checkout::{Checkout, host, output};
+use crate::needs::QEMU;
 use crate::stream;
 
 /// Script of the guest's first process, which runs before the program.
@@ -192,6 +193,26 @@ pub fn begin(system: &System, commands: &str) -> anyhow::Result<Archive> {
         }
     }
     Ok(archive)
+}
+
+/// Returns the folder in which guests are made, and what all consist of.
+pub fn prepare(checkout: &Checkout) -> anyhow::Result<(PathBuf, System)> {
+    ensure!(QEMU.is_met(), "needs QEMU: sudo apt-get install -y {}", QEMU.package);
+    let place = place(checkout)?;
+    let system = fetch(&place).context("needs a kernel from Debian's archive, by apt-get download")?;
+    Ok((place, system))
+}
+
+/// Writes the file that describes a machine to the bench, and returns it.
+pub fn describe(file: PathBuf, words: &[String], kernel_line: &str) -> anyhow::Result<PathBuf> {
+    let machine = json!({ "program": QEMU.program, "words": words, "kernel_line": kernel_line });
+    write(file, machine.to_string().as_bytes())
+}
+
+/// Writes a file, and returns it.
+pub fn write(file: PathBuf, bytes: &[u8]) -> anyhow::Result<PathBuf> {
+    fs::write(&file, bytes).with_context(|| format!("cannot write {}", file.display()))?;
+    Ok(file)
 }
 
 /// Returns the content of a file.

@@ -1,15 +1,12 @@
 //! The guest of the daemon's tests of virtual machines and of `bench guest`: Debian's kernel with its own driver of
 //! virtio-net, and a shell. The bench's has a program of ours, too.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use serde_json::json;
 
 use super::system::{self, System};
 use crate::checkout::Checkout;
-use crate::needs::QEMU;
 use crate::stream;
 use crate::tally::{Reader, Tally};
 
@@ -53,32 +50,18 @@ const KERNEL_LINE: &str = "console=ttyS0 quiet no_timer_check panic=-1 clocksour
 
 /// Makes the guest. Returns the files of its kernel and its archive.
 pub fn prepare(checkout: &Checkout) -> anyhow::Result<[PathBuf; 2]> {
-    let (place, system) = begin(checkout)?;
+    let (place, system) = system::prepare(checkout)?;
     let archive = pack(&place, &system, "vm.initrd", None)?;
     Ok([system.kernel, archive])
 }
 
 /// Makes the guest of the bench. Returns the file that describes it to the bench, which adds the card and a console.
 pub fn prepare_bench(checkout: &Checkout) -> anyhow::Result<PathBuf> {
-    let (place, system) = begin(checkout)?;
+    let (place, system) = system::prepare(checkout)?;
     let words = ["--release", "-p", "tasuki-net", "--example", "guest_datagrams"];
     let program = system::build(checkout, &place, "build", &words)?;
     let archive = pack(&place, &system, "bench.initrd", Some(&program))?;
-    let machine = json!({
-        "program": QEMU.program,
-        "words": machine(&system.kernel, &archive),
-        "kernel_line": KERNEL_LINE,
-    });
-    let file = place.join("bench.json");
-    fs::write(&file, machine.to_string()).with_context(|| format!("cannot write {}", file.display()))?;
-    Ok(file)
-}
-
-fn begin(checkout: &Checkout) -> anyhow::Result<(PathBuf, System)> {
-    anyhow::ensure!(QEMU.is_met(), "needs QEMU: sudo apt-get install -y {}", QEMU.package);
-    let place = system::place(checkout)?;
-    let system = system::fetch(&place).context("needs a kernel from Debian's archive, by apt-get download")?;
-    Ok((place, system))
+    system::describe(place.join("bench.json"), &machine(&system.kernel, &archive), KERNEL_LINE)
 }
 
 /// Writes the archive that the guest finds in its memory; in it, `program` is `/program`.
@@ -95,9 +78,7 @@ fn pack(place: &Path, system: &System, name: &str, program: Option<&Path>) -> an
         archive.add("program", 0o100_755, &system::read(program)?);
         archive.add(&format!("{PKTGEN}.ko"), 0o100_644, &read(PKTGEN)?);
     }
-    let file = place.join(name);
-    fs::write(&file, archive.finish()).with_context(|| format!("cannot write {}", file.display()))?;
-    Ok(file)
+    system::write(place.join(name), &archive.finish())
 }
 
 /// Returns QEMU's arguments for a machine of one CPU, whose memory a back end of vhost-user can share.
