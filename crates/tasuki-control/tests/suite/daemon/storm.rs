@@ -15,30 +15,7 @@ use serde_json::{Value, json};
 use tasuki_control::api::client;
 use tasuki_testing::{Program, process};
 
-use super::rig::{Rig, lives, pid, signal, until};
-
-/// Nodes that send all frames back: two that trust each other, and one that no node trusts.
-const NODES: &str = r#"
-[[node]]
-name = "red"
-work = "echo"
-trusts = ["blue"]
-
-[[node]]
-name = "blue"
-work = "echo"
-trusts = ["red"]
-
-[[node]]
-name = "green"
-work = "echo"
-
-[[nic]]
-name = "eth0"
-device = "vfio-user:CARD"
-node = "red"
-ring = 1024
-"#;
+use super::rig::{NODES, Rig, lives, pid, signal, until};
 
 /// Longest time until a worker drives and another stands by, whatever was killed. On a quiet machine it takes a
 /// tenth of a second.
@@ -195,17 +172,18 @@ impl Storm {
     /// `programs` too. Does not wait for a driver.
     pub fn of(work: &str, programs: &[(&str, &str)], wire: &[&str], limits: &[(&str, u32)]) -> Self {
         let one = alone();
-        let mut rig = Rig::without_daemon(NODES, "");
+        // The virtio driver has no larger ring.
+        let ring = if wire.contains(&"virtio-net") { 512 } else { 1024 };
+        let mut rig = Rig::without_daemon(&format!("{NODES}ring = {ring}\n"), "");
         let socket = rig.path("card.sock");
         let model = Model::start(&socket, wire);
         programs.iter().for_each(|(name, program)| as_planned(&rig, name, program));
         let work = work.replace("RIG/", &rig.path("").display().to_string());
         as_planned(&rig, "worker", "tasuki-worker");
         rig.configure(|text| {
+            let text = text.replace("work = \"sink\"", "work = \"echo\"");
             let text = text.replace("work = \"echo\"", &format!("work = {work}"));
-            let text = text.replace("vfio-user:CARD", &format!("vfio-user:{}", socket.display()));
-            // The largest ring of the virtio driver.
-            let text = if wire.contains(&"virtio-net") { text.replace("ring = 1024", "ring = 512") } else { text };
+            let text = text.replace("/nowhere/card.sock", &socket.display().to_string());
             limits.iter().fold(text, |text, (name, value)| {
                 let is_it = |line: &&str| line.starts_with(&format!("{name} = "));
                 let old = text.lines().find(is_it).expect("a limit").to_owned();
