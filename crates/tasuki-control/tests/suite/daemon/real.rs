@@ -90,35 +90,6 @@ pub fn stop(rig: &mut Rig, mut model: Model) -> String {
     said
 }
 
-#[test]
-fn no_frame_is_lost_whoever_drives_and_whoever_dies() {
-    whoever_drives_and_whoever_dies("82574l");
-}
-
-#[test]
-fn no_frame_of_a_virtio_device_is_lost_whoever_drives_and_whoever_dies() {
-    whoever_drives_and_whoever_dies("virtio-net");
-}
-
-fn whoever_drives_and_whoever_dies(card: &str) {
-    let Some((mut rig, model)) = with_card(card, NODES, ENDLESS, "4000") else { return };
-    rig.start();
-    rig.await_pair("red");
-    until(&rig, "frames flow", || moves(&rig) > 0);
-    rig.ask(&["worker", "upgrade", "red"]);
-    rig.await_pair("red");
-    rig.ask(&["worker", "upgrade", "red", "--state", "store"]);
-    let (driver, _) = rig.await_pair("red");
-    signal(pid(&driver), Signal::KILL);
-    until(&rig, "its stand-by drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] != driver["pid"]));
-    rig.kill_daemon();
-    rig.start();
-    rig.await_pair("red");
-    rig.ask(&["nic", "give", "eth0", "--to", "blue"]);
-    rig.await_pair("blue");
-    stop_whole(&mut rig, model);
-}
-
 /// The last release's worker knows one layout of the driver state less than our own with all features.
 #[test]
 fn workers_are_replaced_by_the_version_before_and_back_and_no_frame_is_lost() {
