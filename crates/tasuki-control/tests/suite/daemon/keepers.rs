@@ -34,23 +34,6 @@ fn opened(rig: &Rig) -> usize {
 }
 
 #[test]
-fn what_is_kept_outlives_daemon_driver_and_standby_together() {
-    let mut rig = Rig::new();
-    for round in 0..5 {
-        let (driver, standby) = rig.await_pair("red");
-        if round % 2 == 0 {
-            rig.kill_daemon();
-        }
-        for worker in [&driver, &standby] {
-            signal(pid(worker), Signal::KILL);
-        }
-        rig.start();
-    }
-    rig.await_pair("red");
-    assert_eq!(opened(&rig), 1, "{}", rig.log());
-}
-
-#[test]
 fn a_keeper_that_dies_costs_nothing_and_its_successor_has_everything() {
     let mut rig = Rig::new();
     let (driver, _) = rig.await_pair("red");
