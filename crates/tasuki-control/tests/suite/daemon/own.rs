@@ -24,10 +24,9 @@ macro_rules! need_program {
     };
 }
 
-fn storm(poll: bool) -> Storm {
+fn storm() -> Storm {
     let wire = ["--source", &u64::MAX.to_string(), "--rate", &RATE.to_string()];
-    let work = if poll { format!("{WORK}\npoll = true") } else { WORK.to_owned() };
-    let mut storm = Storm::of(&work, &[("own", PROGRAM), ("other", PROGRAM)], &wire, &[]);
+    let mut storm = Storm::of(WORK, &[("own", PROGRAM), ("other", PROGRAM)], &wire, &[]);
     storm.settle();
     storm.flows();
     storm
@@ -47,8 +46,10 @@ fn sent(storm: &mut Storm) -> u64 {
     number.unwrap_or_else(|| panic!("{said}"))
 }
 
-fn drivers_and_takers(poll: bool) {
-    let mut storm = storm(poll);
+#[test]
+fn a_program_that_is_killed_at_each_step_counts_each_frame_once() {
+    need_program!();
+    let mut storm = storm();
     for round in 0..3 {
         // Places where any worker dies, and the place where it writes its program state.
         let driving = DRIVER.iter().chain(&["state.written"]).map(|place| (place, 1 + 7 * round));
@@ -70,21 +71,9 @@ fn drivers_and_takers(poll: bool) {
 }
 
 #[test]
-fn a_program_that_is_killed_at_each_step_counts_each_frame_once() {
-    need_program!();
-    drivers_and_takers(false);
-}
-
-#[test]
-fn a_program_that_polls_and_is_killed_at_each_step_counts_each_frame_once() {
-    need_program!();
-    drivers_and_takers(true);
-}
-
-#[test]
 fn a_nic_goes_from_program_to_program_and_each_counts_what_it_had() {
     need_program!();
-    let mut storm = storm(false);
+    let mut storm = storm();
     for round in 0..12 {
         storm.plan_death(GIVER[round % GIVER.len()], 1);
         let _ = storm.upgrade("red", round % 3 == 2);
@@ -150,7 +139,7 @@ fn a_program_goes_on_from_the_state_that_it_converts_and_is_refused_where_it_can
 #[test]
 fn a_program_that_cannot_is_refused_with_its_reason() {
     need_program!();
-    let mut storm = storm(false);
+    let mut storm = storm();
     let (driver, _) = storm.settle();
     let plain = storm.rig.path("plain");
     std::fs::write(&plain, "text").expect("a file");
