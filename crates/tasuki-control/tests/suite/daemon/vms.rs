@@ -328,6 +328,18 @@ fn a_stock_guest_does_not_notice_that_its_back_end_is_replaced_and_killed() {
     world.rig.await_pair("vm");
     echoed(&world, 8, || {});
     assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
+    // The daemon dies with its keeper: fresh workers know the rings from the machine alone.
+    for _ in 0..2 {
+        world.ping(300, "0.002", GUEST);
+        let keeper = world.rig.keeper().expect("a keeper");
+        // It would start another keeper.
+        signal(world.rig.daemon_pid(), Signal::STOP);
+        signal(keeper, Signal::KILL);
+        world.rig.kill_daemon();
+        world.rig.start();
+        until(&world.rig, "it answers again", || world.is_answered(GUEST));
+    }
+    world.ping(300, "0.002", GUEST);
     world.end();
 }
 
@@ -498,33 +510,6 @@ fn a_stock_guest_whose_front_end_is_cut_off_goes_on_when_it_has_connected_again(
         echoed(&world, 35, || {});
         world.end();
     }
-}
-
-/// All that tasukid and its workers had of the machine is gone: its fresh worker knows the rings from the machine alone.
-#[test]
-fn a_stock_guest_goes_on_when_daemon_and_keeper_have_died_together() {
-    let Some(mut world) = World::alone() else { return };
-    world.add("shop", &world.shop, SHOP, &[]);
-    let socket = world.rig.path("vm.sock");
-    world.rig.ask(&["node", "add", "vm", "--vm", socket.to_str().expect("text")]);
-    world.rig.await_pair("vm");
-    let Some(_machine) = machine(&world, &["--cores", &two_cpus()]) else {
-        println!("skipped: needs QEMU and a kernel: cargo xtask test");
-        return world.end();
-    };
-    until(&world.rig, "it answers", || world.is_answered(GUEST));
-    for _ in 0..2 {
-        world.ping(300, "0.002", GUEST);
-        let keeper = world.rig.keeper().expect("a keeper");
-        // It would start another keeper.
-        signal(world.rig.daemon_pid(), Signal::STOP);
-        signal(keeper, Signal::KILL);
-        world.rig.kill_daemon();
-        world.rig.start();
-        until(&world.rig, "it answers again", || world.is_answered(GUEST));
-    }
-    world.ping(300, "0.002", GUEST);
-    world.end();
 }
 
 /// QEMU says nothing of a machine that keeps its memory to itself, and the guest nothing of a card that moves no frame.
