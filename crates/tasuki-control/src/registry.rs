@@ -67,13 +67,10 @@ pub struct WorkerRecord {
     #[serde(default)]
     pub unconfined: Vec<String>,
     /// It is started ahead of an upgrade that wants this very file.
-    #[serde(default)]
     pub staged: Option<FileName>,
     /// The [settings](config::Node::settings) that it began with, if that is known.
-    #[serde(default)]
     pub settings: Option<u32>,
     /// Mark of its node's endpoint, as it began with it, if that has one and it is known.
-    #[serde(default)]
     pub endpoint: Option<String>,
     /// Driver states that it reads and writes: kind, first version and last version.
     #[serde(default)]
@@ -119,12 +116,10 @@ pub struct NicRecord {
     /// Name of the node to which it belongs.
     pub node: String,
     /// The node's number on its VNI, if this is an end of one.
-    #[serde(default)]
     pub number_on_vni: Option<u16>,
     /// The model that the daemon started.
     pub model: Option<process::Name>,
     /// User ID of its model and its openers.
-    #[serde(default)]
     pub uid: Option<u32>,
     /// The party that made the memory of its device bundle: its number says which addresses are taken.
     pub made_by: u32,
@@ -136,10 +131,8 @@ pub struct NicRecord {
     /// The worker that held the lease then.
     pub holder: Option<u32>,
     /// How it came to its stand-by node by itself, or is about to.
-    #[serde(default)]
     pub fail_over: Option<FailOver>,
     /// Its stand-by node, if that was named by hand.
-    #[serde(default)]
     pub by_hand: Option<Standby>,
 }
 
@@ -150,11 +143,9 @@ pub struct NodeRecord {
     /// How often it was upgraded.
     pub generation: u32,
     /// User ID of its processes.
-    #[serde(default)]
     pub uid: Option<u32>,
     /// The [node](config::Node) as it was made, if that is known: the next daemon's configuration can have settings that
     /// count once it is made anew.
-    #[serde(default)]
     pub made: Option<serde_json::Value>,
     /// It is being removed, and its neighbours may have heard of that.
     #[serde(default)]

@@ -20,10 +20,8 @@ pub struct Status {
     /// Number of workers that it took over from an earlier daemon.
     pub adopted: u32,
     /// Troubles of the daemon itself.
-    #[serde(default)]
     pub trouble: Option<String>,
     /// Why it goes on as it was, if it was to be replaced last and the other program did not begin.
-    #[serde(default)]
     pub not_replaced: Option<String>,
     /// The configuration that it goes by.
     #[serde(default)]
@@ -68,13 +66,10 @@ pub struct Written {
 #[serde(deny_unknown_fields)]
 pub struct Apply {
     /// The file that it is in, for the messages about it; by default the one that the daemon began with.
-    #[serde(default)]
     pub path: Option<String>,
     /// Its text. Without path and text, the daemon reads the file that it began with; it reads no other.
-    #[serde(default)]
     pub text: Option<String>,
     /// The generation of the configuration that it is to follow; any, by default.
-    #[serde(default)]
     pub generation: Option<u64>,
 }
 
@@ -133,25 +128,20 @@ pub struct NodeView {
     /// Why it lacks workers that it should have.
     pub trouble: Option<String>,
     /// Its settings that do not count, though it works: this version of tasukid refuses them, or a CPU is gone.
-    #[serde(default)]
     pub left_out: Option<String>,
     /// Whether its frames are being captured.
     #[serde(default)]
     pub captured: bool,
     /// The container whose interface it is, if a container's runtime added it.
-    #[serde(default)]
     pub container: Option<String>,
     /// The namespace of its interface, if that is in one other than the daemon's: as it was named when the node was added.
-    #[serde(default)]
     pub netns: Option<String>,
     /// Confinement that its workers lack.
     #[serde(default)]
     pub unconfined: std::collections::BTreeSet<String>,
     /// The program at its socket, if it has one at which a program connects.
-    #[serde(default)]
     pub client: Option<ClientView>,
     /// How its virtual machine connects, if it has one.
-    #[serde(default)]
     pub vm: Option<VmView>,
 }
 
@@ -161,7 +151,6 @@ pub struct ClientView {
     /// Whether it is connected: away, connected, or runs; of a machine that runs, the guest's driver has started its card.
     pub is: String,
     /// Pid of the process that connected, if it is seen from here.
-    #[serde(default)]
     pub process: Option<u32>,
 }
 
@@ -174,10 +163,8 @@ pub struct VmView {
     /// The station address for the machine's card: the node's.
     pub mac: String,
     /// The MTU for the machine's card, in bytes, if the node has one.
-    #[serde(default)]
     pub mtu: Option<u16>,
     /// Number of pairs of queues that the guest's driver uses now, if it is known.
-    #[serde(default)]
     pub pairs: Option<usize>,
     /// What each queue of the card has carried since the node began, over all its workers.
     #[serde(default)]
@@ -335,7 +322,6 @@ pub struct NicView {
     pub is: String,
     /// `up` or `down`, as its driver found its link within the last two seconds; nothing while no worker drives it. A worker
     /// from before 2026-11-29 looks only until the link is up once. The same of the Linux interface for which an end stands.
-    #[serde(default)]
     pub link: Option<String>,
     /// How often its lease was taken.
     pub epoch: u32,
@@ -348,10 +334,8 @@ pub struct NicView {
     /// Why no worker drives it, or why the last relay did not end as intended.
     pub trouble: Option<String>,
     /// The node that gets it if the node that has it is lost.
-    #[serde(default)]
     pub standby: Option<String>,
     /// How it came to the node that has it, if it came there by itself.
-    #[serde(default)]
     pub failed_over: Option<FailOver>,
 }
 

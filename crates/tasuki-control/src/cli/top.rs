@@ -41,7 +41,6 @@ struct Moment {
     /// Milliseconds since 1970.
     at_ms: u64,
     /// Milliseconds of `CLOCK_MONOTONIC`: somebody may set the other clock between two looks. Earlier versions record none.
-    #[serde(default)]
     clock_ms: Option<u64>,
     metrics: Metrics,
     /// Milliseconds of CPU time that the daemon and the workers have used, by their process IDs.

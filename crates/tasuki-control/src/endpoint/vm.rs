@@ -23,7 +23,6 @@ pub struct Vm {
     pub socket: PathBuf,
     /// The longest packet that the machine's card takes, in bytes without the Ethernet header: its guest's driver gets that as
     /// its MTU. 68 to 65,535; without it, the guest takes what it wants, 1,500 by default.
-    #[serde(default)]
     #[schema(minimum = 68)]
     pub mtu: Option<u16>,
     /// The user or group that may use the socket beside tasukid's user, as user:NAME or group:NAME: QEMU's, under libvirt.

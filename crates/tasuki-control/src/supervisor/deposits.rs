@@ -69,7 +69,6 @@ pub(super) struct CardText {
     pub turns: u64,
     pub bundle: message::DeviceBundle,
     /// The settings with which it was opened. An earlier daemon did not note them.
-    #[serde(default)]
     pub opened: Option<OpenedText>,
 }
 

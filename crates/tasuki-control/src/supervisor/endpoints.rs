@@ -86,7 +86,6 @@ struct ClientText {
     #[serde(flatten)]
     client: message::Client,
     /// The node at which it is connected. An earlier daemon does not say it.
-    #[serde(default)]
     node: Option<String>,
 }
 

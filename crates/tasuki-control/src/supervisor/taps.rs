@@ -307,7 +307,6 @@ struct TapText {
     made_in: Option<Identity>,
     node: Option<String>,
     /// An earlier daemon does not say it.
-    #[serde(default)]
     waiting: Option<(u32, u32)>,
 }
 
