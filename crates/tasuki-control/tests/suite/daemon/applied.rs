@@ -14,7 +14,7 @@ use tasuki_control::registry::{AppliedRecord, Change, Registry};
 use super::natives::{assert_exact, flows};
 use super::rig::{NODES, Rig, lives, pid, signal, until};
 use super::rooms::{Exchange, Room};
-use super::vnis::{DESK, SHOP, World};
+use super::vnis::{DESK, SHOP, World, of_file};
 
 /// Returns the processes that drive a NIC of each node.
 fn drivers(rig: &Rig) -> BTreeMap<String, u32> {
@@ -681,12 +681,6 @@ fn what_was_changed_by_hand_can_be_kept_and_comes_back_where_nothing_is_left() {
     assert!(rig.is_as_configured() && configuration(&rig)["by_hand"].as_array().is_some_and(Vec::is_empty));
 }
 
-/// Returns the entry of a node in the file whose interface is in this namespace.
-fn of_file(name: &str, room: &Room, address: &str, more: &str) -> String {
-    let tap = format!("netns = {:?}, name = \"lan\", address = \"{address}/24\"{more}", room.path());
-    format!("[[node]]\nname = {name:?}\nvni = \"lan\"\nwork = {{ tap = {{ {tap} }} }}\n")
-}
-
 fn ip(room: &Room, words: &str) -> String {
     let output = room.within(|| Command::new("ip").args(words.split(' ')).output().expect("ip"));
     assert!(output.status.success(), "ip {words}: {}", String::from_utf8_lossy(&output.stderr));
@@ -696,9 +690,7 @@ fn ip(room: &Room, words: &str) -> String {
 /// Makes a world with both namespaces on the VNI, by the file.
 fn by_file() -> Option<World> {
     let world = World::new()?;
-    world
-        .rig
-        .configure(|text| text + &of_file("shop", &world.shop, SHOP, "") + &of_file("desk", &world.desk, DESK, ""));
+    world.describe("");
     world.rig.ask(&["apply"]);
     world.await_pairs();
     assert!(world.is_answered(DESK));

@@ -15,10 +15,13 @@ use super::real::released;
 use super::rig::{pid, signal, until};
 use super::rooms::{BURST, Exchange, Room, Tally, deaths};
 use super::storm::{beside, need_storm};
-use super::vnis::{DESK, SHOP, World};
+use super::vnis::{DESK, SHOP, World, of_file};
 
 /// Number of flows that begin. Of 128 times, all go by one queue once; then more begin.
 const FLOWS: usize = 8;
+
+/// The entry of a queue's node in the file.
+const QUEUE: &str = "[[node]]\nname = \"shop-1\"\nvni = \"lan\"\nwork = { queue = { of = \"shop\" } }\n";
 
 /// Makes both namespaces, and starts the flows between them. Both queues carry some.
 fn begin(world: &World, queues: u32) -> Vec<Exchange> {
@@ -278,16 +281,9 @@ fn what_is_in_a_queue_that_goes_is_passed_on_though_its_worker_is_dead_or_hangs(
     let program = world.rig.path("gate");
     tasuki_testing::script(&program, &gate);
     world.rig.configure(|text| text.replace(&format!("{stock:?}"), &format!("{program:?}")));
-    let rooms = [world.shop.path(), world.desk.path()];
-    let node = |name: &str, netns: &str, address: &str| {
-        format!(
-            "[[node]]\nname = {name:?}\nvni = \"lan\"\nwork.tap = {{ netns = {netns:?}, name = \"lan\", address = \"{address}/24\", shortcut = false, queues = 2 }}\n"
-        )
-    };
-    world.rig.configure(|text| format!("{text}{}{}", node("shop", &rooms[0], SHOP), node("desk", &rooms[1], DESK)));
-    let queue = "[[node]]\nname = \"shop-1\"\nvni = \"lan\"\nwork = { queue = { of = \"shop\" } }\n";
+    world.describe(", shortcut = false, queues = 2");
     for (generation, hangs) in [(3, false), (5, true)] {
-        world.rig.configure(|text| text + queue);
+        world.rig.configure(|text| text + QUEUE);
         world.rig.ask(&["apply"]);
         world.await_pairs();
         let (driver, stands_by) = world.rig.await_pair("shop-1");
@@ -310,7 +306,7 @@ fn what_is_in_a_queue_that_goes_is_passed_on_though_its_worker_is_dead_or_hangs(
         for (number, program) in (0..FRAMES).zip(programs.iter().cycle()) {
             program.send_to(&number.to_le_bytes(), (DESK, 7)).expect("room");
         }
-        world.rig.configure(|text| text.replace(queue, ""));
+        world.rig.configure(|text| text.replace(QUEUE, ""));
         std::thread::scope(|scope| {
             let removal = scope.spawn(|| world.rig.ask(&["apply"]));
             world.rig.await_event(&format!("configuration {generation}, "));
@@ -408,17 +404,11 @@ fn the_limits_of_a_node_hold_for_all_its_queues_together_whichever_workers_die()
     const KILLS: usize = 4;
     let Some(mut world) = World::new() else { return };
     let before = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("a file");
-    let rooms = [world.shop.path(), world.desk.path()];
-    let tap = |name: &str, netns: &str, address: &str, more: &str| {
-        format!(
-            "[[node]]\nname = {name:?}\nvni = \"lan\"\nwork.tap = {{ netns = {netns:?}, name = \"lan\", address = \"{address}/24\", shortcut = false{more} }}\n"
-        )
-    };
     let apply = |world: &World, kpps: u32| {
         let limits = format!("limits = {{ send = {{ kpps = {kpps} }}, receive = {{ kpps = {kpps} }} }}\n");
-        let shop = tap("shop", &rooms[0], SHOP, ", queues = 2") + &limits;
-        let queue = "[[node]]\nname = \"shop-1\"\nvni = \"lan\"\nwork = { queue = { of = \"shop\" } }\n";
-        world.rig.configure(|_| [&before[..], &shop, queue, &tap("desk", &rooms[1], DESK, "")].concat());
+        let shop = of_file("shop", &world.shop, SHOP, ", shortcut = false, queues = 2") + &limits;
+        let desk = of_file("desk", &world.desk, DESK, ", shortcut = false");
+        world.rig.configure(|_| [&before[..], &shop, QUEUE, &desk].concat());
         let said = world.rig.ask(&["apply"]);
         ["shop", "shop-1", "desk"].into_iter().for_each(|node| _ = world.rig.await_pair(node));
         said
@@ -534,21 +524,12 @@ fn a_worker_from_before_queues_and_a_queue_are_not_on_one_vni() {
 fn a_file_that_changes_an_interface_changes_its_queues_with_it() {
     let Some(mut world) = World::new() else { return };
     let before = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("a file");
-    let rooms = [world.shop.path(), world.desk.path()];
-    let file = |queues: u32, mtu: u32| {
+    let file = |world: &World, queues: u32, mtu: u32| {
         // The queue stands before its interface: the order in the file does not count.
-        let its = if queues > 1 {
-            "[[node]]\nname = \"shop-1\"\nvni = \"lan\"\nwork = { queue = { of = \"shop\" } }\n"
-        } else {
-            ""
-        };
-        let node = |name: &str, netns: &str, address: &str, more: &str| {
-            format!(
-                "[[node]]\nname = {name:?}\nvni = \"lan\"\nwork.tap = {{ netns = {netns:?}, name = \"lan\", address = \"{address}/24\", mtu = {mtu}, shortcut = false{more} }}\n"
-            )
-        };
-        let queues = format!(", queues = {queues}");
-        format!("{before}{its}{}{}", node("shop", &rooms[0], SHOP, &queues), node("desk", &rooms[1], DESK, ""))
+        let its = if queues > 1 { QUEUE } else { "" };
+        let more = format!(", mtu = {mtu}, shortcut = false");
+        let shop = of_file("shop", &world.shop, SHOP, &format!("{more}, queues = {queues}"));
+        format!("{before}{its}{shop}{}", of_file("desk", &world.desk, DESK, &more))
     };
     for (queues, mtu, dies_at) in
         [(2, 1500, 0), (2, 1400, 0), (1, 1400, 0), (3, 1400, 0), (2, 1500, 2), (2, 1400, 3), (1, 1500, 4), (3, 1400, 1)]
@@ -559,7 +540,7 @@ fn a_file_that_changes_an_interface_changes_its_queues_with_it() {
             until(&world.rig, "it serves", || world.rig.tasuki(&["status"]).status.success());
             world.await_pairs();
         }
-        world.rig.configure(|_| file(queues, mtu));
+        world.rig.configure(|_| file(&world, queues, mtu));
         if dies_at == 0 {
             world.rig.ask(&["apply"]);
         } else {

@@ -20,12 +20,7 @@ use super::vnis::{DESK, SHOP, World};
 fn configured() -> Option<World> {
     let mut world = World::new()?;
     world.rig.kill_daemon();
-    let node = |name: &str, room: &Room, address: &str| {
-        let tap = format!("netns = \"{}\", name = \"lan\", address = \"{address}/24\"", room.path());
-        format!("\n[[node]]\nname = \"{name}\"\nvni = \"lan\"\nwork = {{ tap = {{ {tap} }} }}\n")
-    };
-    let nodes = [node("shop", &world.shop, SHOP), node("desk", &world.desk, DESK)].concat();
-    world.rig.configure(|text| text + &nodes);
+    world.describe("");
     world.rig.start();
     world.await_pairs();
     if world.crossed("shop").is_none() {

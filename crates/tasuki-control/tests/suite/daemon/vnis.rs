@@ -24,6 +24,12 @@ use super::storm::{self, need_storm};
 pub const SHOP: &str = "192.0.2.1";
 pub const DESK: &str = "192.0.2.2";
 
+/// Returns the entry of a node in the file whose interface is in this namespace.
+pub fn of_file(name: &str, room: &Room, address: &str, more: &str) -> String {
+    let tap = format!("netns = {:?}, name = \"lan\", address = \"{address}/24\"{more}", room.path());
+    format!("[[node]]\nname = {name:?}\nvni = \"lan\"\nwork = {{ tap = {{ {tap} }} }}\n")
+}
+
 /// A daemon whose configuration names no node, and two namespaces. Fields end in the order in which they are
 /// dropped.
 pub struct World {
@@ -102,6 +108,13 @@ impl World {
         self.rig.ask(&[&["node", "add", name, "--netns", &path, "--address", &address], more].concat());
     }
 
+    /// Adds the entries of both namespaces to the file.
+    pub fn describe(&self, more: &str) {
+        let [shop, desk] = [("shop", &self.shop, SHOP), ("desk", &self.desk, DESK)]
+            .map(|(name, room, address)| of_file(name, room, address, more));
+        self.rig.configure(|text| text + &shop + &desk);
+    }
+
     /// Runs `ping` in the shop; returns its output.
     pub fn pinged(&self, words: &[&str]) -> String {
         let output = self.shop.within(|| Command::new("ping").args(words).output().expect("ping"));
@@ -151,8 +164,7 @@ fn a_node_whose_workers_died_before_they_heard_that_another_left_talks_to_the_ne
     let Some(mut world) = World::with_both_by_workers() else { return };
     let third = Room::new();
     const THIRD: &str = "192.0.2.3";
-    let tap = format!("{{ netns = {:?}, name = \"lan\", address = \"{THIRD}/24\", shortcut = false }}", third.path());
-    world.rig.configure(|text| format!("{text}[[node]]\nname = \"third\"\nvni = \"lan\"\nwork.tap = {tap}\n"));
+    world.rig.configure(|text| text + &of_file("third", &third, THIRD, ", shortcut = false"));
     world.rig.ask(&["apply"]);
     let talk = |world: &World| {
         world.rig.await_pair("third");
@@ -198,8 +210,7 @@ fn a_removal_that_its_daemon_does_not_live_to_end_is_ended_by_the_next_one() {
     let third = Room::new();
     const THIRD: [&str; 2] = ["192.0.2.3", "192.0.2.33"];
     let [before, _] = THIRD;
-    let tap = format!("{{ netns = {:?}, name = \"lan\", address = \"{before}/24\", shortcut = false }}", third.path());
-    world.rig.configure(|text| format!("{text}[[node]]\nname = \"third\"\nvni = \"lan\"\nwork.tap = {tap}\n"));
+    world.rig.configure(|text| text + &of_file("third", &third, before, ", shortcut = false"));
     world.rig.ask(&["apply"]);
     let talk = |world: &World, name: &str, address| {
         world.rig.await_pair(name);
@@ -764,10 +775,7 @@ fn a_daemon_that_begins_before_the_keeper_of_a_dead_one_waits_for_it() {
         return println!("skipped: needs strace ({error})");
     }
     world.rig.stop();
-    for (name, room, address) in [("shop", &world.shop, SHOP), ("desk", &world.desk, DESK)] {
-        let tap = format!("{{ netns = {:?}, name = \"lan\", address = \"{address}/24\" }}", room.path());
-        world.rig.configure(|text| format!("{text}[[node]]\nname = {name:?}\nvni = \"lan\"\nwork.tap = {tap}\n"));
-    }
+    world.describe("");
     let tasukid = world.rig.tasukid();
     // strace plays the busy machine.
     let mut traced = Command::new("strace");
