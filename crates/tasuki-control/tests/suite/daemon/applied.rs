@@ -681,12 +681,6 @@ fn what_was_changed_by_hand_can_be_kept_and_comes_back_where_nothing_is_left() {
     assert!(rig.is_as_configured() && configuration(&rig)["by_hand"].as_array().is_some_and(Vec::is_empty));
 }
 
-fn ip(room: &Room, words: &str) -> String {
-    let output = room.within(|| Command::new("ip").args(words.split(' ')).output().expect("ip"));
-    assert!(output.status.success(), "ip {words}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
 /// Makes a world with both namespaces on the VNI, by the file.
 fn by_file() -> Option<World> {
     let world = World::new()?;
@@ -727,7 +721,7 @@ fn an_interface_that_somebody_deletes_or_moves_is_missed_and_made_anew_by_an_app
             world.rig.ask(&["apply"]);
             world.await_pairs();
         }
-        ip(&world.shop, command);
+        world.shop.ip(command);
         is_to_be_made_anew(&world);
         is_missed(&world);
         world.rig.kill_daemon();
@@ -751,7 +745,7 @@ fn an_interface_whose_namespace_has_lost_its_name_is_missed_and_made_anew_by_an_
         let _ = fs::remove_file(&name);
         std::os::unix::fs::symlink(room.path(), &name).expect("a name");
     };
-    let makes_wire = |room: &Room| ip(room, "link add eth0 type veth peer name lan");
+    let makes_wire = |room: &Room| room.ip("link add eth0 type veth peer name lan");
     give_to(&world.shop);
     let shop = of_file("shop", &world.shop, SHOP, "").replace(&world.shop.path(), name.to_str().expect("text"));
     world.rig.configure(|text| text + &shop + &of_file("desk", &world.desk, DESK, ""));
@@ -827,7 +821,7 @@ fn a_node_is_at_work_when_the_command_that_adds_it_ends() {
 #[test]
 fn a_tap_that_the_user_made_is_used() {
     let Some(world) = World::new() else { return };
-    ip(&world.shop, "tuntap add lan mode tap");
+    world.shop.ip("tuntap add lan mode tap");
     world.add("shop", &world.shop, SHOP, &[]);
     world.add("desk", &world.desk, DESK, &[]);
     world.await_pairs();
@@ -840,7 +834,7 @@ fn a_tap_that_the_user_made_is_used() {
 fn a_node_that_cannot_be_made_anew_is_made_as_it_was_and_no_other_is_gone() {
     let Some(world) = by_file() else { return };
     let desk = pid(&world.rig.worker("desk", "drives").expect("it drives"));
-    ip(&world.shop, "link add other type veth peer name far");
+    world.shop.ip("link add other type veth peer name far");
     let before = std::fs::read_to_string(world.rig.path("tasuki.toml")).expect("the file");
     world.rig.configure(|text| {
         let text = text.replacen("name = \"lan\"", "name = \"other\"", 1).replace("/24\" }", "/24\", mtu = 1400 }");
@@ -853,9 +847,9 @@ fn a_node_that_cannot_be_made_anew_is_made_as_it_was_and_no_other_is_gone() {
     assert_eq!(names(&world.rig, "node"), ["desk", "shop"]);
     world.await_pairs();
     assert!(world.is_answered(DESK));
-    assert!(ip(&world.shop, "link show lan").contains("mtu 1500"));
+    assert!(world.shop.ip("link show lan").contains("mtu 1500"));
     // Nor is the other one touched, unless it was its turn before.
-    let is_new = ip(&world.desk, "link show lan").contains("mtu 1400");
+    let is_new = world.desk.ip("link show lan").contains("mtu 1400");
     assert!(is_new || lives(desk), "{}", world.rig.log());
     world.rig.configure(|_| before.clone());
     world.rig.ask(&["apply"]);
@@ -895,12 +889,12 @@ fn the_next_daemon_leaves_alone_an_interface_that_has_the_name_of_its_own_by_now
     let Some(mut world) = by_file() else { return };
     ["link set lan down", "link set lan name own", "link set own up", "link add lan type veth peer name far"]
         .iter()
-        .for_each(|words| _ = ip(&world.shop, words));
-    let strange = ip(&world.shop, "link show lan");
+        .for_each(|words| _ = world.shop.ip(words));
+    let strange = world.shop.ip("link show lan");
     world.rig.kill_daemon();
     world.rig.start();
     world.await_pairs();
-    assert_eq!(ip(&world.shop, "link show lan"), strange);
+    assert_eq!(world.shop.ip("link show lan"), strange);
     assert!(!world.rig.ask(&["status"]).contains("gets no frames"), "{}", world.rig.log());
     world.end();
 }

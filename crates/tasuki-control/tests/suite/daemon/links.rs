@@ -10,19 +10,19 @@ use super::rig::until;
 use super::rooms::{BURST, Exchange, Room, Stream, deaths};
 use super::vnis::{DESK, SHOP, World};
 
-fn ip(room: &Room, words: &[&str]) {
-    let done = room.within(|| Command::new("ip").args(words).status());
-    assert!(done.is_ok_and(|status| status.success()), "ip {words:?}");
+/// Makes a veth pair in a namespace: one end is a program's, and the other the node's.
+fn makes_wire(room: &Room) {
+    room.ip("link add eth0 type veth peer name wire0");
+    room.ip(&format!("address add {DESK}/24 dev eth0"));
+    room.ip("link set eth0 up");
+    room.ip("link set wire0 up");
 }
 
 /// Makes a world with the namespace `shop` on the VNI, and the namespace `desk` behind the interface `wire0`.
 fn with_wire() -> Option<World> {
     let world = World::new()?;
     world.add("shop", &world.shop, SHOP, &[]);
-    ip(&world.desk, &["link", "add", "eth0", "type", "veth", "peer", "name", "wire0"]);
-    ip(&world.desk, &["address", "add", &format!("{DESK}/24"), "dev", "eth0"]);
-    ip(&world.desk, &["link", "set", "eth0", "up"]);
-    ip(&world.desk, &["link", "set", "wire0", "up"]);
+    makes_wire(&world.desk);
     world.rig.ask(&["node", "add", "desk", "--link", &format!("{}:wire0", world.desk.path())]);
     world.await_pairs();
     Some(world)
@@ -51,7 +51,7 @@ fn what_is_behind_an_interface_loses_nothing_while_workers_and_daemon_are_replac
     assert!(counts.contains("desk"), "{counts}");
     // The interface is its owner's: it stays.
     world.rig.ask(&["node", "remove", "desk"]);
-    ip(&world.desk, &["link", "show", "wire0"]);
+    world.desk.ip("link show wire0");
     world.end();
 }
 
@@ -76,7 +76,7 @@ fn what_is_behind_an_interface_loses_nothing_when_its_worker_is_killed() {
 #[test]
 fn an_interface_whose_namespace_has_lost_its_name_is_told_of() {
     let Some(world) = World::new() else { return };
-    ip(&world.desk, &["link", "add", "eth0", "type", "veth", "peer", "name", "wire0"]);
+    world.desk.ip("link add eth0 type veth peer name wire0");
     let name = world.rig.path("namespace");
     std::os::unix::fs::symlink(world.desk.path(), &name).expect("a link");
     world.rig.ask(&["node", "add", "desk", "--link", &format!("{}:wire0", name.display())]);
@@ -99,16 +99,16 @@ fn an_interface_whose_link_is_down_is_told_of_and_no_trouble() {
         nics.as_array().expect("a list").iter().any(|nic| nic["node"] == "desk" && nic["link"] == what)
     };
     until(&world.rig, "its link is up", || is("up"));
-    ip(&world.desk, &["link", "set", "wire0", "down"]);
+    world.desk.ip("link set wire0 down");
     world.rig.await_event(":wire0 is down; bring the interface up (ip link set wire0 up)");
     let status = world.rig.ask(&["status"]);
     assert!(is("down") && status.contains("driven, link down"), "{status}");
     let nodes = world.rig.json(&["node", "list"]);
     assert!(nodes.as_array().expect("a list").iter().all(|node| node["trouble"].is_null()), "{nodes}");
-    ip(&world.desk, &["link", "set", "wire0", "up"]);
+    world.desk.ip("link set wire0 up");
     world.rig.await_event(":wire0 is up again");
     // The other end of its cable.
-    ip(&world.desk, &["link", "set", "eth0", "down"]);
+    world.desk.ip("link set eth0 down");
     world.rig.await_event(":wire0 is down; look at its cable, and at the other end");
     world.rig.ask(&["node", "remove", "desk"]);
     world.end();
@@ -118,9 +118,9 @@ fn an_interface_whose_link_is_down_is_told_of_and_no_trouble() {
 fn an_interface_that_is_renamed_is_told_of_and_goes_on() {
     let Some(world) = with_wire() else { return };
     let rename = |from: &str, to: &str| {
-        ip(&world.desk, &["link", "set", from, "down"]);
-        ip(&world.desk, &["link", "set", from, "name", to]);
-        ip(&world.desk, &["link", "set", to, "up"]);
+        world.desk.ip(&format!("link set {from} down"));
+        world.desk.ip(&format!("link set {from} name {to}"));
+        world.desk.ip(&format!("link set {to} up"));
     };
     let is_told = || world.rig.ask(&["status"]).contains(":wire0 of node desk is called wire9 by now");
     assert!(!is_told());
@@ -132,7 +132,7 @@ fn an_interface_that_is_renamed_is_told_of_and_goes_on() {
     rename("wire9", "wire0");
     until(&world.rig, "it has its name again", || !is_told());
     // The kernel finds it by a second name, too.
-    ip(&world.desk, &["link", "property", "add", "dev", "wire0", "altname", "cable0"]);
+    world.desk.ip("link property add dev wire0 altname cable0");
     world.rig.ask(&["node", "remove", "desk"]);
     world.rig.ask(&["node", "add", "desk", "--link", &format!("{}:cable0", world.desk.path())]);
     let is_up = |nic: &Value| nic["node"] == "desk" && nic["link"] == "up";
@@ -157,7 +157,7 @@ fn long_segments_cross_an_interface() {
 #[test]
 fn a_frame_that_is_longer_than_the_interface_takes_is_counted_as_that() {
     let Some(world) = with_wire() else { return };
-    ip(&world.desk, &["link", "set", "wire0", "mtu", "1000"]);
+    world.desk.ip("link set wire0 mtu 1000");
     assert!(world.pinged(&["-c", "1", "-W", "5", "-s", "900", DESK]).contains(" 1 received"));
     world.pinged(&["-c", "2", "-i", "0.01", "-W", "0.01", "-s", "1200", DESK]);
     let long = || world.rig.count("desk@lan", "dropped_too_long");
@@ -170,21 +170,21 @@ fn a_frame_that_is_longer_than_the_interface_takes_is_counted_as_that() {
 #[test]
 fn long_segments_in_a_tunnel_cross_an_interface() {
     let Some(world) = with_wire() else { return };
-    let vxlan = ["type", "vxlan", "id", "5", "dstport", "4789"];
-    let probe = [&["link", "add", "probe"][..], &vxlan].concat();
-    let has_vxlan = world.shop.within(|| Command::new("ip").args(&probe).status()).is_ok_and(|it| it.success());
+    const VXLAN: &str = "type vxlan id 5 dstport 4789";
+    let probe = format!("link add probe {VXLAN}");
+    let probed = world.shop.within(|| Command::new("ip").args(probe.split(' ')).status());
+    let has_vxlan = probed.is_ok_and(|it| it.success());
     if !has_vxlan {
         println!("skipped: the kernel has no VXLAN: modprobe vxlan");
         return world.end();
     }
-    ip(&world.shop, &["link", "del", "probe"]);
+    world.shop.ip("link del probe");
     for (room, link, us, far, inside) in
         [(&world.shop, "lan", SHOP, DESK, "198.51.100.1"), (&world.desk, "eth0", DESK, SHOP, "198.51.100.2")]
     {
-        let place = ["local", us, "remote", far, "dev", link];
-        ip(room, &[&["link", "add", "tunnel"][..], &vxlan, &place].concat());
-        ip(room, &["address", "add", &format!("{inside}/24"), "dev", "tunnel"]);
-        ip(room, &["link", "set", "tunnel", "up"]);
+        room.ip(&format!("link add tunnel {VXLAN} local {us} remote {far} dev {link}"));
+        room.ip(&format!("address add {inside}/24 dev tunnel"));
+        room.ip("link set tunnel up");
     }
     for (near, far, at_far) in [(&world.desk, &world.shop, "198.51.100.1"), (&world.shop, &world.desk, "198.51.100.2")]
     {
@@ -207,7 +207,7 @@ fn a_bridge_as_an_interface_is_told_of_and_no_trouble() {
         println!("skipped: the kernel has no bridges: modprobe bridge");
         return world.end();
     }
-    ip(&world.desk, &["link", "set", "br0", "up"]);
+    world.desk.ip("link set br0 up");
     let add = |world: &World, name| {
         world.rig.ask(&["node", "add", "desk", "--link", &format!("{}:{name}", world.desk.path())]);
         world.rig.await_pair("desk");
@@ -222,8 +222,8 @@ fn a_bridge_as_an_interface_is_told_of_and_no_trouble() {
     assert!(is_told(&world));
     // As it says.
     world.rig.ask(&["node", "remove", "desk"]);
-    ip(&world.desk, &["link", "add", "tasuki0", "type", "veth", "peer", "name", "tasuki1"]);
-    ip(&world.desk, &["link", "set", "tasuki1", "master", "br0"]);
+    world.desk.ip("link add tasuki0 type veth peer name tasuki1");
+    world.desk.ip("link set tasuki1 master br0");
     add(&world, "tasuki0");
     assert!(!is_told(&world));
     world.end();
@@ -256,7 +256,7 @@ fn an_interface_that_is_not_there_or_goes_is_told_of_and_stops_nobody_else() {
     let guest = Room::new();
     world.add("guest", &guest, "192.0.2.3", &[]);
     world.rig.await_pair("guest");
-    ip(&world.desk, &["link", "del", "wire0"]);
+    world.desk.ip("link del wire0");
     let exchange = Exchange::begin([(&world.shop, SHOP), (&guest, "192.0.2.3")]);
     exchange.goes_on(&world.rig, 300);
     // A frame for all reaches the end, where it finds no interface.
@@ -267,10 +267,7 @@ fn an_interface_that_is_not_there_or_goes_is_told_of_and_stops_nobody_else() {
     let tally = exchange.end();
     assert_eq!(tally.back, tally.sent, "{tally:?}");
     // Another of the same name, and the node anew.
-    ip(&world.desk, &["link", "add", "eth0", "type", "veth", "peer", "name", "wire0"]);
-    ip(&world.desk, &["address", "add", &format!("{DESK}/24"), "dev", "eth0"]);
-    ip(&world.desk, &["link", "set", "eth0", "up"]);
-    ip(&world.desk, &["link", "set", "wire0", "up"]);
+    makes_wire(&world.desk);
     world.rig.ask(&["node", "remove", "desk"]);
     world.rig.ask(&["node", "add", "desk", "--link", &format!("{path}:wire0")]);
     world.await_pairs();

@@ -416,15 +416,14 @@ fn the_limits_of_a_node_hold_for_all_its_queues_together_whichever_workers_die()
     apply(&world, 4);
     let ways = [(&world.shop, SHOP), (&world.desk, DESK)];
     let stations = ways.map(|(room, _)| {
-        let said = room.within(|| Command::new("ip").args(["-o", "link", "show", "lan"]).output().expect("ip"));
-        let said = String::from_utf8(said.stdout).expect("text");
+        let said = room.ip("-o link show lan");
         said.split(' ').skip_while(|word| *word != "link/ether").nth(1).expect("an address").to_owned()
     });
     // What asks for an address finds no room in a full queue either. The next daemon has the kernel forget addresses.
     let know_each_other = || {
         for (near, far) in [(0, 1), (1, 0)] {
-            let words = ["neigh", "replace", ways[far].1, "lladdr", &stations[far], "dev", "lan", "nud", "permanent"];
-            assert!(ways[near].0.within(|| Command::new("ip").args(words).status().expect("ip")).success());
+            let (address, mac) = (ways[far].1, &stations[far]);
+            ways[near].0.ip(&format!("neigh replace {address} lladdr {mac} dev lan nud permanent"));
         }
     };
     let floods = [Flood::begin(ways), Flood::begin([ways[1], ways[0]])];

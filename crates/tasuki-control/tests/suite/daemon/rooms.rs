@@ -46,6 +46,13 @@ impl Room {
         Namespace::named(&self.path()).within(|| Ok(work())).expect("a namespace")
     }
 
+    /// Runs `ip` in the namespace, which must succeed; returns its output.
+    pub fn ip(&self, words: &str) -> String {
+        let output = self.within(|| Command::new("ip").args(words.split(' ')).output().expect("ip (iproute2)"));
+        assert!(output.status.success(), "ip {words}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
     /// Runs `ping` in the namespace until `count` requests are answered. Returns what is wrong if one was not, or twice.
     pub fn ping(&self, count: usize, words: &[&str]) -> Option<String> {
         let count_too = count.to_string();

@@ -134,17 +134,16 @@ fn programs_behind_a_nic_lose_nothing_and_get_nothing_twice_while_it_changes_han
 #[test]
 fn a_tap_of_two_nodes_that_somebody_changes_or_deletes_is_told_of_and_made_anew_by_an_apply() {
     let Some(mut world) = World::new(None) else { return };
-    let ip = |words: &[&str]| world.far.within(|| Command::new("ip").args(words).status().expect("ip"));
     let told = || {
         let said = world.rig.ask(&["status"]);
         let (_, after) =
             said.split_once("was given the station address 02:00:00:00:00:55, and its NIC lets in frames for ")?;
         Some(after.split(' ').next()?.to_owned())
     };
-    ip(&["link", "set", "nic0", "address", "02:00:00:00:00:55"]);
+    world.far.ip("link set nic0 address 02:00:00:00:00:55");
     until(&world.rig, "it is told", || told().is_some());
     let mac = told().expect("just told");
-    ip(&["link", "set", "nic0", "address", &mac]);
+    world.far.ip(&format!("link set nic0 address {mac}"));
     until(&world.rig, "it is right again", || told().is_none());
     world.far.within(|| Interface::find("nic0").and_then(|nic| nic.delete())).expect("it was there");
     let says = |world: &World, part| world.rig.ask(&["status"]).contains(part);

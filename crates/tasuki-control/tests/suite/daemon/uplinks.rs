@@ -3,7 +3,6 @@
 //! namespace. Needs root.
 
 use std::net::UdpSocket;
-use std::process::Command;
 use std::sync::RwLockWriteGuard;
 
 use rustix::process::Signal;
@@ -183,9 +182,8 @@ fn several_behind_the_cable_are_learnt_and_what_is_for_nobody_goes_out() {
     // Frames from the cable that no node accepts show up in the worker's counter.
     let refused = || world.rig.worker("up", "drives").and_then(|driver| driver["refused"].as_u64());
     let before = refused().expect("it drives");
+    world.far.ip("neigh add 192.0.2.77 lladdr 02:00:00:00:00:77 dev wire0");
     world.far.within(|| {
-        let words = ["neigh", "add", "192.0.2.77", "lladdr", "02:00:00:00:00:77", "dev", "wire0"];
-        assert!(Command::new("ip").args(words).status().is_ok_and(|status| status.success()), "needs ip (iproute2)");
         let socket = UdpSocket::bind((FAR, 0)).expect("an address of the interface");
         (0..10).for_each(|_| _ = socket.send_to(b"anybody?", "192.0.2.77:9").expect("it can be sent"));
     });

@@ -372,8 +372,7 @@ fn nodes_that_are_renamed_while_no_daemon_lives_are_other_nodes_and_have_nothing
     until(&world.rig, "it answers", || world.is_answered(GUEST));
     let table = world.rig.json(&["vni", "table", "lan"]);
     let store = table.as_array().and_then(|nodes| nodes.iter().find(|it| it["node"] == "store")).expect("it is there");
-    let said = world.shop.within(|| Command::new("ip").args(["link", "show", "lan"]).output().expect("ip"));
-    let said = String::from_utf8_lossy(&said.stdout).into_owned();
+    let said = world.shop.ip("link show lan");
     assert!(said.contains(store["mac"].as_str().expect("an address")), "{said} {store}");
     assert!(!world.rig.log().contains("sent away"), "{}", world.rig.log());
     world.end();
@@ -601,8 +600,7 @@ fn a_stock_guest_migrates_live_while_its_back_end_is_killed_and_replaced() {
         let console = std::fs::read_to_string(world.rig.path("console-2.log")).unwrap_or_default();
         if !is_answered {
             let counts = ["vm", "shop"].map(|node| world.rig.json(&["nic", "counts", &format!("{node}@lan")]));
-            let links = world.shop.within(|| Command::new("ip").args(["-s", "link"]).output().expect("ip"));
-            let links = String::from_utf8_lossy(&links.stdout).into_owned();
+            let links = world.shop.ip("-s link");
             panic!("not all are answered: {counts:?}\n{links}\n{console}\n{}", world.rig.log());
         }
     });

@@ -316,8 +316,7 @@ fn a_node_with_a_limit_receives_no_more_and_what_it_sends_waits() {
     let configure = |limits: &str| world.rig.configure(|_| format!("{before}{node}{limits}"));
     let limits = "limits = { send = { mbit = 1 } }\n";
     let queue = || {
-        let said = world.desk.within(|| Command::new("ip").args(["link", "show", "lan"]).output().expect("ip"));
-        let said = String::from_utf8_lossy(&said.stdout).into_owned();
+        let said = world.desk.ip("link show lan");
         said.split_once("qlen ").and_then(|(_, its)| its.split_whitespace().next()?.parse().ok()).unwrap_or(0)
     };
     for (limits, by_shortcut) in [("", true), (limits, false), ("", true)] {
@@ -575,9 +574,7 @@ fn an_interface_that_is_given_another_station_address_is_told_of() {
             let of = "was given the station address 02:00:00:00:00:55, and its VNI takes frames from ";
             Some(said.split_once(of)?.1.split(' ').next()?.to_owned())
         };
-        let set = |mac: &str| {
-            world.desk.within(|| Command::new("ip").args(["link", "set", "lan", "address", mac]).status().expect("ip"))
-        };
+        let set = |mac: &str| world.desk.ip(&format!("link set lan address {mac}"));
         set("02:00:00:00:00:55");
         until(&world.rig, "it is told", || told().is_some());
         set(&told().expect("just told"));
@@ -589,10 +586,7 @@ fn an_interface_that_is_given_another_station_address_is_told_of() {
 #[test]
 fn an_address_that_goes_to_another_node_is_known_at_its_new_place_to_all_that_talked_to_it() {
     let Some(world) = World::with_both() else { return };
-    let neighbour = || {
-        let output = world.shop.within(|| Command::new("ip").args(["neigh", "show", DESK]).output().expect("ip"));
-        String::from_utf8_lossy(&output.stdout).into_owned()
-    };
+    let neighbour = || world.shop.ip(&format!("neigh show {DESK}"));
     assert!(world.is_answered(DESK));
     let before = neighbour();
     assert!(before.contains("lladdr"), "{before}");
