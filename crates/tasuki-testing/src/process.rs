@@ -29,6 +29,16 @@ pub fn lives(process: impl Display) -> bool {
     stat(process).is_some_and(|(_, fields)| fields[0] != "Z" && fields[0] != "X")
 }
 
+/// Lists all processes that run a program, with the words of their command lines, each with a zero byte behind it.
+pub fn running() -> impl Iterator<Item = (u32, String)> {
+    let all = fs::read_dir("/proc").expect("processes").flatten();
+    all.filter_map(|process| {
+        let pid = process.file_name().to_str()?.parse().ok()?;
+        let words = fs::read(process.path().join("cmdline")).ok().filter(|words| !words.is_empty())?;
+        Some((pid, String::from_utf8_lossy(&words).into_owned()))
+    })
+}
+
 /// Returns how many descriptors a process has; 0 if there is no such process.
 pub fn descriptors(process: impl Display) -> usize {
     fs::read_dir(format!("/proc/{process}/fd")).map_or(0, Iterator::count)

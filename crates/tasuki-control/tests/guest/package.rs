@@ -4,7 +4,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use crate::unit::{self, Unit, processes, property, run};
+use tasuki_testing::process;
+
+use crate::unit::{self, Unit, property, run};
 use crate::{NODES, assert_none_lost, finish, traffic};
 
 /// The next version.
@@ -66,7 +68,7 @@ fn a_package_that_is_removed_leaves_nothing_behind() {
     let unit = Unit::begin(NODES);
     unit.is_at_work();
     println!("{}", run("dpkg", &["--purge", "tasuki"]));
-    let left: Vec<_> = processes().filter(|(_, line)| line.contains("tasuki")).collect();
+    let left: Vec<_> = process::running().filter(|(_, line)| line.contains("tasuki")).collect();
     assert!(left.is_empty(), "it leaves {left:?}");
     for path in [
         "/usr/bin/tasukid",

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde_json::Value;
+use tasuki_testing::process;
+pub use tasuki_testing::process::lives;
 
 use crate::wait::until;
 
@@ -149,15 +151,10 @@ impl Unit {
     /// Returns the process of the keeper.
     pub fn keeper(&self) -> u32 {
         let keepers: Vec<u32> =
-            processes().filter(|(_, line)| line.contains("tasukid keep ")).map(|(pid, _)| pid).collect();
+            process::running().filter(|(_, line)| line.contains("tasukid\0keep\0")).map(|(pid, _)| pid).collect();
         assert_eq!(keepers.len(), 1, "one process keeps what must outlive tasukid");
         keepers[0]
     }
-}
-
-/// Returns whether a process still exists.
-pub fn lives(pid: u32) -> bool {
-    processes().any(|(its, _)| its == pid)
 }
 
 /// Kills processes at once.
@@ -172,16 +169,6 @@ pub fn kill(pids: &[u32]) {
     }
 }
 
-/// Lists all processes that run a program, with their command lines.
-pub fn processes() -> impl Iterator<Item = (u32, String)> {
-    let all = fs::read_dir("/proc").expect("processes").flatten();
-    all.filter_map(|process| {
-        let pid = process.file_name().to_str()?.parse().ok()?;
-        let words = fs::read(process.path().join("cmdline")).ok().filter(|words| !words.is_empty())?;
-        Some((pid, words.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect::<Vec<_>>().join(" ")))
-    })
-}
-
 /// Runs `tasuki stop`, which ends everything; systemd does not restart it.
 pub fn stop_all() {
     if property("ActiveState") == "inactive" {
@@ -191,7 +178,7 @@ pub fn stop_all() {
     until("tasuki stop ends the unit", || (property("ActiveState") == "inactive").then_some(()));
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(property("ActiveState"), "inactive", "systemd starts tasukid again though tasuki stop has ended it");
-    let left: Vec<_> = processes().filter(|(_, line)| line.contains("tasuki")).collect();
+    let left: Vec<_> = process::running().filter(|(_, line)| line.contains("tasuki")).collect();
     assert!(left.is_empty(), "tasuki stop leaves {left:?}");
 }
 

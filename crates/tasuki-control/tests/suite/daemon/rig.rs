@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 use serde_json::Value;
-use tasuki_testing::Program;
 pub use tasuki_testing::process::lives;
+use tasuki_testing::{Program, process};
 use tempfile::TempDir;
 
 use super::storm::beside;
@@ -228,10 +228,7 @@ impl Rig {
     /// Returns the process of the keeper.
     pub fn keeper(&self) -> Option<u32> {
         let words = format!("tasukid\0keep\0{}\0", self.dir().display());
-        let processes = fs::read_dir("/proc").expect("a folder").flatten();
-        let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-        let is_it = |pid: &u32| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line == words.as_bytes());
-        numbers.into_iter().find(is_it)
+        process::running().find(|(_, its)| *its == words).map(|(pid, _)| pid)
     }
 
     /// Kills the daemon at once.

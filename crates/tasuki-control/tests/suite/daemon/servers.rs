@@ -3,7 +3,6 @@
 //!
 //! Attacks of docs/design/threat-model.md.
 
-use std::fs;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
@@ -15,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use serde_json::Value;
-use tasuki_testing::{Program, descriptors};
+use tasuki_testing::{Program, descriptors, process};
 
 use super::real::{moves, stop_whole, with_model};
 use super::rig::{Rig, pid, until};
@@ -326,13 +325,7 @@ fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() 
     assert_eq!(pid(&rig.await_worker("red", "drives")), victim, "{}", rig.log());
     drop((between, waiting, upgrades));
     stop_whole(&mut rig, model);
-    until(&rig, "no opener is left", || {
-        !fs::read_dir("/proc").expect("processes").flatten().any(|it| opens_for(&it.path(), &rig))
-    });
-}
-
-/// Returns whether the process opens a card for this daemon.
-fn opens_for(process: &Path, rig: &Rig) -> bool {
-    let words = fs::read_to_string(process.join("cmdline")).unwrap_or_default();
-    words.contains("\0open\0") && words.contains(&rig.path("").display().to_string())
+    let folder = rig.path("").display().to_string();
+    let opens = |words: &str| words.contains("\0open\0") && words.contains(&folder);
+    until(&rig, "no opener is left", || !process::running().any(|(_, words)| opens(&words)));
 }

@@ -133,13 +133,9 @@ fn the_pause_of_a_card_that_starts_anew_lasts_until_its_link_is_up() {
 
 /// Returns the process that the daemon has started with this word.
 fn started(rig: &Rig, word: &str) -> Option<u32> {
-    let all = fs::read_dir("/proc").expect("a folder").flatten();
-    let mut pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let is_it = |pid: &u32| {
-        let words = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        words.split('\0').nth(1) == Some(word) && is_ours(*pid, rig.path("").as_path())
-    };
-    pids.find(is_it)
+    let is_it =
+        |(pid, words): &(u32, String)| words.split('\0').nth(1) == Some(word) && is_ours(*pid, rig.path("").as_path());
+    process::running().find(is_it).map(|(pid, _)| pid)
 }
 
 /// Their card's server may do anything to them: they can do no more harm than a program of stage one, row: T33

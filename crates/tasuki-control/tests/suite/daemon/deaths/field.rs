@@ -9,7 +9,7 @@ use hyper::Method;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tasuki_control::api::client;
-use tasuki_testing::Dice;
+use tasuki_testing::{Dice, process};
 
 use crate::daemon::rig::{Rig, lives, pid, signal, until};
 use crate::daemon::rooms::{BURST, Exchange, Room, is_impossible};
@@ -295,11 +295,7 @@ impl Field {
     /// Returns the process that currently opens eth1.
     pub fn opener(&self) -> Option<u32> {
         let words = format!("open\0vfio-user:{}\0", self.rig.path("still.sock").display());
-        let processes = std::fs::read_dir("/proc").expect("a folder").flatten();
-        let mut numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-        let words = words.as_bytes();
-        let is_it = |line: Vec<u8>| line.windows(words.len()).any(|window| window == words);
-        numbers.find(|pid| std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(is_it))
+        process::running().find(|(_, its)| its.contains(&words)).map(|(pid, _)| pid)
     }
 
     /// Waits for a random time of up to `up_to_ms` milliseconds.
