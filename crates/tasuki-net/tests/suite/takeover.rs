@@ -6,9 +6,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use tasuki_net::nic::bus::Iova;
-use tasuki_net::nic::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin, VfioUser};
-use tasuki_net::nic::{InPlace, NicMemory, Parts};
+use tasuki_net::nic::bundle::{self, Fds, Text};
+use tasuki_net::nic::bus::{Iova, VfioUser};
+use tasuki_net::nic::{InPlace, NicMemory};
 use tasuki_net::port::{Burst, Transactional};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::crash;
@@ -21,47 +21,23 @@ const SLOTS: Geometry = Geometry { slot_len: 4096, count: 640 };
 const RINGS_LEN: usize = 256 << 10;
 const AT: Iova = Iova(1 << 32);
 
-/// All that a process needs to drive the card: the parts of the twin that other processes do not know, and the
-/// descriptors in order.
+/// All that a process needs to drive the card.
 struct DeviceBundle {
-    words: Vec<u32>,
+    text: Text,
     fds: Vec<OwnedFd>,
 }
 
 impl DeviceBundle {
-    fn of(bus: &VfioUser, parts: Parts) -> DeviceBundle {
-        let Twin { connection, lock, config_len, bars, vectors, .. } = bus.twin().expect("descriptors are free");
-        let Connection { socket, fds_max, transfer_max, .. } = connection;
-        let [BarTwin { len, doorbells: Some(doorbells), places, .. }] = <[BarTwin; 1]>::try_from(bars).expect("BAR 0")
-        else {
-            panic!("our model has doorbells in memory")
-        };
-        let small = |number: u64| u32::try_from(number).expect("our model's spaces are small");
-        let mut words = vec![fds_max, transfer_max, small(config_len), small(len)];
-        words.extend(places.iter().flat_map(|(offset, place)| [*offset, *place]));
-        let [vector] = <[OwnedFd; 1]>::try_from(vectors).expect("one vector");
-        DeviceBundle { words, fds: vec![socket, lock, doorbells, vector, parts.rings, parts.frames, parts.ledger] }
-    }
-
     fn send(&self, socket: &UnixStream) {
-        let bytes: Vec<u8> = self.words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let text = serde_json::to_vec(&self.text).expect("plain data");
         let fds: Vec<_> = self.fds.iter().map(OwnedFd::as_fd).collect();
-        process::say(socket, &bytes, &fds);
+        process::say(socket, &text, &fds);
     }
 
     fn receive(socket: &UnixStream) -> (VfioUser, NicMemory) {
         let (bytes, fds) = process::hear(socket).expect("a bundle");
-        let [socket, lock, doorbells, vector, rings, frames, ledger] =
-            <[OwnedFd; 7]>::try_from(fds).expect("seven descriptors");
-        let words: Vec<u32> = bytes.as_chunks().0.iter().map(|word| u32::from_ne_bytes(*word)).collect();
-        let places = words[4..].as_chunks::<2>().0.iter().map(|[offset, place]| (*offset, *place)).collect();
-        let bar = BarTwin { index: 0, len: words[3].into(), doorbells: Some(doorbells), places };
-        let connection = Connection { socket, fds_max: words[0], transfer_max: words[1], io_fds: true };
-        let vectors = vec![vector];
-        let twin = Twin { connection, lock, config_len: words[2].into(), can_reset: true, bars: vec![bar], vectors };
-        let layout = tasuki_net::nic::MemoryLayout { rings_at: AT, rings_len: RINGS_LEN, slots: SLOTS };
-        let memory = NicMemory::prepare(Parts { rings, frames, ledger }, &layout).expect("the card's memory");
-        (VfioUser::from_twin(twin, TIMEOUT).expect("the card's connection"), memory)
+        let text: Text = serde_json::from_slice(&bytes).expect("the text of one");
+        bundle::unpack(&text, Fds::new(fds)).expect("the card's connection and memory")
     }
 }
 
@@ -147,9 +123,10 @@ impl Driver {
 /// Starts the card with a driver that is gone at once; returns the bundle for the others.
 fn start(socket: OwnedFd) -> DeviceBundle {
     let memory = NicMemory::create(SLOTS, RINGS_LEN, AT).expect("a little memory");
-    let parts = memory.parts().expect("descriptors are free");
+    let (parts, layout) = (memory.parts().expect("descriptors are free"), memory.layout());
     let nic = plugged::start(socket, memory, true);
-    DeviceBundle::of(nic.bus(), parts)
+    let (text, fds) = bundle::pack(nic.bus(), parts, &layout).expect("descriptors are free");
+    DeviceBundle { text, fds }
 }
 
 /// Ends drivers one after the other, as `ends` says; the last one stays until all frames are back. Returns how many
