@@ -7,12 +7,12 @@ use std::time::Instant;
 
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
-use tasuki_net::nic::{DriverState, Filter, How, InPlace, Link, Nic, NicMemory, NicOptions, Parts, Repoint, Scrub};
+use tasuki_net::nic::{DriverState, How, InPlace, Nic, NicMemory, NicOptions, Parts, Repoint, Scrub};
 use tasuki_net::port::{Burst, Port, Transactional};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::Region;
 
-use crate::plugged::{Card, with_card};
+use crate::plugged::{self, Card, with_card};
 use tasuki_testing::PATIENCE;
 
 const RATE: u64 = 200_000;
@@ -67,18 +67,6 @@ fn handle(nic: &mut Card, inflight: Inflight, count: u64, mut done: impl FnMut(&
     frames
 }
 
-fn start(socket: std::os::fd::OwnedFd, memory: NicMemory, scrub: bool) -> Card {
-    let filter = Filter { promiscuous: true, ..Filter::default() };
-    let options = NicOptions { filter, scrub, ..NicOptions::default() };
-    let mut nic = Card::start(VfioUser::meet(socket, TIMEOUT).unwrap(), memory, &options).unwrap();
-    let began = Instant::now();
-    while nic.link().unwrap() == Link::Down {
-        assert!(began.elapsed() < PATIENCE, "the link comes up");
-        std::thread::yield_now();
-    }
-    nic
-}
-
 /// Hands the memory on with its card (keep); returns how many secrets the new owner could read before it has
 /// received anything.
 fn keep(inflight: Inflight, scrub: bool) -> usize {
@@ -87,7 +75,7 @@ fn keep(inflight: Inflight, scrub: bool) -> usize {
         let parts = || giver.parts().unwrap();
         let (theirs, layout) = (parts(), giver.layout());
         let again = parts();
-        let mut nic = start(socket, giver, scrub);
+        let mut nic = plugged::start_with(socket, giver, NicOptions { scrub, ..NicOptions::default() });
         let bus = VfioUser::from_twin(nic.bus().twin().unwrap(), TIMEOUT).unwrap();
         let next = Card::prepare(bus, NicMemory::prepare(again, &layout).unwrap()).unwrap();
         wire.begin();
@@ -134,7 +122,7 @@ fn memory_that_is_kept_has_nothing_of_frames_that_were_dropped() {
 /// handled are there.
 fn repoint(inflight: Inflight) -> usize {
     let (found, ..) = with_card(RATE, FRAMES, |socket, wire| {
-        let mut nic = start(socket, memory(0), false);
+        let mut nic = plugged::start(socket, memory(0), true);
         let taker = memory(1);
         let theirs = taker.parts().unwrap();
         let bus = VfioUser::from_twin(nic.bus().twin().unwrap(), TIMEOUT).unwrap();
