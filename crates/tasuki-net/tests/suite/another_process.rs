@@ -3,8 +3,6 @@
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use rustix::fs::MemfdFlags;
@@ -15,8 +13,9 @@ use tasuki_net::nic::{DriverState, Nic, NicMemory, NicOptions, Parked, Parts, Pa
 use tasuki_net::port::{Armed, Burst, Port};
 use tasuki_shm::region::{Pages, Region, RegionError};
 
-use crate::conformance::frames::{SHORTEST, assert_same, frame};
+use crate::conformance::frames::assert_same;
 use crate::conformance::on_sim::OnSim;
+use crate::conformance::traffic::{Traffic, numbered};
 use crate::conformance::{Bench, World};
 use crate::process::{self, Other};
 use crate::wait::{any_readable, readable};
@@ -78,62 +77,39 @@ fn other_process() {
     give(&socket, nic.park().expect("the card stops"), passed);
 }
 
-fn numbered(number: u32) -> Vec<u8> {
-    frame(<OnSim>::MAC, number, SHORTEST + number as usize % 1000)
-}
-
 #[test]
 fn a_card_goes_to_another_process_and_back_under_traffic_without_a_loss() {
     if process::role().is_some() {
         return other_process();
     }
     let Some(mut bench) = Bench::<OnSim>::start(&NicOptions { ring: 64, ..NicOptions::default() }) else { return };
-    let send = bench.world.sender();
-    let stop = Arc::new(AtomicBool::new(false));
-    let stopped = Arc::clone(&stop);
-    let sender = std::thread::spawn(move || {
-        (0..).take_while(|_| !stopped.load(Relaxed)).map(|number| send(&numbered(number))).count()
-    });
-    let mut next = 0;
-    let mut check = |frames: Vec<Vec<u8>>| {
-        for frame in frames {
-            assert_same(&[frame], &[numbered(next)]);
-            next += 1;
-        }
-        next
-    };
+    let mut traffic = Traffic::start(&bench);
     for _ in 0..3 {
         let mut passed = 0;
-        (0..20).for_each(|_| passed = check(bench.receive()));
+        (0..20).for_each(|_| passed = traffic.check(bench.receive()));
         let test = "another_process::a_card_goes_to_another_process_and_back_under_traffic_without_a_loss";
         let Other { process: mut other, mut socket } = Other::start(test, "driver", None);
         let parked = bench.take().park().expect("the card stops");
         give(&socket, parked, passed);
         // Frames that the other process received come back by the wire, and follow those that we received.
-        while check(bench.world.take(PATIENCE).into_iter().collect()) < passed + 500 {}
+        while traffic.check(bench.world.take(PATIENCE).into_iter().collect()) < passed + 500 {}
         socket.write_all(&[0]).expect("the other process reads");
         let taker = std::thread::spawn(move || take(&socket));
         // The other process gives no less than it took, so the wire must be emptied meanwhile.
         polled("the card", || {
-            check(bench.world.take(Duration::from_millis(1)).into_iter().collect());
+            traffic.check(bench.world.take(Duration::from_millis(1)).into_iter().collect());
             taker.is_finished().then_some(())
         });
         let (nic, arena, passed) = taker.join().expect("the card comes back");
         bench.put(nic, arena);
-        while check(Vec::new()) < passed {
-            check(bench.world.take(PATIENCE).into_iter().collect());
+        while traffic.check(Vec::new()) < passed {
+            traffic.check(bench.world.take(PATIENCE).into_iter().collect());
         }
         assert!(other.0.wait().expect("our own child").success(), "the other process is content");
         let census = bench.arena().census();
         assert!(census.peer <= 2 * 64 && census.owner == 0, "{census:?}");
     }
-    stop.store(true, Relaxed);
-    while !sender.is_finished() {
-        check(bench.poll());
-    }
-    let sent = u32::try_from(sender.join().expect("the sender sends")).expect("some thousands");
-    let all = check(bench.bring_in(&[numbered(sent)]));
-    assert_eq!(all, sent + 1, "each frame came, once");
+    traffic.end(&mut bench);
     assert_eq!(bench.world.take(Duration::ZERO), None, "and none twice");
 }
 
@@ -196,6 +172,6 @@ fn memory_that_is_not_what_the_driver_state_says_is_refused() {
     drop(memory);
     let arena = adopted.arena().clone();
     bench.put(Card::resume(bus, adopted, &driver_state).expect("the card goes on"), arena);
-    let sent: Vec<_> = (0..100).map(numbered).collect();
+    let sent: Vec<_> = (0..100).map(numbered::<OnSim>).collect();
     assert_same(&bench.bring_in(&sent), &sent);
 }

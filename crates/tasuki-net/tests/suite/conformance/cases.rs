@@ -8,6 +8,7 @@ use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::{Region, Span};
 
 use super::frames::{BROADCAST, LONGEST, SHORTEST, assert_same, frame, frames, ipv4, mixed};
+use super::traffic::Traffic;
 use super::{Bench, World, memory};
 use crate::wait::readable;
 use tasuki_testing::PATIENCE;
@@ -352,40 +353,13 @@ pub fn a_successor_goes_on_exactly<W: World>() {
 pub fn a_hundred_successors_lose_nothing_under_traffic<W: World>() {
     const SUCCESSORS: usize = 100;
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
-    let send = bench.world.sender();
-    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
-    let stopped = std::sync::Arc::clone(&stop);
-    // Send one frame after the other without a pause, through all replacements.
-    let sender = std::thread::spawn(move || {
-        let mut number = 0;
-        while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
-            send(&frame(W::MAC, number, SHORTEST + number as usize % 1000));
-            number += 1;
-        }
-        number
-    });
-    let mut came = 0;
-    let mut check = |frames: Vec<Vec<u8>>| {
-        for received in frames {
-            assert_same(&[received], &[frame(W::MAC, came, SHORTEST + came as usize % 1000)]);
-            came += 1;
-        }
-    };
+    let mut traffic = Traffic::start(&bench);
     for round in 0..SUCCESSORS {
         // Receive at least some, so that each driver has work.
-        (0..1 + round % 5).for_each(|_| check(bench.receive()));
+        (0..1 + round % 5).for_each(|_| _ = traffic.check(bench.receive()));
         bench.replace(|_, _, _| {});
     }
-    stop.store(true, std::sync::atomic::Ordering::Relaxed);
-    // The sender may wait for room, which only our receiving makes.
-    while !sender.is_finished() {
-        check(bench.poll());
-    }
-    let sent = sender.join().expect("the sender sends");
-    // A last frame behind everything else on the wire.
-    let last = frame(W::MAC, sent, SHORTEST + sent as usize % 1000);
-    check(bench.bring_in(std::slice::from_ref(&last)));
-    assert_eq!(came, sent + 1, "each frame came, once");
+    traffic.end(&mut bench);
 }
 
 pub fn a_card_that_is_pulled_out_is_gone<W: World>() {

@@ -1,8 +1,6 @@
 //! Cases of the suite in which a step fails, and the remaining parts go on.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
 
 use tasuki_net::nic::bus::{Bus, Iova};
 use tasuki_net::nic::{DriverState, Failed, Nic, NicError, NicMemory, NicOptions};
@@ -11,7 +9,8 @@ use tasuki_net::port::Port;
 use tasuki_shm::arena::Geometry;
 
 use super::cases::{Words, small};
-use super::frames::{LONGEST, SHORTEST, assert_same, frame, frames, mixed};
+use super::frames::{LONGEST, SHORTEST, assert_same, frames, mixed};
+use super::traffic::Traffic;
 use super::{Bench, World, memory, polled};
 
 /// Bytes to corrupt in the common part of all driver states, with the meaning of each.
@@ -125,31 +124,12 @@ pub fn a_refused_driver_state_changes_no_memory<W: World>() {
 
 pub fn wrong_driver_states_under_traffic_lose_nothing<W: World>() {
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
-    let send = bench.world.sender();
-    let stop = Arc::new(AtomicBool::new(false));
-    let stopped = Arc::clone(&stop);
-    let of = |number: u32| frame(W::MAC, number, SHORTEST + number as usize % 1000);
-    let sender = std::thread::spawn(move || {
-        (0..).take_while(|_| !stopped.load(Relaxed)).map(|number| send(&of(number))).count()
-    });
-    let mut came = 0;
-    let mut check = |received: Vec<Vec<u8>>| {
-        for received in received {
-            assert_same(&[received], &[of(came)]);
-            came += 1;
-        }
-    };
+    let mut traffic = Traffic::start(&bench);
     for wrong in WRONG.into_iter().cycle().take(3 * WRONG.len()) {
-        check(bench.receive());
+        traffic.check(bench.receive());
         refuse_then_replace(&mut bench, wrong);
     }
-    stop.store(true, Relaxed);
-    while !sender.is_finished() {
-        check(bench.poll());
-    }
-    let sent = u32::try_from(sender.join().expect("the sender sends")).expect("a few");
-    check(bench.bring_in(&[of(sent)]));
-    assert_eq!(came, sent + 1, "each frame came, once");
+    traffic.end(&mut bench);
 }
 
 pub fn after_a_start_that_failed_a_good_one_works<W: World>() {

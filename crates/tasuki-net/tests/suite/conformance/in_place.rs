@@ -1,14 +1,13 @@
 //! Cases for drivers that hand a running card on.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use tasuki_net::nic::{DriverState, InPlace, Nic, NicMemory, NicOptions, Parts};
 use tasuki_net::port::{Armed, Burst, Port, Transactional};
 use tasuki_shm::arena::Arena;
 
 use super::frames::{SHORTEST, assert_same, frame};
+use super::traffic::{Traffic, numbered};
 use super::{Bench, World};
 use crate::wait::readable;
 use tasuki_testing::PATIENCE;
@@ -62,35 +61,15 @@ fn start<W: Twinned>() -> Option<(Bench<W>, Spare<W>)> {
 
 pub fn drivers_take_turns_under_traffic_without_a_loss<W: Twinned>() {
     let Some((mut bench, mut spare)) = start::<W>() else { return };
-    let send = bench.world.sender();
-    let stop = Arc::new(AtomicBool::new(false));
-    let stopped = Arc::clone(&stop);
-    let numbered = |number: u32| frame(W::MAC, number, SHORTEST + number as usize % 1000);
-    let sender = std::thread::spawn(move || {
-        (0..).take_while(|_| !stopped.load(Relaxed)).map(|number| send(&numbered(number))).count()
-    });
-    let mut came = 0;
-    let mut check = |frames: Vec<Vec<u8>>| {
-        for received in frames {
-            assert_same(&[received], &[numbered(came)]);
-            came += 1;
-        }
-    };
+    let mut traffic = Traffic::start(&bench);
     for round in 0..100 {
-        (0..1 + round % 5).for_each(|_| check(bench.receive()));
+        (0..1 + round % 5).for_each(|_| _ = traffic.check(bench.receive()));
         spare = bench.take_turns(spare);
         // The successor can send, whatever state the ring was left in.
-        let out = numbered(round);
+        let out = numbered::<W>(round);
         assert_same(&bench.bring_out(std::slice::from_ref(&out)), &[out]);
     }
-    stop.store(true, Relaxed);
-    while !sender.is_finished() {
-        check(bench.poll());
-    }
-    let sent = u32::try_from(sender.join().expect("the sender sends")).expect("some thousands");
-    let last = numbered(sent);
-    check(bench.bring_in(&[last]));
-    assert_eq!(came, sent + 1, "each frame came, once");
+    traffic.end(&mut bench);
 }
 
 pub fn who_goes_on_is_woken<W: Twinned>() {
@@ -131,22 +110,21 @@ pub fn who_leaves_no_driver_state_is_followed_without_a_loss<W: Twinned>() {
         NicMemory::prepare(parts, &layout).expect("the same memory")
     };
     let Some(mut bench) = Bench::<W>::start_with(memory, &options()) else { return };
-    let numbered = |number: u32| frame(W::MAC, number, SHORTEST + number as usize % 1000);
     let (mut came, mut back, mut sent) = (0, 0, 0);
     let mut check = |frames: Vec<Vec<u8>>| {
         for received in frames {
-            assert_same(&[received], &[numbered(came)]);
+            assert_same(&[received], &[numbered::<W>(came)]);
             came += 1;
         }
         came
     };
     for round in 0..60 {
         for _ in 0..1 + round % 7 {
-            super::polled("room on the wire", || bench.world.try_send(&numbered(sent)).then_some(()));
+            super::polled("room on the wire", || bench.world.try_send(&numbered::<W>(sent)).then_some(()));
             sent += 1;
         }
         check(bench.poll());
-        let mut burst: Burst = (0..round % 5).map(|i| bench.fill(&numbered(back + i))).collect();
+        let mut burst: Burst = (0..round % 5).map(|i| bench.fill(&numbered::<W>(back + i))).collect();
         let given = bench.nic().transmit(&mut burst).expect("the card works");
         burst.clear();
         if round % 3 == 0 {
@@ -163,7 +141,7 @@ pub fn who_leaves_no_driver_state_is_followed_without_a_loss<W: Twinned>() {
         W::Nic::settle(&prepared).expect("the card works");
         bench.put(W::Nic::pick_up(prepared).expect("what the one before left"), arena);
         for _ in 0..given {
-            assert_same(&[bench.world.take(PATIENCE).expect("what was sent arrives")], &[numbered(back)]);
+            assert_same(&[bench.world.take(PATIENCE).expect("what was sent arrives")], &[numbered::<W>(back)]);
             back += 1;
         }
     }

@@ -23,6 +23,7 @@ pub mod last_owner;
 pub mod on_qemu;
 pub mod on_sim;
 pub mod repoint;
+pub mod traffic;
 pub mod tricks;
 pub mod tricks_virtio;
 

@@ -1,17 +1,14 @@
 //! Cases for drivers whose card can be pointed at another owner's rings.
 
-use std::collections::BTreeSet;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::{How, InPlace, MemoryLayout, Nic, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Armed, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 
 use super::Bench;
-use super::frames::{SHORTEST, assert_same, frame, ipv4, number_of};
+use super::frames::{SHORTEST, assert_same, frame, ipv4};
 use super::in_place::Twinned;
+use super::traffic::{Traffic, numbered};
 use crate::wait::readable;
 use tasuki_testing::{PATIENCE, polled};
 
@@ -90,42 +87,19 @@ fn start<W: Repointed>(queues: u8) -> Option<(Bench<W>, Owner<W>)> {
 
 pub fn owners_take_turns_under_traffic_without_a_loss<W: Repointed>() {
     let Some((mut bench, mut next)) = start::<W>(1) else { return };
-    let send = bench.world.sender();
-    let stop = Arc::new(AtomicBool::new(false));
-    let stopped = Arc::clone(&stop);
-    let numbered = |number: u32| frame(W::MAC, number, SHORTEST + number as usize % 1000);
-    let sender = std::thread::spawn(move || {
-        (0..).take_while(|_| !stopped.load(Relaxed)).map(|number| send(&numbered(number))).count()
-    });
-    let mut came = BTreeSet::new();
-    let mut check = |frames: Vec<Vec<u8>>| {
-        for received in frames {
-            let next = u32::try_from(came.len()).expect("some thousands");
-            let number = if W::IN_ORDER { next } else { number_of(&received) };
-            assert_same(&[received], &[numbered(number)]);
-            assert!(came.insert(number), "frame {number} came twice");
-        }
-        came.len()
-    };
+    let mut traffic = Traffic::start(&bench);
+    traffic.in_order = W::IN_ORDER;
     for turn in 0..TURNS {
         for _ in 0..1 + turn % 5 {
-            check(bench.receive());
+            traffic.check(bench.receive());
         }
-        check(bench.quiesce_and_stop());
+        traffic.check(bench.quiesce_and_stop());
         next = bench.repoint(next);
         // The new owner can send.
-        let out = numbered(turn);
+        let out = numbered::<W>(turn);
         assert_same(&bench.bring_out(std::slice::from_ref(&out)), &[out]);
     }
-    stop.store(true, Relaxed);
-    while !sender.is_finished() {
-        check(bench.poll());
-    }
-    let sent = sender.join().expect("the sender sends");
-    polled("all frames", || (check(bench.poll()) >= sent).then_some(()));
-    let last = numbered(u32::try_from(sent).expect("some thousands"));
-    check(bench.bring_in(&[last]));
-    assert_eq!(came.len(), sent + 1, "each frame came, once");
+    traffic.end(&mut bench);
 }
 
 pub fn all_queues_go_to_another_owner<W: Repointed>() {
