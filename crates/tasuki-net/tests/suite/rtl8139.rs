@@ -2,17 +2,17 @@
 //! for every card.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Part, Registers};
 use tasuki_net::nic::rtl8139::{Rtl8139, driver_state::DriverState};
-use tasuki_net::nic::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions};
+use tasuki_net::nic::{Failed, Link, Mac, Nic, NicError, NicMemory, NicOptions};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
-use tasuki_shm::region::Region;
 use zerocopy::{FromBytes, IntoBytes};
 
+use crate::conformance::cases::Words;
 use crate::conformance::frames::receive;
 use crate::qemu::{MEMORY_AT, Machine, QtestBus, regions};
 use crate::wait::readable;
@@ -220,54 +220,20 @@ fn a_parked_card_touches_no_memory() {
     // A ring with room for all frames that the wire can hold.
     let Some((machine, card, arena)) = start(&NicOptions { ring: 32, ..options() }) else { return };
     let (bus, memory, driver_state) = card.park().expect("the card parks");
-    let before = words_of(&memory);
+    let words = Words::of(&memory);
+    let all = || words.all().map(|word| word.load(Relaxed)).collect::<Vec<_>>();
+    let before = all();
     // More than fit into the wire's socket, so QEMU has taken some of them.
     for i in 0..1000 {
         machine.wire().send_frame(&frame(MAC, i, 60));
     }
-    assert!(words_of(&memory) == before, "its memory has changed");
+    assert!(all() == before, "its memory has changed");
     assert_eq!(arena.census().peer, 32);
     // The frames that came meanwhile are lost, later ones are not.
     let mut card = Card::resume(bus, memory, &driver_state).expect("the card goes on");
     let last = frame(MAC, 99, 60);
     machine.wire().send_frame(&last);
     while receive(&mut card, 1).last() != Some(&last) {}
-}
-
-#[test]
-fn the_filter_lets_in_what_it_says() {
-    let Some((machine, mut card, _arena)) = start(&options()) else { return };
-    let (one, another) = (Mac([1, 0, 0x5e, 0, 0, 1]), Mac([1, 0, 0x5e, 0, 0, 7]));
-    let mut passes = |filter: Filter, to: [u8; 6]| {
-        card.set_filter(&filter).expect("the card works");
-        machine.wire().send_frame(&frame(to, 0, 60));
-        // The wire keeps the order: when this frame has come, the other one would have.
-        machine.wire().send_frame(&frame(MAC, 1, 60));
-        let mut frames = receive(&mut card, 1);
-        while frames.last().is_none_or(|last| last[..6] != MAC) {
-            frames.extend(receive(&mut card, 1));
-        }
-        frames.len() == 2
-    };
-    let only = |mac| Filter { multicast: vec![mac], ..Filter::default() };
-    assert!(passes(Filter::default(), [0xff; 6]), "broadcasts always");
-    assert!(!passes(Filter::default(), OTHER));
-    assert!(passes(Filter { promiscuous: true, ..Filter::default() }, OTHER));
-    assert!(!passes(Filter::default(), one.0));
-    assert!(passes(only(one), one.0));
-    assert!(!passes(only(one), another.0));
-    assert!(passes(Filter { all_multicast: true, ..Filter::default() }, another.0));
-    assert!(!passes(Filter::default(), one.0), "and off again");
-}
-
-#[test]
-fn a_driver_state_with_a_slot_twice_is_refused() {
-    let Some((_machine, card, arena)) = start(&options()) else { return };
-    let (bus, memory, mut driver_state) = card.park().expect("the card parks");
-    driver_state.rx[1] = driver_state.rx[0];
-    let error = Card::resume(bus, memory, &driver_state).expect_err("one slot cannot take two frames");
-    assert!(matches!(error.error, NicError::BrokenDriverState { .. }), "{error}");
-    assert_eq!(arena.census().peer, 8, "the card has what it had");
 }
 
 #[test]
@@ -297,14 +263,4 @@ fn what_the_card_cannot_do_is_refused_by_name() {
     assert!(matches!(error.error, NicError::Memory { need: 0x8000, have: 0x7000, .. }), "{error}");
     let elsewhere = NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 4096, Iova(1 << 33)).expect("memory");
     assert!(matches!(Card::start(machine.bus(), elsewhere, &options()), Err(Failed { error: NicError::Bus(_), .. })));
-}
-
-/// Returns all memory that the card could write.
-fn words_of(memory: &NicMemory) -> Vec<u64> {
-    let words = [memory.rings(), memory.arena().region()].map(|region| {
-        // A mapping of our own.
-        let copy = region.fd().try_clone_to_owned().expect("a descriptor is free");
-        Region::adopt(copy).expect("memory of ours").span::<AtomicU64>(0, region.len() / 8).expect("all of it")
-    });
-    words.iter().flat_map(|words| words.iter().map(|word| word.load(Relaxed))).collect()
 }

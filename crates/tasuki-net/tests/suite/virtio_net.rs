@@ -103,18 +103,6 @@ fn a_device_that_was_reset_meanwhile_is_noticed() {
 }
 
 #[test]
-fn a_slot_that_stands_twice_in_a_driver_state_is_refused() {
-    for properties in ["", KEPT] {
-        let Some((_machine, card, arena)) = start(properties) else { return };
-        let (bus, memory, mut driver_state) = card.park().expect("the card parks");
-        driver_state.rx[1] = driver_state.rx[0];
-        let error = Card::resume(bus, memory, &driver_state).expect_err("one slot cannot take two frames");
-        assert!(matches!(error.error, NicError::BrokenDriverState { .. }), "{error}");
-        assert_eq!(arena.census().peer, 8, "the card has what it had");
-    }
-}
-
-#[test]
 fn the_link_says_its_speed_where_the_device_does() {
     let Some((_machine, mut card, _arena)) = start("speed=2500,duplex=half") else { return };
     assert_eq!(card.link().expect("it is there"), Link::Up { speed: 2500, full_duplex: false });

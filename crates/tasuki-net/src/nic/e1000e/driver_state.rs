@@ -230,7 +230,7 @@ mod tests {
     fn a_driver_state_that_cannot_be_true_is_refused() {
         driver_state().check(&MEMORY).unwrap();
         type Change = (&'static str, fn(&mut DriverState));
-        let changes: [Change; 19] = [
+        let changes: [Change; 21] = [
             ("version 4", |driver_state| driver_state.head.version += 1),
             ("the driver state is of", |driver_state| driver_state.head.kind ^= 1),
             ("rings are at another address", |driver_state| driver_state.head.rings_at += 4096),
@@ -246,10 +246,12 @@ mod tests {
             ("further apart", |driver_state| driver_state.receive[0].next = 0x1000),
             ("in descriptor (0x4)", |driver_state| driver_state.receive[0].tail -= 1),
             ("in descriptor (0x6)", |driver_state| driver_state.receive[0].next += 1),
+            ("in descriptor (0x2)", |driver_state| driver_state.filled += 1),
             ("not used", |driver_state| driver_state.receive[1].next = 1),
             ("a slot twice", |driver_state| driver_state.sending[1] = driver_state.posted[0][0]),
             ("does not have", |driver_state| driver_state.sending[1] = word(64)),
             ("the filter", |driver_state| driver_state.filter = 4),
+            ("what was counted", |driver_state| driver_state.counters[27] = u64::MAX),
         ];
         for (why, change) in changes {
             let mut wrong = driver_state();
