@@ -107,8 +107,8 @@ impl World for OnQemu {
 }
 
 // All but these cases:
-// - `a_hundred_successors_lose_nothing_under_traffic`, `wrong_driver_states_under_traffic_lose_nothing` and
-//   `a_parked_nic_touches_no_memory`, in which frames come while the card is parked (rtl8139.rs has its own);
+// - `a_hundred_successors_lose_nothing_under_traffic` and `a_parked_nic_touches_no_memory`, in which frames come while
+//   the card is parked (rtl8139.rs has its own);
 // - `memory_that_is_too_small_is_refused`, which uses longer rings than this card's;
 // - `interrupts_do_not_block`, because the bus has none for this card.
 suite!(rtl8139_on_qemu, super::OnQemu, and

@@ -60,7 +60,14 @@ impl LastOwned for OnQemu<Modern> {
 suite!(modern_after_a_hostile_owner, super::OnQemu<super::Modern>: a_cold_start_undoes_what_a_last_owner_leaves);
 
 suite!(modern, super::OnQemu<super::Modern>);
-suite!(transitional, super::OnQemu<super::Transitional>);
+// Of the two devices only the ID differs, and whether BAR 0 has the legacy registers, which no driver here uses.
+suite!(transitional, super::OnQemu<super::Transitional>:
+    frames_arrive_whole_and_in_order
+    frames_leave_whole_and_in_order
+    a_successor_goes_on_exactly
+    a_parked_card_can_be_started_anew
+    drivers_take_turns_under_traffic_without_a_loss
+);
 suite!(flags, super::OnQemu<super::Flags>);
 
 // All but `a_parked_nic_touches_no_memory`: a device that cannot be stopped goes on with its buffers.
@@ -73,7 +80,6 @@ suite!(kept, super::OnQemu<super::Kept>, and
 );
 
 suite_in_place!(modern_in_place, super::OnQemu<super::Modern>);
-suite_in_place!(transitional_in_place, super::OnQemu<super::Transitional>);
 suite_in_place!(flags_in_place, super::OnQemu<super::Flags>);
 suite_in_place!(kept_in_place, super::OnQemu<super::Kept>);
 

@@ -99,7 +99,6 @@ suite!(kept, super::OnSim<super::Card<super::Kept>>, and
 suite!(mute, super::OnSim<super::Card<super::Mute>>, and
     a_parked_nic_touches_no_memory
     a_hundred_successors_lose_nothing_under_traffic
-    wrong_driver_states_under_traffic_lose_nothing
     interrupts_do_not_block
 );
 

@@ -122,6 +122,8 @@ pub fn a_refused_driver_state_changes_no_memory<W: World>() {
     assert_same(&bench.bring_in(&sent), &sent);
 }
 
+/// For cards that cannot be stopped: they write on while one driver after the other refuses. A card that is quiet writes
+/// nothing then, and the case above is enough.
 pub fn wrong_driver_states_under_traffic_lose_nothing<W: World>() {
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
     let mut traffic = Traffic::start(&bench);

@@ -295,7 +295,6 @@ macro_rules! suite {
             a_hundred_successors_lose_nothing_under_traffic
             options_that_the_card_cannot_do_are_refused
             memory_that_is_too_small_is_refused
-            wrong_driver_states_under_traffic_lose_nothing
             interrupts_do_not_block
         );
     };
