@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use rustix::event::{Timespec, epoll};
+use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 use rustix::pipe::PipeFlags;
@@ -96,6 +96,15 @@ fn timespec(left: Duration) -> Timespec {
 pub fn is_eventfd(descriptor: BorrowedFd<'_>) -> bool {
     let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
     rustix::fs::readlink(path, Vec::new()).is_ok_and(|name| name.as_bytes() == b"anon_inode:[eventfd]")
+}
+
+/// Rings an eventfd. Never waits, even if another holder made it block: a full eventfd is readable anyway.
+pub fn ring_eventfd(eventfd: impl AsFd) {
+    let mut room = [PollFd::new(&eventfd, PollFlags::OUT)];
+    if rustix::event::poll(&mut room, Some(&Timespec::default())) == Ok(1) && room[0].revents().contains(PollFlags::OUT)
+    {
+        let _ = rustix::io::write(&eventfd, &1_u64.to_ne_bytes());
+    }
 }
 
 /// Reads the bytes that rings left in a bell pipe, as many as a pipe has room for by default: a peer that rings without end

@@ -9,7 +9,7 @@ use arrayvec::ArrayVec;
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use tasuki_shm::region::CommonRegion;
-use tasuki_shm::wake::is_eventfd;
+use tasuki_shm::wake::{is_eventfd, ring_eventfd};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::counts::{Count, Counts};
@@ -664,7 +664,7 @@ impl Device {
             if !is_eventfd(fd.as_fd()) {
                 return Err(Refusal::Eventfd(index));
             }
-            // The front end may undo this at any time: see `ring`.
+            // The front end may undo this at any time: see `ring_eventfd`.
             let _ = rustix::fs::fcntl_setfl(fd, OFlags::NONBLOCK);
         }
         let ring = self.ring(index)?;
@@ -672,7 +672,7 @@ impl Device {
         if request == request::SET_VRING_CALL {
             ring.has_call = fd.is_some();
             // An interrupt may have been due while there was no eventfd, or before this connection.
-            fd.iter().for_each(super::ring);
+            fd.iter().for_each(ring_eventfd);
             self.interrupts[at].eventfd = fd;
             return Ok(());
         }
@@ -965,7 +965,7 @@ impl Device {
 
     /// Wakes the worker that serves this pair.
     pub fn wake(&self, pair: usize) {
-        self.kicks.get(2 * pair + FROM_GUEST).into_iter().flatten().for_each(super::ring);
+        self.kicks.get(2 * pair + FROM_GUEST).into_iter().flatten().for_each(ring_eventfd);
     }
 
     /// Returns the eventfds by which the front end kicks.

@@ -6,7 +6,7 @@
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use super::ring;
+use tasuki_shm::wake::ring_eventfd;
 
 /// The least time between two interrupts of each ring: for frames to the guest, and for those that it sent. The latter give
 /// the guest its buffers back, and it waits for these only when it has no free one. Frames to the guest were coalesced
@@ -54,7 +54,7 @@ impl Interrupt {
     pub fn flush(&mut self) -> bool {
         let is_due = std::mem::take(&mut self.is_held);
         let eventfd = self.eventfd.iter().filter(|_| is_due);
-        eventfd.map(ring).count() > 0
+        eventfd.map(ring_eventfd).count() > 0
     }
 
     /// Returns whether an interrupt is held.

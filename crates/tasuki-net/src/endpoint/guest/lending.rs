@@ -363,7 +363,7 @@ impl Guest {
         (self.heard, self.must_hear, self.shortage.rings) = (false, false, 0);
         self.turns = self.turns.wrapping_add(1);
         if std::mem::take(&mut self.must_ring) {
-            self.front_end.iter().flat_map(|front_end| front_end.device.calls()).for_each(ring);
+            self.front_end.iter().flat_map(|front_end| front_end.device.calls()).for_each(ring_eventfd);
         }
         if self.turns.is_multiple_of(ATTEND_EVERY)
             && self.front_end.as_ref().is_some_and(|front_end| front_end.device.memory.is_gone())
@@ -449,7 +449,7 @@ impl Guest {
     fn give_back(&mut self, loans: &Loans, slot: usize, loan: Loan, to: State, borrower: &mut Borrower) {
         let Some(front_end) = &mut self.front_end else { return };
         if std::mem::take(&mut self.must_ring) {
-            front_end.device.calls().for_each(ring);
+            front_end.device.calls().for_each(ring_eventfd);
         }
         loans.set_positions(slot, front_end.device.lend(loan.pairs()));
         point("guest.returning");

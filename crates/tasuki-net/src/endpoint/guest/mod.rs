@@ -43,11 +43,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{RecvFlags, Shutdown, SocketType};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{CommonRegion, RegionError, Span};
 use tasuki_shm::vni::loans::{self, Loans};
+use tasuki_shm::wake::ring_eventfd;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::egress::{ROOM_AGAIN, WAIT};
@@ -313,7 +313,7 @@ impl Endpoint for Guest {
         self.turns = self.turns.wrapping_add(1);
         if self.turns > 1 && std::mem::take(&mut self.must_ring) {
             self.must_hear = true;
-            self.front_end.iter().flat_map(|front_end| front_end.device.calls()).for_each(ring);
+            self.front_end.iter().flat_map(|front_end| front_end.device.calls()).for_each(ring_eventfd);
         }
         let in_set_up = self.front_end.as_ref().is_some_and(|it| !it.device.is_running() || it.is_amid_set_up());
         let hears = self.must_hear || in_set_up || self.turns.is_multiple_of(ATTEND_EVERY);
@@ -521,15 +521,6 @@ impl Endpoint for Guest {
 
     fn connection(&mut self) -> Option<&mut dyn Connection> {
         Some(self)
-    }
-}
-
-/// Writes to an eventfd. Never waits, even if the front end made it block: a full eventfd is readable anyway.
-fn ring(eventfd: &OwnedFd) {
-    let mut polled = [PollFd::new(eventfd, PollFlags::OUT)];
-    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-    if rustix::event::poll(&mut polled, Some(&at_once)) == Ok(1) && polled[0].revents().contains(PollFlags::OUT) {
-        let _ = rustix::io::write(eventfd, &1_u64.to_ne_bytes());
     }
 }
 

@@ -14,6 +14,7 @@ use rustix::net::{
 };
 use serde::{Deserialize, Serialize};
 use tasuki_shm::region::{CommonRegion, RegionError};
+use tasuki_shm::wake::ring_eventfd;
 use zerocopy::IntoBytes;
 
 use super::control::{Control, Deed, Handed, REGIONS_MAX, RingPlace, Terms, farewell, hello};
@@ -241,16 +242,10 @@ impl Client {
 }
 
 impl Attached {
-    /// Wakes the client, if it wants that. Never waits, even if the client made its eventfd block: a full eventfd is
-    /// readable anyway.
+    /// Wakes the client, if it wants that.
     pub fn ring(&self) {
-        if !self.to.wants_rings() {
-            return;
-        }
-        let mut polled = [PollFd::new(&self.bell_sender, PollFlags::OUT)];
-        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-        if rustix::event::poll(&mut polled, Some(&at_once)) == Ok(1) && polled[0].revents().contains(PollFlags::OUT) {
-            let _ = rustix::io::write(&self.bell_sender, &1_u64.to_ne_bytes());
+        if self.to.wants_rings() {
+            ring_eventfd(&self.bell_sender);
         }
     }
 }

@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 pub use bar::{Bar, Far};
 pub use pci::{BarKind, Capability, Header, PciError};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::event::EventfdFlags;
 use rustix::io::{Errno, ReadWriteFlags};
 use tasuki_shm::line::halves;
 use tasuki_shm::region::Region;
@@ -167,15 +167,6 @@ pub(super) fn interrupt(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
     bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
 }
 
-/// Rings an eventfd, unless it is full and the write would block.
-pub(super) fn ring(eventfd: impl AsFd) {
-    let mut room = [PollFd::new(&eventfd, PollFlags::OUT)];
-    if rustix::event::poll(&mut room, Some(&Timespec::default())) == Ok(1) && room[0].revents().contains(PollFlags::OUT)
-    {
-        let _ = rustix::io::write(&eventfd, &1_u64.to_ne_bytes());
-    }
-}
-
 /// A part of a memory region that a device may be given access to.
 #[derive(Debug, Clone, Copy)]
 pub struct Part<'a> {
@@ -321,6 +312,8 @@ pub trait Registers {
 
 #[cfg(test)]
 mod tests {
+    use tasuki_shm::wake::ring_eventfd;
+
     use super::*;
 
     #[test]
@@ -328,12 +321,12 @@ mod tests {
         // Blocking, since the other holder may set it to that at any time.
         let eventfd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         assert!(!quiesce(&eventfd).unwrap());
-        ring(&eventfd);
-        ring(&eventfd);
+        ring_eventfd(&eventfd);
+        ring_eventfd(&eventfd);
         assert!(quiesce(&eventfd).unwrap());
         assert!(!quiesce(&eventfd).unwrap());
         rustix::io::write(&eventfd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-        ring(&eventfd);
+        ring_eventfd(&eventfd);
         assert!(quiesce(&eventfd).unwrap());
     }
 }

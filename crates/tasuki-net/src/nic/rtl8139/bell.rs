@@ -7,6 +7,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::EventfdFlags;
+use tasuki_shm::wake::ring_eventfd;
 
 use crate::nic::bus::{self, Bus, BusError, IntX};
 
@@ -40,7 +41,7 @@ impl Bell {
         let Some(unmasks) = &self.unmasks else { return Ok(false) };
         // A pin that has not rung is not masked, or is about to ring and to be seen.
         if bus::quiesce(&self.rings)? {
-            bus::ring(unmasks);
+            ring_eventfd(unmasks);
         }
         Ok(true)
     }

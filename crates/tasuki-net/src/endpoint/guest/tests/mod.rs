@@ -6,8 +6,8 @@ use theirs::{PACKED, PROTOCOL, VERSION_1};
 
 use super::front_ends::LATE_NEWS;
 use super::*;
-use crate::endpoint::Bridge;
 use crate::endpoint::rate::{Limit, Rate, Rates};
+use crate::endpoint::{Bridge, is_readable};
 use crate::vni::Vni;
 use crate::vni::fixture::{Nodes, frame, listen, mac, received};
 use crate::vni::ledger::point;
@@ -697,10 +697,6 @@ fn an_eventfd_that_was_replaced_wakes_nobody() {
     rustix::io::write(&machine.kicks[1], &1_u64.to_ne_bytes()).unwrap();
     let node = net.node.as_mut().unwrap();
     assert_eq!(node.arm(), Armed::Idle);
-    let is_readable = |fd: BorrowedFd<'_>| {
-        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-        rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&at_once)) == Ok(1)
-    };
     assert!(!is_readable(node.source().unwrap()));
     rustix::io::write(&new, &1_u64.to_ne_bytes()).unwrap();
     assert!(is_readable(node.source().unwrap()));

@@ -15,9 +15,7 @@ fn is_awake(net: &mut Net) -> bool {
     net.settle();
     let node = net.node.as_mut().unwrap();
     let _ = node.arm();
-    let mut polled = [PollFd::from_borrowed_fd(node.source().unwrap(), PollFlags::IN)];
-    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-    rustix::event::poll(&mut polled, Some(&at_once)) == Ok(1)
+    is_readable(node.source().unwrap())
 }
 
 /// Begins a message that changes the machine's interrupt.
