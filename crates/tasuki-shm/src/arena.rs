@@ -73,17 +73,6 @@ impl Geometry {
     }
 }
 
-/// Reasons why we cannot take over an arena that another process made.
-#[derive(Debug, thiserror::Error)]
-pub enum AdoptError {
-    /// The memory does not match its description.
-    #[error(transparent)]
-    Region(#[from] RegionError),
-    /// The device cannot hold such a slot.
-    #[error(transparent)]
-    Slot(#[from] WrongSlot),
-}
-
 /// The owner's end of an arena.
 #[derive(Debug, Clone)]
 pub struct Arena {
@@ -127,26 +116,20 @@ impl Arena {
         Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach: Detach::Move }) })
     }
 
-    /// Takes over an arena for a device that another process made and no longer uses. The device still holds the
-    /// slots `lent`, with the generations given there; all others are free. `table` is fresh.
+    /// Takes over an arena for a device that another process made and no longer uses. `table` is fresh: all slots are
+    /// free until the caller [records](Self::adopt_all) those that the device still holds.
     ///
     /// # Errors
-    /// If the memory is too small for its geometry, or `lent` names a slot that does not exist, or names one twice.
+    /// If the memory is too small for its geometry.
     ///
     /// # Safety
     /// The device, and every other process that has the memory, including the one that handed it over, writes a slot
     /// only while it is lent.
-    pub unsafe fn adopt_for_device(
-        region: Region,
-        geometry: Geometry,
-        table: Span<Line>,
-        lent: impl IntoIterator<Item = SlotId>,
-    ) -> Result<Self, AdoptError> {
+    pub unsafe fn adopt_for_device(region: Region, geometry: Geometry, table: Span<Line>) -> Result<Self, RegionError> {
         if region.len() < geometry.len() {
-            return Err(RegionError::Truncated { have: region.len(), need: geometry.len() }.into());
+            return Err(RegionError::Truncated { have: region.len(), need: geometry.len() });
         }
         let slots = Slots::new(table.words(geometry.count as usize)?, geometry.count);
-        lent.into_iter().try_for_each(|id| slots.adopt(id))?;
         Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach: Detach::Move }) })
     }
 
@@ -242,13 +225,8 @@ impl Arena {
         Ok(Slot { pool: Arc::clone(&self.pool), id })
     }
 
-    /// Records that the device holds this slot: a predecessor in another process lent it, and our table still calls
-    /// it free.
-    pub fn adopt(&self, id: SlotId) -> Result<(), WrongSlot> {
-        self.pool.slots.adopt(id)
-    }
-
-    /// Records many slots at a time, as [`adopt`](Self::adopt) does.
+    /// Records that the device holds these slots: a predecessor in another process lent them, and our table still calls
+    /// them free.
     ///
     /// # Errors
     /// The first slot that is wrong. The device holds those before it by then.

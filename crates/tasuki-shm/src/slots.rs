@@ -314,20 +314,8 @@ impl<M: Table> Slots<M> {
         }
     }
 
-    /// Records that a predecessor, whose table we do not have, lent this slot to the peer.
-    pub fn adopt(&self, id: SlotId) -> Result<(), WrongSlot> {
-        if id.index >= self.count {
-            return Err(WrongSlot::S1 { index: id.index, count: self.count });
-        }
-        if self.take_bit(id.index).is_none() {
-            return Err(WrongSlot::S3 { id, held: self.state(id.index).1, needed: Holder::Free });
-        }
-        self.set(id, Holder::Peer);
-        Ok(())
-    }
-
-    /// Records many slots at a time, as [`adopt`](Self::adopt) does. Fastest for runs of slots with numbers near
-    /// each other.
+    /// Records that a predecessor, whose table we do not have, lent these slots to the peer. Fastest for runs of slots with
+    /// numbers near each other.
     ///
     /// # Errors
     /// The first slot that does not exist, or is not free, or is named twice. The slots before it are lent by then.
@@ -547,7 +535,7 @@ mod tests {
         ];
         for order in orders {
             let (one, many) = (slots(150), slots(150));
-            order.iter().for_each(|&index| one.adopt(id(index)).unwrap());
+            order.iter().for_each(|&index| one.adopt_all([id(index)]).unwrap());
             many.adopt_all(order.iter().map(|&index| id(index))).unwrap();
             assert_eq!(one.census(), many.census());
             order.iter().for_each(|&index| many.is_lent(id(index)).unwrap());
@@ -577,10 +565,10 @@ mod tests {
     fn a_successor_elsewhere_has_it_from_its_predecessor_what_is_lent() {
         let slots = slots(70);
         let lent = [3, 69].map(|index| SlotId { index, generation: 7 + index });
-        lent.iter().for_each(|&id| slots.adopt(id).unwrap());
+        slots.adopt_all(lent).unwrap();
         assert_eq!(slots.census(), Census { free: 68, owner: 0, peer: 2 });
-        assert!(matches!(slots.adopt(lent[0]), Err(WrongSlot::S3 { .. })), "twice");
-        assert!(matches!(slots.adopt(SlotId { index: 70, generation: 0 }), Err(WrongSlot::S1 { .. })));
+        assert!(matches!(slots.adopt_all([lent[0]]), Err(WrongSlot::S3 { .. })), "twice");
+        assert!(matches!(slots.adopt_all([SlotId { index: 70, generation: 0 }]), Err(WrongSlot::S1 { .. })));
         slots.is_lent(lent[1]).unwrap();
         assert!(slots.is_lent(SlotId { generation: 0, ..lent[1] }).is_err(), "of another generation");
         assert!(slots.is_lent(SlotId { index: 4, generation: 0 }).is_err());
@@ -623,7 +611,7 @@ mod tests {
         match event {
             "take" => _ = slots.take(),
             "supply" => _ = slots.supply(1, |_| {}),
-            "adopt" => _ = slots.adopt(id),
+            "adopt" => _ = slots.adopt_all([id]),
             "lend" => _ = slots.lend(id),
             "attach" => _ = slots.attach(id),
             "release" => _ = slots.release(id),

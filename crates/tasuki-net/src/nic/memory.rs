@@ -15,7 +15,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 
 use arrayvec::ArrayVec;
-use tasuki_shm::arena::{AdoptError, Arena, Geometry, Slot};
+use tasuki_shm::arena::{Arena, Geometry, Slot};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{PAGE_LEN, Pages, Region, RegionError, Span};
 use tasuki_shm::slots::{SlotId, WrongSlot, table_lines};
@@ -115,15 +115,6 @@ pub enum PartsError {
     DriverState(#[from] NicError),
 }
 
-impl From<AdoptError> for PartsError {
-    fn from(error: AdoptError) -> Self {
-        match error {
-            AdoptError::Region(error) => PartsError::Region(error),
-            AdoptError::Slot(_) => PartsError::Impossible { what: "the slots that the card has", value: 0 },
-        }
-    }
-}
-
 fn slot_table(slots: Geometry) -> Result<Span<Line>, RegionError> {
     let table = Region::create("tasuki-nic-slots", table_lines(slots.count) * 64, Pages::Small)?;
     table.populate();
@@ -161,7 +152,8 @@ impl NicMemory {
         let slots = Geometry { slot_len: head.slot_len, count: head.slots };
         let memory = Self::of_parts(parts, slots, Iova(head.rings_at))?;
         driver_state.check(&memory.layout())?;
-        memory.lend(driver_state.slots()).map_err(AdoptError::Slot)?;
+        let odd = |_| PartsError::Impossible { what: "the slots that the card has", value: 0 };
+        memory.lend(driver_state.slots()).map_err(odd)?;
         Ok(memory)
     }
 
@@ -212,7 +204,7 @@ impl NicMemory {
             return impossible("the address at which the card sees it", at.0);
         }
         // SAFETY: the card writes only slots that it is lent (N1), and the giver no longer writes any (N2).
-        let arena = unsafe { Arena::adopt_for_device(frames, slots, slot_table(slots)?, []) }?;
+        let arena = unsafe { Arena::adopt_for_device(frames, slots, slot_table(slots)?) }?;
         let ledger = Ledger::over(&ledger_region)?;
         Ok(NicMemory { arena, rings, at, ledger_region, ledger })
     }
