@@ -50,9 +50,8 @@ pub const HUGE_PAGE_LEN: usize = 2 << 20;
 pub enum Pages {
     /// 4 KiB pages, which the kernel allocates on first touch.
     Small,
-    /// 2 MiB pages, reserved at once from the machine's pool (`vm.nr_hugepages`).
-    Huge,
-    /// 2 MiB pages if the pool has enough of them, otherwise small ones.
+    /// 2 MiB pages, reserved at once from the machine's pool (`vm.nr_hugepages`) if that has enough of them, otherwise
+    /// small ones.
     HugeIfAny,
 }
 
@@ -72,12 +71,6 @@ pub enum RegionError {
     NoDescriptors {
         /// Step that the kernel refused.
         doing: &'static str,
-    },
-    /// The pool of huge pages is too small.
-    #[error("{need} free huge pages are needed; raise vm.nr_hugepages by that many or use small pages")]
-    NoHugePages {
-        /// Number of free huge pages needed.
-        need: usize,
     },
     /// The descriptor is not shared memory that can be sealed.
     #[error("the descriptor is not a sealable memory file; the peer must pass a memfd")]
@@ -280,7 +273,6 @@ impl Region {
     pub fn create(name: &str, len: usize, pages: Pages) -> Result<Self, RegionError> {
         match pages {
             Pages::Small => Self::create_of(name, len, false),
-            Pages::Huge => Self::create_of(name, len, true),
             Pages::HugeIfAny => Self::create_of(name, len, true).or_else(|_| Self::create_of(name, len, false)),
         }
     }
@@ -293,18 +285,13 @@ impl Region {
             page = HUGE_PAGE_LEN;
         }
         let len = len.max(1).next_multiple_of(page);
-        let none_left = |doing, errno| match errno {
-            _ if huge => RegionError::NoHugePages { need: len / page },
-            errno => RegionError::from_errno(doing, len, errno),
-        };
-        let memory = rustix::fs::memfd_create(name, flags).map_err(|e| none_left("making shared memory", e))?;
-        rustix::fs::ftruncate(&memory, len as u64).map_err(|e| none_left("sizing shared memory", e))?;
+        let refused = |doing, errno| RegionError::from_errno(doing, len, errno);
+        let memory = rustix::fs::memfd_create(name, flags).map_err(|e| refused("making shared memory", e))?;
+        rustix::fs::ftruncate(&memory, len as u64).map_err(|e| refused("sizing shared memory", e))?;
         rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW)
-            .map_err(|e| RegionError::from_errno("sealing shared memory", len, e))?;
-        match Mapping::new(memory.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE) {
-            Err(RegionError::NoMemory { .. }) if huge => Err(RegionError::NoHugePages { need: len / page }),
-            mapping => Ok(Region { mapping: Arc::new(mapping?), memory }),
-        }
+            .map_err(|e| refused("sealing shared memory", e))?;
+        let mapping = Mapping::new(memory.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE)?;
+        Ok(Region { mapping: Arc::new(mapping), memory })
     }
 
     /// Maps, for writing, a region that another process made and lets us write. Every other holder of its descriptor
