@@ -21,8 +21,9 @@ use crate::stub::bus::{Answers, Stub};
 
 /// Behaviour of a kind of card.
 #[derive(Debug, Clone, Copy)]
-struct Kind {
-    config: &'static [(u16, u32)],
+pub struct Kind {
+    /// Words of its configuration space; all others are 0.
+    pub config: &'static [(u16, u32)],
     /// Values of registers before they are written.
     fresh: &'static [(u32, u32)],
     /// Value of all other registers.
@@ -126,7 +127,7 @@ const E1000E: Kind = Kind {
 };
 
 /// An RTL8139C+: identity, revision, BAR 1. Its units are off as soon as the driver asks, or stay on.
-const RTL8139: Kind = Kind {
+pub const RTL8139: Kind = Kind {
     config: &[(0x00, 0x8139_10ec), (0x08, 0x20), (0x14, 0xf000_0000)],
     fresh: &[(0x00, 0x1200_5452), (0x04, 0x5734)],
     rest: 0,
@@ -141,7 +142,7 @@ const RTL8139: Kind = Kind {
 
 /// A virtio network device: identity, capabilities, and the structures one behind the other; or a queue that is not
 /// reset.
-const VIRTIO: Kind = Kind {
+pub const VIRTIO: Kind = Kind {
     config: &[
         (0x00, 0x1041_1af4),
         (0x04, 1 << 20),

@@ -14,6 +14,7 @@ use tasuki_net::port::{Armed, Burst, Frame};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::{Region, Span};
 
+use crate::driver_states::{RTL8139, VIRTIO};
 use crate::stub::bus::{Answers, Stub};
 
 /// A card with random answers.
@@ -146,32 +147,6 @@ fn drive<N: Nic<Bus = MadBus>>(seed: u64, config: &[(u16, u32)], never: fn(u32) 
     0
 }
 
-/// An RTL8139C+: identity, revision, BAR 1.
-const RTL8139: [(u16, u32); 3] = [(0x00, 0x8139_10ec), (0x08, 0x20), (0x14, 0xf000_0000)];
-
-/// A virtio network device: identity, capabilities, BAR 0, and the structures one behind the other.
-const VIRTIO: [(u16, u32); 19] = [
-    (0x00, 0x1041_1af4),
-    (0x04, 1 << 20),
-    (0x34, 0x40),
-    (0x40, 0x0110_5009),
-    (0x44, 0),
-    (0x48, 0),
-    (0x4c, 0x800),
-    (0x50, 0x0214_6409),
-    (0x54, 0),
-    (0x58, 0x2000),
-    (0x5c, 0x0100_0000),
-    (0x60, 4),
-    (0x64, 0x0410_0009),
-    (0x68, 0),
-    (0x6c, 0x1000),
-    (0x70, 0x1000),
-    (0x10, 0xf000_0000),
-    (0x74, 0),
-    (0x78, 0),
-];
-
 /// Returns the bits that a sane RTL8139C+ does not show for long: a reset, running units, a dump of counters.
 fn never_of_rtl8139(offset: u32) -> u32 {
     match offset {
@@ -212,13 +187,13 @@ fn tally<N: Nic<Bus = MadBus>>(seeds: u64, config: &[(u16, u32)], never: fn(u32)
 
 #[test]
 fn a_mad_rtl8139_is_an_error_and_no_panic() {
-    let tally = tally::<Rtl8139<MadBus>>(170, &RTL8139, never_of_rtl8139);
+    let tally = tally::<Rtl8139<MadBus>>(170, RTL8139.config, never_of_rtl8139);
     // No answer of this card keeps the driver from starting.
     assert!(tally[1] > 0 && tally[2] > 0, "cards of every degree of madness: {tally:?}");
 }
 
 #[test]
 fn a_mad_virtio_device_is_an_error_and_no_panic() {
-    let tally = tally::<VirtioNet<MadBus>>(340, &VIRTIO, never_of_virtio);
+    let tally = tally::<VirtioNet<MadBus>>(340, VIRTIO.config, never_of_virtio);
     assert!(tally.iter().all(|&count| count > 0), "devices of every degree of madness: {tally:?}");
 }
