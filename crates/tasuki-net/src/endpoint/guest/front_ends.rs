@@ -176,7 +176,8 @@ impl FrontEnd {
 
     /// Returns whether its device is as it said last, and the daemon has heard of that.
     pub(super) fn rests(&self) -> bool {
-        self.is_kept && self.set_up.is_none() && self.channel.held() == 0 && !self.channel.is_readable()
+        let has_said_all = self.channel.held() == 0 && !self.channel.is_within() && !self.channel.is_readable();
+        self.is_kept && self.set_up.is_none() && has_said_all
     }
 
     /// Returns the descriptors for a successor, the socket first.
@@ -452,8 +453,9 @@ impl Guest {
     /// end may have those open, too. Nobody reads those of the second machine.
     fn watch_anew(&mut self) {
         self.polling.look_at_all();
-        // A borrower hears no front end.
-        let heard = self.front_end.iter().chain(&self.other).filter(|_| self.borrower.is_none());
+        // A borrower hears no front end, and a lender not its own while it has called pairs in.
+        let own = self.front_end.iter().filter(|_| !self.lender.has_called());
+        let heard = own.chain(&self.other).filter(|_| self.borrower.is_none());
         let sockets = heard.map(|front_end| front_end.channel.socket());
         let kicks = || self.front_end.iter().flat_map(|front_end| front_end.device.numbered_kicks());
         // A kick of before wakes nobody: the rings are looked at next. A borrower without pairs leaves it to the lender.
@@ -592,6 +594,12 @@ impl Connection for Guest {
             return;
         }
         let settles = self.call_in();
+        if self.lender.is_out && why == Dismissal::Moved {
+            // A borrower that has no worker now needs the machine's memory to say where its pairs stand. The daemon has the
+            // description, since the borrower was ready by it: the successor calls them in.
+            return;
+        }
+        self.lender.is_out = false;
         self.other.take().into_iter().for_each(|other| other.channel.hang_up());
         self.end(&Refusal::Left);
         self.lender.settles = settles;

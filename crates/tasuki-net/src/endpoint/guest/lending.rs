@@ -66,10 +66,15 @@ impl Pause {
 }
 
 impl Lender {
+    /// Returns whether the front end waits until pairs are back.
+    pub(super) fn has_called(&self) -> bool {
+        self.is_out && self.calls
+    }
+
     /// Returns whether to look at the loans in each turn.
     #[inline]
     pub(super) fn looks(&self) -> bool {
-        self.looks || self.is_out && self.calls
+        self.looks || self.has_called()
     }
 
     /// Returns how soon to look again.
@@ -88,6 +93,8 @@ pub(super) struct Borrower {
     serves: Option<Loan>,
     /// The device of which it has the description: connection and version.
     described: Option<(u64, u32)>,
+    /// The connection of a device that it forgets when its loan is over.
+    forgets: Option<u64>,
     /// Since when it has served no pair, or since when it has the description.
     pub(super) since: Instant,
     /// It has the daemon show its node's address.
@@ -107,6 +114,7 @@ impl Borrower {
             seen: None,
             serves: None,
             described: None,
+            forgets: None,
             since: Instant::now(),
             is_ready: false,
             is_shown: false,
@@ -215,7 +223,11 @@ impl Guest {
         for (slot, loan) in loans.all().filter(|(_, loan)| loan.state == State::Lent) {
             point("guest.calling");
             if loans.change(slot, loan, loan.to(State::Called)) {
-                self.front_end.iter().for_each(|it| it.device.wake(loan.pairs().start));
+                self.front_end.iter().for_each(|it| {
+                    // What it has to say waits there, and would keep this thread awake: a borrower's successor may need the CPU.
+                    self.listener.unwatch(it.channel.socket().as_fd());
+                    it.device.wake(loan.pairs().start);
+                });
             }
         }
         // A machine that has to connect again takes them when it is known that it has. One that may still come must not open
@@ -345,8 +357,8 @@ impl Guest {
         self.polling.look_at_all();
     }
 
-    /// Has all pairs back before the front end is sent away, if that takes no longer than a borrower that lives. Returns whether
-    /// they [settle](Self::settle_loans) then.
+    /// Has all pairs back before the front end is sent away, if that takes no longer than a borrower that lives. Otherwise they
+    /// stay out. Returns whether they [settle](Self::settle_loans) then.
     pub(super) fn call_in(&mut self) -> bool {
         let until = Instant::now() + LAST_CALL;
         self.lender.calls = true;
@@ -354,7 +366,6 @@ impl Guest {
             self.mind_loans();
             std::thread::yield_now();
         }
-        self.lender.is_out = false;
         std::mem::take(&mut self.lender.settles)
     }
 
@@ -379,7 +390,9 @@ impl Guest {
                 borrower.seen = self.move_loan(&loans, slot, loan, &mut borrower).then_some(loan);
             }
         }
+        let forgets = borrower.forgets;
         (self.loans, self.borrower) = (Some(loans), Some(borrower));
+        forgets.into_iter().for_each(|number| self.forget_device(number));
     }
 
     /// Makes the borrower's move, if it has one. Returns whether nothing is left to do for this loan.
@@ -546,6 +559,7 @@ impl Guest {
         let (device, _) = Device::again(&text, fds)?;
         let described = Some((number, device.version()));
         let Some(borrower) = &mut self.borrower else { return Ok(()) };
+        borrower.forgets = None;
         if borrower.described == described {
             return Ok(());
         }
@@ -559,10 +573,16 @@ impl Guest {
         Ok(())
     }
 
-    /// Forgets a device whose front end has gone.
+    /// Forgets a device whose front end has gone, once no loan of it is due: its pairs stand where this node's last turn left
+    /// them, and nobody else can say so.
     pub(super) fn forget_device(&mut self, number: u64) {
         let Some(borrower) = &mut self.borrower else { return };
-        if borrower.serves.is_none() && borrower.described.take_if(|(known, _)| *known == number).is_some() {
+        let is_due = self.loans.as_ref().is_some_and(|loans| {
+            let is_its = |slot: usize| loans.node(slot) == Some(self.node) && loans.device(slot).0 == number;
+            loans.all().any(|(slot, loan)| loan.is_due() && is_its(slot))
+        });
+        borrower.forgets = (is_due || borrower.serves.is_some()).then_some(number);
+        if borrower.forgets.is_none() && borrower.described.take_if(|(known, _)| *known == number).is_some() {
             (self.front_end, self.inherited, self.must_watch) = (None, None, true);
         }
     }

@@ -507,6 +507,34 @@ fn a_lender_and_a_borrower_sleep_while_nothing_moves_and_wake_each_other() {
     }
 }
 
+/// The successor of a borrower may need the lender's CPU.
+#[test]
+fn a_lender_that_waits_for_a_borrower_sleeps_meanwhile() {
+    let mut both = Both::new();
+    let machine = both.machine(ALL, PAIRS);
+    both.lent();
+    both.settle();
+    both.second = None;
+    assert!(theirs::send(&machine.socket, &theirs::message(11, 0, &theirs::state(3, 0)), &[]));
+    both.until("it calls", |both| both.state() == State::Called);
+    let node = both.net.node.as_mut().unwrap();
+    while node.arm() != Armed::Idle {
+        node.turn();
+    }
+    assert!(!crate::endpoint::is_readable(node.source().expect("a descriptor")));
+    both.replace_second();
+    let since = Instant::now();
+    while both.state() == State::Called {
+        assert!(since.elapsed() < PATIENCE, "it is not given back");
+        both.second.as_mut().unwrap().turn();
+    }
+    assert!(
+        crate::endpoint::is_readable(both.net.node.as_ref().unwrap().source().expect("a descriptor")),
+        "it is woken"
+    );
+    until_answered(&mut both, &machine);
+}
+
 fn until_answered(both: &mut Both, machine: &Machine) {
     let since = Instant::now();
     while theirs::answer(&machine.socket).is_none() {
@@ -656,6 +684,70 @@ fn lost_pairs_keep_nobody_out_if_the_lender_has_no_machine_any_more() {
     let machine = both.machine(ALL, PAIRS);
     both.lent();
     assert!(!machine.is_hung_up());
+}
+
+/// The lender is replaced, and cannot describe its machine to the daemon, while the borrower's node has no worker.
+#[test]
+fn a_lender_that_goes_while_a_borrower_has_no_worker_leaves_the_machine_to_its_successor() {
+    for features in [ALL, ALL | PACKED] {
+        let mut both = Both::new();
+        let mut machine = both.machine(features, PAIRS);
+        both.lent();
+        let mut came = [Vec::new(), Vec::new()];
+        both.exchange(&mut machine, 0..3);
+        both.settle();
+        both.second = None;
+        both.net.guest().dismiss(Dismissal::Moved);
+        assert!(!machine.is_hung_up() && both.state() == State::Called);
+        both.net.node.as_mut().unwrap().turn();
+        both.net.guest().release();
+        both.replace_first();
+        both.replace_second();
+        both.lent();
+        both.cross(&mut machine, 3..5, &mut came);
+        check(&came, 5, &format!("{features:#x}"));
+    }
+}
+
+/// A machine's memory goes with its front end, but not before its borrower has said where the pairs stand.
+#[test]
+fn a_borrower_forgets_a_machine_that_is_gone_when_its_pairs_are_back() {
+    let mut both = Both::new();
+    let mut machine = both.machine(ALL, PAIRS);
+    both.lent();
+    let number = both.net.known.as_ref().unwrap().number;
+    both.replace_second();
+    let knows = |both: &Both| {
+        both.second.iter().any(|it| [&it.endpoint.front_end, &it.endpoint.inherited].iter().any(|it| it.is_some()))
+    };
+    both.second.as_mut().unwrap().endpoint.forget(number);
+    assert!(knows(&both));
+    let mut came = [Vec::new(), Vec::new()];
+    both.until("it serves again", |both| both.second.as_ref().unwrap().endpoint.is_running());
+    both.cross(&mut machine, 0..2, &mut came);
+    check(&came, 2, "its successor");
+    (both.net.guest().lender.calls, both.net.guest().must_hear) = (true, true);
+    both.until("the pairs are back", |both| both.state() == State::Home);
+    both.turn();
+    assert!(!knows(&both));
+}
+
+#[test]
+fn no_pair_is_lent_amid_a_message() {
+    let mut both = Both::new();
+    both.second = None;
+    let machine = both.machine(ALL, PAIRS);
+    both.settle();
+    let ask = theirs::message(11, 0, &theirs::state(3, 0));
+    assert!(theirs::send(&machine.socket, &ask[..7], &[]));
+    both.net.guest().must_hear = true;
+    both.settle();
+    both.replace_second();
+    both.settle();
+    assert_eq!(both.state(), State::Home);
+    assert!(theirs::send(&machine.socket, &ask[7..], &[]));
+    both.net.guest().must_hear = true;
+    until_answered(&mut both, &machine);
 }
 
 #[test]
