@@ -25,8 +25,8 @@ struct Fate {
     was_killed: bool,
 }
 
-/// A worker was killed between a message that asks, which it had taken, and the answer, or after a change that nobody had
-/// heard of: its front end is sent away.
+/// A worker was killed between a message that asks, which it had taken, and the answer, or killed or replaced after a change
+/// that nobody had heard of: its front end is sent away.
 struct SentAway;
 
 impl Fate {
@@ -107,6 +107,11 @@ fn wherever(mut story: impl FnMut(&mut Fate)) {
         let mut fate = Fate::new(at);
         match catch_unwind(AssertUnwindSafe(|| story(&mut fate))) {
             Err(why) if fate.was_killed && why.is::<SentAway>() => sent_away += 1,
+            // The worker came to no further place in that turn, and its successor knew no more than that of one that is killed.
+            Err(why) if fate.at.turns > at.turns && why.is::<SentAway>() => {
+                at = fate.at;
+                continue;
+            }
             done => done.unwrap_or_else(|why| resume_unwind(why)),
         }
         if !fate.was_killed {
