@@ -495,6 +495,8 @@ pub mod program_state {
     pub const STATES_AT: usize = 2048;
     /// Position of the first word of the loans of a machine's queues (`tasuki_shm::vni::loans`).
     pub const LOANS_AT: usize = 4096;
+    /// Position of the first word of the counts of these queues by nodes that served some and are gone: a line for each queue.
+    pub const QUEUE_COUNTS_AT: usize = 5120;
     /// Words that a program of the user's own keeps for a NIC: two copies, each of a head and a state.
     pub const STATE: usize = 2 * (4 + 60);
 

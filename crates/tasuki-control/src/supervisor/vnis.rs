@@ -12,19 +12,22 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::event::EventfdFlags;
-use tasuki_relay::message::{Can, DeviceBundle, ToWorker, lease_page, vni};
+use tasuki_relay::message::{Can, DeviceBundle, ToWorker, lease_page, program_state, vni};
 use tasuki_shm::crash;
-use tasuki_shm::line::{LINE_LEN, Line};
+use tasuki_shm::line::{LINE_LEN, LINE_WORDS, Line};
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::{Directory, NodeSet, directory_lines};
-use tasuki_shm::vni::node_memory::{NodeMemoryFds, PeerNodeMemory, QUEUE_COUNTS, has_noted, readable_len};
+use tasuki_shm::vni::loans;
+use tasuki_shm::vni::node_memory::{
+    JOURNAL_PAGES, NodeMemoryFds, PeerNodeMemory, QUEUE_COUNTS, has_noted, readable_len,
+};
 
 use super::card::{Card, Opened, Opening};
 use super::deposits::Key;
 use super::door::Refusal;
 use super::requests::there_are;
-use super::worker::{Worker, why_missed};
+use super::worker::{Words, Worker, why_missed};
 use super::{About, Supervisor, is_news, now};
 use crate::api::types::{CrossedView, QueueView, TalkView, VniNodeView, VniView};
 use crate::config::{self, Device, Kind, StationAddress, Work};
@@ -438,7 +441,8 @@ impl Supervisor {
         let Some((vni, number)) = card.vni().map(str::to_owned).zip(card.number_on_vni) else { return };
         let Some(net) = self.vnis.get_mut(&vni) else { return };
         // Workers may know one that could not join, from an earlier tasukid.
-        if let Some(gone) = net.members.remove(&number) {
+        let gone = net.members.remove(&number);
+        if let Some(gone) = &gone {
             net.directory.remove(gone.mac, number);
             net.publish();
         }
@@ -452,7 +456,20 @@ impl Supervisor {
         if net.members.is_empty() {
             self.vnis.remove(&vni);
         }
+        gone.into_iter().for_each(|gone| self.keep_counts(&gone));
         self.kill_those_without(missed);
+    }
+
+    /// Keeps what the queues of another node's machine have carried by this node, which is gone: their counts never fall.
+    fn keep_counts(&self, gone: &Member) {
+        let words = self.nodes.get(&gone.interface_node).filter(|_| gone.interface_node != gone.node);
+        let Some(words) = words.map(|node| &node.program_state) else { return };
+        for (queue, counts) in (0..gone.counts.queues()).map(|queue| (queue, gone.counts.queue_counts(queue))) {
+            let before = kept_counts(words, queue);
+            for (at, count) in counts.into_iter().enumerate() {
+                words.store(kept_at(queue) + at, before[at].wrapping_add(count));
+            }
+        }
     }
 
     /// Has the frames for an address that a node shares go to it, too, or to the others alone.
@@ -581,15 +598,32 @@ impl Supervisor {
         let memories: Vec<_> =
             std::iter::once(node).chain(borrowers).filter_map(|it| self.node_memory_of(it)).collect();
         let queues = memories.iter().map(|memory| memory.queues()).max().unwrap_or_default();
+        let words = self.nodes.get(node).map(|node| &node.program_state);
         // Several nodes may have served a queue, each for a while.
         let counts = |queue| {
             let its = memories.iter().filter(|memory| queue < memory.queues()).map(|memory| memory.queue_counts(queue));
-            its.fold([0; QUEUE_COUNTS.len()], |sum: [u64; _], its| {
+            let kept = words.map(|words| kept_counts(words, queue));
+            its.chain(kept).fold([0; QUEUE_COUNTS.len()], |sum: [u64; _], its| {
                 std::array::from_fn(|at| sum[at].wrapping_add(its[at]))
             })
         };
         (0..queues).map(|queue| queue_view(queue, counts(queue))).collect()
     }
+}
+
+/// Returns the place in the program state of a machine's node where the counts of a queue by nodes that are gone begin.
+fn kept_at(queue: usize) -> usize {
+    program_state::QUEUE_COUNTS_AT + LINE_WORDS * queue
+}
+
+const _: () = assert!(
+    program_state::LOANS_AT + LINE_WORDS * loans::LINES <= program_state::QUEUE_COUNTS_AT
+        && 8 * (program_state::QUEUE_COUNTS_AT + LINE_WORDS * JOURNAL_PAGES) <= program_state::LEN
+);
+
+/// Returns what a queue of a machine has carried by nodes that are gone.
+fn kept_counts(words: &Words, queue: usize) -> [u64; QUEUE_COUNTS.len()] {
+    std::array::from_fn(|at| words.load(kept_at(queue) + at))
 }
 
 /// Returns the counts of a queue by their names.

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::net::{Shutdown, SocketAddrUnix};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal};
+use serde_json::Value;
 use tasuki_testing::Program;
 use tasuki_testing::process::eventfds;
 
@@ -828,9 +829,19 @@ fn a_machine_goes_on_while_the_file_gives_its_node_a_second_cpu_and_takes_it_awa
     // A node may send the frames of 10 ms at once.
     let lasted = began.elapsed();
     assert!(went <= lasted.as_millis() + 50, "{went} in {lasted:?}");
+    // What either node has carried.
+    let sent = || {
+        let nodes: Value = serde_json::from_str(&world.rig.ask(&["node", "list", "--json"])).expect("JSON");
+        let vm = nodes.as_array().into_iter().flatten().find(|node| node["name"] == "vm").expect("it is there");
+        let queues = vm["vm"]["queues"].as_array().expect("a list");
+        queues.iter().map(|queue| queue["packets"].as_u64().expect("a number")).sum::<u64>()
+    };
+    let before = sent();
+    assert!(u128::from(before) >= went, "{before} of {went}");
     world.rig.configure(|text| text.replace(&two, &one));
     world.rig.ask(&["apply"]);
     until(&world.rig, "the second is gone", || !world.rig.ask(&["node", "list"]).contains("vm-1"));
+    assert!(sent() >= before, "{} after {before}", sent());
     for queue in 0..4 {
         let base = machine.ask(11, &theirs::state(queue, 0), &mut std::thread::yield_now) >> 32;
         assert_eq!(base, u64::from(machine.position(queue as usize)), "of ring {queue}");
