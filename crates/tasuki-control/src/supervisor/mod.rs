@@ -306,8 +306,9 @@ pub struct Supervisor {
     events: Vec<Event>,
     last_event: u64,
     last_party: u32,
-    /// The numbers by which arbiters know nodes.
+    /// The numbers by which arbiters know nodes. None is given twice: an arbiter may remember one of a node that is gone.
     node_numbers: BTreeMap<String, u32>,
+    next_node_number: u32,
     since: Duration,
     not_replaced: Option<String>,
     /// Why nothing can be scraped, if metrics are configured.
@@ -440,6 +441,7 @@ impl Supervisor {
             events: Vec::new(),
             last_party: known.last_party,
             node_numbers: BTreeMap::new(),
+            next_node_number: 0,
             since: now(),
             not_replaced,
             not_scraped: None,

@@ -425,6 +425,10 @@ impl Supervisor {
                 self.mark_deposit(Key::Card(nic));
             }
             self.nodes.remove(&name);
+            // A node of this name that comes later is another. Arbiters know it as the same while a lease page is its as well.
+            if !self.cards.values().any(|card| card.page_of.contains(&name)) {
+                self.node_numbers.remove(&name);
+            }
             self.left_out.remove(&name);
             self.cells.forget_node(&name);
             self.mark_deposit(Key::ProgramState(name.clone()));

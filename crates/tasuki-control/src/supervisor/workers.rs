@@ -530,8 +530,8 @@ impl Supervisor {
 
     /// Returns the number by which arbiters know the node.
     pub(super) fn node_number(&mut self, name: &str) -> Node {
-        let next = u32::try_from(self.node_numbers.len()).unwrap_or(u32::MAX);
-        Node(*self.node_numbers.entry(name.to_owned()).or_insert(next))
+        let next = &mut self.next_node_number;
+        Node(*self.node_numbers.entry(name.to_owned()).or_insert_with(|| std::mem::replace(next, *next + 1)))
     }
 
     /// Ends workers that do not begin, prepare or end in time.
