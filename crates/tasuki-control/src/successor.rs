@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -14,6 +15,7 @@ use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 use tasuki_relay::message::PROTOCOL_VERSION;
 
+use crate::channel;
 use crate::registry::FORMAT;
 use crate::spawn::not_startable;
 
@@ -36,7 +38,7 @@ fn own() -> io::Result<PathBuf> {
 
 /// Checks that a program, by default the file at the path of this one, is a tasukid that takes this one's
 /// configuration. The program may run on these CPUs, as it may when it goes on. Returns its path, its version, and what else it
-/// says of itself ([`MANY_FDS`], [`LIMITS`], [`LOANS`], [`SIGNALS`]), or else a sentence. Waits for the program, and moves this thread to these CPUs.
+/// says of itself ([`MANY_FDS`], [`LIMITS`], [`LOANS`], [`SIGNALS`], [`KEPT`]), or else a sentence. Waits for the program, and moves this thread to these CPUs.
 pub fn check(with: Option<PathBuf>, cpus: &[u32]) -> Result<(PathBuf, String, String), String> {
     let with = with.map_or_else(own, Ok).map_err(|error| format!("this program's own file is not known ({error})"))?;
     if let Some(why) = not_startable(&with) {
@@ -93,11 +95,14 @@ pub const LOANS: &str = " shares machines among nodes,";
 /// Words of a tasukid that takes the signals that the one before it holds back ([`hold_signals`](crate::spawn::hold_signals)).
 pub const SIGNALS: &str = " takes signals that were held back,";
 
+/// Words of a tasukid that takes what the keeper of the one before it has, if that dies meanwhile ([`hand_on`]).
+pub const KEPT: &str = " needs no keeper for that,";
+
 /// Returns the line that a tasukid prints with [`CHECK`] if it takes this configuration.
 pub fn line(file: &Path) -> String {
     let version = env!("CARGO_PKG_VERSION");
     format!(
-        "tasukid {version} takes the configuration {}{MANY_FDS}{LIMITS}{LOANS}{SIGNALS} and has {}",
+        "tasukid {version} takes the configuration {}{MANY_FDS}{LIMITS}{LOANS}{SIGNALS}{KEPT} and has {}",
         file.display(),
         shared()
     )
@@ -146,15 +151,29 @@ fn words() -> impl Iterator<Item = OsString> {
 
 /// In the environment of a program that is to go on: the process, whose standard input is the file of the program before.
 const FORMER: &str = "TASUKI_FORMER";
+/// The same, if standard input is a socket: that file comes first, and behind it all that the keeper has.
+const HANDED_ON: &str = "TASUKI_HANDED_ON";
 /// In the environment of a program that goes on again: the process, and why the other program did not.
 const WHY: &str = "TASUKI_NOT_REPLACED";
 
-/// Goes on as a checked program, with the same arguments. Returns only if neither it nor this very program starts.
-pub fn become_it(with: &Path) -> io::Error {
+/// Returns both ends of a socket by which a program that says [`KEPT`] gets this one's file, and what the keeper has: into the
+/// first. Returns none if the kernel has none left.
+pub fn hand_on() -> Option<(OwnedFd, OwnedFd)> {
+    let (ours, theirs) = channel::pair().ok()?;
+    let own = File::open("/proc/self/exe").ok()?;
+    channel::send(ours.as_fd(), FORMER.as_bytes(), &[own.as_fd()]).ok()?;
+    Some((ours, theirs))
+}
+
+/// Goes on as a checked program, with the same arguments and with what is `handed_on`, if anything. Returns only if neither it
+/// nor this very program starts.
+pub fn become_it(with: &Path, handed_on: Option<OwnedFd>) -> io::Error {
     let mut command = Command::new(with);
-    command.args(words()).env_remove(WHY);
+    command.args(words()).env_remove(WHY).env_remove(FORMER).env_remove(HANDED_ON);
     // Its file may be gone from its path, or be another one.
-    if let Ok(own) = File::open("/proc/self/exe") {
+    if let Some(socket) = handed_on {
+        command.stdin(socket).env(HANDED_ON, std::process::id().to_string());
+    } else if let Ok(own) = File::open("/proc/self/exe") {
         command.stdin(own).env(FORMER, std::process::id().to_string());
     }
     let error = command.exec();
@@ -165,24 +184,43 @@ fn again(program: &str, why: &str) -> io::Error {
     tracing::error!("{why}; tasukid goes on as it was");
     let name = std::env::args_os().next().unwrap_or_default();
     let why = format!("{} {why}", std::process::id());
-    Command::new(program).arg0(name).args(words()).env_remove(FORMER).env(WHY, why).exec()
+    Command::new(program).arg0(name).args(words()).env_remove(FORMER).env_remove(HANDED_ON).env(WHY, why).exec()
 }
 
 /// The program that this one goes on for, until this one serves.
 #[derive(Debug)]
-pub struct Former(());
+pub struct Former {
+    /// Its file, unless that is standard input.
+    program: Option<OwnedFd>,
+    /// What it handed on: the keeper may have died since.
+    handed_on: Option<OwnedFd>,
+}
 
 impl Former {
     /// Returns the program before this one in this process, if it can go on.
     pub fn find() -> Option<Self> {
-        let of = std::env::var(FORMER).ok()?.parse::<u32>();
-        (of == Ok(std::process::id())).then_some(Former(()))
+        let is_of = |name| std::env::var(name).is_ok_and(|of| of.parse() == Ok(std::process::id()));
+        if !is_of(HANDED_ON) {
+            return is_of(FORMER).then_some(Former { program: None, handed_on: None });
+        }
+        let socket = io::stdin().as_fd().try_clone_to_owned();
+        // No process that this one starts gets it.
+        forget_input();
+        let socket = socket.ok()?;
+        let first = channel::receive(socket.as_fd(), &mut Vec::new()).ok()?;
+        Some(Former { program: Some(first.fds.trust().pop()?), handed_on: Some(socket) })
+    }
+
+    /// Returns a socket in which all waits that the keeper of the program before has, once.
+    pub fn handed_on(&mut self) -> Option<OwnedFd> {
+        self.handed_on.take()
     }
 
     /// Goes on as that program again. Returns only if it does not start.
     pub fn again(self, why: &str) -> io::Error {
         let version = env!("CARGO_PKG_VERSION");
-        again("/proc/self/fd/0", &format!("version {version} of tasukid has not begun ({why})"))
+        let at = self.program.as_ref().map_or(0, AsRawFd::as_raw_fd);
+        again(&format!("/proc/self/fd/{at}"), &format!("version {version} of tasukid has not begun ({why})"))
     }
 
     /// Lets go of it: this program serves.

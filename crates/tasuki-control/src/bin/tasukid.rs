@@ -2,6 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -211,15 +212,22 @@ fn read_or_go_on(file: &Path, folder: &Path) -> Result<(Config, Result<String, S
     })
 }
 
-/// Serves until the loop ends. Returns the program that is to go on, if any, and whether it takes signals that were held back.
-/// If it fails to begin, `former` is left.
+/// A program that is to go on.
+struct Next {
+    with: PathBuf,
+    takes_signals: bool,
+    /// What it gets in case that the keeper dies.
+    handed_on: Option<OwnedFd>,
+}
+
+/// Serves until the loop ends. Returns the program that is to go on, if any. If it fails to begin, `former` is left.
 fn serve(
     file: &Path,
     folder: &Path,
     groups: Option<PathBuf>,
     former: &mut Option<Former>,
     signals: &mut Option<Signals>,
-) -> Result<Option<(PathBuf, bool)>> {
+) -> Result<Option<Next>> {
     // First: by default that signal ends a process.
     log::rotate_when(told_by(&[signal_hook::consts::SIGUSR1])?).context("the kernel has no thread left")?;
     successor::reap();
@@ -257,6 +265,7 @@ fn serve(
         signals,
         hangups,
         not_replaced: successor::not_replaced(),
+        handed_on: former.as_mut().and_then(Former::handed_on),
     })?;
     // What was applied last may be in force, and not the file.
     let roles = supervisor.config().api.clone();
@@ -312,6 +321,8 @@ fn serve(
     // The answer to the upgrade is on its way. A caller that reads nothing keeps no worker unwatched.
     let for_answers = if is_replaced { gate::LAST_ANSWERS_TIMEOUT_REPLACED } else { gate::LAST_ANSWERS_TIMEOUT };
     let _ = over.send(for_answers);
+    let needs_no_keeper = matches!(ended, Ok(Ended::Replaced { needs_no_keeper: true, .. }));
+    let handed_on = needs_no_keeper.then(|| supervisor.hand_on()).flatten();
     // Callers that wait for an answer see that none will come.
     drop(supervisor);
     let _ = http.join();
@@ -319,7 +330,7 @@ fn serve(
     removes(place::api_socket(&folder));
     match ended? {
         Ended::Alone => {}
-        Ended::Replaced { with, takes_signals } => return Ok(Some((with, takes_signals))),
+        Ended::Replaced { with, takes_signals, .. } => return Ok(Some(Next { with, takes_signals, handed_on })),
         Ended::Everything => {
             removes(folder.join(registry::FILE));
             tracing::info!("all has ended");
@@ -427,9 +438,9 @@ fn main() -> ExitCode {
         let hand_on = |takes: bool| signals.iter().filter(|_| takes).for_each(Signals::hand_on);
         let error = match served {
             Ok(Ok(None)) => return ExitCode::SUCCESS,
-            Ok(Ok(Some((with, takes_signals)))) => {
+            Ok(Ok(Some(Next { with, takes_signals, handed_on }))) => {
                 hand_on(takes_signals);
-                Err(successor::become_it(&with)).context("tasukid does not go on")
+                Err(successor::become_it(&with, handed_on)).context("tasukid does not go on")
             }
             Ok(Err(error)) => Err(error),
             Err(_) => Err(anyhow!("it has panicked")),

@@ -70,7 +70,8 @@ impl Supervisor {
     /// Makes nodes and cards as the configuration has them, and asks the workers that still run.
     pub(super) fn adopt(&mut self, known: Known, mut found: Found) -> Result<()> {
         let Known { workers, nics, nodes, added, left_out, fenced, events, .. } = known;
-        self.events = events;
+        // Behind them are those of this daemon, of its keeper.
+        self.events.splice(0..0, events);
         let mut alive: Vec<(WorkerRecord, Process)> = Vec::new();
         for record in &workers {
             let process = Process::find(record.process).map_err(not_found_out)?;

@@ -21,8 +21,10 @@ use super::lines::Lines;
 use super::{About, Supervisor, Token, epoll_add, is_news, now};
 use crate::channel::{self, Nothing};
 use crate::endpoint::socket;
+use crate::foreign::Foreign;
 use crate::keeper::{self, Word};
 use crate::process::Process;
+use crate::successor;
 
 /// Time a keeper may take to begin, and to list its entries.
 const KEEPER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -177,60 +179,88 @@ impl KeeperConnection {
 
     /// Returns all that the keeper has.
     fn list(&self) -> Result<Found> {
-        let until = now() + KEEPER_TIMEOUT;
-        let (mut found, mut room) = (Found::new(), Vec::new());
         keeper::say(self.socket.as_fd(), &Word::List, &[])?;
-        loop {
-            match channel::receive(self.socket.as_fd(), &mut room) {
-                Ok(message) => match serde_json::from_slice(&message.bytes)? {
-                    Word::Keep { name, what } => {
-                        // Drop entries of another version, whose keys this one does not know.
-                        if let Ok(key) = serde_json::from_str(&name) {
-                            found.insert(key, (what, message.fds.trust()));
-                        }
+        listed(&self.socket)
+    }
+}
+
+/// Returns the list that comes by this socket.
+fn listed(socket: &OwnedFd) -> Result<Found> {
+    let until = now() + KEEPER_TIMEOUT;
+    let (mut found, mut room) = (Found::new(), Vec::new());
+    loop {
+        match channel::receive(socket.as_fd(), &mut room) {
+            Ok(message) => match serde_json::from_slice(&message.bytes)? {
+                Word::Keep { name, what } => {
+                    // Drop entries of another version, whose keys this one does not know.
+                    if let Ok(key) = serde_json::from_str(&name) {
+                        found.insert(key, (what, message.fds.trust()));
                     }
-                    Word::Listed => return Ok(found),
-                    other => bail!("it says {other:?}"),
-                },
-                Err(Nothing::Yet) => {
-                    let left = until.saturating_sub(now());
-                    ensure!(!left.is_zero(), "it does not answer");
-                    let limit = Timespec::try_from(left)?;
-                    let _ = rustix::event::poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&limit));
                 }
-                Err(nothing) => return Err(nothing.into()),
+                Word::Listed => return Ok(found),
+                other => bail!("it says {other:?}"),
+            },
+            Err(Nothing::Yet) => {
+                let left = until.saturating_sub(now());
+                ensure!(!left.is_zero(), "it does not answer");
+                let limit = Timespec::try_from(left)?;
+                let _ = rustix::event::poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&limit));
             }
+            Err(nothing) => return Err(nothing.into()),
         }
     }
 }
 
 impl Supervisor {
-    /// Finds the keeper of an earlier daemon, or starts one. Returns its entries.
+    /// Finds the keeper of an earlier daemon, or starts one. Returns its entries: if it has died, those that the program before
+    /// this one in this process has `handed_on`.
     ///
     /// # Errors
     /// This process may not open all that the keeper has. It stays with the keeper, for a daemon that may.
-    pub(super) fn find_or_start_keeper(&mut self) -> Result<Found> {
-        let Some(connection) = KeeperConnection::find(&self.place.keeper_socket())? else {
-            self.start_keeper();
-            return Ok(Found::new());
-        };
-        Ok(match connection.list() {
-            Ok(found) => {
+    pub(super) fn find_or_start_keeper(&mut self, handed_on: Option<OwnedFd>) -> Result<Found> {
+        let connection = KeeperConnection::find(&self.place.keeper_socket())?;
+        let error = match connection.map(|connection| (connection.list(), connection)) {
+            Some((Ok(found), connection)) => {
                 self.use_keeper(connection);
                 self.deposits.left = found.keys().cloned().collect();
-                found
+                // To close what waits in it may take long.
+                drop(handed_on.map(|socket| Foreign::new(vec![socket])));
+                return Ok(found);
             }
-            Err(error) if matches!(error.downcast_ref(), Some(Nothing::Lack(_))) => bail!(TOO_FEW_DESCRIPTORS),
-            Err(error) => {
+            Some((Err(error), _)) if matches!(error.downcast_ref(), Some(Nothing::Lack(_))) => {
+                bail!(TOO_FEW_DESCRIPTORS)
+            }
+            Some((Err(error), connection)) => {
                 connection.process.kill();
-                self.note(
-                    About::default(),
-                    format!("everything that the last tasukid had is lost with its keeper: {error:#}"),
-                );
-                self.start_keeper();
-                Found::new()
+                Some(error)
             }
-        })
+            None => None,
+        };
+        let handed_on = handed_on.map(|socket| listed(&socket));
+        let sentence = match (&handed_on, error) {
+            (Some(Ok(_)), _) => Some("the keeper is dead; another is told everything anew".to_owned()),
+            (_, Some(error)) => {
+                Some(format!("everything that the last tasukid had is lost with its keeper: {error:#}"))
+            }
+            _ => None,
+        };
+        sentence.into_iter().for_each(|sentence| self.note(About::default(), sentence));
+        self.start_keeper();
+        let found = handed_on.and_then(Result::ok).unwrap_or_default();
+        self.deposits.left = found.keys().cloned().collect();
+        Ok(found)
+    }
+
+    /// Returns a socket in which all waits that the keeper has, behind this program's file, for the program that goes on as
+    /// tasukid. Returns none if the kernel has no room for so much: then the keeper has to live until that has found it.
+    pub fn hand_on(&self) -> Option<OwnedFd> {
+        let (ours, theirs) = successor::hand_on()?;
+        for key in self.all_keys() {
+            let Some((what, fds)) = self.deposit_of(&key) else { continue };
+            keeper::say(ours.as_fd(), &Word::Keep { name: text(&key), what }, &fds).ok()?;
+        }
+        keeper::say(ours.as_fd(), &Word::Listed, &[]).ok()?;
+        Some(theirs)
     }
 
     fn use_keeper(&mut self, connection: KeeperConnection) {
@@ -308,13 +338,20 @@ impl Supervisor {
         }
         let mut due = std::mem::take(&mut self.deposits.due);
         due.extend(std::mem::take(&mut self.deposits.left));
-        due.extend(self.cards.keys().flat_map(|nic| [Key::Card(*nic), Key::NextPage(*nic), Key::NextMemory(*nic)]));
-        due.extend(self.nodes.keys().cloned().map(Key::ProgramState));
-        due.extend(self.workers.keys().copied().map(Key::Worker));
-        due.extend(self.taps.keys().cloned().map(Key::Tap));
-        due.extend(self.queue_nodes().cloned().map(Key::Queue));
-        due.extend(self.endpoints.keys().flat_map(|label| [Key::Endpoint(label.clone()), Key::Client(label.clone())]));
+        due.extend(self.all_keys());
         self.deposits.due = due;
+    }
+
+    /// Returns the keys of all that the keeper may have.
+    fn all_keys(&self) -> BTreeSet<Key> {
+        let mut keys = BTreeSet::new();
+        keys.extend(self.cards.keys().flat_map(|nic| [Key::Card(*nic), Key::NextPage(*nic), Key::NextMemory(*nic)]));
+        keys.extend(self.nodes.keys().cloned().map(Key::ProgramState));
+        keys.extend(self.workers.keys().copied().map(Key::Worker));
+        keys.extend(self.taps.keys().cloned().map(Key::Tap));
+        keys.extend(self.queue_nodes().cloned().map(Key::Queue));
+        keys.extend(self.endpoints.keys().flat_map(|label| [Key::Endpoint(label.clone()), Key::Client(label.clone())]));
+        keys
     }
 
     /// Returns whether the keeper has yet to get something.

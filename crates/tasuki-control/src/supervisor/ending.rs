@@ -75,7 +75,8 @@ impl Supervisor {
         }
         let sentence = format!("tasukid goes on as {}, version {version}", with.display());
         self.note(About::default(), sentence.clone());
-        self.ended = Some(Ended::Replaced { with, takes_signals: says.contains(successor::SIGNALS) });
+        let [takes_signals, needs_no_keeper] = [successor::SIGNALS, successor::KEPT].map(|word| says.contains(word));
+        self.ended = Some(Ended::Replaced { with, takes_signals, needs_no_keeper });
         Ok(Replaced { version, sentence })
     }
 

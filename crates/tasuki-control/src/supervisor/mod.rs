@@ -240,6 +240,8 @@ pub enum Ended {
         with: PathBuf,
         /// It takes the signals that this one holds back ([`hold_signals`](crate::spawn::hold_signals)).
         takes_signals: bool,
+        /// It takes what the keeper has from this one ([`Supervisor::hand_on`]), if the keeper dies.
+        needs_no_keeper: bool,
     },
     /// Everything was stopped.
     Everything,
@@ -357,6 +359,8 @@ pub struct Parts {
     pub hangups: UnixStream,
     /// Why this daemon goes on, if it was to be replaced and the other did not begin.
     pub not_replaced: Option<String>,
+    /// A socket in which all waits that the keeper has, if the program before this one in this process has handed it on.
+    pub handed_on: Option<rustix::fd::OwnedFd>,
 }
 
 impl Supervisor {
@@ -386,6 +390,7 @@ impl Supervisor {
             signals,
             hangups,
             not_replaced,
+            handed_on,
         } = parts;
         let (registry, mut known) = Registry::open(place.folder())?;
         let (current, config) = apply::Current::begin(file, config, text, known.applied.take())?;
@@ -464,7 +469,7 @@ impl Supervisor {
         epoll_add(&supervisor.epoll, supervisor.exit_watch.fd(), Token::ExitMarks)?;
         epoll_add(&supervisor.epoll, supervisor.cells.bell().as_fd(), Token::Cells)?;
         supervisor.find_groups(groups);
-        let found = supervisor.find_or_start_keeper()?;
+        let found = supervisor.find_or_start_keeper(handed_on)?;
         let is_empty = found.is_empty();
         if let Err(error) = supervisor.adopt(known, found) {
             if is_empty && supervisor.workers.is_empty() {
@@ -652,7 +657,7 @@ impl Supervisor {
         };
         self.changes.push(Change::Event(event.clone()));
         self.unlogged.push(event.clone());
-        if self.events.len() == EVENTS_MAX {
+        if self.events.len() >= EVENTS_MAX {
             self.events.remove(0);
         }
         self.events.push(event);

@@ -63,6 +63,30 @@ fn the_daemon_and_all_workers_are_replaced_one_after_the_other() {
     rig.stop();
 }
 
+/// The program before has handed on what the keeper had.
+#[test]
+fn a_keeper_that_dies_as_tasukid_becomes_another_program_costs_nothing() {
+    let mut rig = Rig::new();
+    let (driver, standby) = rig.await_pair("red");
+    let (keeper, folder) = (rig.keeper().expect("a keeper"), rig.path("next"));
+    fs::create_dir(&folder).expect("a folder");
+    let kills = format!("kill -KILL {keeper}; while [ -e /proc/{keeper}/fd/0 ]; do sleep 0.01; done");
+    let program = env!("CARGO_BIN_EXE_tasukid");
+    let text = format!("case \"$*\" in *--check*) ;; *) {kills} ;; esac; exec {program} \"$@\"");
+    script(&folder.join("tasukid"), &text);
+    rig.ask(&["upgrade", "--with", folder.to_str().unwrap()]);
+    rig.await_event("the keeper is dead; another is told everything anew");
+    let (same, other) = rig.await_pair("red");
+    assert_eq!([&same, &other].map(pid), [&driver, &standby].map(pid), "{}", rig.log());
+    // The next keeper has everything.
+    until(&rig, "there is another", || rig.keeper().is_some_and(|another| another != keeper));
+    rig.kill_daemon();
+    [&same, &other].iter().for_each(|worker| signal(pid(worker), Signal::KILL));
+    rig.start();
+    rig.await_pair("red");
+    assert_eq!(rig.ask(&["events"]).matches("is open").count(), 1, "{}", rig.log());
+}
+
 #[test]
 fn an_upgrade_of_all_stops_at_the_first_trouble_and_says_how_far_it_came() {
     let rig = Rig::new();
