@@ -40,6 +40,22 @@ pub enum Campaign {
         #[arg(long)]
         json: Option<PathBuf>,
     },
+    /// Run random operations, several at once, and check after each round that all is as the configuration file has it,
+    /// and that nodes that no operation touched lost nothing. Needs root
+    Operations {
+        /// Begin no round after so many minutes
+        #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
+        minutes: u32,
+        /// Number of rounds at most
+        #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+        rounds: Option<u32>,
+        /// Seed of the first world, as an earlier run printed it
+        #[arg(long)]
+        seed: Option<u64>,
+        /// Write the observations to this file
+        #[arg(long)]
+        json: Option<PathBuf>,
+    },
 }
 
 /// Runs a campaign. Returns whether it passed.
@@ -54,6 +70,12 @@ pub fn run(checkout: &Checkout, campaign: &Campaign) -> anyhow::Result<bool> {
         Campaign::Freezes { freezes, seed, json } => (
             "daemon::freezes::a_worker_that_is_frozen_at_any_time_stops_and_goes_on_and_nothing_is_lost",
             [Some(("TASUKI_FREEZES", freezes.to_string())), None],
+            seed,
+            json,
+        ),
+        Campaign::Operations { minutes, rounds, seed, json } => (
+            "daemon::operations::after_random_operations_all_is_as_the_file_has_it_and_bystanders_noticed_nothing",
+            [Some(("TASUKI_MINUTES", minutes.to_string())), rounds.map(|rounds| ("TASUKI_ROUNDS", rounds.to_string()))],
             seed,
             json,
         ),

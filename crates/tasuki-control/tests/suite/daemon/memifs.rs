@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use client::{Client, Shape};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -34,6 +35,9 @@ const SHAPE: Shape = Shape { log2: 10, buffer: 600 };
 /// Number of frames under way: less than everything between the two has room for, even if a burst comes twice.
 const WINDOW: u64 = 16;
 
+/// Longest time for all frames under way to come back.
+const LIMIT: Duration = Duration::from_secs(20);
+
 /// Makes a frame that carries its number; its length follows from the number.
 fn frame(to: [u8; 6], from: [u8; 6], number: u64) -> Vec<u8> {
     let len = [60, 100, 700, 1514, 4000][usize::try_from(number % 5).expect("small")];
@@ -44,15 +48,15 @@ fn frame(to: [u8; 6], from: [u8; 6], number: u64) -> Vec<u8> {
 
 /// Counts of the frames that a program sent.
 #[derive(Debug, Default)]
-struct Tally {
-    sent: u64,
+pub struct Tally {
+    pub sent: u64,
     /// All frames before this number came back.
-    back: u64,
-    twice: u64,
+    pub back: u64,
+    pub twice: u64,
 }
 
 /// A program that sends numbered frames, and reads returning ones only when its bell rings.
-struct Program {
+pub struct Program {
     over: Arc<AtomicBool>,
     back: Arc<AtomicU64>,
     thread: JoinHandle<Tally>,
@@ -60,10 +64,15 @@ struct Program {
 
 impl Program {
     fn begin(socket: &Path) -> Self {
+        Self::resting(socket, Duration::ZERO)
+    }
+
+    /// Like [`begin`](Self::begin), with a rest after each window.
+    pub fn resting(socket: &Path, rest: Duration) -> Self {
         let client = Client::connect(socket, SHAPE, SECRET, || {});
         let (over, back) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (ends, counts) = (Arc::clone(&over), Arc::clone(&back));
-        let thread = std::thread::spawn(move || exchange(client, &ends, &counts));
+        let thread = std::thread::spawn(move || exchange(client, rest, &ends, &counts));
         Program { over, back, thread }
     }
 
@@ -80,12 +89,33 @@ impl Program {
         self.over.store(true, Relaxed);
         self.thread.join().expect("what it saw is right")
     }
+
+    /// Returns whether something that it saw was not right.
+    pub fn has_failed(&self) -> bool {
+        self.thread.is_finished()
+    }
+
+    /// Ends it. If not all frames come back, or something that it saw was not right, the error says so.
+    pub fn ends(self) -> Result<Tally, String> {
+        self.over.store(true, Relaxed);
+        let limit = Instant::now() + LIMIT;
+        while !self.thread.is_finished() {
+            if Instant::now() > limit {
+                return Err(format!("not all came back in {LIMIT:?}; {} did", self.back.load(Relaxed)));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.thread.join().map_err(|_| "it saw something that is not right; its message is above".to_owned())
+    }
 }
 
-fn exchange(mut client: Client, over: &AtomicBool, back: &AtomicU64) -> Tally {
+fn exchange(mut client: Client, rest: Duration, over: &AtomicBool, back: &AtomicU64) -> Tally {
     let mut tally = Tally::default();
     loop {
         let ends = over.load(Relaxed);
+        if tally.back == tally.sent && !rest.is_zero() {
+            std::thread::sleep(rest);
+        }
         if ends && tally.back == tally.sent {
             return tally;
         }
@@ -100,7 +130,8 @@ fn exchange(mut client: Client, over: &AtomicBool, back: &AtomicU64) -> Tally {
         if !client.was_rung() {
             continue;
         }
-        for came in client.receive() {
+        // Others on the VNI may send to all, or to a station that the VNI does not know.
+        for came in client.receive().into_iter().filter(|came| came.starts_with(&US)) {
             let number = u64::from_le_bytes(came[14..22].try_into().expect("8 bytes"));
             assert!(came == frame(US, ECHO, number), "frame {number} is not what it was");
             assert!(number <= tally.back, "frame {number} came where {} is due", tally.back);

@@ -29,6 +29,7 @@ mod looks;
 mod memifs;
 mod natives;
 mod netavark;
+mod operations;
 mod own;
 mod queues;
 mod real;

@@ -145,8 +145,13 @@ impl Rig {
 
     /// Returns the command for a daemon in the background.
     pub fn tasukid_in(&self, dir: &Path) -> Command {
+        self.tasukid_with(&self.path("tasuki.toml"), dir)
+    }
+
+    /// Like [`tasukid_in`](Self::tasukid_in), with another configuration.
+    pub fn tasukid_with(&self, configuration: &Path, dir: &Path) -> Command {
         let mut command = Command::new(&self.tasukid);
-        command.arg("--config").arg(self.path("tasuki.toml")).arg("--dir").arg(dir);
+        command.arg("--config").arg(configuration).arg("--dir").arg(dir);
         // Marks all its descendants as processes of this rig.
         command.env("TASUKI_ALIVE", self.path("alive"));
         // While these files are there, each process that the daemon makes for a worker waits, and its loop does.
