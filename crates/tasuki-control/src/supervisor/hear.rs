@@ -364,6 +364,10 @@ impl Supervisor {
             }
             self.cells.remove(group);
         }
+        if !self.nodes.contains_key(&node_name) && self.workers.of(&node_name).next().is_none() {
+            // The node has left the configuration while no tasukid ran: nothing else removes its group.
+            self.cells.forget_node(&node_name);
+        }
         // The keeper has the open file, too, so its end here alone does not take it out of the epoll.
         worker.lines.iter().for_each(|lines| _ = rustix::event::epoll::delete(&self.epoll, lines.fd()));
         let _ = std::fs::remove_file(&worker.record.socket);

@@ -12,7 +12,7 @@ use tasuki_control::config::{Node, StationAddress};
 use tasuki_control::registry::{AppliedRecord, Change, Registry};
 
 use super::natives::{assert_exact, flows};
-use super::rig::{NODES, Rig, lives, pid, signal, until};
+use super::rig::{NODES, Rig, group, lives, pid, signal, until};
 use super::rooms::{Exchange, Room};
 use super::vnis::{DESK, SHOP, World, of_file};
 
@@ -197,13 +197,17 @@ fn the_second_of_two_that_are_applied_at_once_is_refused_and_so_is_nonsense() {
 #[test]
 fn a_nic_of_a_node_that_is_renamed_while_no_daemon_lives_is_not_opened_anew() {
     let mut rig = Rig::new();
-    rig.await_pair("red");
+    let (driver, _) = rig.await_pair("red");
+    let its_group = group(pid(&driver)).and_then(|group| Some(group.parent()?.to_owned()));
+    let its_group = its_group.filter(|group| group.ends_with("node-red"));
     rig.kill_daemon();
     rig.configure(|text| text.replace("\"red\"", "\"ruby\""));
     rig.start();
     rig.await_pair("ruby");
     let said = rig.ask(&["events"]);
     assert!(!said.contains("opened anew"), "{said}");
+    // The control group of the former node goes with its workers.
+    until(&rig, "its group is gone", || !its_group.as_ref().is_some_and(|group| group.exists()));
 }
 
 #[test]
