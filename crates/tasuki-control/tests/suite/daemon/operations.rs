@@ -50,20 +50,29 @@ pub enum Operation {
     Daemon(&'static str, u64, Option<File>),
     /// The keeper is killed.
     Keeper,
+    /// The daemon, the keeper or a card stands still for so many milliseconds.
+    Freeze(&'static str, u64),
+    /// A socket of a node is deleted.
+    Unlink(&'static str),
     /// A card is pulled out; the next one is there after so many milliseconds.
     Card(usize, u64),
     /// A namespace loses its name, and one of this name is made after so many milliseconds.
     Room(&'static str, u64),
     /// `ip link del` or `set down` in a namespace.
     Link(&'static str, &'static str, &'static str),
+    /// Programs of a namespace ask a node at this host number for so many milliseconds, as fast as they can.
+    Talk(&'static str, u8, u64),
     /// All that the API shows.
     Look,
     /// A stranger connects at a node's socket, and says something odd.
     Knock(&'static str),
 }
 
-/// Chances of the operations, as weights.
-const TABLE: &[(usize, fn(&mut Draw) -> Operation)] = &[
+/// The chance of an operation, as a weight, and the function that draws one.
+type Row = (usize, fn(&mut Draw) -> Operation);
+
+/// All operations.
+const TABLE: &[Row] = &[
     (6, |draw| Operation::Ask(draw.remove())),
     (7, |draw| Operation::Ask(draw.add())),
     (10, |draw| Operation::Ask(draw.give())),
@@ -88,6 +97,8 @@ const TABLE: &[(usize, fn(&mut Draw) -> Operation)] = &[
         Operation::Daemon(draw.of(&["KILL", "TERM", "INT"]), draw.ms(&[0, 300, 1500]), other)
     }),
     (2, |_| Operation::Keeper),
+    (3, |draw| Operation::Freeze(draw.of(&["daemon", "keeper", "card"]), draw.ms(&[100, 500, 3000]))),
+    (2, |draw| Operation::Unlink(draw.of(&["m1.sock", "v1.sock"]))),
     (2, |draw| Operation::Card(draw.dice.below(3), draw.ms(&[0, 200, 1000]))),
     (2, |draw| Operation::Room(draw.of(&["a", "b", "c", "d", "w"]), draw.ms(&[0, 500]))),
     (3, |draw| Operation::Link(draw.of(&["a", "b", "c", "d"]), draw.of(&["lan", "lan", "l2"]), "del")),
@@ -95,6 +106,10 @@ const TABLE: &[(usize, fn(&mut Draw) -> Operation)] = &[
     (2, |draw| {
         let (room, name) = *draw.dice.pick(&[("a", "lan"), ("b", "lan"), ("w", "w0"), ("v", "w1")]);
         Operation::Link(room, name, "down")
+    }),
+    (8, |draw| {
+        let to = *draw.dice.pick(&[1, 2, 3, 77, 60, 50, 4]);
+        Operation::Talk(draw.of(&["a", "b", "c"]), to, draw.ms(&[300, 1000, 3000]))
     }),
     (3, |_| Operation::Look),
     (2, |draw| Operation::Knock(draw.of(&["m1", "v1", "h", "hv"]))),
@@ -199,6 +214,7 @@ impl Draw<'_> {
     fn with(&mut self, of: &str) -> String {
         match self.dice.below(4) {
             0 => format!(" --with {}/other{of}", self.folder),
+            1 if self.dice.once_in(3) && !of.is_empty() => " --with /bin/true".to_owned(),
             1 => format!(" --with {}{of}", world::programs().display()),
             _ => String::new(),
         }
@@ -274,7 +290,8 @@ fn rounds(seed: u64, few: bool, seen: &mut Seen, goes_on: impl Fn(usize) -> bool
         let mut operations: Vec<_> = (0..count).map(&mut next).collect();
         let replaced = operations.iter().any(|(_, operation)| replaces(operation));
         // As if both died together: without a keeper, the next tasukid ends workers.
-        operations.retain(|(_, operation)| !replaced || !matches!(operation, Operation::Keeper));
+        let is_of_keeper = |it: &Operation| matches!(it, Operation::Keeper | Operation::Freeze("keeper", _));
+        operations.retain(|(_, operation)| !replaced || !is_of_keeper(operation));
         let threads = 2 + draw.dice.below(3);
         for (_, operation) in &operations {
             let shown = format!("{operation:?}");

@@ -137,7 +137,7 @@ impl Bystanders {
                 now.is_some() && last.replace(now) == now
             });
             let all = last.get();
-            if !all.is_some_and(|[seen, missing, late, next]| (missing, late, seen) == (0, 0, next)) {
+            if all.is_none_or(|[seen, missing, late, next]| (missing, late, seen) != (0, 0, next)) {
                 wrong.push(format!("{sink}: seen, missing, late, next: {all:?}"));
             }
             counted.push(format!("{sink}: {all:?}"));

@@ -182,7 +182,7 @@ impl File {
         let echoes: Vec<String> = self.entries.iter().filter(|it| is_echo(it)).map(|it| it.name().to_owned()).collect();
         let is_in = |names: &'static [&'static str]| move |entry: &Entry| names.contains(&entry.name());
         // The setting, its value (none: the setting goes), and the entry that it is for.
-        let (key, value, entry) = match dice.below(19) {
+        let (key, value, entry) = match dice.below(23) {
             0 => {
                 let Some(name) = self.pick(dice, |_| true).map(|entry| entry.name().to_owned()) else { return };
                 return self.remove(&name);
@@ -243,6 +243,22 @@ impl File {
             15 => ("pool_kib", Some("1024".to_owned()), self.pick(dice, is_on_vni)),
             16 => ("ring", Some("512".to_owned()), self.pick(dice, is_nic)),
             17 => ("cpus", dice.once_in(2).then(|| "[1, 0]".to_owned()), self.pick(dice, is_in(&["c"]))),
+            18 => ("vni", Some("\"lan2\"".to_owned()), self.pick(dice, is_on_vni)),
+            19 => ("mac", Some("\"02:00:00:00:00:41\"".to_owned()), self.pick(dice, is_on_vni)),
+            20 => ("name", Some("\"other\"".to_owned()), self.pick(dice, |it| is_on_vni(it) && it.name() != "up")),
+            21 => {
+                let is_one = |it: &&mut Entry| is_on_vni(it) && it.name() != "up";
+                let mut those: Vec<_> = self.entries.iter_mut().filter(is_one).collect();
+                if those.len() < 2 {
+                    return;
+                }
+                let one = those.swap_remove(dice.below(those.len()));
+                let other = those.swap_remove(dice.below(those.len()));
+                let names = [one.name(), other.name()].map(|name| format!("{name:?}"));
+                one.set("name", &names[1]);
+                other.set("name", &names[0]);
+                return self.changes.push(format!("{} and {} swap their names", names[0], names[1]));
+            }
             _ => ("standby", Some("false".to_owned()), self.pick(dice, |it| is_node(it) && it.name() != "up")),
         };
         let Some(entry) = entry else { return };

@@ -192,7 +192,9 @@ impl World {
                 return true;
             }
             if since.elapsed() > DAEMON_MAX {
-                self.bad(format!("a daemon does not serve within {DAEMON_MAX:?}"));
+                // Where it waits in the kernel says why.
+                let stack = fs::read_to_string(format!("/proc/{}/stack", program.0.id()));
+                self.bad(format!("a daemon does not serve within {DAEMON_MAX:?}: {stack:?}"));
                 return false;
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -321,7 +323,8 @@ impl World {
             }
             Operation::Half(then, file, thousandths) => {
                 let path = lock(&self.current).clone();
-                let _ = fs::write(&path, file.half(*thousandths));
+                // An empty file, as another writer could leave it, would be one without bystanders.
+                self.write(&path, &file.half(*thousandths));
                 match *then {
                     "apply" => drop(self.ask("apply")),
                     "daemon" => self.another_daemon("KILL", 100, path.clone()),
@@ -368,6 +371,20 @@ impl World {
                 self.another_daemon(by, *after_ms, path);
             }
             Operation::Keeper => self.kill_keeper(),
+            Operation::Freeze(which, ms) => {
+                // No daemon ends meanwhile: the next one would take a keeper that is silent for dead.
+                let daemon = lock(&self.daemon);
+                let process = match *which {
+                    "daemon" => daemon.as_ref().map(|program| program.0.id()),
+                    "keeper" => self.rig.keeper(),
+                    _ => lock(&self.cards)[0].as_ref().map(Model::pid),
+                };
+                let process: Vec<u32> = process.into_iter().collect();
+                send_all(&process, Signal::STOP);
+                std::thread::sleep(Duration::from_millis(*ms));
+                send_all(&process, Signal::CONT);
+            }
+            Operation::Unlink(file) => drop(fs::remove_file(self.rig.path(file))),
             Operation::Card(number, after_ms) => {
                 let mut cards = lock(&self.cards);
                 cards[*number] = None;
@@ -381,6 +398,16 @@ impl World {
             }
             Operation::Link(room, name, "del") => drop(self.ip(room, &format!("link del {name}"))),
             Operation::Link(room, name, to) => drop(self.ip(room, &format!("link set {name} {to}"))),
+            Operation::Talk(from, host, ms) => {
+                let mut command = Command::new("timeout");
+                let words = format!(
+                    "{}.{:03} ip netns exec {}{from} ping -f -q 198.51.100.{host}",
+                    ms / 1000,
+                    ms % 1000,
+                    self.rooms
+                );
+                let _ = command.args(words.split(' ')).output();
+            }
             Operation::Look => {
                 for address in ["/v1/status", "/v1/nics", "/v1/workers", "/v1/events", "/v1/vnis/lan/table"] {
                     self.get(address);
@@ -448,6 +475,13 @@ impl World {
         if configuration["applying"] != false {
             return Some("a file is being applied".to_owned());
         }
+        // A NIC whose card is gone is why its node lacks a stand-by.
+        for nic in status["nics"].as_array().into_iter().flatten() {
+            let is_told = nic["trouble"].as_str().is_none_or(|trouble| trouble.contains("was sent away"));
+            if nic["is"] != "driven" || !is_told {
+                return Some(format!("nic {} is {}: {}", nic["name"], nic["is"], nic["trouble"]));
+            }
+        }
         let workers = self.list("/v1/workers");
         for node in status["nodes"].as_array().into_iter().flatten() {
             let its = workers.iter().filter(|worker| worker["node"] == node["name"]);
@@ -457,12 +491,6 @@ impl World {
             let want: &[&str] = if has_nics { &["drives", "stands by"] } else { &["idle"] };
             if !node["trouble"].is_null() || are != want {
                 return Some(format!("node {} has workers {are:?}, trouble: {}", node["name"], node["trouble"]));
-            }
-        }
-        for nic in status["nics"].as_array().into_iter().flatten() {
-            let is_told = nic["trouble"].as_str().is_none_or(|trouble| trouble.contains("was sent away"));
-            if nic["is"] != "driven" || !is_told {
-                return Some(format!("nic {} is {}: {}", nic["name"], nic["is"], nic["trouble"]));
             }
         }
         let has_drift = configuration["drift"].as_array().is_none_or(|drift| !drift.is_empty());
@@ -640,10 +668,17 @@ impl World {
                 self.bad(format!("interfaces of namespace {room}: {have:?}, and not {its:?}"));
             }
         }
-        for socket in ["m1", "v1", "h", "hv"] {
-            if self.rig.path(&format!("{socket}.sock")).exists() != want.contains(socket) {
-                self.bad(format!("the socket {socket} is there without its node, or its node without it"));
-            }
+        // tasukid looks now and then whether one was deleted, and makes it anew.
+        let odd = || {
+            let is_odd = |socket: &&&str| self.rig.path(&format!("{socket}.sock")).exists() != want.contains(**socket);
+            ["m1", "v1", "h", "hv"].iter().find(is_odd)
+        };
+        let since = Instant::now();
+        while odd().is_some() && since.elapsed() < LOOK_MAX {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        if let Some(socket) = odd() {
+            self.bad(format!("the socket {socket} is there without its node, or its node without it"));
         }
         let groups = self.groups();
         if let Some(group) = groups.iter().find(|group| !want.contains(group.as_str())) {
