@@ -109,7 +109,7 @@ fn wherever(mut story: impl FnMut(&mut Fate)) {
             Err(why) if fate.was_killed && why.is::<SentAway>() => sent_away += 1,
             // The worker came to no further place in that turn, and its successor knew no more than that of one that is killed.
             Err(why) if fate.at.turns > at.turns && why.is::<SentAway>() => {
-                at = fate.at;
+                (at, sent_away) = (fate.at, sent_away + 1);
                 continue;
             }
             done => done.unwrap_or_else(|why| resume_unwind(why)),
