@@ -251,7 +251,7 @@ impl<D: FrameHandler> VniAttachment<D> {
     /// Opens the node's endpoint in advance, if it has one.
     fn open_endpoint(&mut self, common: &Common) -> Result<()> {
         if let (None, None, Some(endpoint)) = (&self.end, &self.endpoint, &common.endpoint) {
-            self.endpoint = Some(endpoint.open()?);
+            self.endpoint = Some(endpoint.open(&common.program_state, self.own_number()?)?);
         }
         Ok(())
     }
@@ -366,8 +366,7 @@ impl<D: FrameHandler> VniAttachment<D> {
             }
             return Ok(End::Native(Box::new(Native::new(port))));
         }
-        let mut endpoint = self.endpoint.take().context("the node has no endpoint")?;
-        endpoint.share(common.program_state.loans(), number);
+        let endpoint = self.endpoint.take().context("the node has no endpoint")?;
         let is_exact = endpoint.recovery() == Recovery::Exact;
         let make = if is_exact { Vni::exact } else { Vni::new };
         let mut vni = make(number, memory, bell_receiver);
@@ -446,7 +445,9 @@ impl<D: FrameHandler> VniAttachment<D> {
 
     /// Runs periodic work if it is due. Returns the time until it is due again, or nothing if no work is left.
     fn tick(&mut self, common: &mut Common) -> Option<Duration> {
-        self.end.as_ref()?;
+        if self.end.is_none() {
+            return self.connection()?.keeps_gone().then_some(TICK);
+        }
         let now = Instant::now();
         let passed = now.saturating_duration_since(self.ticked);
         if passed < TICK {

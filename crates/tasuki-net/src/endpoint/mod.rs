@@ -317,6 +317,12 @@ pub trait Connection {
     /// A descriptor cannot be copied.
     fn parts(&mut self) -> io::Result<Option<Parts>>;
 
+    /// Sees to it that a successor can go on by [parts](Self::parts) that were passed on before, as there is no descriptor for
+    /// newer ones. Returns whether it can.
+    fn stays_as_told(&mut self) -> bool {
+        false
+    }
+
     /// Goes on with the program of a predecessor: at once, or when the endpoint [begins](Endpoint::begin) to serve.
     ///
     /// # Errors
@@ -325,6 +331,12 @@ pub trait Connection {
 
     /// Forgets a program of a predecessor that has gone, by its [number](Parts::number).
     fn forget(&mut self, number: u64);
+
+    /// Forgets one that has gone, and that it had to keep while another worker serves, if it may by now. Returns whether to
+    /// look again.
+    fn keeps_gone(&mut self) -> bool {
+        false
+    }
 
     /// Sends the program away: the node ends, or no successor can know of it.
     fn dismiss(&mut self, why: Dismissal);

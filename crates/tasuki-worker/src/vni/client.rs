@@ -115,13 +115,18 @@ impl<D: FrameHandler> VniAttachment<D> {
             return;
         }
         let Some(parts) = self.connection().map(Connection::parts) else { return };
-        let parts = parts.unwrap_or_else(|error| {
-            let sentence = format!(
-                "the client will be sent away when its worker is replaced: its descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"
-            );
-            channel.tell(Some(nic), sentence);
-            None
-        });
+        let parts = match parts {
+            Ok(parts) => parts,
+            // The daemon keeps what it has.
+            Err(_) if self.connection().is_some_and(Connection::stays_as_told) => return,
+            Err(error) => {
+                let sentence = format!(
+                    "the client will be sent away when its worker is replaced: its descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"
+                );
+                channel.tell(Some(nic), sentence);
+                None
+            }
+        };
         let now = parts.as_ref().map(|parts| (parts.number, parts.version));
         if now == self.told_client {
             return;

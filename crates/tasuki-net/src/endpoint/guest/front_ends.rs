@@ -553,6 +553,19 @@ impl Connection for Guest {
         }))
     }
 
+    /// The device does not change while pairs are out. The second machine's front end may.
+    fn stays_as_told(&mut self) -> bool {
+        let is_out = self.lender.is_out;
+        if let Some(other) = self.other.take_if(|_| is_out) {
+            self.end_other(
+                &other,
+                "the front end of a second machine was sent away: its descriptors cannot be copied; raise RLIMIT_NOFILE"
+                    .to_owned(),
+            );
+        }
+        is_out
+    }
+
     fn go_on(&mut self, parts: Parts) -> Result<(), String> {
         if self.borrower.is_some() {
             return self.hear_of_device(parts);
@@ -584,6 +597,13 @@ impl Connection for Guest {
         }
     }
 
+    fn keeps_gone(&mut self) -> bool {
+        if !self.serves {
+            self.forget_gone();
+        }
+        self.borrower.as_ref().is_some_and(|borrower| borrower.keeps_gone())
+    }
+
     fn dismiss(&mut self, why: Dismissal) {
         if self.borrower.is_some() {
             // A successor goes on with the loan.
@@ -596,7 +616,7 @@ impl Connection for Guest {
         let settles = self.call_in();
         if self.lender.is_out && why == Dismissal::Moved {
             // A borrower that has no worker now needs the machine's memory to say where its pairs stand. The daemon has the
-            // description, since the borrower was ready by it: the successor calls them in.
+            // description, since the borrower was ready by it and the device has not changed: the successor calls them in.
             return;
         }
         self.lender.is_out = false;

@@ -133,6 +133,11 @@ impl Borrower {
         self.serves.is_some()
     }
 
+    /// Returns whether it keeps a device whose front end has gone.
+    pub(super) fn keeps_gone(&self) -> bool {
+        self.forgets.is_some()
+    }
+
     /// Returns whether frames of the guest stay where they are.
     #[inline]
     pub(super) fn leaves(&self) -> bool {
@@ -381,6 +386,8 @@ impl Guest {
         {
             self.broken.get_or_insert(Broken::Gone.into());
         }
+        // One that it forgets cannot be lent to it.
+        self.forget_gone();
         let (Some(loans), Some(mut borrower)) = (self.loans.take(), self.borrower.take()) else { return };
         borrower.slot = borrower.slot.or_else(|| loans.claim(self.node));
         if let Some(slot) = borrower.slot {
@@ -390,9 +397,7 @@ impl Guest {
                 borrower.seen = self.move_loan(&loans, slot, loan, &mut borrower).then_some(loan);
             }
         }
-        let forgets = borrower.forgets;
         (self.loans, self.borrower) = (Some(loans), Some(borrower));
-        forgets.into_iter().for_each(|number| self.forget_device(number));
     }
 
     /// Makes the borrower's move, if it has one. Returns whether nothing is left to do for this loan.
@@ -571,6 +576,12 @@ impl Guest {
         }
         self.inherited = Some(front_end);
         Ok(())
+    }
+
+    /// Forgets the device that it had to keep, if it may by now.
+    pub(super) fn forget_gone(&mut self) {
+        let gone = self.borrower.as_ref().and_then(|borrower| borrower.forgets);
+        gone.into_iter().for_each(|number| self.forget_device(number));
     }
 
     /// Forgets a device whose front end has gone, once no loan of it is due: its pairs stand where this node's last turn left

@@ -30,11 +30,21 @@ impl Both {
     /// Starts another worker of the second node, which hears of the machine.
     fn replace_second(&mut self) {
         self.second = None;
+        let guest = self.stand_by();
+        self.drive_second(guest);
+    }
+
+    /// Returns the endpoint of a worker of the second node that stands by, as that opens it.
+    fn stand_by(&self) -> Guest {
         let mut guest = Guest::borrowing(self.net.listener.try_clone().unwrap()).unwrap();
         guest.share(self.net.loans.clone(), SECOND);
         if let Some(known) = &self.net.known {
             guest.go_on(copy_of(known)).unwrap();
         }
+        guest
+    }
+
+    fn drive_second(&mut self, guest: Guest) {
         let switch = self.net.nodes.switch(SECOND).sharing(Some(mac(US)));
         self.second = Some(Bridge::new(Box::new(guest), self.net.nodes.exact_end(SECOND), switch));
     }
@@ -584,15 +594,12 @@ fn frames_wait_for_a_borrower_that_has_stood_by_for_long() {
         let mut both = Both::new();
         let mut machine = both.machine(features, PAIRS);
         both.lent();
-        let mut stands_by = Guest::borrowing(both.net.listener.try_clone().unwrap()).unwrap();
-        stands_by.go_on(copy_of(both.net.known.as_ref().unwrap())).unwrap();
+        let mut stands_by = both.stand_by();
         stands_by.borrower.as_mut().unwrap().since =
             Instant::now().checked_sub(MOVE).expect("the machine runs for longer");
         both.second = None; // killed; frames come before its successor drives
         both.exchange(&mut machine, 0..3);
-        stands_by.share(both.net.loans.clone(), SECOND);
-        let switch = both.net.nodes.switch(SECOND).sharing(Some(mac(US)));
-        both.second = Some(Bridge::new(Box::new(stands_by), both.net.nodes.exact_end(SECOND), switch));
+        both.drive_second(stands_by);
         both.settle();
         let mut came = [Vec::new(), Vec::new()];
         both.crossed(&mut machine, &mut came);
@@ -730,6 +737,67 @@ fn a_borrower_forgets_a_machine_that_is_gone_when_its_pairs_are_back() {
     both.until("the pairs are back", |both| both.state() == State::Home);
     both.turn();
     assert!(!knows(&both));
+}
+
+/// The lender's worker ends, and sends the machine away, while the borrower's hangs or has died.
+#[test]
+fn a_borrower_that_stands_by_says_where_the_pairs_of_a_machine_stand_that_is_gone() {
+    for is_killed in [true, false] {
+        let mut both = Both::new();
+        let machine = both.machine(ALL, PAIRS);
+        both.lent();
+        let mut stands_by = both.stand_by();
+        let number = both.net.known.take().unwrap().number;
+        both.net.guest().dismiss(Dismissal::Over);
+        assert!(machine.is_hung_up() && both.state() == State::Called);
+        stands_by.forget(number);
+        assert!(stands_by.keeps_gone() && stands_by.inherited.is_some());
+        if is_killed {
+            both.second = None;
+            both.drive_second(stands_by);
+        } else {
+            while both.state() == State::Called {
+                both.second.as_mut().unwrap().turn();
+            }
+            assert!(!stands_by.keeps_gone() && stands_by.inherited.is_none(), "its memory is held");
+        }
+        both.net.node = Some(both.net.worker());
+        let mut next = both.machine(ALL, PAIRS);
+        both.lent();
+        let mut came = [Vec::new(), Vec::new()];
+        both.cross(&mut next, 0..2, &mut came);
+        check(&came, 2, "the next one");
+    }
+}
+
+/// The lender cannot describe to the daemon that a second front end has come.
+#[test]
+fn a_lender_without_descriptors_leaves_the_machine_to_its_successor_by_what_it_told_before() {
+    let mut both = Both::new();
+    let mut machine = both.machine(ALL, PAIRS);
+    both.lent();
+    let mut came = [Vec::new(), Vec::new()];
+    both.exchange(&mut machine, 0..3);
+    both.settle();
+    both.second = None;
+    let path = both.net.folder.path().join("vm.sock");
+    let mut other = std::os::unix::net::UnixStream::connect(path).unwrap();
+    let node = both.net.node.as_mut().unwrap();
+    (node.endpoint.must_hear, node.endpoint.must_accept) = (true, true);
+    node.turn();
+    assert!(node.endpoint.has_news() && node.endpoint.other.is_some());
+    assert!(node.endpoint.stays_as_told() && node.endpoint.other.is_none());
+    assert_eq!(std::io::Read::read(&mut other, &mut [0; 1]).unwrap(), 0, "it may connect again");
+    both.replace_first();
+    both.replace_second();
+    both.lent();
+    both.cross(&mut machine, 3..5, &mut came);
+    check(&came, 5, "its successor");
+    assert!(!machine.is_hung_up());
+    both.second = None;
+    (both.net.guest().lender.calls, both.net.guest().must_hear) = (true, true);
+    both.settle();
+    assert!(both.net.guest().stays_as_told(), "they are not back");
 }
 
 #[test]
