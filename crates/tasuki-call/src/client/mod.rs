@@ -391,7 +391,8 @@ impl Client {
                 }
             } else if self.link.is_ok() {
                 let napped = self.nap(until);
-                if let Some(start) = self.overslept.take() {
+                // A server that the kernel woke on our CPU had to wait for our nap.
+                if let Some(start) = self.overslept.take().filter(|_| !self.server_is_on(this_cpu())) {
                     self.spin.overslept(start.elapsed());
                 }
                 if let Err(why) = napped {

@@ -256,6 +256,7 @@ macro_rules! suite_of_one_end {
             a_program_that_sends_in_anothers_address_is_not_heard
         );
         suite!($to, Kind::Native, $kind;
+            a_frame_for_a_stranger_goes_to_uplinks_or_nowhere
             a_worker_that_sends_in_anothers_address_is_not_heard
             a_worker_that_sends_in_anothers_address_of_ip_is_not_heard
             an_uplink_sends_in_nobodys_address_and_in_no_nodes
