@@ -49,7 +49,7 @@ pub enum Campaign {
         /// Number of rounds at most
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
         rounds: Option<u32>,
-        /// Seed of the first world, as an earlier run printed it
+        /// Seed of the first world, as an earlier campaign printed it
         #[arg(long)]
         seed: Option<u64>,
         /// Write the observations to this file

@@ -390,9 +390,10 @@ impl Client {
                     Err(breach) => drop(self.broken(breach)),
                 }
             } else if self.link.is_ok() {
+                let spun_on = this_cpu();
                 let napped = self.nap(until);
-                // A server that the kernel woke on our CPU had to wait for our nap.
-                if let Some(start) = self.overslept.take().filter(|_| !self.server_is_on(this_cpu())) {
+                // A server that the kernel woke on the CPU where we spun had to wait for our nap.
+                if let Some(start) = self.overslept.take().filter(|_| !self.server_is_on(spun_on)) {
                     self.spin.overslept(start.elapsed());
                 }
                 if let Err(why) = napped {

@@ -13,6 +13,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use tasuki_control::housekeeping_cpus;
 use tasuki_testing::Dice;
 
 use file::File;
@@ -187,8 +188,8 @@ impl Draw<'_> {
             4 => format!("--memif {folder}/h.sock"),
             5 => format!("--vm {folder}/hv.sock"),
             6 => format!("--link {rooms}w:w0"),
-            7 => format!("--netns {rooms}d --queues 2 --address 198.51.100.4/24 --cpu 0"),
-            8 => format!("--queue-of {} --cpu 1", self.of(&["h1", "h2", "c"])),
+            7 => format!("--netns {rooms}d --queues 2 --address 198.51.100.4/24 --cpu {}", self.base.cpus[0]),
+            8 => format!("--queue-of {} --cpu {}", self.of(&["h1", "h2", "c"]), self.base.cpus[1]),
             _ => format!("--netns {rooms}d --no-shortcut --vni lan2"),
         };
         format!("node add {node} {way}")
@@ -273,14 +274,18 @@ struct Seen {
 }
 
 /// Runs rounds in a world of this seed, until one shows something wrong or `goes_on` says no.
-fn rounds(seed: u64, few: bool, seen: &mut Seen, goes_on: impl Fn(usize) -> bool) {
+fn rounds(seed: u64, few: bool, cpus: [u32; 2], seen: &mut Seen, goes_on: impl Fn(usize) -> bool) {
     println!("operations: a world with TASUKI_SEED={seed}");
     let mut dice = Dice::of(seed);
-    let mut world = World::new(&mut dice, few);
+    let mut world = World::new(&mut dice, few, cpus);
     let begins = Instant::now();
     let mut wrong = world.begin(few);
     println!("operations: its begin took {:.1?}", begins.elapsed());
     let mut number = 0;
+    if !wrong.is_empty() {
+        println!("operations: wrong at the beginning of TASUKI_SEED={seed}: {wrong:#?}");
+        seen.rounds += 1;
+    }
     while wrong.is_empty() && number < ROUNDS && goes_on(seen.rounds) {
         let (base, rooms, folder) = (world.file().clone(), world.rooms.clone(), world.folder());
         let (dice, is_brief) = (Dice::of(dice.next()), few);
@@ -308,12 +313,16 @@ fn rounds(seed: u64, few: bool, seen: &mut Seen, goes_on: impl Fn(usize) -> bool
         }
         (number, seen.rounds) = (number + 1, seen.rounds + 1);
     }
+    let show = |world: &World| println!("all that was done, and the log:\n{}\n{}", world.history(), world.rig.log());
+    if !wrong.is_empty() {
+        show(&world);
+    }
     let ends = Instant::now();
     let (counted, at_end) = world.end(!wrong.is_empty());
     println!("operations: its end took {:.1?}", ends.elapsed());
-
-    if !wrong.is_empty() || !at_end.is_empty() {
-        println!("operations: {at_end:#?}\nall that was done, and the log:\n{}\n{}", world.history(), world.rig.log());
+    if !at_end.is_empty() {
+        println!("operations: wrong at the end: {at_end:#?}");
+        show(&world);
     }
     let place = |it| format!("TASUKI_SEED={seed}, after {number} rounds: {it}");
     seen.wrong.extend(wrong.into_iter().chain(at_end).map(place));
@@ -327,6 +336,7 @@ fn after_random_operations_all_is_as_the_file_has_it_and_bystanders_noticed_noth
     if let Some(why) = is_impossible() {
         return println!("skipped: {why}");
     }
+    let [first, second, ..] = housekeeping_cpus::usable()[..] else { return println!("skipped: needs two CPUs") };
     let _one = storm::alone();
     let mut seen = Seen::default();
     let seed = std::env::var("TASUKI_SEED").ok().and_then(|seed| seed.parse().ok());
@@ -337,7 +347,7 @@ fn after_random_operations_all_is_as_the_file_has_it_and_bystanders_noticed_noth
     let most = most.unwrap_or(if few { 1 } else { usize::MAX });
     let goes_on = |rounds| rounds < most && until.is_none_or(|until| Instant::now() < until);
     while goes_on(seen.rounds) {
-        rounds(seed, few, &mut seen, goes_on);
+        rounds(seed, few, [first, second], &mut seen, goes_on);
         seed = seed.wrapping_add(1);
     }
     record(&json!({

@@ -1,17 +1,19 @@
 //! Nodes that no operation touches, and their numbered traffic: a NIC, native nodes on a VNI of their own and on that of
-//! all others, two namespaces, and a program on memif. Nothing of theirs may be lost, doubled, or replaced.
+//! all others, two namespaces, and a program on memif. Nothing of theirs may be lost or doubled, and
+//! nothing replaced but by an upgrade of all.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hyper::Method;
 use rustix::process::Signal;
 use serde_json::Value;
 use tasuki_control::api::client;
+use tasuki_testing::PATIENCE;
 
 use crate::daemon::memifs;
-use crate::daemon::rig::{Rig, until};
+use crate::daemon::rig::Rig;
 use crate::daemon::rooms::{Exchange, Room};
 use crate::daemon::storm::Model;
 
@@ -35,6 +37,20 @@ pub struct Bystanders {
     program: Option<memifs::Program>,
     /// Their workers: node and number.
     workers: BTreeSet<(String, u64)>,
+    /// What each node of [`NATIVES`] had seen at the last look.
+    seen: [u64; NATIVES.len()],
+}
+
+/// Returns whether this is so within the time for anything on a busy machine.
+fn within(is_so: impl Fn() -> bool) -> bool {
+    let until = Instant::now() + PATIENCE;
+    while !is_so() {
+        if Instant::now() > until {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    true
 }
 
 impl Bystanders {
@@ -43,7 +59,15 @@ impl Bystanders {
         let socket = folder.join("by-card.sock");
         let card = Model::start(&socket, &["--source", &u64::MAX.to_string(), "--rate", RATE]);
         let rooms = (!few).then(|| [Room::new(), Room::new()]);
-        Bystanders { socket, card, rooms, talk: None, program: None, workers: BTreeSet::new() }
+        Bystanders {
+            socket,
+            card,
+            rooms,
+            talk: None,
+            program: None,
+            workers: BTreeSet::new(),
+            seen: Default::default(),
+        }
     }
 
     fn memif(&self) -> PathBuf {
@@ -80,29 +104,38 @@ impl Bystanders {
         name.starts_with(OURS)
     }
 
-    /// Begins their traffic, once all of them are there.
-    pub fn begin(&mut self, rig: &Rig) {
+    /// Begins their traffic, once all of them are there; returns what is wrong.
+    pub fn begin(&mut self, rig: &Rig) -> Vec<String> {
         if let Some([near, far]) = &self.rooms {
             let talk = Exchange::resting([(near, ADDRESSES[0]), (far, ADDRESSES[1])], REST);
             talk.goes_on(rig, 30);
             self.talk = Some(talk);
             self.program = Some(memifs::Program::resting(&self.memif(), REST));
         }
-        for (sink, ..) in NATIVES {
-            until(rig, "native bystanders talk", || counts(&rig.dir(), sink).is_some_and(|[seen, ..]| seen > 30));
-        }
         self.workers = workers(rig);
+        self.look(rig, false)
     }
 
-    /// Returns what is wrong by now. Workers may be others only if `were_upgraded`.
+    /// Returns what is wrong by now. Workers may be others only if all `were_upgraded`.
     pub fn look(&mut self, rig: &Rig, were_upgraded: bool) -> Vec<String> {
         let mut wrong = Vec::new();
         let now = workers(rig);
-        if now != self.workers && !were_upgraded {
+        let is_right = if were_upgraded {
+            now.iter().map(|(node, _)| node).eq(self.workers.iter().map(|(node, _)| node))
+        } else {
+            now == self.workers
+        };
+        if !is_right {
             wrong.push(format!("workers of bystanders are others: {:?} and not {:?}", now, self.workers));
         }
         self.workers = now;
-        for (sink, ..) in NATIVES {
+        for ((sink, ..), before) in NATIVES.iter().zip(&mut self.seen) {
+            // A gap shows only by a frame after it.
+            let seen = |sink| counts(&rig.dir(), sink).map_or(0, |[seen, ..]| seen);
+            if !within(|| seen(sink) > *before + 30) {
+                wrong.push(format!("{sink}: no frame comes any more, after {before}"));
+            }
+            *before = seen(sink);
             match counts(&rig.dir(), sink) {
                 Some([_, 0, 0, _]) => {}
                 counts => wrong.push(format!("{sink}: seen, missing, late, next: {counts:?}")),
@@ -130,13 +163,16 @@ impl Bystanders {
             }
         }
         for (sink, source, _) in NATIVES {
-            rig.ask(&["node", "remove", source]);
+            let removed = rig.tasuki(&["node", "remove", source]);
+            if !removed.status.success() {
+                wrong.push(format!("{source} is not to be removed: {}", String::from_utf8_lossy(&removed.stderr)));
+            }
             let last = std::cell::Cell::new(None);
-            until(rig, "no more frames come", || {
+            let is_quiet = within(|| {
                 let now = counts(&rig.dir(), sink);
                 now.is_some() && last.replace(now) == now
             });
-            let all = last.get();
+            let all = last.get().filter(|_| is_quiet);
             if all.is_none_or(|[seen, missing, late, next]| (missing, late, seen) != (0, 0, next)) {
                 wrong.push(format!("{sink}: seen, missing, late, next: {all:?}"));
             }

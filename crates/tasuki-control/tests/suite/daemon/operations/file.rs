@@ -48,6 +48,8 @@ impl Entry {
 pub struct File {
     bystanders: String,
     entries: Vec<Entry>,
+    /// Two processors on which the daemon may run.
+    pub cpus: [u32; 2],
     /// How it differs from the file that a world returns to.
     changes: Vec<String>,
 }
@@ -61,7 +63,7 @@ impl fmt::Debug for File {
 impl File {
     /// Makes the file of a world, with this part about bystanders. Namespaces begin with `rooms`, and sockets lie in
     /// `folder`.
-    pub fn new(dice: &mut Dice, bystanders: String, rooms: &str, folder: &str) -> Self {
+    pub fn new(dice: &mut Dice, bystanders: String, rooms: &str, folder: &str, cpus: [u32; 2]) -> Self {
         let tap = |node: &str, host: u8| {
             let tap = format!("netns = \"{rooms}{node}\", name = \"lan\", address = \"198.51.100.{host}/24\"");
             format!("{{ tap = {{ {tap} }} }}")
@@ -76,7 +78,7 @@ impl File {
         let mut entries = vec![a, b];
         if !dice.once_in(3) {
             let mut c = on_lan("c", &tap("c", 3));
-            c.set("cpus", "[0, 1]");
+            c.set("cpus", &format!("{cpus:?}"));
             entries.push(c);
         }
         let others = [
@@ -112,7 +114,7 @@ impl File {
             nics.push(nic(2, "up"));
         }
         entries.extend(nics);
-        File { bystanders, entries, changes: Vec::new() }
+        File { bystanders, entries, cpus, changes: Vec::new() }
     }
 
     /// Returns the names of all entries of a kind, without bystanders.
@@ -198,7 +200,7 @@ impl File {
                 ("limits", (!dice.once_in(3)).then_some(limits), self.pick(dice, Entry::is_tap))
             }
             3 => {
-                let cpu = dice.below(2).to_string();
+                let cpu = dice.pick(&self.cpus).to_string();
                 ("cpu", Some(cpu), self.pick(dice, |it| is_node(it) && it.get("cpus").is_none()))
             }
             4 => {
@@ -242,7 +244,10 @@ impl File {
             14 => ("spoof", Some("\"allow\"".to_owned()), self.pick(dice, is_on_vni)),
             15 => ("pool_kib", Some("1024".to_owned()), self.pick(dice, is_on_vni)),
             16 => ("ring", Some("512".to_owned()), self.pick(dice, is_nic)),
-            17 => ("cpus", dice.once_in(2).then(|| "[1, 0]".to_owned()), self.pick(dice, is_in(&["c"]))),
+            17 => {
+                let [first, second] = self.cpus;
+                ("cpus", dice.once_in(2).then(|| format!("[{second}, {first}]")), self.pick(dice, is_in(&["c"])))
+            }
             18 => ("vni", Some("\"lan2\"".to_owned()), self.pick(dice, is_on_vni)),
             19 => ("mac", Some("\"02:00:00:00:00:41\"".to_owned()), self.pick(dice, is_on_vni)),
             20 => ("name", Some("\"other\"".to_owned()), self.pick(dice, |it| is_on_vni(it) && it.name() != "up")),

@@ -23,6 +23,8 @@ struct Fate {
     at: Place,
     turn: u32,
     was_killed: bool,
+    /// Whether another worker drives by now, after a kill or a turn that had no such place.
+    was_replaced: bool,
 }
 
 /// A worker was killed between a message that asks, which it had taken, and the answer, or killed or replaced after a change
@@ -31,7 +33,7 @@ struct SentAway;
 
 impl Fate {
     fn new(at: Place) -> Self {
-        Fate { at, turn: 0, was_killed: false }
+        Fate { at, turn: 0, was_killed: false, was_replaced: false }
     }
 
     /// Gives the worker of a front end that the daemon knows a turn.
@@ -50,6 +52,7 @@ impl Fate {
             let look = RecvFlags::PEEK | RecvFlags::DONTWAIT;
             let is_empty = rustix::net::recv(&parts.fds[0], &mut [0; 1], look).is_err();
             net.replace(parts);
+            self.was_replaced = true;
             let has_let_go = net.guest().journal.as_ref().unwrap().has_let_go();
             if self.was_killed && is_empty && has_let_go.is_some_and(|(_, is_asked)| is_asked) {
                 resume_unwind(Box::new(SentAway));
@@ -61,7 +64,7 @@ impl Fate {
         } else {
             net.turn();
         }
-        if self.was_killed {
+        if self.was_replaced {
             unless_sent_away(net);
         }
         self.turn += 1;
