@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use tasuki_control::housekeeping_cpus;
-use tasuki_testing::Dice;
+use tasuki_testing::{Dice, PATIENCE};
 
 use file::File;
 use world::World;
@@ -25,6 +25,8 @@ use super::times::{asked, record};
 
 /// Number of rounds in a world, before it is taken down and checked for remains.
 const ROUNDS: usize = 8;
+/// Longest time for the daemon to begin or to end, and for anything to go that is about to.
+const DAEMON_MAX: Duration = PATIENCE;
 /// Number of operations in the suite's round.
 const FEW: usize = 4;
 
@@ -245,6 +247,20 @@ fn replaces(operation: &Operation) -> bool {
     match operation {
         Operation::Ask(words) | Operation::Cut(_, words) => words.starts_with("upgrade"),
         _ => false,
+    }
+}
+
+/// Returns whether this is so in time.
+fn within(mut is_so: impl FnMut() -> bool) -> bool {
+    let until = Instant::now() + DAEMON_MAX;
+    loop {
+        if is_so() {
+            return true;
+        }
+        if Instant::now() > until {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(10));
     }
 }
 

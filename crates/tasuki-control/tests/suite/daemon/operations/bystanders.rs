@@ -4,14 +4,14 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hyper::Method;
 use rustix::process::Signal;
 use serde_json::Value;
 use tasuki_control::api::client;
-use tasuki_testing::PATIENCE;
 
+use super::within;
 use crate::daemon::memifs;
 use crate::daemon::rig::Rig;
 use crate::daemon::rooms::{Exchange, Room};
@@ -39,18 +39,6 @@ pub struct Bystanders {
     workers: BTreeSet<(String, u64)>,
     /// What each node of [`NATIVES`] had seen at the last look.
     seen: [u64; NATIVES.len()],
-}
-
-/// Returns whether this is so within the time for anything on a busy machine.
-fn within(is_so: impl Fn() -> bool) -> bool {
-    let until = Instant::now() + PATIENCE;
-    while !is_so() {
-        if Instant::now() > until {
-            return false;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    true
 }
 
 impl Bystanders {

@@ -12,11 +12,11 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tasuki_control::api::client;
 use tasuki_tap::namespace::Namespace;
-use tasuki_testing::{Dice, PATIENCE, Program, process};
+use tasuki_testing::{Dice, Program, process};
 
-use super::Operation;
 use super::bystanders::Bystanders;
 use super::file::File;
+use super::{DAEMON_MAX, Operation, within};
 use crate::daemon::rig::{Rig, TASUKI, is_ours, pid};
 use crate::daemon::storm::{Model, beside, send, state};
 
@@ -27,8 +27,6 @@ const COMMAND_MAX: &str = "75";
 /// Longest time for a look at the daemon. The next one answers once all workers have answered it, or are dead: one that
 /// stands still counts as dead after 5 s.
 const LOOK_MAX: Duration = Duration::from_secs(20);
-/// Longest time for the daemon to begin or to end, and for anything to go that is about to.
-const DAEMON_MAX: Duration = PATIENCE;
 /// Longest time until all is settled after an apply.
 const SETTLED_MAX: Duration = Duration::from_secs(30);
 /// How much the daemon and the keeper may have more than at the beginning: descriptors or threads under way, and memory.
@@ -220,11 +218,7 @@ impl World {
             && program.is_running()
         {
             send(program.0.id(), named(by));
-            let since = Instant::now();
-            while program.is_running() && since.elapsed() < DAEMON_MAX {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            if program.is_running() {
+            if !within(|| !program.is_running()) {
                 self.bad(format!("the daemon does not end within {DAEMON_MAX:?} of {by}"));
                 program.kill();
             }
@@ -349,11 +343,7 @@ impl World {
                 let mut capture = Program::start(command.stdout(Stdio::null()).stderr(Stdio::null()));
                 std::thread::sleep(Duration::from_millis(*ms));
                 send(capture.0.id(), named(by));
-                let since = Instant::now();
-                while capture.is_running() && since.elapsed() < DAEMON_MAX {
-                    std::thread::sleep(Duration::from_millis(10));
-                }
-                if capture.is_running() {
+                if !within(|| !capture.is_running()) {
                     self.bad(format!("a capture of {of} does not end within {DAEMON_MAX:?} of {by}"));
                 }
             }
@@ -539,13 +529,9 @@ impl World {
         }
         let mut why = None;
         for attempt in 0..5 {
-            let since = Instant::now();
-            while self.get("/v1/status").is_none_or(|status| status["configuration"]["applying"] != false) {
-                if since.elapsed() > 2 * DAEMON_MAX {
-                    self.bad("a file is being applied without end".to_owned());
-                    return false;
-                }
-                std::thread::sleep(Duration::from_millis(20));
+            if !within(|| self.get("/v1/status").is_some_and(|it| it["configuration"]["applying"] == false)) {
+                self.bad("a file is being applied without end".to_owned());
+                return false;
             }
             let status = self.get("/v1/status").unwrap_or_default();
             for node in status["configuration"]["by_hand"].as_array().into_iter().flatten() {
@@ -664,16 +650,8 @@ impl World {
     /// Checks interfaces, sockets and control groups against the nodes. Those of others may be about to go, and tasukid looks
     /// now and then whether a socket was deleted, and makes it anew.
     fn check_remains(&self, want: &BTreeSet<&str>) {
-        let since = Instant::now();
-        loop {
-            let odd = self.remains(want);
-            if odd.is_empty() {
-                return;
-            }
-            if since.elapsed() > DAEMON_MAX {
-                return odd.into_iter().for_each(|odd| self.bad(odd));
-            }
-            std::thread::sleep(Duration::from_millis(20));
+        if !within(|| self.remains(want).is_empty()) {
+            self.remains(want).into_iter().for_each(|odd| self.bad(odd));
         }
     }
 
@@ -761,10 +739,7 @@ impl World {
         if !down.status.success() {
             self.bad(format!("down: {}", said(&down)));
         }
-        let since = Instant::now();
-        while (self.is_alive() || !self.processes().is_empty()) && since.elapsed() < DAEMON_MAX {
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        within(|| !self.is_alive() && self.processes().is_empty());
         let (said, wrong) = self.bystanders.card();
         counted.push(format!("NIC: {said}"));
         wrong.into_iter().for_each(|wrong| self.bad(wrong));

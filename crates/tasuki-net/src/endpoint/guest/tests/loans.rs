@@ -27,6 +27,14 @@ impl Both {
         both
     }
 
+    /// Starts both nodes and a machine of which the second one has pairs.
+    fn lending(features: u64) -> (Self, Machine) {
+        let mut both = Both::new();
+        let machine = both.machine(features, PAIRS);
+        both.lent();
+        (both, machine)
+    }
+
     /// Starts another worker of the second node, which hears of the machine.
     fn replace_second(&mut self) {
         self.second = None;
@@ -318,9 +326,7 @@ fn wherever_lender_or_borrower_is_killed_each_frame_crosses_exactly_once() {
 #[test]
 fn a_borrower_that_does_not_know_the_machine_yet_leaves_all_as_it_was() {
     for features in [ALL, ALL | PACKED] {
-        let mut both = Both::new();
-        let mut machine = both.machine(features, PAIRS);
-        both.lent();
+        let (mut both, mut machine) = Both::lending(features);
         let mut came = [Vec::new(), Vec::new()];
         both.exchange(&mut machine, 0..3);
         both.settle();
@@ -340,9 +346,7 @@ fn a_borrower_that_does_not_know_the_machine_yet_leaves_all_as_it_was() {
 #[test]
 fn a_front_end_that_is_cut_off_while_pairs_are_lent_goes_on_when_it_has_connected_again() {
     for features in [ALL, ALL | PACKED] {
-        let mut both = Both::new();
-        let mut machine = both.machine(features, PAIRS);
-        both.lent();
+        let (mut both, mut machine) = Both::lending(features);
         let mut came = [Vec::new(), Vec::new()];
         both.exchange(&mut machine, 0..3);
         both.settle();
@@ -380,9 +384,7 @@ fn a_front_end_that_is_cut_off_while_pairs_are_lent_goes_on_when_it_has_connecte
 
 #[test]
 fn a_machine_whose_borrower_is_gone_for_good_has_to_connect_again() {
-    let mut both = Both::new();
-    let machine = both.machine(ALL, PAIRS);
-    both.lent();
+    let (mut both, machine) = Both::lending(ALL);
     both.second = None;
     assert!(theirs::send(&machine.socket, &theirs::message(11, 0, &theirs::state(3, 0)), &[]));
     both.settle();
@@ -401,9 +403,7 @@ fn a_machine_whose_borrower_is_gone_for_good_has_to_connect_again() {
 
 #[test]
 fn a_guest_that_breaks_a_rule_in_a_lent_pair_is_sent_away_with_a_sentence() {
-    let mut both = Both::new();
-    let mut machine = both.machine(ALL, PAIRS);
-    both.lent();
+    let (mut both, mut machine) = Both::lending(ALL);
     assert!(machine.send_by_pair(0, &frame(OTHER, US, 1)));
     // The available index of the sending ring of the second pair.
     machine.write(0xa0_0000 + 0xa000 + 2, &2000_u16.to_le_bytes());
@@ -422,9 +422,7 @@ fn a_guest_that_breaks_a_rule_in_a_lent_pair_is_sent_away_with_a_sentence() {
 
 #[test]
 fn a_borrower_whose_node_ends_gives_all_back_and_a_lender_takes_all() {
-    let mut both = Both::new();
-    let mut machine = both.machine(ALL, PAIRS);
-    both.lent();
+    let (mut both, mut machine) = Both::lending(ALL);
     let mut came = [Vec::new(), Vec::new()];
     both.exchange(&mut machine, 0..2);
     both.settle();
@@ -494,9 +492,7 @@ fn a_lender_and_a_borrower_sleep_while_nothing_moves_and_wake_each_other() {
         }
     };
     for features in [ALL, ALL | PACKED] {
-        let mut both = Both::new();
-        let mut machine = both.machine(features, PAIRS);
-        both.lent();
+        let (mut both, mut machine) = Both::lending(features);
         sleep(&mut both);
         // A frame of a lent pair wakes the borrower alone.
         assert!(machine.send_by_pair(1, &of_flow(OTHER, US, 1, 0)));
@@ -523,9 +519,7 @@ fn a_lender_and_a_borrower_sleep_while_nothing_moves_and_wake_each_other() {
 /// The successor of a borrower may need the lender's CPU.
 #[test]
 fn a_lender_that_waits_for_a_borrower_sleeps_meanwhile() {
-    let mut both = Both::new();
-    let machine = both.machine(ALL, PAIRS);
-    both.lent();
+    let (mut both, machine) = Both::lending(ALL);
     both.settle();
     both.second = None;
     assert!(theirs::send(&machine.socket, &theirs::message(11, 0, &theirs::state(3, 0)), &[]));
@@ -594,9 +588,7 @@ fn words_of_loans_that_lie_harm_their_machine_alone() {
 #[test]
 fn frames_wait_for_a_borrower_that_has_stood_by_for_long() {
     for features in [ALL, ALL | PACKED] {
-        let mut both = Both::new();
-        let mut machine = both.machine(features, PAIRS);
-        both.lent();
+        let (mut both, mut machine) = Both::lending(features);
         let mut stands_by = both.stand_by();
         stands_by.borrower.as_mut().unwrap().since =
             Instant::now().checked_sub(MOVE).expect("the machine runs for longer");
@@ -641,9 +633,7 @@ fn a_pair_that_the_guest_uses_no_more_comes_back_and_is_lent_again_once_it_does(
 /// The rings that nobody knows are opened nowhere, though the lender hears of its machine after they were lost.
 #[test]
 fn pairs_that_were_lost_before_a_lender_knew_its_machine_are_opened_nowhere() {
-    let mut both = Both::new();
-    let machine = both.machine(ALL, PAIRS);
-    both.lent();
+    let (mut both, machine) = Both::lending(ALL);
     let known = both.net.known.take().unwrap();
     both.second = None;
     both.net.node = None;
@@ -661,9 +651,7 @@ fn pairs_that_were_lost_before_a_lender_knew_its_machine_are_opened_nowhere() {
 #[test]
 fn wherever_a_lender_is_killed_that_lost_pairs_its_successor_opens_them_nowhere() {
     for places in 0.. {
-        let mut both = Both::new();
-        let machine = both.machine(ALL, PAIRS);
-        both.lent();
+        let (mut both, machine) = Both::lending(ALL);
         let known = both.net.known.take().unwrap();
         both.second = None;
         Loans::over(both.net.loans.clone()).lose(SECOND);
@@ -700,9 +688,7 @@ fn lost_pairs_keep_nobody_out_if_the_lender_has_no_machine_any_more() {
 #[test]
 fn a_lender_that_goes_while_a_borrower_has_no_worker_leaves_the_machine_to_its_successor() {
     for features in [ALL, ALL | PACKED] {
-        let mut both = Both::new();
-        let mut machine = both.machine(features, PAIRS);
-        both.lent();
+        let (mut both, mut machine) = Both::lending(features);
         let mut came = [Vec::new(), Vec::new()];
         both.exchange(&mut machine, 0..3);
         both.settle();
@@ -722,9 +708,7 @@ fn a_lender_that_goes_while_a_borrower_has_no_worker_leaves_the_machine_to_its_s
 /// A machine's memory goes with its front end, but not before its borrower has said where the pairs stand.
 #[test]
 fn a_borrower_forgets_a_machine_that_is_gone_when_its_pairs_are_back() {
-    let mut both = Both::new();
-    let mut machine = both.machine(ALL, PAIRS);
-    both.lent();
+    let (mut both, mut machine) = Both::lending(ALL);
     let number = both.net.known.as_ref().unwrap().number;
     both.replace_second();
     let knows = |both: &Both| {
@@ -746,9 +730,7 @@ fn a_borrower_forgets_a_machine_that_is_gone_when_its_pairs_are_back() {
 #[test]
 fn a_borrower_that_stands_by_says_where_the_pairs_of_a_machine_stand_that_is_gone() {
     for is_killed in [true, false] {
-        let mut both = Both::new();
-        let machine = both.machine(ALL, PAIRS);
-        both.lent();
+        let (mut both, machine) = Both::lending(ALL);
         let mut stands_by = both.stand_by();
         let number = both.net.known.take().unwrap().number;
         both.net.guest().dismiss(Dismissal::Over);
@@ -776,9 +758,7 @@ fn a_borrower_that_stands_by_says_where_the_pairs_of_a_machine_stand_that_is_gon
 /// The lender cannot describe to the daemon that a second front end has come.
 #[test]
 fn a_lender_without_descriptors_leaves_the_machine_to_its_successor_by_what_it_told_before() {
-    let mut both = Both::new();
-    let mut machine = both.machine(ALL, PAIRS);
-    both.lent();
+    let (mut both, mut machine) = Both::lending(ALL);
     let mut came = [Vec::new(), Vec::new()];
     both.exchange(&mut machine, 0..3);
     both.settle();
@@ -823,9 +803,7 @@ fn no_pair_is_lent_amid_a_message() {
 
 #[test]
 fn a_loan_is_over_once_it_is_committed_where_its_pairs_stand() {
-    let mut both = Both::new();
-    let mut machine = both.machine(ALL, PAIRS);
-    both.lent();
+    let (mut both, mut machine) = Both::lending(ALL);
     let mut came = [Vec::new(), Vec::new()];
     both.cross(&mut machine, 0..3, &mut came);
     (both.net.guest().lender.calls, both.net.guest().must_hear) = (true, true);
@@ -842,9 +820,7 @@ fn a_loan_is_over_once_it_is_committed_where_its_pairs_stand() {
 
 #[test]
 fn a_guest_that_breaks_a_rule_in_the_lenders_pair_is_called_in_at_once() {
-    let mut both = Both::new();
-    let machine = both.machine(ALL, PAIRS);
-    both.lent();
+    let (mut both, machine) = Both::lending(ALL);
     both.settle();
     // The available index of the sending ring of the first pair.
     machine.write(0xa000 + 2, &2000_u16.to_le_bytes());
@@ -860,9 +836,7 @@ fn a_guest_that_breaks_a_rule_in_the_lenders_pair_is_called_in_at_once() {
 /// Its node may have been ready for a loan, and have died before it could say that it is not any more.
 #[test]
 fn a_borrower_whose_node_is_shown_and_gets_no_pair_has_it_hidden() {
-    let mut both = Both::new();
-    let machine = both.machine(ALL, PAIRS);
-    both.lent();
+    let (mut both, machine) = Both::lending(ALL);
     both.net.node = None;
     drop(machine);
     Loans::over(both.net.loans.clone()).lose(SECOND);
@@ -909,9 +883,7 @@ fn whichever_workers_die_one_after_the_other_each_frame_crosses_exactly_once() {
     let (mut cut, mut killed) = (0, 0);
     for round in 0..ROUNDS {
         let features = *dice.pick(&[ALL, ALL | PACKED]);
-        let mut both = Both::new();
-        let mut machine = both.machine(features, PAIRS);
-        both.lent();
+        let (mut both, mut machine) = Both::lending(features);
         let (mut came, mut count) = ([Vec::new(), Vec::new()], 0);
         let mut deeds = Vec::new();
         for _ in 0..12 {
