@@ -27,8 +27,8 @@ const COMMAND_MAX: &str = "75";
 /// Longest time for a look at the daemon. The next one answers once all workers have answered it, or are dead: one that
 /// stands still counts as dead after 5 s.
 const LOOK_MAX: Duration = Duration::from_secs(20);
-/// Longest time until all is settled after an apply.
-const SETTLED_MAX: Duration = Duration::from_secs(30);
+/// Time until all is settled after an apply, before another attempt.
+const SETTLED_MAX: Duration = Duration::from_secs(15);
 /// How much the daemon and the keeper may have more than at the beginning: descriptors or threads under way, and memory.
 const MORE: usize = 12;
 const MORE_MEMORY: u64 = 24 << 20;
