@@ -3,6 +3,11 @@
 use std::fmt::Display;
 use std::fs;
 
+use rustix::process::Signal;
+
+/// `PF_EXITING` of `include/linux/sched.h`: the process takes no signals any more, and runs nothing of its program.
+const EXITING: u32 = 0x4;
+
 /// Returns a field of the file `status`: its words, with one space between them. Returns `None` if the process or
 /// the field does not exist.
 pub fn status(process: impl Display, field: &str) -> Option<String> {
@@ -27,6 +32,20 @@ pub fn stat(process: impl Display) -> Option<(String, Vec<String>)> {
 /// Returns whether a process exists and is not a zombie.
 pub fn lives(process: impl Display) -> bool {
     stat(process).is_some_and(|(_, fields)| fields[0] != "Z" && fields[0] != "X")
+}
+
+/// Returns whether a process has been killed, by SIGKILL, though it may live until the kernel has unmapped its memory.
+/// A process that does not exist was not.
+pub fn is_killed(process: impl Display) -> bool {
+    let kill = 1_u64 << (Signal::KILL.as_raw() - 1);
+    let is_set =
+        |field| status(&process, field).is_some_and(|mask| u64::from_str_radix(&mask, 16).unwrap_or(0) & kill != 0);
+    // The signal waits for the process until that takes it, and from then on the process exits: look in this order.
+    is_set("ShdPnd")
+        || is_set("SigPnd")
+        || stat(&process).is_some_and(|(_, fields)| {
+            fields.get(6).and_then(|flags| flags.parse::<u32>().ok()).is_some_and(|flags| flags & EXITING != 0)
+        })
 }
 
 /// Lists all processes that run a program, with the words of their command lines, each with a zero byte behind it.

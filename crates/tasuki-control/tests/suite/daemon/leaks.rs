@@ -9,7 +9,7 @@ use super::rig::{count_in, pid};
 use super::storm::{Storm, need_storm};
 
 /// Number of relays, unless `TASUKI_RELAYS` overrides it.
-const RELAYS: usize = 300;
+const RELAYS: usize = 200;
 
 /// Resources of the daemon and its workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

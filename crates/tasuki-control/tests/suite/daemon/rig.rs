@@ -390,10 +390,11 @@ pub fn count_in(said: &Value, name: &str) -> u64 {
     count.unwrap_or_else(|| panic!("no {name} in {said}"))
 }
 
-/// Returns whether a process may run an instruction: it lives, and its control group is not frozen.
+/// Returns whether a process may run an instruction of its program: it lives, its control group is not frozen, and it
+/// was not killed (the group of a killed process is frozen no longer).
 pub fn runs(pid: u32) -> bool {
     let events = group(pid).and_then(|group| fs::read_to_string(group.join("cgroup.events")).ok());
-    lives(pid) && !events.is_some_and(|events| events.contains("frozen 1"))
+    lives(pid) && !events.is_some_and(|events| events.contains("frozen 1")) && !process::is_killed(pid)
 }
 
 /// Waits until `is_so` returns true.
