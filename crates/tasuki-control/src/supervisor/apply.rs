@@ -6,6 +6,7 @@
 //! step fails, that is the end: the next daemon begins with what there was then, and takes no step by itself.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -119,8 +120,10 @@ impl Current {
         text: Result<String, String>,
         known: Option<AppliedRecord>,
     ) -> Result<(Self, Config)> {
-        let base = text.as_ref().ok().map(|text| crc32c::crc32c(text.as_bytes()));
         let path = file.display().to_string();
+        let emptied = |text: &String| known.as_ref().and_then(|known| why_emptied(&path, text, &known.text));
+        let text = text.and_then(|text| emptied(&text).map_or(Ok(text), Err));
+        let base = text.as_ref().ok().map(|text| crc32c::crc32c(text.as_bytes()));
         let before = known.as_ref().map_or(0, |known| known.generation);
         if let Some(record) = known.filter(|known| base.is_none_or(|base| known.base == base)) {
             let read = |text: &str| {
@@ -175,6 +178,16 @@ impl Current {
             }
         }
     }
+}
+
+/// Returns why a text is not taken if it has no key and the `last` one had some: a full disk can empty a file, and all
+/// nodes would go.
+fn why_emptied(file: &impl Display, text: &str, last: &str) -> Option<String> {
+    let has_keys =
+        |text: &str| config::written::without_mark(text).parse::<toml::Table>().is_ok_and(|keys| !keys.is_empty());
+    let sentence =
+        "has no line that counts, and all its nodes and NICs would be removed; write [daemon] into it if that is meant";
+    (has_keys(last) && !has_keys(text)).then(|| format!("{file} {sentence}"))
 }
 
 /// Returns how many steps there are, for users.
@@ -239,6 +252,9 @@ impl Supervisor {
         let text = apply.text.clone().map_or_else(|| Config::text(&file), Ok);
         let text = text.map_err(|error| Refusal::Malformed(error.to_string()))?;
         let desired = Config::parse(&file, &text).map_err(|error| Refusal::Malformed(error.to_string()))?;
+        if let Some(why) = why_emptied(&file.display(), &text, &self.current.record.text) {
+            return Err(Refusal::Malformed(why));
+        }
         match self.why_not(&desired) {
             None => Ok((desired, text, file)),
             Some(why) => Err(Refusal::Malformed(format!("{}: {why}", file.display()))),
@@ -925,10 +941,17 @@ mod tests {
         assert_eq!((record.generation, record.is_done, hang), (1, true, 1));
         assert_eq!(begin(one, Some(record.clone())), (record.clone(), 1), "nothing has changed");
         let unusable = |known| Current::begin("t.toml".into(), Config::default(), Err("line 7".to_owned()), known);
+        let emptied =
+            |known, text: &str| Current::begin("t.toml".into(), Config::default(), Ok(text.to_owned()), known);
         let (current, config) = unusable(Some(record.clone())).unwrap();
         assert_eq!((&current.record, config.daemon.hang_after_ms), (&record, 1), "the file counts as it was");
         assert!(current.trouble().unwrap().ends_with("(generation 1), for its configuration cannot be used: line 7"));
         assert_eq!(unusable(None).unwrap_err().to_string(), "line 7");
+        let (current, config) = emptied(Some(record.clone()), "# \n").unwrap();
+        assert_eq!((&current.record, config.daemon.hang_after_ms), (&record, 1), "a full disk may have emptied it");
+        assert!(current.trouble().unwrap().contains("t.toml has no line that counts"));
+        assert_eq!(emptied(Some(record.clone()), "[daemon]").unwrap().0.record.generation, 2, "that is meant");
+        assert_eq!(emptied(None, "").unwrap().0.trouble(), None);
         // What an earlier version applied from another file counts also if this one refuses it: the file has none of its nodes.
         let nodes = |text: &str| {
             let applied = AppliedRecord { path: "u.toml".to_owned(), text: text.to_owned(), ..record.clone() };
