@@ -1,7 +1,7 @@
 //! The node that has each Ethernet address: a table that one process writes and many read.
 //!
-//! An entry is one word, so no reader sees half of one. An entry never moves: it lies in the line that its address
-//! hashes to, or in one of the next few. A reader that looks while the writer adds or removes an entry finds the old
+//! An entry is one word, so no reader sees half of one. An entry never moves: it lies in one of the two lines that its
+//! address hashes to, or in one of the next few. A reader that looks while the writer adds or removes an entry finds the old
 //! state or the new one, and nothing else.
 //!
 //! # Rules
@@ -9,7 +9,8 @@
 //! - **T1** Only the writer stores; readers map the table read-only.
 //! - **T2** An entry is 0 (free), or an address in bits 16 to 63 and, in the bits below, the number of the node that
 //!   has it plus 1, and bit 15 if other entries for the address may be there.
-//! - **T3** An entry lies less than [`REACH`] lines behind the line that its address hashes to.
+//! - **T3** An entry lies less than [`REACH`] lines behind the first line that its address hashes to, or behind the
+//!   second one if all these places were occupied.
 //! - **T5** An address has several entries if several nodes share it, each of which drives a queue of one interface:
 //!   up to [`OWNERS_MAX`].
 //! - **T4** The version grows with every change, after the change. A reader that caches a result drops it when the
@@ -24,7 +25,7 @@ use crate::sync::{Acquire, Relaxed, Release, fence};
 /// An Ethernet address.
 pub type Mac = [u8; 6];
 
-/// Number of lines in which an address can lie.
+/// Number of lines from each of the two that an address hashes to in which it can lie.
 pub const REACH: usize = 4;
 
 /// Maximum number of nodes that share an address.
@@ -99,13 +100,20 @@ fn buckets(lines: usize) -> usize {
     1 << room.ilog2()
 }
 
-/// Returns the lines in which `mac` can lie, the likeliest first (T3).
+/// Returns the lines in which `mac` can lie, the likeliest first, and each once (T3).
 #[inline]
 fn places(mac: Mac, buckets: usize) -> impl Iterator<Item = usize> {
-    // Fibonacci hashing: the upper bits of the product depend on all bits of the address.
-    let hash = key(mac).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-    let first = usize::try_from(hash).expect("32 bits");
-    (0..REACH).map(move |i| HEAD + ((first + i) & (buckets - 1)))
+    // Fibonacci hashing.
+    let hashed = |key: u64| usize::try_from(key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).expect("32 bits");
+    // The first line depends on the last bytes of the address alone: addresses that differ in others share it.
+    let first = hashed(key(mac));
+    // The second one lies behind these places, and not so far that it meets them again.
+    let room = buckets.checked_sub(2 * REACH);
+    let others = room.into_iter().flat_map(move |room| {
+        let second = first + REACH + hashed(key(mac) ^ (key(mac) >> 32)) % (room + 1);
+        second..second + REACH
+    });
+    (0..REACH).map(move |i| first + i).chain(others).map(move |line| HEAD + (line & (buckets - 1)))
 }
 
 /// A set of nodes, by number.
@@ -360,6 +368,18 @@ mod tests {
                 directory.add(mac(number), u16::try_from(number % 1024).unwrap()).unwrap();
             }
             assert!((0..u32::try_from(addresses).unwrap()).all(|number| lookup.find(mac(number)).is_some()));
+        }
+    }
+
+    #[test]
+    fn addresses_that_differ_in_any_one_byte_fit() {
+        for byte in 0..6 {
+            let (mut directory, lookup) = pair(1024);
+            let mac = |number: u8| std::array::from_fn(|i| if i == byte { number } else { 0x52 });
+            for number in 0..=255 {
+                directory.add(mac(number), number.into()).unwrap();
+            }
+            assert!((0..=255).all(|number| lookup.find(mac(number)) == Some((number.into(), false))), "{byte}");
         }
     }
 
