@@ -26,8 +26,6 @@ const CALM: Traffic = Traffic { card: "82574l", nic: "800", native: "800", rest:
 const FEW: usize = 30;
 /// Number of single faults on one field, before a fresh field.
 const A_FIELD: usize = 250;
-/// A node that nobody drives for about as long loses what waits for it: its neighbours take their memory back after a second.
-const OVERDUE: Duration = Duration::from_millis(900);
 /// Time after which the pause before the next worker no longer counts a death.
 const QUIET: Duration = Duration::from_millis(10_100);
 
@@ -78,7 +76,9 @@ fn double_fault(field: &mut Field, (node, end): (&str, &str)) -> Duration {
     let its = |sight: &Sight| Some((sight.workers_of(node), sight.driver(end))).filter(|(its, _)| !its.is_empty());
     let (its, driver) = field.until(node, its);
     let (dead, since) = kill_all(field, node, its, driver);
-    field.is_driven(end, &dead).saturating_sub(since)
+    let took = field.is_driven(end, &dead).saturating_sub(since);
+    field.was_without_driver(took);
+    took
 }
 
 /// Kills the victims one right after the other; returns them, and the time of the last kill.
@@ -142,9 +142,7 @@ fn storm(field: &mut Field, count: usize) -> Times {
         {
             field.kill(Who::Keeper, "", keeper);
         }
-        let took = double_fault(field, victim);
-        field.overdue += u64::from(took >= OVERDUE);
-        times.0.push(took);
+        times.0.push(double_fault(field, victim));
     }
     times
 }
@@ -198,7 +196,7 @@ fn triple_faults(field: &mut Field, count: usize) -> Triples {
             field.kill_daemon();
             field.wait(3);
         }
-        let (dead, _) = kill_all(field, node, victims, driver);
+        let (dead, killed) = kill_all(field, node, victims, driver);
         if !daemon_first {
             field.kill_daemon();
         }
@@ -207,6 +205,7 @@ fn triple_faults(field: &mut Field, count: usize) -> Triples {
         field.start_daemon();
         let serves = now();
         let driven = field.is_driven(end, &dead);
+        field.was_without_driver(driven.saturating_sub(killed));
         times.serves.0.push(serves - since);
         times.driven.0.push(driven.saturating_sub(serves));
         times.all.0.push(driven.saturating_sub(since));

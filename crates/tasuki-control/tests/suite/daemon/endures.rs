@@ -86,13 +86,13 @@ fn a_socket_of_the_api_that_somebody_deletes_is_there_again() {
 fn a_directory_that_somebody_deletes_has_one_daemon_all_the_same() {
     let mut rig = Rig::new();
     let daemon = rig.daemon_pid();
-    fs::remove_dir_all(rig.dir()).expect("it is there");
+    rig.delete_dir();
     until(&rig, "it is there", || rig.tasuki(&["status"]).status.success());
     let other = rig.tasukid().output().expect("it runs");
     assert!(String::from_utf8_lossy(&other.stderr).contains("a tasukid is at work in"), "{other:?}");
     // Another one is faster.
     signal(daemon, Signal::STOP);
-    fs::remove_dir_all(rig.dir()).expect("it is there");
+    rig.delete_dir();
     let log = fs::File::create(rig.path("other")).expect("a file");
     let mut other = tasuki_testing::Program::start(rig.tasukid().stdout(Stdio::null()).stderr(log));
     until(&rig, "the other one serves", || rig.tasuki(&["status"]).status.success());

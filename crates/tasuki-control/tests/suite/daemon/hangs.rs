@@ -4,6 +4,7 @@ use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
 
 use rustix::process::Signal;
+use serde_json::Value;
 
 use super::rig::{lives, pid, signal, until};
 use super::storm::{Storm, need_storm, send, state};
@@ -13,6 +14,18 @@ use super::storm::{Storm, need_storm, send, state};
 const IMPATIENT: &[(&str, u32)] = &[("hang_after_ms", 200), ("deadline_ms", 300), ("prepare_ms", 1000)];
 const RATE: u32 = 1000;
 
+/// Upgrades red to a worker of this plan. A busy machine may keep a fresh worker from its start for longer than it has:
+/// then another one is tried.
+fn upgraded_in_time(storm: &mut Storm, plan: &str) -> Result<Value, String> {
+    tasuki_testing::found("a worker that starts in time", || {
+        storm.forget_plans();
+        storm.plan(plan);
+        let said = storm.upgrade("red", false);
+        let is_late = said.as_ref().is_err_and(|why| why.contains("has not prepared within"));
+        (!is_late).then_some(said)
+    })
+}
+
 #[test]
 fn a_driver_that_hangs_is_fenced_wherever_it_does() {
     need_storm!();
@@ -20,8 +33,7 @@ fn a_driver_that_hangs_is_fenced_wherever_it_does() {
     for place in ["burst.received", "frame.saved", "burst.turned", "burst.sent"] {
         let hangs = |storm: &Storm| storm.rig.log().matches("it hangs").count();
         let before = hangs(&storm);
-        storm.plan(&format!("TASUKI_STOP={place}:40"));
-        let _ = storm.upgrade("red", false);
+        upgraded_in_time(&mut storm, &format!("TASUKI_STOP={place}:40"));
         let hung = || storm.workers().iter().map(pid).find(|pid| state(*pid) == Some('T'));
         until(&storm.rig, "it hangs, and is fenced", || hangs(&storm) > before && hung().is_none());
         storm.settle();
@@ -42,14 +54,7 @@ fn a_giver_or_a_taker_that_hangs_in_a_relay_is_fenced() {
         storm.forget_plans();
     }
     for place in ["give.stopped", "give.written", "give.passed", "give.said"] {
-        // A busy machine may keep a fresh worker from its start for longer than it has.
-        let said = tasuki_testing::found("a worker that starts in time", || {
-            storm.forget_plans();
-            storm.plan(&format!("TASUKI_STOP={place}:1"));
-            let said = storm.upgrade("red", false);
-            let is_late = said.as_ref().is_err_and(|why| why.contains("has not prepared within"));
-            (!is_late).then_some(said)
-        });
+        let said = upgraded_in_time(&mut storm, &format!("TASUKI_STOP={place}:1"));
         assert!(said.is_ok(), "{place}: {said:?}\n{}", storm.rig.log());
         somebody_drives(&storm);
         let _ = storm.upgrade("red", false);

@@ -99,7 +99,7 @@ fn the_next_daemon_finds_keeper_and_workers_after_their_files_were_deleted() {
     rig.start();
     let (driver, standby) = rig.await_pair("red");
     let delete = |rig: &Rig| {
-        std::fs::remove_dir_all(rig.dir()).expect("it is there");
+        rig.delete_dir();
         until(rig, "its socket is there again", || rig.tasuki(&["status"]).status.success());
     };
     delete(&rig);

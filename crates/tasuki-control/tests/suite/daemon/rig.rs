@@ -95,13 +95,21 @@ impl Rig {
     }
 
     /// Returns the path of a file in the rig's directory.
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: impl AsRef<Path>) -> PathBuf {
         self.folder.path().join(name)
     }
 
     /// Returns the runtime directory.
     pub fn dir(&self) -> PathBuf {
         self.path("run")
+    }
+
+    /// Deletes the runtime directory at once, also while tasukid makes files in it.
+    pub fn delete_dir(&self) {
+        let deleted = self.path("deleted");
+        fs::rename(self.dir(), &deleted).expect("it is there");
+        // A file may have come there meanwhile.
+        until(self, "it is deleted", || fs::remove_dir_all(&deleted).is_ok());
     }
 
     /// Writes a program that is a stand-in with this fault.
