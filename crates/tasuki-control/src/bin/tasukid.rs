@@ -339,6 +339,20 @@ fn serve(
     Ok(None)
 }
 
+/// Refuses what can be read once only, as a pipe, or what is another file for the program in the background: that reads it
+/// again.
+fn can_be_read_again(file: &Path) -> Result<()> {
+    let is_of_process = ["/dev", "/proc"].iter().any(|folder| file.starts_with(folder));
+    if is_of_process || file.metadata().is_ok_and(|file| !file.is_file() && !file.is_dir()) {
+        return Err(Unusable(anyhow::anyhow!(
+            "the configuration {} may be read once only, and tasukid in the background reads it again; name a file, or add --foreground",
+            file.display()
+        ))
+        .into());
+    }
+    Ok(())
+}
+
 /// Starts this program anew in the background, and waits until that serves.
 fn go_into_background(folder: &Path) -> Result<()> {
     let log_path = folder.join("tasukid.log");
@@ -394,11 +408,11 @@ fn go_into_background(folder: &Path) -> Result<()> {
 }
 
 fn main() -> ExitCode {
-    let words: Vec<_> = std::env::args().take(4).collect();
+    let words: Vec<_> = std::env::args_os().take(4).collect();
     if let [_, word, terms] = &words[..]
         && word == jail::WORD
     {
-        return jail::run(terms);
+        return jail::run(&terms.to_string_lossy());
     }
     let arguments = Arguments::parse();
     match &arguments.verb {
@@ -453,7 +467,7 @@ fn main() -> ExitCode {
             (error, _) => error,
         }
     } else {
-        read(&file).and_then(|_| go_into_background(&folder))
+        can_be_read_again(&file).and_then(|()| read(&file)).and_then(|_| go_into_background(&folder))
     })
 }
 

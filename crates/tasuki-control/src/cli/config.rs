@@ -54,8 +54,12 @@ pub fn run(reach: &Reach, configs: &Configs) -> Result<()> {
 /// Writes a file: the whole of it, or nothing. It is for its owner alone, also if one was there that was not: it may have
 /// secrets in it.
 fn replace(file: &Path, text: &str) -> Result<()> {
-    // Through a link, to what it names.
-    let file = std::fs::canonicalize(file).unwrap_or(file.to_owned());
+    // Through a link, to the file that it names, though that may not be there yet.
+    let file = match (std::fs::canonicalize(file), std::fs::read_link(file)) {
+        (Ok(file), _) => file,
+        (Err(_), Ok(target)) => file.parent().unwrap_or(Path::new("")).join(target),
+        (Err(_), Err(_)) => file.to_owned(),
+    };
     ensure!(std::fs::metadata(&file).ok().is_none_or(|before| before.is_file()), "it is no file");
     let (aside, mut new) = beside(&file)?;
     let written = (|| {
@@ -110,5 +114,11 @@ mod tests {
         replace(&file, "secrets").expect("a file of ours");
         assert_eq!((fs::read_to_string(&file).expect("text"), mode()), ("secrets".to_owned(), 0o600));
         assert_eq!((fs::read_to_string(&draft).expect("text"), names()), ("a draft".to_owned(), 102));
+        // A link to a file that is not there yet.
+        let link = folder.path().join("link.toml");
+        std::os::unix::fs::symlink("aim.toml", &link).expect("a link");
+        replace(&link, "secrets").expect("a file of ours");
+        assert_eq!(fs::read_to_string(folder.path().join("aim.toml")).expect("text"), "secrets");
+        assert!(link.is_symlink());
     }
 }

@@ -2,7 +2,6 @@
 
 use std::fmt::Write as _;
 use std::fs;
-use std::io::Write;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
@@ -69,8 +68,7 @@ pub fn run(reach: &Reach) -> Result<()> {
             let _ = writeln!(said, "{:<5} {about:<12} {sentence}", word(is));
         }
     }
-    // A reader that has closed the pipe knows enough.
-    let _ = std::io::stdout().write_all(said.as_bytes());
+    super::write(&said)?;
     let bad = all.iter().filter(|(_, is, _)| *is == Is::Bad).count();
     ensure!(bad == 0, "{bad} of these keep tasukid from its work; each line says what to do");
     Ok(())

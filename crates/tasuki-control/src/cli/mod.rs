@@ -10,6 +10,7 @@ pub mod up;
 pub mod upgrade;
 pub mod vm;
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -301,6 +302,34 @@ fn apply(folder: &Path, configuration: &Configuration) -> Result<Value> {
         body["generation"] = json!(plan.generation);
     }
     client::ask(folder, Verb::POST, "/v1/apply", Some(&body))
+}
+
+/// Prints each step of some work once it is done. If that fails, the work goes on: it must not end half-way because a
+/// disk is full.
+struct Steps {
+    is_silent: bool,
+    why_untold: RefCell<Option<anyhow::Error>>,
+}
+
+impl Steps {
+    /// Prints nothing for scripts, which get one answer at the end.
+    fn new(reach: &Reach) -> Self {
+        Steps { is_silent: reach.json, why_untold: RefCell::default() }
+    }
+
+    fn tell(&self, sentence: &str) {
+        if !self.is_silent
+            && let Err(error) = write(&format!("{sentence}\n"))
+        {
+            self.why_untold.borrow_mut().get_or_insert(error);
+        }
+    }
+
+    /// Ends the work, all of which is `done`, as this sentence says.
+    fn end(self, done: &str) -> Result<()> {
+        let error = self.why_untold.into_inner();
+        error.map_or(Ok(()), |error| Err(error.context(format!("{done}, but not all that was done is told"))))
+    }
 }
 
 /// Writes to standard output, if that has a reader.

@@ -13,8 +13,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags};
 use serde_json::json;
 
-use super::{Configuration, Reach, show, write};
-use crate::api::client;
+use super::{Configuration, Reach, Steps, show, write};
+use crate::api::client::{self, NotThere};
 use crate::api::metrics::Metrics;
 use crate::api::types::{Applied, ConfigurationView, Status, Stopped};
 use crate::place;
@@ -34,6 +34,9 @@ const FIRST_WORKER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time for tasukid to end once it has answered that it does.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// A day, in seconds.
+const WITHIN_MAX: u64 = 24 * 60 * 60;
+
 /// What is to be up.
 #[derive(Debug, Args)]
 pub struct Up {
@@ -41,7 +44,7 @@ pub struct Up {
     #[arg(value_parser = super::text_path)]
     pub file: PathBuf,
     /// Seconds until all nodes and NICs must be at work. A card may take some for its link.
-    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(..=WITHIN_MAX))]
     pub within: u64,
 }
 
@@ -51,15 +54,21 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
     std::fs::metadata(&up.file)
         .with_context(|| format!("the configuration {} cannot be read; name another file", up.file.display()))?;
     let began = Instant::now();
-    let told = |sentence: &str| if reach.json { Ok(()) } else { write(&format!("{sentence}\n")).map(drop) };
+    let steps = Steps::new(reach);
     let runs = || client::ask(&folder, Verb::GET, "/v1/status", None).and_then(show::read::<Status>);
     let until = began + Duration::from_secs(up.within);
-    let is_new = runs().is_err();
+    // One that does not answer, or may not be talked to, is there.
+    let is_there = || match runs() {
+        Ok(_) => Ok(true),
+        Err(error) if error.is::<NotThere>() => Ok(false),
+        Err(error) => Err(error),
+    };
+    let is_new = !is_there()?;
     if is_new {
         match begin(&folder, &up.file) {
-            Ok(said) => told(&said)?,
+            Ok(said) => steps.tell(&said),
             // If another one began meanwhile, with another file perhaps, that is the one.
-            Err(error) => runs().map(drop).map_err(|_| error)?,
+            Err(error) => ensure!(is_there()?, error),
         }
     }
     let status = await_applied(runs, until)?;
@@ -70,7 +79,7 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
     if applies {
         let configuration = Configuration { file: Some(up.file.clone()), generation: None };
         let applied: Applied = show::read(super::apply(&folder, &configuration)?)?;
-        applied.steps.iter().chain([&applied.sentence]).try_for_each(|step| told(step))?;
+        applied.steps.iter().chain([&applied.sentence]).for_each(|step| steps.tell(step));
     }
     let (seen, lacks) = await_work(&folder, None, until)?;
     if !lacks.is_empty() {
@@ -83,10 +92,11 @@ pub fn up(reach: &Reach, up: &Up) -> Result<()> {
     let (nodes, nics, ms) = (seen.status.nodes.len(), seen.status.nics.len(), began.elapsed().as_millis());
     let many = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
     let sentence = format!("{} and {} are at work after {ms} ms", many(nodes, "node"), many(nics, "NIC"));
-    match reach.json {
-        true => write(&format!("{}\n", json!({ "nodes": nodes, "nics": nics, "ms": ms }))).map(drop),
-        false => told(&sentence),
+    steps.tell(&sentence);
+    if reach.json {
+        write(&format!("{}\n", json!({ "nodes": nodes, "nics": nics, "ms": ms })))?;
     }
+    steps.end(&sentence)
 }
 
 /// Asks until no configuration is being applied any more. Returns the last answer.

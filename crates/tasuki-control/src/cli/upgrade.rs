@@ -13,7 +13,7 @@ use hyper::{Method as Verb, StatusCode};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{Reach, absolute, part, show, up, write};
+use super::{Reach, Steps, absolute, part, show, up, write};
 use crate::api::client::{self, has_status};
 use crate::api::types::{NodeView, Relayed, Replace, Replaced, Status, Upgrade, WorkerView};
 use crate::place;
@@ -73,12 +73,12 @@ pub fn run(reach: &Reach, everything: &Everything) -> Result<()> {
         bail!("nothing was upgraded: {} is no folder; name the one that has the programs", with.display());
     }
     let mut done = Done::default();
-    let told = |sentence: &str| if reach.json { Ok(()) } else { write(&format!("{sentence}\n")).map(drop) };
+    let steps = Steps::new(reach);
     let outcome = (|| {
         if !everything.workers_only {
-            replace_daemon(&folder, with.as_deref(), &mut done, &told)?;
+            replace_daemon(&folder, with.as_deref(), &mut done, &steps)?;
         }
-        upgrade_nodes(&folder, with.as_deref(), &mut done, &told)?;
+        upgrade_nodes(&folder, with.as_deref(), &mut done, &steps)?;
         if let Some(with) = &with {
             let is_something = done.daemon.is_some() || done.counts() != (0, 0);
             ensure!(
@@ -92,7 +92,8 @@ pub fn run(reach: &Reach, everything: &Everything) -> Result<()> {
     if reach.json {
         write(&(serde_json::to_string_pretty(&done)? + "\n"))?;
     }
-    outcome
+    outcome?;
+    steps.end("the upgrade is done")
 }
 
 /// Returns the program of this name in the folder: `None` in it if the program's own file will do, `None` if the
@@ -122,14 +123,10 @@ fn ask_to_go_on(folder: &Path, body: &Replace) -> Result<Value> {
     }
 }
 
-fn replace_daemon(
-    folder: &Path,
-    with: Option<&Path>,
-    done: &mut Done,
-    told: &dyn Fn(&str) -> Result<()>,
-) -> Result<()> {
+fn replace_daemon(folder: &Path, with: Option<&Path>, done: &mut Done, steps: &Steps) -> Result<()> {
     let Some(program) = program(with, "tasukid") else {
-        return told("tasukid stays what it is: that folder has no tasukid");
+        steps.tell("tasukid stays what it is: that folder has no tasukid");
+        return Ok(());
     };
     let process = up::daemon(folder);
     let asked = Instant::now();
@@ -164,12 +161,12 @@ fn replace_daemon(
         version == replaced.version,
         "tasukid goes on as version {version}: that program did not start, and its log says why"
     );
-    told(&replaced.sentence)?;
+    steps.tell(&replaced.sentence);
     done.daemon = Some(replaced);
     Ok(())
 }
 
-fn upgrade_nodes(folder: &Path, with: Option<&Path>, done: &mut Done, told: &dyn Fn(&str) -> Result<()>) -> Result<()> {
+fn upgrade_nodes(folder: &Path, with: Option<&Path>, done: &mut Done, steps: &Steps) -> Result<()> {
     let nodes: Vec<NodeView> = get(folder, "/v1/nodes")?;
     let workers: Vec<WorkerView> = get(folder, "/v1/workers")?;
     for node in &nodes {
@@ -199,13 +196,13 @@ fn upgrade_nodes(folder: &Path, with: Option<&Path>, done: &mut Done, told: &dyn
                 }
             }
         };
-        told(&sentence)?;
+        steps.tell(&sentence);
         done.nodes.push(Node { node: node.name.clone(), done: is_done, gone: is_gone, sentence });
     }
-    match done.counts() {
-        (_, 0) => Ok(()),
-        (upgraded, gone) => told(&format!("{upgraded} of {} nodes are upgraded, {gone} gone", nodes.len())),
+    if let (upgraded, gone @ 1..) = done.counts() {
+        steps.tell(&format!("{upgraded} of {} nodes are upgraded, {gone} gone", nodes.len()));
     }
+    Ok(())
 }
 
 /// Returns what is done and what is not, at the first trouble.

@@ -145,12 +145,16 @@ fn of_word(place: &Place<'_>, path: &[&str], message: &str) -> Option<String> {
         return Some(format!("{name} has no settings; write work = {name:?}"));
     }
     match message {
+        "wanted string or table" if path.last() != Some(&"work") => {
+            Some(format!("{} is not known; there are `{}`", place.shown(), schema::words_of(path).join("`, `")))
+        }
         "wanted string or table" => Some(format!(
             "{} is not a work; write {}, or a table, as {}",
             place.shown(),
             place.instead("\"echo\""),
             with_example("source")
         )),
+        "invalid IP address syntax" => of_type(place, path, "IP address"),
         _ if message.starts_with("wanted exactly 1 element") => {
             Some("a node does one thing with frames, and this names several or none; write one".to_owned())
         }
@@ -211,6 +215,7 @@ fn of_type(place: &Place<'_>, path: &[&str], expected: &str) -> Option<String> {
     Some(match expected {
         "a boolean" => format!("{shown} is neither true nor false; write one of these, without quotes"),
         "a string" => format!("{shown} is not text; put it in quotes"),
+        "IP address" => format!("{shown} is not an IP address; write one alone, as \"192.0.2.1\""),
         "path string" => format!("{shown} is not a path; write one from /, in quotes"),
         "a sequence" if place.found.starts_with('"') => {
             // A list of numbers, if that is one.
@@ -267,6 +272,12 @@ mod tests {
             "this line is not valid TOML (missing comma between array elements, expected `,`); correct it",
         ),
         ("name = \"blue\"", "`name` is there twice; leave one out"),
+        ("spoof = true", "spoof = true is not known; there are `check`, `allow`"),
+        (
+            "addresses = [\"192.0.2.1/24\"]",
+            "addresses = \"192.0.2.1/24\" is not an IP address; write one alone, as \"192.0.2.1\"",
+        ),
+        ("addresses = [1]", "addresses = 1 is not an IP address; write one alone, as \"192.0.2.1\""),
         ("mac = 3", "mac = 3 is not text; put it in quotes"),
         ("cpus: 3", "this line is not valid TOML (key with no value, expected `=`); correct it"),
     ];
@@ -313,6 +324,7 @@ mod tests {
         ("[daemon]\nhang_after_ms = -1", "2: hang_after_ms = -1 is less than 1; write a whole number from 1"),
         ("[[nic]]\nname = \"e\"\nmtu = 1.5", "3: mtu = 1.5 is not a valid number; write a whole one from 68 to 9000"),
         ("[daemon]\n\n[daemon]", "3: `daemon` is there twice; leave one out"),
+        ("[daemon]\nconfine = false", "2: confine = false is not known; there are `strict`, `best-effort`, `off`"),
         ("[daemon]\nrestart = \"often\"", "2: restart = \"often\" is not known; there is `careful` or `always`"),
         ("[[node]", "1: this line is not valid TOML (unclosed array table, expected `]`); correct it"),
         ("work = \"sink\"", "1: the key `work` means nothing here; there are `daemon`, `api`, `node`, `nic`"),

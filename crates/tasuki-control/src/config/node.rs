@@ -117,6 +117,7 @@ pub struct Bounds {
     pub memory_mib: Option<u32>,
     /// Number of processes and threads; by default 512.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 4, maximum = 4_194_304)]
     pub pids: Option<u32>,
     /// CPU time, in hundredths of one CPU; by default as much as there is. Its drivers' `nice` then counts within the
     /// node alone.

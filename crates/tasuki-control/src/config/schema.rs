@@ -34,6 +34,20 @@ pub fn range_of(path: &[&str]) -> [Option<i64>; 2] {
     ["minimum", "maximum"].map(|bound| its?.get(bound)?.as_i64())
 }
 
+/// Returns the words that the key at the end of this path may have, if it may have no other values.
+pub fn words_of(path: &[&str]) -> Vec<String> {
+    let whole = whole();
+    property(&whole, &whole, path).map(|its| words(&whole, its)).unwrap_or_default()
+}
+
+fn words(whole: &Value, of: &Value) -> Vec<String> {
+    let refers = of.get("$ref").and_then(Value::as_str).and_then(|to| whole.pointer(to.trim_start_matches('#')));
+    let parts = ["allOf", "oneOf"].into_iter().filter_map(|all| of.get(all)?.as_array()).flatten();
+    let its = of.get("enum").and_then(Value::as_array).into_iter().flatten();
+    let its = its.filter_map(Value::as_str).map(str::to_owned);
+    its.chain(parts.chain(refers).flat_map(|part| words(whole, part))).collect()
+}
+
 /// Returns the schema of what a path leads to from the part `at` of the schema.
 fn property<'a>(whole: &'a Value, at: &'a Value, path: &[&str]) -> Option<&'a Value> {
     if let Some(of) = at.get("$ref").and_then(Value::as_str) {

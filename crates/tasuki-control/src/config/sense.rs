@@ -35,6 +35,8 @@ const SETTINGS_MAX: usize = 64;
 /// What a node's driver and its stand-by need at the least: MiB of memory; processes and threads.
 const MEMORY_MIB_MIN: u32 = 16;
 const PIDS_MIN: u32 = 4;
+/// `PID_MAX_LIMIT` of `include/linux/threads.h`, on 64 bits.
+const PIDS_MAX: u32 = 4 << 20;
 /// Longer than that, programs would notice.
 const LATENCY_US_MAX: u32 = 10_000;
 /// Bytes of the name of a node's container, at most.
@@ -598,17 +600,19 @@ fn odd_nice(node: &Node) -> Option<String> {
 
 fn odd_bounds(node: &Node) -> Option<String> {
     let Bounds { memory_mib, pids, cpu } = node.bounds?;
-    let [memory_mib, pids, cpu] =
-        [("memory_mib", memory_mib, MEMORY_MIB_MIN), ("pids", pids, PIDS_MIN), ("cpu", cpu, 1)].map(
-            |(key, its, least)| {
-                let its = its.filter(|its| *its < least)?;
-                Some(format!(
-                    "node {:?}, bounds: {key} = {its} is less than its workers need to begin, {least}",
-                    node.name
-                ))
-            },
-        );
-    memory_mib.or(pids).or(cpu)
+    let ranges = [
+        ("memory_mib", memory_mib, MEMORY_MIB_MIN..=u32::MAX),
+        ("pids", pids, PIDS_MIN..=PIDS_MAX),
+        ("cpu", cpu, 1..=u32::MAX),
+    ];
+    ranges.into_iter().find_map(|(key, its, range)| {
+        let its = its.filter(|its| !range.contains(its))?;
+        let why = match its < *range.start() {
+            true => format!("less than its workers need to begin, {}", range.start()),
+            false => format!("more than the kernel takes, {}", range.end()),
+        };
+        Some(format!("node {:?}, bounds: {key} = {its} is {why}", node.name))
+    })
 }
 
 fn odd_container(node: &Node) -> Option<String> {

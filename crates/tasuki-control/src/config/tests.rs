@@ -330,6 +330,10 @@ fn what_means_nothing_is_refused_by_line() {
             "[[node]]\nname = \"red\"\nwork = \"echo\"\nbounds = { memory_mib = 1 }\n".to_owned(),
             &["memory_mib = 1 is less than its workers need to begin, 16"],
         ),
+        (
+            "[[node]]\nname = \"red\"\nwork = \"echo\"\nbounds = { pids = 4194305 }\n".to_owned(),
+            &["node \"red\", bounds: pids = 4194305 is more than the kernel takes, 4194304"],
+        ),
         (tap("red", "name = \"t\", queues = 2"), &["queues is a setting of a node's end of a VNI"]),
         (
             tap("red", "name = \"t\"") + "vni = \"lan\"\ncpus = [0, 1]\n" + &queue("red-1", "red", ""),

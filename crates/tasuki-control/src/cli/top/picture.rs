@@ -71,6 +71,10 @@ fn did(before: &Moment, now: &Moment) -> (BTreeMap<String, Did>, f64) {
     let former = pairs(before);
     for (pair, talk) in pairs(now) {
         let former = former.get(&pair);
+        // A tasukid that begins has no VNIs yet: their counts go on from before.
+        if former.is_none() && !before.metrics.vnis.iter().any(|(vni, _)| *vni == pair.0) {
+            continue;
+        }
         let did = nodes.entry(talk.node.clone()).or_default();
         for (reason, of_worker, count) in REASONS {
             let grown = rate(grown(former.map_or(0, |former| count(former)), count(talk)), seconds);

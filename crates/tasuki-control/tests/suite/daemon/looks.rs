@@ -326,6 +326,10 @@ fn up_returns_when_all_is_at_work_and_down_when_nothing_is() {
     let daemon = rig.json(&["status"])["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok()).expect("a process");
     signal(daemon, Signal::TERM);
     until(&rig, "it ends", || !tasuki_testing::process::lives(daemon));
+    // One that begins in the background reads it again, and would find nothing.
+    let (done, said) = up_with(&rig, "/dev/stdin");
+    assert!(!done && said.contains("the configuration /dev/stdin may be read once only"), "{said}");
+    assert!(!rig.tasuki(&["status"]).status.success());
     let (done, said) = up(&rig);
     assert!(done && said.contains("is at work in") && said.contains("4 nodes and 1 NIC"), "{said}");
     // So is what was edited, and what was changed by hand.

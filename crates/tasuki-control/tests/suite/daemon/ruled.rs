@@ -1,5 +1,8 @@
 //! The daemon's behaviour when all goes well, and when a process dies.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+
 use rustix::process::Signal;
 
 use super::rig::{NODES, Rig, lives, pid, runs, signal, until};
@@ -198,6 +201,10 @@ fn it_goes_into_the_background_once_it_serves_or_says_why_it_does_not() {
     let again = tasukid(&rig.dir());
     let said = String::from_utf8_lossy(&again.stderr).into_owned();
     assert!(!again.status.success() && said.contains("is at work in") && said.lines().count() == 1, "{again:?}");
+    // A name of any bytes.
+    let name = rig.path(OsStr::from_bytes(b"\xff.toml"));
+    let output = rig.tasukid_with(&name, &rig.dir()).arg("--check").output().expect("a program");
+    assert_eq!(output.status.code(), Some(78), "{output:?}");
     rig.ask(&["stop"]);
     until(&rig, "it ends", || !rig.tasuki(&["status"]).status.success());
 }

@@ -60,6 +60,16 @@ fn the_daemon_and_all_workers_are_replaced_one_after_the_other() {
     until(&rig, "the dead driver is reaped", || !lives(pid(&driver)) && process::unreaped(daemon).is_empty());
     let said = rig.json(&["upgrade", "--workers-only"]);
     assert_eq!((&said["daemon"], rig.daemon_pid()), (&Value::Null, daemon));
+    // A full disk ends no upgrade half-way.
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").expect("a device");
+    let before: Vec<_> = rig.workers().iter().map(pid).collect();
+    let output = rig.command(&["upgrade", "--workers-only"]).stdout(full).output().expect("a program");
+    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        !output.status.success() && why.contains("the upgrade is done, but not all that was done is told"),
+        "{why}"
+    );
+    until(&rig, "all are replaced", || rig.workers().iter().all(|worker| !before.contains(&pid(worker))));
     rig.stop();
 }
 
