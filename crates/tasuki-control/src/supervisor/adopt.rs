@@ -25,7 +25,7 @@ use super::deposits::{Found, Key, TOO_FEW_DESCRIPTORS, not_found_out};
 use super::lines::Lines;
 use super::open::ASTRAY;
 use super::worker::{Stage, Words, Worker};
-use super::{About, Node, Supervisor, Token, epoll_add, nanoseconds, now};
+use super::{About, Node, Supervisor, Token, WORKER_TIMEOUT, epoll_add, nanoseconds, now};
 use crate::cgroup::Group;
 use crate::channel;
 use crate::config::{self, Device};
@@ -39,6 +39,10 @@ const END_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// Time for which a daemon that begins waits for the end of workers that it has killed. The kernel may not let one end: it
 /// waits for a device, or a file system.
 const DEATHS_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Longest time for which a daemon that begins waits for workers of nodes that a NIC has nothing to do with. On a machine that
+/// is not too busy all answer within a few ms, and the daemon goes on with all at once.
+const PATIENCE_MAX: Duration = Duration::from_secs(1);
 
 /// Descriptors that a node's end takes when it joins its VNI, and those of the API.
 const DESCRIPTORS_OF_END: usize = 3;
@@ -64,6 +68,26 @@ fn is_killed(socket: &OwnedFd, path: &Path) -> Option<u32> {
     let is_it = process.name().pid != std::process::id() && process.has_socket_at(path);
     is_it.then(|| process.kill());
     (is_it && process.ends_within(&END_TIMEOUT)).then_some(process.name().pid)
+}
+
+/// Returns whether an earlier daemon's worker has yet to answer, or was killed a moment ago and is not dead yet. One that does
+/// not end is waited for no longer than `DEATHS_TIMEOUT`: then the arbiters of its NICs go on waiting, and nothing else does.
+fn is_silent(worker: &Worker) -> bool {
+    match worker.stage {
+        Stage::Asked(_) => true,
+        Stage::Excluded(since) => worker.is_adopted && now().saturating_sub(since) < DEATHS_TIMEOUT,
+        _ => false,
+    }
+}
+
+impl Worker {
+    /// Returns whether it may have a NIC, by all that is known without its answer: its node can write the lease page, or the keeper
+    /// knows that it was given the NIC.
+    fn may_have(&self, card: &Card) -> bool {
+        let node = &self.record.node;
+        let is_of_node = card.node() == node || card.page_of.contains(node);
+        is_of_node || self.given.contains(&card.number) || card.holder() == Some(self.party())
+    }
 }
 
 impl Supervisor {
@@ -179,7 +203,8 @@ impl Supervisor {
         // A stranger's: to close one may take long.
         let clients = found.into_iter().filter(|(key, _)| matches!(key, Key::Client(_)));
         clients.for_each(|(_, (_, fds))| drop(Foreign::new(fds)));
-        self.adopting = true;
+        (self.adopting, self.awaiting) = (true, true);
+        self.unheard = self.cards.keys().copied().collect();
         // Later it would be too late to leave all to another daemon: a worker that is not told of a node cuts it off.
         let count = self.cards.values().filter(|card| card.vni().is_some() && card.opened.is_some()).count();
         let spare = (0..DESCRIPTORS_OF_END * count + DESCRIPTORS_OF_API).map(|_| eventfd(0, EventfdFlags::CLOEXEC));
@@ -350,9 +375,9 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Ends workers that have a NIC whose lease page is not theirs: they were getting ready for a handover that is
-    /// over. A worker that the NIC's node does not trust may deny that it has the NIC: what it was given counts. Returns
-    /// whether there were any.
+    /// Ends workers that have a NIC, still without an arbiter, whose lease page is not theirs: they were getting ready for a
+    /// handover that is over. A worker that the NIC's node does not trust may deny that it has the NIC, or say nothing: what
+    /// it was given counts. Returns whether there were any.
     fn end_those_off_the_page(&mut self) -> bool {
         let mut over = Vec::new();
         for worker in self.workers.values().filter(|worker| !worker.is_excluded()) {
@@ -363,7 +388,8 @@ impl Supervisor {
                 let has = worker.nics.contains_key(&card.number) || was_given(card) && is_stranger(card);
                 has && !card.page_of.contains(node)
             };
-            over.extend(self.cards.values().find(off).map(|card| (worker.party(), card.name().to_owned())));
+            let cards = self.unheard.iter().filter_map(|nic| self.cards.get(nic));
+            over.extend({ cards }.find(off).map(|card| (worker.party(), card.name().to_owned())));
         }
         for (number, name) in &over {
             self.kill_worker(*number, format!("was to have {name} when the tasukid before this one ended"));
@@ -427,85 +453,129 @@ impl Supervisor {
         self.record_nic(nic);
     }
 
-    /// Starts the arbiters once all workers have answered or are dead. Those that were killed and do not end are waited for
-    /// no longer than `DEATHS_TIMEOUT`: the arbiters of their NICs go on waiting, and no other does.
+    /// Returns whether a worker of this node, or one that may have a NIC of this node, has yet to answer.
+    pub(super) fn has_unheard(&self, node: &str) -> bool {
+        let is_unheard = |card: &Card| self.unheard.contains(&card.number);
+        self.awaiting && (self.workers.of(node).any(is_silent) || self.cards.of(node).any(is_unheard))
+    }
+
+    /// Returns whether a worker of a node on this VNI has yet to answer.
+    pub(super) fn has_unheard_on(&self, vni: &str) -> bool {
+        let mut silent = self.workers.values().filter(|worker| is_silent(worker));
+        self.awaiting && silent.any(|worker| self.config.is_on(&worker.record.node, vni))
+    }
+
+    /// Returns why a NIC has no arbiter yet, as a sentence for users, if it waits for a worker's answer.
+    pub(super) fn waits_for(&self, card: &Card) -> Option<String> {
+        self.unheard.get(&card.number)?;
+        let worker = self.workers.values().find(|worker| is_silent(worker) && worker.may_have(card))?;
+        let (number, node) = (worker.party(), &worker.record.node);
+        let (name, seconds) = (card.name(), WORKER_TIMEOUT.as_secs());
+        Some(format!(
+            "worker {number} of node {node} may have {name}, and has yet to answer this tasukid, which ends it if it does not within {seconds} s"
+        ))
+    }
+
+    /// Starts the arbiters. For a moment all of them wait for all workers. After that only those NICs wait that a silent worker
+    /// may have: one that hangs, or says nothing on purpose, keeps no other node waiting.
     pub(super) fn go_on_adopting(&mut self) {
-        if !self.adopting {
+        if !self.awaiting {
             return;
         }
         self.end_the_slow();
-        let is_open = |worker: &Worker| match worker.stage {
-            Stage::Asked(_) => true,
-            Stage::Excluded(since) => now().saturating_sub(since) < DEATHS_TIMEOUT,
-            _ => false,
-        };
-        if self.workers.values().any(is_open) {
+        let patience = self.config.daemon.hang_after().min(PATIENCE_MAX);
+        // From here on: the daemon reads what they have said by now before it looks again.
+        let until = *self.patient_until.get_or_insert(now() + patience);
+        let waits_for_all = self.adopting && now() < until;
+        if waits_for_all && self.workers.values().any(is_silent) {
             return;
         }
-        if self.end_those_off_the_page() {
+        if self.end_those_off_the_page() && waits_for_all {
             return;
         }
-        self.adopting = false;
-        self.lose_loans_of_none();
-        self.nodes.values_mut().for_each(|node| node.group = None);
-        // Drop the keeper's entries that no worker has claimed.
-        self.mark_all_deposits();
-        crash::point("daemon.adopting");
-        let numbers: Vec<u32> = self.cards.keys().copied().collect();
-        for nic in numbers {
-            let members = self.members_of(nic);
-            let page: Vec<String> = self.cards[&nic].page_of.iter().cloned().collect();
-            let page: Vec<Numbered> = page.iter().map(|node| self.node_number(node)).collect();
-            let home = self.cards[&nic].node().to_owned();
-            let home = self.node_number(&home);
-            // If the lease page belongs to the node that the NIC was going to, that node is its home.
-            let home = if page.contains(&home) { home } else { page.first().copied().unwrap_or(home) };
-            let is_dead = |card: &Card| card.holder().is_some_and(|holder| !self.workers.contains_key(&holder));
-            // One that died later has its own stamp.
-            let found_dead = Some(nanoseconds(self.since)).filter(|_| is_dead(&self.cards[&nic]));
-            // A worker that only won the lease has not pointed the card at its memory.
-            let settle = |card: &mut Card| card.lease_page.pause_ns().is_some() && card.settle_memory();
-            let has_driven = self.cards.get_mut(&nic).is_some_and(settle);
-            // The stamps on the page say whether the dead driver drove, until another one does.
-            self.cards.get_mut(&nic).into_iter().for_each(|card| {
-                card.found_dead = found_dead;
-                card.pause_told = card.lease_page.words.load(lease_page::DRIVING_AT);
-            });
-            if members.is_empty() {
-                self.own_page(nic, has_driven);
-                continue;
-            }
-            let Some(card) = self.cards.get_mut(&nic) else { continue };
-            let is_excluded = |number: u32| self.workers.get(&number).is_some_and(Worker::is_excluded);
-            let killed = members.iter().map(|(party, _)| *party).filter(|party| is_excluded(party.0.get()));
-            let (mut arbiter, doing) = Arbiter::begin(home, &page, &members, &killed.collect::<Vec<_>>());
-            let staged = self.workers.values().filter(|worker| worker.record.staged.is_some());
-            staged.filter_map(|worker| party(worker.party())).for_each(|staged| arbiter.stage(staged));
-            card.arbiter = Some(arbiter);
-            let name = card.name().to_owned();
-            self.remember_those_that_left(nic);
-            let inputs = self.do_all(nic, doing);
-            inputs.into_iter().for_each(|input| self.tell_arbiter(nic, input));
-            // The stand-bys have not heard of a client that came while no daemon was there.
-            self.tell_all_of_client(nic);
-            let holder = self.cards[&nic].holder();
-            if let Some(drives) = holder.filter(|holder| self.is_staged_now(*holder)) {
-                self.was_upgraded_to(drives);
-            }
-            let drives = |worker: &&Worker| !worker.is_excluded();
-            if let Some(holder) = holder.and_then(|holder| self.workers.get(&holder)).filter(drives) {
-                let (holder, node) = (holder.party(), holder.record.node.clone());
-                self.cards.move_by(nic, |card| card.set_node(&node));
-                let about = About::worker(&node, holder).of_nic(&name);
-                self.note(about, format!("{name} was driven by worker {holder} all the time"));
-            }
-            self.record_nic(nic);
+        let is_first = std::mem::take(&mut self.adopting);
+        self.awaiting = self.workers.values().any(is_silent);
+        if !self.awaiting {
+            self.lose_loans_of_none();
         }
-        if let Err(error) = self.shortcuts.sweep() {
+        if is_first {
+            self.nodes.values_mut().for_each(|node| node.group = None);
+        }
+        if is_first || !self.awaiting {
+            // Once all have answered, the keeper's entries that no worker has claimed go, too.
+            self.mark_all_deposits();
+        }
+        if is_first {
+            crash::point("daemon.adopting");
+        }
+        let silent: Vec<&Worker> = self.workers.values().filter(|worker| is_silent(worker)).collect();
+        let is_theirs = |card: &Card| silent.iter().any(|worker| worker.may_have(card));
+        let (unheard, heard): (BTreeSet<u32>, BTreeSet<u32>) =
+            self.unheard.iter().partition(|nic| self.cards.get(nic).is_some_and(is_theirs));
+        self.unheard = unheard;
+        heard.into_iter().for_each(|nic| self.begin_arbiter_of_before(nic));
+        if !self.awaiting
+            && let Err(error) = self.shortcuts.sweep()
+        {
             self.note(About::default(), format!("interfaces of former nodes may remain in their namespaces: {error}"));
         }
         self.end_removals_of_before();
-        crash::point("daemon.adopted");
+        if !self.awaiting {
+            crash::point("daemon.adopted");
+        }
         self.answer_requests();
+    }
+
+    /// Starts the arbiter of a NIC once all workers that may have it have answered, or are dead or killed.
+    fn begin_arbiter_of_before(&mut self, nic: u32) {
+        if !self.cards.contains_key(&nic) {
+            return;
+        }
+        let members = self.members_of(nic);
+        let page: Vec<String> = self.cards[&nic].page_of.iter().cloned().collect();
+        let page: Vec<Numbered> = page.iter().map(|node| self.node_number(node)).collect();
+        let home = self.cards[&nic].node().to_owned();
+        let home = self.node_number(&home);
+        // If the lease page belongs to the node that the NIC was going to, that node is its home.
+        let home = if page.contains(&home) { home } else { page.first().copied().unwrap_or(home) };
+        let is_dead = |card: &Card| card.holder().is_some_and(|holder| !self.workers.contains_key(&holder));
+        // One that died later has its own stamp.
+        let found_dead = Some(nanoseconds(self.since)).filter(|_| is_dead(&self.cards[&nic]));
+        // A worker that only won the lease has not pointed the card at its memory.
+        let settle = |card: &mut Card| card.lease_page.pause_ns().is_some() && card.settle_memory();
+        let has_driven = self.cards.get_mut(&nic).is_some_and(settle);
+        // The stamps on the page say whether the dead driver drove, until another one does.
+        self.cards.get_mut(&nic).into_iter().for_each(|card| {
+            card.found_dead = found_dead;
+            card.pause_told = card.lease_page.words.load(lease_page::DRIVING_AT);
+        });
+        if members.is_empty() {
+            return self.own_page(nic, has_driven);
+        }
+        let Some(card) = self.cards.get_mut(&nic) else { return };
+        let is_excluded = |number: u32| self.workers.get(&number).is_some_and(Worker::is_excluded);
+        let killed = members.iter().map(|(party, _)| *party).filter(|party| is_excluded(party.0.get()));
+        let (mut arbiter, doing) = Arbiter::begin(home, &page, &members, &killed.collect::<Vec<_>>());
+        let staged = self.workers.values().filter(|worker| worker.record.staged.is_some());
+        staged.filter_map(|worker| party(worker.party())).for_each(|staged| arbiter.stage(staged));
+        card.arbiter = Some(arbiter);
+        let name = card.name().to_owned();
+        self.remember_those_that_left(nic);
+        let inputs = self.do_all(nic, doing);
+        inputs.into_iter().for_each(|input| self.tell_arbiter(nic, input));
+        // The stand-bys have not heard of a client that came while no daemon was there.
+        self.tell_all_of_client(nic);
+        let holder = self.cards[&nic].holder();
+        if let Some(drives) = holder.filter(|holder| self.is_staged_now(*holder)) {
+            self.was_upgraded_to(drives);
+        }
+        let drives = |worker: &&Worker| !worker.is_excluded();
+        if let Some(holder) = holder.and_then(|holder| self.workers.get(&holder)).filter(drives) {
+            let (holder, node) = (holder.party(), holder.record.node.clone());
+            self.cards.move_by(nic, |card| card.set_node(&node));
+            let about = About::worker(&node, holder).of_nic(&name);
+            self.note(about, format!("{name} was driven by worker {holder} all the time"));
+        }
+        self.record_nic(nic);
     }
 }

@@ -457,7 +457,7 @@ impl Supervisor {
     /// Applies that file if the daemon was told to while it was beginning, was applying a configuration, or was removing a node of
     /// it, and that is over.
     pub(super) fn apply_own_file_if_told(&mut self) {
-        let waits = self.adopting || self.is_applying() || self.is_removing_one_of(&self.current.desired).is_err();
+        let waits = self.awaiting || self.is_applying() || self.is_removing_one_of(&self.current.desired).is_err();
         if !waits && self.is_told_to_apply {
             self.apply_own_file();
         }
@@ -472,7 +472,7 @@ impl Supervisor {
         let checked = match apply.generation {
             _ if self.stopping.is_some() => Err(Refusal::Ending),
             // A signal alone comes then: requests wait.
-            _ if self.adopting => Err(Refusal::Busy("tasukid is still beginning".to_owned())),
+            _ if self.awaiting => Err(Refusal::Busy("tasukid is still beginning".to_owned())),
             _ if self.is_applying() => {
                 let sentence = "another configuration is being applied; ask again when that is done";
                 Err(Refusal::Busy(sentence.to_owned()))
@@ -512,7 +512,7 @@ impl Supervisor {
 
     /// Takes the steps that an earlier daemon did not come to.
     pub(super) fn apply_the_rest(&mut self) {
-        let waits = self.adopting || self.is_applying() || !self.leaving.is_empty();
+        let waits = self.awaiting || self.is_applying() || !self.leaving.is_empty();
         if waits || !std::mem::take(&mut self.current.resumes) {
             return;
         }

@@ -134,6 +134,10 @@ impl Supervisor {
             // It was asked for its client alone.
             return;
         }
+        if matches!(worker.stage, Stage::Leaving(_)) {
+            // It was told to end before it answered.
+            return;
+        }
         if !matches!(worker.stage, Stage::Asked(_)) || party != number || node != worker.record.node {
             return self.kill_worker(number, format!("says that it is worker {party} of node {node}"));
         }
@@ -163,6 +167,10 @@ impl Supervisor {
         }
         self.adopted += 1;
         self.mark_begun(number);
+        // If it answers late, its ends have joined their VNIs: it hears of its neighbours now.
+        let ends = nics.iter().filter(|nic| self.cards.get(nic).is_some_and(|card| self.is_member(card)));
+        let ends: Vec<(u32, u32)> = ends.map(|nic| (number, *nic)).collect();
+        self.untold.extend(ends);
         let sentence = format!("worker {number} of node {node} ran on while no tasukid did, and is adopted");
         self.note(About::worker(node, number), sentence);
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use tasuki_relay::message::program_state;
 use tokio::sync::oneshot;
 
-use super::card::Opening;
+use super::card::{Card, Opening};
 use super::deposits::Key;
 use super::door::Refusal;
 use super::worker::Stage;
@@ -59,8 +59,8 @@ impl Supervisor {
         if self.adopting {
             return;
         }
-        let closing: Vec<u32> =
-            self.cards.values().filter(|card| card.closing.is_some()).map(|card| card.number).collect();
+        let is_closing = |card: &&Card| card.closing.is_some() && !self.unheard.contains(&card.number);
+        let closing: Vec<u32> = self.cards.values().filter(is_closing).map(|card| card.number).collect();
         for nic in closing {
             let Some(card) = self.cards.get(&nic) else { continue };
             let had = |node: &str| self.workers.of(node).any(|worker| worker.given.contains(&nic));

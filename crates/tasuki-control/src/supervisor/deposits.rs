@@ -337,7 +337,9 @@ impl Supervisor {
             return;
         }
         let mut due = std::mem::take(&mut self.deposits.due);
-        due.extend(std::mem::take(&mut self.deposits.left));
+        if !self.awaiting {
+            due.extend(std::mem::take(&mut self.deposits.left));
+        }
         due.extend(self.all_keys());
         self.deposits.due = due;
     }

@@ -93,6 +93,8 @@ impl Supervisor {
         let workers: Vec<u32> = self.workers.keys().copied().collect();
         let count = u32::try_from(workers.len()).unwrap_or(u32::MAX);
         self.stopping = Some((now(), count, Some(answer)));
+        // Those that wait for silent workers are refused.
+        self.door.ring();
         for number in workers {
             if let Some(worker) = self.workers.get_mut(&number) {
                 worker.stage = Stage::Leaving(now());

@@ -214,12 +214,12 @@ impl Supervisor {
     }
 
     /// Returns what there is to see of a NIC, with a job that is to bring it to its stand-by node or without; nothing while
-    /// its lease is on its way.
+    /// its lease is on its way, or a worker that may have it has yet to answer this daemon.
     fn observe(&self, nic: u32, goes: bool) -> Option<Observation> {
         let card = self.cards.get(&nic)?;
         let standby = card.standby().filter(|name| self.nodes.contains_key(*name) && !self.leaves(name));
         let is_held = self.is_held(nic);
-        if !is_held && card.arbiter.is_some() && !card.is_parked() {
+        if self.unheard.contains(&nic) || !is_held && card.arbiter.is_some() && !card.is_parked() {
             return None;
         }
         let is_there = card.opened.is_some() && !card.has_lost_its_model() && self.is_lost(nic).is_none();

@@ -316,8 +316,16 @@ pub struct Supervisor {
     /// Why nothing can be scraped, if metrics are configured.
     not_scraped: Option<String>,
     adopted: u32,
-    /// Whether workers of an earlier daemon have yet to answer.
+    /// Whether this daemon has yet to begin with any NIC: it has just asked the workers of an earlier one.
     adopting: bool,
+    /// Whether some of these workers have yet to answer, then or later.
+    awaiting: bool,
+    /// NICs without an arbiter, as workers that have yet to answer may have them.
+    unheard: BTreeSet<u32>,
+    /// Until when the other NICs wait for these workers, too.
+    patient_until: Option<Duration>,
+    /// Requests that wait for these workers.
+    put_off: VecDeque<Queued>,
     /// Workers that had an end of a VNI before that joined, and the ends.
     untold: VecDeque<(u32, u32)>,
     /// When the next of them is told, after a lack of descriptors.
@@ -452,6 +460,10 @@ impl Supervisor {
             not_scraped: None,
             adopted: 0,
             adopting: false,
+            awaiting: false,
+            unheard: BTreeSet::new(),
+            patient_until: None,
+            put_off: VecDeque::new(),
             untold: VecDeque::new(),
             untold_not_before: Duration::ZERO,
             room: Vec::new(),

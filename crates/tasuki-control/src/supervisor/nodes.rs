@@ -22,6 +22,8 @@ pub struct Leaving {
     answer: Option<Answer<Removed>>,
     /// The queue that it drives. Its workers end when that is empty.
     draining: Option<Draining>,
+    /// Whether an earlier daemon began with it, and a worker of it has yet to answer.
+    waits: bool,
 }
 
 /// Returns that a node is there, and will not be in a moment.
@@ -145,13 +147,18 @@ impl Supervisor {
     /// Goes on with the removals that the last daemon did not live to end: their nodes are as they were, and on no VNI.
     pub(super) fn begin_removals_of_before(&mut self) {
         let leaving = self.nodes.iter().filter(|(_, node)| node.record.leaves);
-        self.leaving.extend(leaving.map(|(name, _)| Leaving { node: name.clone(), answer: None, draining: None }));
+        let leaving =
+            leaving.map(|(name, _)| Leaving { node: name.clone(), answer: None, draining: None, waits: true });
+        self.leaving.extend(leaving);
     }
 
-    /// Ends the workers of the nodes of those removals, once all workers have answered or are dead.
+    /// Ends the workers of the nodes of those removals, once all workers of the node have answered or are dead.
     pub(super) fn end_removals_of_before(&mut self) {
-        let leaving: Vec<String> = self.leaving.iter().map(|leaving| leaving.node.clone()).collect();
-        leaving.iter().for_each(|name| self.end_workers(name));
+        let waiting = self.leaving.iter().filter(|leaving| leaving.waits && !self.has_unheard(&leaving.node));
+        for name in waiting.map(|leaving| leaving.node.clone()).collect::<Vec<_>>() {
+            self.leaving.iter_mut().filter(|leaving| leaving.node == name).for_each(|leaving| leaving.waits = false);
+            self.end_workers(&name);
+        }
     }
 
     /// Returns the configuration with one more node.
@@ -311,7 +318,7 @@ impl Supervisor {
         }
         let draining = self.begin_draining(name);
         let is_drained = draining.is_none();
-        self.leaving.push(Leaving { node: name.to_owned(), answer: Some(answer), draining });
+        self.leaving.push(Leaving { node: name.to_owned(), answer: Some(answer), draining, waits: false });
         if is_drained {
             self.end_workers(name);
         }
@@ -413,7 +420,9 @@ impl Supervisor {
             }
         }
         self.note_what_goes_on();
-        let stays = |leaving: &Leaving| leaving.draining.is_some() || self.workers.of(&leaving.node).next().is_some();
+        let stays = |leaving: &Leaving| {
+            leaving.waits || leaving.draining.is_some() || self.workers.of(&leaving.node).next().is_some()
+        };
         let (rest, gone): (Vec<_>, Vec<_>) = std::mem::take(&mut self.leaving).into_iter().partition(stays);
         self.leaving = rest;
         for Leaving { node: name, answer, .. } in gone {

@@ -90,7 +90,8 @@ impl Supervisor {
         self.begin_anew();
         let numbers: Vec<u32> = self.cards.keys().copied().collect();
         for nic in numbers {
-            let Some(card) = self.cards.get(&nic).filter(|card| card.closing.is_none()) else { continue };
+            let may_go_on = |card: &&Card| card.closing.is_none() && !self.unheard.contains(&card.number);
+            let Some(card) = self.cards.get(&nic).filter(may_go_on) else { continue };
             let begun = match &card.opening {
                 Opening::NotBefore(at) if *at <= now() => self.begin_opening(nic),
                 Opening::Model(since) => self.look_for_model(nic, *since),

@@ -7,6 +7,7 @@ use tasuki_relay::message::ToWorker;
 use super::door::{Answer, Refusal, Request};
 use super::{About, Supervisor, now};
 use crate::api::types::Counts;
+use crate::config;
 
 /// Returns the names there are, as the end of a sentence.
 pub(super) fn there_are(names: impl Iterator<Item = impl AsRef<str>>) -> String {
@@ -31,16 +32,45 @@ impl Supervisor {
             return;
         }
         let since = now();
-        while let Ok((request, caller)) = self.requests.try_recv() {
+        let mut first = std::mem::take(&mut self.put_off);
+        while let Some((request, caller)) = first.pop_front().or_else(|| self.requests.try_recv().ok()) {
             // A caller that has given up may have done otherwise since.
-            if caller.is_none_or(|caller| caller.strong_count() > 0) {
-                self.answer_request(request);
+            match caller.as_ref().is_none_or(|caller| caller.strong_count() > 0) {
+                true if self.is_too_early(&request) => self.put_off.push_back((request, caller)),
+                true => self.answer_request(request),
+                false => {}
             }
             if now().saturating_sub(since) >= ANSWERING_TIME_MAX {
                 // A worker may have died meanwhile. The rest of the requests comes after that.
+                self.put_off.append(&mut first);
                 self.door.ring();
                 return;
             }
+        }
+    }
+
+    /// Returns whether a request would change something that a worker of an earlier daemon may have, which has yet to answer.
+    fn is_too_early(&self, request: &Request) -> bool {
+        if !self.awaiting || self.stopping.is_some() {
+            return false;
+        }
+        let is_unheard =
+            |nic: &str| self.cards.values().any(|card| card.name() == nic && self.unheard.contains(&card.number));
+        // Its neighbours are to hear of it.
+        let has_unheard_beside = |node: &config::Node| node.vni.as_ref().is_some_and(|vni| self.has_unheard_on(vni));
+        match request {
+            Request::Upgrade { node, .. } | Request::Stage { node, .. } | Request::Unstage { node, .. } => {
+                self.has_unheard(node)
+            }
+            Request::Give { nic, give, .. } => is_unheard(nic) || self.has_unheard(&give.to),
+            Request::Standby { nic, .. } => is_unheard(nic),
+            Request::AddNode { node, .. } => has_unheard_beside(node),
+            Request::RemoveNode { node, .. } => {
+                self.has_unheard(node) || self.config.node(node).is_some_and(has_unheard_beside)
+            }
+            // They concern all nodes.
+            Request::Apply { .. } | Request::Replace { .. } => true,
+            _ => false,
         }
     }
 

@@ -151,7 +151,7 @@ impl Supervisor {
             relays,
             driving_at_ns: holder.map(|_| card.lease_page.words.load(lease_page::DRIVING_AT)),
             pause_ns: card.lease_page.pause_ns().filter(|_| relays > 1),
-            trouble: card.waits.clone().or_else(|| card.trouble.clone()),
+            trouble: self.waits_for(card).or_else(|| card.waits.clone()).or_else(|| card.trouble.clone()),
             standby: card.config.standby.clone(),
             failed_over: card.failed_over().cloned(),
         }

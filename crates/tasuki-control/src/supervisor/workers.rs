@@ -68,7 +68,8 @@ impl Supervisor {
         if self.adopting || self.stopping.is_some() {
             return;
         }
-        let names: Vec<String> = self.nodes.keys().filter(|name| !self.ends(name)).cloned().collect();
+        let goes_on = |name: &&String| !self.ends(name) && !self.has_unheard(name);
+        let names: Vec<String> = self.nodes.keys().filter(goes_on).cloned().collect();
         for name in &names {
             self.attach_to_nics(name);
             self.retire_surplus(name);
@@ -434,7 +435,7 @@ impl Supervisor {
     pub(super) fn attach(&mut self, nic: u32, number: u32, purpose: Use, method: Method) -> bool {
         // Send pending leave orders first: a worker that has left the NIC may get it again.
         self.send_leaves();
-        if !self.has_page(nic, number) {
+        if self.unheard.contains(&nic) || !self.has_page(nic, number) {
             return false;
         }
         // A taker frees the frames for nodes that it was not told of, and to tell it takes a descriptor.

@@ -174,6 +174,52 @@ fn who_died_while_no_daemon_lived_is_replaced_by_the_next_one() {
     rig.await_worker("red", "stands by");
 }
 
+/// Begins another daemon while a worker of this node, which is stopped, says nothing to it. Returns that worker.
+fn begin_beside_silent(rig: &mut Rig, node: &str, is: &str) -> u32 {
+    let silent = pid(&rig.await_worker(node, is));
+    rig.kill_daemon();
+    signal(silent, Signal::STOP);
+    rig.start();
+    silent
+}
+
+/// row: T150
+#[test]
+fn a_worker_that_says_nothing_to_the_next_daemon_keeps_no_other_node_waiting() {
+    let mut rig = Rig::new();
+    let (driver, standby) = rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    let green = begin_beside_silent(&mut rig, "green", "idle");
+    signal(pid(&driver), Signal::KILL);
+    until(&rig, "the stand-by drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] == standby["pid"]));
+    rig.ask(&["worker", "upgrade", "blue"]);
+    // All of that comes before its end, or its answer.
+    assert_eq!(pid(&rig.await_worker("green", "starting")), green, "{}", rig.log());
+    assert!(runs(green) && !rig.ask(&["events"]).contains("does not answer this tasukid"), "{}", rig.log());
+    signal(green, Signal::CONT);
+    assert_eq!(pid(&rig.await_worker("green", "idle")), green, "{}", rig.log());
+}
+
+#[test]
+fn a_nic_waits_for_its_own_worker_that_says_nothing_to_the_next_daemon() {
+    let mut rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    let standby = begin_beside_silent(&mut rig, "red", "stands by");
+    let trouble = rig.nic()["trouble"].to_string();
+    assert!(trouble.contains("may have eth0, and has yet to answer this tasukid"), "{trouble}\n{}", rig.log());
+    signal(pid(&driver), Signal::KILL);
+    // The request waits, too: the silent worker may be the next driver.
+    let gives = rig.command(&["nic", "give", "eth0", "--to", "blue"]).stdout(std::process::Stdio::null()).spawn();
+    until(&rig, "nobody drives", || rig.nic()["worker"].is_null());
+    let nic = rig.nic();
+    assert_eq!((&nic["is"], &nic["node"]), (&"waits for a worker".into(), &"red".into()), "{nic}\n{}", rig.log());
+    signal(standby, Signal::CONT);
+    assert!(gives.expect("a program").wait().expect("an end").success(), "{}", rig.log());
+    rig.await_pair("blue");
+    assert!(rig.ask(&["events"]).contains("eth0 is driven by worker"), "{}", rig.log());
+}
+
 #[test]
 fn a_daemon_that_is_told_to_go_leaves_its_workers_running() {
     let mut rig = Rig::new();

@@ -158,6 +158,33 @@ impl World {
     }
 }
 
+/// The others have joined again by then, and one has come.
+#[test]
+fn a_worker_that_answers_the_next_daemon_late_talks_to_all_nodes() {
+    let Some(mut world) = World::with_both_by_workers() else { return };
+    world.ping(20, "0.002", DESK);
+    let (driver, stands_by) = world.rig.await_pair("desk");
+    world.rig.kill_daemon();
+    [&driver, &stands_by].into_iter().for_each(|worker| signal(pid(worker), Signal::STOP));
+    world.rig.start();
+    world.rig.kill_driver("shop");
+    let third = Room::new();
+    let (path, address) = (third.path(), "192.0.2.3");
+    let words = ["node", "add", "third", "--netns", &path, "--address", "192.0.2.3/24", "--no-shortcut"];
+    // Its neighbours are to hear of it.
+    let adds = world.rig.command(&words).stdout(std::process::Stdio::null()).spawn();
+    [&driver, &stands_by].into_iter().for_each(|worker| signal(pid(worker), Signal::CONT));
+    assert!(adds.expect("a program").wait().expect("an end").success(), "{}", world.rig.log());
+    world.await_pairs();
+    world.rig.await_pair("third");
+    assert_eq!(pid(&world.rig.await_pair("desk").0), pid(&driver), "{}", world.rig.log());
+    world.ping(20, "0.002", DESK);
+    world.ping(20, "0.002", address);
+    let odd = third.ping(20, &["-i", "0.002", DESK]);
+    assert!(odd.is_none(), "{}\n{}", odd.unwrap_or_default(), world.rig.log());
+    world.end();
+}
+
 /// Its memory has notes of the node that left, and its next worker would go by them.
 #[test]
 fn a_node_whose_workers_died_before_they_heard_that_another_left_talks_to_the_next_one() {
