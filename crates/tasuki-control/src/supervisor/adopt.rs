@@ -523,7 +523,8 @@ impl Supervisor {
         if !self.awaiting {
             crash::point("daemon.adopted");
         }
-        self.answer_requests();
+        // Once the nodes are on their VNIs, too.
+        self.door.ring();
     }
 
     /// Starts the arbiter of a NIC once all workers that may have it have answered, or are dead or killed.
