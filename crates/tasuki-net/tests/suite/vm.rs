@@ -46,10 +46,10 @@ const RINGS: [[u64; 3]; 2] = [[0, 0x2000, 0x4000], [0x8000, 0xa000, 0xc000]];
 const BUFFERS: [u64; 2] = [0x10_0000, 0x40_0000];
 
 /// Places of a further pair: from where they are, and where the buffers are from there. Memory of [`LEN`] bytes has room for
-/// three, of 64 descriptors.
+/// one.
 const PAIR_AT: u64 = 0xa0_0000;
-const PAIR_LEN: u64 = 0x20_0000;
-const PAIR_BUFFERS: [u64; 2] = [0x2_0000, 0x8_0000];
+const PAIR_LEN: u64 = 0x60_0000;
+const PAIR_BUFFERS: [u64; 2] = [0x2_0000, 0x10_0000];
 
 fn ring(queue: usize) -> [u64; 3] {
     RINGS[queue % 2].map(|at| at + pair_at(queue))

@@ -27,19 +27,19 @@ pub const SECRET: &str = "quiesce";
 
 /// The program, and the node that sends all its frames back.
 const US: [u8; 6] = [2, 0, 0, 0, 0, 0x77];
-const ECHO: [u8; 6] = [2, 0, 0, 0, 0, 0x99];
+pub const ECHO: [u8; 6] = [2, 0, 0, 0, 0, 0x99];
 
 /// A long frame takes seven buffers.
 const SHAPE: Shape = Shape { log2: 10, buffer: 600 };
 
 /// Number of frames under way: less than everything between the two has room for, even if a burst comes twice.
-const WINDOW: u64 = 16;
+pub const WINDOW: u64 = 16;
 
 /// Longest time for all frames under way to come back.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Makes a frame that carries its number; its length follows from the number.
-fn frame(to: [u8; 6], from: [u8; 6], number: u64) -> Vec<u8> {
+pub fn frame(to: [u8; 6], from: [u8; 6], number: u64) -> Vec<u8> {
     let len = [60, 100, 700, 1514, 4000][usize::try_from(number % 5).expect("small")];
     let mut frame = [&to[..], &from, &[0x88, 0xb5], &number.to_le_bytes()].concat();
     frame.extend((22..len).map(|i: u64| i.wrapping_mul(37).wrapping_add(number).to_le_bytes()[0]));
@@ -70,10 +70,20 @@ impl Program {
     /// Like [`begin`](Self::begin), with a rest after each window.
     pub fn resting(socket: &Path, rest: Duration) -> Self {
         let client = Client::connect(socket, SHAPE, SECRET, || {});
+        Self::of(move |over, back| exchange(client, rest, over, back))
+    }
+
+    /// Begins another exchange, which ends once it is over and all its frames are back, and counts these meanwhile.
+    pub fn of(exchange: impl FnOnce(&AtomicBool, &AtomicU64) -> Tally + Send + 'static) -> Self {
         let (over, back) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (ends, counts) = (Arc::clone(&over), Arc::clone(&back));
-        let thread = std::thread::spawn(move || exchange(client, rest, &ends, &counts));
+        let thread = std::thread::spawn(move || exchange(&ends, &counts));
         Program { over, back, thread }
+    }
+
+    /// Returns the number of frames that have come back.
+    pub fn back(&self) -> u64 {
+        self.back.load(Relaxed)
     }
 
     /// Waits until `more` frames have come back.

@@ -6,6 +6,7 @@
 
 mod bystanders;
 mod file;
+mod machine;
 mod world;
 
 use std::collections::BTreeMap;

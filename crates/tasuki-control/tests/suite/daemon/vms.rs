@@ -686,7 +686,7 @@ fn a_stock_guest_that_two_nodes_serve_does_not_notice_that_their_workers_are_rep
 /// A machine written from the specifications, which shows when its back end answers.
 #[path = "../../../../tasuki-net/tests/suite/vm.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
-mod theirs;
+pub mod theirs;
 
 /// A front end asks where a ring of the borrower's stands, while the worker is killed that has it, or the one that has the
 /// front end: it is answered, nobody else may answer for a worker that is dead, and each frame crosses once.

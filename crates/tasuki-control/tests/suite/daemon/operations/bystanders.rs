@@ -1,6 +1,7 @@
 //! Nodes that no operation touches, and their numbered traffic: a NIC, native nodes on a VNI of their own and on that of
-//! all others, two namespaces, and a program on memif. Nothing of theirs may be lost or doubled, and
-//! nothing replaced but by an upgrade of all.
+//! all others, two namespaces, a program on memif with limits that it never reaches, and a virtual machine with two pairs of
+//! queues. Nothing of theirs may be lost or doubled, no connection may end, and nothing may be replaced but by an upgrade of
+//! all.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tasuki_control::api::client;
 
-use super::within;
+use super::{machine, within};
 use crate::daemon::memifs;
 use crate::daemon::rig::Rig;
 use crate::daemon::rooms::{Exchange, Room};
@@ -27,6 +28,9 @@ const NATIVES: [(&str, &str, &str); 2] = [("by-sink", "by-source", "lan"), ("by-
 const ADDRESSES: [&str; 2] = ["192.0.2.1", "192.0.2.2"];
 /// Rest between windows of datagrams or of a program's frames.
 const REST: Duration = Duration::from_millis(50);
+/// The node with limits, and the limits: hundreds of times its own rate, since what others send to all counts as well.
+const LIMITED: &str = "by-memif";
+const LIMITS: &str = "{ send = { kpps = 100 }, receive = { kpps = 100 } }";
 
 /// The bystanders, and the programs that send their frames.
 pub struct Bystanders {
@@ -34,7 +38,10 @@ pub struct Bystanders {
     card: Model,
     rooms: Option<[Room; 2]>,
     talk: Option<Exchange>,
-    program: Option<memifs::Program>,
+    /// Programs on memif and in the machine, and how many frames they had back at the last look.
+    programs: Vec<(&'static str, memifs::Program, u64)>,
+    /// Whether the machine's rings are packed.
+    is_packed: bool,
     /// Their workers: node and number.
     workers: BTreeSet<(String, u64)>,
     /// What each node of [`NATIVES`] had seen at the last look.
@@ -43,7 +50,7 @@ pub struct Bystanders {
 
 impl Bystanders {
     /// Makes all that they need before the daemon begins. With `few`, only the NIC and the native nodes are there.
-    pub fn new(folder: &Path, few: bool) -> Self {
+    pub fn new(folder: &Path, few: bool, is_packed: bool) -> Self {
         let socket = folder.join("by-card.sock");
         let card = Model::start(&socket, &["--source", &u64::MAX.to_string(), "--rate", RATE]);
         let rooms = (!few).then(|| [Room::new(), Room::new()]);
@@ -52,14 +59,16 @@ impl Bystanders {
             card,
             rooms,
             talk: None,
-            program: None,
+            programs: Vec::new(),
+            is_packed,
             workers: BTreeSet::new(),
             seen: Default::default(),
         }
     }
 
-    fn memif(&self) -> PathBuf {
-        self.socket.with_file_name("by-memif.sock")
+    /// Returns the path of a node's socket.
+    fn socket_of(&self, node: &str) -> PathBuf {
+        self.socket.with_file_name(format!("{node}.sock"))
     }
 
     /// Returns their part of a configuration file.
@@ -82,8 +91,11 @@ impl Bystanders {
             node(name, "lan", &format!("{{ tap = {{ {tap}, shortcut = {with_shortcut} }} }}"), "");
         }
         node("by-echo", "lan", "\"echo\"", "mac = \"02:00:00:00:00:99\"\n");
-        let memif = format!("{{ memif = {{ socket = {:?}, secret = {:?} }} }}", self.memif(), memifs::SECRET);
-        node("by-memif", "lan", &memif, "mac = \"02:00:00:00:00:77\"\n");
+        let memif =
+            format!("{{ memif = {{ socket = {:?}, secret = {:?} }} }}", self.socket_of(LIMITED), memifs::SECRET);
+        node(LIMITED, "lan", &memif, &format!("mac = \"02:00:00:00:00:77\"\nlimits = {LIMITS}\n"));
+        let vm = format!("{{ vm = {{ socket = {:?} }} }}", self.socket_of("by-vm"));
+        node("by-vm", "lan", &vm, "mac = \"02:00:00:00:00:76\"\n");
         text
     }
 
@@ -98,7 +110,9 @@ impl Bystanders {
             let talk = Exchange::resting([(near, ADDRESSES[0]), (far, ADDRESSES[1])], REST);
             talk.goes_on(rig, 30);
             self.talk = Some(talk);
-            self.program = Some(memifs::Program::resting(&self.memif(), REST));
+            let program = memifs::Program::resting(&self.socket_of(LIMITED), REST);
+            let machine = machine::begin(&self.socket_of("by-vm"), REST, self.is_packed);
+            self.programs = vec![("program on memif", program, 0), ("virtual machine", machine, 0)];
         }
         self.workers = workers(rig);
         self.look(rig, false)
@@ -119,18 +133,27 @@ impl Bystanders {
         self.workers = now;
         for ((sink, ..), before) in NATIVES.iter().zip(&mut self.seen) {
             // A gap shows only by a frame after it.
-            let seen = |sink| counts(&rig.dir(), sink).map_or(0, |[seen, ..]| seen);
+            let seen = |sink| numbers(&rig.dir(), sink).map_or(0, |[seen, ..]| seen);
             if !within(|| seen(sink) > *before + 30) {
                 wrong.push(format!("{sink}: no frame comes any more, after {before}"));
             }
             *before = seen(sink);
-            match counts(&rig.dir(), sink) {
+            match numbers(&rig.dir(), sink) {
                 Some([_, 0, 0, _]) => {}
                 counts => wrong.push(format!("{sink}: seen, missing, late, next: {counts:?}")),
             }
         }
-        if self.program.as_ref().is_some_and(|program| program.has_failed()) {
-            wrong.push("the bystanders' program on memif has failed".to_owned());
+        for (name, program, before) in &mut self.programs {
+            if !within(|| program.has_failed() || program.back() > *before + 30) || program.has_failed() {
+                wrong.push(format!(
+                    "the bystanders' {name} has failed, or no frame comes back any more, after {before}"
+                ));
+            }
+            *before = program.back();
+        }
+        let over = self.rooms.as_ref().map(|_| counts(&rig.dir(), LIMITED, "lan", ["dropped_over_rate"]));
+        if over.is_some_and(|over| over != Some([0])) {
+            wrong.push(format!("{LIMITED}: dropped by a limit that it does not reach: {over:?}"));
         }
         wrong
     }
@@ -144,10 +167,10 @@ impl Bystanders {
             }
             counted.push(format!("datagrams: {tally:?}"));
         }
-        if let Some(program) = self.program.take() {
+        for (name, program, _) in self.programs.drain(..) {
             match program.ends() {
-                Ok(tally) if tally.twice == 0 => counted.push(format!("memif: {tally:?}")),
-                said => wrong.push(format!("frames of the bystanders' program on memif: {said:?}")),
+                Ok(tally) if tally.twice == 0 => counted.push(format!("{name}: {tally:?}")),
+                said => wrong.push(format!("frames of the bystanders' {name}: {said:?}")),
             }
         }
         for (sink, source, _) in NATIVES {
@@ -157,7 +180,7 @@ impl Bystanders {
             }
             let last = std::cell::Cell::new(None);
             let is_quiet = within(|| {
-                let now = counts(&rig.dir(), sink);
+                let now = numbers(&rig.dir(), sink);
                 now.is_some() && last.replace(now) == now
             });
             let all = last.get().filter(|_| is_quiet);
@@ -192,10 +215,15 @@ fn workers(rig: &Rig) -> BTreeSet<(String, u64)> {
 }
 
 /// Returns a native node's counts of frames: seen, missing, late, the next number.
-fn counts(dir: &Path, sink: &str) -> Option<[u64; 4]> {
+fn numbers(dir: &Path, sink: &str) -> Option<[u64; 4]> {
     let (_, _, vni) = NATIVES.iter().find(|(its, ..)| *its == sink)?;
-    let said = client::ask(dir, Method::GET, &format!("/v1/nics/{sink}@{vni}/counts"), None).ok()?;
+    counts(dir, sink, vni, ["numbered", "missing", "late", "next"])
+}
+
+/// Returns these counts of a node.
+fn counts<const N: usize>(dir: &Path, node: &str, vni: &str, names: [&str; N]) -> Option<[u64; N]> {
+    let said = client::ask(dir, Method::GET, &format!("/v1/nics/{node}@{vni}/counts"), None).ok()?;
     let counts = said["counts"].as_array()?;
     let count = |name| counts.iter().find(|count| count[0] == name).and_then(|count| count[1].as_u64());
-    Some([count("numbered")?, count("missing")?, count("late")?, count("next")?])
+    names.into_iter().map(count).collect::<Option<Vec<_>>>()?.try_into().ok()
 }

@@ -90,7 +90,7 @@ impl World {
         let rig = Rig::without_daemon("", "");
         let folder = rig.path("").display().to_string().trim_end_matches('/').to_owned();
         let rooms = format!("operations-{}-", std::process::id());
-        let bystanders = Bystanders::new(Path::new(&folder), few);
+        let bystanders = Bystanders::new(Path::new(&folder), few, dice.once_in(2));
         // A worker of a bystander that waits for a processor must not look hung.
         let text = format!("[daemon]\nhang_after_ms = 4000\n\n{}", bystanders.text(dice.once_in(2)));
         let file = File::new(dice, text, &rooms, &folder, cpus);
@@ -758,7 +758,7 @@ impl World {
             if !interfaces.is_empty() || !groups.is_empty() {
                 self.bad(format!("interfaces or control groups are left: {interfaces:?}, {groups:?}"));
             }
-            for socket in ["m1", "v1", "h", "hv", "by-memif"] {
+            for socket in ["m1", "v1", "h", "hv", "by-memif", "by-vm"] {
                 if self.rig.path(&format!("{socket}.sock")).exists() {
                     self.bad(format!("the socket {socket} is left"));
                 }
