@@ -84,7 +84,7 @@ impl Supervisor {
         self.changes.push(Change::Worker(worker.record.clone()));
     }
 
-    /// Handles a staged worker that drives: the earlier daemon did not finish its upgrade.
+    /// Handles a worker that drives and whose upgrade was not finished.
     pub(super) fn was_upgraded_to(&mut self, number: u32) {
         self.is_staged(number, None);
         let Some(worker) = self.workers.get(&number) else { return };

@@ -72,6 +72,7 @@ impl Supervisor {
         let names: Vec<String> = self.nodes.keys().filter(goes_on).cloned().collect();
         for name in &names {
             self.attach_to_nics(name);
+            self.end_upgrade(name);
             self.retire_surplus(name);
             self.mend(name);
         }
@@ -135,6 +136,22 @@ impl Supervisor {
         let of_node = self.cards.of(&worker.record.node).filter(|card| card.closing.is_none() && card.opened.is_some());
         { of_node }
             .all(|card| worker.nics.get(&card.number) == Some(&Readiness::Ready) || card.holder() == Some(number))
+    }
+
+    /// Records an upgrade whose worker drives all NICs of its node: the tasukid that began it ended before it did, or the
+    /// upgrade failed and a worker that died left the NICs to this one. Such a worker would count as surplus, and stay for
+    /// what it drives.
+    fn end_upgrade(&mut self, name: &str) {
+        let generation = self.nodes.get(name).map_or(0, |node| node.record.generation);
+        let is_ahead = |worker: &&Worker| worker.serves() && worker.record.generation > generation;
+        let drives_all = |worker: &&Worker| {
+            let mut nics = self.cards.of(name).filter(|card| card.closing.is_none()).peekable();
+            nics.peek().is_some() && nics.all(|card| card.is_settled() && card.holder() == Some(worker.party()))
+        };
+        let worker = self.workers.of(name).filter(is_ahead).find(drives_all).map(Worker::party);
+        let Some(worker) = worker.filter(|_| !self.jobs.iter().any(|job| job.is_of(name))) else { return };
+        self.was_upgraded_to(worker);
+        self.note(About::worker(name, worker), format!("node {name} is now worker {worker}, which drives already"));
     }
 
     /// Retires workers of an older program once enough of the present one are ready, and surplus workers.

@@ -156,6 +156,29 @@ fn a_daemon_that_comes_later_goes_on_with_what_is_staged() {
 }
 
 #[test]
+fn an_upgrade_whose_worker_drives_is_done_for_a_daemon_that_comes_later() {
+    if !cfg!(feature = "crash-points") {
+        return println!("skipped: needs the feature crash-points");
+    }
+    let mut rig = Rig::new();
+    for (generation, place) in (1..).zip(["daemon.upgraded", "daemon.settled"]) {
+        rig.await_pair("red");
+        let next = rig.program(place, "");
+        rig.kill_daemon();
+        rig.start_to_die(Some(format!("{place}:1")));
+        until(&rig, "it serves", || rig.tasuki(&["status"]).status.success());
+        let _ = rig.tasuki(&["worker", "upgrade", "red", "--with", next.to_str().unwrap()]);
+        until(&rig, place, || rig.tasuki(&["status"]).status.code() == Some(1));
+        rig.start();
+        until(&rig, "nothing is left but a pair of that program", || {
+            let red: Vec<_> = rig.workers().into_iter().filter(|worker| worker["node"] == "red").collect();
+            let is_next = |it: &Value| it["generation"] == generation && it["binary"] == next.to_str().unwrap();
+            red.len() == 2 && red.iter().all(is_next)
+        });
+    }
+}
+
+#[test]
 fn what_is_staged_is_ready_for_a_nic_that_comes_later() {
     let rig = Rig::new();
     rig.await_pair("red");
