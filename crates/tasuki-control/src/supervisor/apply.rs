@@ -860,7 +860,7 @@ impl Supervisor {
         let applying = self.is_applying() || self.current.resumes;
         // It is on its way there: what it has yet to do is no difference.
         let (steps, mut stays) = if applying { (Vec::new(), Vec::new()) } else { self.plan_to(&self.current.desired) };
-        stays.extend(self.older_programs());
+        stays.extend(self.other_programs());
         stays.extend(self.endpoints.values().filter_map(Endpoint::why_flooded));
         stays.extend(self.current.has_changed_aside());
         let drift = steps.iter().map(ToString::to_string).collect();

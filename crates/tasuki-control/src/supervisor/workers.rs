@@ -260,18 +260,23 @@ impl Supervisor {
             .or_else(dies)
     }
 
-    /// Returns a sentence for each node that a worker of an older program drives, if no upgrade is about to change that.
-    pub(super) fn older_programs(&self) -> impl Iterator<Item = String> {
-        let is_older = |(_, worker): &(&u32, &Worker)| {
-            let node = self.nodes.get(&worker.record.node);
-            worker.serves() && node.is_some_and(|node| worker.record.generation < node.record.generation)
-        };
+    /// Returns a sentence for each worker that drives and is of another program than its node, if no upgrade is about to change
+    /// that.
+    pub(super) fn other_programs(&self) -> impl Iterator<Item = String> {
+        let node_of = |worker: &Worker| self.nodes.get(&worker.record.node).map_or(0, |node| node.record.generation);
+        let is_other =
+            move |(_, worker): &(&u32, &Worker)| worker.serves() && worker.record.generation != node_of(worker);
         let drives = |number: u32| self.cards.values().any(|card| card.holder() == Some(number));
-        self.workers.iter().filter(is_older).filter_map(move |(number, worker)| {
+        self.workers.iter().filter(is_other).filter_map(move |(number, worker)| {
             let name = &worker.record.node;
             let is_changing = self.jobs.iter().any(|job| job.is_of(name));
+            let of = if worker.record.generation < node_of(worker) {
+                "of the program from before its last upgrade"
+            } else {
+                "of an upgrade that moved some of its NICs and not all"
+            };
             (drives(*number) && !is_changing).then(|| format!(
-                "node {name} is driven by worker {number} of the program from before its last upgrade ({}); upgrade it again (tasuki worker upgrade {name})",
+                "node {name} is driven by worker {number} {of} ({}); upgrade it again (tasuki worker upgrade {name})",
                 worker.binary().display()
             ))
         })

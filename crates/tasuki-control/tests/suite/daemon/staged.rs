@@ -179,6 +179,28 @@ fn an_upgrade_whose_worker_drives_is_done_for_a_daemon_that_comes_later() {
 }
 
 #[test]
+fn an_upgrade_of_which_a_nic_is_left_when_the_daemon_dies_is_to_be_done_again_and_the_status_says_so() {
+    if !cfg!(feature = "crash-points") {
+        return println!("skipped: needs the feature crash-points");
+    }
+    let second = "\n[[nic]]\nname = \"eth1\"\ndevice = \"vfio-user:/nowhere/other.sock\"\nnode = \"red\"\n";
+    let mut rig = Rig::with(&(NODES.to_owned() + second), "");
+    rig.await_pair("red");
+    rig.kill_daemon();
+    rig.start_to_die(Some("daemon.planned:2".to_owned()));
+    until(&rig, "it serves", || rig.tasuki(&["status"]).status.success());
+    let _ = rig.tasuki(&["worker", "upgrade", "red"]);
+    until(&rig, "it dies", || rig.tasuki(&["status"]).status.code() == Some(1));
+    rig.start();
+    let says = || rig.ask(&["status"]).contains("of an upgrade that moved some of its NICs and not all");
+    until(&rig, "it is said", says);
+    rig.ask(&["worker", "upgrade", "red"]);
+    until(&rig, "all is well", || {
+        !says() && rig.workers().iter().filter(|worker| worker["node"] == "red").count() == 2
+    });
+}
+
+#[test]
 fn what_is_staged_is_ready_for_a_nic_that_comes_later() {
     let rig = Rig::new();
     rig.await_pair("red");

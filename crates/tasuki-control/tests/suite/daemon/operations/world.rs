@@ -550,6 +550,12 @@ impl World {
             why = self.settle(SETTLED_MAX);
             self.note(format!("after apply {attempt}: {why:?}"));
             let Some(why) = &why else { return true };
+            let stays = self.get("/v1/status").unwrap_or_default()["configuration"]["stays"].take();
+            for stays in stays.as_array().into_iter().flatten().filter_map(Value::as_str) {
+                // An upgrade that a death of the daemon has cut between two NICs.
+                let again = stays.split_once("upgrade it again (tasuki ").and_then(|(_, rest)| rest.strip_suffix(')'));
+                again.into_iter().for_each(|again| drop(self.ask(again)));
+            }
             if why.contains("nic \"eth") && attempt < 3 {
                 // The documented way with a NIC whose card died: it goes, and comes again.
                 let without = self.rig.path("without.toml");
