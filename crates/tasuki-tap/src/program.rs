@@ -287,9 +287,9 @@ impl Program {
     }
 
     /// Loads the program for an interface whose received frames all go to the namespace of the peer of `interface`,
-    /// a veth end.
-    pub fn forwarder(interface: u32) -> Result<Self, Errno> {
-        Self::load(CLASSIFIER, &[set(R1, number(interface)), set(R2, 0), call(REDIRECT_PEER), EXIT])
+    /// a veth end. Those for `mac`, the node's address, go there directly.
+    pub fn forwarder(mac: [u8; 6], interface: u32) -> Result<Self, Errno> {
+        Self::load(CLASSIFIER, &forwarder(mac, number(interface)))
     }
 
     /// Loads the program for a TAP with several queues that has all frames go by this one.
@@ -302,44 +302,80 @@ fn number(interface: u32) -> i32 {
     i32::try_from(interface).expect("the kernel counts interfaces in an int")
 }
 
+/// Instructions, and those among them that jump to the end.
+#[derive(Default)]
+struct Code {
+    code: Vec<Instruction>,
+    leave: Vec<usize>,
+}
+
+impl Code {
+    fn extend(&mut self, instructions: impl IntoIterator<Item = Instruction>) {
+        self.code.extend(instructions);
+    }
+
+    /// Adds a jump to the end.
+    fn unless(&mut self, jump: Instruction) {
+        self.leave.push(self.code.len());
+        self.code.push(jump);
+    }
+
+    /// Begins with the frame, whose first byte is at R2 from now on. Leaves if the frame is shorter than a header.
+    fn begin(&mut self) {
+        self.extend([copy(FRAME, R1), load(Width::Four, R2, FRAME, DATA), load(Width::Four, R3, FRAME, DATA_END)]);
+        self.extend([copy(R4, R2), add(R4, 14)]);
+        self.unless(instruction(0x2d, R4, R3, 0, 0));
+    }
+
+    /// Leaves if the frame has another address than `mac` at this offset.
+    fn unless_address(&mut self, at: i16, [a, b, c, d, e, f]: [u8; 6]) {
+        self.extend([load(Width::Four, R4, R2, at)]);
+        self.unless(instruction(0x56, R4, 0, 0, i32::from_ne_bytes([a, b, c, d])));
+        self.extend([load(Width::Two, R4, R2, at + 4)]);
+        self.unless(instruction(0x56, R4, 0, 0, u16::from_ne_bytes([e, f]).into()));
+    }
+
+    /// Adds the end, where the frame is sent by `interface`.
+    fn end(mut self, interface: i32) -> Vec<Instruction> {
+        let end = self.code.len();
+        self.extend([set(R1, interface), set(R2, 0), call(REDIRECT), EXIT]);
+        for at in self.leave {
+            self.code[at].offset = i16::try_from(end - at - 1).expect("a few dozen");
+        }
+        self.code
+    }
+}
+
+fn forwarder(mac: [u8; 6], interface: i32) -> Vec<Instruction> {
+    let mut code = Code::default();
+    code.begin();
+    // A kernel that gives a frame to the peer at once takes it for that host's. All others go through the pair, which
+    // tells broadcasts, multicasts and frames for other hosts: a router must not pass those on.
+    code.unless_address(0, mac);
+    code.extend([set(R1, interface), set(R2, 0), call(REDIRECT_PEER), EXIT]);
+    code.end(interface)
+}
+
 fn sorter(mac: [u8; 6], sender: RawFd, ways: RawFd, otherwise: i32) -> Vec<Instruction> {
-    let [a, b, c, d, e, f] = mac;
-    let (low, high) = (i32::from_ne_bytes([a, b, c, d]), u16::from_ne_bytes([e, f]));
-    let mut code = vec![copy(FRAME, R1), load(Width::Four, R2, FRAME, DATA), load(Width::Four, R3, FRAME, DATA_END)];
-    let mut leave = Vec::new();
-    // Adds a jump to the end, where the frame goes to `otherwise`.
-    let mut unless = |code: &mut Vec<Instruction>, jump: Instruction| {
-        leave.push(code.len());
-        code.push(jump);
-    };
-    // Leave if the frame is shorter than a header.
-    code.extend([copy(R4, R2), add(R4, 14)]);
-    unless(&mut code, instruction(0x2d, R4, R3, 0, 0));
+    let mut code = Code::default();
+    code.begin();
     // Leave if the source address is not the node's.
-    code.push(load(Width::Four, R4, R2, 6));
-    unless(&mut code, instruction(0x56, R4, 0, 0, low));
-    code.push(load(Width::Two, R4, R2, 10));
-    unless(&mut code, instruction(0x56, R4, 0, 0, high.into()));
+    code.unless_address(6, mac);
     code.extend([load(Width::Four, LOW, R2, 0), load(Width::Two, HIGH, R2, 4)]);
     // Leave if the sender may not use the ways.
     code.extend(table(OWN, sender, true));
-    code.push(load(Width::Eight, R1, OWN, 0));
-    unless(&mut code, instruction(0x15, R1, 0, 0, 0));
+    code.extend([load(Width::Eight, R1, OWN, 0)]);
+    code.unless(instruction(0x15, R1, 0, 0, 0));
     // Leave if the destination has no way.
     code.extend([store(Width::Four, STACK, -8, LOW), store(Width::Four, STACK, -4, HIGH)]);
     code.extend(table(R1, ways, false));
     code.extend([copy(R2, STACK), add(R2, -8), call(LOOKUP)]);
-    unless(&mut code, instruction(0x15, R0, 0, 0, 0));
+    code.unless(instruction(0x15, R0, 0, 0, 0));
     code.extend([load(Width::Eight, LOW, R0, 0), set(R1, 1), count(R0, 8, R1), count(OWN, 8, R1)]);
     // Our end of the pair has another address, so the kernel took the frame for another host's.
     code.extend([copy(R1, FRAME), set(R2, FOR_US), call(CHANGE_TYPE)]);
     code.extend([copy(R1, LOW), set(R2, 0), call(REDIRECT_PEER), EXIT]);
-    let end = code.len();
-    code.extend([set(R1, otherwise), set(R2, 0), call(REDIRECT), EXIT]);
-    for at in leave {
-        code[at].offset = i16::try_from(end - at - 1).expect("a few dozen");
-    }
-    code
+    code.end(otherwise)
 }
 
 #[cfg(test)]
@@ -358,11 +394,13 @@ mod tests {
 
     #[test]
     fn whatever_is_not_for_the_shortcut_goes_to_the_end() {
-        let code = sorter([2, 0, 0, 0, 0, 1], 3, 4, 7);
-        let last = code.len() - 4;
-        assert_eq!(code[last], set(R1, 7));
-        let jumps = code.iter().enumerate().filter(|(_, one)| matches!(one.code, 0x2d | 0x56 | 0x15));
-        let targets: Vec<_> = jumps.map(|(at, one)| at + 1 + usize::try_from(one.offset).expect("ahead")).collect();
-        assert_eq!(targets, [last; 5]);
+        let mac = [2, 0, 0, 0, 0, 1];
+        for (code, leaves) in [(sorter(mac, 3, 4, 7), 5), (forwarder(mac, 7), 3)] {
+            let last = code.len() - 4;
+            assert_eq!(code[last..], [set(R1, 7), set(R2, 0), call(REDIRECT), EXIT]);
+            let jumps = code.iter().enumerate().filter(|(_, one)| matches!(one.code, 0x2d | 0x56 | 0x15));
+            let targets: Vec<_> = jumps.map(|(at, one)| at + 1 + usize::try_from(one.offset).expect("ahead")).collect();
+            assert_eq!(targets, vec![last; leaves]);
+        }
     }
 }

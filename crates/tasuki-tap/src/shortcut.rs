@@ -270,7 +270,7 @@ impl VethEnd {
         // Frames that the worker writes carry this address as destination, so the kernel knows that they are for
         // this host.
         self.tap.set_mac(self.mac)?;
-        let forwarder = Program::forwarder(self.pair.index()).map_err(no_program)?;
+        let forwarder = Program::forwarder(self.mac, self.pair.index()).map_err(no_program)?;
         self.tap.hand_to(forwarder.as_fd())?;
         let sorter = Program::sorter(self.mac, &self.sender, &self.ways, self.tap.index()).map_err(no_program)?;
         self.pair.hand_to(sorter.as_fd())

@@ -2,13 +2,16 @@
 
 #[cfg(test)]
 mod tests {
+    use std::hash::{Hash as _, Hasher};
     use std::io::ErrorKind;
     use std::net::UdpSocket;
     use std::os::fd::{AsFd, OwnedFd};
     use std::process::Command;
     use std::time::{Duration, Instant};
 
+    use rustix::event::{PollFd, PollFlags, Timespec};
     use rustix::io::Errno;
+    use rustix::net::{RecvFlags, recvfrom};
     use tasuki_tap::interface::Interface;
     use tasuki_tap::namespace::Namespace;
     use tasuki_tap::shortcut::{Crossed, Shortcut, VethEnd, remove_beside};
@@ -215,6 +218,59 @@ mod tests {
         });
         assert_eq!(rig.veth_end(1).crossed().received, crossed);
         assert_eq!(rig.take(1), None, "nothing arrived past its worker");
+    }
+
+    /// Takes the last value that is hashed, as bytes: rustix does not give those of a packet socket's address.
+    #[derive(Default)]
+    struct Bytes(Vec<u8>);
+
+    impl Hasher for Bytes {
+        fn finish(&self) -> u64 {
+            0
+        }
+
+        fn write(&mut self, bytes: &[u8]) {
+            self.0 = bytes.to_vec();
+        }
+    }
+
+    /// A router passes on all frames that it takes for its own.
+    #[test]
+    fn a_namespace_takes_no_frame_for_its_own_that_is_not() {
+        let Some(rig) = Rig::new("types") else { return };
+        let socket = tasuki_tap::packet::open(&rig.places[1].here(), "lan").expect("root has packet sockets");
+        let payload = [0x5c; 46];
+        // Whether the frame has a tag makes no difference, and neither has the order.
+        let tagged: [&[u8]; 2] = [&[], &[0x81, 0, 0, 5]];
+        let of_types = [
+            (mac(1), 0),
+            ([0xff; 6], 1),
+            ([0x33, 0x33, 0, 0, 0, 1], 2),
+            ([3, 0xbf, 0xc6, 0x33, 0x64, 0x64], 2),
+            (mac(0x77), 3),
+            (mac(1), 0),
+        ];
+        for (tag, (to, expected)) in tagged.into_iter().flat_map(|tag| of_types.map(|of_type| (tag, of_type))) {
+            let frame = [&[0; HEADER], &to[..], &mac(0), tag, &[0x88, 0xb5], &payload].concat();
+            rustix::io::write(&rig.devices[1], &frame).expect("the TAP takes it");
+            let mut room = [0; 2048];
+            let since = Instant::now();
+            // The kernel has frames of its own for the interface.
+            let kind = loop {
+                assert!(since.elapsed() < PATIENCE, "it does not arrive: {frame:02x?}");
+                let mut poll = [PollFd::new(&socket, PollFlags::IN)];
+                rustix::event::poll(&mut poll, Some(&Timespec { tv_sec: 1, tv_nsec: 0 }))
+                    .expect("it can be waited for");
+                let Ok((len, _, from)) = recvfrom(&socket, &mut room, RecvFlags::DONTWAIT) else { continue };
+                if room[..len].ends_with(&payload) {
+                    // `sll_pkttype` of `struct sockaddr_ll`.
+                    let mut bytes = Bytes::default();
+                    from.expect("a packet socket says it").hash(&mut bytes);
+                    break bytes.0[10];
+                }
+            };
+            assert_eq!(kind, expected, "{frame:02x?}");
+        }
     }
 
     /// An address that comes later may be lost to one that the machine's rules for devices set meanwhile.
