@@ -132,6 +132,14 @@ impl Egress<'_> {
         self.notes.iter_mut().for_each(|notes| notes.reads_to(None));
     }
 
+    /// Has a successor send the staged frame, after all: it is whole, and nothing written beside it is missing in it.
+    pub fn remember_staged(&mut self) {
+        if let Some(notes) = &mut self.notes {
+            self.vni.staged_mut()[PIECE_MAX..].fill(0);
+            notes.reads_to(self.vni.staging_page());
+        }
+    }
+
     /// Returns the room that was [staged](Self::stage) last.
     pub fn staged(&mut self) -> &mut [u8] {
         &mut self.vni.staged_mut()[..PIECE_MAX]

@@ -70,6 +70,25 @@ impl Packet {
         }
         true
     }
+
+    /// Sends the staged frame of `len` bytes, with its offload header, out of which the kernel took this tag. Returns
+    /// false if it must wait.
+    fn send_read(&mut self, egress: &mut Egress<'_>, len: usize, tag: Option<Tag>) -> bool {
+        point("packet.read");
+        let len = match tag {
+            None => len,
+            Some(tag) => {
+                // A frame that is moved in part is no frame.
+                egress.forget_staged();
+                let len = put_back(tag, egress.staged(), len);
+                egress.remember_staged();
+                point("packet.tagged");
+                len
+            }
+        };
+        complete(&mut egress.staged()[..len]);
+        self.cut(egress, len) || egress.send_staged(len)
+    }
 }
 
 impl Endpoint for Packet {
@@ -125,17 +144,7 @@ impl Endpoint for Packet {
                     return count;
                 }
             };
-            point("packet.read");
-            let len = match tag {
-                None => len,
-                Some(tag) => {
-                    // A frame that is moved in part is no frame.
-                    egress.forget_staged();
-                    put_back(tag, egress.staged(), len)
-                }
-            };
-            complete(&mut egress.staged()[..len]);
-            if !self.cut(egress, len) && !egress.send_staged(len) {
+            if !self.send_read(egress, len, tag) {
                 return count;
             }
         }
@@ -204,7 +213,101 @@ fn put_back(tag: Tag, room: &mut [u8], len: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use rustix::net::SocketFlags;
+
     use super::*;
+    use crate::endpoint::Bridge;
+    use crate::vni::fixture::{Nodes, mac, received};
+    use crate::vni::mortal::lives_for;
+
+    /// Returns what the kernel writes beside a frame of VLAN 9.
+    fn beside() -> Vec<u8> {
+        let status = libc::TP_STATUS_VLAN_VALID | libc::TP_STATUS_VLAN_TPID_VALID;
+        let head = [&36_u64.to_ne_bytes()[..], &libc::SOL_PACKET.to_ne_bytes(), &libc::PACKET_AUXDATA.to_ne_bytes()];
+        let body = [&status.to_ne_bytes()[..], &[0; 12], &9_u16.to_ne_bytes(), &0x8100_u16.to_ne_bytes()].concat();
+        let mut beside = [head.concat(), body].concat();
+        beside.resize(64, 0);
+        beside
+    }
+
+    /// An endpoint whose socket is none of packets, and to which the kernel says of each frame that it is of VLAN 9.
+    #[derive(Debug)]
+    struct Tagged(Packet);
+
+    impl Endpoint for Tagged {
+        fn recovery(&self) -> Recovery {
+            self.0.recovery()
+        }
+
+        fn give(&mut self, incoming: &Incoming<'_>, front: &CheckedPrefix, dropped: &mut Dropped) -> Given {
+            self.0.give(incoming, front, dropped)
+        }
+
+        fn take(&mut self, egress: &mut Egress<'_>) -> usize {
+            for count in 0..READS {
+                let Some((room, its)) = egress.stage() else { return count };
+                let Ok(len) = rustix::io::read(&self.0.socket, room) else { return count };
+                its.copy_from_slice(&beside());
+                let tag = socket::tag_of(its);
+                if !self.0.send_read(egress, len, tag) {
+                    return count;
+                }
+            }
+            READS
+        }
+
+        fn mend(&self, frame: &mut Vec<u8>, beside: &[u8]) {
+            self.0.mend(frame, beside);
+        }
+
+        fn fd(&self) -> Option<BorrowedFd<'_>> {
+            self.0.fd()
+        }
+
+        fn has_frames(&self) -> Option<bool> {
+            self.0.has_frames()
+        }
+    }
+
+    #[test]
+    fn no_tagged_frame_is_lost_wherever_a_worker_is_killed() {
+        const US: u16 = 0;
+        const OTHER: u16 = 1;
+        let frame = |number: u8| {
+            let ip = [&[8, 0, 0x45, 0, 0, 30][..], &[number; 26]].concat();
+            [[&mac(OTHER)[..], &mac(US)].concat(), ip]
+        };
+        for places in 0.. {
+            let nodes = Nodes::new(2);
+            let mut other = nodes.end(OTHER);
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let (socket, programs) =
+                rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+            let worker = || {
+                let packet = Packet::new(socket.try_clone().unwrap());
+                Bridge::new(Box::new(Tagged(packet)), nodes.end(US), nodes.switch(US))
+            };
+            for number in 0..3 {
+                let message = [&[0; HEADER_LEN][..], &frame(number).concat()].concat();
+                rustix::io::write(&programs, &message).unwrap();
+            }
+            let mut first = worker();
+            let was_killed = lives_for(places, || _ = first.turn());
+            drop(first);
+            let mut came = received(&mut other);
+            let mut second = worker();
+            while second.turn() > 0 {}
+            came.extend(received(&mut other));
+            came.sort_unstable();
+            came.dedup();
+            let expected = (0..3).map(|number| frame(number).join(&[0x81, 0, 0, 9][..]));
+            assert_eq!(came, expected.collect::<Vec<_>>(), "killed at place {places}");
+            if !was_killed {
+                assert!(places > 9, "a frame is read, has its tag again, and is staged");
+                break;
+            }
+        }
+    }
 
     #[test]
     fn a_tag_stands_behind_the_addresses_again_and_the_header_counts_its_bytes() {
@@ -221,15 +324,10 @@ mod tests {
 
     #[test]
     fn a_successor_puts_back_the_tag_of_a_frame_that_was_being_read() {
-        let status = libc::TP_STATUS_VLAN_VALID | libc::TP_STATUS_VLAN_TPID_VALID;
-        let head = [&36_u64.to_ne_bytes()[..], &libc::SOL_PACKET.to_ne_bytes(), &libc::PACKET_AUXDATA.to_ne_bytes()];
-        let body = [&status.to_ne_bytes()[..], &[0; 12], &9_u16.to_ne_bytes(), &0x8100_u16.to_ne_bytes()];
-        let mut beside = [head.concat(), body.concat()].concat();
-        beside.resize(64, 0);
         let packet = Packet::new(std::fs::File::open("/dev/null").unwrap().into());
         let frame: Vec<u8> = [vec![0; HEADER_LEN], (0..60).collect()].concat();
         let mut tagged = frame.clone();
-        packet.mend(&mut tagged, &beside);
+        packet.mend(&mut tagged, &beside());
         assert_eq!(tagged, [&frame[..TAG_AT], &[0x81, 0, 0, 9], &frame[TAG_AT..]].concat());
         let mut untagged = frame.clone();
         packet.mend(&mut untagged, &[0; 64]);
