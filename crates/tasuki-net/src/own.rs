@@ -6,7 +6,8 @@
 //! | IPv4 | source is the node's; or 0.0.0.0, in a request to a DHCP server |
 //! | IPv6 | source is the node's, or the link-local address that follows from its station address (RFC 4291, appendix A); or ::, in an ICMPv6 query |
 //! | neighbour discovery | also: a link-layer address in an option is the frame's source; an advertisement's target is the node's. No node is a router: router advertisements and redirects never pass |
-//! | reverse ARP; a frame that is cut off or malformed | never |
+//! | reverse ARP | it asks for the protocol address of its own source, and states none (RFC 903): so a machine is announced that came from another host |
+//! | a frame that is cut off or malformed | never |
 //! | a frame whose checksum is left to its receivers, in a place that decides here | never: they would write what was checked |
 //! | any other | always: it says nothing about IP |
 //!
@@ -119,7 +120,7 @@ impl Own {
         }
         match kind {
             ARP => self.is_arp_true(from, front),
-            RARP => Some(false),
+            RARP => Self::is_reverse_arp_true(from, front),
             IPV4 => self.is_ipv4_true(front),
             IPV6 => self.is_ipv6_true(from, front),
             _ => Some(true),
@@ -134,6 +135,13 @@ impl Own {
         // Ethernet and IPv4, with addresses of 6 and 4 bytes.
         let is_known = head == [0, 1, 8, 0, 6, 4];
         Some(is_known && hardware == from && (protocol.is_unspecified() || self.v4.contains(&protocol)))
+    }
+
+    fn is_reverse_arp_true(from: Mac, arp: &mut &[u8]) -> Option<bool> {
+        // "Request reverse", of Ethernet and IPv4.
+        let head: [u8; 8] = take(arp)?;
+        let [sender, target] = [(); 2].map(|()| Some((take::<6>(arp)?, take::<4>(arp)?)));
+        Some(head == [0, 1, 8, 0, 6, 4, 0, 3] && [sender?, target?] == [(from, [0; 4]); 2])
     }
 
     fn is_ipv4_true(&self, ip: &mut &[u8]) -> Option<bool> {
@@ -248,6 +256,11 @@ mod tests {
         ethernet(&[8, 6], &[&[0, 1, 8, 0, 6, 4, 0, 2][..], &hardware, &protocol, &OTHER, &[10, 0, 0, 2]].concat())
     }
 
+    fn rarp(operation: u8, [sender, target]: [Mac; 2], protocol: [u8; 4]) -> Vec<u8> {
+        let head = [0, 1, 8, 0, 6, 4, 0, operation];
+        ethernet(&[0x80, 0x35], &[&head[..], &sender, &[0; 4], &target, &protocol].concat())
+    }
+
     fn ipv4(source: [u8; 4], protocol: u8, rest: &[u8]) -> Vec<u8> {
         let head = [0x45, 0, 0, 28, 0, 0, 0, 0, 64, protocol, 0, 0];
         ethernet(&[8, 0], &[&head[..], &source, &[10, 0, 0, 2], rest].concat())
@@ -286,7 +299,12 @@ mod tests {
                 ethernet(&[8, 6], &[0, 1, 8, 0, 8, 4, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
                 false,
             ),
-            ("reverse ARP", ethernet(&[0x80, 0x35], &[0; 28]), false),
+            ("a machine that came", rarp(3, [MAC, MAC], [0; 4]), true),
+            ("another's machine", rarp(3, [OTHER, OTHER], [0; 4]), false),
+            ("a question for another's machine", rarp(3, [MAC, OTHER], [0; 4]), false),
+            ("reverse ARP with an address", rarp(3, [MAC, MAC], mine), false),
+            ("an answer in reverse ARP", rarp(4, [MAC, MAC], [0; 4]), false),
+            ("reverse ARP that is cut off", rarp(3, [MAC, MAC], [0; 4])[..41].to_vec(), false),
             ("IPv4", ipv4(mine, 17, &[]), true),
             ("IPv4 of another", ipv4([10, 0, 0, 2], 17, &[]), false),
             ("DHCP", ipv4([0; 4], 17, &dhcp), true),
@@ -354,6 +372,7 @@ mod tests {
     fn nearly() -> impl Strategy<Value = Vec<u8>> {
         let frames = prop_oneof![
             Just(arp(MAC, [10, 0, 0, 1])),
+            Just(rarp(3, [MAC, MAC], [0; 4])),
             Just(ipv4([0; 4], 17, &[0, 68, 0, 67, 0, 8, 0, 0])),
             Just(ipv6(OURS, 58, &discovery(136, OURS, 2, MAC))),
             Just(ipv6(OURS, 60, &hidden(58, 1, &discovery(135, OURS, 1, MAC)))),
