@@ -33,7 +33,7 @@ fn a_driver_that_hangs_is_fenced_wherever_it_does() {
     for place in ["burst.received", "frame.saved", "burst.turned", "burst.sent"] {
         let hangs = |storm: &Storm| storm.rig.log().matches("it hangs").count();
         let before = hangs(&storm);
-        upgraded_in_time(&mut storm, &format!("TASUKI_STOP={place}:40"));
+        let _ = upgraded_in_time(&mut storm, &format!("TASUKI_STOP={place}:40"));
         let hung = || storm.workers().iter().map(pid).find(|pid| state(*pid) == Some('T'));
         until(&storm.rig, "it hangs, and is fenced", || hangs(&storm) > before && hung().is_none());
         storm.settle();
