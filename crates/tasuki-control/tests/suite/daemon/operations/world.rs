@@ -593,6 +593,9 @@ impl World {
         self.check_remains(&want);
         self.check_pings();
         self.bystanders.look(&self.rig, were_replaced).into_iter().for_each(|wrong| self.bad(wrong));
+        // Each node's next process waits, and takes descriptors once it is there.
+        let many = status["nodes"].as_array().map_or(0, Vec::len);
+        within(|| self.processes().iter().filter(|(_, line)| line.contains(" jail ")).count() >= many);
         let sizes = self.sizes_now();
         // One round shows no growth: the first check has the measure for later ones.
         let begin = *self.at_begin.get_or_insert(sizes);
