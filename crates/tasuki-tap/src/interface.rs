@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, netdevice};
 
+use crate::device;
 use crate::netlink::{Message, Netlink, attributes};
 use crate::{Address, Route, Settings, TapError, Waiting};
 
@@ -22,6 +23,7 @@ const GET_ROUTE: u16 = 26;
 const NEW_QUEUE: u16 = 36;
 const NEW_FILTER: u16 = 44;
 const GET_NAMESPACE_ID: u16 = 90;
+const GET_STATISTICS: u16 = 94;
 
 /// Create the object if it does not exist.
 const CREATE: u16 = 0x0400;
@@ -41,6 +43,9 @@ const IFLA_NET_NS_FD: u16 = 28;
 const IFLA_GSO_MAX_SIZE: u16 = 41;
 /// The namespace of a pair's other end, by the number that it has in this one.
 const IFLA_LINK_NETNSID: u16 = 37;
+/// `struct rtnl_link_stats64`: an attribute, and a bit of what is asked for (`<linux/if_link.h>`). Words of 8 bytes.
+const IFLA_STATS_LINK_64: u16 = 1;
+const TX_DROPPED: usize = 7;
 /// Attributes of a namespace's number (`<linux/net_namespace.h>`): the number, and a descriptor of the namespace.
 const NETNSA_NSID: u16 = 1;
 const NETNSA_FD: u16 = 3;
@@ -237,6 +242,30 @@ impl Interface {
     pub fn is_there(&self) -> bool {
         // Unlike a request by rtnetlink, this waits for no lock that others hold for seconds.
         netdevice::index_to_name(self.netlink.as_fd(), self.index).is_ok_and(|name| name == self.name)
+    }
+
+    /// Returns whether the interface has a carrier. A veth end has one while its peer is up.
+    ///
+    /// # Errors
+    /// The kernel does not say: the interface may be gone.
+    pub fn has_carrier(&self) -> Result<bool, Errno> {
+        // Unlike a request by rtnetlink, this waits for no lock that others hold for seconds.
+        let flags = device::flags_of(self.netlink.as_fd(), &self.name)?;
+        Ok(i32::from(flags) & libc::IFF_RUNNING != 0)
+    }
+
+    /// Returns how many frames were dropped that the interface was to send.
+    ///
+    /// # Errors
+    /// The kernel does not say: the interface may be gone.
+    pub fn dropped(&self) -> Result<u64, Errno> {
+        // `struct if_stats_msg`.
+        let fixed: Vec<u8> =
+            [0, self.index, 1 << (IFLA_STATS_LINK_64 - 1)].iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let said = self.netlink.get(Message::new(GET_STATISTICS, 0, &fixed))?;
+        let counts = said.get(fixed.len()..).and_then(|its| attribute(its, IFLA_STATS_LINK_64));
+        let count = counts.and_then(|counts| counts.chunks_exact(8).nth(TX_DROPPED)?.try_into().ok());
+        count.map(u64::from_ne_bytes).ok_or(Errno::BADMSG)
     }
 
     /// Returns whether the other end of this veth pair is in the namespace `place`.

@@ -76,6 +76,16 @@ pub struct Crossed {
     pub received: u64,
 }
 
+/// Frames that the kernel dropped between a namespace and its worker, since the namespace was connected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Lost {
+    /// Number of frames that the namespace sent: the TAP had no room for more.
+    pub sent: u64,
+    /// Number of frames for the namespace that the veth pair did not take: the namespace's interface was down, or its MTU
+    /// is smaller. Frames for the namespace's own address do not go through the pair, and are not in it.
+    pub received: u64,
+}
+
 /// Finds the veth end of this number in the caller's network namespace.
 fn veth_end_at(number: u32) -> Result<Option<Interface>, TapError> {
     Interface::if_there(&format!("{VETH_END}{number}"))
@@ -314,6 +324,16 @@ impl VethEnd {
     pub fn crossed(&self) -> Crossed {
         let now = if self.is_open { self.ways.get(self.mac).map_or(0, |way| way.frames) } else { 0 };
         Crossed { sent: self.sender.frames(), received: self.received + now }
+    }
+
+    /// Returns how many frames the kernel dropped; `None` if it does not say.
+    pub fn lost(&self) -> Option<Lost> {
+        Some(Lost { sent: self.tap.dropped().ok()?, received: self.pair.dropped().ok()? })
+    }
+
+    /// Returns whether its namespace's interface is up; `None` if the kernel does not say.
+    pub fn has_link(&self) -> Option<bool> {
+        self.pair.has_carrier().ok()
     }
 
     /// Returns whether its interface still exists.

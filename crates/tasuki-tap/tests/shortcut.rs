@@ -14,7 +14,7 @@ mod tests {
     use rustix::net::{RecvFlags, recvfrom};
     use tasuki_tap::interface::Interface;
     use tasuki_tap::namespace::Namespace;
-    use tasuki_tap::shortcut::{Crossed, Shortcut, VethEnd, remove_beside};
+    use tasuki_tap::shortcut::{Crossed, Lost, Shortcut, VethEnd, remove_beside};
     use tasuki_tap::{Settings, TapError};
 
     /// Longer than any step takes on a busy machine.
@@ -237,7 +237,9 @@ mod tests {
     /// A router passes on all frames that it takes for its own.
     #[test]
     fn a_namespace_takes_no_frame_for_its_own_that_is_not() {
-        let Some(rig) = Rig::new("types") else { return };
+        let Some(mut rig) = Rig::new("types") else { return };
+        // The kernel drops what the pair is to send until it has seen the link.
+        rig.acquaint();
         let socket = tasuki_tap::packet::open(&rig.places[1].here(), "lan").expect("root has packet sockets");
         let payload = [0x5c; 46];
         // Whether the frame has a tag makes no difference, and neither has the order.
@@ -271,6 +273,28 @@ mod tests {
             };
             assert_eq!(kind, expected, "{frame:02x?}");
         }
+    }
+
+    #[test]
+    fn frames_that_the_kernel_drops_are_counted_and_a_link_that_is_down_is_seen() {
+        let Some(mut rig) = Rig::new("lost") else { return };
+        let broadcast = |len: usize| [&[0; HEADER], &[0xff; 6][..], &mac(0), &[0x88, 0xb5], &vec![0; len][..]].concat();
+        rig.acquaint();
+        assert_eq!(rig.veth_end(1).has_link(), Some(true));
+        let before = rig.veth_end(1).lost().expect("the kernel says it");
+        for len in [1500, 1600] {
+            rustix::io::write(&rig.devices[1], &broadcast(len)).expect("the TAP takes it");
+        }
+        let lost = rig.veth_end(1).lost().expect("the kernel says it");
+        assert_eq!(lost, Lost { received: before.received + 1, ..before }, "one is longer than the MTU");
+        // Nobody reads the TAP.
+        rig.sockets[1].set_broadcast(true).expect("it may");
+        rig.until("its queue is full", |rig| {
+            (0..100).for_each(|_| _ = rig.sockets[1].send_to(&[0], "192.0.2.255:4000"));
+            rig.veth_end(1).lost().expect("the kernel says it").sent > before.sent
+        });
+        rig.places[1].here().within(|| Ok(ip(&["link", "set", "lan", "down"]))).expect("the namespace is there");
+        rig.until("its link is down", |rig| rig.veth_end(1).has_link() == Some(false));
     }
 
     /// An address that comes later may be lost to one that the machine's rules for devices set meanwhile.

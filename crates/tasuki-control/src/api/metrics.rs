@@ -186,6 +186,13 @@ impl Metrics {
         for (nic, link) in nics.iter().filter_map(|nic| Some((nic, nic.link.as_ref()?))) {
             text.sample("nic_link_up", &[("nic", &nic.name), ("node", &nic.node)], u8::from(link == "up"));
         }
+        let name = "nic_dropped_by_kernel_frames_total";
+        text.family(name, "counter", "Frames that the kernel dropped between the worker and a namespace's interface.");
+        for nic in nics {
+            for (reason, count) in &nic.dropped_by_kernel {
+                text.sample(name, &[("nic", &nic.name), ("node", &nic.node), ("reason", reason)], count);
+            }
+        }
         text.family("nic_failed_over", "gauge", "1 while the NIC is at its stand-by node, to which it failed over.");
         for nic in nics {
             text.sample("nic_failed_over", &[("nic", &nic.name)], u8::from(nic.failed_over.is_some()));

@@ -321,7 +321,8 @@ pub struct NicView {
     /// `driven`, `changes hands`, `is being closed`, `parked`, `waits for a worker`, `gone` or `not open`.
     pub is: String,
     /// `up` or `down`, as its driver found its link within the last two seconds; nothing while no worker drives it. A worker
-    /// from before 2026-11-29 looks only until the link is up once. The same of the Linux interface for which an end stands.
+    /// from before 2026-11-29 looks only until the link is up once. The same of the Linux interface for which an end stands, and
+    /// of a namespace's that has the shortcut.
     pub link: Option<String>,
     /// How often its lease was taken.
     pub epoch: u32,
@@ -337,6 +338,10 @@ pub struct NicView {
     pub standby: Option<String>,
     /// How it came to the node that has it, if it came there by itself.
     pub failed_over: Option<FailOver>,
+    /// Frames that the kernel dropped between the worker and a namespace's interface that has the shortcut, since that was
+    /// made, by reason.
+    #[serde(default)]
+    pub dropped_by_kernel: BTreeMap<String, u64>,
 }
 
 impl NicView {

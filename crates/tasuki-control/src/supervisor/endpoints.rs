@@ -613,8 +613,11 @@ impl Supervisor {
 
     /// Returns whether the link of the interface for which an end stands is `up` or `down`, if it stands for one.
     pub(super) fn link_behind(&self, card: &Card) -> Option<&'static str> {
-        let label = self.config.node(card.node()).filter(|_| card.vni().is_some())?.endpoint()?.label();
-        self.endpoints.get(&label)?.link.as_ref().map(up_or_down)
+        let node = self.config.node(card.node()).filter(|_| card.vni().is_some())?;
+        match node.endpoint() {
+            Some(endpoint) => self.endpoints.get(&endpoint.label())?.link.as_ref().map(up_or_down),
+            None => self.veth_end_of(&node.name)?.has_link().map(|is_up| if is_up { "up" } else { "down" }),
+        }
     }
 
     /// Returns a sentence if the node's interface has another name by now, or its namespace has none.

@@ -275,7 +275,13 @@ impl Supervisor {
         let is_its = |(of, asked, ..): &(u32, u32, _, _)| (*of, *asked) == (nic, number);
         let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(is_its);
         self.counting = rest;
-        let counts: Vec<_> = counts.iter().map(|(name, count)| (plain(name, COUNT_NAME_MAX), *count)).collect();
+        let by_kernel = self.dropped_by_kernel(nic);
+        let more = |name: &str| {
+            let its = by_kernel.iter().filter(|(reason, _)| name.strip_prefix("dropped_") == Some(*reason));
+            its.map(|(_, count)| count).sum::<u64>()
+        };
+        let sum = |(name, count): &(String, u64)| (plain(name, COUNT_NAME_MAX), count.saturating_add(more(name)));
+        let counts: Vec<_> = counts.iter().map(sum).collect();
         for (.., answer) in asked {
             let _ = answer.send(Ok(Counts { nic: name.clone(), worker: number, counts: counts.clone() }));
         }

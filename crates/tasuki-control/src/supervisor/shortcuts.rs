@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::shortcut::Shortcut;
-pub use tasuki_tap::shortcut::{Crossed, VethEnd};
+pub use tasuki_tap::shortcut::{Crossed, Lost, VethEnd};
 use tasuki_tap::{Settings, TapError};
 
 use crate::config;

@@ -19,7 +19,7 @@ use tasuki_tap::{Settings, Tap, TapError, Waiting, packet, set_mac};
 use super::card::Card;
 use super::deposits::{Found, Key};
 use super::door::Refusal;
-use super::shortcuts::{Crossed, OnVni, Shortcuts, VethEnd};
+use super::shortcuts::{Crossed, Lost, OnVni, Shortcuts, VethEnd};
 use super::{About, Supervisor, now};
 use crate::bucket::Bucket;
 use crate::config::{self, StationAddress};
@@ -543,6 +543,22 @@ impl Supervisor {
     pub(super) fn crossed(&self, node: &str) -> Option<Crossed> {
         let tap = self.taps.get(&self.config.tap(node).filter(|tap| tap.shortcut)?.label())?;
         tap.veth_end.as_ref().map(VethEnd::crossed)
+    }
+
+    /// Returns the veth end of a node on a VNI, if its interface has one. Nodes that share an interface have the same.
+    pub(super) fn veth_end_of(&self, node: &str) -> Option<&VethEnd> {
+        self.taps.get(&self.config.tap(node)?.label())?.veth_end.as_ref()
+    }
+
+    /// Returns the frames that the kernel dropped between the interface for which an end stands and the worker, by the name
+    /// of the reason for which a worker counts such frames. None for a node that has one more queue of an interface.
+    pub(super) fn dropped_by_kernel(&self, nic: u32) -> Vec<(&'static str, u64)> {
+        let lost = || {
+            let node = self.cards.get(&nic).filter(|card| card.vni().is_some())?.node();
+            let tap = self.taps.get(&self.config.tap(node)?.label())?;
+            tap.veth_end.as_ref().filter(|_| tap.node.as_deref() == Some(node))?.lost()
+        };
+        lost().map(|Lost { sent, received }| vec![("refused", received), ("by_socket", sent)]).unwrap_or_default()
     }
 
     /// Gives every TAP the station address of the NIC that it stands for, or is about to. One on a VNI is made with that of

@@ -140,6 +140,7 @@ impl Supervisor {
             _ => "changes hands",
         };
         let relays = card.lease_page.words.load(lease_page::RELAYS);
+        let by_kernel = self.dropped_by_kernel(card.number).into_iter();
         NicView {
             name: card.name().to_owned(),
             device: card.config.device.to_string(),
@@ -154,6 +155,7 @@ impl Supervisor {
             trouble: self.waits_for(card).or_else(|| card.waits.clone()).or_else(|| card.trouble.clone()),
             standby: card.config.standby.clone(),
             failed_over: card.failed_over().cloned(),
+            dropped_by_kernel: by_kernel.map(|(reason, count)| (reason.to_owned(), count)).collect(),
         }
     }
 }

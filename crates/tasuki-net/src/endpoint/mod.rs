@@ -48,7 +48,8 @@ pub use gather::LATENCY;
 /// Counts of the frames that did not cross, by reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Dropped {
-    /// The endpoint did not take the frame: its interface is down, or it has no memory.
+    /// The endpoint did not take the frame: its interface is down, or it has no memory. Beside a veth end, the TAP takes
+    /// each, and the kernel may drop it later.
     pub refused: u64,
     /// No program was connected to the endpoint.
     pub away: u64,

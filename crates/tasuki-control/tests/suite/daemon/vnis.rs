@@ -185,6 +185,35 @@ fn a_worker_that_answers_the_next_daemon_late_talks_to_all_nodes() {
     world.end();
 }
 
+/// Its worker hands its frames to the kernel, and hears nothing of those that the kernel drops.
+#[test]
+fn frames_that_the_kernel_drops_beside_a_worker_are_counted_and_a_link_that_is_down_is_shown() {
+    let Some(world) = World::with_both() else { return };
+    if world.crossed("shop").is_none() {
+        return println!("skipped: the kernel has no shortcut");
+    }
+    let shop = || {
+        let nics = world.rig.json(&["nic", "list"]);
+        nics.as_array().expect("a list").iter().find(|nic| nic["node"] == "shop").expect("it is there").clone()
+    };
+    until(&world.rig, "its link is up", || shop()["link"] == "up");
+    let refused = || shop()["dropped_by_kernel"]["refused"].as_u64().expect("it has a veth end");
+    let before = refused();
+    world.shop.ip("link set lan mtu 1000");
+    let desk = world.desk.within(|| UdpSocket::bind((DESK, 0))).expect("a socket");
+    desk.set_broadcast(true).expect("it may");
+    until(&world.rig, "one is too long", || {
+        desk.send_to(&[0; 1400], "192.0.2.255:9").expect("a broadcast leaves");
+        refused() > before
+    });
+    assert!(world.count("shop", "dropped_refused") > before);
+    world.shop.ip("link set lan down");
+    until(&world.rig, "its link is down", || world.rig.ask(&["status"]).contains("driven, link down"));
+    world.shop.ip("link set lan up");
+    until(&world.rig, "its link is up", || shop()["link"] == "up");
+    world.end();
+}
+
 /// Its memory has notes of the node that left, and its next worker would go by them.
 #[test]
 fn a_node_whose_workers_died_before_they_heard_that_another_left_talks_to_the_next_one() {
