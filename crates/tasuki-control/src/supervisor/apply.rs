@@ -98,7 +98,8 @@ impl Current {
     fn has_changed_aside(&self) -> Option<String> {
         let is_aside =
             !self.is_own(Path::new(&self.record.path)) && self.file.metadata().is_ok_and(|file| file.is_file());
-        let text = std::fs::read(&self.file).ok().filter(|_| is_aside)?;
+        // Anything but a file might keep the loop waiting.
+        let text = is_aside.then(|| std::fs::read(&self.file).ok()).flatten()?;
         (crc32c::crc32c(&text) != self.record.base).then(|| {
             let (own, path) = (self.file.display(), &self.record.path);
             format!(

@@ -643,6 +643,8 @@ fn a_path_that_is_no_file_is_refused_at_once() {
     rustix::fs::mkfifoat(rustix::fs::CWD, rig.path("tasuki.toml"), mode).expect("a pipe");
     fs::write(rig.path("other.toml"), &text).expect("a file");
     rig.ask(&["apply", rig.path("other.toml").to_str().unwrap()]);
+    // Nor to look whether it has changed since.
+    rig.ask(&["status"]);
 }
 
 #[test]
