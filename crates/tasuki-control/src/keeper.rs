@@ -19,6 +19,7 @@ use tasuki_shm::peer::Credentials;
 
 use crate::channel::{self, Nothing};
 use crate::endpoint::socket::mark;
+use crate::foreign::Foreign;
 use crate::place;
 
 /// Most entries: a VNI of as many nodes as there can be has a quarter of them.
@@ -68,7 +69,7 @@ pub fn run(folder: &Path) -> Result<()> {
     let own = mark(&place::keeper_socket(folder));
     // The daemon writes to it while a NIC changes hands, and must not lose its CPU to it then.
     let _ = rustix::process::nice(10);
-    let mut entries = BTreeMap::new();
+    let mut entries = Entries::new();
     let mut next = Some(own_daemon().context("standard output is not a connection; tasukid starts this")?);
     while let Some(daemon) = next {
         if serve(&daemon, &mut entries)? {
@@ -110,8 +111,11 @@ fn await_daemon(listener: &OwnedFd, own: Option<&str>, folder: &Path) -> Result<
     }
 }
 
+/// What it keeps, by name. An earlier daemon may have it keep descriptors that take their time to close.
+type Entries = BTreeMap<String, (String, Foreign)>;
+
 /// Serves a daemon for as long as it is there. Returns whether the keeper is to end.
-fn serve(daemon: &OwnedFd, entries: &mut BTreeMap<String, (String, Vec<OwnedFd>)>) -> Result<bool> {
+fn serve(daemon: &OwnedFd, entries: &mut Entries) -> Result<bool> {
     let mut room = Vec::new();
     loop {
         let message = match channel::receive(daemon.as_fd(), &mut room) {
@@ -124,7 +128,7 @@ fn serve(daemon: &OwnedFd, entries: &mut BTreeMap<String, (String, Vec<OwnedFd>)
         };
         match serde_json::from_slice(&message.bytes) {
             Ok(Word::Keep { name, what }) if entries.contains_key(&name) || entries.len() < ENTRIES_MAX => {
-                entries.insert(name, (what, message.fds.trust()));
+                entries.insert(name, (what, message.fds));
             }
             Ok(Word::Forget { name }) => _ = entries.remove(&name),
             Ok(Word::List) => {
@@ -160,5 +164,43 @@ fn wait(daemon: &OwnedFd, for_what: PollFlags) -> Result<()> {
     match rustix::event::poll(&mut [PollFd::new(daemon, for_what)], None) {
         Ok(_) | Err(Errno::INTR) => Ok(()),
         Err(errno) => Err(errno).context("the kernel refused to wait"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
+
+    use super::*;
+
+    /// row: T25
+    #[test]
+    fn a_descriptor_that_takes_an_hour_to_close_keeps_no_daemon_waiting() {
+        let (daemon, ours) = channel::pair().expect("a socket");
+        // The listener never accepts the connection, and reads nothing.
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
+        let lingering = TcpStream::connect(listener.local_addr().expect("an address")).expect("a listener");
+        rustix::net::sockopt::set_socket_linger(&lingering, Some(Duration::from_secs(3600))).expect("a socket");
+        lingering.set_nonblocking(true).expect("a socket");
+        while (&lingering).write(&[0; 4096]).is_ok() {}
+        let keeper = std::thread::spawn(move || serve(&ours, &mut Entries::new()));
+        let keep = Word::Keep { name: "client".to_owned(), what: String::new() };
+        let said = |word: &Word, fds: &[BorrowedFd<'_>]| say(daemon.as_fd(), word, fds).expect("room");
+        // In place of itself, and then for good.
+        said(&keep, &[lingering.as_fd()]);
+        said(&keep, &[]);
+        said(&keep, &[lingering.as_fd()]);
+        drop(lingering);
+        said(&Word::Forget { name: "client".to_owned() }, &[]);
+        said(&Word::List, &[]);
+        let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
+        let answers = rustix::event::poll(&mut [PollFd::new(&daemon, PollFlags::IN)], Some(&limit));
+        assert_eq!(answers, Ok(1), "it closes the connection");
+        said(&Word::End, &[]);
+        assert!(keeper.join().expect("it does not panic").expect("it serves"));
+        // This resets the connection, so that nobody waits for it any more.
+        drop(listener);
     }
 }

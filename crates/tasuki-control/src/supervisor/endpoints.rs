@@ -10,8 +10,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use rustix::io::Errno;
+use rustix::net::AddressFamily;
 use serde::{Deserialize, Serialize};
 use tasuki_relay::message::{self, ToWorker};
+use tasuki_shm::wake::is_eventfd;
 use tasuki_tap::namespace::{Identity, Namespace, Unnamed};
 use tasuki_tap::packet::{self, Link};
 
@@ -25,7 +27,7 @@ use crate::api::peer::Peer;
 use crate::bucket::Bucket;
 use crate::endpoint::Kind;
 use crate::endpoint::interface::Interface;
-use crate::foreign::Foreign;
+use crate::foreign::{self, Foreign};
 use crate::{channel, config};
 
 /// Bytes of a client's name, at most: memif has 32 for it, of which each may have become three.
@@ -106,8 +108,13 @@ impl Connected {
         if name.len() > NAME_MAX || text.len() > TEXT_MAX || !(1..=message::CLIENT_FDS_MAX).contains(&fds.len()) {
             return None;
         }
-        // A socket, and no file of a file system that would have to be asked.
-        rustix::net::sockopt::socket_type(&fds[0]).ok()?;
+        // All that front ends and clients of memif bring. To close another file can take as long as its file system or its peer
+        // likes, and the keeper and each process that tasukid starts have to close these, too.
+        let is_unix = |fd: &OwnedFd| rustix::net::sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX);
+        let is_a_clients = |fd: &OwnedFd| foreign::seals(fd).is_some() || is_unix(fd) || is_eventfd(fd.as_fd());
+        if !is_unix(&fds[0]) || !fds.iter().all(is_a_clients) {
+            return None;
+        }
         let socket = rustix::fs::fstat(&fds[0]).ok()?.st_ino;
         Some(Connected { message, fds, socket })
     }
@@ -326,13 +333,18 @@ impl Supervisor {
                 end.adopt(mark, fds.into_iter().next(), of_living.contains(label));
             }
             let client = found.remove(&Key::Client(label.clone())).and_then(|(text, fds)| {
+                let fds = Foreign::new(fds);
                 let ClientText { client, node } = serde_json::from_str(&text).ok()?;
                 // The state of another node's client is in that node's memory. This client has to connect anew.
                 let is_ours = of_living.contains(label) || node.is_none_or(|node| node == end.node);
-                Some((client, Foreign::new(fds))).filter(|_| is_ours)
+                Some((client, fds)).filter(|_| is_ours)
             });
             end.client = client.and_then(|(client, fds)| Connected::new(client, fds));
             end.look_at_memory();
+        }
+        // The others are of nodes that are gone. An earlier daemon may have taken descriptors of any kind for them.
+        for (_, (_, fds)) in found.iter_mut().filter(|(key, _)| matches!(key, Key::Client(_))) {
+            drop(Foreign::new(std::mem::take(fds)));
         }
         let labels: Vec<String> = self.endpoints.keys().filter(|label| !of_living.contains(label)).cloned().collect();
         for label in labels {
@@ -643,5 +655,39 @@ impl Supervisor {
     /// Removes all endpoints.
     pub(super) fn close_endpoints(&mut self) {
         std::mem::take(&mut self.endpoints).into_values().for_each(Endpoint::close);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::os::unix::net::UnixStream;
+
+    use rustix::event::EventfdFlags;
+    use rustix::fs::MemfdFlags;
+
+    use super::*;
+
+    /// A descriptor of another kind can take an hour to close, also as the last one of many.
+    ///
+    /// row: T25, row: T124
+    #[test]
+    fn a_client_brings_memory_eventfds_and_unix_sockets_and_nothing_else() {
+        let socket = || OwnedFd::from(UnixStream::pair().expect("a socket").0);
+        let memory = || rustix::fs::memfd_create("client", MemfdFlags::ALLOW_SEALING).expect("memory");
+        let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd");
+        let is_one = |fds: Vec<OwnedFd>| {
+            let message = message::Client { name: "vm".to_owned(), text: String::new() };
+            Connected::new(message, Foreign::new(fds)).is_some()
+        };
+        // As a second front end comes: its socket is one of the others.
+        assert!(is_one(vec![socket(), memory(), eventfd(), socket(), memory(), eventfd()]));
+        let tcp = || OwnedFd::from(TcpListener::bind("127.0.0.1:0").expect("a socket"));
+        let file = || OwnedFd::from(std::fs::File::open("/proc/self/status").expect("a file"));
+        let pipe = || rustix::pipe::pipe().expect("a pipe").1;
+        for other in [tcp, file, pipe] {
+            assert!(!is_one(vec![other()]) && !is_one(vec![socket(), memory(), eventfd(), other()]));
+        }
+        assert!(!is_one(vec![memory(), socket()]), "the connection comes first");
     }
 }
