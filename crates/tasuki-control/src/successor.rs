@@ -176,12 +176,14 @@ pub fn become_it(with: &Path, handed_on: Option<OwnedFd>) -> io::Error {
     } else if let Ok(own) = File::open("/proc/self/exe") {
         command.stdin(own).env(FORMER, std::process::id().to_string());
     }
+    crate::log::finish();
     let error = command.exec();
     again("/proc/self/exe", &format!("{} does not start ({error})", with.display()))
 }
 
 fn again(program: &str, why: &str) -> io::Error {
     tracing::error!("{why}; tasukid goes on as it was");
+    crate::log::finish();
     let name = std::env::args_os().next().unwrap_or_default();
     let why = format!("{} {why}", std::process::id());
     Command::new(program).arg0(name).args(words()).env_remove(FORMER).env_remove(HANDED_ON).env(WHY, why).exec()

@@ -27,6 +27,7 @@ use tasuki_control::spawn;
 use tasuki_control::successor::{self, Former};
 use tasuki_control::supervisor::door::Door;
 use tasuki_control::supervisor::{self, Ended, Parts, Programs, Supervisor};
+use tasuki_control::watchdog;
 
 /// Time the daemon may take until it serves, if it goes into the background.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
@@ -310,13 +311,13 @@ fn serve(
         server::serve(begun, again, roles, door, cpus, over);
     });
     let http = http.context("the kernel has no thread left")?;
-    let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Ready]);
+    watchdog::tell_that_it_serves();
     former.take().into_iter().for_each(Former::forget);
     tracing::info!("tasukid serves at {}", place::api_socket(&folder).display());
     let ended = supervisor.run();
     let is_replaced = matches!(ended, Ok(Ended::Replaced { .. }));
     if !is_replaced {
-        let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Stopping]);
+        watchdog::tell(watchdog::STOPPING);
     }
     // The answer to the upgrade is on its way. A caller that reads nothing keeps no worker unwatched.
     let for_answers = if is_replaced { gate::LAST_ANSWERS_TIMEOUT_REPLACED } else { gate::LAST_ANSWERS_TIMEOUT };
@@ -451,7 +452,7 @@ fn main() -> ExitCode {
             catch_unwind(AssertUnwindSafe(|| serve(&file, &folder, arguments.groups, &mut former, &mut signals)));
         let hand_on = |takes: bool| signals.iter().filter(|_| takes).for_each(Signals::hand_on);
         let error = match served {
-            Ok(Ok(None)) => return ExitCode::SUCCESS,
+            Ok(Ok(None)) => Ok(()),
             Ok(Ok(Some(Next { with, takes_signals, handed_on }))) => {
                 hand_on(takes_signals);
                 Err(successor::become_it(&with, handed_on)).context("tasukid does not go on")
@@ -472,16 +473,18 @@ fn main() -> ExitCode {
 }
 
 fn exit_code(done: Result<()>) -> ExitCode {
-    match done {
+    let code = match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let sentence = sentence(&error);
             // Its log may be where nothing can be written any more.
-            let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Status(&sentence)]);
+            watchdog::tell(&format!("STATUS={sentence}"));
             log::say(&format!("tasukid: {sentence}"));
             if error.is::<Unusable>() { ExitCode::from(UNUSABLE) } else { ExitCode::FAILURE }
         }
-    }
+    };
+    log::finish();
+    code
 }
 
 fn lacks_descriptors(error: &anyhow::Error) -> bool {

@@ -94,10 +94,10 @@ use tasuki_shm::line::halves;
 
 use crate::cgroup::{Group, Groups};
 use crate::config::Config;
-use crate::housekeeping_cpus;
 use crate::place::Place;
 use crate::registry::{self, Change, Event, News, NodeRecord, Registry};
 use crate::watchdog::Watchdog;
+use crate::{housekeeping_cpus, log};
 pub use apply::applied_last;
 use by_node::ByNode;
 use card::Card;
@@ -405,6 +405,7 @@ impl Supervisor {
         let own_cpus = housekeeping_cpus::find(&Config::default());
         let housekeeping = housekeeping_cpus::find(&config);
         housekeeping_cpus::pin_this_thread(&housekeeping);
+        log::pin(&housekeeping);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).context("the kernel has no epoll for us")?;
         let mut supervisor = Supervisor {
             usable_cpus: housekeeping_cpus::usable(),

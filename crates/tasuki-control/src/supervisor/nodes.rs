@@ -269,6 +269,7 @@ impl Supervisor {
         let is_nobodys = |cpu: &u32| self.config.node.iter().all(|node| node.cpu != Some(*cpu));
         self.housekeeping_cpus = self.own_cpus.iter().copied().filter(is_nobodys).collect();
         crate::housekeeping_cpus::pin_this_thread(&self.housekeeping_cpus);
+        crate::log::pin(&self.housekeeping_cpus);
         self.apply_cpu_division();
     }
 

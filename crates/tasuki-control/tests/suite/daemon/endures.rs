@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
@@ -383,6 +383,57 @@ fn the_unit_for_systemd_is_one_that_systemd_takes() {
     };
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success() && !said.contains("tasukid.service"), "{said}");
+}
+
+/// As a log in a pipe whose reader is stopped, in a terminal at Ctrl-S, or on a disk that does not answer.
+///
+/// row: T71
+#[test]
+fn a_reader_of_the_log_that_stops_holds_up_nobody() {
+    let mut rig = Rig::without_daemon(NODES, "");
+    let log = rig.path("pipe");
+    rustix::fs::mkfifoat(rustix::fs::CWD, &log, rustix::fs::Mode::from_raw_mode(0o600)).expect("a pipe");
+    let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::CLOEXEC;
+    let mut reader = fs::File::from(rustix::fs::open(&log, flags, rustix::fs::Mode::empty()).expect("a pipe"));
+    while reader.write(&[b'\n'; 4096]).is_ok() {}
+    let tasukid = rig.tasukid.clone();
+    rig.tasukid = rig.path("logs");
+    tasuki_testing::script(&rig.tasukid, &format!("exec {} \"$@\" 2>{}", tasukid.display(), log.display()));
+    rig.start();
+    kill_the_driver(&rig);
+    assert!(rig.ask(&["status"]).contains("red"));
+    // Its reader goes on.
+    let text = std::cell::RefCell::new((reader, Vec::new()));
+    until(&rig, "the log has all of it", || {
+        let (reader, read) = &mut *text.borrow_mut();
+        let _ = reader.read_to_end(read);
+        String::from_utf8_lossy(read).contains("was killed by signal 9")
+    });
+    let said = String::from_utf8_lossy(&text.borrow().1).into_owned();
+    let places = ["tasukid serves at", "is driven by", "was killed by signal 9"].map(|part| said.find(part));
+    assert!(places.is_sorted() && places[0].is_some(), "{said}");
+    rig.stop();
+}
+
+/// row: T71
+#[test]
+fn a_service_manager_that_reads_nothing_holds_up_nobody() {
+    let mut rig = Rig::without_daemon(NODES, "");
+    let notices = rig.path("notices");
+    // Its queue is full. The system has one length for all sockets.
+    let _manager = UnixDatagram::bind(&notices).expect("a socket");
+    let fills = UnixDatagram::unbound().expect("a socket");
+    fills.connect(&notices).expect("a manager");
+    fills.set_nonblocking(true).expect("a socket");
+    while fills.send(b"WATCHDOG=1").is_ok() {}
+    let tasukid = rig.tasukid.clone();
+    let script = "export NOTIFY_SOCKET=NOTICES WATCHDOG_USEC=10000; exec TASUKID \"$@\"";
+    let script = script.replace("NOTICES", notices.to_str().expect("a path"));
+    rig.tasukid = rig.path("notifies");
+    tasuki_testing::script(&rig.tasukid, &script.replace("TASUKID", tasukid.to_str().expect("a path")));
+    rig.start();
+    kill_the_driver(&rig);
+    rig.stop();
 }
 
 #[test]
