@@ -15,6 +15,9 @@ use serde::{Deserialize, Serialize};
 use crate::cgroup::Group;
 use crate::spawn::{self, Program};
 
+/// How long the daemon waits for the end of a process that it has killed.
+const END_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
 /// The name of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Name {
@@ -47,6 +50,8 @@ impl Process {
         let started = group.and_then(Group::birthplace).map(|place| spawn::start(program, Some(place)));
         let (pid, is_there) = match started {
             Some(Ok(pid)) => (pid, Ok(true)),
+            // It would wait as long outside the group.
+            Some(Err(error)) if error.kind() == io::ErrorKind::TimedOut => return Err(error),
             // If this fails, too, the program is the cause, and not the group.
             Some(Err(error)) => (spawn::start(program, None)?, Err(error)),
             None => (spawn::start(program, None)?, Ok(false)),
@@ -148,6 +153,21 @@ impl Process {
     /// Ends it by SIGKILL.
     pub fn kill(&self) {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
+    }
+
+    /// Kills it, and returns how it ended, as [`ended`](Self::ended) does. Does not wait for one that the kernel keeps waiting,
+    /// for a file system that does not answer for instance: another thread reaps that.
+    pub fn end(mut self) -> String {
+        self.kill();
+        if self.ends_within(&END_TIMEOUT) {
+            return self.ended();
+        }
+        let reap = move || {
+            spawn::hold_signals();
+            self.ended()
+        };
+        let _ = std::thread::Builder::new().name("reaper".to_owned()).spawn(reap);
+        "was killed, and the kernel does not let it end yet".to_owned()
     }
 
     /// Moves it to these CPUs, if it is still there.

@@ -18,6 +18,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{Mode, OFlags};
 use rustix::pipe::PipeFlags;
 
@@ -29,6 +30,11 @@ const INTO_CGROUP: u64 = 0x2_0000_0000;
 const ITS: &[&str] = &["PATH", "LANG", "TZ", "LD_LIBRARY_PATH"];
 /// Beginnings of names of others that it gets.
 const ITS_BEGIN: &[&str] = &["LC_", "RUST_", "TASUKI_"];
+
+/// Time in which a process has to become its program: more than the kernel was seen to take on a busy machine (20 s).
+const START_TIMEOUT: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
+/// The error of one that does not.
+const STUCK: &str = "the kernel keeps its process waiting, for a file system that does not answer or for the disk; look which file that is, and end its server (fusermount -u, umount -f)";
 
 /// A program to start, with its arguments and descriptors.
 #[derive(Debug)]
@@ -78,8 +84,13 @@ pub fn not_startable(path: &Path) -> Option<&'static str> {
 /// its pid. The caller reaps it.
 ///
 /// # Errors
-/// The kernel's reason: no such program, no room for a process, or not in this group.
+/// The kernel's reason: no such program, no room for a process, or not in this group. Or the kernel keeps the process waiting
+/// (`TimedOut`).
 pub fn start(program: &Program, group: Option<BorrowedFd<'_>>) -> io::Result<u32> {
+    start_within(&START_TIMEOUT, program, group)
+}
+
+fn start_within(limit: &Timespec, program: &Program, group: Option<BorrowedFd<'_>>) -> io::Result<u32> {
     let text = |text: &OsStr| CString::new(text.as_bytes()).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
     let path = text(find(&program.path).as_os_str())?;
     let args = [program.path.as_os_str()].into_iter().chain(program.args.iter().map(OsString::as_os_str));
@@ -104,11 +115,19 @@ pub fn start(program: &Program, group: Option<BorrowedFd<'_>>) -> io::Result<u32
     let image = Image { path: &path, argv: &argv, envp: &envp, stdio: stdio.each_ref().map(AsFd::as_fd) };
     let pid = clone(group, &image, failed.as_fd())?;
     drop(failed);
-    let mut errno = [0; 4];
+    let child = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
+    let reap = move || _ = rustix::process::waitpid(child, rustix::process::WaitOptions::empty());
     // The pipe's end is closed once the process is the program.
+    let mut end = [PollFd::new(&says, PollFlags::IN)];
+    if rustix::io::retry_on_intr(|| rustix::event::poll(&mut end, Some(limit))) == Ok(0) {
+        // It may be dead only once it goes on. A thread has the signals of the one that starts it held.
+        child.map(|child| rustix::process::kill_process(child, rustix::process::Signal::KILL));
+        let _ = std::thread::Builder::new().name("reaper".to_owned()).spawn(reap);
+        return Err(io::Error::new(io::ErrorKind::TimedOut, STUCK));
+    }
+    let mut errno = [0; 4];
     if rustix::io::retry_on_intr(|| rustix::io::read(&says, &mut errno))? == errno.len() {
-        let dead = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
-        let _ = rustix::process::waitpid(dead, rustix::process::WaitOptions::empty());
+        reap();
         return Err(io::Error::from_raw_os_error(i32::from_ne_bytes(errno)));
     }
     Ok(pid)
@@ -285,6 +304,26 @@ mod tests {
         said.read_to_string(&mut text).unwrap();
         assert_eq!(text, if is_spared { "0\n" } else { &before });
         assert_eq!(started.unwrap().0.ended(), "ended");
+    }
+
+    #[test]
+    fn a_process_that_does_not_become_its_program_in_time_is_killed_and_said() {
+        let (mut said, stdout) = std::io::pipe().unwrap();
+        let program = program(&["-c", "exec sleep 600"], stdout.into());
+        // No time at all: one that is its program all the same is for the next attempt.
+        let error = std::iter::repeat_with(|| match start_within(&Timespec::default(), &program, None) {
+            Ok(pid) => {
+                let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw).unwrap();
+                rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+                rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty()).unwrap();
+                None
+            }
+            Err(error) => Some(error),
+        });
+        assert_eq!(error.flatten().next().unwrap().kind(), io::ErrorKind::TimedOut);
+        drop(program);
+        // It is dead once nobody has this any more.
+        assert_eq!(said.read_to_end(&mut Vec::new()).unwrap(), 0);
     }
 
     #[test]

@@ -58,11 +58,11 @@ pub struct Cell {
 impl Cell {
     /// Ends a process that was told no program.
     fn end(self) {
-        let Cell { mut process, path, group, .. } = self;
+        let Cell { process, path, group, .. } = self;
         process.kill();
         // Without a jail it is its program already, and may have started others.
         let _ = group.as_ref().map(Group::kill);
-        process.ended();
+        process.end();
         group.iter().for_each(Group::remove);
         forget_files(&path);
     }

@@ -171,10 +171,9 @@ impl KeeperConnection {
 
     /// Ends the keeper. Returns how it ended.
     fn end(self) -> String {
-        let KeeperConnection { socket, mut process, .. } = self;
+        let KeeperConnection { socket, process, .. } = self;
         drop(socket);
-        process.kill();
-        process.ended()
+        process.end()
     }
 
     /// Returns all that the keeper has.
