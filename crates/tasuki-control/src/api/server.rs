@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,10 +26,10 @@ use super::types::{
     Applied, Apply, Counts, Ended, Event, Give, NicView, NodeView, Plan, Refused, Relayed, Removed, Replace, Replaced,
     Staging, Standby, Status, Stopped, TalkView, Upgrade, VniNodeView, VniView, WorkerView, Written,
 };
-use crate::config;
-use crate::successor;
+use crate::spawn::not_startable;
 use crate::supervisor::captures::Of;
 use crate::supervisor::door::{Door, Refusal, Request};
+use crate::{config, successor};
 
 /// The OpenAPI description of all routes.
 #[derive(Debug, OpenApi)]
@@ -72,6 +73,9 @@ struct Description;
 pub fn description() -> String {
     Description::openapi().to_pretty_json().expect("a description is plain data")
 }
+
+/// How long the look at a program may take.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An answer, as the loop gives it.
 struct Answered<T>(Result<T, Refusal>);
@@ -175,9 +179,26 @@ async fn upgrade(
 ) -> Answered<Relayed> {
     match words(body) {
         Ok(Upgrade { with: Some(_), .. }) if role < Role::Administer => Answered(Err(may_not_name(&peer, role))),
-        Ok(upgrade) => ask(&door, |answer| Request::Upgrade { node, upgrade, answer }).await,
+        Ok(upgrade) => match look_at(upgrade.with.clone()).await {
+            Ok(()) => ask(&door, |answer| Request::Upgrade { node, upgrade, answer }).await,
+            Err(refusal) => Answered(Err(refusal)),
+        },
         Err(refusal) => Answered(Err(refusal)),
     }
+}
+
+/// Looks at a program that a caller names as the loop does after that, which would wait for a file system that does not answer.
+async fn look_at(with: Option<PathBuf>) -> Result<(), Refusal> {
+    let Some(with) = with else { return Ok(()) };
+    let named = with.display().to_string();
+    // Its mistakes the loop finds, too.
+    let look = tokio::task::spawn_blocking(move || not_startable(&with));
+    tokio::time::timeout(LOOK_TIMEOUT, look).await.map(drop).map_err(|_| {
+        Refusal::Malformed(format!(
+            "{named} cannot be looked at within {} s, for its file system does not answer; mend that, or name a program that lies elsewhere",
+            LOOK_TIMEOUT.as_secs()
+        ))
+    })
 }
 
 /// Refuses a program named by a user below `administer`: that user would run it.
@@ -196,7 +217,10 @@ async fn stage(
 ) -> Answered<Relayed> {
     match words(body) {
         Ok(Staging { with: Some(_) }) if role < Role::Administer => Answered(Err(may_not_name(&peer, role))),
-        Ok(staging) => ask(&door, |answer| Request::Stage { node, staging, answer }).await,
+        Ok(staging) => match look_at(staging.with.clone()).await {
+            Ok(()) => ask(&door, |answer| Request::Stage { node, staging, answer }).await,
+            Err(refusal) => Answered(Err(refusal)),
+        },
         Err(refusal) => Answered(Err(refusal)),
     }
 }
