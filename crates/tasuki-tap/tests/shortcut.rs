@@ -114,7 +114,8 @@ mod tests {
                 let mut frame = [0; 70_000];
                 while let Ok(len) = rustix::io::read(&self.devices[end], &mut frame) {
                     assert_eq!(frame[HEADER + 6..HEADER + 12], mac(end), "it is the sender's own");
-                    self.seen[end] += 1;
+                    // In its first second the kernel of a namespace says something of its own, by IPv6.
+                    self.seen[end] += usize::from(frame[HEADER + 12..HEADER + 14] != [0x86, 0xdd]);
                     rustix::io::write(&self.devices[1 - end], &frame[..len]).expect("the other worker's TAP takes it");
                 }
             }

@@ -134,14 +134,18 @@ fn until_quiet(model: &mut Model, driver: &Worker) {
 
 /// Ends the model and returns the number of frames that did not come back to it. The others must have come back
 /// once, in order, and whole.
-fn lost(mut model: Model) -> u64 {
+/// Returns how many frames are lost, and how many of these the card has dropped while no driver received.
+fn lost(mut model: Model) -> (u64, u64) {
     if model.program.is_running() {
         model.program.signal(Signal::TERM);
     }
     let report = model.report();
+    println!("{report}");
     assert!(report.contains("twice 0, out of order 0, damaged 0, from others 0"), "{report}");
-    let lost = report.split("lost ").nth(1).and_then(|rest| rest.split_whitespace().next()?.parse().ok());
-    lost.unwrap_or_else(|| panic!("{report}"))
+    let number = |line: &str, after: &str| line.split(after).nth(1)?.split_whitespace().next()?.parse().ok();
+    let lost = number(&report, "lost ").unwrap_or_else(|| panic!("{report}"));
+    let off = report.lines().find(|line| line.ends_with("frames: its receive unit was off"));
+    (lost, off.and_then(|line| number(line, "the card dropped ")).unwrap_or(0))
 }
 
 /// Runs a handover with these deaths. It may lose at most `at_most` frames, unless the machine kept the processes
@@ -203,7 +207,7 @@ fn kill(deaths: Deaths, at_most: u64) -> Option<Driver> {
     // A worker that could not take the card because frames had arrived meanwhile has said so.
     let was_late = taker.told.iter().any(|sentence| sentence.contains("frames have come"));
     drop((giver, taker, standby, nic));
-    let lost = lost(model);
+    let (lost, _) = lost(model);
     println!("{deaths:?}: {driver:?} drives after {took:?}, and {lost} frames are lost");
     let came = if took > PAUSED { u64::try_from(took.as_millis()).unwrap() * SLOW / 1000 } else { 0 };
     assert!(lost <= at_most + came, "{deaths:?}: {lost} frames are lost, after {took:?}");
@@ -277,7 +281,13 @@ fn what_is_ordered_to_be_dropped_is_counted_and_nothing_else_is_lost() {
     }
     until_quiet(&mut model, &driver);
     drop((driver, nic));
-    let lost = lost(model);
-    println!("{dropped} frames were dropped, {lost} lost; the longest pause was {longest:?}");
-    assert!(lost == dropped || longest > PAUSED && lost > dropped, "{dropped} dropped, {lost} lost");
+    let (lost, off) = lost(model);
+    println!(
+        "{dropped} frames were dropped, {lost} lost, {off} of them by the card; the longest pause was {longest:?}"
+    );
+    // A busy machine can keep a driver from its first frames, and from those after a long pause.
+    assert!(
+        lost == dropped + off || longest > PAUSED && lost > dropped,
+        "{dropped} dropped, {off} by the card, {lost} lost"
+    );
 }

@@ -261,8 +261,15 @@ impl Rig {
         until(self, "tasukid ends", || !daemon.borrow_mut().is_running());
     }
 
-    /// Returns the daemon's log.
+    /// Returns the daemon's log, with all lines that the daemon has told the thread which writes them.
     pub fn log(&self) -> String {
+        let writes = |pid: u32| {
+            let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+            let threads = threads.filter_map(|it| process::stat(format!("{pid}/task/{}", it.file_name().display())));
+            { threads }.any(|(name, fields)| name == "log lines" && fields[0] == "R")
+        };
+        let daemon = self.daemon.as_ref().map(|daemon| daemon.0.id());
+        (0..1000).take_while(|_| daemon.is_some_and(writes)).for_each(|_| std::thread::sleep(Duration::from_millis(1)));
         fs::read_to_string(self.path("log")).unwrap_or_default()
     }
 
