@@ -114,6 +114,16 @@ fn await_daemon(listener: &OwnedFd, own: Option<&str>, folder: &Path) -> Result<
 /// What it keeps, by name. An earlier daemon may have it keep descriptors that take their time to close.
 type Entries = BTreeMap<String, (String, Foreign)>;
 
+/// The beginning of the name of a client's entry (`supervisor::deposits::Key`).
+const OF_CLIENT: &str = "{\"client\"";
+
+/// Closes what an entry had. A client's descriptors may take their time: other threads close them. All others take none, and
+/// must not wait behind those.
+fn close(name: &str, entry: Option<(String, Foreign)>) {
+    let entry = entry.filter(|_| !name.starts_with(OF_CLIENT));
+    entry.into_iter().for_each(|(_, fds)| drop(fds.trust()));
+}
+
 /// Serves a daemon for as long as it is there. Returns whether the keeper is to end.
 fn serve(daemon: &OwnedFd, entries: &mut Entries) -> Result<bool> {
     let mut room = Vec::new();
@@ -128,9 +138,10 @@ fn serve(daemon: &OwnedFd, entries: &mut Entries) -> Result<bool> {
         };
         match serde_json::from_slice(&message.bytes) {
             Ok(Word::Keep { name, what }) if entries.contains_key(&name) || entries.len() < ENTRIES_MAX => {
-                entries.insert(name, (what, message.fds));
+                let before = entries.insert(name.clone(), (what, message.fds));
+                close(&name, before);
             }
-            Ok(Word::Forget { name }) => _ = entries.remove(&name),
+            Ok(Word::Forget { name }) => close(&name, entries.remove(&name)),
             Ok(Word::List) => {
                 for (name, (what, fds)) in &*entries {
                     let word = Word::Keep { name: name.clone(), what: what.clone() };
@@ -186,14 +197,15 @@ mod tests {
         lingering.set_nonblocking(true).expect("a socket");
         while (&lingering).write(&[0; 4096]).is_ok() {}
         let keeper = std::thread::spawn(move || serve(&ours, &mut Entries::new()));
-        let keep = Word::Keep { name: "client".to_owned(), what: String::new() };
+        let name = format!("{OF_CLIENT}:\"/run/red.sock\"}}");
+        let keep = Word::Keep { name: name.clone(), what: String::new() };
         let said = |word: &Word, fds: &[BorrowedFd<'_>]| say(daemon.as_fd(), word, fds).expect("room");
         // In place of itself, and then for good.
         said(&keep, &[lingering.as_fd()]);
         said(&keep, &[]);
         said(&keep, &[lingering.as_fd()]);
         drop(lingering);
-        said(&Word::Forget { name: "client".to_owned() }, &[]);
+        said(&Word::Forget { name }, &[]);
         said(&Word::List, &[]);
         let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
         let answers = rustix::event::poll(&mut [PollFd::new(&daemon, PollFlags::IN)], Some(&limit));

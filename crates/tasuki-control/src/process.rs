@@ -15,8 +15,10 @@ use serde::{Deserialize, Serialize};
 use crate::cgroup::Group;
 use crate::spawn::{self, Program};
 
-/// How long the daemon waits for the end of a process that it has killed.
-const END_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// How long the daemon's loop waits for the end of a process that it has killed.
+pub const END_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// The same where nobody waits for the daemon: the kernel may take its time on a busy machine.
+pub const LAST_END_TIMEOUT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 
 /// The name of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -155,11 +157,11 @@ impl Process {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
     }
 
-    /// Kills it, and returns how it ended, as [`ended`](Self::ended) does. Does not wait for one that the kernel keeps waiting,
-    /// for a file system that does not answer for instance: another thread reaps that.
-    pub fn end(mut self) -> String {
+    /// Kills it, and returns how it ended, as [`ended`](Self::ended) does. Does not wait beyond `limit` for one that the kernel keeps
+    /// waiting, for a file system that does not answer for instance: another thread reaps that.
+    pub fn end(mut self, limit: &Timespec) -> String {
         self.kill();
-        if self.ends_within(&END_TIMEOUT) {
+        if self.ends_within(limit) {
             return self.ended();
         }
         let reap = move || {

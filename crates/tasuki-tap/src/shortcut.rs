@@ -82,7 +82,8 @@ pub struct Lost {
     /// Number of frames that the namespace sent: the TAP had no room for more.
     pub sent: u64,
     /// Number of frames for the namespace that the veth pair did not take: the namespace's interface was down, or its MTU
-    /// is smaller. Frames for the namespace's own address do not go through the pair, and are not in it.
+    /// is smaller. Linux before 6.11 counts no frame for an interface that is down. Frames for the namespace's own address
+    /// do not go through the pair, and are not in it.
     pub received: u64,
 }
 

@@ -343,7 +343,7 @@ fn serve(
 /// Refuses what can be read once only, as a pipe, or what is another file for the program in the background: that reads it
 /// again.
 fn can_be_read_again(file: &Path) -> Result<()> {
-    let is_of_process = ["/dev", "/proc"].iter().any(|folder| file.starts_with(folder));
+    let is_of_process = ["/dev/stdin", "/dev/fd", "/proc"].iter().any(|folder| file.starts_with(folder));
     if is_of_process || file.metadata().is_ok_and(|file| !file.is_file() && !file.is_dir()) {
         return Err(Unusable(anyhow::anyhow!(
             "the configuration {} may be read once only, and tasukid in the background reads it again; name a file, or add --foreground",

@@ -513,6 +513,8 @@ impl Supervisor {
         let (unheard, heard): (BTreeSet<u32>, BTreeSet<u32>) =
             self.unheard.iter().partition(|nic| self.cards.get(nic).is_some_and(is_theirs));
         self.unheard = unheard;
+        let count = silent.len();
+        let has_changed = std::mem::replace(&mut self.silent, count) != count;
         heard.into_iter().for_each(|nic| self.begin_arbiter_of_before(nic));
         if !self.awaiting
             && let Err(error) = self.shortcuts.sweep()
@@ -523,8 +525,10 @@ impl Supervisor {
         if !self.awaiting {
             crash::point("daemon.adopted");
         }
-        // Once the nodes are on their VNIs, too.
-        self.door.ring();
+        if is_first || has_changed {
+            // Requests that waited are answered once the nodes are on their VNIs, too.
+            self.door.ring();
+        }
     }
 
     /// Starts the arbiter of a NIC once all workers that may have it have answered, or are dead or killed.

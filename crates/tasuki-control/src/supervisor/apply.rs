@@ -122,7 +122,9 @@ impl Current {
         known: Option<AppliedRecord>,
     ) -> Result<(Self, Config)> {
         let path = file.display().to_string();
-        let emptied = |text: &String| known.as_ref().and_then(|known| why_emptied(&path, text, &known.text));
+        // If that is as it was, it counts no more than before.
+        let newer = |text: &String| known.as_ref().filter(|known| known.base != crc32c::crc32c(text.as_bytes()));
+        let emptied = |text: &String| newer(text).and_then(|known| why_emptied(&path, text, &known.text));
         let text = text.and_then(|text| emptied(&text).map_or(Ok(text), Err));
         let base = text.as_ref().ok().map(|text| crc32c::crc32c(text.as_bytes()));
         let before = known.as_ref().map_or(0, |known| known.generation);
@@ -953,6 +955,8 @@ mod tests {
         assert!(current.trouble().unwrap().contains("t.toml has no line that counts"));
         assert_eq!(emptied(Some(record.clone()), "[daemon]").unwrap().0.record.generation, 2, "that is meant");
         assert_eq!(emptied(None, "").unwrap().0.trouble(), None);
+        let comments = AppliedRecord { base: crc32c::crc32c(b"# \n"), ..record.clone() };
+        assert_eq!(emptied(Some(comments), "# \n").unwrap().0.trouble(), None, "another file was applied since");
         // What an earlier version applied from another file counts also if this one refuses it: the file has none of its nodes.
         let nodes = |text: &str| {
             let applied = AppliedRecord { path: "u.toml".to_owned(), text: text.to_owned(), ..record.clone() };

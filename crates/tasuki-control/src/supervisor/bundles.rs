@@ -171,6 +171,11 @@ impl Supervisor {
         let ends = nics.iter().filter(|nic| self.cards.get(nic).is_some_and(|card| self.is_member(card)));
         let ends: Vec<(u32, u32)> = ends.map(|nic| (number, *nic)).collect();
         self.untold.extend(ends);
+        if !self.adopting {
+            // The others have heard of its lender's client already.
+            let borrowed: Vec<u32> = nics.iter().copied().filter(|nic| self.is_borrower(number, *nic)).collect();
+            borrowed.into_iter().for_each(|nic| self.tell_client(nic, number));
+        }
         let sentence = format!("worker {number} of node {node} ran on while no tasukid did, and is adopted");
         self.note(About::worker(node, number), sentence);
     }

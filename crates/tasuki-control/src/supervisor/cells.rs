@@ -24,7 +24,7 @@ use super::{About, Supervisor, Token, WORKER_TIMEOUT, epoll_add, is_news, nanose
 use crate::cgroup::{Bounds, Group, Groups};
 use crate::config::{Config, Confine};
 use crate::jail::{self, Terms};
-use crate::process::{Name, Process};
+use crate::process::{LAST_END_TIMEOUT, Name, Process};
 use crate::spawn::Program;
 use crate::{channel, housekeeping_cpus};
 
@@ -62,7 +62,7 @@ impl Cell {
         process.kill();
         // Without a jail it is its program already, and may have started others.
         let _ = group.as_ref().map(Group::kill);
-        process.end();
+        process.end(&LAST_END_TIMEOUT);
         group.iter().for_each(Group::remove);
         forget_files(&path);
     }

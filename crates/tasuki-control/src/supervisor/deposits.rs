@@ -23,7 +23,7 @@ use crate::channel::{self, Nothing};
 use crate::endpoint::socket;
 use crate::foreign::Foreign;
 use crate::keeper::{self, Word};
-use crate::process::Process;
+use crate::process::{END_TIMEOUT, LAST_END_TIMEOUT, Process};
 use crate::successor;
 
 /// Time a keeper may take to begin, and to list its entries.
@@ -170,10 +170,10 @@ impl KeeperConnection {
     }
 
     /// Ends the keeper. Returns how it ended.
-    fn end(self) -> String {
+    fn end(self, limit: &Timespec) -> String {
         let KeeperConnection { socket, process, .. } = self;
         drop(socket);
-        process.end()
+        process.end(limit)
     }
 
     /// Returns all that the keeper has.
@@ -295,7 +295,7 @@ impl Supervisor {
             rustix::event::poll(&mut socket, Some(&Timespec::default())) == Ok(1)
         };
         let Some(connection) = self.deposits.connection.take_if(hung_up) else { return };
-        let how = connection.end();
+        let how = connection.end(&END_TIMEOUT);
         self.note(About::default(), format!("the keeper {how}; another is told everything anew"));
     }
 
@@ -319,7 +319,7 @@ impl Supervisor {
         if self.place.is_ours()
             && let Some(connection) = self.deposits.connection.take_if(is_lost)
         {
-            connection.end();
+            connection.end(&END_TIMEOUT);
             let sentence = format!("{} was deleted; another keeper is told everything anew", path.display());
             self.note(About::default(), sentence);
         }
@@ -442,7 +442,7 @@ impl Supervisor {
     pub(super) fn end_keeper(&mut self) {
         if let Some(connection) = self.deposits.connection.take() {
             let _ = keeper::say(connection.socket.as_fd(), &Word::End, &[]);
-            connection.end();
+            connection.end(&LAST_END_TIMEOUT);
         }
         let _ = std::fs::remove_file(self.place.keeper_socket());
     }

@@ -408,7 +408,7 @@ impl Supervisor {
     }
 
     /// Returns whether a worker serves queues of another node's machine by way of this end.
-    fn is_borrower(&self, number: u32, nic: u32) -> bool {
+    pub(super) fn is_borrower(&self, number: u32, nic: u32) -> bool {
         self.node_with_end(number, nic).is_some_and(|it| it.queue_of().is_some() && self.config.shares_machine(it))
     }
 

@@ -219,7 +219,7 @@ impl Supervisor {
     }
 
     /// Returns the NICs and the end of a node that are open, and stay so.
-    fn open_cards_of<'a>(&'a self, node: &'a str) -> impl Iterator<Item = &'a Card> {
+    pub(super) fn open_cards_of<'a>(&'a self, node: &'a str) -> impl Iterator<Item = &'a Card> {
         self.cards.of(node).filter(|card| card.closing.is_none() && card.opened.is_some())
     }
 

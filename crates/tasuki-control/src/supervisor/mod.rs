@@ -322,6 +322,8 @@ pub struct Supervisor {
     awaiting: bool,
     /// NICs without an arbiter, as workers that have yet to answer may have them.
     unheard: BTreeSet<u32>,
+    /// How many of its workers had not answered at the last look.
+    silent: usize,
     /// Until when the other NICs wait for these workers, too.
     patient_until: Option<Duration>,
     /// Requests that wait for these workers.
@@ -463,6 +465,7 @@ impl Supervisor {
             adopting: false,
             awaiting: false,
             unheard: BTreeSet::new(),
+            silent: 0,
             patient_until: None,
             put_off: VecDeque::new(),
             untold: VecDeque::new(),

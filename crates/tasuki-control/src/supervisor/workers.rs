@@ -145,7 +145,7 @@ impl Supervisor {
         let generation = self.nodes.get(name).map_or(0, |node| node.record.generation);
         let is_ahead = |worker: &&Worker| worker.serves() && worker.record.generation > generation;
         let drives_all = |worker: &&Worker| {
-            let mut nics = self.cards.of(name).filter(|card| card.closing.is_none()).peekable();
+            let mut nics = self.open_cards_of(name).peekable();
             nics.peek().is_some() && nics.all(|card| card.is_settled() && card.holder() == Some(worker.party()))
         };
         let worker = self.workers.of(name).filter(is_ahead).find(drives_all).map(Worker::party);

@@ -10,7 +10,8 @@
 //! - **T2** An entry is 0 (free), or an address in bits 16 to 63 and, in the bits below, the number of the node that
 //!   has it plus 1, and bit 15 if other entries for the address may be there.
 //! - **T3** An entry lies less than [`REACH`] lines behind the first line that its address hashes to, or behind the
-//!   second one if all these places were occupied.
+//!   second one if all these places were occupied. Workers of before 30 November 2026 look behind the first line alone,
+//!   and take such an address for one that no node has.
 //! - **T5** An address has several entries if several nodes share it, each of which drives a queue of one interface:
 //!   up to [`OWNERS_MAX`].
 //! - **T4** The version grows with every change, after the change. A reader that caches a result drops it when the

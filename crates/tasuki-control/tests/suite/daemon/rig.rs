@@ -95,7 +95,7 @@ impl Rig {
     }
 
     /// Returns the path of a file in the rig's directory.
-    pub fn path(&self, name: impl AsRef<Path>) -> PathBuf {
+    pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
@@ -266,7 +266,7 @@ impl Rig {
         let writes = |pid: u32| {
             let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
             let threads = threads.filter_map(|it| process::stat(format!("{pid}/task/{}", it.file_name().display())));
-            { threads }.any(|(name, fields)| name == "log lines" && fields[0] == "R")
+            { threads }.any(|(name, fields)| name == "log lines" && ["R", "D"].contains(&fields[0].as_str()))
         };
         let daemon = self.daemon.as_ref().map(|daemon| daemon.0.id());
         (0..1000).take_while(|_| daemon.is_some_and(writes)).for_each(|_| std::thread::sleep(Duration::from_millis(1)));

@@ -144,8 +144,7 @@ fn workers_drive_on_while_no_daemon_lives_and_the_next_one_takes_them_over() {
     rig.await_worker("green", "idle");
     rig.kill_daemon();
     rig.start();
-    let status = rig.json(&["status"]);
-    assert_eq!(status["adopted"], 4, "{status}\n{}", rig.log());
+    until(&rig, "all are adopted", || rig.json(&["status"])["adopted"] == 4);
     let (now, now_standby) = rig.await_pair("red");
     assert_eq!((&now["pid"], &now_standby["pid"]), (&driver["pid"], &standby["pid"]));
     assert!(now["received"].as_u64() > driver["received"].as_u64(), "it went on");
@@ -192,8 +191,7 @@ fn a_worker_that_says_nothing_to_the_next_daemon_keeps_no_other_node_waiting() {
     let green = begin_beside_silent(&mut rig, "green", "idle");
     signal(pid(&driver), Signal::KILL);
     until(&rig, "the stand-by drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] == standby["pid"]));
-    rig.ask(&["worker", "upgrade", "blue"]);
-    // All of that comes before its end, or its answer.
+    // That comes before its end, or its answer.
     assert_eq!(pid(&rig.await_worker("green", "starting")), green, "{}", rig.log());
     assert!(runs(green) && !rig.ask(&["events"]).contains("does not answer this tasukid"), "{}", rig.log());
     signal(green, Signal::CONT);
@@ -248,7 +246,7 @@ fn it_goes_into_the_background_once_it_serves_or_says_why_it_does_not() {
     let said = String::from_utf8_lossy(&again.stderr).into_owned();
     assert!(!again.status.success() && said.contains("is at work in") && said.lines().count() == 1, "{again:?}");
     // A name of any bytes.
-    let name = rig.path(OsStr::from_bytes(b"\xff.toml"));
+    let name = rig.path("").join(OsStr::from_bytes(b"\xff.toml"));
     let output = rig.tasukid_with(&name, &rig.dir()).arg("--check").output().expect("a program");
     assert_eq!(output.status.code(), Some(78), "{output:?}");
     rig.ask(&["stop"]);

@@ -163,12 +163,12 @@ impl World {
 fn a_worker_that_answers_the_next_daemon_late_talks_to_all_nodes() {
     let Some(mut world) = World::with_both_by_workers() else { return };
     world.ping(20, "0.002", DESK);
+    let third = Room::new();
     let (driver, stands_by) = world.rig.await_pair("desk");
     world.rig.kill_daemon();
     [&driver, &stands_by].into_iter().for_each(|worker| signal(pid(worker), Signal::STOP));
     world.rig.start();
     world.rig.kill_driver("shop");
-    let third = Room::new();
     let (path, address) = (third.path(), "192.0.2.3");
     let words = ["node", "add", "third", "--netns", &path, "--address", "192.0.2.3/24", "--no-shortcut"];
     // Its neighbours are to hear of it.

@@ -277,7 +277,7 @@ impl Field {
     /// for it until it is driven.
     pub fn was_without_driver(&mut self, took: Duration) {
         if took >= OVERDUE {
-            self.may_miss += RING + self.rate * (took.as_millis() as u64).div_ceil(1000);
+            self.may_miss += RING + self.rate * (took.as_secs() + 1);
         }
     }
 
