@@ -42,7 +42,7 @@ const DEATHS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Longest time for which a daemon that begins waits for workers of nodes that a NIC has nothing to do with. On a machine that
 /// is not too busy all answer within a few ms, and the daemon goes on with all at once.
-const PATIENCE_MAX: Duration = Duration::from_secs(1);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Descriptors that a node's end takes when it joins its VNI, and those of the API.
 const DESCRIPTORS_OF_END: usize = 3;
@@ -483,9 +483,9 @@ impl Supervisor {
             return;
         }
         self.end_the_slow();
-        let patience = self.config.daemon.hang_after().min(PATIENCE_MAX);
+        let timeout = self.config.daemon.hang_after().min(ANSWER_TIMEOUT);
         // From here on: the daemon reads what they have said by now before it looks again.
-        let until = *self.patient_until.get_or_insert(now() + patience);
+        let until = *self.awaits_all_until.get_or_insert(now() + timeout);
         let waits_for_all = self.adopting && now() < until;
         if waits_for_all && self.workers.values().any(is_silent) {
             return;

@@ -325,7 +325,7 @@ pub struct Supervisor {
     /// How many of its workers had not answered at the last look.
     silent: usize,
     /// Until when the other NICs wait for these workers, too.
-    patient_until: Option<Duration>,
+    awaits_all_until: Option<Duration>,
     /// Requests that wait for these workers.
     put_off: VecDeque<Queued>,
     /// Workers that had an end of a VNI before that joined, and the ends.
@@ -466,7 +466,7 @@ impl Supervisor {
             awaiting: false,
             unheard: BTreeSet::new(),
             silent: 0,
-            patient_until: None,
+            awaits_all_until: None,
             put_off: VecDeque::new(),
             untold: VecDeque::new(),
             untold_not_before: Duration::ZERO,
