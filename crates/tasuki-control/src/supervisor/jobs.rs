@@ -457,8 +457,11 @@ impl Supervisor {
         if let Some(worker) = self.workers.get_mut(&target) {
             worker.wanted = false;
         }
+        // A worker that was staged before another upgrade is of a generation that others are of.
+        let its = self.workers.get(&target).map(|worker| worker.record.generation);
+        let generation = its.filter(|its| self.is_latest(&name, target, *its)).unwrap_or(self.next_generation(&name));
         if let (true, Some(node)) = (is_upgrade, self.nodes.get_mut(&name)) {
-            node.record.generation += 1;
+            node.record.generation = generation;
             if let Some(worker) = self.workers.get_mut(&target).filter(|worker| worker.record.staged.is_some()) {
                 (worker.record.staged, worker.record.generation) = (None, node.record.generation);
                 self.changes.push(Change::Worker(worker.record.clone()));
@@ -468,7 +471,6 @@ impl Supervisor {
             self.changes.push(Change::Node(name.clone(), record));
             crash::point("daemon.upgraded");
             // Givers are done. A stand-by stays one until a worker of the new program can stand by.
-            let generation = self.nodes[&name].record.generation;
             let over = self
                 .workers
                 .of(&name)

@@ -189,14 +189,16 @@ fn an_upgrade_of_which_a_nic_is_left_when_the_daemon_dies_is_to_be_done_again_an
     rig.kill_daemon();
     rig.start_to_die(Some("daemon.planned:2".to_owned()));
     until(&rig, "it serves", || rig.tasuki(&["status"]).status.success());
-    let _ = rig.tasuki(&["worker", "upgrade", "red"]);
+    let [next, last] = ["next", "last"].map(|name| rig.program(name, "").display().to_string());
+    let _ = rig.tasuki(&["worker", "upgrade", "red", "--with", &next]);
     until(&rig, "it dies", || rig.tasuki(&["status"]).status.code() == Some(1));
     rig.start();
     let says = || rig.ask(&["status"]).contains("of an upgrade that moved some of its NICs and not all");
     until(&rig, "it is said", says);
-    rig.ask(&["worker", "upgrade", "red"]);
+    rig.ask(&["worker", "upgrade", "red", "--with", &last]);
     until(&rig, "all is well", || {
-        !says() && rig.workers().iter().filter(|worker| worker["node"] == "red").count() == 2
+        let red: Vec<_> = rig.workers().into_iter().filter(|worker| worker["node"] == "red").collect();
+        !says() && red.len() == 2 && red.iter().all(|worker| worker["binary"] == *last)
     });
 }
 
