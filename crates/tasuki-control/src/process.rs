@@ -17,7 +17,7 @@ use crate::spawn::{self, Program};
 
 /// How long the daemon's loop waits for the end of a process that it has killed.
 pub const END_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-/// The same where nobody waits for the daemon: the kernel may take its time on a busy machine.
+/// The same where no other work waits: the kernel may take its time on a busy machine.
 pub const LAST_END_TIMEOUT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 
 /// The name of a process.

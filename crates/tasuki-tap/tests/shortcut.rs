@@ -241,6 +241,8 @@ mod tests {
     }
 
     /// A router passes on all frames that it takes for its own.
+    ///
+    /// row: T151
     #[test]
     fn a_namespace_takes_no_frame_for_its_own_that_is_not() {
         let Some(mut rig) = Rig::new("types") else { return };

@@ -459,7 +459,8 @@ impl Supervisor {
         }
         // A worker that was staged before another upgrade is of a generation that others are of.
         let its = self.workers.get(&target).map(|worker| worker.record.generation);
-        let generation = its.filter(|its| self.is_latest(&name, target, *its)).unwrap_or(self.next_generation(&name));
+        let is_later = |its: &u32| *its > self.latest_generation(&name, target);
+        let generation = its.filter(is_later).unwrap_or(self.latest_generation(&name, 0) + 1);
         if let (true, Some(node)) = (is_upgrade, self.nodes.get_mut(&name)) {
             node.record.generation = generation;
             if let Some(worker) = self.workers.get_mut(&target).filter(|worker| worker.record.staged.is_some()) {

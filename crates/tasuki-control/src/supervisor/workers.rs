@@ -138,18 +138,12 @@ impl Supervisor {
             .all(|card| worker.nics.get(&card.number) == Some(&Readiness::Ready) || card.holder() == Some(number))
     }
 
-    /// Returns the generation of the next upgrade: later than that of the node and of all its workers. One of an upgrade that moved
-    /// some NICs and not all would count as the present program's.
-    pub(super) fn next_generation(&self, name: &str) -> u32 {
+    /// Returns the latest generation of a node and of its workers, but for one (0: none). A worker of an upgrade that moved some
+    /// NICs and not all is later than its node: if the next upgrade were of its generation, it would count as present.
+    pub(super) fn latest_generation(&self, name: &str, but: u32) -> u32 {
         let of_node = self.nodes.get(name).map_or(0, |node| node.record.generation);
-        self.workers.of(name).map(|worker| worker.record.generation).fold(of_node, u32::max) + 1
-    }
-
-    /// Returns whether a worker's generation is later than that of its node and of all its other workers.
-    pub(super) fn is_latest(&self, name: &str, number: u32, generation: u32) -> bool {
-        let of_node = self.nodes.get(name).map_or(0, |node| node.record.generation);
-        let mut others = self.workers.of(name).filter(|worker| worker.party() != number);
-        generation > of_node && others.all(|other| other.record.generation < generation)
+        let its = self.workers.of(name).filter(|worker| worker.party() != but);
+        its.map(|worker| worker.record.generation).fold(of_node, u32::max)
     }
 
     /// Records an upgrade whose worker drives all NICs of its node: the tasukid that began it ended before it did, or the
@@ -335,7 +329,7 @@ impl Supervisor {
         }
         let node = self.nodes.get(name).context("there is no such node")?;
         let config = self.config.node(name).context("there is no such node")?.clone();
-        let generation = if wanted { self.next_generation(name) } else { node.record.generation };
+        let generation = if wanted { self.latest_generation(name, 0) + 1 } else { node.record.generation };
         let endpoint = match self.tap_for(name)? {
             Some(tap) => Some(tap),
             None => match self.queue_for(name)? {
